@@ -1,0 +1,171 @@
+"""A KV cache whose rows have lengths of their own, behind mlx-lm's cache protocol.
+
+Rows are left-aligned: row b holds positions 0 .. lengths[b]-1, what lies behind is garbage that the mask hides and the next
+write overwrites. Rolling a row back is therefore setting its length. Sliding-window layers keep all positions too and
+narrow the mask instead (a rotating buffer cannot be rolled back).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+
+from service.core import PairError
+
+STEP = 128
+"""Positions allocated at a time."""
+
+
+class Lengths:
+    """How many positions each row holds, on the host and (made when asked for) as an array for rope and masks."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.set(values)
+
+    def set(self, values: Sequence[int]) -> None:
+        self.host = list(values)
+        self._array: mx.array | None = None
+
+    @property
+    def array(self) -> mx.array:
+        if self._array is None:
+            self._array = mx.array(self.host, dtype=mx.int32)
+        return self._array
+
+    @property
+    def equal(self) -> bool:
+        return len(set(self.host)) <= 1
+
+
+class RowLayer:
+    """One layer's keys and values, (B, heads, capacity, dims); heads and dims may differ between the two."""
+
+    def __init__(self, lengths: Lengths, window: int | None) -> None:
+        self.lengths = lengths
+        self.window = window
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+        self.ahead = 0
+        """Positions written since `lengths` was last set, the same for every row."""
+
+    @property
+    def offset(self) -> mx.array | int:
+        """Position of the next token of each row: an int where all rows agree (rope's fast path), else (B,)."""
+        if self.lengths.equal:
+            return self.lengths.host[0] + self.ahead
+        return self.lengths.array + self.ahead if self.ahead else self.lengths.array
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Append (B, heads, N, dims) to every row; returns views up to the longest row."""
+        count = keys.shape[2]
+        top = max(self.lengths.host) + self.ahead + count
+        self.keys = self._written(self.keys, keys, top)
+        self.values = self._written(self.values, values, top)
+        self.ahead += count
+        return self.keys[:, :, :top], self.values[:, :, :top]
+
+    def _written(self, held: mx.array | None, new: mx.array, top: int) -> mx.array:
+        held = grown(held, new, top)
+        start = self.offset
+        if isinstance(start, int):
+            held[:, :, start : start + new.shape[2]] = new
+            return held
+        at = start[:, None] + mx.arange(new.shape[2])
+        at = mx.broadcast_to(at[:, None, :, None], new.shape)
+        return mx.put_along_axis(held, at, new.astype(held.dtype), axis=2)
+
+    def make_mask(
+        self, N: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array | str | None:
+        """mlx-lm asks before the update. (1 or B, 1, N, longest + N) booleans; None or "causal" where that says it all."""
+        window = window_size or self.window
+        start = self.offset
+        longest = max(self.lengths.host) + self.ahead
+        if isinstance(start, int):
+            if window is None or longest + N <= window:
+                if N == 1:
+                    return None
+                if not return_array:
+                    return "causal"
+            start = mx.array([start])
+        key = mx.arange(longest + N)
+        query = (start[:, None] + mx.arange(N))[:, None, :, None]
+        mask = key <= query
+        return mask if window is None else mask & (key > query - window)
+
+
+def grown(held: mx.array | None, like: mx.array, top: int) -> mx.array:
+    """`held` with room for `top` positions (new room is zeros), allocated in steps."""
+    capacity = 0 if held is None else held.shape[2]
+    if held is not None and top <= capacity:
+        return held
+    rows, heads, _, dims = like.shape
+    extra = mx.zeros((rows, heads, -(-top // STEP) * STEP - capacity, dims), dtype=like.dtype)
+    return extra if held is None else mx.concatenate([held, extra], axis=2)
+
+
+class RowCache:
+    """The cache of one model over a batch: pass `layers` to the model, then `commit` what was written.
+
+    Raises PairError when the model keeps a state that cannot be rolled back.
+    """
+
+    def __init__(self, model: nn.Module, rows: int) -> None:
+        self.lengths = Lengths([0] * rows)
+        self.layers: list[RowLayer] = []
+        for layer in make_prompt_cache(model):
+            if type(layer) is KVCache:
+                self.layers.append(RowLayer(self.lengths, None))
+            elif type(layer) is RotatingKVCache and layer.keep == 0:
+                self.layers.append(RowLayer(self.lengths, layer.max_size))
+            else:
+                raise PairError(f"its {type(layer).__name__} cannot be rolled back to before a rejected token")
+
+    def commit(self, count: int) -> None:
+        """`count` tokens were fed to every row."""
+        self.rewind([length + count for length in self.lengths.host])
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Set every row's length; what lies behind is forgotten."""
+        self.lengths.set(lengths)
+        for layer in self.layers:
+            layer.ahead = 0
+
+    def join(self, other: RowCache) -> None:
+        """Append another cache's rows (of the same model) to this batch."""
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            mine.keys = stacked(mine.keys, theirs.keys, len(self.lengths.host), len(other.lengths.host))
+            mine.values = stacked(mine.values, theirs.values, len(self.lengths.host), len(other.lengths.host))
+        self.rewind(self.lengths.host + other.lengths.host)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, and give back the room only the others needed."""
+        lengths = [self.lengths.host[row] for row in rows]
+        top = -(-max(lengths, default=0) // STEP) * STEP
+        picked = mx.array(rows, dtype=mx.int32)
+        for layer in self.layers:
+            if layer.keys is not None and layer.values is not None:
+                layer.keys = layer.keys[picked][:, :, :top] if top else None
+                layer.values = layer.values[picked][:, :, :top] if top else None
+        self.rewind(lengths)
+
+    def arrays(self) -> list[mx.array]:
+        """Everything held, for evaluation."""
+        return [a for layer in self.layers for a in (layer.keys, layer.values) if a is not None]
+
+
+def stacked(upper: mx.array | None, lower: mx.array | None, above: int, below: int) -> mx.array | None:
+    """Two caches' arrays one above the other, padded to the longer; rows without any position yet are zeros."""
+    like = upper if upper is not None else lower
+    if like is None:
+        return None
+    top = max(a.shape[2] for a in (upper, lower) if a is not None)
+    parts: list[mx.array] = []
+    for held, rows in ((upper, above), (lower, below)):
+        if rows:
+            room = mx.zeros((rows, *like.shape[1:]), dtype=like.dtype) if held is None else held
+            parts.append(grown(room, room, top))
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)

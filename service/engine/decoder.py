@@ -1,0 +1,250 @@
+"""One round over a batch: draft K tokens for every row, verify all rows in one target call, take what is kept.
+
+Single-threaded and without text, queues or clocks beyond the rows' own: the worker feeds it, offline tools drive it
+directly, and the tests hold it against a target decoding alone.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from service.core import BARE_DRAFT, Delta, Round
+from service.engine import verify
+from service.engine.cache import RowCache
+from service.engine.draft import Draft
+from service.engine.drafting import ModelDrafter, Proposal
+from service.engine.row import Evidence, Row
+from service.engine.sampling import SamplingBatch, choose, normaliser, shared_noise, transform
+from service.engine.targets import tail_mass, top_logits
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What one round did: the new tokens of every row, in the rows' order before finished ones left."""
+
+    rows: tuple[Row, ...]
+    deltas: tuple[Delta, ...]
+    rounds: tuple[Round, ...]
+    seconds: float
+
+
+@dataclass(slots=True)
+class Prefill:
+    """A prompt being read, in chunks, in caches of its own."""
+
+    row: Row
+    target: RowCache
+    drafter: RowCache | None
+
+
+class Decoder:
+    """The batch. `k`: tokens drafted per round (0: the target alone). `collect`: gather evidence for rows that may be stored.
+
+    A draft that raises or turns non-finite is put aside: decoding goes on with the target alone until another draft is
+    switched in. Errors of the target are the caller's.
+    """
+
+    def __init__(
+        self,
+        target: nn.Module,
+        draft: Draft | None,
+        *,
+        vocabulary: int,
+        k: int,
+        prefill_chunk: int = 256,
+        tie_margin: float = 1e-3,
+        collect: bool = False,
+        key: mx.array | None = None,
+    ) -> None:
+        self.target = target
+        self.vocabulary = vocabulary
+        self.k = k
+        self.prefill_chunk = prefill_chunk
+        self.tie_margin = tie_margin
+        self.collect = collect
+        self.key = mx.random.key(secrets.randbits(63)) if key is None else key
+        self.cache = RowCache(target, 0)
+        self.drafter = ModelDrafter(draft, vocabulary) if draft is not None else None
+        self.failed = False
+        self.draft_failures = 0
+        self.rows: list[Row] = []
+
+    @property
+    def adapter(self) -> int:
+        return self.drafter.draft.adapter if self.drafter is not None else BARE_DRAFT
+
+    def switch(self, draft: Draft) -> None:
+        """Draft with another version from the next round on."""
+        if self.drafter is None:
+            raise ValueError("this decoder was built without a draft")
+        self.drafter.switch(draft)
+        self.failed = False
+
+    # ------------------------------------------------------------------------------------------------ rows come and go
+
+    def begin(self, row: Row) -> Prefill:
+        """Start reading a row's prompt, all but its last token."""
+        drafter = self.drafter
+        return Prefill(row, RowCache(self.target, 1), RowCache(drafter.draft.model, 1) if drafter is not None else None)
+
+    def read(self, prefill: Prefill) -> bool:
+        """Read the next chunk; True when the row is ready to join."""
+        done = prefill.target.lengths.host[0]
+        prompt = prefill.row.prompt.tokens[:-1]
+        chunk = mx.array([prompt[done : done + self.prefill_chunk]], dtype=mx.int32)
+        if chunk.size:
+            self.target(chunk, cache=prefill.target.layers)
+            prefill.target.commit(chunk.shape[1])
+            mx.eval(prefill.target.arrays())
+            if prefill.drafter is not None and self.drafter is not None and not self.failed:
+                try:
+                    self.drafter.draft.model(chunk, cache=prefill.drafter.layers)
+                    mx.eval(prefill.drafter.arrays())
+                    prefill.drafter.commit(chunk.shape[1])
+                except Exception:
+                    self._put_draft_aside()
+        return prefill.target.lengths.host[0] == len(prompt)
+
+    def join(self, prefill: Prefill) -> None:
+        """Take a row whose prompt was read into the batch."""
+        self.cache.join(prefill.target)
+        if self.drafter is not None and prefill.drafter is not None:
+            self.drafter.cache.join(prefill.drafter)
+        prefill.row.joined_at = time.perf_counter()
+        self.rows.append(prefill.row)
+
+    def leave(self, gone: Sequence[Row]) -> None:
+        """Take rows out of the batch, finished or not."""
+        keep = [i for i, row in enumerate(self.rows) if not any(row is other for other in gone)]
+        self.cache.keep(keep)
+        if self.drafter is not None:
+            self.drafter.cache.keep(keep)
+        self.rows = [self.rows[i] for i in keep]
+
+    # ------------------------------------------------------------------------------------------------------- one round
+
+    def round(self) -> RoundReport:
+        """One round for all rows; rows that finished are out of the batch when it returns."""
+        begun = time.perf_counter()
+        rows = list(self.rows)
+        batch = SamplingBatch.of([row.prompt.sampling for row in rows], self.vocabulary)
+        collect = self.collect and any(row.prompt.store for row in rows)
+        self.key, draft_key, verify_key = mx.random.split(self.key, 3)
+        noise = shared_noise(batch, [row.emitted for row in rows], self.k + 1, self.vocabulary)
+        proposal = self._propose(rows, batch, noise, draft_key)
+        k = 0 if proposal is None else self.k
+        adapter = self.adapter
+
+        fed = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
+        if proposal is not None:
+            fed = mx.concatenate([fed, proposal.tokens], axis=1)
+        logits = self.target(fed, cache=self.cache.layers)[..., : self.vocabulary]
+        lse = normaliser(logits) if collect or batch.sampled else None
+        accepted, following = self._accept(logits, lse, batch, noise, proposal, verify_key)
+        emitted = following[:, None]
+        if proposal is not None:
+            padded = mx.concatenate([proposal.tokens, emitted.astype(proposal.tokens.dtype)], axis=1)
+            emitted = mx.where(mx.arange(k + 1) < accepted[:, None], padded, emitted)
+        evidence = self._evidence(logits, lse, batch, emitted, proposal) if collect and lse is not None else []
+        drafted = proposal.tokens if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.int32)
+        usable = proposal.usable if proposal is not None else mx.ones((len(rows), 1), dtype=mx.bool_)
+        mx.eval(accepted, emitted, drafted, usable, *evidence, self.cache.arrays(), self.key)
+
+        counts = np.array(accepted)
+        tokens, proposed = np.array(emitted), np.array(drafted)
+        arrays = [np.array(a.astype(mx.float32) if a.dtype != mx.uint32 else a) for a in evidence]
+        deltas: list[Delta] = []
+        for i, row in enumerate(rows):
+            shown = Evidence(*(a[i] for a in arrays)) if arrays and row.prompt.store else None
+            kept = int(counts[i])
+            deltas.append(row.take(tokens[i, : kept + 1].tolist(), proposed[i].tolist(), adapter, shown, self.tie_margin))
+        if not np.array(usable).all():
+            self._put_draft_aside()
+        self.cache.rewind([len(row.tokens) - 1 for row in rows])
+        if self.drafter is not None:
+            held = self.drafter.cache.lengths.host
+            self.drafter.cache.rewind([min(n, len(row.tokens) - 2) for n, row in zip(held, rows, strict=True)])
+        ended = [row for row in rows if row.finish is not None]
+        if ended:
+            self.leave(ended)
+        return RoundReport(
+            rows=tuple(rows),
+            deltas=tuple(deltas),
+            rounds=tuple(row.rounds[-1] for row in rows),
+            seconds=time.perf_counter() - begun,
+        )
+
+    def _propose(
+        self, rows: Sequence[Row], batch: SamplingBatch, noise: mx.array | None, key: mx.array
+    ) -> Proposal | None:
+        if self.drafter is None or self.failed or self.k == 0 or any(len(row.tokens) < 2 for row in rows):
+            return None
+        held = list(self.drafter.cache.lengths.host)
+        try:
+            return self.drafter.propose([row.tokens for row in rows], self.k, batch, noise, key)
+        except Exception:
+            # Whatever went wrong in the draft costs speed only: the rows go back to where they stood.
+            self.drafter.cache.rewind(held)
+            self._put_draft_aside()
+            return None
+
+    def _put_draft_aside(self) -> None:
+        self.failed = True
+        self.draft_failures += 1
+
+    def _accept(
+        self,
+        logits: mx.array,
+        lse: mx.array | None,
+        batch: SamplingBatch,
+        noise: mx.array | None,
+        proposal: Proposal | None,
+        key: mx.array,
+    ) -> tuple[mx.array, mx.array]:
+        count = logits.shape[1]
+        law = transform(logits, batch, lse)
+        chosen = choose(law, None if noise is None else noise[:, :count])
+        if proposal is None:
+            accepted, following = mx.zeros((logits.shape[0],), dtype=mx.int32), chosen[:, 0]
+        else:
+            accepted, following = verify.match(chosen, proposal.tokens.astype(chosen.dtype))
+        if not batch.unseeded:
+            return accepted, following
+        if proposal is None or proposal.logq is None:
+            drawn = mx.random.categorical(law[:, 0], axis=-1, key=key)
+            return accepted, mx.where(batch.rejection, drawn.astype(following.dtype), following)
+        kept, drawn = verify.reject(law, proposal.logq, proposal.tokens, proposal.usable, key)
+        return (
+            mx.where(batch.rejection, kept.astype(accepted.dtype), accepted),
+            mx.where(batch.rejection, drawn.astype(following.dtype), following),
+        )
+
+    def _evidence(
+        self, logits: mx.array, lse: mx.array, batch: SamplingBatch, emitted: mx.array, proposal: Proposal | None
+    ) -> list[mx.array]:
+        """The fields of row.Evidence as arrays with a leading row axis."""
+
+        def at(values: mx.array, tokens: mx.array) -> mx.array:
+            return mx.take_along_axis(values, tokens[..., None].astype(mx.int32), axis=-1).astype(mx.float32)
+
+        logprobs = (at(logits, emitted) - lse)[..., 0]
+        sampled = mx.zeros_like(logprobs)
+        if batch.sampled:
+            law = at(transform(logits, batch, lse), emitted)[..., 0]
+            sampled = mx.where(batch.greedy[:, None], 0.0, law)
+        ids, top = top_logits(logits)
+        top = top.astype(mx.float32) - lse
+        if proposal is None:
+            p = q = mx.zeros((logits.shape[0], 0))
+        else:
+            k = proposal.tokens.shape[1]
+            p = mx.exp(at(logits[:, :k], proposal.tokens) - lse[:, :k])[..., 0]
+            q = mx.exp(at(proposal.logits, proposal.tokens) - normaliser(proposal.logits))[..., 0]
+        return [logprobs, sampled, ids, top, tail_mass(top), p, q]

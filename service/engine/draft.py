@@ -1,0 +1,176 @@
+"""A Draft: the bare draft model, or the same with one adapter version. Immutable; a new version is a new object.
+
+An adapter is checked to the last name before anything of it is used, then folded into copies of the weights it touches (no
+cost per step) where the base is not quantised, and kept as LoRA layers where it is. All other arrays stay the base's own.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from service.core import BARE_DRAFT, AdapterRef, AdapterRefused
+from service.models.fingerprint import folder_sha256
+
+MAX_HEADER = 16 * 2**20
+MAX_RANK = 1024
+_DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    adapter: int
+    model: nn.Module
+
+
+def bare(model: nn.Module) -> Draft:
+    return Draft(BARE_DRAFT, model)
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A model of the same structure over the very same arrays."""
+    shared = {id(array): array for _, array in tree_flatten(model.parameters())}
+    return copy.deepcopy(model, memo=dict(shared))
+
+
+def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[Draft | None]:
+    """Load an adapter beside the base in small steps (None), so that the caller can decode in between; yields the Draft last.
+
+    Raises AdapterRefused before anything was changed: damaged or altered files, another base (`fingerprint` is the bare
+    draft's), tensors missing, unknown, of another shape, or not finite.
+    """
+    config = read_config(ref, fingerprint)
+    header = read_header(ref.folder / "adapters.safetensors")
+    if folder_sha256(ref.folder) != ref.sha256:
+        raise AdapterRefused(f"adapter {ref.id}: its files are not the ones that were registered (hash differs)")
+    yield None
+
+    model = twin(base)
+    try:
+        linear_to_lora_layers(model, len(base.layers), config)
+    except Exception as error:
+        raise AdapterRefused(f"adapter {ref.id}: its layers do not fit this draft ({error})") from error
+    expected = {
+        name: array.shape
+        for name, array in tree_flatten(model.parameters())
+        if name.rsplit(".", 1)[-1] in {"lora_a", "lora_b"}
+    }
+    if not expected:
+        raise AdapterRefused(f"adapter {ref.id}: its keys name no layer of this draft")
+    _compare(ref.id, expected, header)
+
+    weights: dict[str, mx.array] = mx.load(str(ref.folder / "adapters.safetensors"))  # pyright: ignore[reportAssignmentType]
+    for name, array in weights.items():
+        if not mx.isfinite(array.astype(mx.float32)).all().item():
+            raise AdapterRefused(f"adapter {ref.id}: {name} holds values that are not finite")
+    yield None
+    model.load_weights(list(weights.items()), strict=False)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoRALinear) and isinstance(module.linear, nn.Linear):
+            folded = module.fuse()
+            mx.eval(folded.parameters())
+            _replace(model, name, folded)
+            yield None
+    mx.eval(model.parameters())
+    model.eval()
+    yield Draft(ref.id, model)
+
+
+def load(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Draft:
+    """`load_steps` in one go."""
+    for draft in load_steps(base, ref, fingerprint):
+        if draft is not None:
+            return draft
+    raise AdapterRefused(f"adapter {ref.id}: nothing was loaded")
+
+
+def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    *path, leaf = name.split(".")
+    node: Any = model
+    for part in path:
+        node = node[int(part)] if part.isdigit() else getattr(node, part)
+    setattr(node, leaf, module)
+
+
+def read_config(ref: AdapterRef, fingerprint: str) -> dict[str, Any]:
+    """The LoRA parameters of adapter_config.json, compared with what is registered. Raises AdapterRefused."""
+    try:
+        config = json.loads((ref.folder / "adapter_config.json").read_text())
+        lora = config["lora_parameters"]
+        rank, scale, dropout, keys = lora["rank"], lora["scale"], lora["dropout"], lora["keys"]
+        based_on = config["redraft"]["draft"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AdapterRefused(f"adapter {ref.id}: adapter_config.json is missing, damaged or incomplete") from error
+    if config.get("fine_tune_type") != "lora":
+        raise AdapterRefused(f"adapter {ref.id}: only LoRA adapters can be served")
+    if not isinstance(rank, int) or isinstance(rank, bool) or not 0 < rank <= MAX_RANK or rank != ref.rank:
+        raise AdapterRefused(f"adapter {ref.id}: rank {rank!r} is not the registered {ref.rank}")
+    if not isinstance(scale, int | float) or not math.isfinite(scale) or scale != ref.scale:
+        raise AdapterRefused(f"adapter {ref.id}: scale {scale!r} is not the registered {ref.scale}")
+    if dropout != 0.0:
+        raise AdapterRefused(f"adapter {ref.id}: dropout must be 0 when serving")
+    if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(ref.keys):
+        raise AdapterRefused(f"adapter {ref.id}: its keys are not the registered ones")
+    if not based_on == ref.draft == fingerprint:
+        raise AdapterRefused(f"adapter {ref.id}: it was trained on another draft model")
+    return {"rank": rank, "scale": float(scale), "dropout": 0.0, "keys": set(map(str, keys))}
+
+
+def read_header(file: Path) -> Mapping[str, tuple[int, ...]]:
+    """Shapes by name from a safetensors header, every claim of which is checked against the file before MLX maps it.
+
+    Raises AdapterRefused.
+    """
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            lead = stream.read(8)
+            length = struct.unpack("<Q", lead)[0] if len(lead) == 8 else -1
+            if not 0 < length <= min(MAX_HEADER, size - 8):
+                raise AdapterRefused(f"{file.name}: truncated, or its header claims an impossible length")
+            header = json.loads(stream.read(length))
+        header.pop("__metadata__", None)
+        spans: list[tuple[int, int]] = []
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            shape = tuple(int(n) for n in entry["shape"])
+            if entry["dtype"] not in _DTYPES:
+                raise AdapterRefused(f"{file.name}: {name} has dtype {entry['dtype']}, expected a float type")
+            if min(shape, default=0) < 0 or end - start != math.prod(shape) * _DTYPES[entry["dtype"]]:
+                raise AdapterRefused(f"{file.name}: {name}'s bytes are not those of its shape")
+            spans.append((start, end))
+            shapes[name] = shape
+        cursor = 0
+        for start, end in sorted(spans):
+            if start != cursor:
+                raise AdapterRefused(f"{file.name}: tensors overlap or leave gaps")
+            cursor = end
+        if cursor != size - 8 - length:
+            raise AdapterRefused(f"{file.name}: the file is shorter or longer than its header says")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AdapterRefused(f"{file.name}: missing or damaged header") from error
+    return shapes
+
+
+def _compare(adapter: int, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, tuple[int, ...]]) -> None:
+    missing, unknown = expected.keys() - found.keys(), found.keys() - expected.keys()
+    if missing:
+        raise AdapterRefused(f"adapter {adapter}: {len(missing)} tensors are missing, such as {min(missing)}")
+    if unknown:
+        raise AdapterRefused(f"adapter {adapter}: {len(unknown)} tensors are unknown here, such as {min(unknown)}")
+    for name, shape in expected.items():
+        if tuple(shape) != found[name]:
+            raise AdapterRefused(f"adapter {adapter}: {name} has shape {found[name]}, expected {tuple(shape)}")

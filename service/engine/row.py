@@ -1,0 +1,192 @@
+"""One request inside the batch: its tokens, its text, when it ends, and what it leaves behind for the recorder."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Protocol
+
+import numpy as np
+
+from service.core import (
+    Delta,
+    FailureCase,
+    Finished,
+    FinishReason,
+    Generation,
+    Prompt,
+    Provenance,
+    Round,
+    Timings,
+)
+from service.engine.targets import pack
+
+
+class Detokenizer(Protocol):
+    """mlx-lm's streaming detokenizer."""
+
+    @property
+    def text(self) -> str: ...
+
+    def add_token(self, token: int) -> None: ...
+
+    def finalize(self) -> None: ...
+
+
+class TextStream:
+    """Tokens in, complete text out; holds back what may turn out to be the beginning of a stop string."""
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
+        self.detokenizer = detokenizer
+        self.stop = stop
+        self.sent = 0
+        self.end: int | None = None
+
+    def add(self, token: int) -> bool:
+        """True when a stop string is complete; what follows it, and it, never become text."""
+        self.detokenizer.add_token(token)
+        if self.stop:
+            text = self.detokenizer.text
+            # A new stop string ends in the new text, so it begins no earlier than its own length before what was sent.
+            hits = [at for stop in self.stop if (at := text.find(stop, max(0, self.sent - len(stop)))) >= 0]
+            self.end = min(hits, default=None)
+        return self.end is not None
+
+    def delta(self, final: bool = False) -> str:
+        """Text that is certain and was not handed out yet."""
+        if final and self.end is None:
+            self.detokenizer.finalize()
+        text = self.detokenizer.text[: self.end]
+        safe = len(text)
+        if not final and self.end is None:
+            safe -= max((self._overlap(text, stop) for stop in self.stop), default=0)
+        out = text[self.sent : safe]
+        self.sent = max(self.sent, safe)
+        return out
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What one round showed of one row, for the log; arrays over the K+1 verified positions (`q`, `p`: the K drafted)."""
+
+    logprobs: np.ndarray
+    sampled: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+    tails: np.ndarray
+    p: np.ndarray
+    q: np.ndarray
+
+
+@dataclass(slots=True)
+class Row:
+    """`tokens` is prompt plus output; the last one has not been fed to the target yet."""
+
+    id: str
+    prompt: Prompt
+    eos: frozenset[int]
+    text: TextStream | None
+    tokens: list[int] = field(init=False)
+    finish: FinishReason | None = None
+    rounds: list[Round] = field(default_factory=list[Round])
+    cases: list[FailureCase] = field(default_factory=list[FailureCase])
+    evidence: list[tuple[Evidence, int]] = field(default_factory=list[tuple[Evidence, int]])
+    asked_at: float = field(default_factory=time.perf_counter)
+    joined_at: float = 0.0
+    """When the prompt had been read and decoding began."""
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.prompt.tokens)
+
+    @property
+    def output(self) -> list[int]:
+        return self.tokens[len(self.prompt.tokens) :]
+
+    @property
+    def emitted(self) -> int:
+        return len(self.tokens) - len(self.prompt.tokens)
+
+    def take(
+        self, tokens: Sequence[int], drafted: Sequence[int], adapter: int, evidence: Evidence | None, tie_margin: float
+    ) -> Delta:
+        """Take one round's tokens: the kept drafts and the target's own after them. Stops inside the round where the request
+        ends. `drafted`: everything that was proposed. Returns what is new."""
+        start, accepted, emitted = self.emitted, len(tokens) - 1, 0
+        for token in tokens:
+            self.tokens.append(token)
+            emitted += 1
+            # Only what precedes an end of sequence is text.
+            stopped = token in self.eos or (self.text is not None and self.text.add(token))
+            if stopped:
+                self.finish = FinishReason.STOP
+            elif start + emitted >= self.prompt.sampling.max_tokens:
+                self.finish = FinishReason.LENGTH
+            if self.finish:
+                break
+        self.rounds.append(Round(adapter, start, len(drafted), min(accepted, emitted), emitted))
+        if evidence is not None:
+            self.evidence.append((evidence, emitted))
+            if accepted < len(drafted) and emitted == accepted + 1:
+                top = evidence.top_logprobs[accepted]
+                margin = float(top[0] - top[1]) if len(top) > 1 else float("inf")
+                self.cases.append(
+                    FailureCase(
+                        position=start + accepted,
+                        drafted=drafted[accepted],
+                        target=tokens[accepted],
+                        p=float(evidence.p[accepted]),
+                        q=float(evidence.q[accepted]),
+                        margin=margin,
+                        tie=margin < tie_margin,
+                    )
+                )
+        self.last_at = time.perf_counter()
+        self.first_at = self.first_at or self.last_at
+        text = self.text.delta(final=self.finish is not None) if self.text is not None else ""
+        return Delta(text, tuple(tokens[:emitted]), tuple(i < accepted for i in range(emitted)))
+
+    def finished(self) -> Finished:
+        """The closing event. Waiting and reading the prompt are the prompt's time, as in llama.cpp's timings."""
+        used = dict.fromkeys(round.adapter for round in self.rounds if round.drafted)
+        begun = self.joined_at or self.asked_at
+        timings = Timings(
+            prompt_n=len(self.prompt.tokens),
+            prompt_seconds=begun - self.asked_at,
+            predicted_n=self.emitted,
+            predicted_seconds=max(self.last_at - begun, 0.0),
+            draft_n=sum(round.drafted for round in self.rounds),
+            draft_n_accepted=sum(round.accepted for round in self.rounds),
+            rounds=len(self.rounds),
+            adapters=tuple(used),
+        )
+        return Finished(self.id, self.finish or FinishReason.CANCELLED, tuple(self.output), timings)
+
+    def generation(self, who: Provenance) -> Generation | None:
+        """What the log keeps; None when nothing was collected."""
+        if not self.evidence:
+            return None
+        return Generation(
+            id=self.id,
+            prompt=self.prompt,
+            output=tuple(self.output),
+            finish=self.finish or FinishReason.CANCELLED,
+            rounds=tuple(self.rounds),
+            cases=tuple(self.cases),
+            logprobs=tuple(float(x) for e, n in self.evidence for x in e.logprobs[:n]),
+            sampled_logprobs=tuple(float(x) for e, n in self.evidence for x in e.sampled[:n]),
+            targets=pack(
+                [e.top_ids[:n] for e, n in self.evidence],
+                [e.top_logprobs[:n] for e, n in self.evidence],
+                [e.tails[:n] for e, n in self.evidence],
+            ),
+            provenance=who,
+            created_at=datetime.now(UTC),
+        )

@@ -1,0 +1,212 @@
+"""One frozen tree of settings: configs/*.toml, then environment (REDRAFT_SECTION__NAME), then flags.
+
+Only `app` and `cli` read it; every other room is handed the values it needs. Unknown names are refused.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, ValidationError, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+from pydantic import BaseModel, ConfigDict
+
+from service.core import BadRequest
+
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+def default_home() -> Path:
+    """Where models, adapters and the database live unless told otherwise: $REDRAFT_HOME, else the user's cache folder."""
+    if home := os.environ.get("REDRAFT_HOME"):
+        return Path(home).expanduser()
+    cache = os.environ.get("XDG_CACHE_HOME")
+    return (Path(cache).expanduser() if cache else Path.home() / ".cache") / "redraft"
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ModelSettings(Section):
+    """Which pair to serve."""
+
+    target: str = "smollm2-135m"
+    """Catalogue name, hub name, or folder of the target model."""
+    draft: str | None = None
+    """The same for the draft; None: the draft that ships for this target, or no speculation where there is none."""
+    revision: str | None = None
+    """Hub revision of the target to pin."""
+
+
+class EngineSettings(Section):
+    """How tokens are made."""
+
+    num_draft_tokens: int = Field(3, ge=0, le=16)
+    """Tokens drafted per round; 0 decodes with the target alone."""
+    max_rows: int = Field(16, ge=1, le=256)
+    """Requests decoded together."""
+    max_waiting: int = Field(64, ge=0)
+    """Requests queued beyond that before new ones are refused."""
+    prefill_chunk: int = Field(256, ge=16)
+    """Prompt tokens processed between two decoding rounds."""
+    max_context: int = Field(4096, ge=16)
+    """Prompt and output tokens of one request together (the model's own limit wins when it is lower)."""
+    tie_margin: float = Field(1e-3, ge=0.0)
+    """Top-2 log-probability gap below which a disagreement counts as numerical noise."""
+    hang_seconds: float = Field(120.0, gt=0)
+    """Without progress for this long while work is waiting, the process reports not ready and exits."""
+
+
+class StoreSettings(Section):
+    """What is remembered, and for how long."""
+
+    url: str | None = None
+    """SQLAlchemy URL; None: SQLite in the home folder."""
+    record: bool = True
+    max_generations: int = Field(50_000, ge=1)
+    """Older generations beyond this many are purged by the tick."""
+
+
+class TrainingSettings(Section):
+    """When and how the draft's adapter is trained. Defaults: docs/decisions.md."""
+
+    enabled: bool = True
+    tick_seconds: float = Field(15.0, gt=0)
+    min_cases: int = Field(400, ge=1)
+    """Untrained, untied failure cases needed before a run starts by itself."""
+    min_tokens: int = Field(4_000, ge=1)
+    """Output tokens of the untrained generations needed before a run starts by itself."""
+    cooldown_seconds: float = Field(300.0, ge=0)
+    max_generations: int = Field(800, ge=1)
+    """Newest untrained generations a single run trains on."""
+    replay: Share = 0.25
+    """Share of the training examples that come from the replay buffer."""
+    rank: int = Field(16, ge=1, le=256)
+    scale: float = Field(2.0, gt=0)
+    """LoRA scale: what the low-rank product is multiplied by."""
+    learning_rate: float = Field(1e-3, gt=0)
+    epochs: int = Field(3, ge=1)
+    batch_size: int = Field(8, ge=1)
+    accumulate: int = Field(1, ge=1)
+    max_length: int = Field(512, ge=8)
+    """Prompt and response tokens of one example; longer ones lose the start of the prompt first."""
+    reject_weight: float = Field(2.0, ge=1.0)
+    """Loss weight of positions where the draft was first rejected."""
+    clip: float = Field(1.0, gt=0)
+    warmup: Share = 0.1
+    niceness: int = Field(10, ge=0, le=19)
+    threads: int = Field(0, ge=0)
+    """BLAS threads of the child; 0: as many as there are cores."""
+    memory_gb: float = Field(0.0, ge=0)
+    """Refuse to train when less than this is free; 0: estimated from the models."""
+    timeout_seconds: float = Field(3600.0, gt=0)
+
+
+class GateSettings(Section):
+    """What a candidate must prove, and what rolls it back."""
+
+    min_prompts: int = Field(30, ge=1)
+    min_tokens: int = Field(2_000, ge=1)
+    max_prompts: int = Field(200, ge=1)
+    domain_tolerance: Share = 0.02
+    """A domain blocks only when its whole interval lies below minus this."""
+    bootstrap: int = Field(2_000, ge=100)
+    watch_generations: int = Field(60, ge=1)
+    """New generations after a promotion on which the adapter is compared with its parent."""
+
+
+class ServerSettings(Section):
+    host: str = "127.0.0.1"
+    port: int = Field(8321, ge=0, le=65535)
+    max_body_bytes: int = Field(2**20, ge=1024)
+    request_timeout: float = Field(600.0, gt=0)
+    keepalive_seconds: float = Field(15.0, gt=0)
+    """Silence on a stream after which an SSE comment is sent."""
+    drain_seconds: float = Field(30.0, ge=0)
+    """How long running requests may finish after SIGTERM."""
+    allow_remote: bool = False
+    """Listening beyond this machine must be said explicitly: there are no keys yet."""
+
+
+class Settings(BaseSettings):
+    """The whole tree."""
+
+    model_config = SettingsConfigDict(
+        frozen=True, extra="forbid", env_prefix="REDRAFT_", env_nested_delimiter="__", env_ignore_empty=True
+    )
+
+    home: Path = Field(default_factory=default_home)
+    models: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    store: StoreSettings = StoreSettings()
+    training: TrainingSettings = TrainingSettings()
+    gate: GateSettings = GateSettings()
+    server: ServerSettings = ServerSettings()
+
+    @property
+    def database_url(self) -> str:
+        return self.store.url or f"sqlite:///{self.home / 'redraft.db'}"
+
+    @property
+    def adapters_dir(self) -> Path:
+        return self.home / "adapters"
+
+    @model_validator(mode="after")
+    def _safe(self) -> Settings:
+        if self.server.host not in {"127.0.0.1", "localhost", "::1"} and not self.server.allow_remote:
+            raise ValueError(
+                f"server.host is {self.server.host}: set server.allow_remote = true to listen beyond this machine "
+                "(there is no authentication; put a proxy in front)"
+            )
+        if self.training.enabled and not self.store.record:
+            raise ValueError("training.enabled needs store.record: there is nothing to learn from unrecorded traffic")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
+
+
+def load_settings(config: Path | None = None, flags: Mapping[str, object] | None = None) -> Settings:
+    """Read settings from `config` (a TOML file), the environment, and `flags` (dotted names such as "server.port").
+
+    Raises BadRequest with every problem named when a value is wrong, unknown, or unsafe.
+    """
+    if config is not None and not config.is_file():
+        raise BadRequest(f"no such configuration file: {config}", field="config")
+
+    class Configured(Settings):
+        model_config = SettingsConfigDict(toml_file=config)
+
+    tree: dict[str, object] = {}
+    for name, value in (flags or {}).items():
+        *path, leaf = name.split(".")
+        node = tree
+        for part in path:
+            child = node.setdefault(part, {})
+            assert isinstance(child, dict)
+            node = child
+        node[leaf] = value
+    try:
+        return Configured(**tree)  # pyright: ignore[reportArgumentType]
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in item['loc']) or 'settings'}: {item['msg']}" for item in error.errors()
+        )
+        raise BadRequest(f"settings refused: {problems}", field="settings") from error

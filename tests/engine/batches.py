@@ -1,0 +1,42 @@
+"""Driving a Decoder in tests: rows that join at random moments, with whatever else is to happen between rounds."""
+
+import random
+from collections.abc import Callable, Sequence
+
+import mlx.nn as nn
+
+from service.core import Prompt
+from service.engine.decoder import Decoder
+from service.engine.draft import Draft, bare
+from service.engine.row import Row
+
+
+def decode(
+    target: nn.Module,
+    draft: Draft | nn.Module | None,
+    prompts: Sequence[Prompt],
+    *,
+    k: int,
+    vocabulary: int,
+    eos: frozenset[int] = frozenset(),
+    chunk: int = 16,
+    max_rows: int = 8,
+    seed: int = 0,
+    collect: bool = False,
+    between: Callable[[Decoder], None] = lambda decoder: None,
+) -> list[Row]:
+    """Every prompt's finished row, in the prompts' order."""
+    start = bare(draft) if isinstance(draft, nn.Module) else draft
+    decoder = Decoder(target, start, vocabulary=vocabulary, k=k, prefill_chunk=chunk, collect=collect)
+    rng = random.Random(seed)
+    rows = [Row(str(i), prompt, eos, None) for i, prompt in enumerate(prompts)]
+    waiting = list(rows)
+    while waiting or decoder.rows:
+        while waiting and len(decoder.rows) < max_rows and (not decoder.rows or rng.random() < 0.6):
+            prefill = decoder.begin(waiting.pop(0))
+            while not decoder.read(prefill):
+                pass
+            decoder.join(prefill)
+        between(decoder)
+        decoder.round()
+    return rows

@@ -1,0 +1,200 @@
+"""Whatever the draft, its length, the batch or the moment of a swap: the tokens are the target's own (float32)."""
+
+import random
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from batches import decode
+from oracle import naive, relative, tiny_llama
+from service.core import Prompt, Sampling
+from service.engine.decoder import Decoder
+from service.engine.draft import Draft, bare
+
+VOCABULARY = 97
+EOS = frozenset({3})
+
+
+class AlwaysWrong(nn.Module):
+    """A draft that proposes the token after the one the target would choose."""
+
+    def __init__(self, target: nn.Module) -> None:
+        super().__init__()
+        self.inner = target
+
+    def __call__(self, tokens: mx.array, cache: list[object] | None = None) -> mx.array:
+        return mx.roll(self.inner(tokens, cache=cache), 1, axis=-1)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.inner.layers
+
+    def make_cache(self) -> list[object]:
+        from mlx_lm.models.cache import make_prompt_cache
+
+        return make_prompt_cache(self.inner)
+
+
+@cache
+def target() -> nn.Module:
+    return tiny_llama(0)
+
+
+@cache
+def draft(kind: str) -> nn.Module:
+    return {
+        "same": lambda: target(),
+        "random": lambda: tiny_llama(7),
+        "wrong": lambda: AlwaysWrong(target()),
+        "adapter-a": lambda: relative(target(), 1, 0.2),
+        "adapter-b": lambda: relative(target(), 2, 0.4),
+        "swapped": lambda: relative(target(), 1, 0.2),
+    }[kind]()
+
+
+def prompts(rng: random.Random, greedy: bool, count: int) -> list[Prompt]:
+    made: list[Prompt] = []
+    for _ in range(count):
+        length = rng.choice([1, 2, 3, rng.randint(4, 60), rng.randint(60, 512)])
+        budget = rng.choice([1, 2, rng.randint(3, 40), 64])
+        sampling = (
+            Sampling(max_tokens=budget)
+            if greedy
+            else Sampling(
+                temperature=rng.choice([0.3, 0.7, 1.0, 1.5]),
+                top_p=rng.choice([1.0, 0.9, 0.5]),
+                top_k=rng.choice([0, 1, 10]),
+                min_p=rng.choice([0.0, 0.05]),
+                seed=rng.randrange(2**62),
+                max_tokens=budget,
+            )
+        )
+        made.append(Prompt(tuple(rng.randrange(4, VOCABULARY) for _ in range(length)), sampling))
+    return made
+
+
+def swapper(rng: random.Random) -> object:
+    versions = [Draft(i, draft(kind)) for i, kind in enumerate(("adapter-a", "adapter-b", "random"))]
+
+    def between(decoder: Decoder) -> None:
+        if rng.random() < 0.3:
+            decoder.switch(rng.choice(versions))
+
+    return between
+
+
+def differences(kind: str, k: int, batch: int, seed: int, greedy: bool, count: int) -> tuple[int, list[str]]:
+    rng = random.Random(seed)
+    asked = prompts(rng, greedy, count)
+    between = swapper(rng) if kind == "swapped" else lambda decoder: None
+    rows = decode(
+        target(),
+        draft(kind),
+        asked,
+        k=k,
+        vocabulary=VOCABULARY,
+        eos=EOS,
+        max_rows=batch,
+        seed=seed,
+        between=between,  # pyright: ignore[reportArgumentType]
+    )
+    wrong: list[str] = []
+    for row in rows:
+        expected = naive(target(), row.prompt.tokens, row.prompt.sampling, EOS)
+        if row.output != expected:
+            wrong.append(f"{kind} k={k} batch={batch} seed={seed}: {row.output} is not {expected}")
+    return sum(len(row.output) for row in rows), wrong
+
+
+KINDS = ("same", "random", "wrong", "adapter-a", "adapter-b", "swapped")
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    kind=st.sampled_from(KINDS),
+    k=st.integers(0, 8),
+    batch=st.integers(1, 8),
+    seed=st.integers(0, 10_000),
+    greedy=st.booleans(),
+)
+def test_any_draft_any_batch(kind: str, k: int, batch: int, seed: int, greedy: bool) -> None:
+    _, wrong = differences(kind, k, batch, seed, greedy, count=8)
+    assert not wrong
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
+def test_ten_thousand_tokens(greedy: bool) -> None:
+    tokens, wrong, seed = 0, [], 0
+    while tokens < 10_000:
+        kind, k, batch = KINDS[seed % len(KINDS)], (seed * 5) % 9, 1 + (seed * 3) % 8
+        emitted, differing = differences(kind, k, batch, 50_000 + seed, greedy, count=24)
+        tokens, wrong, seed = tokens + emitted, wrong + differing, seed + 1
+    assert not wrong
+
+
+def test_the_check_itself_can_fail() -> None:
+    """A decoder that takes the draft's word unverified must be caught by the same comparison."""
+    asked = prompts(random.Random(3), True, 4)
+    rows = decode(draft("random"), None, asked, k=0, vocabulary=VOCABULARY, eos=EOS)
+    assert any(row.output != naive(target(), row.prompt.tokens, row.prompt.sampling, EOS) for row in rows)
+
+
+class Broken(nn.Module):
+    """A draft that fails in a chosen way after a number of calls."""
+
+    def __init__(self, inner: nn.Module, after: int, how: str) -> None:
+        super().__init__()
+        self.inner, self.after, self.how, self.calls = inner, after, how, 0
+
+    def __call__(self, tokens: mx.array, cache: list[object] | None = None) -> mx.array:
+        self.calls += 1
+        logits = self.inner(tokens, cache=cache)
+        if self.calls <= self.after:
+            return logits
+        if self.how == "raises":
+            raise RuntimeError("broken draft")
+        return logits * float("nan")
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.inner.layers
+
+
+@pytest.mark.parametrize("how", ["raises", "nan"])
+@pytest.mark.parametrize("after", [0, 1, 3, 7])
+@pytest.mark.parametrize("greedy", [True, False])
+def test_a_broken_draft_costs_speed_only(how: str, after: int, greedy: bool) -> None:
+    asked = prompts(random.Random(after), greedy, 6)
+    counted: list[int] = []
+    rows = decode(
+        target(),
+        Broken(draft("adapter-a"), after, how),
+        asked,
+        k=3,
+        vocabulary=VOCABULARY,
+        eos=EOS,
+        between=lambda decoder: counted.append(decoder.draft_failures),
+    )
+    for row in rows:
+        assert row.output == naive(target(), row.prompt.tokens, row.prompt.sampling, EOS)
+    assert counted[-1] == 1
+
+
+def test_a_new_draft_ends_the_degradation() -> None:
+    broken = Broken(draft("adapter-a"), 0, "raises")
+    seen: list[bool] = []
+
+    def between(decoder: Decoder) -> None:
+        seen.append(decoder.failed)
+        if len(seen) == 10:
+            decoder.switch(bare(draft("same")))
+
+    prompt = Prompt(tuple(range(4, 30)), Sampling(max_tokens=64))
+    (row,) = decode(target(), broken, [prompt], k=3, vocabulary=VOCABULARY, between=between)
+    assert True in seen and seen[-1] is False
+    assert row.output == naive(target(), prompt.tokens, prompt.sampling)
+    assert sum(r.accepted for r in row.rounds[10:]) > 0

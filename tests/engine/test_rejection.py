@@ -1,0 +1,103 @@
+"""Unseeded sampling has exactly the target's distribution."""
+
+import math
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from scipy import stats
+
+from oracle import tempered
+from service.core import Sampling
+from service.engine import verify
+from service.engine.sampling import SamplingBatch, draw, transform
+
+VOCABULARY = 10
+DRAWS = 100_000
+ROWS = 5_000
+
+
+def laws(seed: int) -> tuple[mx.array, mx.array]:
+    """Logits (3, V) of a target and a (2, V) draft that differ clearly."""
+    rng = np.random.default_rng(seed)
+    return mx.array(rng.normal(0, 1.5, (3, VOCABULARY))), mx.array(rng.normal(0, 1.5, (2, VOCABULARY)))
+
+
+def one_round(sampling: Sampling, seed: int, usable: bool = True) -> np.ndarray:
+    """First emitted token and, where the first draft was kept, the second: (DRAWS, 2), -1 where the round ended before."""
+    p, q = laws(seed)
+    batch = SamplingBatch.of([sampling] * ROWS, VOCABULARY)
+    logp = transform(mx.broadcast_to(p[None], (ROWS, 3, VOCABULARY)), batch)
+    logq = transform(mx.broadcast_to(q[None], (ROWS, 2, VOCABULARY)), batch)
+    key, out = mx.random.key(seed), []
+    for _ in range(DRAWS // ROWS):
+        key, a, b = mx.random.split(key, 3)
+        drafted = draw(logq, batch, None, a).astype(mx.int32)
+        fine = mx.full(drafted.shape, usable)
+        accepted, following = verify.reject(logp, logq if usable else logq * float("nan"), drafted, fine, b)
+        kept, after, guess = (np.array(a).astype(np.int64) for a in (accepted, following, drafted))
+        first = np.where(kept > 0, guess[:, 0], after)
+        second = np.where(kept > 1, guess[:, 1], np.where(kept == 1, after, -1))
+        out.append(np.stack([first, second], axis=1))
+    return np.concatenate(out)
+
+
+def p_value(counts: np.ndarray, law: np.ndarray) -> float:
+    assert counts[law == 0].sum() == 0, "a token outside the filters was drawn"
+    law = law.astype(np.float64)
+    live = law > 0
+    if live.sum() == 1:
+        return 1.0
+    return float(stats.chisquare(counts[live], law[live] / law[live].sum() * counts.sum()).pvalue)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+@pytest.mark.parametrize("top_p", [1.0, 0.8])
+@pytest.mark.parametrize("top_k", [0, 4])
+def test_draws_follow_the_target(temperature: float, top_p: float, top_k: int) -> None:
+    sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
+    seed = int(temperature * 10 + top_p * 100) + top_k
+    drawn = one_round(sampling, seed)
+    # The law by mlx-lm's own filters, not by our transform.
+    expected = np.array(mx.exp(tempered(laws(seed)[0], sampling)))
+    for position in (0, 1):
+        tokens = drawn[:, position]
+        counts = np.bincount(tokens[tokens >= 0], minlength=VOCABULARY)
+        assert p_value(counts, expected[position]) > 1e-4
+
+
+def test_the_statistic_notices_a_biased_rule() -> None:
+    """Accepting by the draft's law instead must be seen by the same χ² test."""
+    p, q = laws(1)
+    law = np.array(mx.exp(tempered(p, Sampling(temperature=1.0))))[0]
+    biased = np.array(mx.random.categorical(q[0], shape=(DRAWS,), key=mx.random.key(0)))
+    assert p_value(np.bincount(biased, minlength=VOCABULARY), law) < 1e-4
+
+
+def test_without_a_usable_draft_the_target_draws_alone() -> None:
+    sampling = Sampling(temperature=1.0)
+    drawn = one_round(sampling, 5, usable=False)
+    expected = np.array(mx.exp(tempered(laws(5)[0], sampling)))[0]
+    assert (drawn[:, 1] == -1).all()
+    assert p_value(np.bincount(drawn[:, 0], minlength=VOCABULARY), expected) > 1e-4
+
+
+def test_equal_laws_accept_everything_and_leave_no_residual() -> None:
+    logp = mx.log(mx.softmax(mx.random.normal((64, 4, VOCABULARY), key=mx.random.key(1)), axis=-1))
+    drafted = mx.random.categorical(logp[:, :3], key=mx.random.key(2)).astype(mx.int32)
+    accepted, following = verify.reject(logp, logp[:, :3], drafted, mx.ones((64, 3), dtype=mx.bool_), mx.random.key(3))
+    assert (np.array(accepted) == 3).all()
+    assert ((np.array(following) >= 0) & (np.array(following) < VOCABULARY)).all()
+
+
+def test_acceptance_is_the_overlap() -> None:
+    """E[first kept] = Σ min(p, q) (Leviathan et al., theorem 3.5), within five standard errors."""
+    p, q = laws(9)
+    batch = SamplingBatch.of([Sampling(temperature=1.0)] * DRAWS, VOCABULARY)
+    logp = mx.broadcast_to(transform(p[None, :2], batch), (DRAWS, 2, VOCABULARY))
+    logq = mx.broadcast_to(transform(q[None, :1], batch), (DRAWS, 1, VOCABULARY))
+    drafted = draw(logq, batch, None, mx.random.key(1)).astype(mx.int32)
+    accepted, _ = verify.reject(logp, logq, drafted, mx.ones((DRAWS, 1), dtype=mx.bool_), mx.random.key(2))
+    overlap = float(np.minimum(np.array(mx.exp(logp))[0, 0], np.array(mx.exp(logq))[0, 0]).sum())
+    error = math.sqrt(overlap * (1 - overlap) / DRAWS)
+    assert abs(float(np.array(accepted).mean()) - overlap) < 5 * error
