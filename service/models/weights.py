@@ -1,0 +1,25 @@
+"""Sizes of stored weights, from the headers of safetensors files alone."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import cast
+
+_FLOATS = {"F16", "BF16", "F32", "F64"}
+
+
+def bytes_in_memory(folder: Path, *, widen: bool) -> int:
+    """Bytes a model's weights take once loaded; `widen` counts floating-point numbers as float32 (as on the CPU)."""
+    total = 0
+    for path in folder.glob("model*.safetensors"):
+        with path.open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        for name, tensor in cast("dict[str, dict[str, object]]", header).items():
+            if name == "__metadata__":
+                continue
+            start, end = cast("list[int]", tensor["data_offsets"])
+            floating = widen and tensor["dtype"] in _FLOATS
+            total += 4 * prod(cast("list[int]", tensor["shape"])) if floating else end - start
+    return total

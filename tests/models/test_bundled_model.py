@@ -1,0 +1,163 @@
+"""The bundled model: converted by two processes at once, and then a model like any other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import generate
+
+from service.core import ModelError
+from service.models import catalog
+from service.models.pair import Loaded, load_model, load_pair
+from service.models.text import TextEncoder
+
+pytestmark = pytest.mark.skipif(
+    not catalog.entries()[0].installed, reason="the package with the bundled weights is not installed"
+)
+
+_RESOLVE = """
+import json, sys
+from pathlib import Path
+from service.models.catalog import resolve
+steps = []
+folder = resolve("smollm2-135m", Path(sys.argv[1]), on_step=steps.append)
+print(json.dumps({"folder": str(folder), "steps": steps, "files": sorted(p.name for p in folder.iterdir())}))
+"""
+
+
+@dataclass
+class Conversion:
+    home: Path
+    folder: Path
+    answers: list[dict[str, object]]
+
+
+@pytest.fixture(scope="module")
+def conversion(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversion]:
+    home = tmp_path_factory.mktemp("bundled")
+    leftover = home / "models" / ".smollm2-135m.making-1"
+    leftover.mkdir(parents=True)
+    (leftover / "model.safetensors").write_bytes(b"half a file")
+    children = [
+        subprocess.Popen([sys.executable, "-c", _RESOLVE, str(home)], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    answers = [json.loads(child.communicate(timeout=120)[0]) for child in children]
+    yield Conversion(home, Path(answers[0]["folder"]), answers)
+    shutil.rmtree(home)  # half a gigabyte
+
+
+@pytest.fixture(scope="module")
+def bundled(conversion: Conversion) -> Loaded:
+    return load_model(conversion.folder)
+
+
+def test_two_processes_at_once_make_it_once(conversion: Conversion) -> None:
+    assert {answer["folder"] for answer in conversion.answers} == {str(conversion.home / "models" / "smollm2-135m")}
+    assert sum(len(answer["steps"]) for answer in conversion.answers) == 1
+    assert conversion.answers[0]["files"] == conversion.answers[1]["files"]
+    left = sorted(path.name for path in (conversion.home / "models").iterdir())
+    assert left == [".smollm2-135m.lock", "smollm2-135m"]
+
+
+def test_nothing_is_lost_in_conversion(conversion: Conversion) -> None:
+    gguf = catalog._bundled_gguf()
+    assert gguf is not None
+    stored = mx.load(str(gguf))
+    converted = mx.load(str(conversion.folder / "model.safetensors"))
+    for theirs, ours in (("token_embd", "model.embed_tokens"), ("blk.7.ffn_down", "model.layers.7.mlp.down_proj")):
+        packed, scales, biases = (np.array(stored[f"{theirs}.{part}"]) for part in ("weight", "scales", "biases"))
+        bits = packed.shape[1] * 32 // (scales.shape[1] * 32)
+        shifts = np.arange(0, 32, bits, dtype=np.uint32)
+        integers = ((packed[..., None] >> shifts) & (2**bits - 1)).reshape(*scales.shape, 32)
+        exact = integers * scales[..., None].astype(np.float64) + biases[..., None].astype(np.float64)
+        np.testing.assert_array_equal(np.array(converted[f"{ours}.weight"]), exact.reshape(packed.shape[0], -1))
+
+
+def test_it_answers_in_english(bundled: Loaded) -> None:
+    prompt = TextEncoder(bundled.tokenizer).encode_chat([{"role": "user", "content": "What is the capital of France?"}])
+    answer = generate(bundled.model, bundled.tokenizer, list(prompt), max_tokens=16)
+    assert "Paris" in answer
+
+
+def test_its_tokenizer_is_the_one_it_was_trained_with(bundled: Loaded) -> None:
+    encoder = TextEncoder(bundled.tokenizer)
+    for text in ("Hello wörld 2024!\n\n  def f(x):\n\treturn x", "日本語 🎉", "it's <|im_end|> done"):
+        tokens = encoder.encode_text(text)
+        assert bundled.tokenizer.decode(list(tokens)) == text
+    digits = encoder.encode_text("2024")
+    assert len(digits) == 4
+    end = encoder.encode_text("<|im_end|>")
+    assert set(end) == bundled.tokenizer.eos_token_ids
+    chat = bundled.tokenizer.decode(list(encoder.encode_chat([{"role": "user", "content": "Hi"}])))
+    assert chat.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_its_facts_come_from_the_file(bundled: Loaded) -> None:
+    assert bundled.context == 8192
+    assert len(bundled.model.layers) == 30
+    assert bundled.config["rope_theta"] == 100000.0
+
+
+def test_the_shipped_draft_is_assembled_once_and_again_when_it_changes(conversion: Conversion, tmp_path: Path) -> None:
+    source = tmp_path / "smollm2-135m-draft"
+    source.mkdir()
+    weights = mx.load(str(conversion.folder / "model.safetensors"))
+    first = {name: value.astype(mx.float16) for name, value in weights.items() if name.startswith("model.layers.0.")}
+    config = json.loads((conversion.folder / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+
+    def ship_and_resolve(scale: float) -> tuple[Path, list[str]]:
+        layers = {name: value * scale for name, value in first.items()} | {
+            "model.norm.weight": weights["model.norm.weight"]
+        }
+        mx.save_safetensors(str(source / "layers.safetensors"), layers)
+        steps: list[str] = []
+        folder = catalog.resolve("smollm2-135m-draft", conversion.home, on_step=steps.append, data=tmp_path)
+        return folder, steps
+
+    folder, steps = ship_and_resolve(1.0)
+    assert len(steps) == 1
+    pair = load_pair(conversion.folder, folder)
+    assert pair.draft is not None
+    assert pair.draft.model.model.embed_tokens.weight is pair.target.model.model.embed_tokens.weight
+    assert ship_and_resolve(1.0) == (folder, [])
+    again, steps = ship_and_resolve(0.5)
+    assert (again, len(steps)) == (folder, 1)
+    assert load_model(folder).fingerprint != pair.draft.fingerprint
+    left = {path.name for path in folder.parent.iterdir() if "lock" not in path.name}
+    assert left == {"smollm2-135m", "smollm2-135m-draft"}
+
+
+def test_an_older_conversion_is_made_again(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "thing"
+
+    def build(version: str) -> Path:
+        return catalog._make_once(folder, version, lambda scratch: (scratch / "made").write_text(version))
+
+    assert (build("1") / "made").read_text() == "1"
+    (folder / "mark").touch()
+    assert (build("1") / "mark").exists()
+    assert (build("2") / "made").read_text() == "2"
+    assert not (folder / "mark").exists()
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "models" / "thing"
+
+    def build(scratch: Path) -> None:
+        (scratch / "half").touch()
+        raise RuntimeError("disk full")
+
+    with pytest.raises(ModelError, match="disk full"):
+        catalog._make_once(folder, "1", build)
+    assert [path.name for path in folder.parent.iterdir()] == [".thing.lock"]

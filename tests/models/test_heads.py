@@ -1,0 +1,83 @@
+"""A model in two parts computes what the whole computes, or is not split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from service.models.heads import split
+
+Build = Callable[[dict[str, Any]], nn.Module]
+
+_COMMON: dict[str, Any] = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "vocab_size": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+_WHOLE: list[dict[str, Any]] = [
+    {"model_type": "llama"},
+    {"model_type": "llama", "tie_word_embeddings": False},
+    {"model_type": "mistral"},
+    {"model_type": "qwen2"},
+    {"model_type": "qwen3", "tie_word_embeddings": False},
+    {"model_type": "gemma3_text", "sliding_window": 4, "sliding_window_pattern": 2},
+]
+_MORE: list[dict[str, Any]] = [
+    {"model_type": "gemma2", "final_logit_softcapping": 30.0},
+    {"model_type": "cohere", "logit_scale": 0.0625, "layer_norm_bias": False, "use_qk_norm": False},
+    {"model_type": "granite", "logits_scaling": 8.0, "attention_multiplier": 0.1, "embedding_multiplier": 2.0,
+     "residual_multiplier": 0.5, "attention_bias": False, "mlp_bias": False},
+]  # fmt: skip
+
+
+def _name(config: dict[str, Any]) -> str:
+    return f"{config['model_type']}-{'tied' if config.get('tie_word_embeddings', True) else 'untied'}"
+
+
+@pytest.mark.parametrize("config", _WHOLE, ids=_name)
+def test_the_parts_compute_what_the_model_computes(build_family: Build, config: dict[str, Any]) -> None:
+    model = build_family(_COMMON | config)
+    parts = split(model)
+    assert parts is not None
+    backbone, head = parts
+    cache, other = make_prompt_cache(model), make_prompt_cache(model)
+    for tokens in (mx.array([[7, 8, 9, 10, 11], [3, 2, 1, 0, 5]]), mx.array([[4], [6]])):
+        hidden = backbone(tokens, cache)
+        whole = model(tokens, cache=other)
+        assert mx.allclose(head(hidden), whole, rtol=1e-5, atol=1e-5).item()
+        assert mx.allclose(head(hidden[:, -1]), whole[:, -1], rtol=1e-5, atol=1e-5).item()
+
+
+@pytest.mark.parametrize("config", _MORE, ids=_name)
+def test_a_family_that_does_more_to_its_logits_is_not_split(build_family: Build, config: dict[str, Any]) -> None:
+    assert split(build_family(_COMMON | config)) is None
+
+
+def test_layers_replaced_later_are_the_ones_that_run(build_family: Build) -> None:
+    model = build_family(_COMMON | {"model_type": "llama", "tie_word_embeddings": False})
+    parts = split(model)
+    assert parts is not None
+    backbone, head = parts
+    tokens = mx.array([[7, 8, 9]])
+    before = head(backbone(tokens, None))
+    linear_to_lora_layers(model, 2, {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]})
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.lora_b = mx.ones_like(layer.self_attn.q_proj.lora_b)
+    model.lm_head = nn.Linear(32, 64, bias=False)
+    after = head(backbone(tokens, None))
+    assert mx.allclose(after, model(tokens), rtol=1e-5, atol=1e-5).item()
+    assert not mx.allclose(after, before).item()

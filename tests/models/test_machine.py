@@ -1,0 +1,96 @@
+"""What doctor reports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+
+from service.models.machine import Machine, examine, outdated
+from service.models.pair import load_model
+from service.models.weights import bytes_in_memory
+
+MakeModel = Callable[..., Path]
+
+
+def test_it_measures_this_machine(tmp_path: Path, make_model: MakeModel) -> None:
+    home = tmp_path / "not" / "yet"
+    folder = make_model("m")
+    machine = examine(home, (folder,))
+    assert not home.exists()
+    assert machine.device in {"cpu", "metal", "cuda"}
+    assert machine.gflops is not None
+    assert machine.gflops > 0
+    assert machine.needed == bytes_in_memory(folder, widen=machine.device == "cpu")
+    assert machine.disk_free > 0
+    assert machine.memory_free is None or 0 < machine.memory_free <= machine.memory
+    assert {"mlx", "mlx-lm"} <= machine.versions.keys()
+    assert (machine.slow_gflops is None) == (machine.blas is None)
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or mx.default_device().type != mx.cpu, reason="only a Linux CPU has two BLAS"
+)
+def test_a_missing_fast_blas_is_a_problem_with_a_remedy(tmp_path: Path) -> None:
+    machine = _examine_in(tmp_path, {"REDRAFT_BLAS": "shipped"})
+    assert machine["blas"] is None
+    assert machine["slow_gflops"] is None
+    problems = [problem for problem in machine["problems"] if "BLAS" in problem]
+    assert len(problems) == 1
+    assert "cmeel-openblas" in problems[0]
+    assert "unset REDRAFT_BLAS" in problems[0]
+
+
+def test_a_broken_mlx_is_a_problem_not_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "mlx").mkdir()
+    (tmp_path / "mlx" / "__init__.py").write_text("raise ImportError('libmlx is missing')")
+    machine = _examine_in(tmp_path, {"PYTHONPATH": str(tmp_path)})
+    assert machine["device"] is None
+    assert machine["gflops"] is None
+    assert any("MLX does not run" in problem and "libmlx is missing" in problem for problem in machine["problems"])
+
+
+def _examine_in(home: Path, environment: dict[str, str]) -> Machine:
+    code = """
+import dataclasses, json, sys
+from pathlib import Path
+from service.models.machine import examine
+print(json.dumps(dataclasses.asdict(examine(Path(sys.argv[1])))))
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(home)],
+        env={"PATH": ""} | environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(child.stdout)
+
+
+@pytest.mark.parametrize(
+    ("versions", "named"),
+    [
+        ({"mlx": "0.32.0", "mlx-lm": "0.32.2"}, ["mlx 0.32.0 is too old"]),
+        ({"mlx": "0.32.1", "mlx-lm": "0.31.3"}, ["mlx-lm 0.31.3 is too old"]),
+        ({"mlx-lm": "0.33"}, ["mlx is not installed"]),
+        ({"mlx": "0.32.1.dev3", "mlx-lm": "1.0.0rc1"}, []),
+    ],
+)
+def test_old_versions_are_named(versions: dict[str, str], named: list[str]) -> None:
+    found = outdated(versions)
+    assert len(found) == len(named)
+    assert all(said.startswith(name) for said, name in zip(found, named, strict=True))
+
+
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="weights are widened on the CPU only")
+@pytest.mark.parametrize("bits", [None, 4])
+def test_the_memory_a_model_needs_is_what_it_takes(make_model: MakeModel, bits: int | None) -> None:
+    folder = make_model("m", bits=bits)
+    parameters = tree_flatten(load_model(folder).model.parameters())
+    assert bytes_in_memory(folder, widen=True) == sum(value.nbytes for _, value in parameters)
