@@ -1,0 +1,43 @@
+"""GET /adapters, POST /adapters/{id}/activate, POST /adapters/rollback: which adapter drafts."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Path
+
+from service.api.schemas import AdapterAnswer, AdaptersAnswer, SwitchAnswer
+from service.api.strict import StrictRoute
+from service.core import BARE_DRAFT, AdapterRef, GenerationService, Operator
+
+AdapterId = Annotated[int, Path(alias="id", ge=0, lt=2**63)]
+
+
+def adapter_routes(service: GenerationService, operator: Operator, threads: CapacityLimiter) -> APIRouter:
+    router = APIRouter(route_class=StrictRoute)
+
+    @router.get("/adapters")
+    async def adapters() -> AdaptersAnswer:
+        known = await to_thread.run_sync(operator.adapters, limiter=threads)
+        return AdaptersAnswer(
+            active=service.status().adapter, adapters=[AdapterAnswer.model_validate(ref) for ref in known]
+        )
+
+    @router.post("/adapters/{id}/activate")
+    async def activate(adapter_id: AdapterId) -> SwitchAnswer:
+        """Draft with this version from the next round on; 0 is the bare draft."""
+        return _switched(await to_thread.run_sync(operator.activate, adapter_id, limiter=threads))
+
+    @router.post("/adapters/rollback")
+    async def rollback() -> SwitchAnswer:
+        """Back to the version that the active one was trained on top of."""
+        return _switched(await to_thread.run_sync(operator.rollback, limiter=threads))
+
+    return router
+
+
+def _switched(ref: AdapterRef | None) -> SwitchAnswer:
+    return SwitchAnswer(
+        active=ref.id if ref else BARE_DRAFT, adapter=AdapterAnswer.model_validate(ref) if ref else None
+    )

@@ -1,0 +1,169 @@
+"""One shape for everything that goes wrong: {"error": {"code", "message", "field"}}.
+
+Messages are written here or by the rooms; none quotes what a client sent, beyond the name of the field that is wrong.
+"""
+
+from __future__ import annotations
+
+import logging
+import traceback
+from collections.abc import Mapping
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from service.core import (
+    AdapterRefused,
+    BadRequest,
+    Conflict,
+    IllegalMove,
+    NotFound,
+    Overloaded,
+    RedraftError,
+    Unavailable,
+)
+from service.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+COUNTED = "/generate"
+NAME_CHARS = 64
+LISTED = 5
+
+
+class TimedOut(RedraftError):
+    """The request took longer than the server allows."""
+
+    code = "timeout"
+
+
+STATUS: Mapping[type[RedraftError], int] = {
+    BadRequest: 400,
+    NotFound: 404,
+    Conflict: 409,
+    AdapterRefused: 409,
+    IllegalMove: 409,
+    Overloaded: 503,
+    Unavailable: 503,
+    TimedOut: 504,
+}
+"""Classes not listed are the server's own trouble: 500, with a message that does not go into it."""
+
+HTTP_CODES: Mapping[int, str] = {
+    400: "bad_request",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "timeout",
+    413: "body_too_large",
+    415: "unsupported_media_type",
+}
+
+
+class ErrorDetail(BaseModel):
+    code: str
+    message: str
+    field: str | None = None
+
+
+class ErrorAnswer(BaseModel):
+    """What every error looks like."""
+
+    error: ErrorDetail
+
+
+def printable(name: str) -> str:
+    """A client's own name for something, made safe to send back: short, and encodable whatever it was."""
+    return name[:NAME_CHARS].encode("unicode_escape").decode("ascii")
+
+
+def describe(error: RedraftError) -> ErrorAnswer:
+    """The error as a client may see it."""
+    message = str(error) if type(error) in STATUS else "the server could not do this; its log says why"
+    return ErrorAnswer(error=ErrorDetail(code=error.code, message=message, field=error.field))
+
+
+def answer(error: RedraftError) -> JSONResponse:
+    """The error as a response with its status, and Retry-After where trying again helps."""
+    status = STATUS.get(type(error), 500)
+    if status == 500:
+        log.error("answered %s: %s", error.code, type(error).__name__)
+    headers = {"retry-after": str(error.retry_after)} if isinstance(error, Overloaded) else None
+    return JSONResponse(describe(error).model_dump(), status, headers)
+
+
+def invalid(error: RequestValidationError) -> BadRequest:
+    """What pydantic refused, naming every wrong field (five at most) and carrying the first as `field`."""
+    problems: list[str] = []
+    fields: list[str] = []
+    for item in error.errors()[:LISTED]:
+        source, *path = item["loc"]
+        fields.append(".".join(printable(str(part)) for part in path) or str(source))
+        problems.append(f"{fields[-1]}: {item['msg']}")
+    return BadRequest("; ".join(problems), field=fields[0])
+
+
+def install(app: FastAPI, metrics: Metrics) -> None:
+    """Bring everything raised inside the application into the one shape, and count what /generate refuses."""
+
+    def refuse(request: Request, response: JSONResponse, code: str) -> JSONResponse:
+        if request.url.path == COUNTED and request.method == "POST":
+            metrics.request_refused(code)
+        return response
+
+    def on_own(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RedraftError)
+        return refuse(request, answer(error), error.code)
+
+    def on_invalid(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, RequestValidationError)
+        return on_own(request, invalid(error))
+
+    def on_http(request: Request, error: Exception) -> JSONResponse:
+        assert isinstance(error, HTTPException)
+        code = HTTP_CODES.get(error.status_code, "bad_request" if error.status_code < 500 else "internal_error")
+        detail = ErrorAnswer(error=ErrorDetail(code=code, message=error.detail))
+        return refuse(request, JSONResponse(detail.model_dump(), error.status_code, error.headers), code)
+
+    app.add_exception_handler(RedraftError, on_own)
+    app.add_exception_handler(RequestValidationError, on_invalid)
+    app.add_exception_handler(HTTPException, on_http)
+
+
+class ErrorBoundary:
+    """Outermost ASGI middleware: an exception nobody expected becomes a 500 in the one shape.
+
+    Its class and where it came from are logged, its message is not: libraries quote their input in messages, and that
+    may be a prompt.
+    """
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self._app = app
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        except ClientDisconnect:
+            return
+        except Exception as error:
+            if scope["type"] != "http":
+                raise
+            places = "".join(traceback.format_tb(error.__traceback__))
+            log.error("%s %s failed: %s\n%s", scope["method"], scope["path"], type(error).__name__, places)
+            if started:
+                return
+            if scope["path"] == COUNTED:
+                self._metrics.request_refused(RedraftError.code)
+            await answer(RedraftError())(scope, receive, send)

@@ -1,0 +1,40 @@
+"""GET /health/live, /health/ready and /metrics: for probes and scrapers."""
+
+from __future__ import annotations
+
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
+
+from service.api.schemas import LiveAnswer, ReadyAnswer
+from service.core import GenerationService, Unavailable
+from service.metrics import Metrics
+
+
+def health_routes(service: GenerationService, metrics: Metrics) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/health/live")
+    async def live() -> LiveAnswer:
+        """200 while this process answers at all. Never asks the engine: a probe must not hang with it."""
+        return LiveAnswer()
+
+    @router.get("/health/ready")
+    async def ready() -> ReadyAnswer:
+        """200 while the engine serves; 503 with the reason while it loads, drains, hangs, or after it died."""
+        status = service.status()
+        if not status.ready:
+            raise Unavailable(status.reason)
+        return ReadyAnswer(
+            rows=status.rows,
+            waiting=status.waiting,
+            idle_seconds=status.idle_seconds,
+            adapter=status.adapter,
+            draft_failures=status.draft_failures,
+        )
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def scrape(request: Request) -> Response:
+        text, content_type = await to_thread.run_sync(metrics.exposition, request.headers.get("accept"))
+        return Response(text, headers={"content-type": content_type})
+
+    return router

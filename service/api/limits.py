@@ -1,0 +1,73 @@
+"""Ceilings on what one request may cost."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from fastapi import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+LENGTH_DIGITS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a request may cost. Times in seconds; max_tokens bounds an answer, max_context prompt and answer."""
+
+    max_body_bytes: int
+    request_timeout: float
+    keepalive_seconds: float
+    max_tokens: int
+    max_context: int
+
+
+class BodyLimit:
+    """ASGI middleware that counts the bytes of a request's body, declared or chunked, as the application reads them.
+
+    Too many bytes raise an HTTPException of status 413 out of `receive`, a body that is not complete within the request
+    timeout one of status 408; both reach the client in the one error shape. Nothing beyond the limit is ever held.
+    """
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.request_timeout
+        declared = _declared_length(scope)
+        received = 0
+        complete = False
+
+        async def counted() -> Message:
+            nonlocal received, complete
+            if complete:
+                return await receive()
+            if declared > self._limits.max_body_bytes:
+                raise self._too_large()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                raise HTTPException(408, "the request's body did not arrive in time") from None
+            received += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if received > self._limits.max_body_bytes:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, counted, send)
+
+    def _too_large(self) -> HTTPException:
+        return HTTPException(413, f"the body is larger than {self._limits.max_body_bytes} bytes")
+
+
+def _declared_length(scope: Scope) -> int:
+    for name, value in scope["headers"]:
+        if name == b"content-length" and value.isdigit():
+            return int(value[:LENGTH_DIGITS])
+    return 0

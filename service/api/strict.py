@@ -1,0 +1,80 @@
+"""Reading a request's body: JSON without the parts of it that two readers could understand differently."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any, Never
+
+from fastapi import HTTPException, Request, Response
+from fastapi.routing import APIRoute
+
+from service.api.errors import printable
+from service.core import BadRequest
+
+
+def parse_json(raw: bytes) -> object:
+    """UTF-8 JSON with unique keys and finite numbers. Raises BadRequest on anything else, whatever it is."""
+    try:
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_constant)
+    except UnicodeDecodeError:
+        raise BadRequest("the body is not UTF-8", field="body") from None
+    except RecursionError:
+        raise BadRequest("the body is nested too deeply", field="body") from None
+    except json.JSONDecodeError as error:
+        place = f"line {error.lineno}, column {error.colno}"
+        raise BadRequest(f"the body is not JSON: {error.msg} at {place}", field="body") from None
+    except ValueError:
+        raise BadRequest("the body holds a number with too many digits", field="body") from None
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    seen: dict[str, object] = {}
+    for key, value in pairs:
+        if key in seen:
+            raise BadRequest("the same key is given twice", field=printable(key))
+        seen[key] = value
+    return seen
+
+
+def _constant(name: str) -> Never:
+    raise BadRequest(f"{name} is not JSON", field="body")
+
+
+class StrictRequest(Request):
+    """A request whose JSON is read by parse_json, once."""
+
+    _parsed: object = None
+    _read: bool = False
+
+    async def json(self) -> object:
+        if not self._read:
+            self._parsed = parse_json(await self.body())
+            self._read = True
+        return self._parsed
+
+
+class StrictRoute(APIRoute):
+    """A route that refuses what it would otherwise ignore: query parameters, a body it does not take, and a body that
+    is not application/json (which also keeps other sites' pages from posting here without the browser asking first)."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        takes_body = self.body_field is not None
+
+        async def strict(request: Request) -> Response:
+            if request.method != "POST":
+                return await handle(request)
+            request = StrictRequest(request.scope, request.receive)
+            for name in request.query_params:
+                raise BadRequest("this route takes no query parameters", field=printable(name))
+            if takes_body:
+                media = request.headers.get("content-type", "").split(";")[0].strip().lower()
+                if media != "application/json":
+                    raise HTTPException(415, "the body must be application/json")
+                await request.json()
+            elif await request.body() not in (b"", b"{}"):
+                raise BadRequest("this route takes no body", field="body")
+            return await handle(request)
+
+        return strict

@@ -1,0 +1,34 @@
+"""POST /train and GET /train/{id}: ask for a training run, and see how far it is."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Header, Path, Response
+
+from service.api.schemas import RunAnswer
+from service.api.strict import StrictRoute
+from service.core import Operator
+
+RunId = Annotated[int, Path(alias="id", ge=1, lt=2**63)]
+IdempotencyKey = Annotated[
+    str | None, Header(alias="Idempotency-Key", min_length=1, max_length=128, pattern=r"^[\x21-\x7e]+$")
+]
+
+
+def training_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
+    router = APIRouter(route_class=StrictRoute)
+
+    @router.post("/train", status_code=202)
+    async def train(response: Response, idempotency_key: IdempotencyKey = None) -> RunAnswer:
+        """Start one run now. The same Idempotency-Key gets the same run, however often it is sent."""
+        run = await to_thread.run_sync(operator.request_training, idempotency_key, limiter=threads)
+        response.headers["location"] = f"/train/{run.id}"
+        return RunAnswer.model_validate(run)
+
+    @router.get("/train/{id}")
+    async def show(run_id: RunId) -> RunAnswer:
+        return RunAnswer.model_validate(await to_thread.run_sync(operator.run, run_id, limiter=threads))
+
+    return router

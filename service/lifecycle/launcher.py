@@ -1,0 +1,101 @@
+"""Starting the training child: core.Launcher over a real process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Mapping
+from pathlib import Path
+from typing import cast
+
+
+class Process:
+    """core.JobHandle: a child whose stdout is read on a thread of its own, so that its pipe never fills."""
+
+    def __init__(self, command: list[str], spec: Mapping[str, object], log: Path, environment: Mapping[str, str]) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as stderr:
+            # A session of its own: a Ctrl-C meant for the server must reach the server first, which then ends the child.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                bufsize=1,
+                env={**os.environ, **environment},
+                start_new_session=True,
+            )
+        self._messages: deque[Mapping[str, object]] = deque()
+        self._reader = threading.Thread(target=self._read, name="redraft-child", daemon=True)
+        self._reader.start()
+        self._write(json.dumps(dict(spec)))
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def poll(self) -> list[Mapping[str, object]]:
+        return [self._messages.popleft() for _ in range(len(self._messages))]
+
+    def exit_code(self) -> int | None:
+        code = self._process.poll()
+        if code is not None:
+            # What it said last may still be in the pipe.
+            self._reader.join(timeout=5.0)
+        return code
+
+    def pause(self, paused: bool) -> None:
+        self._write("pause" if paused else "resume")
+
+    def stop(self, grace_seconds: float) -> None:
+        if self._process.stdin is not None and not self._process.stdin.closed:
+            try:
+                # The child exits when its line to the parent ends.
+                self._process.stdin.close()
+            except OSError:
+                pass
+        try:
+            self._process.wait(grace_seconds)
+        except subprocess.TimeoutExpired:
+            self._process.send_signal(signal.SIGKILL)
+            self._process.wait()
+        self._reader.join(timeout=5.0)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _write(self, line: str) -> None:
+        try:
+            if self._process.stdin is not None:
+                self._process.stdin.write(line + "\n")
+                self._process.stdin.flush()
+        except (OSError, ValueError):
+            # It is gone: exit_code says so.
+            pass
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            try:
+                message = json.loads(line)
+            except ValueError:
+                message = {"type": "garbage", "line": line[:200]}
+            self._messages.append(cast("Mapping[str, object]", message if isinstance(message, dict) else {"type": "garbage"}))
+
+
+class ProcessLauncher:
+    """core.Launcher. threads: BLAS threads of the child, 0 for as many as there are cores. log: where its stderr goes."""
+
+    def __init__(self, log: Path, threads: int = 0, command: tuple[str, ...] = ("-m", "service.learning.job")) -> None:
+        self._log = log
+        self._command = [sys.executable, *command]
+        # Set before the child starts: BLAS libraries read it when they are loaded.
+        self._environment = {"OPENBLAS_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)} if threads else {}
+
+    def launch(self, spec: Mapping[str, object]) -> Process:
+        return Process(self._command, spec, self._log, self._environment)

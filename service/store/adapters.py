@@ -1,0 +1,187 @@
+"""Adapter versions: which there are, which serves, and what was found out about them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from service.core import (
+    ADAPTER_MOVES,
+    BARE_DRAFT,
+    AdapterRef,
+    AdapterState,
+    IllegalMove,
+    NotFound,
+    Verdict,
+)
+from service.store.database import Database
+from service.store.generations import utc
+from service.store.tables import adapters, evaluations, training_runs
+from service.store.verdicts import from_json, to_json
+
+
+class Adapters:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def add(
+        self,
+        *,
+        run_id: int,
+        fencing: int,
+        folder: Path,
+        sha256: str,
+        rank: int,
+        scale: float,
+        keys: Sequence[str],
+        draft: str,
+        parent: int,
+    ) -> AdapterRef:
+        """Register a run's candidate. Raises IllegalMove when the fencing token is stale."""
+
+        def work(connection: Connection) -> AdapterRef:
+            held = connection.execute(select(training_runs.c.fencing).where(training_runs.c.id == run_id)).scalar()
+            if held != fencing:
+                raise IllegalMove(f"run {run_id}: fencing token {fencing} is stale, the run's is {held}")
+            made = connection.execute(
+                insert(adapters).values(
+                    folder=str(folder),
+                    sha256=sha256,
+                    rank=rank,
+                    scale=scale,
+                    keys=json.dumps(list(keys)),
+                    draft=draft,
+                    parent=parent,
+                    run=run_id,
+                    state=AdapterState.CANDIDATE.value,
+                    created_at=datetime.now(UTC),
+                )
+            ).inserted_primary_key
+            assert made is not None
+            connection.execute(update(training_runs).where(training_runs.c.id == run_id).values(adapter=made[0]))
+            return _ref(_row(connection, made[0]))
+
+        return self._db.write(work).result()
+
+    def get(self, adapter_id: int) -> AdapterRef:
+        with self._db.read() as connection:
+            return _ref(_row(connection, adapter_id))
+
+    def all(self) -> list[AdapterRef]:
+        """Newest first."""
+        with self._db.read() as connection:
+            return [_ref(row) for row in connection.execute(select(adapters).order_by(adapters.c.id.desc()))]
+
+    def active(self, draft: str) -> AdapterRef | None:
+        """The adapter that serves this draft; None when it serves bare."""
+        with self._db.read() as connection:
+            row = _active(connection, draft)
+        return None if row is None else _ref(row)
+
+    def activate(self, adapter_id: int, draft: str) -> AdapterRef | None:
+        """Make this adapter (0: none) the active one of its draft, by an operator's word. Raises NotFound, IllegalMove."""
+
+        def work(connection: Connection) -> AdapterRef | None:
+            if adapter_id == BARE_DRAFT:
+                retire_active(connection, draft)
+                return None
+            row = _row(connection, adapter_id)
+            if row.draft != draft:
+                raise IllegalMove(f"adapter {adapter_id} belongs to another draft")
+            if AdapterState(row.state) is not AdapterState.ACTIVE:
+                retire_active(connection, draft)
+                move_adapter(connection, adapter_id, AdapterState.ACTIVE)
+            return _ref(_row(connection, adapter_id))
+
+        return self._db.write(work).result()
+
+    def roll_back(self, adapter_id: int) -> AdapterRef | None:
+        """Take the active adapter back and let its nearest ancestor that may serve do so again (None: the bare draft)."""
+
+        def work(connection: Connection) -> AdapterRef | None:
+            move_adapter(connection, adapter_id, AdapterState.ROLLED_BACK)
+            ancestor = _row(connection, adapter_id).parent
+            while ancestor != BARE_DRAFT:
+                row = _row(connection, ancestor)
+                if AdapterState(row.state) is AdapterState.RETIRED:
+                    move_adapter(connection, ancestor, AdapterState.ACTIVE)
+                    return _ref(_row(connection, ancestor))
+                ancestor = row.parent
+            return None
+
+        return self._db.write(work).result()
+
+    def broken(self, adapter_id: int, reason: str) -> None:
+        """It cannot be loaded."""
+
+        def work(connection: Connection) -> None:
+            move_adapter(connection, adapter_id, AdapterState.BROKEN)
+            connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(note=reason))
+
+        self._db.write(work).result()
+
+    def record_evaluation(self, adapter_id: int, kind: str, verdict: Verdict) -> None:
+        self._db.write(lambda connection: record_evaluation(connection, adapter_id, kind, verdict)).result()
+
+    def evaluations(self, adapter_id: int, kind: str) -> list[tuple[datetime, Verdict]]:
+        """Verdicts of one kind, oldest first."""
+        query = select(evaluations).where(evaluations.c.adapter == adapter_id, evaluations.c.kind == kind)
+        with self._db.read() as connection:
+            return [
+                (utc(row.created_at), from_json(row.verdict))
+                for row in connection.execute(query.order_by(evaluations.c.id))
+            ]
+
+
+def move_adapter(connection: Connection, adapter_id: int, state: AdapterState) -> None:
+    """Raises IllegalMove unless ADAPTER_MOVES allows it."""
+    row = _row(connection, adapter_id)
+    if state not in ADAPTER_MOVES[AdapterState(row.state)]:
+        raise IllegalMove(f"adapter {adapter_id} cannot go from {row.state} to {state.value}")
+    connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(state=state.value))
+
+
+def retire_active(connection: Connection, draft: str) -> None:
+    if (row := _active(connection, draft)) is not None:
+        move_adapter(connection, row.id, AdapterState.RETIRED)
+
+
+def record_evaluation(connection: Connection, adapter_id: int, kind: str, verdict: Verdict) -> None:
+    connection.execute(
+        insert(evaluations).values(
+            adapter=adapter_id, kind=kind, verdict=to_json(verdict), created_at=datetime.now(UTC)
+        )
+    )
+
+
+def _row(connection: Connection, adapter_id: int) -> Row[Any]:
+    row = connection.execute(select(adapters).where(adapters.c.id == adapter_id)).one_or_none()
+    if row is None:
+        raise NotFound(f"no adapter {adapter_id}")
+    return row
+
+
+def _active(connection: Connection, draft: str) -> Row[Any] | None:
+    where = (adapters.c.draft == draft, adapters.c.state == AdapterState.ACTIVE.value)
+    return connection.execute(select(adapters).where(*where)).one_or_none()
+
+
+def _ref(row: Row[Any]) -> AdapterRef:
+    return AdapterRef(
+        id=row.id,
+        folder=Path(row.folder),
+        sha256=row.sha256,
+        rank=row.rank,
+        scale=row.scale,
+        keys=tuple(json.loads(row.keys)),
+        draft=row.draft,
+        parent=row.parent,
+        run=row.run,
+        state=AdapterState(row.state),
+        created_at=utc(row.created_at),
+    )

@@ -1,0 +1,303 @@
+"""What was generated and where the draft failed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select
+
+from service.core import (
+    FailureCase,
+    FinishReason,
+    Generation,
+    Prompt,
+    Provenance,
+    Round,
+    Sampling,
+    Targets,
+)
+from service.store.database import Database
+from service.store.tables import failure_cases, generation_targets, generations
+
+TRAIN, HELD_OUT = "train", "held_out"
+
+
+@dataclass(frozen=True, slots=True)
+class UntrainedCounts:
+    """cases: failure cases that no run has had, near-ties not counted. tokens, generations: of the texts that hold them."""
+
+    cases: int
+    tokens: int
+    generations: int
+
+
+@dataclass(frozen=True, slots=True)
+class CaseStats:
+    generations: int
+    tokens: int
+    cases: int
+    ties: int
+    trained: int
+    quarantined: int
+    domains: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class CaseRow:
+    generation: str
+    domain: str | None
+    case: FailureCase
+    trained_run: int | None
+    created_at: datetime
+
+
+def split_of(first_user: str) -> str:
+    """One prompt in five is held out, by the hash of its first user message: a chat that goes on stays on its side."""
+    return HELD_OUT if hashlib.sha256(first_user.encode("utf-8", "surrogatepass")).digest()[0] % 5 == 0 else TRAIN
+
+
+class Generations:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def add(self, batch: Sequence[Generation]) -> Future[int]:
+        """Store generations and their cases behind whatever is urgent; how many were new. Known ids are left alone."""
+
+        def work(connection: Connection) -> int:
+            ids = [generation.id for generation in batch]
+            known = set(connection.execute(select(generations.c.id).where(generations.c.id.in_(ids))).scalars())
+            new = {g.id: g for g in batch if g.id not in known and g.prompt.store}
+            for generation in new.values():
+                _insert(connection, generation)
+            return len(new)
+
+        return self._db.write(work, urgent=False)
+
+    def counts(self, who: Provenance) -> UntrainedCounts:
+        open_cases = (
+            select(failure_cases.c.seq, func.count().label("cases"))
+            .where(_untrained(), failure_cases.c.tie.is_(False))
+            .group_by(failure_cases.c.seq)
+            .subquery()
+        )
+        query = select(
+            func.coalesce(func.sum(open_cases.c.cases), 0),
+            func.coalesce(func.sum(generations.c.output_tokens), 0),
+            func.count(),
+        ).join_from(generations, open_cases, open_cases.c.seq == generations.c.seq)
+        with self._db.read() as connection:
+            cases, tokens, count = connection.execute(query.where(_of(who), generations.c.split == TRAIN)).one()
+        return UntrainedCounts(int(cases), int(tokens), int(count))
+
+    def claimed(self, run_id: int) -> list[Generation]:
+        """What a run trains on, newest first."""
+        seqs = select(failure_cases.c.seq).where(failure_cases.c.claimed_run == run_id).distinct()
+        return self._load(generations.c.seq.in_(seqs), limit=None)
+
+    def held_out(self, who: Provenance, limit: int) -> list[Generation]:
+        """Generations no run may train on, newest first, one per prompt."""
+        newest = (
+            select(func.max(generations.c.seq))
+            .where(_of(who), generations.c.split == HELD_OUT, generations.c.output_tokens > 0)
+            .group_by(generations.c.prompt_hash)
+        )
+        return self._load(generations.c.seq.in_(newest), limit=limit)
+
+    def after(self, who: Provenance, created: datetime, limit: int) -> list[Generation]:
+        """Generations made after a moment, newest first."""
+        where = and_(_of(who), generations.c.created_at > created, generations.c.output_tokens > 0)
+        return self._load(where, limit=limit)
+
+    def by_ids(self, ids: Sequence[str]) -> list[Generation]:
+        """Those that are still there, newest first."""
+        return self._load(generations.c.id.in_(list(ids)), limit=None)
+
+    def stats(self) -> CaseStats:
+        def count(*where: ColumnElement[bool]) -> Any:
+            return select(func.count()).select_from(failure_cases).where(*where).scalar_subquery()
+
+        with self._db.read() as connection:
+            total, tokens = connection.execute(
+                select(func.count(), func.coalesce(func.sum(generations.c.output_tokens), 0)).select_from(generations)
+            ).one()
+            cases, ties, trained, quarantined = connection.execute(
+                select(
+                    count(),
+                    count(failure_cases.c.tie.is_(True)),
+                    count(failure_cases.c.trained_run.is_not(None)),
+                    count(failure_cases.c.quarantined.is_(True)),
+                )
+            ).one()
+            domains = connection.execute(select(generations.c.domain, func.count()).group_by(generations.c.domain)).all()
+        return CaseStats(total, int(tokens), cases, ties, trained, quarantined, {str(d or ""): n for d, n in domains})
+
+    def cases(self, limit: int, offset: int = 0) -> list[CaseRow]:
+        """Failure cases, newest first."""
+        query = (
+            select(failure_cases, generations.c.id.label("generation"), generations.c.domain, generations.c.created_at)
+            .join_from(failure_cases, generations, generations.c.seq == failure_cases.c.seq)
+            .order_by(failure_cases.c.id.desc())
+            .limit(limit)
+            .offset(offset)
+        )
+        with self._db.read() as connection:
+            return [
+                CaseRow(row.generation, row.domain, _case(row), row.trained_run, utc(row.created_at))
+                for row in connection.execute(query)
+            ]
+
+    def purge(self, keep: int) -> Future[int]:
+        """Delete all but the newest `keep` generations, with everything that hangs on them; how many went."""
+
+        def work(connection: Connection) -> int:
+            oldest = connection.execute(
+                select(generations.c.seq).order_by(generations.c.seq.desc()).offset(keep).limit(1)
+            ).scalar()
+            if oldest is None:
+                return 0
+            return connection.execute(delete(generations).where(generations.c.seq <= oldest)).rowcount
+
+        return self._db.write(work, urgent=False)
+
+    def erase(
+        self, *, client: str | None = None, domain: str | None = None, everything: bool = False
+    ) -> Future[int]:
+        """Delete what a client or a domain left (both given: both must match), or everything."""
+        where = [
+            column == value
+            for column, value in ((generations.c.client, client), (generations.c.domain, domain))
+            if value is not None
+        ]
+        if not where and not everything:
+            raise ValueError("name a client or a domain, or say everything")
+        return self._db.write(lambda connection: connection.execute(delete(generations).where(*where)).rowcount)
+
+    def _load(self, where: ColumnElement[bool], limit: int | None) -> list[Generation]:
+        query = (
+            select(generations, generation_targets.c.top, generation_targets.c.blob)
+            .join_from(generations, generation_targets, generation_targets.c.seq == generations.c.seq, isouter=True)
+            .where(where)
+            .order_by(generations.c.seq.desc())
+            .limit(limit)
+        )
+        with self._db.read() as connection:
+            rows = connection.execute(query).all()
+            found: dict[int, list[FailureCase]] = {row.seq: [] for row in rows}
+            seqs = list(found)
+            for start in range(0, len(seqs), 500):
+                chosen = failure_cases.c.seq.in_(seqs[start : start + 500])
+                for row in connection.execute(select(failure_cases).where(chosen).order_by(failure_cases.c.position)):
+                    found[row.seq].append(_case(row))
+        return [_generation(row, found[row.seq]) for row in rows]
+
+
+def _of(who: Provenance) -> ColumnElement[bool]:
+    """Of this target and tokenizer; whatever draft it was made with, a generation is a sample of the target."""
+    return and_(generations.c.target == who.target, generations.c.tokenizer == who.tokenizer)
+
+
+def _untrained() -> ColumnElement[bool]:
+    return and_(
+        failure_cases.c.trained_run.is_(None),
+        failure_cases.c.claimed_run.is_(None),
+        failure_cases.c.quarantined.is_(False),
+    )
+
+
+def untrained_generations(who: Provenance, limit: int) -> Any:
+    """Query: seq of the newest generations that hold an open, untied case."""
+    return (
+        select(generations.c.seq)
+        .join_from(generations, failure_cases, failure_cases.c.seq == generations.c.seq)
+        .where(_of(who), generations.c.split == TRAIN, _untrained(), failure_cases.c.tie.is_(False))
+        .distinct()
+        .order_by(generations.c.seq.desc())
+        .limit(limit)
+    )
+
+
+def _insert(connection: Connection, made: Generation) -> None:
+    prompt_bytes = _ids(made.prompt.tokens)
+    row = connection.execute(
+        insert(generations).values(
+            id=made.id,
+            prompt=prompt_bytes,
+            output=_ids(made.output),
+            output_tokens=len(made.output),
+            sampling=json.dumps(asdict(made.prompt.sampling)),
+            domain=made.prompt.domain,
+            client=made.prompt.client,
+            first_user=made.prompt.first_user,
+            finish=made.finish.value,
+            rounds=json.dumps([[r.adapter, r.start, r.drafted, r.accepted, r.emitted] for r in made.rounds]),
+            logprobs=np.array(made.logprobs, dtype="<f4").tobytes(),
+            sampled_logprobs=np.array(made.sampled_logprobs, dtype="<f4").tobytes(),
+            target=made.provenance.target,
+            tokenizer=made.provenance.tokenizer,
+            draft=made.provenance.draft,
+            prompt_hash=hashlib.sha256(prompt_bytes).hexdigest(),
+            split=split_of(made.prompt.first_user or prompt_bytes.hex()),
+            created_at=made.created_at,
+        )
+    )
+    assert row.inserted_primary_key is not None
+    seq = row.inserted_primary_key[0]
+    if (targets := made.targets) is not None:
+        blob = targets.ids + targets.logprobs + targets.tail
+        connection.execute(insert(generation_targets).values(seq=seq, top=targets.top, blob=blob))
+    if made.cases:
+        connection.execute(insert(failure_cases), [{"seq": seq, **asdict(case)} for case in made.cases])
+
+
+def _generation(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
+    sampling = json.loads(row.sampling)
+    prompt = Prompt(
+        tokens=_tuple(row.prompt),
+        sampling=Sampling(**{**sampling, "stop": tuple(sampling["stop"])}),
+        domain=row.domain,
+        client=row.client,
+        first_user=row.first_user,
+    )
+    return Generation(
+        id=row.id,
+        prompt=prompt,
+        output=_tuple(row.output),
+        finish=FinishReason(row.finish),
+        rounds=tuple(Round(*values) for values in json.loads(row.rounds)),
+        cases=tuple(cases),
+        logprobs=tuple(np.frombuffer(row.logprobs, dtype="<f4").tolist()),
+        sampled_logprobs=tuple(np.frombuffer(row.sampled_logprobs, dtype="<f4").tolist()),
+        targets=None if row.blob is None else _targets(row.top, row.blob),
+        provenance=Provenance(row.target, row.tokenizer, row.draft),
+        created_at=utc(row.created_at),
+    )
+
+
+def _targets(top: int, blob: bytes) -> Targets:
+    positions = len(blob) // (6 * top + 2)
+    first, second = 4 * top * positions, 6 * top * positions
+    return Targets(top, blob[:first], blob[first:second], blob[second:])
+
+
+def _case(row: Row[Any]) -> FailureCase:
+    return FailureCase(row.position, row.drafted, row.target, row.p, row.q, row.margin, row.tie)
+
+
+def _ids(tokens: Sequence[int]) -> bytes:
+    return np.array(tokens, dtype="<u4").tobytes()
+
+
+def _tuple(blob: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(blob, dtype="<u4").tolist())
+
+
+def utc(moment: datetime) -> datetime:
+    """SQLite forgets time zones; everything stored is UTC."""
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

@@ -1,0 +1,253 @@
+"""Training runs: claimed once, moved only along RUN_MOVES, and only by whoever holds the row's fencing token."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import Connection, Row, func, insert, select, update
+
+from service.core import (
+    RUN_MOVES,
+    AdapterState,
+    IllegalMove,
+    NotFound,
+    Progress,
+    Provenance,
+    RunState,
+    TrainingRun,
+    Trigger,
+    Verdict,
+)
+from service.store.adapters import move_adapter, record_evaluation, retire_active
+from service.store.database import Database
+from service.store.generations import untrained_generations, utc
+from service.store.tables import failure_cases, training_runs
+from service.store.verdicts import from_json, to_json
+
+MAX_CRASHES = 3
+"""Crashes after which a run's cases are suspected of causing them."""
+CURVE_POINTS = 2000
+
+
+class Runs:
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def claim(
+        self,
+        *,
+        trigger: Trigger,
+        who: Provenance,
+        parent: int,
+        limit: int,
+        idempotency_key: str | None = None,
+        config: Mapping[str, object] | None = None,
+    ) -> TrainingRun | None:
+        """Open a run on the newest `limit` untrained generations and claim their cases, near-ties too.
+
+        None when a run is not over yet or nothing is left to train on. A known idempotency key returns its run.
+        """
+
+        def work(connection: Connection) -> TrainingRun | None:
+            if idempotency_key is not None:
+                query = select(training_runs).where(training_runs.c.idempotency_key == idempotency_key)
+                if (row := connection.execute(query).one_or_none()) is not None:
+                    return _run(row)
+            if _open(connection) is not None:
+                return None
+            seqs = list(connection.execute(untrained_generations(who, limit)).scalars())
+            if not seqs:
+                return None
+            fencing = (connection.execute(select(func.max(training_runs.c.fencing))).scalar() or 0) + 1
+            made = connection.execute(
+                insert(training_runs).values(
+                    state=RunState.CLAIMED.value,
+                    trigger=trigger.value,
+                    fencing=fencing,
+                    idempotency_key=idempotency_key,
+                    target=who.target,
+                    tokenizer=who.tokenizer,
+                    draft=who.draft,
+                    parent=parent,
+                    cases=0,
+                    generations=len(seqs),
+                    config=json.dumps(dict(config or {})),
+                    progress=json.dumps(asdict(Progress())),
+                    loss_curve="[]",
+                    created_at=datetime.now(UTC),
+                )
+            ).inserted_primary_key
+            assert made is not None
+            cases = 0
+            for start in range(0, len(seqs), 500):
+                cases += connection.execute(
+                    update(failure_cases)
+                    .where(
+                        failure_cases.c.seq.in_(seqs[start : start + 500]),
+                        failure_cases.c.trained_run.is_(None),
+                        failure_cases.c.quarantined.is_(False),
+                    )
+                    .values(claimed_run=made[0])
+                ).rowcount
+            connection.execute(update(training_runs).where(training_runs.c.id == made[0]).values(cases=cases))
+            return _get(connection, made[0])
+
+        return self._db.write(work).result()
+
+    def move(self, run_id: int, fencing: int, state: RunState, *, error: str | None = None) -> TrainingRun:
+        """Raises IllegalMove. FAILED: the run had its say, its cases count as trained. CRASHED: they are given back, and put
+        aside once they were under three crashes."""
+
+        def work(connection: Connection) -> TrainingRun:
+            _move(connection, run_id, fencing, state, error=error)
+            if state is RunState.FAILED:
+                _cases_trained(connection, run_id)
+            elif state is RunState.CRASHED:
+                crashes = failure_cases.c.crashes + 1
+                connection.execute(
+                    update(failure_cases)
+                    .where(failure_cases.c.claimed_run == run_id)
+                    .values(claimed_run=None, crashes=crashes, quarantined=crashes >= MAX_CRASHES)
+                )
+            return _get(connection, run_id)
+
+        return self._db.write(work).result()
+
+    def progress(self, run_id: int, fencing: int, progress: Progress) -> None:
+        """Where the run is; with a loss it becomes a point of the loss curve. Raises IllegalMove with a stale token."""
+
+        def work(connection: Connection) -> None:
+            row = _held(connection, run_id, fencing)
+            curve = json.loads(row.loss_curve)
+            if progress.loss is not None and len(curve) < CURVE_POINTS:
+                curve.append([progress.step, progress.loss])
+            connection.execute(
+                update(training_runs)
+                .where(training_runs.c.id == run_id)
+                .values(progress=json.dumps(asdict(progress)), loss_curve=json.dumps(curve))
+            )
+
+        self._db.write(work).result()
+
+    def reject(self, run_id: int, fencing: int, adapter_id: int | None, verdict: Verdict) -> TrainingRun:
+        """The candidate lost, or would not load: run and adapter are REJECTED, the cases are trained, all in one."""
+
+        def work(connection: Connection) -> TrainingRun:
+            _move(connection, run_id, fencing, RunState.REJECTED, adapter=adapter_id, verdict=to_json(verdict))
+            if adapter_id is not None:
+                move_adapter(connection, adapter_id, AdapterState.REJECTED)
+                record_evaluation(connection, adapter_id, "gate", verdict)
+            _cases_trained(connection, run_id)
+            return _get(connection, run_id)
+
+        return self._db.write(work).result()
+
+    def promote(self, run_id: int, fencing: int, adapter_id: int, verdict: Verdict) -> TrainingRun:
+        """The candidate won: run PROMOTED, adapter ACTIVE, the former one RETIRED, the cases trained, all in one."""
+
+        def work(connection: Connection) -> TrainingRun:
+            row = _move(connection, run_id, fencing, RunState.PROMOTED, adapter=adapter_id, verdict=to_json(verdict))
+            retire_active(connection, row.draft)
+            move_adapter(connection, adapter_id, AdapterState.ACTIVE)
+            record_evaluation(connection, adapter_id, "gate", verdict)
+            _cases_trained(connection, run_id)
+            return _get(connection, run_id)
+
+        return self._db.write(work).result()
+
+    def get(self, run_id: int) -> TrainingRun:
+        with self._db.read() as connection:
+            return _get(connection, run_id)
+
+    def by_key(self, key: str) -> TrainingRun | None:
+        with self._db.read() as connection:
+            row = connection.execute(select(training_runs).where(training_runs.c.idempotency_key == key)).one_or_none()
+        return None if row is None else _run(row)
+
+    def current(self) -> TrainingRun | None:
+        """The run that is not over."""
+        with self._db.read() as connection:
+            row = _open(connection)
+        return None if row is None else _run(row)
+
+    def latest(self, limit: int) -> list[TrainingRun]:
+        with self._db.read() as connection:
+            return [
+                _run(row)
+                for row in connection.execute(select(training_runs).order_by(training_runs.c.id.desc()).limit(limit))
+            ]
+
+    def loss_curve(self, run_id: int) -> list[tuple[int, float]]:
+        """(step, nats per response position)."""
+        with self._db.read() as connection:
+            curve = connection.execute(
+                select(training_runs.c.loss_curve).where(training_runs.c.id == run_id)
+            ).scalar_one_or_none()
+        if curve is None:
+            raise NotFound(f"no training run {run_id}")
+        return [(int(step), float(loss)) for step, loss in json.loads(curve)]
+
+
+def _open(connection: Connection) -> Row[Any] | None:
+    over = [state.value for state in RunState if state.over]
+    query = select(training_runs).where(training_runs.c.state.not_in(over)).order_by(training_runs.c.id.desc())
+    return connection.execute(query.limit(1)).one_or_none()
+
+
+def _held(connection: Connection, run_id: int, fencing: int) -> Row[Any]:
+    row = connection.execute(select(training_runs).where(training_runs.c.id == run_id)).one_or_none()
+    if row is None:
+        raise NotFound(f"no training run {run_id}")
+    if row.fencing != fencing:
+        raise IllegalMove(f"run {run_id}: fencing token {fencing} is stale, the run's is {row.fencing}")
+    if RunState(row.state).over:
+        raise IllegalMove(f"run {run_id} is over ({row.state})")
+    return row
+
+
+def _move(connection: Connection, run_id: int, fencing: int, state: RunState, **values: object) -> Row[Any]:
+    row = _held(connection, run_id, fencing)
+    if state not in RUN_MOVES[RunState(row.state)]:
+        raise IllegalMove(f"run {run_id} cannot go from {row.state} to {state.value}")
+    finished = {"finished_at": datetime.now(UTC)} if state.over else {}
+    connection.execute(
+        update(training_runs).where(training_runs.c.id == run_id).values(state=state.value, **finished, **values)
+    )
+    return row
+
+
+def _cases_trained(connection: Connection, run_id: int) -> None:
+    connection.execute(
+        update(failure_cases)
+        .where(failure_cases.c.claimed_run == run_id)
+        .values(claimed_run=None, trained_run=run_id)
+    )
+
+
+def _get(connection: Connection, run_id: int) -> TrainingRun:
+    row = connection.execute(select(training_runs).where(training_runs.c.id == run_id)).one_or_none()
+    if row is None:
+        raise NotFound(f"no training run {run_id}")
+    return _run(row)
+
+
+def _run(row: Row[Any]) -> TrainingRun:
+    return TrainingRun(
+        id=row.id,
+        state=RunState(row.state),
+        trigger=Trigger(row.trigger),
+        fencing=row.fencing,
+        parent=row.parent,
+        cases=row.cases,
+        generations=row.generations,
+        progress=Progress(**json.loads(row.progress)),
+        adapter=row.adapter,
+        verdict=None if row.verdict is None else from_json(row.verdict),
+        error=row.error,
+        created_at=utc(row.created_at),
+        finished_at=None if row.finished_at is None else utc(row.finished_at),
+    )

@@ -1,0 +1,156 @@
+"""The tables. Alembic's migrations make them; a test holds the two against each other."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    Boolean,
+    Column,
+    DateTime,
+    Float,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+NAMING = {
+    "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+    "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+    "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
+    "pk": "pk_%(table_name)s",
+}
+metadata = MetaData(naming_convention=NAMING)
+
+
+generations = Table(
+    "generations",
+    metadata,
+    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("id", String(64), nullable=False, unique=True),
+    Column("prompt", LargeBinary, nullable=False),
+    Column("output", LargeBinary, nullable=False),
+    Column("output_tokens", Integer, nullable=False),
+    Column("sampling", Text, nullable=False),
+    Column("domain", String(128)),
+    Column("client", String(128)),
+    Column("first_user", Text, nullable=False),
+    Column("finish", String(16), nullable=False),
+    Column("rounds", Text, nullable=False),
+    Column("logprobs", LargeBinary, nullable=False),
+    Column("sampled_logprobs", LargeBinary, nullable=False),
+    Column("target", String(64), nullable=False),
+    Column("tokenizer", String(64), nullable=False),
+    Column("draft", String(64), nullable=False),
+    Column("prompt_hash", String(64), nullable=False),
+    Column("split", String(16), nullable=False),
+    Column("created_at", DateTime(timezone=True), nullable=False),
+    Index(None, "target", "tokenizer", "split", "seq"),
+    Index(None, "client"),
+    Index(None, "domain"),
+)
+"""prompt, output: token ids, little-endian uint32. logprobs: float32."""
+
+generation_targets = Table(
+    "generation_targets",
+    metadata,
+    Column("seq", ForeignKey("generations.seq", ondelete="CASCADE"), primary_key=True),
+    Column("top", Integer, nullable=False),
+    Column("blob", LargeBinary, nullable=False),
+)
+"""blob: core.Targets' ids, logprobs and tail, one after the other."""
+
+failure_cases = Table(
+    "failure_cases",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("seq", ForeignKey("generations.seq", ondelete="CASCADE"), nullable=False),
+    Column("position", Integer, nullable=False),
+    Column("drafted", Integer, nullable=False),
+    Column("target", Integer, nullable=False),
+    Column("p", Float, nullable=False),
+    Column("q", Float, nullable=False),
+    Column("margin", Float, nullable=False),
+    Column("tie", Boolean, nullable=False),
+    Column("claimed_run", ForeignKey("training_runs.id", ondelete="SET NULL")),
+    Column("trained_run", ForeignKey("training_runs.id", ondelete="SET NULL")),
+    Column("crashes", Integer, nullable=False, default=0),
+    Column("quarantined", Boolean, nullable=False, default=False),
+    UniqueConstraint("seq", "position"),
+    Index(None, "claimed_run"),
+    Index(None, "trained_run", "quarantined", "tie", "seq"),
+)
+
+replay_buffer = Table(
+    "replay_buffer",
+    metadata,
+    Column("domain", String(128), primary_key=True),
+    Column("slot", Integer, primary_key=True),
+    Column("seq", ForeignKey("generations.seq", ondelete="CASCADE"), nullable=False),
+    Index(None, "seq"),
+)
+
+replay_domains = Table(
+    "replay_domains",
+    metadata,
+    Column("domain", String(128), primary_key=True),
+    Column("seen", Integer, nullable=False),
+)
+
+training_runs = Table(
+    "training_runs",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("state", String(16), nullable=False),
+    Column("trigger", String(16), nullable=False),
+    Column("fencing", Integer, nullable=False),
+    Column("idempotency_key", String(256), unique=True),
+    Column("target", String(64), nullable=False),
+    Column("tokenizer", String(64), nullable=False),
+    Column("draft", String(64), nullable=False),
+    Column("parent", Integer, nullable=False),
+    Column("cases", Integer, nullable=False),
+    Column("generations", Integer, nullable=False),
+    Column("config", Text, nullable=False),
+    Column("progress", Text, nullable=False),
+    Column("loss_curve", Text, nullable=False),
+    Column("adapter", Integer),
+    Column("verdict", Text),
+    Column("error", Text),
+    Column("created_at", DateTime(timezone=True), nullable=False),
+    Column("finished_at", DateTime(timezone=True)),
+    Index(None, "state"),
+)
+
+adapters = Table(
+    "adapters",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("folder", Text, nullable=False, unique=True),
+    Column("sha256", String(64), nullable=False),
+    Column("rank", Integer, nullable=False),
+    Column("scale", Float, nullable=False),
+    Column("keys", Text, nullable=False),
+    Column("draft", String(64), nullable=False),
+    Column("parent", Integer, nullable=False),
+    Column("run", ForeignKey("training_runs.id")),
+    Column("state", String(16), nullable=False),
+    Column("note", Text),
+    Column("created_at", DateTime(timezone=True), nullable=False),
+    Index(None, "draft", "state"),
+)
+
+evaluations = Table(
+    "evaluations",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("adapter", ForeignKey("adapters.id"), nullable=False),
+    Column("kind", String(16), nullable=False),
+    Column("verdict", Text, nullable=False),
+    Column("created_at", DateTime(timezone=True), nullable=False),
+    Index(None, "adapter", "kind"),
+)

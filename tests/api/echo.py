@@ -1,0 +1,239 @@
+"""A small real engine, encoder and operator behind core's protocols, and a real server around them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from service.api import Limits, build_api
+from service.core import (
+    AdapterRef,
+    AdapterState,
+    BadRequest,
+    Conflict,
+    Delta,
+    EngineStatus,
+    Failed,
+    Finished,
+    FinishReason,
+    NotFound,
+    Overloaded,
+    Progress,
+    Prompt,
+    RunState,
+    Sink,
+    Timings,
+    TrainingRun,
+    Trigger,
+    Unavailable,
+)
+from service.metrics import Metrics
+
+
+class Codepoints:
+    """core.Encoder: one token per character, and a template of one marker token per turn."""
+
+    MARK = 0x110000
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        tokens: list[int] = []
+        for message in messages:
+            tokens += [self.MARK, *self.encode_text(message["content"])]
+        return (*tokens, self.MARK)
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        return tuple(ord(character) for character in text)
+
+
+class Broken(Codepoints):
+    """An encoder whose library quotes its input when it fails."""
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        raise ValueError(f"cannot encode {text!r}")
+
+
+@dataclass
+class EchoTicket:
+    id: str
+    prompt: Prompt
+    sink: Sink
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    cancelled_at: float | None = None
+
+    def cancel(self) -> None:
+        if not self.cancelled.is_set():
+            self.cancelled_at = time.monotonic()
+            self.cancelled.set()
+
+
+class EchoEngine:
+    """core.GenerationService that says the prompt back, one token per round, each request on a thread of its own.
+
+    pause: seconds per token. break_after: tokens after which a request fails. full: refuse as a full queue does.
+    """
+
+    def __init__(self, *, pause: float = 0.0, break_after: int | None = None, full: bool = False) -> None:
+        self.pause = pause
+        self.break_after = break_after
+        self.full = full
+        self.dead = ""
+        self.tickets: list[EchoTicket] = []
+        self.ended: dict[str, FinishReason] = {}
+
+    def submit(self, prompt: Prompt, sink: Sink) -> EchoTicket:
+        if self.full:
+            raise Overloaded("the queue is full", retry_after=7)
+        if self.dead:
+            raise Unavailable(self.dead)
+        ticket = EchoTicket(f"echo-{len(self.tickets)}", prompt, sink)
+        self.tickets.append(ticket)
+        threading.Thread(target=self._say, args=(ticket,), daemon=True).start()
+        return ticket
+
+    def status(self) -> EngineStatus:
+        running = sum(ticket.id not in self.ended for ticket in self.tickets)
+        return EngineStatus(not self.dead, self.dead or "serving", running, 0, 0.0, 3, 0)
+
+    def _say(self, ticket: EchoTicket) -> None:
+        began = time.monotonic()
+        said: list[int] = []
+        finish = FinishReason.STOP
+        for token in (token for token in ticket.prompt.tokens if token != Codepoints.MARK):
+            ticket.cancelled.wait(self.pause)
+            if ticket.cancelled.is_set():
+                finish = FinishReason.CANCELLED
+                break
+            if len(said) == ticket.prompt.sampling.max_tokens:
+                finish = FinishReason.LENGTH
+                break
+            if len(said) == self.break_after:
+                self.ended[ticket.id] = FinishReason.CANCELLED
+                ticket.sink(Failed(Unavailable("the engine stopped")))
+                return
+            said.append(token)
+            ticket.sink(Delta(chr(token), (token,), (len(said) % 2 == 0,)))
+        self.ended[ticket.id] = finish
+        prompt = len(ticket.prompt.tokens)
+        timings = Timings(
+            prompt, 0.5, len(said), time.monotonic() - began, len(said), len(said) // 2, len(said), (0, 3)
+        )
+        ticket.sink(Finished(ticket.id, finish, tuple(said), timings))
+
+
+def make_run(number: int, state: RunState = RunState.TRAINING, progress: Progress | None = None) -> TrainingRun:
+    now = datetime.now(UTC)
+    seen = progress or Progress()
+    return TrainingRun(number, state, Trigger.MANUAL, 1, 3, 10, 5, seen, None, None, None, now, None)
+
+
+def make_adapter(number: int, state: AdapterState) -> AdapterRef:
+    now = datetime.now(UTC)
+    return AdapterRef(number, Path("nowhere"), "ab" * 32, 16, 2.0, ("q_proj",), "cd" * 32, 0, None, state, now)
+
+
+class Ledger:
+    """core.Operator over two lists in memory."""
+
+    def __init__(self) -> None:
+        self.runs: list[TrainingRun] = []
+        self.keys: dict[str, int] = {}
+        self.known = [make_adapter(3, AdapterState.ACTIVE), make_adapter(2, AdapterState.RETIRED)]
+
+    def request_training(self, idempotency_key: str | None) -> TrainingRun:
+        if idempotency_key in self.keys:
+            return self.run(self.keys[idempotency_key])
+        if any(not run.state.over for run in self.runs):
+            raise Conflict("a training run is under way")
+        self.runs.append(make_run(len(self.runs) + 1))
+        if idempotency_key is not None:
+            self.keys[idempotency_key] = len(self.runs)
+        return self.runs[-1]
+
+    def run(self, run_id: int) -> TrainingRun:
+        if not 0 < run_id <= len(self.runs):
+            raise NotFound(f"there is no training run {run_id}")
+        return self.runs[run_id - 1]
+
+    def adapters(self) -> list[AdapterRef]:
+        return self.known
+
+    def activate(self, adapter_id: int) -> AdapterRef | None:
+        if adapter_id == 0:
+            return None
+        for ref in self.known:
+            if ref.id == adapter_id:
+                return replace(ref, state=AdapterState.ACTIVE)
+        raise NotFound(f"there is no adapter {adapter_id}")
+
+    def rollback(self) -> AdapterRef | None:
+        if not self.known:
+            raise Conflict("the bare draft serves already")
+        self.known.clear()
+        return None
+
+
+LIMITS = Limits(max_body_bytes=20_000, request_timeout=20.0, keepalive_seconds=5.0, max_tokens=1_000, max_context=4_000)
+
+
+@dataclass
+class House:
+    """The application and everything behind it."""
+
+    engine: EchoEngine = field(default_factory=EchoEngine)
+    operator: Ledger = field(default_factory=Ledger)
+    encoder: Codepoints = field(default_factory=Codepoints)
+    metrics: Metrics = field(default_factory=lambda: Metrics(draft_tokens=3))
+    limits: Limits = LIMITS
+
+    @property
+    def app(self) -> FastAPI:
+        return build_api(
+            service=self.engine,
+            encoder=self.encoder,
+            operator=self.operator,
+            metrics=self.metrics,
+            limits=self.limits,
+            model="echo",
+        )
+
+    @contextmanager
+    def served(self) -> Generator[str]:
+        """A real uvicorn on a free port; yields its address."""
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen()
+            config = uvicorn.Config(self.app, log_config=None, lifespan="off", timeout_graceful_shutdown=2)
+            server = uvicorn.Server(config)
+            thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
+            thread.start()
+            wait_until(lambda: server.started)
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                server.should_exit = True
+                thread.join(10)
+
+    def value(self, sample: str) -> float:
+        """One line of /metrics, by its name and labels."""
+        for line in self.metrics.exposition()[0].decode().splitlines():
+            if line.rpartition(" ")[0] == sample:
+                return float(line.rpartition(" ")[2])
+        raise BadRequest(f"no sample {sample}")
+
+
+def wait_until(done: object, seconds: float = 5.0) -> None:
+    """Wait for a condition that another thread brings about."""
+    assert callable(done)
+    end = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.005)

@@ -1,0 +1,104 @@
+"""No input makes a 500: arbitrary bytes, arbitrary JSON, and requests that are almost right."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import string
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+from echo import LIMITS, EchoEngine, House
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+JSON = {"content-type": "application/json"}
+HOUSE = settings(
+    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+)
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None), max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+text = st.text(st.characters(codec=None), max_size=30)
+number = st.integers() | st.floats() | st.sampled_from([2**31, 2**63, 2**63 - 1, 10**400, -0.0, 1e-320, 5e-324])
+message = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]) | text, "content": text})
+nearly = st.fixed_dictionaries(
+    {},
+    optional={
+        "prompt": text,
+        "messages": st.lists(message, max_size=4),
+        "chat_template": st.booleans() | anything,
+        "max_tokens": number,
+        "temperature": number,
+        "top_p": number,
+        "top_k": number,
+        "min_p": number,
+        "seed": number,
+        "stop": text | st.lists(text, max_size=3) | anything,
+        "stream": st.booleans(),
+        "domain": text,
+        "client": text,
+        "store": st.booleans() | anything,
+        "return_tokens": st.booleans(),
+    },
+)
+
+
+def ask(method: str, path: str, content: bytes, headers: dict[str, str]) -> httpx.Response:
+    async def sent() -> httpx.Response:
+        house = House(engine=EchoEngine())
+        transport = httpx.ASGITransport(house.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, content=content, headers=headers)
+
+    return asyncio.run(sent())
+
+
+def assert_answered(response: httpx.Response) -> None:
+    assert response.status_code in {200, 400, 413}, response.text
+    if response.status_code != 200:
+        assert sorted(response.json()["error"]) == ["code", "field", "message"]
+
+
+@HOUSE
+@given(st.binary(max_size=200) | st.text(alphabet='{}[]":,0123456789eE+-.ntfu\\ "prompt"', max_size=60).map(str.encode))
+def test_any_bytes(body: bytes) -> None:
+    assert_answered(ask("POST", "/generate", body, JSON))
+
+
+@HOUSE
+@given(anything)
+def test_any_json(value: Any) -> None:
+    assert_answered(ask("POST", "/generate", json.dumps(value).encode(), JSON))
+
+
+@HOUSE
+@given(nearly)
+def test_requests_that_are_almost_right(asked: dict[str, Any]) -> None:
+    response = ask("POST", "/generate", json.dumps(asked).encode(), JSON)
+    assert_answered(response)
+    if response.status_code == 200 and not asked.get("stream"):
+        said = asked.get("prompt") or "".join(turn["content"] for turn in asked["messages"])
+        assert said.startswith(response.json()["text"])
+
+
+@settings(HOUSE, max_examples=60)
+@given(st.sampled_from(["GET", "POST"]), st.text(string.printable + "é\u2028\x00", max_size=12), st.text(max_size=40))
+def test_any_path_and_key(method: str, part: str, key: str) -> None:
+    quoted = quote(part)
+    headers = {"Idempotency-Key": key.encode("ascii", "ignore").decode().translate(dict.fromkeys(range(32)))}
+    for path in (f"/{quoted}", f"/train/{quoted}", "/train", f"/adapters/{quoted}/activate"):
+        response = ask(method, path, b"", headers)
+        assert response.status_code in {200, 202, 400, 404, 405}, response.text
+        if response.status_code >= 400:
+            assert sorted(response.json()["error"]) == ["code", "field", "message"]
+
+
+def test_the_limit_itself_is_served_and_one_byte_more_is_not() -> None:
+    body = json.dumps({"prompt": "a"}).encode().ljust(LIMITS.max_body_bytes)
+    assert ask("POST", "/generate", body, JSON).status_code == 200
+    assert ask("POST", "/generate", body + b" ", JSON).status_code == 413

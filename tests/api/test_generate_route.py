@@ -1,0 +1,358 @@
+"""POST /generate over real HTTP: JSON and streams, what is refused, and what happens when the client leaves."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from echo import LIMITS, Broken, EchoEngine, House, wait_until
+
+from service.core import Sampling
+
+
+@pytest.fixture(scope="module")
+def house() -> House:
+    return House()
+
+
+@pytest.fixture(scope="module")
+def http(house: House) -> Iterator[httpx.Client]:
+    with house.served() as address, httpx.Client(base_url=address, timeout=10) as client:
+        yield client
+
+
+def events(text: str) -> list[tuple[str, str]]:
+    """(kind, data) of every server-sent event; comments come as kind ":"."""
+    found: list[tuple[str, str]] = []
+    for block in text.removesuffix("\n\n").split("\n\n"):
+        if block.startswith(":"):
+            found.append((":", block))
+            continue
+        fields = dict(line.split(": ", 1) for line in block.split("\n"))
+        found.append((fields.get("event", "message"), fields["data"]))
+    return found
+
+
+def assert_refused(response: httpx.Response, status: int, code: str, field: str | None) -> None:
+    assert response.status_code == status, response.text
+    assert list(response.json()) == ["error"]
+    error = response.json()["error"]
+    assert sorted(error) == ["code", "field", "message"]
+    assert (error["code"], error["field"]) == (code, field)
+    assert error["message"]
+
+
+# ------------------------------------------------------------------------------------------------------------ answers
+
+
+def test_a_json_answer_carries_text_usage_and_timings(house: House, http: httpx.Client) -> None:
+    asked = {"prompt": "grüße 🌍", "seed": 5, "temperature": 0.5, "stop": "\n", "domain": "sql", "store": False}
+    response = http.post("/generate", json=asked)
+    assert response.status_code == 200
+    answer = response.json()
+    prompt = house.engine.tickets[-1].prompt
+    assert answer["text"] == "grüße 🌍"
+    assert answer["model"] == "echo"
+    assert answer["finish_reason"] == "stop"
+    assert answer["usage"] == {"prompt_tokens": 9, "completion_tokens": 7, "total_tokens": 16}
+    assert answer["timings"]["adapters"] == [0, 3]
+    assert answer["timings"]["prompt_ms"] == 500.0
+    assert {"prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second"} < set(answer["timings"])
+    assert [answer["timings"][name] for name in ("draft_n", "draft_n_accepted", "rounds")] == [7, 3, 7]
+    assert "tokens" not in answer
+    assert prompt.sampling == Sampling(temperature=0.5, seed=5, stop=("\n",))
+    assert (prompt.domain, prompt.client, prompt.store, prompt.first_user) == ("sql", None, False, "grüße 🌍")
+
+
+def test_tokens_come_when_asked_for(http: httpx.Client) -> None:
+    answer = http.post("/generate", json={"prompt": "abc", "max_tokens": 2, "return_tokens": True}).json()
+    assert answer["tokens"] == [97, 98]
+    assert answer["finish_reason"] == "length"
+
+
+def test_a_stream_says_the_same_as_the_json_answer(http: httpx.Client) -> None:
+    asked: dict[str, Any] = {"prompt": 'tab\tline\nquote" \u2028 snow☃', "return_tokens": True}
+    whole = http.post("/generate", json=asked).json()
+    response = http.post("/generate", json={**asked, "stream": True})
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *deltas, last, done = events(response.text)
+    assert done == ("message", "[DONE]")
+    parts = [json.loads(data) for _, data in deltas]
+    assert "".join(part["text"] for part in parts) == whole["text"]
+    assert [token for part in parts for token in part["tokens"]] == whole["tokens"]
+    assert [flag for part in parts for flag in part["drafted"]][:4] == [False, True, False, True]
+    ended = json.loads(last[1])
+    assert sorted(ended) == sorted(set(whole) - {"text"})
+    assert (ended["usage"], ended["finish_reason"]) == (whole["usage"], whole["finish_reason"])
+
+
+def test_a_stream_without_tokens_has_text_alone(http: httpx.Client) -> None:
+    *deltas, last, _ = events(http.post("/generate", json={"prompt": "ab", "stream": True}).text)
+    assert [json.loads(data) for _, data in deltas] == [{"text": "a"}, {"text": "b"}]
+    assert "tokens" not in json.loads(last[1])
+
+
+def test_prompts_and_messages_reach_the_encoder_as_meant(house: House, http: httpx.Client) -> None:
+    turns = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": "first"},
+        {"role": "assistant", "content": ""},
+        {"role": "user", "content": "second"},
+    ]
+    assert http.post("/generate", json={"messages": turns}).status_code == 200
+    assert house.engine.tickets[-1].prompt.tokens == house.encoder.encode_chat(turns)
+    assert house.engine.tickets[-1].prompt.first_user == "first"
+    assert http.post("/generate", json={"prompt": "plain", "chat_template": False}).status_code == 200
+    assert house.engine.tickets[-1].prompt.tokens == house.encoder.encode_text("plain")
+    assert http.post("/generate", json={"prompt": "turn"}).status_code == 200
+    assert house.engine.tickets[-1].prompt.tokens == house.encoder.encode_chat([{"role": "user", "content": "turn"}])
+
+
+def test_without_max_tokens_the_answer_takes_what_fits(house: House, http: httpx.Client) -> None:
+    assert http.post("/generate", json={"prompt": "x" * 3_900}).status_code == 200
+    prompt = house.engine.tickets[-1].prompt
+    assert len(prompt.tokens) + prompt.sampling.max_tokens == LIMITS.max_context
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({}, "prompt"),
+    ({"prompt": ""}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": "x" * 4_000}, "prompt"),
+    ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user", "content": "x" * 4_000}]}, "messages"),
+    ({"messages": [{"role": "robot", "content": "b"}]}, "messages.0.role"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": "b", "name": "c"}]}, "messages.0.name"),
+    ({"messages": [{"role": "user", "content": "b"}], "chat_template": False}, "chat_template"),
+    ({"prompt": "a", "chat_template": 1}, "chat_template"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 1_001}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 10**400}, "max_tokens"),
+    ({"prompt": "x" * 3_500, "max_tokens": 600}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": 2.0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": True}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens"),
+    ({"prompt": "a", "temperature": -0.1}, "temperature"),
+    ({"prompt": "a", "temperature": 10.1}, "temperature"),
+    ({"prompt": "a", "temperature": 10**400}, "temperature"),
+    ({"prompt": "a", "temperature": None}, "temperature"),
+    ({"prompt": "a", "top_p": 0}, "top_p"),
+    ({"prompt": "a", "top_p": 1.01}, "top_p"),
+    ({"prompt": "a", "top_k": -1}, "top_k"),
+    ({"prompt": "a", "top_k": 2**31}, "top_k"),
+    ({"prompt": "a", "min_p": 1.01}, "min_p"),
+    ({"prompt": "a", "seed": -1}, "seed"),
+    ({"prompt": "a", "seed": 2**63}, "seed"),
+    ({"prompt": "a", "stop": ""}, "stop.0"),
+    ({"prompt": "a", "stop": ["b", "x" * 257]}, "stop.1"),
+    ({"prompt": "a", "stop": ["b"] * 17}, "stop"),
+    ({"prompt": "a", "stop": 5}, "stop"),
+    ({"prompt": "a", "stream": "yes"}, "stream"),
+    ({"prompt": "a", "store": 0}, "store"),
+    ({"prompt": "a", "domain": "a\x00b"}, "domain"),
+    ({"prompt": "a", "client": "x" * 129}, "client"),
+    ({"prompt": "a", "return_tokens": None}, "return_tokens"),
+    ({"prompt": "a", "top_q": 1}, "top_q"),
+    ({"prompt": "a", "\n\u2028": 1}, "\\n\\u2028"),
+    ({"prompt": "a", "\ud800": 1}, "body"),
+]
+
+
+@pytest.mark.parametrize(("asked", "field"), WRONG, ids=lambda value: str(value)[:50].encode("unicode_escape").decode())
+def test_a_wrong_field_is_named(house: House, http: httpx.Client, asked: dict[str, Any], field: str) -> None:
+    before = len(house.engine.tickets)
+    response = http.post("/generate", content=json.dumps(asked), headers={"content-type": "application/json"})
+    assert_refused(response, 400, "bad_request", field)
+    assert len(house.engine.tickets) == before
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b'"prompt"',
+        b'{"prompt": "\xff"}',
+        b'\xef\xbb\xbf{"prompt": "a"}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "seed": ' + b"9" * 5_000 + b"}",
+        b'{"prompt": ' + b"[" * 9_000 + b"]" * 9_000 + b"}",
+        b'{"a":' * 3_000 + b"1" + b"}" * 3_000,
+    ],
+    ids=lambda body: body[:25].decode("ascii", "backslashreplace"),
+)
+def test_a_body_that_is_no_json_object_is_refused(http: httpx.Client, body: bytes) -> None:
+    response = http.post("/generate", content=body, headers={"content-type": "application/json"})
+    assert_refused(response, 400, "bad_request", "body")
+
+
+def test_numbers_too_large_for_a_float_are_refused(http: httpx.Client) -> None:
+    body = b'{"prompt": "a", "temperature": 1e400}'
+    response = http.post("/generate", content=body, headers={"content-type": "application/json"})
+    assert_refused(response, 400, "bad_request", "temperature")
+
+
+def test_a_key_given_twice_is_refused(http: httpx.Client) -> None:
+    body = b'{"prompt": "a", "seed": 1, "seed": 2}'
+    response = http.post("/generate", content=body, headers={"content-type": "application/json"})
+    assert_refused(response, 400, "bad_request", "seed")
+
+
+def test_only_json_is_read(http: httpx.Client) -> None:
+    for content_type in ("text/plain", "application/x-www-form-urlencoded", "", "nonsense"):
+        response = http.post("/generate", content=b'{"prompt": "a"}', headers={"content-type": content_type})
+        assert_refused(response, 415, "unsupported_media_type", None)
+
+
+def test_a_query_is_refused(http: httpx.Client) -> None:
+    assert_refused(http.post("/generate?seed=1", json={"prompt": "a"}), 400, "bad_request", "seed")
+
+
+def test_a_body_beyond_the_limit_is_refused_declared_or_chunked(house: House, http: httpx.Client) -> None:
+    size = 5 * LIMITS.max_body_bytes
+    headers = {"content-type": "application/json"}
+    assert_refused(http.post("/generate", content=b" " * size, headers=headers), 413, "body_too_large", None)
+    chunks = (b" " * 1_000 for _ in range(size // 1_000))
+    assert_refused(http.post("/generate", content=chunks, headers=headers), 413, "body_too_large", None)
+    just = json.dumps({"prompt": "a"}).encode().ljust(LIMITS.max_body_bytes)
+    assert http.post("/generate", content=iter([just[:7], just[7:]]), headers=headers).status_code == 200
+    assert_refused(http.post("/generate", content=just + b" ", headers=headers), 413, "body_too_large", None)
+    assert house.value('redraft:requests_refused_total{code="body_too_large"}') == 3
+
+
+def test_a_body_that_never_ends_is_given_up() -> None:
+    with House(limits=replace(LIMITS, request_timeout=0.3)).served() as address:
+        connection = HTTPConnection(urlsplit(address).netloc, timeout=5)
+        connection.putrequest("POST", "/generate")
+        connection.putheader("content-type", "application/json")
+        connection.putheader("content-length", "100")
+        connection.endheaders(b'{"prompt"')
+        answer = connection.getresponse()
+        assert answer.status == 408
+        assert json.loads(answer.read())["error"]["code"] == "timeout"
+        connection.close()
+
+
+def test_a_full_queue_is_503_with_retry_after() -> None:
+    house = House(engine=EchoEngine(full=True))
+    with house.served() as address:
+        for stream in (False, True):
+            response = httpx.post(f"{address}/generate", json={"prompt": "a", "stream": stream})
+            assert_refused(response, 503, "overloaded", None)
+            assert response.headers["retry-after"] == "7"
+    assert house.value('redraft:requests_refused_total{code="overloaded"}') == 2
+
+
+# --------------------------------------------------------------------------------------------- what ends before its end
+
+
+def test_an_engine_that_stops_midway_is_an_error_in_either_mode() -> None:
+    house = House(engine=EchoEngine(break_after=2))
+    with house.served() as address:
+        response = httpx.post(f"{address}/generate", json={"prompt": "abcdef"})
+        assert_refused(response, 503, "unavailable", None)
+        streamed = events(httpx.post(f"{address}/generate", json={"prompt": "abcdef", "stream": True}).text)
+    assert [kind for kind, _ in streamed] == ["message", "message", "error"]
+    assert json.loads(streamed[-1][1]) == response.json()
+    assert house.value('redraft:requests_failed_total{code="unavailable"}') == 2
+    assert house.value('redraft:requests_refused_total{code="unavailable"}') == 0
+
+
+def test_a_request_out_of_time_is_cancelled_in_either_mode() -> None:
+    house = House(engine=EchoEngine(pause=0.05), limits=replace(LIMITS, request_timeout=0.4, keepalive_seconds=0.1))
+    with house.served() as address:
+        response = httpx.post(f"{address}/generate", json={"prompt": "x" * 100})
+        assert_refused(response, 504, "timeout", None)
+        streamed = events(httpx.post(f"{address}/generate", json={"prompt": "x" * 100, "stream": True}).text)
+        assert streamed[-1][0] == "error"
+        assert json.loads(streamed[-1][1])["error"]["code"] == "timeout"
+        assert len(streamed) > 2
+    assert all(ticket.cancelled.is_set() for ticket in house.engine.tickets)
+    assert house.value('redraft:requests_failed_total{code="timeout"}') == 2
+
+
+def test_a_silent_stream_is_kept_alive() -> None:
+    house = House(engine=EchoEngine(pause=0.35), limits=replace(LIMITS, keepalive_seconds=0.1))
+    with house.served() as address:
+        streamed = events(httpx.post(f"{address}/generate", json={"prompt": "ab", "stream": True}).text)
+    kinds = [kind for kind, _ in streamed]
+    assert kinds.count(":") >= 4
+    assert kinds[-1] == "message" and streamed[-1][1] == "[DONE]"
+    assert "".join(json.loads(data).get("text", "") for kind, data in streamed[:-1] if kind == "message") == "ab"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("pause", [0.02, 30.0], ids=["decoding", "queued"])
+def test_a_gone_client_gives_its_row_back_at_once(stream: bool, pause: float) -> None:
+    house = House(engine=EchoEngine(pause=pause))
+    with house.served() as address:
+        connection = HTTPConnection(urlsplit(address).netloc, timeout=5)
+        body = json.dumps({"prompt": "x" * 2_000, "stream": stream, "max_tokens": 1_000})
+        connection.request("POST", "/generate", body, {"content-type": "application/json"})
+        wait_until(lambda: house.engine.tickets)
+        ticket = house.engine.tickets[0]
+        assert not ticket.cancelled.wait(0.2)
+        connection.close()
+        assert ticket.cancelled.wait(1.0)
+        wait_until(lambda: house.value('redraft:requests_finished_total{finish="cancelled"}') == 1)
+    assert house.engine.ended[ticket.id] == "cancelled"
+
+
+def test_a_hundred_aborted_streams_leave_nothing_running() -> None:
+    house = House(engine=EchoEngine(pause=0.01))
+    with house.served() as address, httpx.Client(base_url=address) as client:
+        for number in range(100):
+            asked = {"prompt": "x" * 2_900, "stream": True, "max_tokens": 1_000}
+            with client.stream("POST", "/generate", json=asked) as response:
+                assert response.status_code == 200
+                if number % 2:
+                    next(response.iter_raw())
+        wait_until(lambda: house.engine.status().rows == 0)
+        assert len(house.engine.tickets) == 100
+        assert client.post("/generate", json={"prompt": "ab"}).json()["text"] == "ab"
+
+
+def test_requests_are_counted_as_they_end(house: House, http: httpx.Client) -> None:
+    started = house.value("redraft:requests_started_total")
+    stopped = house.value('redraft:requests_finished_total{finish="stop"}')
+    first = house.value("redraft:time_to_first_token_seconds_count")
+    later = house.value("redraft:inter_token_latency_seconds_count")
+    prompt = house.value("redraft:prompt_tokens_total")
+    for stream in (False, True):
+        assert http.post("/generate", json={"prompt": "abcd", "stream": stream}).status_code == 200
+    assert house.value("redraft:requests_started_total") == started + 2
+    assert house.value('redraft:requests_finished_total{finish="stop"}') == stopped + 2
+    assert house.value("redraft:time_to_first_token_seconds_count") == first + 2
+    assert house.value("redraft:inter_token_latency_seconds_count") == later + 6
+    assert house.value("redraft:prompt_tokens_total") == prompt + 12
+    assert house.value('redraft:requests_finished_total{finish="cancelled"}') == 0
+
+
+def test_no_prompt_text_in_errors_or_logs(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    canary = "xyzzy-canary"
+    house = House(encoder=Broken())
+    with house.served() as address:
+        broken = httpx.post(f"{address}/generate", json={"prompt": canary})
+        assert_refused(broken, 500, "internal_error", None)
+        wrong = httpx.post(f"{address}/generate", json={"prompt": [canary], "domain": f"{canary}\n", "seed": canary})
+        assert_refused(wrong, 400, "bad_request", "prompt")
+    assert canary not in broken.text + wrong.text
+    assert canary not in caplog.text
+    assert "ValueError" in caplog.text
+    assert house.value('redraft:requests_refused_total{code="internal_error"}') == 1

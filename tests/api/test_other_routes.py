@@ -1,0 +1,218 @@
+"""Training, adapters, health, metrics, and the one error shape on every route there is or is not."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import httpx
+import pytest
+from echo import EchoEngine, House, Ledger, make_run
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from service.core import AdapterRef, AdapterRefused, Progress, RunState, StoreError, Verdict
+
+
+@pytest.fixture
+def house() -> House:
+    return House()
+
+
+@pytest.fixture
+def http(house: House) -> Iterator[httpx.Client]:
+    with house.served() as address, httpx.Client(base_url=address, timeout=10) as client:
+        yield client
+
+
+def assert_shape(response: httpx.Response, status: int, code: str, field: str | None = None) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert list(response.json()) == ["error"]
+    assert sorted(error) == ["code", "field", "message"]
+    assert (error["code"], error["field"]) == (code, field)
+
+
+def test_training_is_asked_for_once_and_followed(http: httpx.Client, house: House) -> None:
+    key = {"Idempotency-Key": "monday"}
+    first = http.post("/train", headers=key)
+    assert first.status_code == 202
+    assert first.headers["location"] == "/train/1"
+    assert http.post("/train", headers=key).json() == first.json()
+    assert_shape(http.post("/train"), 409, "conflict")
+    assert_shape(http.post("/train", headers={"Idempotency-Key": "tuesday"}), 409, "conflict")
+    house.operator.runs[0] = make_run(1, progress=Progress(3, 12, 0.5, 1.25, 900.0, 4.5))
+    shown = http.get(first.headers["location"]).json()
+    assert shown["state"] == "training"
+    assert shown["progress"] == {
+        "step": 3,
+        "steps": 12,
+        "loss": 0.5,
+        "grad_norm": 1.25,
+        "tokens_per_second": 900.0,
+        "seconds_left": 4.5,
+    }
+
+
+def test_figures_that_are_not_finite_are_sent_as_null(http: httpx.Client, house: House) -> None:
+    verdict = Verdict(False, "worse", 30, 2_000, math.nan, -math.inf, 0.5, {"sql": (math.nan, 0.0, 1.0)})
+    run = make_run(1, RunState.REJECTED, Progress(1, 2, math.nan, math.inf))
+    house.operator.runs.append(replace(run, verdict=verdict))
+    shown = http.get("/train/1").json()
+    assert (shown["progress"]["loss"], shown["progress"]["grad_norm"]) == (None, None)
+    assert (shown["verdict"]["gain"], shown["verdict"]["low90"], shown["verdict"]["high90"]) == (None, None, 0.5)
+    assert shown["verdict"]["domains"] == {"sql": [None, 0.0, 1.0]}
+
+
+@pytest.mark.parametrize("number", ["0", "-1", "x", "1.5", str(2**63), "9" * 5_000])
+def test_a_run_number_that_cannot_be_is_named(http: httpx.Client, number: str) -> None:
+    assert_shape(http.get(f"/train/{number}"), 400, "bad_request", "id")
+
+
+def test_a_run_that_is_not_there(http: httpx.Client) -> None:
+    assert_shape(http.get("/train/7"), 404, "not_found")
+
+
+@pytest.mark.parametrize("key", [b"", b"a b", b"x" * 129, b"\xe9"])
+def test_an_idempotency_key_is_bounded(http: httpx.Client, key: bytes) -> None:
+    assert_shape(http.post("/train", headers={b"Idempotency-Key": key}), 400, "bad_request", "Idempotency-Key")
+
+
+def test_routes_without_a_body_refuse_one(http: httpx.Client) -> None:
+    for route in ("/train", "/adapters/rollback", "/adapters/2/activate"):
+        assert_shape(http.post(route, json={"force": True}), 400, "bad_request", "body")
+        assert_shape(http.post(f"{route}?force=1"), 400, "bad_request", "force")
+        assert_shape(http.post(route, content=b"x" * 30_000), 413, "body_too_large")
+    assert http.post("/train", json={}).status_code == 202
+
+
+def test_adapters_are_listed_activated_and_rolled_back(http: httpx.Client) -> None:
+    listed = http.get("/adapters").json()
+    assert listed["active"] == 3
+    assert [(ref["id"], ref["state"]) for ref in listed["adapters"]] == [(3, "active"), (2, "retired")]
+    assert "folder" not in listed["adapters"][0]
+    assert http.post("/adapters/2/activate").json()["active"] == 2
+    assert http.post("/adapters/0/activate").json() == {"active": 0, "adapter": None}
+    assert_shape(http.post("/adapters/9/activate"), 404, "not_found")
+    assert_shape(http.post("/adapters/-1/activate"), 400, "bad_request", "id")
+    assert http.post("/adapters/rollback").json() == {"active": 0, "adapter": None}
+    assert_shape(http.post("/adapters/rollback"), 409, "conflict")
+
+
+class Refusing(Ledger):
+    def activate(self, adapter_id: int) -> AdapterRef | None:
+        raise AdapterRefused("the adapter belongs to another draft")
+
+    def rollback(self) -> AdapterRef | None:
+        raise StoreError("select * from adapters where folder = '/secret'")
+
+
+def test_a_refused_adapter_is_a_conflict_and_the_servers_own_trouble_is_not_told() -> None:
+    with House(operator=Refusing()).served() as address:
+        assert_shape(httpx.post(f"{address}/adapters/2/activate"), 409, "adapter_refused")
+        trouble = httpx.post(f"{address}/adapters/rollback")
+        assert_shape(trouble, 500, "store_error")
+        assert "secret" not in trouble.text
+
+
+class Slow(Ledger):
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+
+    def activate(self, adapter_id: int) -> AdapterRef | None:
+        self.go.wait(10)
+        return None
+
+
+def test_operators_that_take_their_time_hold_up_nobody() -> None:
+    operator = Slow()
+    with House(operator=operator).served() as address:
+        callers = [
+            threading.Thread(target=httpx.post, args=(f"{address}/adapters/2/activate",), kwargs={"timeout": 20})
+            for _ in range(50)
+        ]
+        for caller in callers:
+            caller.start()
+        time.sleep(0.3)
+        began = time.monotonic()
+        assert httpx.get(f"{address}/health/live").status_code == 200
+        assert httpx.post(f"{address}/generate", json={"prompt": "ab"}).json()["text"] == "ab"
+        assert httpx.get(f"{address}/metrics").status_code == 200
+        assert time.monotonic() - began < 8.0
+        operator.go.set()
+        for caller in callers:
+            caller.join()
+
+
+def test_health_tells_alive_from_ready(http: httpx.Client, house: House) -> None:
+    assert http.get("/health/live").json() == {"status": "alive"}
+    ready = http.get("/health/ready")
+    assert ready.status_code == 200
+    assert (ready.json()["status"], ready.json()["adapter"]) == ("ready", 3)
+    house.engine.dead = "no progress for 61 s"
+    unready = http.get("/health/ready")
+    assert_shape(unready, 503, "unavailable")
+    assert unready.json()["error"]["message"] == "no progress for 61 s"
+    assert http.get("/health/live").status_code == 200
+    assert_shape(http.post("/generate", json={"prompt": "a"}), 503, "unavailable")
+
+
+class Hung(EchoEngine):
+    def status(self) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
+        raise AssertionError("asked")
+
+
+def test_the_live_probe_never_asks_the_engine() -> None:
+    with House(engine=Hung()).served() as address:
+        assert httpx.get(f"{address}/health/live").status_code == 200
+        assert_shape(httpx.get(f"{address}/health/ready"), 500, "internal_error")
+
+
+def test_metrics_are_scraped_in_the_format_asked_for(http: httpx.Client, house: House) -> None:
+    house.metrics.watch_engine(house.engine.status)
+    plain = http.get("/metrics")
+    assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "redraft:adapter_active 3.0" in plain.text.splitlines()
+    asked = "application/openmetrics-text;version=1.0.0;q=0.6,text/plain;version=0.0.4;q=0.4"
+    opened = http.get("/metrics", headers={"accept": asked})
+    assert opened.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert opened.text.endswith("# EOF\n")
+    names = {family.name for family in text_string_to_metric_families(opened.text)}
+    assert "redraft:spec_decode_num_drafts" in names
+    for odd in ("application/openmetrics-text;version=x", "text/plain;version=x", "*/*", ",;,", ""):
+        assert http.get("/metrics", headers={"accept": odd}).status_code == 200
+
+
+def test_unknown_routes_and_methods_have_the_same_shape(http: httpx.Client) -> None:
+    for path in ("/", "/generate/", "/docs", "/adapters/", "/adapters/2/delete", "/..%2f..%2fetc/passwd", "/%ff"):
+        assert_shape(http.get(path), 404, "not_found")
+    for method, path in (("GET", "/generate"), ("PUT", "/train"), ("DELETE", "/adapters"), ("POST", "/health/live")):
+        refused = http.request(method, path)
+        assert_shape(refused, 405, "method_not_allowed")
+        assert refused.headers["allow"]
+
+
+def test_the_schema_names_every_route_and_the_error_shape(http: httpx.Client) -> None:
+    schema = http.get("/openapi.json").json()
+    assert sorted(schema["paths"]) == [
+        "/adapters",
+        "/adapters/rollback",
+        "/adapters/{id}/activate",
+        "/generate",
+        "/health/live",
+        "/health/ready",
+        "/metrics",
+        "/train",
+        "/train/{id}",
+    ]
+    for path in schema["paths"].values():
+        for operation in path.values():
+            assert "422" not in operation["responses"]
+            shape = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
+            assert shape == {"$ref": "#/components/schemas/ErrorAnswer"}
+    fields = schema["components"]["schemas"]["GenerateRequest"]
+    assert fields["additionalProperties"] is False
+    assert "prompt" in fields["properties"]
