@@ -71,6 +71,8 @@ class StoreSettings(Section):
 
     url: str | None = None
     """SQLAlchemy URL; None: SQLite in the home folder."""
+    adapters: Path | None = None
+    """Where adapter folders live; None: in the home folder."""
     record: bool = True
     max_generations: int = Field(50_000, ge=1)
     """Older generations beyond this many are purged by the tick."""
@@ -158,7 +160,7 @@ class Settings(BaseSettings):
 
     @property
     def adapters_dir(self) -> Path:
-        return self.home / "adapters"
+        return self.store.adapters or self.home / "adapters"
 
     @model_validator(mode="after")
     def _safe(self) -> Settings:

@@ -26,6 +26,17 @@ def digest(source: Path) -> str:
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
+def extract(folder: Path, package: Path) -> None:
+    """Write a draft's folder as it ships into the existing `package`: all weights but the shared ones, in bfloat16, and its
+    config. Uses MLX."""
+    import mlx.core as mx
+
+    weights: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # pyright: ignore[reportAssignmentType]
+    own = {name: value.astype(mx.bfloat16) for name, value in weights.items() if not name.startswith(_SHARED)}
+    mx.save_safetensors(str(package / LAYERS), own, metadata={"format": "mlx"})
+    shutil.copyfile(folder / CONFIG, package / CONFIG)
+
+
 def assemble(source: Path, target: Path, folder: Path) -> None:
     """Write the draft into the existing `folder` as a model that mlx-lm loads.
 

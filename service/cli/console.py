@@ -1,0 +1,61 @@
+"""What commands print with: progress bars that vanish where nobody watches, tables, and JSON files for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+out = Console()
+err = Console(stderr=True)
+
+
+def fail(message: str) -> None:
+    err.print(f"[bold red]redraft:[/] {message}", highlight=False, soft_wrap=True)
+
+
+class Bar(Protocol):
+    def __call__(self, done: int, of: int, note: str = "") -> None: ...
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Bar]:
+    """A bar on stderr; plain silence when stderr is not a terminal."""
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    )
+    with Progress(*columns, console=err, disable=not sys.stderr.isatty(), transient=True) as bars:
+        task = bars.add_task(title, total=None, note="")
+
+        def update(done: int, of: int, note: str = "") -> None:
+            bars.update(task, completed=done, total=of, note=note)
+
+        yield update
+
+
+def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    made = Table(title=title, title_justify="left")
+    for name in columns:
+        made.add_column(name)
+    for row in rows:
+        made.add_row(*(str(value) for value in row))
+    out.print(made)
+
+
+def write_json(path: Path | None, content: Mapping[str, object]) -> None:
+    """Nothing without a path."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

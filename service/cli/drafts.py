@@ -1,0 +1,78 @@
+"""`make-draft`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service.cli.console import err, out, progress, write_json
+from service.cli.options import Config, Json, settings_from
+
+
+def make_draft(
+    target: Annotated[str, typer.Option(help="The model to make a draft for: catalogue name, hub name, or folder.")],
+    out_folder: Annotated[Path, typer.Option("--out", help="Folder to write the draft to.")],
+    layers: Annotated[str, typer.Option(help="Layers to keep, by index, negative ones from the end.")] = "0,1,-2,-1",
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of training text the target writes.")] = 2_000_000,
+    length: Annotated[int, typer.Option(min=32, help="Tokens of one text.")] = 384,
+    rows: Annotated[int, typer.Option(min=1, help="Texts written at a time.")] = 64,
+    epochs: Annotated[int, typer.Option(min=1)] = 2,
+    batch: Annotated[int, typer.Option(min=1, help="Texts in one training step.")] = 64,
+    learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
+    seed: Annotated[int, typer.Option(min=0)] = 0,
+    dtype: Annotated[str, typer.Option(help="Precision of writing and training: float32 or bfloat16.")] = "float32",
+    held_out: Annotated[int, typer.Option(min=1, help="Greedy texts kept aside for measuring.")] = 64,
+    general: Annotated[int, typer.Option(min=0, help="Greedy exchanges written for the replay set.")] = 0,
+    text: Annotated[Path | None, typer.Option(help="Keep the text in this .npz file, or reuse what is there.")] = None,
+    package: Annotated[
+        Path | None, typer.Option(help="Also write the layers alone and the replay set, as they ship with a package.")
+    ] = None,
+    config: Config = None,
+    json: Json = None,
+) -> None:
+    """Make a draft for any target: keep some of its layers, let it write its own training text, distil."""
+    from service.learning import making
+    from service.models.catalog import resolve
+
+    if dtype not in {"float32", "bfloat16"}:
+        raise typer.BadParameter("float32 or bfloat16", param_hint="--dtype")
+    try:
+        kept = tuple(int(part) for part in layers.split(","))
+    except ValueError:
+        raise typer.BadParameter("indices separated by commas, such as 0,1,-2,-1", param_hint="--layers") from None
+    settings = settings_from(config)
+    folder = resolve(target, settings.home, revision=settings.models.revision)
+    recipe = making.Recipe(
+        layers=kept,
+        tokens=tokens,
+        length=length,
+        rows=rows,
+        epochs=epochs,
+        batch=batch,
+        learning_rate=learning_rate,
+        seed=seed,
+        held_out=held_out,
+        general=general,
+        dtype=dtype,
+    )
+    if general and package is None:
+        raise typer.BadParameter("the replay set is written with --package", param_hint="--general")
+    with progress("making the draft") as bar:
+
+        def report(stage: str, done: int, of: int, note: str) -> None:
+            bar(done, of, f"{stage}: {note}")
+            if stage == "writing" or done % 100 == 0 or done == of:
+                err.print(f"{stage} {done}/{of} {note}", highlight=False)
+
+        result = making.make_draft(folder, out_folder, recipe, text_file=text, package=package, report=report)
+    out.print(
+        f"{out_folder}: agrees with the target's greedy text on {result.agreement:.3f} of {result.held_out_tokens} held-out "
+        f"tokens ({result.agreement_before:.3f} before distilling), loss {result.loss:.3f}; written in "
+        f"{result.writing_seconds:.0f} s, trained in {result.training_seconds:.0f} s",
+        highlight=False,
+        soft_wrap=True,
+    )
+    write_json(json, asdict(result))

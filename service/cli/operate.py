@@ -1,0 +1,99 @@
+"""`train` and `adapters`: what an operator asks of a running server, over HTTP, and of the log."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from pathlib import Path
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from service.cli.console import err, out, progress, table
+from service.cli.options import LOCAL, Config, Url, settings_from
+from service.core import RedraftError, Unavailable
+
+adapters = typer.Typer(help="Adapter versions of the draft.", no_args_is_help=True)
+
+
+def ask(url: str, method: str, path: str, **headers: str) -> dict[str, Any]:
+    """One call to the server's API. Raises RedraftError with the server's own message."""
+    try:
+        answer = httpx.request(method, f"{url.rstrip('/')}{path}", headers=headers, timeout=120.0)
+    except httpx.HTTPError as error:
+        raise Unavailable(f"no server answers at {url} ({error}); is `redraft serve` running?") from error
+    body = answer.json()
+    if answer.is_error:
+        raise RedraftError(body["error"]["message"])
+    return body
+
+
+def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True) -> None:
+    """Force one training run on a running server."""
+    run = ask(url, "POST", "/train", **{"Idempotency-Key": uuid.uuid4().hex})
+    with progress(f"run {run['id']}") as bar:
+        while wait and run["state"] not in {"promoted", "rejected", "failed", "crashed"}:
+            time.sleep(1.0)
+            run = ask(url, "GET", f"/train/{run['id']}")
+            note = run["state"] if run["loss"] is None else f"{run['state']}, loss {run['loss']:.3f}"
+            bar(run["step"], run["steps"] or 1, note)
+    why = run["error"] or (run["verdict"] or {}).get("reason") or ""
+    out.print(f"run {run['id']}: {run['state']} {why}", highlight=False, soft_wrap=True)
+
+
+@adapters.command("list")
+def list_adapters(config: Config = None) -> None:
+    """Every adapter version, newest first."""
+    from service.app import open_stores
+
+    stores = open_stores(settings_from(config))
+    try:
+        rows = [
+            (a.id, a.state, a.parent, a.run or "", a.rank, a.sha256[:12], f"{a.created_at:%Y-%m-%d %H:%M}", a.folder)
+            for a in stores.adapters.all()
+        ]
+    finally:
+        stores.close()
+    table("adapters", ("id", "state", "parent", "run", "rank", "sha256", "made", "folder"), rows)
+
+
+@adapters.command()
+def activate(adapter: Annotated[int, typer.Argument(help="Version; 0 is the bare draft.")], url: Url = LOCAL) -> None:
+    """Switch a running server to an adapter version."""
+    answer = ask(url, "POST", f"/adapters/{adapter}/activate")
+    out.print(f"adapter {answer['active']} serves now")
+
+
+@adapters.command()
+def rollback(url: Url = LOCAL) -> None:
+    """Switch a running server back to the active adapter's parent."""
+    answer = ask(url, "POST", "/adapters/rollback")
+    out.print(f"adapter {answer['active']} serves now")
+
+
+@adapters.command()
+def export(
+    adapter: int,
+    folder: Annotated[Path, typer.Argument(help="Folder to write; must not exist.")],
+    fuse: Annotated[bool, typer.Option("--fuse", help="Write a whole draft model with the adapter folded in.")] = False,
+    config: Config = None,
+) -> None:
+    """Write an adapter for mlx-lm: for `--adapter-path`, or with --fuse for `--draft-model`."""
+    from service.app import open_stores, resolve_models
+    from service.learning.export import export_adapter, export_fused
+
+    settings = settings_from(config)
+    stores = open_stores(settings)
+    try:
+        ref = stores.adapters.get(adapter)
+    finally:
+        stores.close()
+    if not fuse:
+        export_adapter(ref, folder)
+    else:
+        draft = resolve_models(settings, lambda step: err.print(step, highlight=False)).draft
+        if draft is None:
+            raise RedraftError("these settings name no draft model to fold the adapter into")
+        export_fused(ref, draft, folder)
+    out.print(f"adapter {adapter} written to {folder}", highlight=False, soft_wrap=True)

@@ -1,0 +1,89 @@
+"""`serve`, `doctor`, `models`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated
+
+import typer
+
+from service.cli.console import err, out, table, write_json
+from service.cli.options import Config, Draft, Json, Target, settings_from
+
+models = typer.Typer(help="Models: what has a name here, and getting one.", no_args_is_help=True)
+
+
+def serve(
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="Tokens drafted per round; 0: no speculation.")] = None,
+) -> None:
+    """Serve POST /generate, and keep improving the draft while doing so."""
+    from service.app import run_server
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    settings = settings_from(
+        config,
+        models__target=target,
+        models__draft=draft,
+        server__host=host,
+        server__port=port,
+        engine__num_draft_tokens=num_draft_tokens,
+    )
+    raise typer.Exit(run_server(settings, lambda url: err.print(f"redraft serves at {url}", highlight=False)))
+
+
+def doctor(config: Config = None, json: Json = None) -> None:
+    """Show device, precision, speed, versions, room, and what is wrong."""
+    from dataclasses import asdict
+
+    from service.models.machine import examine
+
+    settings = settings_from(config)
+    names = [settings.models.target, f"{settings.models.target}-draft"]
+    found = examine(settings.home, tuple(settings.home / "models" / name for name in names))
+    gib = 2**30
+    speed = "not measured" if found.gflops is None else f"{found.gflops:.0f} GFLOP/s (float32 matrix product)"
+    if found.slow_gflops is not None:
+        speed += f"; {found.slow_gflops:.0f} with the BLAS that MLX ships with"
+    rows: list[tuple[str, object]] = [
+        ("system", found.system),
+        ("cores", found.cores),
+        ("device", found.device or "no working MLX"),
+        ("precision", found.precision),
+        ("matrix speed", speed),
+        ("fast BLAS", found.blas or "none"),
+        ("memory", f"{found.memory / gib:.1f} GiB"),
+        ("memory free", "unknown" if found.memory_free is None else f"{found.memory_free / gib:.1f} GiB"),
+        ("models need", "not on disk yet" if found.needed is None else f"{found.needed / gib:.2f} GiB"),
+        ("disk free", f"{found.disk_free / gib:.1f} GiB"),
+        *((f"version of {name}", version) for name, version in found.versions.items()),
+    ]
+    table("redraft doctor", ("what", "here"), rows)
+    for problem in found.problems:
+        out.print(f"[yellow]![/] {problem}", highlight=False)
+    if not found.problems:
+        out.print("[green]nothing is wrong[/]")
+    write_json(json, asdict(found))
+
+
+@models.command("list")
+def list_models() -> None:
+    """The catalogue; hub names and folders work as well."""
+    from service.models.catalog import entries
+
+    rows = [(e.name, "yes" if e.installed else "no", e.source, e.draft or "", e.summary) for e in entries()]
+    table("models", ("name", "at hand", "from", "draft", "what"), rows)
+
+
+@models.command("get")
+def get_model(name: str, config: Config = None) -> None:
+    """Fetch or convert a model now instead of at the first start; prints its folder."""
+    from service.models.catalog import resolve
+
+    settings = settings_from(config)
+    folder = resolve(name, settings.home, on_step=lambda step: err.print(step, highlight=False))
+    out.print(str(folder), highlight=False, soft_wrap=True)

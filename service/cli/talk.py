@@ -1,0 +1,130 @@
+"""`generate` and `chat`: the engine in this process, without a server."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Annotated, NamedTuple
+
+import typer
+
+from service.cli.console import err, out
+from service.cli.options import Config, Draft, Target, settings_from
+from service.core import Delta, Finished, Prompt, Sampling
+
+Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy.")]
+MaxTokens = Annotated[int, typer.Option(min=1)]
+Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable, whatever the draft.")]
+K = Annotated[int | None, typer.Option("--num-draft-tokens", min=0, help="Tokens drafted per round.")]
+
+
+class Talker(NamedTuple):
+    """A loaded pair: `say` decodes one conversation and tells about every round."""
+
+    say: Callable[[Sequence[dict[str, str]], Sampling, Callable[[Delta], None]], Finished]
+
+
+def _load(config: Config, target: str | None, draft: str | None, k: int | None) -> Talker:
+    from service.app import open_stores, resolve_models
+    from service.core import StoreError
+    from service.engine.decoder import Decoder
+    from service.engine.draft import bare, load
+    from service.engine.row import Row, TextStream
+    from service.models.pair import load_pair
+    from service.models.text import TextEncoder
+
+    settings = settings_from(config, models__target=target, models__draft=draft, engine__num_draft_tokens=k)
+    folders = resolve_models(settings, lambda step: err.print(step, highlight=False))
+    pair = load_pair(folders.target, folders.draft)
+    drafting = bare(pair.draft.model) if pair.draft is not None else None
+    if drafting is not None:
+        try:
+            stores = open_stores(settings)
+        except StoreError:
+            pass  # Nothing was ever served here: the bare draft it is.
+        else:
+            active = stores.adapters.active(pair.provenance.draft)
+            stores.close()
+            if active is not None:
+                drafting = load(drafting.model, active, pair.provenance.draft)
+    encoder = TextEncoder(pair.target.tokenizer)
+    tokens = settings.engine.num_draft_tokens if drafting is not None else 0
+
+    def say(messages: Sequence[dict[str, str]], sampling: Sampling, on_delta: Callable[[Delta], None]) -> Finished:
+        decoder = Decoder(pair.target.model, drafting, vocabulary=pair.vocabulary, k=tokens)
+        text = TextStream(pair.target.tokenizer.detokenizer, sampling.stop)
+        row = Row("0", Prompt(encoder.encode_chat(messages), sampling), pair.eos, text)
+        prefill = decoder.begin(row)
+        while not decoder.read(prefill):
+            pass
+        decoder.join(prefill)
+        while row.finish is None:
+            on_delta(decoder.round().deltas[0])
+        return row.finished()
+
+    return Talker(say)
+
+
+def _summary(done: Finished) -> str:
+    t = done.timings
+    rate = t.draft_n_accepted / t.draft_n if t.draft_n else 0.0
+    return (
+        f"{t.predicted_n} tokens, {t.predicted_per_second:.1f} tokens/s, {t.predicted_n / max(t.rounds, 1):.2f} tokens per "
+        f"target call, acceptance {rate:.2f} ({t.draft_n_accepted} of {t.draft_n} drafted)"
+    )
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="One user message.")],
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    num_draft_tokens: K = None,
+) -> None:
+    """Answer one prompt; the text goes to stdout, the figures to stderr."""
+    talker = _load(config, target, draft, num_draft_tokens)
+    sampling = Sampling(temperature=temperature, max_tokens=max_tokens, seed=seed)
+    done = talker.say([{"role": "user", "content": prompt}], sampling, lambda delta: typer.echo(delta.text, nl=False))
+    typer.echo()
+    err.print(_summary(done), style="dim", highlight=False)
+
+
+def chat(
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    max_tokens: MaxTokens = 512,
+    temperature: Temperature = 0.0,
+    seed: Seed = None,
+    num_draft_tokens: K = None,
+) -> None:
+    """Talk to the model; text the draft guessed is green, the target's own is plain. An empty line ends it."""
+    talker = _load(config, target, draft, num_draft_tokens)
+    messages: list[dict[str, str]] = []
+    drafted = accepted = 0
+    while True:
+        try:
+            said = typer.prompt("you", default="", show_default=False)
+        except (EOFError, typer.Abort):
+            break
+        if not said.strip():
+            break
+        messages.append({"role": "user", "content": said})
+        pieces: list[str] = []
+
+        def show(delta: Delta, pieces: list[str] = pieces) -> None:
+            pieces.append(delta.text)
+            kept = sum(delta.drafted)
+            # A round's text is split where the draft's part ends, in proportion to its tokens.
+            cut = len(delta.text) * kept // max(len(delta.tokens), 1)
+            out.print(delta.text[:cut], style="green", end="", markup=False, highlight=False, soft_wrap=True)
+            out.print(delta.text[cut:], end="", markup=False, highlight=False, soft_wrap=True)
+
+        done = talker.say(messages, Sampling(temperature=temperature, max_tokens=max_tokens, seed=seed), show)
+        out.print()
+        messages.append({"role": "assistant", "content": "".join(pieces)})
+        drafted, accepted = drafted + done.timings.draft_n, accepted + done.timings.draft_n_accepted
+        running = f"acceptance so far {accepted / drafted:.2f}" if drafted else "no draft"
+        err.print(f"{_summary(done)}; {running}", style="dim", highlight=False)

@@ -1,0 +1,40 @@
+"""Prompt files: JSON lines with `id`, `domain`, `prompt`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.core import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLine:
+    id: str
+    domain: str
+    prompt: str
+
+
+def read_prompts(path: Path, *, domain: str | None = None, limit: int | None = None) -> list[PromptLine]:
+    """The file's prompts, of one domain if asked, the first `limit` of them. Raises BadRequest naming file and line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadRequest(f"cannot read the prompts in {path}: {error}", field="prompts") from error
+    found: list[PromptLine] = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+            made = PromptLine(str(item.get("id", number)), str(item.get("domain", path.stem)), item["prompt"])
+            if not isinstance(made.prompt, str) or not made.prompt.strip():
+                raise ValueError("an empty prompt")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise BadRequest(f'{path}, line {number}: expected {{"id", "domain", "prompt"}} ({error})') from error
+        if domain is None or made.domain == domain:
+            found.append(made)
+    if not found:
+        raise BadRequest(f"{path} holds no prompts" + (f" of the domain {domain}" if domain else ""), field="prompts")
+    return found[:limit]

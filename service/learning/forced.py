@@ -1,0 +1,78 @@
+"""Teacher forcing: a model's logits at every output position of finished texts, in few calls and bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from service.learning.dataset import padded
+from service.models.heads import split
+
+TOKENS = 2048
+"""Tokens of one call, padding included; a longer text is a call of its own."""
+POSITIONS = 256
+"""Positions whose logits exist at once."""
+
+Tokens = Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Some output positions of some texts: text[i] is an index into the texts, position[i] into that text's output, and
+    logits[i], (n, V), is what the model makes of it."""
+
+    text: list[int]
+    position: list[int]
+    logits: mx.array
+
+
+def response_logits(
+    model: nn.Module,
+    texts: Sequence[tuple[Tokens, Tokens]],
+    *,
+    vocabulary: int,
+    between: Callable[[], None] = lambda: None,
+) -> Iterator[Span]:
+    """Walk (prompt, output) pairs, prompts not empty, by length. vocabulary: width the logits are cut to. `between` is
+    called before every model call."""
+    parts = split(model)
+    order = sorted((i for i, (_, output) in enumerate(texts) if output), key=lambda i: _fed(texts[i]))
+    for group in _groups(order, texts):
+        between()
+        length = padded(max(_fed(texts[i]) for i in group))
+        tokens = np.zeros((len(group), length), dtype=np.int32)
+        for row, index in zip(tokens, group, strict=True):
+            prompt, output = texts[index]
+            row[: len(prompt) + len(output) - 1] = [*prompt, *output[:-1]]
+        fed = mx.array(tokens)
+        states = cast(mx.array, model(fed)) if parts is None else parts[0](fed, None)
+        states = states.reshape(-1, states.shape[-1])
+        where = [(row, i, j) for row, i in enumerate(group) for j in range(len(texts[i][1]))]
+        states = states[mx.array([row * length + len(texts[i][0]) - 1 + j for row, i, j in where])]
+        mx.eval(states)
+        for start in range(0, len(where), POSITIONS):
+            chosen = slice(start, start + POSITIONS)
+            logits = states[chosen] if parts is None else parts[1](states[chosen])
+            text, position = [i for _, i, _ in where[chosen]], [j for _, _, j in where[chosen]]
+            yield Span(text, position, logits[:, :vocabulary].astype(mx.float32))
+
+
+def _fed(text: tuple[Tokens, Tokens]) -> int:
+    return len(text[0]) + len(text[1]) - 1
+
+
+def _groups(order: Sequence[int], texts: Sequence[tuple[Tokens, Tokens]]) -> Iterator[list[int]]:
+    """Texts of similar length, ascending, as many as fit into one call."""
+    group: list[int] = []
+    for index in order:
+        if group and (len(group) + 1) * padded(_fed(texts[index])) > TOKENS:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group

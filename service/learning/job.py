@@ -1,0 +1,287 @@
+"""What the child process does: `python -m service.learning.job`, the job on one line of stdin (see spec).
+
+Messages on stdout are one JSON object a line: progress, candidate, scores, then done, or failed with a reason; either
+ends with status 0, anything else is a crash. stdin carries pause and resume; at its end the child exits at once. Only
+the main thread touches MLX. Nothing is written to the database: rows are the parent's.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from service.core import Progress, RedraftError, Score, TrainingFailed
+from service.learning import budget, lora
+from service.learning.buffer import GeneralSet, replay
+from service.learning.channel import Channel
+from service.learning.dataset import Dataset, Example, batches, build, padded
+from service.learning.loss import TargetDivergence
+from service.learning.rescore import TargetCache, with_targets
+from service.learning.scoring import choose_held_out, score
+from service.learning.spec import ScoreJob, TrainJob, parse
+from service.learning.trainer import Optimiser, TrainReport, number, train, update_count
+from service.models.pair import Loaded, load_model
+from service.models.weights import bytes_in_memory
+from service.store.database import Database
+from service.store.files import publish
+from service.store.generations import Generations
+from service.store.replay import Replay
+from service.store.runs import Runs
+
+log = logging.getLogger(__name__)
+
+CANDIDATE = "candidate"
+CACHE_BYTES = 2**30
+"""Freed memory MLX may keep for reuse."""
+MAX_VALIDATION, VALIDATION_SHARE = 16, 0.05
+"""Examples kept aside to see the loss on, between epochs: so many at most, this share of all."""
+
+
+def run(channel: Channel) -> None:
+    """Read the job and do it. Raises RedraftError with the reason when it cannot be done."""
+    job = parse(channel.first_line())
+    lower_priority(job.training.niceness)
+    mx.set_cache_limit(CACHE_BYTES)
+    database = Database(job.url, read_only=True)
+    try:
+        if isinstance(job, TrainJob):
+            _Training(job, channel, database).run()
+        else:
+            _score(job, channel, database)
+    finally:
+        database.close()
+
+
+class _Training:
+    """A `train` job."""
+
+    def __init__(self, job: TrainJob, channel: Channel, database: Database) -> None:
+        self.job = job
+        self.channel = channel
+        self.database = database
+        self.general = GeneralSet.load(job.general) if job.general is not None else None
+
+    def run(self) -> None:
+        job = self.job
+        self._check_current()
+        data = self._dataset()
+        draft = _load_draft(job)
+        self._check_budget(draft, data)
+        shape = lora.wrap(draft.model, rank=job.training.rank, scale=job.training.scale, seed=job.run)
+        if job.parent is not None:
+            lora.warm_start(draft.model, shape, job.parent, job.provenance.draft)
+        report = self._train(draft.model, data.examples)
+        folder, sha256 = self._publish(draft.model, shape)
+        counts = lora.counts(draft.model)
+        self.channel.send(
+            "candidate",
+            {
+                "folder": str(folder),
+                "sha256": sha256,
+                "rank": shape.rank,
+                "scale": shape.scale,
+                "keys": list(shape.keys),
+                "trainable": counts.trainable,
+                "frozen": counts.frozen,
+                "skipped": sum(data.skipped.values()),
+                "skipped_batches": report.skipped,
+            },
+        )
+        self._score(draft)
+
+    def _check_current(self) -> None:
+        """A run that was given up or started anew must not publish."""
+        row = Runs(self.database).get(self.job.run)
+        if row.fencing != self.job.fencing or row.state.over:
+            raise TrainingFailed(f"run {self.job.run} is no longer this process's: its fencing token changed")
+
+    def _dataset(self) -> Dataset:
+        job, who = self.job, self.job.provenance
+        fresh = Generations(self.database).claimed(job.run)
+        old = Replay(self.database)
+        replayed = replay(
+            fresh,
+            share=job.training.replay,
+            general=self.general.generations(who, golden=False) if self.general is not None else [],
+            reservoir=lambda count: old.sample(who, count, job.run),
+            seed=job.run,
+        )
+        chosen = [*(fresh if job.training.replay < 1.0 else []), *replayed]
+        scored = with_targets(
+            chosen,
+            cache=TargetCache(job.cache, who.target),
+            load_target=lambda: _load_target(job),
+            between=self.channel.hold,
+        )
+        data = build(
+            scored,
+            max_length=job.training.max_length,
+            reject_weight=job.training.reject_weight,
+            vocabulary=_shared_width(job),
+        )
+        log.info("%d new and %d replayed generations, skipped %s", len(fresh), len(replayed), data.skipped)
+        if not data.examples:
+            raise TrainingFailed(f"no example to learn from: {data.skipped or 'the run claimed nothing'}")
+        return data
+
+    def _check_budget(self, draft: Loaded, data: Dataset) -> None:
+        job = self.job
+        weights = bytes_in_memory(job.draft, widen=mx.default_device().type == mx.cpu)
+        length = padded(max(len(example.tokens) for example in data.examples))
+        rows = min(job.training.batch_size, len(data.examples))
+        needed = budget.training_bytes(draft.config, weights=weights, rows=rows, length=length)
+        budget.check(needed, least_gb=job.training.memory_gb)
+
+    def _train(self, model: nn.Module, examples: Sequence[Example]) -> TrainReport:
+        settings, seed = self.job.training, self.job.run
+        aside = min(MAX_VALIDATION, int(len(examples) * VALIDATION_SHARE))
+        # Spread over all, new and replayed ones.
+        step = len(examples) // aside if aside else 0
+        kept = {i * step for i in range(aside)}
+        learnt = [example for i, example in enumerate(examples) if i not in kept]
+        # With too few to spare any, the loss is watched on what is learnt.
+        checks = [examples[i] for i in sorted(kept)] or learnt[:MAX_VALIDATION]
+        loss = TargetDivergence(model)
+        per_epoch = -(-len(learnt) // settings.batch_size)
+
+        def validate() -> float:
+            total, weight = 0.0, 0
+            for batch in batches(checks, settings.batch_size, seed):
+                self.channel.hold()
+                here = number(batch.weight.sum())
+                total, weight = total + number(loss(model, batch)) * here, weight + here
+            return total / weight
+
+        return train(
+            model,
+            (batch for epoch in range(settings.epochs) for batch in batches(learnt, settings.batch_size, seed + epoch)),
+            loss_fn=loss,
+            optimiser=Optimiser(
+                learning_rate=settings.learning_rate,
+                steps=update_count(per_epoch, settings.epochs, settings.accumulate),
+                warmup=settings.warmup,
+                clip=settings.clip,
+                accumulate=settings.accumulate,
+                epoch=per_epoch,
+            ),
+            on_progress=self._progress,
+            should_pause=lambda: self.channel.paused,
+            validate=validate,
+            validate_every=update_count(per_epoch, 1, settings.accumulate),
+        )
+
+    def _progress(self, progress: Progress) -> None:
+        self.channel.send("progress", asdict(progress))
+
+    def _publish(self, model: nn.Module, shape: lora.Shape) -> tuple[Path, str]:
+        job = self.job
+        final = job.out / f"run-{job.run}-{job.fencing}"
+        scratch = job.out / f".{final.name}.part"
+        shutil.rmtree(scratch, ignore_errors=True)
+        lora.save(model, shape, scratch, draft=job.provenance.draft, target=job.provenance.target)
+        try:
+            self._check_current()
+            return final, publish(scratch, final)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _score(self, draft: Loaded) -> None:
+        job = self.job
+        held_out = choose_held_out(
+            Generations(self.database).held_out(job.provenance, job.gate.max_prompts),
+            lambda: self.general.generations(job.provenance, golden=True) if self.general is not None else [],
+            min_prompts=job.gate.min_prompts,
+            min_tokens=job.gate.min_tokens,
+            max_prompts=job.gate.max_prompts,
+        )
+        width = _shared_width(job)
+
+        def scored() -> list[Score]:
+            return score(draft.model, held_out.generations, k=job.k, vocabulary=width, between=self.channel.hold)
+
+        scores = {CANDIDATE: scored()}
+        lora.detach(draft.model)
+        if job.parent is not None:
+            lora.attach(draft.model, job.parent, job.provenance.draft)
+        scores[str(job.parent_id)] = scored()
+        self.channel.send("scores", {"scores": _plain(scores), "golden": held_out.golden})
+
+
+def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
+    """A `score` job."""
+    found = Generations(database).by_ids(job.generations)
+    usable = [generation for generation in found if generation.output and generation.prompt.tokens]
+    draft = _load_draft(job)
+    scores: dict[str, list[Score]] = {}
+    for name, folder in job.adapters.items():
+        if folder is not None:
+            lora.attach(draft.model, folder, job.provenance.draft)
+        scores[name] = score(draft.model, usable, k=job.k, vocabulary=_shared_width(job), between=channel.hold)
+        lora.detach(draft.model)
+    channel.send("scores", {"scores": _plain(scores), "golden": False})
+
+
+def _plain(scores: dict[str, list[Score]]) -> dict[str, list[dict[str, object]]]:
+    return {name: [asdict(one) for one in each] for name, each in scores.items()}
+
+
+def lower_priority(niceness: int) -> None:
+    """Make way for serving. On Linux niceness belongs to a thread, and the BLAS started its own before main began."""
+    tasks = Path("/proc/self/task")
+    for thread in [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else [0]:
+        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+
+
+def _load_draft(job: TrainJob | ScoreJob) -> Loaded:
+    draft = load_model(job.draft)
+    if draft.fingerprint != job.provenance.draft:
+        raise TrainingFailed(f"the draft in {job.draft.name} is not the one that serves: its files changed")
+    return draft
+
+
+def _load_target(job: TrainJob) -> tuple[nn.Module, int]:
+    widen = mx.default_device().type == mx.cpu
+    budget.check(budget.loading_bytes(bytes_in_memory(job.target, widen=widen)), least_gb=0.0)
+    target = load_model(job.target)
+    if target.fingerprint != job.provenance.target:
+        raise TrainingFailed(f"the target in {job.target.name} is not the one that serves: its files changed")
+    return target.model, _shared_width(job)
+
+
+def _shared_width(job: TrainJob | ScoreJob) -> int:
+    """Logits' width that target and draft share: the noise of seeded rows depends on it."""
+    return min(_width(job.target), _width(job.draft))
+
+
+def _width(folder: Path) -> int:
+    config = cast("dict[str, Any]", json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    for part in (config, cast("dict[str, Any]", config.get("text_config") or {})):
+        if isinstance(width := part.get("vocab_size"), int):
+            return width
+    raise TrainingFailed(f"{folder.name}/config.json names no vocab_size")
+
+
+def main() -> int:
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    channel = Channel.claim()
+    try:
+        run(channel)
+    except RedraftError as error:
+        channel.send("failed", {"reason": str(error)})
+    else:
+        channel.send("done")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

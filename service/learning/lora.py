@@ -1,0 +1,161 @@
+"""LoRA on a draft (Hu et al., arXiv 2106.09685), in mlx-lm's own layers and folder format."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
+from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
+from mlx_lm.utils import get_total_parameters
+
+from service.core import TrainingFailed
+
+WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
+_LEAVES = frozenset({"lora_a", "lora_b"})
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What an adapter looks like. scale: what the low-rank product is multiplied by. keys: names inside a block.
+    layers: blocks, counted from the last."""
+
+    rank: int
+    scale: float
+    keys: tuple[str, ...]
+    layers: int
+
+    def parameters(self) -> dict[str, Any]:
+        """mlx-lm's `lora_parameters`."""
+        return {"rank": self.rank, "scale": self.scale, "dropout": 0.0, "keys": list(self.keys)}
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Numbers of parameters."""
+
+    trainable: int
+    frozen: int
+
+
+def wrap(model: nn.Module, *, rank: int, scale: float, seed: int) -> Shape:
+    """Freeze the model, then put LoRA beside every linear layer of its blocks (not embeddings, not the head).
+
+    A is drawn from `seed`, B is 0, so the model's output does not change. Quantised layers stay quantised (QLoRA).
+    Raises TrainingFailed when the blocks have no linear layer.
+    """
+    blocks = cast("list[nn.Module]", model.layers)
+    linear = (nn.Linear, nn.QuantizedLinear)
+    keys = {name for block in blocks for name, module in block.named_modules() if isinstance(module, linear)}
+    if not keys:
+        raise TrainingFailed("this draft's blocks have no linear layer to adapt")
+    shape = Shape(rank, scale, tuple(sorted(keys)), len(blocks))
+    model.freeze()
+    mx.random.seed(seed)
+    linear_to_lora_layers(model, shape.layers, shape.parameters())
+    mx.eval(model.trainable_parameters())
+    return shape
+
+
+def counts(model: nn.Module) -> Counts:
+    """Of a wrapped model."""
+    trainable = sum(array.size for _, array in _flat(model.trainable_parameters()))
+    # mlx-lm counts what is inside leaf modules (a packed 4-bit weight as what it stands for); LoRA's own lie outside.
+    return Counts(trainable, int(get_total_parameters(model)))
+
+
+def warm_start(model: nn.Module, shape: Shape, parent: Path, draft: str) -> None:
+    """Begin from a parent adapter's function: the wrapped model then computes what the parent does.
+
+    A parent of lower rank fills the first columns; the others keep their random A and zero B. Another scale is made up
+    for in B. draft: fingerprint of the bare draft. Raises TrainingFailed when the parent is damaged, belongs to another
+    draft, adapts other layers, or has a higher rank.
+    """
+    config, weights = read(parent, draft)
+    if config.keys != shape.keys or config.layers != shape.layers:
+        raise TrainingFailed(f"{parent.name} adapts other layers than this run: train from the bare draft instead")
+    if config.rank > shape.rank:
+        raise TrainingFailed(
+            f"{parent.name} has rank {config.rank}, more than the {shape.rank} asked for: "
+            "raise training.rank, or train from the bare draft"
+        )
+    begun = dict(_flat(model.trainable_parameters()))
+    _match(parent, weights, {name: _narrowed(name, array, config.rank) for name, array in begun.items()})
+    for name, array in weights.items():
+        array = array.astype(begun[name].dtype)
+        if name.endswith("lora_a"):
+            weights[name] = mx.concatenate([array, begun[name][:, config.rank :]], axis=1)
+        else:
+            rest = begun[name][config.rank :]
+            weights[name] = mx.concatenate([array * (config.scale / shape.scale), rest], axis=0)
+    model.load_weights(list(weights.items()), strict=False)
+    mx.eval(model.trainable_parameters())
+
+
+def save(model: nn.Module, shape: Shape, folder: Path, *, draft: str, target: str) -> None:
+    """Write the adapter folder that mlx-lm loads. `draft` and `target` are the fingerprints it was trained for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    weights = {name: array for name, array in _flat(model.parameters()) if name.rsplit(".", 1)[-1] in _LEAVES}
+    mx.save_safetensors(str(folder / WEIGHTS), weights, metadata={"format": "mlx"})
+    config = {
+        "fine_tune_type": "lora",
+        "num_layers": shape.layers,
+        "lora_parameters": shape.parameters(),
+        "redraft": {"draft": draft, "target": target},
+    }
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def read(folder: Path, draft: str) -> tuple[Shape, dict[str, mx.array]]:
+    """Shape and weights of an adapter folder for the bare draft with this fingerprint. Raises TrainingFailed."""
+    try:
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        lora = config["lora_parameters"]
+        shape = Shape(int(lora["rank"]), float(lora["scale"]), tuple(sorted(lora["keys"])), int(config["num_layers"]))
+        belongs = config["redraft"]["draft"] == draft
+        weights = cast("dict[str, mx.array]", mx.load(os.fspath(folder / WEIGHTS)))
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise TrainingFailed(f"the adapter {folder.name} cannot be read: {error}") from error
+    if not belongs:
+        raise TrainingFailed(f"the adapter {folder.name} was trained on another draft")
+    return shape, weights
+
+
+def attach(model: nn.Module, folder: Path, draft: str) -> None:
+    """Put an adapter on a bare model, unmerged. Raises TrainingFailed when it does not fit."""
+    shape, weights = read(folder, draft)
+    linear_to_lora_layers(model, shape.layers, shape.parameters())
+    expected = {n: a for n, a in _flat(model.parameters()) if n.rsplit(".", 1)[-1] in _LEAVES}
+    _match(folder, weights, {name: array.shape for name, array in expected.items()})
+    model.load_weights(list(weights.items()), strict=False)
+    model.eval()
+
+
+def detach(model: nn.Module) -> None:
+    """Back to the bare model."""
+    if any(isinstance(module, LoRALinear) for _, module in model.named_modules()):
+        remove_lora_layers(model)
+
+
+def _flat(tree: object) -> list[tuple[str, mx.array]]:
+    return cast("list[tuple[str, mx.array]]", tree_flatten(tree))
+
+
+def _narrowed(name: str, array: mx.array, rank: int) -> tuple[int, ...]:
+    return (array.shape[0], rank) if name.endswith("lora_a") else (rank, array.shape[1])
+
+
+def _match(folder: Path, weights: Mapping[str, mx.array], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    found = {name: tuple(array.shape) for name, array in weights.items()}
+    if found != {name: tuple(shape) for name, shape in shapes.items()}:
+        raise TrainingFailed(f"the adapter {folder.name} does not have the tensors of this draft")
+    for name, array in weights.items():
+        if not mx.isfinite(array.astype(mx.float32)).all().item():
+            raise TrainingFailed(f"the adapter {folder.name} holds values that are not finite: {name}")

@@ -1,0 +1,80 @@
+"""Forward KL from the target's stored distribution to the draft's, at response positions alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.utils import checkpoint
+
+from service.learning.dataset import Batch
+from service.models.heads import split
+
+CHUNK = 512
+"""Positions whose logits exist at once: with a wide vocabulary they are most of a step's memory."""
+_NOTHING = -1e30
+"""A logit that has no share in any sum, finite so that a vocabulary inside the top leaves no NaN behind."""
+
+
+def divergence(logits: mx.array, ids: mx.array, logprobs: mx.array, tail: mx.array) -> mx.array:
+    """KL(p || q) in nats over the stored tokens and one bucket for all others, (N,).
+
+    logits: (N, V) of the draft. ids, logprobs: (N, top) the target's most likely tokens, distinct, and their
+    log-probabilities. tail: (N,) log of its mass outside them, -inf for none. By the log-sum inequality never above the
+    KL over the whole vocabulary, and equal to it when the stored tokens are all there is.
+
+    The draft's mass outside the top is a logsumexp over the other logits, not 1 minus the top's, so value and gradient
+    are sound however small it is.
+    """
+    logits = logits.astype(mx.float32)
+    picked = mx.take_along_axis(logits, ids, axis=-1)
+    others = mx.put_along_axis(logits, ids, mx.array(_NOTHING), axis=-1)
+    outside = mx.logsumexp(others, axis=-1)
+    normaliser = mx.logaddexp(outside, mx.logsumexp(picked, axis=-1))
+    top = _term(logprobs, picked - normaliser[:, None]).sum(axis=-1)
+    return top + _term(tail, outside - normaliser)
+
+
+def _term(logp: mx.array, logq: mx.array) -> mx.array:
+    """p log(p / q), which is 0 where p is. NaN stays NaN: a poisoned target must not pass for an empty one."""
+    none = logp == -float("inf")
+    safe = mx.where(none, 0.0, logp)
+    return mx.where(none, 0.0, mx.exp(safe) * (safe - mx.where(none, 0.0, logq)))
+
+
+class TargetDivergence:
+    """The loss for `trainer.train`: the weighted mean of `divergence` over a batch's response positions, 0 without any.
+
+    The head, most of a small draft's work, runs on response positions only where the model family can be split exactly.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.parts = split(model)
+
+    def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
+        count = batch.at.shape[0]
+        if count == 0:
+            return mx.array(0.0)
+        states = cast(mx.array, model(batch.tokens)) if self.parts is None else self.parts[0](batch.tokens, None)
+        states = states.reshape(-1, states.shape[-1])
+        if count <= CHUNK:
+            total = self._total(states[batch.at], batch, 0, count)
+        else:
+            # The head's parameters may be trainable, which is why the module is handed over to be differentiated
+            # through.
+            total = mx.array(0.0)
+            for start in range(0, count, CHUNK):
+                stop = min(start + CHUNK, count)
+                part = partial(self._total, batch=batch, start=start, stop=stop)
+                again = cast("Callable[[mx.array], mx.array]", checkpoint(model, part))
+                total = total + again(states[batch.at[start:stop]])
+        return total / mx.maximum(batch.weight.sum(), 1e-6)
+
+    def _total(self, states: mx.array, batch: Batch, start: int, stop: int) -> mx.array:
+        chosen = slice(start, stop)
+        logits = states if self.parts is None else self.parts[1](states)
+        each = divergence(logits, batch.ids[chosen], batch.logprobs[chosen], batch.tail[chosen])
+        return (each * batch.weight[chosen]).sum()

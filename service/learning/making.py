@@ -1,0 +1,174 @@
+"""`redraft make-draft`: a draft for any target, from the target alone: prune, let the target write, distil, measure."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_map
+
+from service.core import ModelError
+from service.learning.buffer import GeneralSet
+from service.learning.distil import Distillation, batch_count, batches, freeze_shared
+from service.learning.prune import prune, pruned_config, save
+from service.learning.trainer import Optimiser, train
+from service.learning.writing import ANSWER, Text, write
+from service.models.pair import Loaded, load_model
+from service.models.shipped import GENERAL, extract
+
+Report = Callable[[str, int, int, str], None]
+"""(stage, done, of, note)"""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """tokens: how many the target writes, in rows of `length`, `rows` at a time. held_out: greedy rows kept for measuring.
+    general: first exchanges of greedy rows kept as the replay set."""
+
+    layers: tuple[int, ...]
+    tokens: int
+    length: int = 384
+    rows: int = 64
+    epochs: int = 2
+    batch: int = 64
+    learning_rate: float = 1e-3
+    seed: int = 0
+    held_out: int = 64
+    general: int = 0
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReport:
+    """agreement: share of held-out greedy answer tokens that the draft's argmax predicts, before and after distilling."""
+
+    layers: tuple[int, ...]
+    tokens: int
+    agreement_before: float
+    agreement: float
+    held_out_tokens: int
+    loss: float
+    writing_seconds: float
+    training_seconds: float
+
+
+def make_draft(
+    target_folder: Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    text_file: Path | None = None,
+    package: Path | None = None,
+    report: Report = lambda stage, done, of, note: None,
+) -> DraftReport:
+    """Write a standard model folder `out`. text_file: reuse the text kept there, or keep it there once written. package: also
+    write what ships with the package (layers in bfloat16 without embeddings, and the replay set).
+
+    Raises ModelError, TrainingFailed; `out` appears only when everything went well.
+    """
+    if out.exists():
+        raise ModelError(f"{out} exists already")
+    dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16}[recipe.dtype]
+    target = load_model(target_folder)
+    scratch = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(scratch, ignore_errors=True)
+    prune(target, recipe.layers, scratch)
+    draft = load_model(scratch).model
+    freeze_shared(draft)
+    # Trained weights are kept in float32 and cast for each step: small updates would vanish in bfloat16.
+    precision = {name: array.dtype for name, array in tree_flatten(draft.parameters())}
+    draft.update(tree_map(lambda array: array.astype(mx.float32), draft.trainable_parameters()))
+    target.model.set_dtype(dtype)
+
+    begun = time.perf_counter()
+    text = _text(target, recipe, text_file, report)
+    written_at = time.perf_counter()
+    answers = write(target, rows=recipe.held_out + recipe.general, length=recipe.length, seed=recipe.seed, greedy=1.0)
+    held_out = Text(*(a[: recipe.held_out] for a in (answers.tokens, answers.role, answers.temperature)))
+    loss = Distillation(target.model, dtype)
+    before, _ = agreement(draft, held_out, loss)
+    trained = train(
+        draft,
+        batches(text, recipe.batch, recipe.epochs, recipe.seed),
+        loss_fn=loss,
+        optimiser=Optimiser(
+            learning_rate=recipe.learning_rate,
+            steps=batch_count(text, recipe.batch, recipe.epochs),
+            warmup=0.02,
+            weight_decay=0.01,
+        ),
+        on_progress=lambda p: report("distilling", p.step, p.steps, f"loss {p.loss or 0.0:.3f}"),
+    )
+    after, counted = agreement(draft, held_out, loss)
+
+    weights = {name: array.astype(precision[name]) for name, array in tree_flatten(draft.parameters())}
+    depth = target.config["num_hidden_layers"]
+    kept = [index + depth if index < 0 else index for index in recipe.layers]
+    save(weights, pruned_config(target.config, kept, depth), target.folder, scratch)
+    scratch.rename(out)
+    if package is not None:
+        package.mkdir(parents=True, exist_ok=True)
+        extract(out, package)
+        if recipe.general:
+            ends = frozenset(target.tokenizer.eos_token_ids)
+            GeneralSet.of(first_exchanges(answers, recipe.held_out, ends)).save(package / GENERAL)
+    return DraftReport(
+        layers=tuple(kept),
+        tokens=text.tokens.size,
+        agreement_before=before,
+        agreement=after,
+        held_out_tokens=counted,
+        loss=trained.loss,
+        writing_seconds=written_at - begun,
+        training_seconds=trained.seconds,
+    )
+
+
+def _text(target: Loaded, recipe: Recipe, kept: Path | None, report: Report) -> Text:
+    """The training text, from `kept` where it is, else written by the target wave by wave."""
+    if kept is not None and kept.is_file():
+        with np.load(kept, allow_pickle=False) as stored:
+            return Text(stored["tokens"], stored["role"], stored["temperature"])
+    waves: list[Text] = []
+    size = recipe.rows * recipe.length
+    count = -(-recipe.tokens // size)
+    for wave in range(count):
+        begun = time.perf_counter()
+        waves.append(write(target, rows=recipe.rows, length=recipe.length, seed=recipe.seed + 1 + wave))
+        mx.clear_cache()
+        report("writing", wave + 1, count, f"{size / (time.perf_counter() - begun):,.0f} tokens/s")
+    text = Text(*(np.concatenate([getattr(w, name) for w in waves]) for name in ("tokens", "role", "temperature")))
+    if kept is not None:
+        np.savez(kept, tokens=text.tokens, role=text.role, temperature=text.temperature)
+    return text
+
+
+def agreement(draft: nn.Module, text: Text, run: Distillation, rows: int = 16) -> tuple[float, int]:
+    """Share of the answers' tokens that are the draft's argmax, and how many tokens were compared."""
+    agreed = counted = 0
+    for start in range(0, len(text.tokens), rows):
+        tokens, role = text.tokens[start : start + rows], text.role[start : start + rows]
+        guess = np.array(mx.argmax(run.logits(draft, mx.array(tokens[:, :-1])), axis=-1))
+        answers = role[:, 1:] == ANSWER
+        agreed += int(((guess == tokens[:, 1:]) & answers).sum())
+        counted += int(answers.sum())
+    return agreed / max(counted, 1), counted
+
+
+def first_exchanges(
+    text: Text, skip: int, ends: Collection[int], longest: int = 128
+) -> Iterator[tuple[list[int], list[int]]]:
+    """(prompt, output) of each row's first turn and its answer, at most `longest` tokens, rows before `skip` left out."""
+    for tokens, role in zip(text.tokens[skip:].tolist(), text.role[skip:], strict=True):
+        answers = np.flatnonzero(role == ANSWER)
+        if not len(answers):
+            continue
+        start = int(answers[0])
+        stop = next((at + 1 for at in range(start, len(tokens)) if tokens[at] in ends), len(tokens))
+        yield tokens[:start], tokens[start : min(stop, start + longest)]

@@ -1,0 +1,150 @@
+"""How any adapter would have drafted what was logged, without decoding again.
+
+Decoding is lossless, so a logged output is a sample of the target whatever drafted it. Given the output, each of its
+tokens x_t would have been an accepted draft token with a probability a_t that needs the draft alone: 1 or 0 under the
+match rule (its own choice equals x_t or not), min(1, q(x_t) / p(x_t)) under rejection. Rounds over those a_t form a
+renewal process whose expected number of target calls is exact (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core import AcceptRule, Generation, Sampling
+from service.engine.sampling import SamplingBatch, choose, shared_noise, transform
+from service.learning.dataset import unpack
+from service.learning.forced import Span, response_logits
+
+Doubles = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """rates: (tokens,) probability that each output token would have been kept, had it been drafted. agreed: how many
+    output tokens are the draft's argmax."""
+
+    rates: Doubles
+    agreed: int
+
+
+def expected_calls(rates: Sequence[float] | Doubles, k: int) -> float:
+    """Expected target calls to emit len(rates) tokens with k drafted a round.
+
+    A round that starts at t keeps exactly j < k drafts with probability a_t .. a_{t+j-1} (1 - a_{t+j}), all k with
+    a_t .. a_{t+k-1}, and emits one token more than it keeps, never past the end. With r(t) the probability that some
+    round starts at t (r(0) = 1), the calls are the sum of r.
+    """
+    a = np.asarray(rates, dtype=np.float64)
+    count = len(a)
+    # Beyond the end nothing matters: whatever is kept there, the request is over.
+    a = np.concatenate([a, np.zeros(k)])
+    starts = np.zeros(count + k + 1)
+    starts[:1] = 1.0
+    for t in range(count):
+        kept = np.concatenate([[1.0], np.cumprod(a[t : t + k])])
+        stops = np.concatenate([1.0 - a[t : t + k], [1.0]])
+        starts[t + 1 : t + k + 2] += starts[t] * kept * stops
+    return float(starts[:count].sum())
+
+
+def acceptance(
+    model: nn.Module,
+    generations: Sequence[Generation],
+    *,
+    vocabulary: int,
+    between: Callable[[], None] = lambda: None,
+) -> list[Acceptance]:
+    """a_t of every output token, from one teacher-forced pass of the draft.
+
+    Greedy rows by argmax; seeded rows by the draft's choice under the same Gumbel noise; unseeded rows from the
+    target's stored log-probability after the sampling transform. vocabulary: width of the logits the pair shares.
+    between: called before every model call.
+    """
+    rates = [np.zeros(len(generation.output)) for generation in generations]
+    agreed = [0] * len(generations)
+    # What one row's sampling needs is computed for its whole span: noise and sorting only where all rows want them.
+    kinds: dict[tuple[bool, ...], list[int]] = {}
+    for index, generation in enumerate(generations):
+        kinds.setdefault(_kind(generation.prompt.sampling), []).append(index)
+    for members in kinds.values():
+        alike = [generations[index] for index in members]
+        texts = [(generation.prompt.tokens, generation.output) for generation in alike]
+        for span in response_logits(model, texts, vocabulary=vocabulary, between=between):
+            kept, argmax = _span(span, alike)
+            for text, position, a, same in zip(span.text, span.position, kept, argmax, strict=True):
+                rates[members[text]][position] = a
+                agreed[members[text]] += int(same)
+    for generation, a in zip(generations, rates, strict=True):
+        if len(generation.prompt.tokens) < 2:
+            # The engine drafts only after two tokens.
+            a[:1] = 0.0
+    return [Acceptance(a, same) for a, same in zip(rates, agreed, strict=True)]
+
+
+def _kind(sampling: Sampling) -> tuple[bool, ...]:
+    if sampling.greedy:
+        return (True,)
+    filtered = sampling.top_p < 1.0 or sampling.min_p > 0.0 or sampling.top_k > 0
+    return (False, sampling.seed is not None, filtered)
+
+
+def _span(span: Span, generations: Sequence[Generation]) -> tuple[Doubles, NDArray[np.bool_]]:
+    """Rates and argmax agreement of one span."""
+    owners = [generations[text] for text in span.text]
+    emitted = mx.array([owner.output[i] for owner, i in zip(owners, span.position, strict=True)], dtype=mx.int32)
+    usable = mx.isfinite(span.logits.max(axis=-1))
+    same = (mx.argmax(span.logits, axis=-1) == emitted) & usable
+    batch = SamplingBatch.of([owner.prompt.sampling for owner in owners], span.logits.shape[-1])
+    if not batch.sampled:
+        mx.eval(same)
+        return np.array(same, dtype=np.float64), np.array(same, dtype=np.bool_)
+    logq = transform(span.logits[:, None], batch)
+    noise = shared_noise(batch, span.position, 1, span.logits.shape[-1])
+    matched = choose(logq, noise)[:, 0] == emitted
+    logp = mx.array(
+        [
+            owner.sampled_logprobs[i] if owner.prompt.sampling.rule is AcceptRule.REJECTION else 0.0
+            for owner, i in zip(owners, span.position, strict=True)
+        ]
+    )
+    ratio = mx.exp(mx.minimum(mx.take_along_axis(logq[:, 0], emitted[:, None], axis=-1)[:, 0] - logp, 0.0))
+    kept = mx.where(usable, mx.where(batch.rejection, ratio, matched.astype(mx.float32)), 0.0)
+    mx.eval(kept, same)
+    return np.array(kept, dtype=np.float64), np.array(same, dtype=np.bool_)
+
+
+def overlap(
+    model: nn.Module,
+    generations: Sequence[Generation],
+    *,
+    vocabulary: int,
+    between: Callable[[], None] = lambda: None,
+) -> list[Doubles]:
+    """Sum of min(p, q) over the vocabulary at T = 1 at every output position: the acceptance of unfiltered sampling.
+
+    From the stored targets: exact over the top, and min of both tails for the rest, which is the upper end of what the
+    rest can hold. Raises ValueError when a generation has none.
+    """
+    found = [np.zeros(len(generation.output)) for generation in generations]
+    stored = [unpack(g.targets) for g in generations if g.targets is not None]
+    if len(stored) != len(generations):
+        raise ValueError("overlap needs the targets of every generation")
+    texts = [(generation.prompt.tokens, generation.output) for generation in generations]
+    for span in response_logits(model, texts, vocabulary=vocabulary, between=between):
+        rows = [(stored[text], i) for text, i in zip(span.text, span.position, strict=True)]
+        ids = mx.array(np.stack([row[0][i] for row, i in rows]))
+        logp = mx.array(np.stack([row[1][i] for row, i in rows]))
+        tail = mx.array(np.array([row[2][i] for row, i in rows]))
+        logq = span.logits - mx.logsumexp(span.logits, axis=-1, keepdims=True)
+        q = mx.exp(mx.take_along_axis(logq, ids, axis=-1))
+        rest = mx.minimum(mx.exp(tail), mx.maximum(1.0 - q.sum(axis=-1), 0.0))
+        both = np.array(mx.minimum(mx.exp(logp), q).sum(axis=-1) + rest)
+        for text, position, value in zip(span.text, span.position, both, strict=True):
+            found[text][position] = value
+    return found

@@ -1,0 +1,95 @@
+"""The target's distribution for texts that were logged without it, kept in files so that it is paid for once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from tempfile import NamedTemporaryFile
+from zipfile import BadZipFile
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from service.core import Generation, Targets
+from service.engine.targets import pack, tail_mass, top_logits
+from service.learning.forced import response_logits
+
+
+class TargetCache:
+    """Files of targets, one a text, under a folder named after the target's fingerprint."""
+
+    def __init__(self, root: Path, target: str) -> None:
+        self.folder = root / target
+
+    def load(self, generation: Generation) -> Targets | None:
+        """None when it is not there, damaged, or of another length."""
+        try:
+            with self._file(generation).open("rb") as file, np.load(file, allow_pickle=False) as stored:
+                targets = pack([stored["ids"]], [stored["logprobs"]], [stored["tail"]])
+        except (OSError, ValueError, KeyError, EOFError, BadZipFile):
+            return None
+        return targets if targets.positions == len(generation.output) else None
+
+    def store(self, generation: Generation, targets: Targets) -> None:
+        """Write aside, then rename: a reader sees all of it or nothing."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
+            np.savez(
+                file,
+                ids=np.frombuffer(targets.ids, dtype="<u4").reshape(-1, targets.top),
+                logprobs=np.frombuffer(targets.logprobs, dtype="<f2").reshape(-1, targets.top),
+                tail=np.frombuffer(targets.tail, dtype="<f2"),
+            )
+        os.replace(file.name, self._file(generation))
+
+    def _file(self, generation: Generation) -> Path:
+        digest = hashlib.sha256()
+        for part in (generation.prompt.tokens, generation.output):
+            digest.update(len(part).to_bytes(8, "little") + np.array(part, dtype="<u4").tobytes())
+        return self.folder / f"{digest.hexdigest()}.npz"
+
+
+def with_targets(
+    generations: Sequence[Generation],
+    *,
+    cache: TargetCache,
+    load_target: Callable[[], tuple[nn.Module, int]],
+    between: Callable[[], None] = lambda: None,
+) -> list[Generation]:
+    """The same generations, each with targets. The target (a model and the width its logits are cut to) is loaded only
+    when the cache lacks some. Generations without prompt or output stay as they are."""
+    done = [g if g.targets is not None else replace(g, targets=cache.load(g)) for g in generations]
+    missing = [i for i, g in enumerate(done) if g.targets is None and g.prompt.tokens and g.output]
+    if missing:
+        model, vocabulary = load_target()
+        found = rescore(model, [done[i] for i in missing], vocabulary=vocabulary, between=between)
+        for i, targets in zip(missing, found, strict=True):
+            cache.store(done[i], targets)
+            done[i] = replace(done[i], targets=targets)
+    return done
+
+
+def rescore(
+    model: nn.Module,
+    generations: Sequence[Generation],
+    *,
+    vocabulary: int,
+    between: Callable[[], None] = lambda: None,
+) -> list[Targets]:
+    """Top 32 log-probabilities and tail mass at T = 1 of every output position, in one teacher-forced pass."""
+    texts = [(generation.prompt.tokens, generation.output) for generation in generations]
+    parts: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[] for _ in texts]
+    for span in response_logits(model, texts, vocabulary=vocabulary, between=between):
+        ids, values = top_logits(span.logits)
+        logprobs = values - mx.logsumexp(span.logits, axis=-1, keepdims=True)
+        tail = tail_mass(logprobs)
+        mx.eval(ids, logprobs, tail)
+        rows = np.array(ids), np.array(logprobs), np.array(tail)
+        for text in dict.fromkeys(span.text):
+            mine = np.array(span.text) == text
+            parts[text].append((rows[0][mine], rows[1][mine], rows[2][mine]))
+    return [pack(*zip(*pieces, strict=True)) for pieces in parts]

@@ -1,0 +1,97 @@
+"""What the child process is told, as one line of JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from pydantic import ValidationError
+
+from service.core import Provenance, TrainingFailed
+from service.settings import GateSettings, TrainingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class TrainJob:
+    """Train one adapter on what a run claimed, publish it, score it and its parent.
+
+    url: of the database. fencing: the run's token when the job was started. parent: its adapter folder, None for the
+    bare draft (parent_id 0). out: where adapter folders live. general: the general replay set, None where there is
+    none. cache: where re-scored targets are kept. k: draft length to score at.
+    """
+
+    url: str
+    run: int
+    fencing: int
+    target: Path
+    draft: Path
+    parent: Path | None
+    parent_id: int
+    out: Path
+    general: Path | None
+    cache: Path
+    training: TrainingSettings
+    gate: GateSettings
+    k: int
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreJob:
+    """Score several adapters (id -> folder, None: the bare draft) on the same logged generations."""
+
+    url: str
+    target: Path
+    draft: Path
+    adapters: Mapping[str, Path | None]
+    generations: tuple[str, ...]
+    training: TrainingSettings
+    k: int
+    provenance: Provenance
+
+
+JobSpec: TypeAlias = TrainJob | ScoreJob
+
+
+def parse(line: str) -> JobSpec:
+    """Raises TrainingFailed naming what is missing or wrong."""
+    try:
+        spec = cast("dict[str, Any]", json.loads(line))
+        training = TrainingSettings(**spec.get("training", {}))
+        provenance = Provenance(**spec["provenance"])
+        common: dict[str, Any] = {
+            "url": str(spec["url"]),
+            "target": Path(spec["target"]),
+            "draft": Path(spec["draft"]),
+            "training": training,
+            "k": int(spec["k"]),
+            "provenance": provenance,
+        }
+        if spec["kind"] == "train":
+            return TrainJob(
+                **common,
+                run=int(spec["run"]),
+                fencing=int(spec["fencing"]),
+                parent=_folder(spec["parent"]),
+                parent_id=int(spec["parent_id"]),
+                out=Path(spec["out"]),
+                general=_folder(spec["general"]),
+                cache=Path(spec["cache"]),
+                gate=GateSettings(**spec["gate"]),
+            )
+        if spec["kind"] == "score":
+            return ScoreJob(
+                **common,
+                adapters={str(name): _folder(folder) for name, folder in spec["adapters"].items()},
+                generations=tuple(map(str, spec["generations"])),
+            )
+    except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
+        raise TrainingFailed(f"the job description is incomplete or wrong: {error!r}") from error
+    raise TrainingFailed(f"no such kind of job: {spec['kind']!r}")
+
+
+def _folder(value: object) -> Path | None:
+    return None if value is None else Path(str(value))

@@ -1,0 +1,79 @@
+"""Generations as the log holds them, made by tiny models, for the tests of this room."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+
+import mlx.nn as nn
+from batches import decode
+
+from service.core import FailureCase, FinishReason, Generation, Prompt, Provenance, Sampling, Targets
+from service.learning.rescore import rescore
+
+WHO = Provenance("target", "tokenizer", "draft")
+VOCABULARY = 97
+
+
+def generation(
+    prompt: Sequence[int],
+    output: Sequence[int],
+    *,
+    id: str = "g",
+    sampling: Sampling | None = None,
+    targets: Targets | None = None,
+    cases: Sequence[FailureCase] = (),
+    domain: str | None = None,
+) -> Generation:
+    return Generation(
+        id=id,
+        prompt=Prompt(tuple(prompt), sampling or Sampling(), domain=domain),
+        output=tuple(output),
+        finish=FinishReason.LENGTH,
+        rounds=(),
+        cases=tuple(cases),
+        logprobs=(0.0,) * len(output),
+        sampled_logprobs=(0.0,) * len(output),
+        targets=targets,
+        provenance=WHO,
+        created_at=datetime.now(UTC),
+    )
+
+
+def case(position: int, *, tie: bool = False) -> FailureCase:
+    return FailureCase(position, drafted=1, target=2, p=0.1, q=0.5, margin=0.0 if tie else 1.0, tie=tie)
+
+
+def random_texts(count: int, seed: int, *, vocabulary: int = VOCABULARY, longest: int = 40) -> list[Generation]:
+    """Random prompts and outputs, without targets."""
+    rng = random.Random(seed)
+
+    def tokens(least: int) -> list[int]:
+        return [rng.randrange(vocabulary) for _ in range(rng.randint(least, longest))]
+
+    return [generation(tokens(2), tokens(1), id=f"g{i}") for i in range(count)]
+
+
+def with_targets(model: nn.Module, generations: Sequence[Generation], vocabulary: int = VOCABULARY) -> list[Generation]:
+    found = rescore(model, generations, vocabulary=vocabulary)
+    return [replace(g, targets=targets) for g, targets in zip(generations, found, strict=True)]
+
+
+def served(
+    target: nn.Module,
+    draft: nn.Module,
+    samplings: Sequence[Sampling],
+    *,
+    k: int,
+    seed: int = 0,
+    vocabulary: int = VOCABULARY,
+) -> list[Generation]:
+    """What the engine logs when it really decodes one random prompt for every sampling."""
+    rng = random.Random(seed)
+    prompts = [
+        Prompt(tuple(rng.randrange(vocabulary) for _ in range(rng.randint(2, 20))), sampling) for sampling in samplings
+    ]
+    rows = decode(target, draft, prompts, k=k, vocabulary=vocabulary, collect=True, seed=seed)
+    made = [row.generation(WHO) for row in rows]
+    assert all(g is not None for g in made)
+    return [g for g in made if g is not None]

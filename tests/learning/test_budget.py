@@ -1,0 +1,50 @@
+"""The memory check, on files like Linux's own."""
+
+from pathlib import Path
+
+import pytest
+
+from service.core import TrainingFailed
+from service.learning import budget
+
+LLAMA = {
+    "hidden_size": 576,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 9,
+    "intermediate_size": 1536,
+    "vocab_size": 49_152,
+}
+
+
+def test_the_estimate_grows_with_everything_that_takes_memory() -> None:
+    def needed(config: dict[str, int], weights: int = 10**8, rows: int = 8, length: int = 160) -> int:
+        return budget.training_bytes(config, weights=weights, rows=rows, length=length)
+
+    least = needed(LLAMA)
+    assert needed(LLAMA, weights=2 * 10**8) == least + 10**8
+    assert needed(LLAMA, rows=16) > least
+    assert needed(LLAMA, length=512) > least
+    for name, value in LLAMA.items():
+        assert needed(LLAMA | {name: 2 * value}) > least
+    assert needed({}) > least
+
+
+def test_a_run_that_does_not_fit_is_refused() -> None:
+    budget.check(1, least_gb=0.0)
+    with pytest.raises(TrainingFailed, match="GiB are free"):
+        budget.check(2**60, least_gb=0.0)
+    with pytest.raises(TrainingFailed, match=r"takes 1000000\.0 GiB"):
+        budget.check(1, least_gb=1e6)
+    budget.check(2**60, least_gb=1e-6)
+
+
+def test_free_memory_is_the_systems_or_the_groups_whichever_is_less(tmp_path: Path) -> None:
+    info = tmp_path / "meminfo"
+    info.write_text("MemTotal:       16000 kB\nMemFree:          100 kB\nMemAvailable:    8000 kB\n")
+    assert budget.free_bytes(info, tmp_path) == 8000 * 1024
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    assert budget.free_bytes(info, tmp_path) == 8000 * 1024
+    (tmp_path / "memory.max").write_text("5000\n")
+    assert budget.free_bytes(info, tmp_path) == 4000
+    assert budget.free_bytes(tmp_path / "none", tmp_path / "none") > 2**28

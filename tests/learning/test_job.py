@@ -1,0 +1,365 @@
+"""The child as it really runs: a process of its own, a real database, models on disk."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from folders import save_model
+from logged import VOCABULARY, served
+from mlx_lm.tuner.utils import load_adapters
+from oracle import relative, tiny_llama
+
+from service.core import Generation, Provenance, RunState, Sampling, Score, TrainingFailed, Trigger
+from service.learning.buffer import GeneralSet
+from service.learning.channel import ORPHANED
+from service.learning.scoring import score
+from service.learning.spec import TrainJob, parse
+from service.models.fingerprint import folder_sha256, model_fingerprint, tokenizer_fingerprint
+from service.models.pair import load_model
+from service.settings import GateSettings, TrainingSettings
+from service.store.database import Database, upgrade
+from service.store.generations import Generations, split_of
+from service.store.runs import Runs
+
+Message = dict[str, Any]
+GATE = {"min_prompts": 5, "min_tokens": 100}
+TRAINING = {"epochs": 6, "learning_rate": 1e-2, "rank": 8, "max_length": 96, "niceness": 7}
+LONG = {"epochs": 2000, "learning_rate": 1e-4}
+
+
+@dataclass
+class Rig:
+    root: Path
+    target: Path
+    draft: Path
+    general: Path
+    who: Provenance
+    logged: list[Generation]
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    root = tmp_path_factory.mktemp("rig")
+    target = tiny_llama(1, sharpness=8.0)
+    draft = relative(target, 2, 0.5)
+    folders = save_model(target, root / "target"), save_model(draft, root / "draft")
+    who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
+    samplings = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=3, max_tokens=24), Sampling(temperature=0.7)]
+    samplings = [replace(samplings[i % 3], max_tokens=24) for i in range(60)]
+    logged = [
+        replace(
+            g,
+            id=f"g{i}",
+            prompt=replace(g.prompt, first_user=f"question {i}", domain="sql" if i % 2 else None),
+            provenance=who,
+            # Some were logged without the target's distribution.
+            targets=None if i % 10 == 1 else g.targets,
+        )
+        for i, g in enumerate(served(target, draft, samplings, k=3))
+    ]
+    general = GeneralSet.of(
+        (g.prompt.tokens, g.output) for g in served(target, draft, [Sampling(max_tokens=16)] * 40, k=3, seed=7)
+    )
+    general.save(root / "general.npz")
+    return Rig(root, *folders, root / "general.npz", who, logged)
+
+
+class Home:
+    """One installation: a database with the rig's log in it, and where adapters go."""
+
+    def __init__(self, rig: Rig, root: Path) -> None:
+        self.rig = rig
+        self.out = root / "adapters"
+        self.out.mkdir()
+        self.cache = root / "targets"
+        self.url = f"sqlite:///{root / 'redraft.db'}"
+        upgrade(self.url)
+        self.database = Database(self.url)
+        self.runs = Runs(self.database)
+        self.add(rig.logged)
+
+    def add(self, generations: list[Generation]) -> None:
+        Generations(self.database).add(generations).result()
+
+    def spec(self, *, training: Message | None = None, gate: Message | None = None, **changes: object) -> Message:
+        """A claimed run's job."""
+        run = self.runs.claim(trigger=Trigger.MANUAL, who=self.rig.who, parent=0, limit=30)
+        assert run is not None
+        self.runs.move(run.id, run.fencing, RunState.TRAINING)
+        spec: Message = {
+            "kind": "train",
+            "url": self.url,
+            "run": run.id,
+            "fencing": run.fencing,
+            "target": str(self.rig.target),
+            "draft": str(self.rig.draft),
+            "parent": None,
+            "parent_id": 0,
+            "out": str(self.out),
+            "general": str(self.rig.general),
+            "cache": str(self.cache),
+            "training": TrainingSettings(**(TRAINING | (training or {}))).model_dump(),
+            "gate": GateSettings(**(GATE | (gate or {}))).model_dump(),
+            "k": 3,
+            "provenance": asdict(self.rig.who),
+        }
+        return spec | changes
+
+    def published(self) -> list[str]:
+        return sorted(path.name for path in self.out.iterdir())
+
+
+@pytest.fixture
+def home(rig: Rig, tmp_path: Path) -> Iterator[Home]:
+    made = Home(rig, tmp_path)
+    yield made
+    made.database.close()
+
+
+class Child:
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.stdin, self.stdout = process.stdin, process.stdout
+
+    def say(self, line: str) -> None:
+        self.stdin.write(line + "\n")
+        self.stdin.flush()
+
+    def message(self) -> Message:
+        line = self.stdout.readline()
+        assert line, f"the child ended: {self.process.wait(30)}"
+        return json.loads(line)
+
+    def rest(self) -> list[Message]:
+        """All messages up to a clean end."""
+        found = [json.loads(line) for line in self.stdout]
+        assert self.process.wait(30) == 0
+        return found
+
+    def until_training(self) -> Message:
+        message = self.message()
+        assert message["type"] == "progress", message
+        return message
+
+
+@contextmanager
+def child(spec: object) -> Iterator[Child]:
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service.learning.job"],
+        cwd=root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
+    try:
+        with process:
+            running = Child(process)
+            running.say(spec if isinstance(spec, str) else json.dumps(spec))
+            try:
+                yield running
+            finally:
+                process.kill()
+    finally:
+        assert process.poll() is not None
+
+
+def of_type(messages: list[Message], kind: str) -> list[Message]:
+    return [message for message in messages if message["type"] == kind]
+
+
+def test_a_run_from_claim_to_scores(home: Home, rig: Rig) -> None:
+    spec = home.spec()
+    with child(spec) as running:
+        messages = running.rest()
+    kinds = [message["type"] for message in messages]
+    assert list(dict.fromkeys(kinds)) == ["progress", "candidate", "scores", "done"]
+
+    progress = of_type(messages, "progress")
+    steps = progress[0]["steps"]
+    assert [p["step"] for p in progress] == list(range(1, steps + 1))
+    assert progress[-1]["seconds_left"] == 0
+    assert all(p["grad_norm"] > 0 and p["tokens_per_second"] > 0 for p in progress)
+    assert progress[-1]["loss"] < progress[0]["loss"]
+
+    (candidate,) = of_type(messages, "candidate")
+    folder = Path(candidate["folder"])
+    assert home.published() == [folder.name]
+    assert folder_sha256(folder) == candidate["sha256"]
+    assert (candidate["rank"], candidate["scale"], candidate["skipped"]) == (8, 2.0, 0)
+    assert 0 < candidate["trainable"] < candidate["frozen"]
+
+    # The scores are those of the folder as mlx-lm loads it, on held-out generations alone.
+    (scores,) = of_type(messages, "scores")
+    assert not scores["golden"]
+    held_out = Generations(home.database).held_out(rig.who, 100)
+    assert {s["generation"] for s in scores["scores"]["0"]} == {g.id for g in held_out}
+    assert all(split_of(g.prompt.first_user) == "held_out" for g in held_out)
+    bare = load_model(rig.draft).model
+    assert [Score(**s) for s in scores["scores"]["0"]] == score(bare, held_out, k=3, vocabulary=VOCABULARY)
+    adapted = load_adapters(bare, str(folder))
+    mine = score(adapted, held_out, k=3, vocabulary=VOCABULARY)
+    assert [s["calls"] for s in scores["scores"]["candidate"]] == pytest.approx([s.calls for s in mine], rel=1e-4)
+    assert sum(s.calls for s in mine) < sum(s["calls"] for s in scores["scores"]["0"])
+    assert {s["domain"] for s in scores["scores"]["0"]} <= {"sql", "untagged"}
+
+    # The rows are the parent's business.
+    assert home.runs.get(spec["run"]).state is RunState.TRAINING
+    # Only what lacked targets was scored again: the replayed general texts and the logged ones without.
+    claimed = Generations(home.database).claimed(spec["run"])
+    cached = len(list((home.cache / rig.who.target).iterdir()))
+    assert cached == round(len(claimed) / 3) + sum(g.targets is None for g in claimed)
+
+
+def test_a_second_run_goes_on_from_the_first_and_reads_what_it_scored(home: Home, rig: Rig, tmp_path: Path) -> None:
+    spec = home.spec(training={"epochs": 2})
+    with child(spec) as running:
+        first = of_type(running.rest(), "candidate")[0]
+    home.runs.move(spec["run"], spec["fencing"], RunState.CRASHED)
+    # Without its weights the target cannot be asked any more.
+    asleep = tmp_path / "target"
+    asleep.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (asleep / name).write_bytes((rig.target / name).read_bytes())
+    again = home.spec(
+        training={"epochs": 1, "learning_rate": 1e-4, "accumulate": 2},
+        gate={"min_prompts": 1000},
+        parent=first["folder"],
+        parent_id=5,
+        target=str(asleep),
+    )
+    with child(again) as running:
+        messages = running.rest()
+    assert messages[-1]["type"] == "done", messages[-1]
+    assert len(home.published()) == 2
+    (scores,) = of_type(messages, "scores")
+    # Too little was logged: the golden texts stood in.
+    assert scores["golden"]
+    golden = {g.id for g in GeneralSet.load(rig.general).generations(rig.who, golden=True)}
+    assert golden < {s["generation"] for s in scores["scores"]["candidate"]}
+    assert scores["scores"].keys() == {"candidate", "5"}
+    # A tiny rate: the child of the first still drafts nearly like it, and not like the bare draft.
+    (candidate,) = of_type(messages, "candidate")
+    base = load_model(rig.draft).model
+    probe = mx.array([[3, 1, 4, 1, 5]])
+    plain = base(probe)
+    moved = mx.abs(load_adapters(load_model(rig.draft).model, candidate["folder"])(probe) - plain).mean().item()
+    apart = mx.abs(
+        load_adapters(load_model(rig.draft).model, candidate["folder"])(probe)
+        - load_adapters(load_model(rig.draft).model, first["folder"])(probe)
+    )
+    assert apart.mean().item() < 0.2 * moved
+
+    job = {key: again[key] for key in ("url", "draft", "target", "training", "k", "provenance")}
+    ids = [g.id for g in rig.logged[:9]]
+    adapters = {"0": None, "5": first["folder"], "6": candidate["folder"]}
+    with child({**job, "kind": "score", "adapters": adapters, "generations": [*ids, "gone"]}) as running:
+        messages = running.rest()
+    assert [message["type"] for message in messages] == ["scores", "done"]
+    scored = messages[0]["scores"]
+    assert scored.keys() == adapters.keys()
+    for name, folder in adapters.items():
+        assert {s["generation"] for s in scored[name]} == set(ids)
+        model = load_model(rig.draft).model
+        model = load_adapters(model, folder) if folder else model
+        texts = Generations(home.database).by_ids(ids)
+        expected = score(model, texts, k=3, vocabulary=VOCABULARY)
+        assert [s["calls"] for s in scored[name]] == pytest.approx([s.calls for s in expected], rel=1e-4)
+
+
+def test_it_makes_way_holds_still_and_dies_with_its_parent(home: Home) -> None:
+    with child(home.spec(training=LONG)) as running:
+        running.until_training()
+        tasks = Path(f"/proc/{running.process.pid}/task")
+        if tasks.is_dir():
+            nice = {os.getpriority(os.PRIO_PROCESS, int(task.name)) for task in tasks.iterdir()}
+            assert nice == {min(os.getpriority(os.PRIO_PROCESS, 0) + 7, 19)} or nice == {7}
+        running.say("pause")
+        os.set_blocking(running.stdout.fileno(), False)
+        time.sleep(0.5)
+        drain(running)
+        time.sleep(0.5)
+        assert not drain(running)
+        running.say("resume")
+        assert wait_for(lambda: drain(running))
+        running.say("pause")
+        running.stdin.close()
+        assert running.process.wait(5) == ORPHANED
+    assert home.published() == []
+
+
+def drain(running: Child) -> bool:
+    """Whether anything was said since the last call."""
+    try:
+        return bool(os.read(running.stdout.fileno(), 2**20))
+    except BlockingIOError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def test_a_run_that_was_given_up_meanwhile_is_not_published(home: Home) -> None:
+    spec = home.spec(training={"epochs": 30})
+    with child(spec) as running:
+        running.until_training()
+        home.runs.move(spec["run"], spec["fencing"], RunState.CRASHED)
+        messages = running.rest()
+    assert messages[-1]["type"] == "failed"
+    assert "no longer this process's" in messages[-1]["reason"]
+    assert not of_type(messages, "candidate")
+    assert home.published() == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"fencing": 0}, "fencing token changed"),
+        ({"training": TRAINING | {"memory_gb": 1e6}}, "GiB are free"),
+        ({"parent": "/nowhere", "parent_id": 3}, "cannot be read"),
+    ],
+)
+def test_a_run_that_cannot_be_done_says_why(home: Home, changes: Message, reason: str) -> None:
+    with child(home.spec() | changes) as running:
+        messages = running.rest()
+    assert [message["type"] for message in messages] == ["failed"]
+    assert reason in messages[0]["reason"]
+    assert home.published() == []
+
+
+def test_a_job_that_makes_no_sense_is_refused_by_name(home: Home) -> None:
+    spec = home.spec()
+    job = parse(json.dumps(spec))
+    assert isinstance(job, TrainJob)
+    assert (job.run, job.training.epochs, job.gate.min_prompts, job.parent) == (spec["run"], 6, 5, None)
+    for changes, reason in (
+        ({"kind": "sing"}, "no such kind of job: 'sing'"),
+        ({"training": {"epochs": 0}}, "epochs"),
+        ({"training": {"colour": 1}}, "colour"),
+        ({"provenance": {"target": "t"}}, "tokenizer"),
+        ({"k": "many"}, "many"),
+    ):
+        with pytest.raises(TrainingFailed, match=reason):
+            parse(json.dumps(spec | changes))
+    del spec["fencing"]
+    for line in (json.dumps(spec), "not json", "", "[]"):
+        with pytest.raises(TrainingFailed, match="incomplete or wrong"):
+            parse(line)

@@ -1,0 +1,161 @@
+"""What is replayed beside the new, and the general set it starts from."""
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from logged import WHO, generation
+
+from service.core import Generation, TrainingFailed
+from service.learning.buffer import DOMAIN, GeneralSet, replay, replay_count
+from service.learning.scoring import choose_held_out
+
+Text = tuple[list[int], list[int]]
+
+
+def texts(count: int, seed: int = 0, vocabulary: int = 97) -> list[Text]:
+    rng = random.Random(seed)
+
+    def tokens() -> list[int]:
+        return [rng.randrange(vocabulary) for _ in range(rng.randint(1, 12))]
+
+    return [(tokens(), tokens()) for _ in range(count)]
+
+
+def pairs(generations: list[Generation]) -> list[Text]:
+    return [(list(g.prompt.tokens), list(g.output)) for g in generations]
+
+
+@pytest.mark.parametrize("vocabulary", [97, 200_000])
+def test_a_general_set_comes_back_from_its_file(tmp_path: Path, vocabulary: int) -> None:
+    written = texts(50, vocabulary=vocabulary)
+    GeneralSet.of(written).save(tmp_path / "general.npz")
+    loaded = GeneralSet.load(tmp_path / "general.npz")
+    both = [*loaded.generations(WHO, golden=True), *loaded.generations(WHO, golden=False)]
+    assert sorted(pairs(both)) == sorted(written)
+    assert all(g.provenance == WHO and g.targets is None and g.prompt.domain == DOMAIN for g in both)
+    assert all(g.prompt.sampling.greedy for g in both)
+    assert len({g.id for g in both}) == len(both)
+    with np.load(tmp_path / "general.npz") as stored:
+        assert set(stored) == {"tokens", "prompt_lengths", "lengths"}
+        assert stored["tokens"].dtype == (np.uint16 if vocabulary < 2**16 else np.uint32)
+
+
+def test_a_general_set_that_does_not_add_up_is_refused(tmp_path: Path) -> None:
+    good = GeneralSet.of(texts(5))
+    file = tmp_path / "g.npz"
+    with pytest.raises(TrainingFailed, match="cannot be read"):
+        GeneralSet.load(file)
+    file.write_bytes(b"not an archive")
+    with pytest.raises(TrainingFailed, match="cannot be read"):
+        GeneralSet.load(file)
+    np.savez(file, tokens=good.tokens)
+    with pytest.raises(TrainingFailed, match="cannot be read"):
+        GeneralSet.load(file)
+    for wrong in (
+        replace(good, tokens=good.tokens[:-1]),
+        replace(good, prompt_lengths=good.lengths + 1),
+        replace(good, prompt_lengths=good.prompt_lengths[:-1]),
+        replace(good, prompt_lengths=-good.prompt_lengths),
+    ):
+        wrong.save(file)
+        with pytest.raises(TrainingFailed, match="add up"):
+            GeneralSet.load(file)
+
+
+def test_a_fixed_fifth_is_never_trained_on() -> None:
+    written = texts(400)
+    # The same prompts answered twice: a prompt is on one side only.
+    general = GeneralSet.of([*written, *[(prompt, [1, *output]) for prompt, output in written]])
+    golden, rest = general.generations(WHO, golden=True), general.generations(WHO, golden=False)
+    assert not {g.prompt.tokens for g in golden} & {g.prompt.tokens for g in rest}
+    assert 0.13 < len(golden) / (len(golden) + len(rest)) < 0.27
+    shuffled = GeneralSet.of(random.Random(1).sample(written, len(written)))
+    assert {g.id for g in shuffled.generations(WHO, golden=True)} <= {g.id for g in golden}
+
+
+def test_any_first_n_are_the_same_texts_every_time() -> None:
+    written = texts(60)
+    one = GeneralSet.of(written).generations(WHO, golden=False)
+    other = GeneralSet.of(reversed(written)).generations(WHO, golden=False)
+    assert pairs(one) == pairs(other)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.25, 0.5, 0.9])
+def test_the_share_is_of_all_examples(share: float) -> None:
+    count = replay_count(300, share)
+    assert count / (300 + count) == pytest.approx(share, abs=2e-3)
+
+
+def test_a_share_of_one_replays_as_much_as_there_is_new() -> None:
+    assert replay_count(300, 1.0) == 300
+
+
+def stored(domain: str | None, count: int) -> list[Generation]:
+    return [generation([1], [2], id=f"{domain}-{i}", domain=domain) for i in range(count)]
+
+
+def drawn(fresh: list[Generation], reservoir: list[Generation], general: int, share: float = 0.5) -> dict[str, int]:
+    def sample(count: int) -> list[Generation]:
+        # The store's answer: in the order of the log, not of the draw.
+        chosen = {g.id for g in random.Random(0).sample(reservoir, min(count, len(reservoir)))}
+        return [g for g in reservoir if g.id in chosen]
+
+    found = replay(fresh, share=share, general=stored(DOMAIN, general), reservoir=sample, seed=1)
+    assert len({g.id for g in found}) == len(found)
+    domains = [str(g.prompt.domain) for g in found]
+    return {domain: domains.count(domain) for domain in sorted(set(domains))}
+
+
+def test_what_the_new_cases_do_not_cover_is_replayed_in_equal_parts() -> None:
+    fresh = stored("sql", 60)
+    past = [*stored("maths", 200), *stored("chat", 200), *stored("sql", 300)]
+    parts = drawn(fresh, past, general=500)
+    assert sum(parts.values()) == 60
+    assert parts == {DOMAIN: 20, "chat": 20, "maths": 20}
+
+
+def test_a_service_that_saw_one_topic_replays_the_general_set() -> None:
+    assert drawn(stored("sql", 60), stored("sql", 300), general=500) == {DOMAIN: 60}
+
+
+def test_what_one_part_lacks_the_other_gives() -> None:
+    assert drawn(stored("sql", 60), stored("maths", 300), general=4) == {DOMAIN: 4, "maths": 56}
+    assert drawn(stored("sql", 60), stored("maths", 5), general=500) == {DOMAIN: 55, "maths": 5}
+    assert drawn(stored("sql", 60), [], general=7) == {DOMAIN: 7}
+    assert drawn(stored("sql", 60), [], general=0) == {}
+
+
+def test_without_a_general_set_the_log_alone_is_replayed() -> None:
+    fresh = stored("sql", 20)
+    assert drawn(fresh, stored("sql", 70)[20:], general=0) == {"sql": 20}
+    # What is new in this run is not replayed as well.
+    assert drawn(fresh, fresh, general=0) == {}
+
+
+def test_no_replay_asks_nobody() -> None:
+    def reservoir(count: int) -> list[Generation]:
+        raise AssertionError(count)
+
+    assert replay(stored("sql", 9), share=0.0, general=stored(DOMAIN, 3), reservoir=reservoir, seed=0) == []
+
+
+def test_the_golden_set_joins_while_the_log_has_too_little() -> None:
+    logged = [generation([1, 2], [3] * 50, id=str(i)) for i in range(40)]
+    golden = stored(DOMAIN, 100)
+
+    def chosen(count: int, **limits: int) -> tuple[int, bool]:
+        limits = {"min_prompts": 30, "min_tokens": 1500, "max_prompts": 60} | limits
+        held = choose_held_out(logged[:count], lambda: golden, **limits)
+        assert [g.id for g in held.generations[:count]] == [g.id for g in logged[:count]]
+        return len(held.generations), held.golden
+
+    assert chosen(40) == (40, False)
+    assert chosen(30) == (30, False)
+    assert chosen(29) == (60, True)
+    assert chosen(40, min_tokens=2001) == (60, True)
+    assert chosen(0) == (60, True)
+    empty = choose_held_out([], list, min_prompts=1, min_tokens=1, max_prompts=9)
+    assert (empty.generations, empty.golden) == ((), False)

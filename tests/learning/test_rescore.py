@@ -1,0 +1,110 @@
+"""The target's distribution computed after the fact, once."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from logged import VOCABULARY, random_texts, served
+from oracle import relative, tiny_llama
+
+from service.core import Sampling
+from service.learning.dataset import unpack
+from service.learning.rescore import TargetCache, rescore, with_targets
+
+
+def test_it_is_the_models_own_distribution() -> None:
+    model = tiny_llama(1)
+    texts = random_texts(9, seed=3)
+    for g, targets in zip(texts, rescore(model, texts, vocabulary=VOCABULARY), strict=True):
+        logits = np.array(model(mx.array([[*g.prompt.tokens, *g.output]])))[0, len(g.prompt.tokens) - 1 : -1]
+        logp = logits - np.log(np.exp(logits.astype(np.float64)).sum(-1, keepdims=True))
+        ids, top, tail = unpack(targets)
+        assert targets.positions == len(g.output)
+        order = np.argsort(-logp, axis=-1)[:, :32]
+        expected = np.take_along_axis(logp, order, -1)
+        assert np.allclose(top, expected, atol=5e-3)
+        assert np.allclose(np.take_along_axis(logp, ids, -1), expected, atol=1e-5)
+        assert np.allclose(np.exp(tail), 1 - np.exp(expected).sum(-1), atol=1e-3)
+
+
+def test_it_is_what_the_engine_logs_while_serving() -> None:
+    target = tiny_llama(1)
+    samplings = [Sampling(max_tokens=20), Sampling(temperature=1.0, max_tokens=20, seed=4)] * 3
+    logged = served(target, relative(target, 2, 0.3), samplings, k=3)
+    for g, targets in zip(logged, rescore(target, logged, vocabulary=VOCABULARY), strict=True):
+        assert g.targets is not None
+        ours, theirs = unpack(targets), unpack(g.targets)
+        assert np.allclose(ours[1], theirs[1], atol=2e-2)
+        assert np.allclose(np.exp(ours[2]), np.exp(theirs[2]), atol=2e-3)
+        assert (ours[0] == theirs[0]).mean() > 0.99
+
+
+class Loader:
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.loads = 0
+
+    def __call__(self) -> tuple[nn.Module, int]:
+        self.loads += 1
+        return self.model, VOCABULARY
+
+
+@pytest.fixture
+def loader() -> Loader:
+    return Loader(tiny_llama(1))
+
+
+def test_the_second_run_does_not_pay(tmp_path: Path, loader: Loader) -> None:
+    texts = random_texts(6, seed=3)
+    cache = TargetCache(tmp_path, "t" * 64)
+    first = with_targets(texts, cache=cache, load_target=loader)
+    assert loader.loads == 1
+    # Another order and another id, the same texts.
+    again = with_targets([replace(g, id="other") for g in reversed(texts)], cache=cache, load_target=loader)
+    assert loader.loads == 1
+    assert [g.targets for g in reversed(again)] == [g.targets for g in first]
+    assert all(g.targets is not None for g in first)
+    with_targets([*texts, *random_texts(1, seed=99)], cache=cache, load_target=loader)
+    assert loader.loads == 2
+
+
+def test_targets_that_were_logged_are_used_as_they_are(tmp_path: Path, loader: Loader) -> None:
+    texts = random_texts(2, seed=3)
+    logged = replace(texts[0], targets=rescore(tiny_llama(5), texts[:1], vocabulary=VOCABULARY)[0])
+    cache = TargetCache(tmp_path, "t" * 64)
+    assert with_targets([logged], cache=cache, load_target=loader) == [logged]
+    assert loader.loads == 0
+
+
+def test_another_target_has_other_files(tmp_path: Path, loader: Loader) -> None:
+    texts = random_texts(2, seed=3)
+    other = Loader(tiny_llama(5))
+    ours = with_targets(texts, cache=TargetCache(tmp_path, "a" * 64), load_target=loader)
+    theirs = with_targets(texts, cache=TargetCache(tmp_path, "b" * 64), load_target=other)
+    assert other.loads == 1
+    assert ours[0].targets != theirs[0].targets
+
+
+@pytest.mark.parametrize("damage", [lambda b: b[: len(b) // 2], lambda b: b"", lambda b: b"\0" * len(b)])
+def test_a_damaged_file_is_computed_again(tmp_path: Path, loader: Loader, damage: Callable[[bytes], bytes]) -> None:
+    texts = random_texts(3, seed=3)
+    cache = TargetCache(tmp_path, "t" * 64)
+    first = with_targets(texts, cache=cache, load_target=loader)
+    files = sorted(cache.folder.iterdir())
+    assert len(files) == 3
+    files[1].write_bytes(damage(files[1].read_bytes()))
+    assert with_targets(texts, cache=cache, load_target=loader) == first
+    assert loader.loads == 2
+    assert with_targets(texts, cache=cache, load_target=loader) == first
+    assert loader.loads == 2
+
+
+def test_a_text_without_prompt_or_output_stays_without(tmp_path: Path, loader: Loader) -> None:
+    text = random_texts(1, seed=3)[0]
+    odd = [replace(text, output=()), replace(text, prompt=replace(text.prompt, tokens=()))]
+    assert with_targets(odd, cache=TargetCache(tmp_path, "t"), load_target=loader) == odd
+    assert loader.loads == 0
