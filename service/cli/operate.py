@@ -36,8 +36,9 @@ def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the 
         while wait and run["state"] not in {"promoted", "rejected", "failed", "crashed"}:
             time.sleep(1.0)
             run = ask(url, "GET", f"/train/{run['id']}")
-            note = run["state"] if run["loss"] is None else f"{run['state']}, loss {run['loss']:.3f}"
-            bar(run["step"], run["steps"] or 1, note)
+            done = run["progress"]
+            note = run["state"] if done["loss"] is None else f"{run['state']}, loss {done['loss']:.3f}"
+            bar(done["step"], done["steps"] or 1, note)
     why = run["error"] or (run["verdict"] or {}).get("reason") or ""
     out.print(f"run {run['id']}: {run['state']} {why}", highlight=False, soft_wrap=True)
 

@@ -22,7 +22,7 @@ def serve(
     num_draft_tokens: Annotated[int | None, typer.Option(help="Tokens drafted per round; 0: no speculation.")] = None,
 ) -> None:
     """Serve POST /generate, and keep improving the draft while doing so."""
-    from service.app import run_server
+    from service.server import run_server
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     settings = settings_from(

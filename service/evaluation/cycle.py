@@ -100,7 +100,7 @@ def _serve_and_train(
         while run["state"] not in OVER:
             time.sleep(0.5)
             run = server.get(f"/train/{run['id']}")
-            on_step(run["state"], run["step"], run["steps"] or 1)
+            on_step(run["state"], run["progress"]["step"], run["progress"]["steps"] or 1)
         run["train_seconds"] = time.monotonic() - begun
     finally:
         server.stop()

@@ -219,7 +219,7 @@ def _stage(server: LocalServer, active: int) -> str:
         run = server.get("/train/1")
     except RedraftError:
         return "serving, collecting failure cases"
-    return f"serving, run 1 {run['state']} step {run['step']}/{run['steps']}"
+    return f"serving, run 1 {run['state']} step {run['progress']['step']}/{run['progress']['steps']}"
 
 
 def _active(folder: Path, pair: Pair) -> Draft:

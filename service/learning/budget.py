@@ -9,7 +9,7 @@ from pathlib import Path
 from service.core import TrainingFailed
 from service.learning.loss import CHUNK
 
-_BASE = 300 * 2**20
+_BASE = 512 * 2**20
 """Interpreter, MLX and its buffers."""
 _PER_HIDDEN, _PER_INNER, _PER_SCORE, _PER_LOGIT = 16, 6, 3, 5
 """Arrays that one block keeps for its backward pass: of the hidden width, of the feed-forward width, of attention

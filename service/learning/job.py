@@ -13,6 +13,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -239,7 +240,9 @@ def lower_priority(niceness: int) -> None:
     """Make way for serving. On Linux niceness belongs to a thread, and the BLAS started its own before main began."""
     tasks = Path("/proc/self/task")
     for thread in [int(task.name) for task in tasks.iterdir()] if tasks.is_dir() else [0]:
-        os.setpriority(os.PRIO_PROCESS, thread, niceness)
+        with suppress(ProcessLookupError):
+            # Only downwards: going back up is not for everyone to do.
+            os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), niceness))
 
 
 def _load_draft(job: TrainJob | ScoreJob) -> Loaded:

@@ -3,7 +3,7 @@
 Decoding is lossless, so a logged output is a sample of the target whatever drafted it. Given the output, each of its
 tokens x_t would have been an accepted draft token with a probability a_t that needs the draft alone: 1 or 0 under the
 match rule (its own choice equals x_t or not), min(1, q(x_t) / p(x_t)) under rejection. Rounds over those a_t form a
-renewal process whose expected number of target calls is exact (docs/decisions.md).
+renewal process whose expected number of target calls is exact.
 """
 
 from __future__ import annotations

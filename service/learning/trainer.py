@@ -111,7 +111,7 @@ class _Window:
         if self.gradients is None:
             return None
         n = len(self.losses)
-        return tree_map(lambda g: g / 1, self.gradients), sum(self.losses) / n
+        return tree_map(lambda g: g / n, self.gradients), sum(self.losses) / n
 
 
 class _Trainer:

@@ -1,0 +1,210 @@
+"""A child process at work: what it may say, and what it has said so far."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TypeAlias, cast
+
+from service.core import JobHandle, Progress, Score
+
+GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A finished adapter, published in its own folder."""
+
+    folder: Path
+    sha256: str
+    rank: int
+    scale: float
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """by_adapter: adapter id, or "candidate", to its scores. golden: the general held-out set stood in for the log."""
+
+    by_adapter: Mapping[str, Sequence[Score]]
+    golden: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """All that was asked has been said."""
+
+
+@dataclass(frozen=True, slots=True)
+class GaveUp:
+    """The job itself says why there is no result."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """The process ended or broke off without saying so."""
+
+    reason: str
+
+
+Ending: TypeAlias = Done | GaveUp | Crashed
+Message: TypeAlias = Progress | Candidate | Scores | Ending
+
+
+def parse(message: Mapping[str, object]) -> Message:
+    """One JSON object of the child's. Raises ValueError when it is none that a child may send."""
+    match message.get("type"):
+        case "progress":
+            return Progress(
+                step=_integer(message, "step"),
+                steps=_integer(message, "steps"),
+                loss=_optional(message, "loss"),
+                grad_norm=_optional(message, "grad_norm"),
+                tokens_per_second=_optional(message, "tokens_per_second"),
+                seconds_left=_optional(message, "seconds_left"),
+            )
+        case "candidate":
+            return Candidate(
+                folder=Path(_text(message, "folder")),
+                sha256=_text(message, "sha256"),
+                rank=_integer(message, "rank"),
+                scale=_number(message, "scale"),
+                keys=tuple(str(key) for key in _list(message, "keys")),
+            )
+        case "scores":
+            by_adapter = _object(message.get("scores"), "scores")
+            return Scores(
+                {name: tuple(_score(item) for item in _list(by_adapter, name)) for name in by_adapter},
+                message.get("golden") is True,
+            )
+        case "failed":
+            return GaveUp(_text(message, "reason"))
+        case "done":
+            return Done()
+        case other:
+            raise ValueError(f"unknown message type {other!r}")
+
+
+class Child:
+    """One child process. `listen` fills `inbox`; whoever reads it takes a message off only after acting on it, so that a
+    failure to act (the database is away) loses nothing. The last message is always an Ending, and then the process is gone.
+
+    scores: the last ones it sent. adapter: the row of the candidate it published (training) or that it was asked about.
+    """
+
+    def __init__(self, handle: JobHandle, started: datetime, adapter: int | None = None) -> None:
+        self.inbox: deque[Message] = deque()
+        self.scores: Scores | None = None
+        self.adapter = adapter
+        self._handle = handle
+        self._started = started
+        self._silent_end = False
+        self._ended = False
+        self._paused = False
+
+    @property
+    def pid(self) -> int:
+        return self._handle.pid
+
+    @property
+    def over(self) -> bool:
+        """It has ended and everything it said has been acted on."""
+        return self._ended and not self.inbox
+
+    def listen(self, now: datetime, limit_seconds: float) -> None:
+        """Take what it has written since the last call. It may run for `limit_seconds`, then it is ended by force."""
+        if self._ended:
+            return
+        code = self._handle.exit_code()  # before the messages: what was written before the exit is then surely read
+        try:
+            self.inbox.extend([parse(message) for message in self._handle.poll()])
+        except ValueError as error:
+            self.inbox.append(Crashed(f"unreadable message from the child: {error}"))
+        ending = next((index for index, message in enumerate(self.inbox) if isinstance(message, Ending)), None)
+        if ending is not None:
+            while len(self.inbox) > ending + 1:
+                self.inbox.pop()
+        elif code == 0 and not self._silent_end:
+            self._silent_end = True  # its last words may still be on the way through the pipe
+            return
+        elif code is not None:
+            self.inbox.append(Crashed(f"the child ended with exit code {code}"))
+        elif (now - self._started).total_seconds() > limit_seconds:
+            self.inbox.append(Crashed(f"the child did not end within {limit_seconds:g} s"))
+        else:
+            return
+        self.stop()
+
+    def pause(self, paused: bool) -> None:
+        """Let it hold still, or go on; tells it only what is new."""
+        if paused is not self._paused and not self._ended:
+            self._paused = paused
+            self._handle.pause(paused)
+
+    def stop(self) -> None:
+        """End the process, whatever it does."""
+        self._ended = True
+        self._handle.stop(GRACE_SECONDS)
+
+
+def _object(value: object, name: str) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is not an object")
+    return cast("Mapping[str, object]", value)
+
+
+def _list(message: Mapping[str, object], name: str) -> list[object]:
+    value = message.get(name)
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is not a list")
+    return cast("list[object]", value)
+
+
+def _text(message: Mapping[str, object], name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} is not a text")
+    return value
+
+
+def _integer(message: Mapping[str, object], name: str) -> int:
+    value = message.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} is not a count")
+    return value
+
+
+def _number(message: Mapping[str, object], name: str) -> float:
+    value = message.get(name)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{name} is not a finite number")
+    return float(value)
+
+
+def _optional(message: Mapping[str, object], name: str) -> float | None:
+    """A number that may be absent, or not finite for one step of a run that survives it."""
+    value = message.get(name)
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    return _number(message, name)
+
+
+def _score(value: object) -> Score:
+    item = _object(value, "score")
+    domain = item.get("domain")
+    if not isinstance(domain, str):
+        raise ValueError("domain is not a text")
+    return Score(
+        generation=_text(item, "generation"),
+        domain=domain,
+        tokens=_integer(item, "tokens"),
+        agreed=_integer(item, "agreed"),
+        calls=_number(item, "calls"),
+        k=_integer(item, "k"),
+    )

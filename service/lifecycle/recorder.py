@@ -1,0 +1,126 @@
+"""The bounded buffer between the engine's thread and the database: recording never delays or breaks decoding."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from service.core import Generation
+from service.store.generations import Generations
+
+log = logging.getLogger(__name__)
+
+BATCH = 32
+ATTEMPTS = 5
+"""Tries of one batch before it is given up: a batch that can never be written must not dam up those behind it."""
+
+
+class Recorder:
+    """Takes finished generations from the engine and writes them behind its back.
+
+    `record` only appends to a buffer of `capacity` generations. One thread of its own hands batches to the store and waits
+    for each, so that at most one batch is ever queued there. When the store is slow or gone the buffer fills, and then the
+    oldest generations go (the newest are what training wants); every loss is counted and told to `on_drop`, which is called
+    from the engine's or the recorder's thread and must return at once.
+    """
+
+    def __init__(
+        self,
+        generations: Generations,
+        *,
+        capacity: int = 512,
+        on_drop: Callable[[int], None] | None = None,
+        backoff_seconds: float = 0.25,
+    ) -> None:
+        self._generations = generations
+        self._capacity = capacity
+        self._on_drop = on_drop
+        self._backoff = backoff_seconds
+        self._buffer: deque[Generation] = deque()
+        self._in_flight = 0
+        self._dropped = 0
+        self._closing = threading.Event()
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="redraft-recorder", daemon=True)
+        self._thread.start()
+
+    @property
+    def dropped(self) -> int:
+        """Generations lost since the start."""
+        return self._dropped
+
+    def record(self, generation: Generation) -> None:
+        """Keep a generation for writing, unless its request said not to store it. Returns at once, never raises."""
+        if not generation.prompt.store:
+            return
+        with self._changed:
+            if self._closing.is_set():
+                lost = 1
+            else:
+                self._buffer.append(generation)
+                lost = max(len(self._buffer) - self._capacity, 0)
+                for _ in range(lost):
+                    self._buffer.popleft()
+                self._changed.notify_all()
+        self._drop(lost)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything recorded so far is written or given up. False when that took longer than `timeout`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._buffer and not self._in_flight, timeout)
+
+    def close(self, timeout: float) -> bool:
+        """Refuse new generations and write what is there for at most `timeout` seconds; what is left then is dropped.
+
+        True when nothing was left. Idempotent.
+        """
+        with self._changed:
+            self._closing.set()
+            self._changed.notify_all()
+        drained = self.flush(timeout)
+        with self._changed:
+            lost = len(self._buffer)
+            self._buffer.clear()
+            self._changed.notify_all()
+        self._drop(lost)
+        if drained:
+            self._thread.join(timeout)
+        return drained
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._buffer or self._closing.is_set())
+                batch = [self._buffer.popleft() for _ in range(min(BATCH, len(self._buffer)))]
+                if not batch:
+                    return
+                self._in_flight = len(batch)
+            written = self._write(batch)
+            with self._changed:
+                self._in_flight = 0
+                self._changed.notify_all()
+            if not written:
+                self._drop(len(batch))
+
+    def _write(self, batch: list[Generation]) -> bool:
+        for attempt in range(ATTEMPTS):
+            try:
+                self._generations.add(batch).result()
+                return True
+            except Exception as error:  # whatever the store does, the engine goes on and this thread lives
+                log.warning("could not record %d generations: %s", len(batch), type(error).__name__)
+            if self._closing.is_set():
+                break
+            time.sleep(self._backoff * 2**attempt)
+        return False
+
+    def _drop(self, count: int) -> None:
+        if not count:
+            return
+        with self._changed:
+            self._dropped += count
+        if self._on_drop is not None:
+            self._on_drop(count)

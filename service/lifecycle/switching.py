@@ -1,0 +1,89 @@
+"""Getting an adapter from its row into the engine, and falling back when it will not go."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+from service.core import (
+    BARE_DRAFT,
+    AdapterRef,
+    AdapterRefused,
+    AdapterState,
+    DraftSwitch,
+    RunState,
+    Staged,
+    TrainingRun,
+)
+from service.store.adapters import Adapters
+
+log = logging.getLogger(__name__)
+
+STAGE_SECONDS = 120.0
+"""Longest wait for the engine to load or switch a draft between its rounds."""
+
+
+class Events(Protocol):
+    """What the lifecycle tells whoever counts (metrics)."""
+
+    def training(self, run: TrainingRun) -> None: ...
+
+    def training_ended(self, state: RunState) -> None: ...
+
+    def promoted(self) -> None: ...
+
+    def rolled_back(self) -> None: ...
+
+    def swapped(self, seconds: float) -> None: ...
+
+    def serving(self, ref: AdapterRef | None) -> None: ...
+
+
+class Switching:
+    """Stage, then switch; `draft` is the fingerprint of the bare draft that serves."""
+
+    def __init__(self, engine: DraftSwitch, adapters: Adapters, draft: str, events: Events) -> None:
+        self._engine = engine
+        self._adapters = adapters
+        self._draft = draft
+        self._events = events
+
+    def stage(self, ref: AdapterRef | None) -> Staged:
+        """Load and check aside. Raises AdapterRefused, Unavailable, TimeoutError."""
+        return self._engine.stage(ref).result(STAGE_SECONDS)
+
+    def switch(self, staged: Staged, ref: AdapterRef | None, begun: float) -> None:
+        """Serve with it. begun: time.perf_counter() when staging began."""
+        self._engine.switch(staged).result(STAGE_SECONDS)
+        self._events.swapped(time.perf_counter() - begun)
+        self._events.serving(ref)
+
+    def serve_active(self) -> AdapterRef | None:
+        """Make the engine serve what the rows say; an adapter that will not load is marked broken and its nearest usable
+        ancestor takes its place, in the end the bare draft. Returns what serves."""
+        while True:
+            ref = self._adapters.active(self._draft)
+            begun = time.perf_counter()
+            try:
+                staged = self.stage(ref)
+            except AdapterRefused as error:
+                if ref is None:
+                    raise
+                log.error("adapter %d will not load: %s", ref.id, error)
+                self._adapters.broken(ref.id, str(error))
+                self._reinstate(ref.parent)
+                continue
+            if self._engine.active != (ref.id if ref else BARE_DRAFT):
+                self.switch(staged, ref, begun)
+            else:
+                self._events.serving(ref)
+            return ref
+
+    def _reinstate(self, ancestor: int) -> None:
+        while ancestor != BARE_DRAFT:
+            ref = self._adapters.get(ancestor)
+            if ref.state is AdapterState.RETIRED:
+                self._adapters.activate(ancestor, self._draft)
+                return
+            ancestor = ref.parent

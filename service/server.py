@@ -1,0 +1,219 @@
+"""The server: every part built once, started and stopped in order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+import uvicorn
+from fastapi import FastAPI
+
+from service.api import Limits, build_api
+from service.app import Folders, open_stores, resolve_models
+from service.engine.decoder import Decoder
+from service.engine.draft import bare
+from service.engine.probe import check_rows
+from service.engine.worker import Engine, Worker
+from service.lifecycle.clock import Clock
+from service.lifecycle.launcher import ProcessLauncher
+from service.lifecycle.recorder import Recorder
+from service.lifecycle.supervisor import Rules, Supervisor
+from service.lifecycle.switching import Switching
+from service.metrics import Metrics
+from service.models.pair import Pair, load_pair
+from service.models.text import TextEncoder
+from service.settings import Settings
+
+log = logging.getLogger(__name__)
+
+FATAL_EXIT = 70
+"""Exit status after the engine died or hung (EX_SOFTWARE): whoever supervises this process starts it again."""
+FATAL_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What the engine's thread loaded."""
+
+    folders: Folders
+    pair: Pair
+    context: int
+
+
+class Application:
+    """The server's parts, from the database to the HTTP application. `start` raises what makes serving impossible."""
+
+    def __init__(self, settings: Settings, on_fatal: Callable[[str], None]) -> None:
+        self.settings = settings
+        self.stores = open_stores(settings, create=True)
+        self.metrics = Metrics(settings.engine.num_draft_tokens)
+        self.recorder = Recorder(self.stores.generations, on_drop=self.metrics.recorder_dropped)
+        self.worker = Worker(
+            self._build,
+            max_rows=settings.engine.max_rows,
+            max_waiting=settings.engine.max_waiting,
+            recorder=self.recorder,
+            observer=self.metrics,
+            hang_seconds=settings.engine.hang_seconds,
+            on_fatal=on_fatal,
+        )
+        self.metrics.watch_engine(self.worker.status)
+        self._serving: Serving | None = None
+        self._supervisor: Supervisor | None = None
+        self._clock: Clock | None = None
+
+    def start(self) -> FastAPI:
+        """Load the models, serve what the rows say, set the clock going. Returns the HTTP application."""
+        settings = self.settings
+        self.worker.start()
+        serving = self._serving
+        assert serving is not None
+        supervisor = Supervisor(
+            runs=self.stores.runs,
+            adapters=self.stores.adapters,
+            generations=self.stores.generations,
+            replay=self.stores.replay,
+            switching=Switching(self.worker, self.stores.adapters, serving.pair.provenance.draft, self.metrics),
+            launcher=ProcessLauncher(settings.home / "training.log", settings.training.threads),
+            events=self.metrics,
+            rules=self._rules(serving),
+            who=serving.pair.provenance,
+            # Where requests have to wait for a row, serving needs all there is.
+            busy=lambda: self.worker.status().waiting > 0,
+        )
+        supervisor.start()
+        clock = Clock(supervisor.tick, settings.training.tick_seconds)
+        clock.start()
+        self._supervisor, self._clock = supervisor, clock
+        return build_api(
+            service=self.worker,
+            encoder=TextEncoder(serving.pair.target.tokenizer),
+            operator=supervisor,
+            metrics=self.metrics,
+            limits=Limits(
+                max_body_bytes=settings.server.max_body_bytes,
+                request_timeout=settings.server.request_timeout,
+                keepalive_seconds=settings.server.keepalive_seconds,
+                max_tokens=serving.context,
+                max_context=serving.context,
+            ),
+            model=settings.models.target,
+        )
+
+    def drain(self) -> None:
+        """Refuse new requests, let running ones finish within the drain time, end the rest with an error."""
+        self.worker.drain(self.settings.server.drain_seconds)
+        self.worker.stop()
+
+    def stop(self) -> None:
+        """In the order in which things depend on each other; whatever was recorded is written."""
+        if self._clock is not None:
+            self._clock.stop()
+        if self._supervisor is not None:
+            self._supervisor.stop()
+        self.worker.stop()
+        self.recorder.close(timeout=10.0)
+        self.stores.close()
+
+    def _build(self) -> Engine:
+        """On the engine's thread: models are found, converted, loaded and looked at there."""
+        settings = self.settings
+        folders = resolve_models(settings)
+        pair = load_pair(folders.target, folders.draft)
+        check_rows(pair.target.model, "target")
+        if pair.draft is not None:
+            check_rows(pair.draft.model, "draft")
+        base = bare(pair.draft.model) if pair.draft is not None else None
+        context = min(settings.engine.max_context, pair.target.context or settings.engine.max_context)
+        self._serving = Serving(folders, pair, context)
+        return Engine(
+            decoder=Decoder(
+                pair.target.model,
+                base,
+                vocabulary=pair.vocabulary,
+                k=settings.engine.num_draft_tokens if base is not None else 0,
+                prefill_chunk=settings.engine.prefill_chunk,
+                tie_margin=settings.engine.tie_margin,
+                collect=settings.store.record,
+            ),
+            base=base,
+            eos=pair.eos,
+            context=context,
+            provenance=pair.provenance,
+            detokenizer=lambda: pair.target.tokenizer.detokenizer,
+        )
+
+    def _rules(self, serving: Serving) -> Rules:
+        settings, folders = self.settings, serving.folders
+        spec: dict[str, object] = {
+            "url": settings.database_url,
+            "target": str(folders.target),
+            "draft": str(folders.draft),
+            "out": str(settings.adapters_dir),
+            "general": str(folders.general) if folders.general else None,
+            "cache": str(settings.home / "targets"),
+            "training": settings.training.model_dump(),
+            "gate": settings.gate.model_dump(),
+            "k": settings.engine.num_draft_tokens,
+            "provenance": asdict(serving.pair.provenance),
+        }
+        return Rules(
+            training=settings.training,
+            gate=settings.gate,
+            max_generations=settings.store.max_generations,
+            adapters=settings.adapters_dir,
+            spec=spec,
+        )
+
+
+class Server(uvicorn.Server):
+    """Uvicorn that lets running answers finish before it cuts connections."""
+
+    def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._drain = drain
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if not self.force_exit:
+            await asyncio.to_thread(self._drain)
+        await super().shutdown(sockets)
+
+
+def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
+    """Serve until a signal comes. Returns the exit status: FATAL_EXIT after the engine died."""
+    server: Server | None = None
+    fatal: list[str] = []
+
+    def failed(reason: str) -> None:
+        fatal.append(reason)
+        log.critical("%s: ending, so that whoever supervises this process starts it again", reason)
+        if server is not None:
+            server.should_exit = True
+        # A thread that hangs in native code cannot be joined: give the answers a moment to go out, then leave for good.
+        threading.Timer(FATAL_SECONDS, os._exit, (FATAL_EXIT,)).start()
+
+    application = Application(settings, failed)
+    try:
+        api = application.start()
+        config = uvicorn.Config(
+            api,
+            host=settings.server.host,
+            port=settings.server.port,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
+        server = Server(config, application.drain)
+        listener = config.bind_socket()
+        host, port = listener.getsockname()[:2]
+        on_ready(f"http://{host}:{port}")
+        server.run(sockets=[listener])
+    finally:
+        application.stop()
+    return FATAL_EXIT if fatal else 0
