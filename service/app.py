@@ -18,7 +18,6 @@ from service.store.runs import Runs
 log = logging.getLogger(__name__)
 
 
-
 @dataclass(frozen=True, slots=True)
 class Stores:
     """The database and what reads it: all that commands without a model need."""

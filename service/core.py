@@ -90,8 +90,9 @@ class Round:
 class FailureCase:
     """The first rejection of one round: the draft proposed `drafted`, the target emitted `target`.
 
-    position: index into the output tokens. p, q: probability of `drafted` under target and draft at T = 1. margin: gap between the target's two best log-probabilities at T = 1; below the tie threshold the case is
-    numerical noise and `tie` is set (kept, not counted)."""
+    position: index into the output tokens. p, q: probability of `drafted` under target and draft at T = 1. margin: gap
+    between the target's two best log-probabilities at T = 1; below the tie threshold the case is numerical noise and `tie`
+    is set (kept, not counted)."""
 
     position: int
     drafted: int

@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
 )
-from pydantic import BaseModel, ConfigDict
 
 from service.core import BadRequest
 
@@ -50,19 +49,19 @@ class ModelSettings(Section):
 class EngineSettings(Section):
     """How tokens are made."""
 
-    num_draft_tokens: int = Field(3, ge=0, le=16)
+    num_draft_tokens: int = Field(default=3, ge=0, le=16)
     """Tokens drafted per round; 0 decodes with the target alone."""
-    max_rows: int = Field(16, ge=1, le=256)
+    max_rows: int = Field(default=16, ge=1, le=256)
     """Requests decoded together."""
-    max_waiting: int = Field(64, ge=0)
+    max_waiting: int = Field(default=64, ge=0)
     """Requests queued beyond that before new ones are refused."""
-    prefill_chunk: int = Field(256, ge=16)
+    prefill_chunk: int = Field(default=256, ge=16)
     """Prompt tokens processed between two decoding rounds."""
-    max_context: int = Field(4096, ge=16)
+    max_context: int = Field(default=4096, ge=16)
     """Prompt and output tokens of one request together (the model's own limit wins when it is lower)."""
-    tie_margin: float = Field(1e-3, ge=0.0)
+    tie_margin: float = Field(default=1e-3, ge=0.0)
     """Top-2 log-probability gap below which a disagreement counts as numerical noise."""
-    hang_seconds: float = Field(120.0, gt=0)
+    hang_seconds: float = Field(default=120.0, gt=0)
     """Without progress for this long while work is waiting, the process reports not ready and exits."""
 
 
@@ -74,7 +73,7 @@ class StoreSettings(Section):
     adapters: Path | None = None
     """Where adapter folders live; None: in the home folder."""
     record: bool = True
-    max_generations: int = Field(50_000, ge=1)
+    max_generations: int = Field(default=50_000, ge=1)
     """Older generations beyond this many are purged by the tick."""
 
 
@@ -82,58 +81,58 @@ class TrainingSettings(Section):
     """When and how the draft's adapter is trained. Defaults: docs/decisions.md."""
 
     enabled: bool = True
-    tick_seconds: float = Field(15.0, gt=0)
-    min_cases: int = Field(400, ge=1)
+    tick_seconds: float = Field(default=15.0, gt=0)
+    min_cases: int = Field(default=400, ge=1)
     """Untrained, untied failure cases needed before a run starts by itself."""
-    min_tokens: int = Field(4_000, ge=1)
+    min_tokens: int = Field(default=4_000, ge=1)
     """Output tokens of the untrained generations needed before a run starts by itself."""
-    cooldown_seconds: float = Field(300.0, ge=0)
-    max_generations: int = Field(800, ge=1)
+    cooldown_seconds: float = Field(default=300.0, ge=0)
+    max_generations: int = Field(default=800, ge=1)
     """Newest untrained generations a single run trains on."""
     replay: Share = 0.25
     """Share of the training examples that come from the replay buffer."""
-    rank: int = Field(16, ge=1, le=256)
-    scale: float = Field(2.0, gt=0)
+    rank: int = Field(default=16, ge=1, le=256)
+    scale: float = Field(default=2.0, gt=0)
     """LoRA scale: what the low-rank product is multiplied by."""
-    learning_rate: float = Field(1e-3, gt=0)
-    epochs: int = Field(3, ge=1)
-    batch_size: int = Field(8, ge=1)
-    accumulate: int = Field(1, ge=1)
-    max_length: int = Field(512, ge=8)
+    learning_rate: float = Field(default=1e-3, gt=0)
+    epochs: int = Field(default=3, ge=1)
+    batch_size: int = Field(default=8, ge=1)
+    accumulate: int = Field(default=1, ge=1)
+    max_length: int = Field(default=512, ge=8)
     """Prompt and response tokens of one example; longer ones lose the start of the prompt first."""
-    reject_weight: float = Field(2.0, ge=1.0)
+    reject_weight: float = Field(default=2.0, ge=1.0)
     """Loss weight of positions where the draft was first rejected."""
-    clip: float = Field(1.0, gt=0)
+    clip: float = Field(default=1.0, gt=0)
     warmup: Share = 0.1
-    niceness: int = Field(10, ge=0, le=19)
-    threads: int = Field(0, ge=0)
+    niceness: int = Field(default=10, ge=0, le=19)
+    threads: int = Field(default=0, ge=0)
     """BLAS threads of the child; 0: as many as there are cores."""
-    memory_gb: float = Field(0.0, ge=0)
+    memory_gb: float = Field(default=0.0, ge=0)
     """Refuse to train when less than this is free; 0: estimated from the models."""
-    timeout_seconds: float = Field(3600.0, gt=0)
+    timeout_seconds: float = Field(default=3600.0, gt=0)
 
 
 class GateSettings(Section):
     """What a candidate must prove, and what rolls it back."""
 
-    min_prompts: int = Field(30, ge=1)
-    min_tokens: int = Field(2_000, ge=1)
-    max_prompts: int = Field(200, ge=1)
+    min_prompts: int = Field(default=30, ge=1)
+    min_tokens: int = Field(default=2_000, ge=1)
+    max_prompts: int = Field(default=200, ge=1)
     domain_tolerance: Share = 0.02
     """A domain blocks only when its whole interval lies below minus this."""
-    bootstrap: int = Field(2_000, ge=100)
-    watch_generations: int = Field(60, ge=1)
+    bootstrap: int = Field(default=2_000, ge=100)
+    watch_generations: int = Field(default=60, ge=1)
     """New generations after a promotion on which the adapter is compared with its parent."""
 
 
 class ServerSettings(Section):
     host: str = "127.0.0.1"
-    port: int = Field(8321, ge=0, le=65535)
-    max_body_bytes: int = Field(2**20, ge=1024)
-    request_timeout: float = Field(600.0, gt=0)
-    keepalive_seconds: float = Field(15.0, gt=0)
+    port: int = Field(default=8321, ge=0, le=65535)
+    max_body_bytes: int = Field(default=2**20, ge=1024)
+    request_timeout: float = Field(default=600.0, gt=0)
+    keepalive_seconds: float = Field(default=15.0, gt=0)
     """Silence on a stream after which an SSE comment is sent."""
-    drain_seconds: float = Field(30.0, ge=0)
+    drain_seconds: float = Field(default=30.0, ge=0)
     """How long running requests may finish after SIGTERM."""
     allow_remote: bool = False
     """Listening beyond this machine must be said explicitly: there are no keys yet."""

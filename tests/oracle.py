@@ -12,9 +12,7 @@ from service.core import Sampling
 from service.engine.sampling import gumbel, noise_key
 
 
-def naive(
-    target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: frozenset[int] = frozenset()
-) -> list[int]:
+def naive(target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[int]:
     """Greedy or seeded output, up to and including an end token."""
     cache = make_prompt_cache(target)
     feed, out = mx.array([list(prompt)]), []

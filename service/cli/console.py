@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -26,7 +26,7 @@ class Bar(Protocol):
 
 
 @contextmanager
-def progress(title: str) -> Iterator[Bar]:
+def progress(title: str) -> Generator[Bar]:
     """A bar on stderr; plain silence when stderr is not a terminal."""
     columns = (
         TextColumn("[bold]{task.description}"),

@@ -141,9 +141,13 @@ def agreement(
 def cycle(
     train: Annotated[Path, typer.Option(help="Prompts to serve and learn from.")],
     train_limit: Annotated[int, typer.Option(min=1, help="Serve the first so many.")],
-    test: Annotated[list[Path], typer.Option(help="Prompts to measure on; repeat for more. FILE:DOMAIN picks one domain.")],
+    test: Annotated[
+        list[Path], typer.Option(help="Prompts to measure on; repeat for more. FILE:DOMAIN picks one domain.")
+    ],
     test_limit: Annotated[int | None, typer.Option(min=1, help="Of each test file, only the first so many.")] = None,
-    replay: Annotated[float | None, typer.Option(min=0.0, max=1.0, help="Another replay share than the settings'.")] = None,
+    replay: Annotated[
+        float | None, typer.Option(min=0.0, max=1.0, help="Another replay share than the settings'.")
+    ] = None,
     keep: Annotated[Path | None, typer.Option(help="Leave the server's log, database and adapters here.")] = None,
     config: Config = None,
     json: Json = None,
@@ -188,5 +192,7 @@ def cycle(
     ]
     table("one cycle", ("test", "agreement", "tokens per call (K = 4)", "overlap"), rows)
     verdict = found["verdict"]
-    out.print(f"{found['state']}: {verdict['reason'] if verdict else ''}; {found['train_seconds']:.0f} s", highlight=False)
+    out.print(
+        f"{found['state']}: {verdict['reason'] if verdict else ''}; {found['train_seconds']:.0f} s", highlight=False
+    )
     write_json(json, found)

@@ -77,9 +77,7 @@ class RowLayer:
         at = mx.broadcast_to(at[:, None, :, None], new.shape)
         return mx.put_along_axis(held, at, new.astype(held.dtype), axis=2)
 
-    def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None
-    ) -> mx.array | str | None:
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """mlx-lm asks before the update. (1 or B, 1, N, longest + N) booleans; None or "causal" where that says it all."""
         window = window_size or self.window
         start = self.offset
@@ -145,7 +143,7 @@ class RowCache:
         """Keep these rows, in this order, and give back the room only the others needed."""
         lengths = [self.lengths.host[row] for row in rows]
         top = -(-max(lengths, default=0) // STEP) * STEP
-        picked = mx.array(rows, dtype=mx.int32)
+        picked = mx.array(list(rows), dtype=mx.int32)
         for layer in self.layers:
             if layer.keys is not None and layer.values is not None:
                 layer.keys = layer.keys[picked][:, :, :top] if top else None

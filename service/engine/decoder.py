@@ -164,7 +164,9 @@ class Decoder:
         for i, row in enumerate(rows):
             shown = Evidence(*(a[i] for a in arrays)) if arrays and row.prompt.store else None
             kept = int(counts[i])
-            deltas.append(row.take(tokens[i, : kept + 1].tolist(), proposed[i].tolist(), adapter, shown, self.tie_margin))
+            deltas.append(
+                row.take(tokens[i, : kept + 1].tolist(), proposed[i].tolist(), adapter, shown, self.tie_margin)
+            )
         if not np.array(usable).all():
             self._put_draft_aside()
         self.cache.rewind([len(row.tokens) - 1 for row in rows])

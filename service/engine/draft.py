@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -59,12 +59,12 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
 
     model = twin(base)
     try:
-        linear_to_lora_layers(model, len(base.layers), config)
+        linear_to_lora_layers(model, len(cast("list[object]", base.layers)), config)
     except Exception as error:
         raise AdapterRefused(f"adapter {ref.id}: its layers do not fit this draft ({error})") from error
     expected = {
         name: array.shape
-        for name, array in tree_flatten(model.parameters())
+        for name, array in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
         if name.rsplit(".", 1)[-1] in {"lora_a", "lora_b"}
     }
     if not expected:
@@ -78,7 +78,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
     yield None
     model.load_weights(list(weights.items()), strict=False)
     for name, module in list(model.named_modules()):
-        if isinstance(module, LoRALinear) and isinstance(module.linear, nn.Linear):
+        if isinstance(module, LoRALinear) and isinstance(cast(object, module.linear), nn.Linear):
             folded = module.fuse()
             mx.eval(folded.parameters())
             _replace(model, name, folded)

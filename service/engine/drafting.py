@@ -88,4 +88,3 @@ class ModelDrafter:
             line[: len(tokens)] = tokens
         self.draft.model(mx.array(feed), cache=self.cache.layers)
         self.cache.rewind([have + len(tokens) for have, tokens in zip(held, missing, strict=True)])
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
@@ -29,14 +31,18 @@ def check_rows(model: nn.Module, role: str) -> None:
     except Exception as error:
         raise PairError(f"the {role} ({family}) does not run on rows of unlike length: {error}") from error
     for row, (ours, theirs) in enumerate(zip(together, apart, strict=True)):
-        span = float((theirs.max() - theirs.min()).item())
+        span = _number(theirs.max() - theirs.min())
         exact = theirs.dtype == mx.float32 and mx.default_device().type == mx.cpu
         allowed = max(span, 1e-6) * (_TOLERANCE / 100 if exact else _TOLERANCE)
-        gap = float(mx.abs(ours.astype(mx.float32) - theirs.astype(mx.float32)).max().item())
+        gap = _number(mx.abs(ours.astype(mx.float32) - theirs.astype(mx.float32)).max())
         if not gap <= allowed:
             raise PairError(
                 f"the {role} ({family}) gives other logits in a batch than alone (row {row}: {gap:.3g}, allowed {allowed:.3g})"
             )
+
+
+def _number(scalar: mx.array) -> float:
+    return float(cast(float, scalar.item()))
 
 
 def _alone(model: nn.Module, row: tuple[int, ...]) -> mx.array:

@@ -112,4 +112,3 @@ def _serve_and_train(
     finally:
         database.close()
     return run, adapter, adapter.draft
-

@@ -159,9 +159,7 @@ def _lines(prompts: Sequence[PromptLine] | None, scale: Scale) -> tuple[Iterator
     return itertools.cycle(rest), measured
 
 
-def _serve(
-    settings: Settings, folder: Path, lines: Iterator[PromptLine], scale: Scale, on_step: Step
-) -> Story:
+def _serve(settings: Settings, folder: Path, lines: Iterator[PromptLine], scale: Scale, on_step: Step) -> Story:
     on_step("starting the server", 0, 1)
     server = LocalServer(
         folder,
@@ -245,9 +243,7 @@ def _check(pair: Pair, answers: Sequence[Answer], scale: Scale, on_step: Step) -
     for done, answer in enumerate(good):
         on_step("checking answers against the target alone", done, len(good))
         prompt = encoder.encode_chat([{"role": "user", "content": answer.line.prompt}])
-        missed, near = forced_mismatches(
-            pair.target.model, prompt, answer.tokens, pair.vocabulary, tie=1e-3
-        )
+        missed, near = forced_mismatches(pair.target.model, prompt, answer.tokens, pair.vocabulary, tie=1e-3)
         ties += near
         differs = missed > near
         if not differs and (near or id(answer) in chosen):

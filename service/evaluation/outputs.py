@@ -69,7 +69,12 @@ def greedy_generations(
     encoder = TextEncoder(pair.target.tokenizer)
     sampling = Sampling(max_tokens=max_tokens)
     prompts = [
-        Prompt(encoder.encode_chat([{"role": "user", "content": line.prompt}]), sampling, line.domain, first_user=line.prompt)
+        Prompt(
+            encoder.encode_chat([{"role": "user", "content": line.prompt}]),
+            sampling,
+            line.domain,
+            first_user=line.prompt,
+        )
         for line in lines
     ]
     cache = GreedyOutputs(home, pair.provenance, max_tokens)

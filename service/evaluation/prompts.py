@@ -28,9 +28,10 @@ def read_prompts(path: Path, *, domain: str | None = None, limit: int | None = N
             continue
         try:
             item = json.loads(line)
-            made = PromptLine(str(item.get("id", number)), str(item.get("domain", path.stem)), item["prompt"])
-            if not isinstance(made.prompt, str) or not made.prompt.strip():
-                raise ValueError("an empty prompt")
+            prompt: object = item["prompt"]
+            if not isinstance(prompt, str) or not prompt.strip():
+                raise ValueError("the prompt is not a text")
+            made = PromptLine(str(item.get("id", number)), str(item.get("domain", path.stem)), prompt)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise BadRequest(f'{path}, line {number}: expected {{"id", "domain", "prompt"}} ({error})') from error
         if domain is None or made.domain == domain:

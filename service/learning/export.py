@@ -24,9 +24,9 @@ def export_adapter(ref: AdapterRef, folder: Path) -> None:
 def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
     """Write the draft with the adapter folded into its weights, as a standard model folder. A quantised draft keeps its
     LoRA apart when it serves; here the folded layers are quantised again, which costs a little of what was learnt."""
+    from mlx.utils import tree_unflatten
     from mlx_lm.tuner.lora import LoRALinear
     from mlx_lm.tuner.utils import load_adapters
-    from mlx.utils import tree_unflatten
 
     from service.engine.draft import read_config, read_header
 

@@ -50,7 +50,7 @@ def response_logits(
             prompt, output = texts[index]
             row[: len(prompt) + len(output) - 1] = [*prompt, *output[:-1]]
         fed = mx.array(tokens)
-        states = cast(mx.array, model(fed)) if parts is None else parts[0](fed, None)
+        states = cast("mx.array", model(fed)) if parts is None else parts[0](fed, None)
         states = states.reshape(-1, states.shape[-1])
         where = [(row, i, j) for row, i in enumerate(group) for j in range(len(texts[i][1]))]
         states = states[mx.array([row * length + len(texts[i][0]) - 1 + j for row, i, j in where])]

@@ -58,7 +58,7 @@ class TargetDivergence:
         count = batch.at.shape[0]
         if count == 0:
             return mx.array(0.0)
-        states = cast(mx.array, model(batch.tokens)) if self.parts is None else self.parts[0](batch.tokens, None)
+        states = cast("mx.array", model(batch.tokens)) if self.parts is None else self.parts[0](batch.tokens, None)
         states = states.reshape(-1, states.shape[-1])
         if count <= CHUNK:
             total = self._total(states[batch.at], batch, 0, count)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -82,7 +83,7 @@ def make_draft(
     draft = load_model(scratch).model
     freeze_shared(draft)
     # Trained weights are kept in float32 and cast for each step: small updates would vanish in bfloat16.
-    precision = {name: array.dtype for name, array in tree_flatten(draft.parameters())}
+    precision = {name: array.dtype for name, array in _named(draft)}
     draft.update(tree_map(lambda array: array.astype(mx.float32), draft.trainable_parameters()))
     target.model.set_dtype(dtype)
 
@@ -107,7 +108,7 @@ def make_draft(
     )
     after, counted = agreement(draft, held_out, loss)
 
-    weights = {name: array.astype(precision[name]) for name, array in tree_flatten(draft.parameters())}
+    weights = {name: array.astype(precision[name]) for name, array in _named(draft)}
     depth = target.config["num_hidden_layers"]
     kept = [index + depth if index < 0 else index for index in recipe.layers]
     save(weights, pruned_config(target.config, kept, depth), target.folder, scratch)
@@ -128,6 +129,10 @@ def make_draft(
         writing_seconds=written_at - begun,
         training_seconds=trained.seconds,
     )
+
+
+def _named(model: nn.Module) -> list[tuple[str, mx.array]]:
+    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
 
 
 def _text(target: Loaded, recipe: Recipe, kept: Path | None, report: Report) -> Text:

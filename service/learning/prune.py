@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -24,14 +24,14 @@ def prune(target: Loaded, layers: Sequence[int], folder: Path) -> None:
     Raises ModelError when an index is out of range or the family does not keep its layers in one list.
     """
     depth = target.config.get("num_hidden_layers")
-    if not isinstance(depth, int) or len(target.model.layers) != depth:
+    if not isinstance(depth, int) or len(cast("list[object]", target.model.layers)) != depth:
         raise ModelError(f"cannot prune {target.folder.name}: its layers are not one list of num_hidden_layers")
     kept = [index + depth if index < 0 else index for index in layers]
     if not kept or sorted(set(kept)) != kept or kept[0] < 0 or kept[-1] >= depth:
         raise ModelError(f"--layers must name layers 0..{depth - 1} in ascending order, each once: got {list(layers)}")
     folder.mkdir(parents=True, exist_ok=True)
     weights: dict[str, mx.array] = {}
-    for name, array in tree_flatten(target.model.parameters()):
+    for name, array in cast("list[tuple[str, mx.array]]", tree_flatten(target.model.parameters())):
         match = _LAYER.match(name)
         if match is None:
             weights[name] = array

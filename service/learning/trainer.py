@@ -270,7 +270,7 @@ def train(
 
 
 def number(scalar: mx.array) -> float:
-    return float(cast(float, scalar.item()))
+    return float(cast("float", scalar.item()))
 
 
 def global_norm(gradients: Gradients) -> mx.array:

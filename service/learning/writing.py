@@ -89,10 +89,11 @@ def write(
         cache.commit(1)
         key, step_key = mx.random.split(key)
         heat = np.where(speaker == USER, 1.0, temperature)
+        hot_rows = mx.array((heat > 0).tolist())
         hot = mx.array(np.where(heat > 0, heat, 1.0)[:, None].astype(np.float32))
         # A categorical draw needs no normalised law, which saves two passes over rows x vocabulary.
         sampled = mx.random.categorical(logits / hot, axis=-1, key=step_key)
-        drawn = np.array(mx.where(mx.array(heat > 0), sampled, mx.argmax(logits, axis=-1).astype(sampled.dtype)))
+        drawn = np.array(mx.where(hot_rows, sampled, mx.argmax(logits, axis=-1).astype(sampled.dtype)))
         queued = pending > 0
         tokens[:, at] = np.where(queued, forced[:, 0], drawn)
         role[:, at] = np.where(queued, FORCED, speaker)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,9 @@ from typing import cast
 class Process:
     """core.JobHandle: a child whose stdout is read on a thread of its own, so that its pipe never fills."""
 
-    def __init__(self, command: list[str], spec: Mapping[str, object], log: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, command: list[str], spec: Mapping[str, object], log: Path, environment: Mapping[str, str]
+    ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stderr:
             # A session of its own: a Ctrl-C meant for the server must reach the server first, which then ends the child.
@@ -55,11 +58,9 @@ class Process:
 
     def stop(self, grace_seconds: float) -> None:
         if self._process.stdin is not None and not self._process.stdin.closed:
-            try:
-                # The child exits when its line to the parent ends.
+            # The child exits when its line to the parent ends.
+            with contextlib.suppress(OSError):
                 self._process.stdin.close()
-            except OSError:
-                pass
         try:
             self._process.wait(grace_seconds)
         except subprocess.TimeoutExpired:
@@ -85,7 +86,9 @@ class Process:
                 message = json.loads(line)
             except ValueError:
                 message = {"type": "garbage", "line": line[:200]}
-            self._messages.append(cast("Mapping[str, object]", message if isinstance(message, dict) else {"type": "garbage"}))
+            self._messages.append(
+                cast("Mapping[str, object]", message if isinstance(message, dict) else {"type": "garbage"})
+            )
 
 
 class ProcessLauncher:

@@ -87,7 +87,7 @@ def folder_sha256(folder: Path) -> str:
 
 def _canonical(path: Path) -> bytes:
     try:
-        content = cast(object, json.loads(path.read_text(encoding="utf-8")))
+        content = cast("object", json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read as JSON: {error}") from error
     return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -55,7 +55,7 @@ class _Metadata:
         value = self.values.get(key)
         if not isinstance(value, mx.array):
             raise ModelError(f"{self.file.name} does not say {key}")
-        return float(cast(float, value.item()))
+        return float(cast("float", value.item()))
 
     def integer(self, key: str, default: int | None = None) -> int:
         if default is not None and key not in self.values:
@@ -70,7 +70,7 @@ class _Metadata:
         value = self.values.get(key)
         if not isinstance(value, list):
             raise ModelError(f"{self.file.name} does not say {key}")
-        return cast(list[str], value)
+        return cast("list[str]", value)
 
 
 def convert(gguf: Path, folder: Path) -> None:
@@ -89,7 +89,7 @@ def convert(gguf: Path, folder: Path) -> None:
     tensors, metadata = loaded[0], _Metadata(loaded[1], gguf)
     config = _config(metadata, tensors)
     weights = _weights(tensors, config, gguf)
-    _write_tokenizer(metadata, folder, cast(int, config["max_position_embeddings"]))
+    _write_tokenizer(metadata, folder, cast("int", config["max_position_embeddings"]))
     _write_json(folder / "config.json", config)
     mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
 
@@ -136,9 +136,9 @@ def _weights(tensors: Mapping[str, mx.array], config: Mapping[str, object], file
             raise ModelError(f"{file.name} holds the tensor {key}, which the llama converter does not know")
         value = _float32(tensors, key)
         if parts["name"] == "attn_q":
-            value = _unpermute(value, cast(int, config["num_attention_heads"]))
+            value = _unpermute(value, cast("int", config["num_attention_heads"]))
         elif parts["name"] == "attn_k":
-            value = _unpermute(value, cast(int, config["num_key_value_heads"]))
+            value = _unpermute(value, cast("int", config["num_key_value_heads"]))
         prefix = f"model.layers.{parts['layer']}." if parts["layer"] is not None else ""
         weights[f"{prefix}{names[parts['name']]}.weight"] = value
     return weights
@@ -187,7 +187,7 @@ def _write_tokenizer(metadata: _Metadata, folder: Path, context: int) -> None:
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
-    types = cast("Sequence[int]", cast(mx.array, metadata.values["tokenizer.ggml.token_type"]).tolist())
+    types = cast("Sequence[int]", cast("mx.array", metadata.values["tokenizer.ggml.token_type"]).tolist())
     whole = [(token, type) for token, type in zip(tokens, types, strict=True) if type in {_CONTROL, _USER_DEFINED}]
     tokenizer.add_tokens(
         [AddedToken(token, special=type == _CONTROL, normalized=False) for token, type in whole],

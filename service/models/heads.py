@@ -28,7 +28,7 @@ def split(model: nn.Module) -> tuple[Backbone, Head] | None:
     logits. The parts look their layers up when called: layers replaced later (LoRA) are the ones that run.
     """
     probe = mx.array([_PROBE])
-    expected = cast(mx.array, model(probe, cache=make_prompt_cache(model)))
+    expected = cast("mx.array", model(probe, cache=make_prompt_cache(model)))
     for owner in (model, getattr(model, "language_model", None)):
         if not isinstance(owner, nn.Module) or not isinstance(getattr(owner, "model", None), nn.Module):
             continue

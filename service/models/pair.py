@@ -137,7 +137,7 @@ def _special_ids(tokenizer: TokenizerWrapper) -> list[int]:
 
 def _logits_width(model: nn.Module) -> int:
     # Lazy: the graph is built for its shape and never run.
-    return cast(mx.array, model(mx.zeros((1, 1), dtype=mx.int32), cache=make_prompt_cache(model))).shape[-1]
+    return cast("mx.array", model(mx.zeros((1, 1), dtype=mx.int32), cache=make_prompt_cache(model))).shape[-1]
 
 
 def _share_embeddings(target: nn.Module, draft: nn.Module) -> None:

@@ -12,7 +12,7 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -127,7 +127,7 @@ class Database:
             self._writer.start()
 
     @contextmanager
-    def read(self) -> Iterator[Connection]:
+    def read(self) -> Generator[Connection]:
         """A short read transaction, from any thread. Raises StoreError."""
         try:
             with self._engine.connect() as connection:
@@ -143,7 +143,9 @@ class Database:
         future: Future[T] = Future()
         with self._gate:
             if self._closed or self._writer is None:
-                future.set_exception(StoreError("the database is closed" if self._closed else "opened for reading only"))
+                future.set_exception(
+                    StoreError("the database is closed" if self._closed else "opened for reading only")
+                )
                 return future
             self._jobs.put(_Job(0 if urgent else 1, next(self._order), work, future))
         return future
@@ -230,5 +232,3 @@ def integrity(database: Database) -> str:
         if connection.dialect.name != "sqlite":
             return "ok" if connection.execute(text("SELECT 1")).scalar() == 1 else "no answer"
         return "; ".join(str(row[0]) for row in connection.execute(text("PRAGMA integrity_check")))
-
-

@@ -135,7 +135,9 @@ class Generations:
                     count(failure_cases.c.quarantined.is_(True)),
                 )
             ).one()
-            domains = connection.execute(select(generations.c.domain, func.count()).group_by(generations.c.domain)).all()
+            domains = connection.execute(
+                select(generations.c.domain, func.count()).group_by(generations.c.domain)
+            ).all()
         return CaseStats(total, int(tokens), cases, ties, trained, quarantined, {str(d or ""): n for d, n in domains})
 
     def cases(self, limit: int, offset: int = 0) -> list[CaseRow]:
@@ -166,9 +168,7 @@ class Generations:
 
         return self._db.write(work, urgent=False)
 
-    def erase(
-        self, *, client: str | None = None, domain: str | None = None, everything: bool = False
-    ) -> Future[int]:
+    def erase(self, *, client: str | None = None, domain: str | None = None, everything: bool = False) -> Future[int]:
         """Delete what a client or a domain left (both given: both must match), or everything."""
         where = [
             column == value
@@ -257,10 +257,11 @@ def _insert(connection: Connection, made: Generation) -> None:
 
 
 def _generation(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
-    sampling = json.loads(row.sampling)
+    sampling: dict[str, Any] = json.loads(row.sampling)
+    sampling["stop"] = tuple(sampling["stop"])
     prompt = Prompt(
         tokens=_tuple(row.prompt),
-        sampling=Sampling(**{**sampling, "stop": tuple(sampling["stop"])}),
+        sampling=Sampling(**sampling),
         domain=row.domain,
         client=row.client,
         first_user=row.first_user,

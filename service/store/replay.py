@@ -72,4 +72,4 @@ class Replay:
     def sizes(self) -> dict[str, int]:
         query = select(replay_buffer.c.domain, func.count()).group_by(replay_buffer.c.domain)
         with self._db.read() as connection:
-            return {domain: count for domain, count in connection.execute(query)}
+            return dict(connection.execute(query).tuples().all())

@@ -222,9 +222,7 @@ def _move(connection: Connection, run_id: int, fencing: int, state: RunState, **
 
 def _cases_trained(connection: Connection, run_id: int) -> None:
     connection.execute(
-        update(failure_cases)
-        .where(failure_cases.c.claimed_run == run_id)
-        .values(claimed_run=None, trained_run=run_id)
+        update(failure_cases).where(failure_cases.c.claimed_run == run_id).values(claimed_run=None, trained_run=run_id)
     )
 
 

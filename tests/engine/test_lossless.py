@@ -6,11 +6,11 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from batches import decode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from batches import decode
 from oracle import naive, relative, tiny_llama
+
 from service.core import Prompt, Sampling
 from service.engine.decoder import Decoder
 from service.engine.draft import Draft, bare

@@ -5,9 +5,9 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from oracle import tempered
 from scipy import stats
 
-from oracle import tempered
 from service.core import Sampling
 from service.engine import verify
 from service.engine.sampling import SamplingBatch, draw, transform

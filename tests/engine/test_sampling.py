@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle import tempered
 from scipy import stats
 
-from oracle import tempered
 from service.core import Sampling
 from service.engine.sampling import SamplingBatch, gumbel, noise_key, shared_noise, transform
 from service.engine.targets import tail_mass, top_logits
