@@ -78,7 +78,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
     yield None
     model.load_weights(list(weights.items()), strict=False)
     for name, module in list(model.named_modules()):
-        if isinstance(module, LoRALinear) and isinstance(cast(object, module.linear), nn.Linear):
+        if isinstance(module, LoRALinear) and isinstance(cast("object", module.linear), nn.Linear):
             folded = module.fuse()
             mx.eval(folded.parameters())
             _replace(model, name, folded)

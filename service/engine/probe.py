@@ -42,7 +42,7 @@ def check_rows(model: nn.Module, role: str) -> None:
 
 
 def _number(scalar: mx.array) -> float:
-    return float(cast(float, scalar.item()))
+    return float(cast("float", scalar.item()))
 
 
 def _alone(model: nn.Module, row: tuple[int, ...]) -> mx.array:

@@ -15,7 +15,7 @@ def naive_greedy(target: nn.Module, prompt: Sequence[int], count: int, ends: fro
     cache = make_prompt_cache(target)
     feed, out = mx.array([list(prompt)]), list[int]()
     while len(out) < count and not (out and out[-1] in ends):
-        token = cast(int, mx.argmax(target(feed, cache=cache)[0, -1]).item())
+        token = cast("int", mx.argmax(target(feed, cache=cache)[0, -1]).item())
         out.append(token)
         feed = mx.array([[token]])
     return out
@@ -33,4 +33,4 @@ def forced_mismatches(
     gap = logits.max(axis=-1) - mx.take_along_axis(logits, said[:, None], axis=-1)[:, 0]
     wrong = gap > 0
     near = wrong & (gap < tie)
-    return cast(int, wrong.sum().item()), cast(int, near.sum().item())
+    return cast("int", wrong.sum().item()), cast("int", near.sum().item())

@@ -1,1 +1,2 @@
-"""Deciding: when to train, whether a candidate is better, when to take it back. Numbers and rows in, verdicts and rows out."""
+"""Deciding: when to train, whether a candidate is better, when to take it back. Numbers and rows in, verdicts and rows
+out."""

@@ -92,16 +92,13 @@ def parse(message: Mapping[str, object]) -> Message:
 
 
 class Child:
-    """One child process. `listen` fills `inbox`; whoever reads it takes a message off only after acting on it, so that a
-    failure to act (the database is away) loses nothing. The last message is always an Ending, and then the process is gone.
-
-    scores: the last ones it sent. adapter: the row of the candidate it published (training) or that it was asked about.
+    """One child process. `listen` fills `inbox`; whoever reads it takes a message off only after acting on it, so that
+    a failure to act (the database is away) loses nothing. The last message is always an Ending, and then the process
+    is gone.
     """
 
-    def __init__(self, handle: JobHandle, started: datetime, adapter: int | None = None) -> None:
+    def __init__(self, handle: JobHandle, started: datetime) -> None:
         self.inbox: deque[Message] = deque()
-        self.scores: Scores | None = None
-        self.adapter = adapter
         self._handle = handle
         self._started = started
         self._silent_end = False

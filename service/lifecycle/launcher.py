@@ -23,7 +23,8 @@ class Process:
     ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stderr:
-            # A session of its own: a Ctrl-C meant for the server must reach the server first, which then ends the child.
+            # A session of its own: a Ctrl-C meant for the server must reach the server first, which then ends the
+            # child.
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -92,7 +93,8 @@ class Process:
 
 
 class ProcessLauncher:
-    """core.Launcher. threads: BLAS threads of the child, 0 for as many as there are cores. log: where its stderr goes."""
+    """core.Launcher. threads: BLAS threads of the child, 0 for as many as there are cores. log: where its stderr
+    goes."""
 
     def __init__(self, log: Path, threads: int = 0, command: tuple[str, ...] = ("-m", "service.learning.job")) -> None:
         self._log = log

@@ -21,9 +21,9 @@ def decide(
 ) -> Trigger | str:
     """A trigger when a run should start now, else the reason why not.
 
-    counts: untied, untrained failure cases and the output tokens of the generations that hold them. last_run: the newest
-    run, over or not. watching: the active adapter has not yet been compared with its parent on live traffic; a run on top
-    of it would be measured against a parent that may be about to go.
+    counts: untied, untrained failure cases and the output tokens of the generations that hold them. last_run: the
+    newest run, over or not. watching: the active adapter has not yet been compared with its parent on live traffic; a
+    run on top of it would be measured against a parent that may be about to go.
 
     A run that lost at the gate marked its cases trained, so the same thresholds already demand that many new ones.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 
@@ -21,10 +20,10 @@ ATTEMPTS = 5
 class Recorder:
     """Takes finished generations from the engine and writes them behind its back.
 
-    `record` only appends to a buffer of `capacity` generations. One thread of its own hands batches to the store and waits
-    for each, so that at most one batch is ever queued there. When the store is slow or gone the buffer fills, and then the
-    oldest generations go (the newest are what training wants); every loss is counted and told to `on_drop`, which is called
-    from the engine's or the recorder's thread and must return at once.
+    `record` only appends to a buffer of `capacity` generations. One thread of its own hands batches to the store and
+    waits for each, so that at most one batch is ever queued there. When the store is slow or gone the buffer fills,
+    and then the oldest generations go (the newest are what training wants); every loss is counted and told to
+    `on_drop`, which is called from the engine's or the recorder's thread and must return at once.
     """
 
     def __init__(
@@ -98,12 +97,11 @@ class Recorder:
                 if not batch:
                     return
                 self._in_flight = len(batch)
-            written = self._write(batch)
+            if not self._write(batch):
+                self._drop(len(batch))
             with self._changed:
                 self._in_flight = 0
                 self._changed.notify_all()
-            if not written:
-                self._drop(len(batch))
 
     def _write(self, batch: list[Generation]) -> bool:
         for attempt in range(ATTEMPTS):
@@ -112,9 +110,8 @@ class Recorder:
                 return True
             except Exception as error:  # whatever the store does, the engine goes on and this thread lives
                 log.warning("could not record %d generations: %s", len(batch), type(error).__name__)
-            if self._closing.is_set():
+            if self._closing.wait(self._backoff * 2**attempt):
                 break
-            time.sleep(self._backoff * 2**attempt)
         return False
 
     def _drop(self, count: int) -> None:

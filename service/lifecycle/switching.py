@@ -59,9 +59,14 @@ class Switching:
         self._events.swapped(time.perf_counter() - begun)
         self._events.serving(ref)
 
+    def behind(self) -> bool:
+        """Whether the engine serves something else than the rows say."""
+        ref = self._adapters.active(self._draft)
+        return self._engine.active != (ref.id if ref else BARE_DRAFT)
+
     def serve_active(self) -> AdapterRef | None:
-        """Make the engine serve what the rows say; an adapter that will not load is marked broken and its nearest usable
-        ancestor takes its place, in the end the bare draft. Returns what serves."""
+        """Make the engine serve what the rows say; an adapter that will not load is marked broken and its nearest
+        usable ancestor takes its place, in the end the bare draft. Returns what serves."""
         while True:
             ref = self._adapters.active(self._draft)
             begun = time.perf_counter()

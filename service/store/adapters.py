@@ -17,10 +17,11 @@ from service.core import (
     AdapterState,
     IllegalMove,
     NotFound,
+    RunState,
     Verdict,
 )
 from service.store.database import Database
-from service.store.generations import utc
+from service.store.rows import utc
 from service.store.tables import adapters, evaluations, training_runs
 from service.store.verdicts import from_json, to_json
 
@@ -42,12 +43,19 @@ class Adapters:
         draft: str,
         parent: int,
     ) -> AdapterRef:
-        """Register a run's candidate. Raises IllegalMove when the fencing token is stale."""
+        """Register a run's candidate. Raises IllegalMove when the fencing token is stale, the run is over, or it is a run
+        for another draft."""
 
         def work(connection: Connection) -> AdapterRef:
-            held = connection.execute(select(training_runs.c.fencing).where(training_runs.c.id == run_id)).scalar()
-            if held != fencing:
-                raise IllegalMove(f"run {run_id}: fencing token {fencing} is stale, the run's is {held}")
+            run = connection.execute(select(training_runs).where(training_runs.c.id == run_id)).one_or_none()
+            if run is None:
+                raise NotFound(f"no training run {run_id}")
+            if run.fencing != fencing:
+                raise IllegalMove(f"run {run_id}: fencing token {fencing} is stale, the run's is {run.fencing}")
+            if RunState(run.state).over:
+                raise IllegalMove(f"run {run_id} is over ({run.state})")
+            if run.draft != draft:
+                raise IllegalMove(f"run {run_id} is for another draft")
             made = connection.execute(
                 insert(adapters).values(
                     folder=str(folder),
@@ -144,6 +152,16 @@ def move_adapter(connection: Connection, adapter_id: int, state: AdapterState) -
     if state not in ADAPTER_MOVES[AdapterState(row.state)]:
         raise IllegalMove(f"adapter {adapter_id} cannot go from {row.state} to {state.value}")
     connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(state=state.value))
+
+
+def judge_candidate(
+    connection: Connection, run_id: int, adapter_id: int, state: AdapterState, verdict: Verdict
+) -> None:
+    """Give a run's own adapter the state its verdict means. Raises IllegalMove."""
+    if _row(connection, adapter_id).run != run_id:
+        raise IllegalMove(f"adapter {adapter_id} is not of run {run_id}")
+    move_adapter(connection, adapter_id, state)
+    record_evaluation(connection, adapter_id, "gate", verdict)
 
 
 def retire_active(connection: Connection, draft: str) -> None:

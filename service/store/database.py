@@ -7,6 +7,7 @@ goes ahead of what the recorder writes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import sqlite3
@@ -14,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.util.exc import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import OperationalError, SQLAlchemyError
@@ -34,6 +35,7 @@ T = TypeVar("T")
 
 BUSY_SECONDS = 5.0
 RETRIES = 5
+WAL_PAUSE = 0.05
 
 
 def migrations() -> Path:
@@ -64,6 +66,8 @@ def upgrade(url: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     try:
         command.upgrade(_config(url), "head")
+    except CommandError as error:
+        raise StoreError(f"the database is of another, probably newer version: {_plain(error)}") from error
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
         raise StoreError(f"the database cannot be brought up to date: {_plain(error)}") from error
 
@@ -101,6 +105,7 @@ class _Job:
     order: int
     work: Callable[[Connection], Any] = field(compare=False)
     future: Future[Any] = field(compare=False)
+    scrub: bool = field(compare=False, default=False)
 
 
 class Database:
@@ -116,6 +121,8 @@ class Database:
             raise StoreError(f"the database {state}: run `redraft db upgrade`")
         self.url = url
         self.read_only = read_only
+        if not read_only and (path := sqlite_path(url)) is not None:
+            _write_ahead(path)
         self._engine = _engine(url, read_only)
         self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._order = itertools.count()
@@ -126,7 +133,7 @@ class Database:
             self._writer = threading.Thread(target=self._run, name="redraft-writer", daemon=True)
             self._writer.start()
 
-    @contextmanager
+    @contextlib.contextmanager
     def read(self) -> Generator[Connection]:
         """A short read transaction, from any thread. Raises StoreError."""
         try:
@@ -135,10 +142,11 @@ class Database:
         except SQLAlchemyError as error:
             raise StoreError(f"reading the database failed: {_plain(error)}") from error
 
-    def write(self, work: Callable[[Connection], T], *, urgent: bool = True) -> Future[T]:
+    def write(self, work: Callable[[Connection], T], *, urgent: bool = True, scrub: bool = False) -> Future[T]:
         """Run `work` in one write transaction on the writer's thread; it is committed when the future has its result.
 
-        urgent goes ahead of what is not. What `work` raises comes out of the future, SQL errors as StoreError.
+        urgent goes ahead of what is not. scrub: what `work` deletes leaves the write-ahead log too, unless a reader keeps
+        it busy for long. What `work` raises comes out of the future, SQL errors as StoreError.
         """
         future: Future[T] = Future()
         with self._gate:
@@ -147,7 +155,7 @@ class Database:
                     StoreError("the database is closed" if self._closed else "opened for reading only")
                 )
                 return future
-            self._jobs.put(_Job(0 if urgent else 1, next(self._order), work, future))
+            self._jobs.put(_Job(0 if urgent else 1, next(self._order), work, future, scrub))
         return future
 
     def close(self) -> None:
@@ -171,6 +179,8 @@ class Database:
                 continue
             try:
                 result = self._transact(job.work)
+                if job.scrub and result:
+                    self._empty_log()
             except RedraftError as error:
                 job.future.set_exception(error)
             except SQLAlchemyError as error:
@@ -191,6 +201,29 @@ class Database:
                     raise
                 time.sleep(0.05 * 2**attempt)
         raise AssertionError("unreachable")
+
+    def _empty_log(self) -> None:
+        """The log keeps pages as they were before a deletion, until it is written into the database and cut."""
+        if sqlite_path(self.url) is not None:
+            with self._engine.connect() as connection, contextlib.suppress(sqlite3.Error):
+                connection.connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+
+def _write_ahead(path: Path) -> None:
+    """Make it a WAL database, which it then stays. SQLite does not wait for a lock here, whatever the timeout: whoever
+    holds one (a backup, a shell) is waited for by hand. Raises StoreError."""
+    connection = sqlite3.connect(path, timeout=0.0)
+    try:
+        for attempt in itertools.count():
+            try:
+                connection.execute("PRAGMA journal_mode=WAL")
+                return
+            except sqlite3.Error as error:
+                if "locked" not in str(error) or attempt * WAL_PAUSE >= BUSY_SECONDS:
+                    raise StoreError(f"the database cannot be opened for writing: {_plain(error)}") from error
+                time.sleep(WAL_PAUSE)
+    finally:
+        connection.close()
 
 
 def _engine(url: str, read_only: bool) -> Engine:
@@ -214,8 +247,6 @@ def _engine(url: str, read_only: bool) -> Engine:
     def configure(connection: Any, record: object) -> None:
         for pragma in ("foreign_keys=ON", "synchronous=NORMAL", "secure_delete=ON"):
             connection.execute(f"PRAGMA {pragma}")
-        if not read_only:
-            connection.execute("PRAGMA journal_mode=WAL")
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:

@@ -13,6 +13,10 @@ from service.models.fingerprint import folder_sha256
 
 __all__ = ["folder_sha256", "publish", "sweep"]
 
+ADAPTER_FILES = ("adapters.safetensors", "adapter_config.json")
+UNFINISHED = {".part", ".partial"}
+"""How the names of folders end that are being written or removed."""
+
 
 def publish(scratch: Path, final: Path) -> str:
     """Make everything in `scratch` durable and give it its final name; returns the folder's sha256.
@@ -33,15 +37,25 @@ def publish(scratch: Path, final: Path) -> str:
 
 
 def sweep(root: Path, known: Collection[Path]) -> list[Path]:
-    """Remove what no row knows: folders of candidates that were never registered, and half-written ones."""
+    """Remove the adapter folders in `root` that no row knows, and half-written ones; returns them. Whatever else lies there
+    is somebody else's and stays."""
     kept = {path.resolve() for path in known}
-    gone = [path for path in (sorted(root.iterdir()) if root.is_dir() else []) if path.resolve() not in kept]
+    found = sorted(root.iterdir()) if root.is_dir() else []
+    gone = [path for path in found if path.resolve() not in kept and _left_over(path)]
     for path in gone:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        doomed = path
+        if path.suffix not in UNFINISHED:
+            # A folder half removed must still be known for what it is.
+            doomed = path.with_name(f"{path.name}.partial")
+            os.rename(path, doomed)
+        shutil.rmtree(doomed)
     return gone
+
+
+def _left_over(path: Path) -> bool:
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return path.suffix in UNFINISHED or any((path / name).is_file() for name in ADAPTER_FILES)
 
 
 def _sync(path: Path) -> None:

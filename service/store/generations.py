@@ -7,24 +7,15 @@ import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
+from datetime import datetime
 from typing import Any
 
-import numpy as np
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select
 
-from service.core import (
-    FailureCase,
-    FinishReason,
-    Generation,
-    Prompt,
-    Provenance,
-    Round,
-    Sampling,
-    Targets,
-)
+from service.core import FailureCase, Generation, Provenance
 from service.store.database import Database
-from service.store.tables import failure_cases, generation_targets, generations
+from service.store.rows import case_of, generation_of, id_bytes, logprob_bytes, target_bytes, utc
+from service.store.tables import failure_cases, generation_targets, generations, replay_buffer, replay_domains
 
 TRAIN, HELD_OUT = "train", "held_out"
 
@@ -151,7 +142,7 @@ class Generations:
         )
         with self._db.read() as connection:
             return [
-                CaseRow(row.generation, row.domain, _case(row), row.trained_run, utc(row.created_at))
+                CaseRow(row.generation, row.domain, case_of(row), row.trained_run, utc(row.created_at))
                 for row in connection.execute(query)
             ]
 
@@ -164,9 +155,9 @@ class Generations:
             ).scalar()
             if oldest is None:
                 return 0
-            return connection.execute(delete(generations).where(generations.c.seq <= oldest)).rowcount
+            return _remove(connection, generations.c.seq <= oldest)
 
-        return self._db.write(work, urgent=False)
+        return self._db.write(work, urgent=False, scrub=True)
 
     def erase(self, *, client: str | None = None, domain: str | None = None, everything: bool = False) -> Future[int]:
         """Delete what a client or a domain left (both given: both must match), or everything."""
@@ -177,7 +168,7 @@ class Generations:
         ]
         if not where and not everything:
             raise ValueError("name a client or a domain, or say everything")
-        return self._db.write(lambda connection: connection.execute(delete(generations).where(*where)).rowcount)
+        return self._db.write(lambda connection: _remove(connection, *where), scrub=True)
 
     def _load(self, where: ColumnElement[bool], limit: int | None) -> list[Generation]:
         query = (
@@ -194,8 +185,8 @@ class Generations:
             for start in range(0, len(seqs), 500):
                 chosen = failure_cases.c.seq.in_(seqs[start : start + 500])
                 for row in connection.execute(select(failure_cases).where(chosen).order_by(failure_cases.c.position)):
-                    found[row.seq].append(_case(row))
-        return [_generation(row, found[row.seq]) for row in rows]
+                    found[row.seq].append(case_of(row))
+        return [generation_of(row, found[row.seq]) for row in rows]
 
 
 def _of(who: Provenance) -> ColumnElement[bool]:
@@ -223,13 +214,21 @@ def untrained_generations(who: Provenance, limit: int) -> Any:
     )
 
 
+def _remove(connection: Connection, *where: ColumnElement[bool]) -> int:
+    gone = connection.execute(delete(generations).where(*where)).rowcount
+    # A reservoir that lost all it held begins again, and its domain's name goes with it.
+    held = select(replay_buffer.c.slot).where(replay_buffer.c.domain == replay_domains.c.domain)
+    connection.execute(delete(replay_domains).where(~held.exists()))
+    return gone
+
+
 def _insert(connection: Connection, made: Generation) -> None:
-    prompt_bytes = _ids(made.prompt.tokens)
+    prompt_bytes = id_bytes(made.prompt.tokens)
     row = connection.execute(
         insert(generations).values(
             id=made.id,
             prompt=prompt_bytes,
-            output=_ids(made.output),
+            output=id_bytes(made.output),
             output_tokens=len(made.output),
             sampling=json.dumps(asdict(made.prompt.sampling)),
             domain=made.prompt.domain,
@@ -237,8 +236,8 @@ def _insert(connection: Connection, made: Generation) -> None:
             first_user=made.prompt.first_user,
             finish=made.finish.value,
             rounds=json.dumps([[r.adapter, r.start, r.drafted, r.accepted, r.emitted] for r in made.rounds]),
-            logprobs=np.array(made.logprobs, dtype="<f4").tobytes(),
-            sampled_logprobs=np.array(made.sampled_logprobs, dtype="<f4").tobytes(),
+            logprobs=logprob_bytes(made.logprobs),
+            sampled_logprobs=logprob_bytes(made.sampled_logprobs),
             target=made.provenance.target,
             tokenizer=made.provenance.tokenizer,
             draft=made.provenance.draft,
@@ -250,55 +249,6 @@ def _insert(connection: Connection, made: Generation) -> None:
     assert row.inserted_primary_key is not None
     seq = row.inserted_primary_key[0]
     if (targets := made.targets) is not None:
-        blob = targets.ids + targets.logprobs + targets.tail
-        connection.execute(insert(generation_targets).values(seq=seq, top=targets.top, blob=blob))
+        connection.execute(insert(generation_targets).values(seq=seq, top=targets.top, blob=target_bytes(targets)))
     if made.cases:
         connection.execute(insert(failure_cases), [{"seq": seq, **asdict(case)} for case in made.cases])
-
-
-def _generation(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
-    sampling: dict[str, Any] = json.loads(row.sampling)
-    sampling["stop"] = tuple(sampling["stop"])
-    prompt = Prompt(
-        tokens=_tuple(row.prompt),
-        sampling=Sampling(**sampling),
-        domain=row.domain,
-        client=row.client,
-        first_user=row.first_user,
-    )
-    return Generation(
-        id=row.id,
-        prompt=prompt,
-        output=_tuple(row.output),
-        finish=FinishReason(row.finish),
-        rounds=tuple(Round(*values) for values in json.loads(row.rounds)),
-        cases=tuple(cases),
-        logprobs=tuple(np.frombuffer(row.logprobs, dtype="<f4").tolist()),
-        sampled_logprobs=tuple(np.frombuffer(row.sampled_logprobs, dtype="<f4").tolist()),
-        targets=None if row.blob is None else _targets(row.top, row.blob),
-        provenance=Provenance(row.target, row.tokenizer, row.draft),
-        created_at=utc(row.created_at),
-    )
-
-
-def _targets(top: int, blob: bytes) -> Targets:
-    positions = len(blob) // (6 * top + 2)
-    first, second = 4 * top * positions, 6 * top * positions
-    return Targets(top, blob[:first], blob[first:second], blob[second:])
-
-
-def _case(row: Row[Any]) -> FailureCase:
-    return FailureCase(row.position, row.drafted, row.target, row.p, row.q, row.margin, row.tie)
-
-
-def _ids(tokens: Sequence[int]) -> bytes:
-    return np.array(tokens, dtype="<u4").tobytes()
-
-
-def _tuple(blob: bytes) -> tuple[int, ...]:
-    return tuple(np.frombuffer(blob, dtype="<u4").tolist())
-
-
-def utc(moment: datetime) -> datetime:
-    """SQLite forgets time zones; everything stored is UTC."""
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)

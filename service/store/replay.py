@@ -19,8 +19,8 @@ class Replay:
         self._generations = Generations(database)
 
     def offer(self, domain: str, generation_ids: Sequence[str], capacity: int, seed: int) -> None:
-        """Algorithm R (Vitter 1985): after any number of offers each one is held with the same probability. Held-out
-        generations and unknown ids are passed over."""
+        """Algorithm R (Vitter 1985): after any number of offers each one is held with the same probability. A slot that a
+        deletion has emptied is filled first. Held-out generations, unknown ids and those held already are passed over."""
 
         def work(connection: Connection) -> None:
             rows = connection.execute(
@@ -29,20 +29,26 @@ class Replay:
                 )
             )
             seqs = {row.id: row.seq for row in rows}
+            here = replay_buffer.c.domain == domain
+            held: dict[int, int] = {
+                row.slot: row.seq
+                for row in connection.execute(select(replay_buffer.c.slot, replay_buffer.c.seq).where(here))
+            }
             seen = connection.execute(select(replay_domains.c.seen).where(replay_domains.c.domain == domain)).scalar()
             if seen is None:
                 connection.execute(insert(replay_domains).values(domain=domain, seen=0))
                 seen = 0
+            free = [slot for slot in reversed(range(capacity)) if slot not in held]
             rng = random.Random(f"{seed} {domain} {seen}")
-            for name in generation_ids:
-                if name not in seqs:
+            for name in dict.fromkeys(generation_ids):
+                if (seq := seqs.get(name)) is None or seq in held.values():
                     continue
                 seen += 1
-                slot = seen - 1 if seen <= capacity else rng.randrange(seen)
+                slot = free.pop() if free else rng.randrange(seen)
                 if slot < capacity:
-                    here = (replay_buffer.c.domain == domain, replay_buffer.c.slot == slot)
-                    connection.execute(delete(replay_buffer).where(*here))
-                    connection.execute(insert(replay_buffer).values(domain=domain, slot=slot, seq=seqs[name]))
+                    held[slot] = seq
+                    connection.execute(delete(replay_buffer).where(here, replay_buffer.c.slot == slot))
+                    connection.execute(insert(replay_buffer).values(domain=domain, slot=slot, seq=seq))
             connection.execute(update(replay_domains).where(replay_domains.c.domain == domain).values(seen=seen))
 
         self._db.write(work, urgent=False).result()
@@ -72,4 +78,4 @@ class Replay:
     def sizes(self) -> dict[str, int]:
         query = select(replay_buffer.c.domain, func.count()).group_by(replay_buffer.c.domain)
         with self._db.read() as connection:
-            return dict(connection.execute(query).tuples().all())
+            return dict(connection.execute(query).all())

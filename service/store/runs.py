@@ -22,9 +22,10 @@ from service.core import (
     Trigger,
     Verdict,
 )
-from service.store.adapters import move_adapter, record_evaluation, retire_active
+from service.store.adapters import judge_candidate, retire_active
 from service.store.database import Database
-from service.store.generations import untrained_generations, utc
+from service.store.generations import untrained_generations
+from service.store.rows import utc
 from service.store.tables import failure_cases, training_runs
 from service.store.verdicts import from_json, to_json
 
@@ -99,10 +100,12 @@ class Runs:
         return self._db.write(work).result()
 
     def move(self, run_id: int, fencing: int, state: RunState, *, error: str | None = None) -> TrainingRun:
-        """Raises IllegalMove. FAILED: the run had its say, its cases count as trained. CRASHED: they are given back, and put
-        aside once they were under three crashes."""
+        """Raises IllegalMove, also for PROMOTED and REJECTED: a verdict is given by `promote` or `reject`. FAILED: the run
+        had its say, its cases count as trained. CRASHED: they are given back, and put aside after three crashes."""
 
         def work(connection: Connection) -> TrainingRun:
+            if state in {RunState.PROMOTED, RunState.REJECTED}:
+                raise IllegalMove(f"run {run_id} cannot be {state.value} without its verdict")
             _move(connection, run_id, fencing, state, error=error)
             if state is RunState.FAILED:
                 _cases_trained(connection, run_id)
@@ -139,8 +142,7 @@ class Runs:
         def work(connection: Connection) -> TrainingRun:
             _move(connection, run_id, fencing, RunState.REJECTED, adapter=adapter_id, verdict=to_json(verdict))
             if adapter_id is not None:
-                move_adapter(connection, adapter_id, AdapterState.REJECTED)
-                record_evaluation(connection, adapter_id, "gate", verdict)
+                judge_candidate(connection, run_id, adapter_id, AdapterState.REJECTED, verdict)
             _cases_trained(connection, run_id)
             return _get(connection, run_id)
 
@@ -152,8 +154,7 @@ class Runs:
         def work(connection: Connection) -> TrainingRun:
             row = _move(connection, run_id, fencing, RunState.PROMOTED, adapter=adapter_id, verdict=to_json(verdict))
             retire_active(connection, row.draft)
-            move_adapter(connection, adapter_id, AdapterState.ACTIVE)
-            record_evaluation(connection, adapter_id, "gate", verdict)
+            judge_candidate(connection, run_id, adapter_id, AdapterState.ACTIVE, verdict)
             _cases_trained(connection, run_id)
             return _get(connection, run_id)
 

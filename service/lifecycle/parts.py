@@ -1,0 +1,90 @@
+"""What the lifecycle works with: the rows, the engine, whoever starts children, whoever counts, and the rules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from service.core import BARE_DRAFT, AdapterState, Launcher, Provenance, RunState, TrainingRun
+from service.lifecycle.children import Child, Message
+from service.lifecycle.switching import Events, Switching
+from service.settings import GateSettings, TrainingSettings
+from service.store.adapters import Adapters
+from service.store.generations import Generations
+from service.store.replay import Replay
+from service.store.runs import Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """max_generations: what the log may hold. adapters: root of the adapter folders. spec: the part of a child's job
+    that is the same for every job (learning.spec)."""
+
+    training: TrainingSettings
+    gate: GateSettings
+    max_generations: int
+    adapters: Path
+    spec: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """who: the pair that serves. now: the time in UTC."""
+
+    runs: Runs
+    adapters: Adapters
+    generations: Generations
+    replay: Replay
+    switching: Switching
+    launcher: Launcher
+    events: Events
+    rules: Rules
+    who: Provenance
+    now: Callable[[], datetime]
+
+    def serving(self) -> int:
+        """The adapter that the rows say serves."""
+        ref = self.adapters.active(self.who.draft)
+        return BARE_DRAFT if ref is None else ref.id
+
+    def folder(self, adapter: int) -> str | None:
+        """An adapter's folder as a child is told it; None: the bare draft."""
+        return None if adapter == BARE_DRAFT else str(self.adapters.get(adapter).folder)
+
+    def launch(self, **what: object) -> Child:
+        """Start a child on the common job description and this. Raises OSError."""
+        return Child(self.launcher.launch({**self.rules.spec, **what}), self.now())
+
+    def crash(self, run: TrainingRun, reason: str) -> None:
+        """The run came to nothing: its cases are given back."""
+        if not run.state.over:
+            self.ended(self.runs.move(run.id, run.fencing, RunState.CRASHED, error=reason))
+        self.discard(reason)
+
+    def ended(self, run: TrainingRun) -> None:
+        self.events.training(run)
+        self.events.training_ended(run.state)
+
+    def discard(self, reason: str) -> None:
+        """Candidates whose run ended without a verdict on them can never serve."""
+        for ref in self.adapters.all():
+            if ref.state is AdapterState.CANDIDATE and (ref.run is None or self.runs.get(ref.run).state.over):
+                self.adapters.broken(ref.id, reason)
+
+
+class Job(Protocol):
+    """A child at work and what its words mean."""
+
+    @property
+    def child(self) -> Child: ...
+
+    def heed(self, message: Message) -> None:
+        """Act on the child's next message. May be called again with the same one after it raised."""
+        ...
+
+    def abandon(self, reason: str) -> None:
+        """The child was ended from outside."""
+        ...

@@ -1,0 +1,189 @@
+"""One training run, from its claimed row to its verdict: what the child says becomes rows, and the gate has the last
+word."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import replace
+
+from service.core import (
+    AdapterRef,
+    AdapterRefused,
+    Progress,
+    RunState,
+    TrainingRun,
+    Trigger,
+    Unavailable,
+    Verdict,
+)
+from service.lifecycle import gate
+from service.lifecycle.children import Candidate, Child, Crashed, Done, GaveUp, Message, Scores
+from service.lifecycle.parts import Parts
+
+log = logging.getLogger(__name__)
+
+RESERVOIR = 256
+"""Generations held per domain for replay."""
+CANDIDATE = "candidate"
+
+
+def claim(parts: Parts, trigger: Trigger, key: str | None) -> TrainingRun | None:
+    """Open a run on top of what serves; None when one is under way or there is nothing to train on."""
+    training = parts.rules.training
+    return parts.runs.claim(
+        trigger=trigger,
+        who=parts.who,
+        parent=parts.serving(),
+        limit=training.max_generations,
+        idempotency_key=key,
+        config=training.model_dump(),
+    )
+
+
+def begin(parts: Parts, run: TrainingRun) -> TrainingJob | None:
+    """Start the child of a claimed run; None when it could not be started (the run is CRASHED then)."""
+    offered: dict[str, list[str]] = {}
+    for generation in parts.generations.claimed(run.id):
+        offered.setdefault(generation.prompt.domain or "untagged", []).append(generation.id)
+    parent = parts.folder(run.parent)
+    # The row first: only one process can move it, so only one child is ever started for it.
+    moved = parts.runs.move(run.id, run.fencing, RunState.TRAINING)
+    try:
+        child = parts.launch(kind="train", run=run.id, fencing=run.fencing, parent=parent, parent_id=run.parent)
+    except OSError as error:
+        parts.crash(moved, f"the child could not be started: {error}")
+        return None
+    parts.events.training(moved)
+    return TrainingJob(parts, moved, child, offered)
+
+
+class TrainingJob:
+    """A child that trains. offered: the generations it trains on, by domain, for the replay reservoir."""
+
+    def __init__(self, parts: Parts, run: TrainingRun, child: Child, offered: dict[str, list[str]]) -> None:
+        self._parts = parts
+        self._run = run
+        self._child = child
+        self._offered = offered
+        self._candidate: AdapterRef | None = None
+        self._scores: Scores | None = None
+
+    @property
+    def child(self) -> Child:
+        return self._child
+
+    def heed(self, message: Message) -> None:
+        run, runs = self._run, self._parts.runs
+        match message:
+            case Progress():
+                runs.progress(run.id, run.fencing, message)
+                self._parts.events.training(runs.get(run.id))
+            case Candidate():
+                self._register(message)
+            case Scores():
+                self._scores = message
+            case Done():
+                self._decide()
+            case GaveUp(reason):
+                self._fail(reason)
+            case Crashed(reason):
+                self._parts.crash(runs.get(run.id), reason)
+
+    def abandon(self, reason: str) -> None:
+        self._parts.crash(self._parts.runs.get(self._run.id), reason)
+
+    def _register(self, made: Candidate) -> None:
+        run, parts = self._run, self._parts
+        if self._candidate is None:
+            self._candidate = parts.adapters.add(
+                run_id=run.id,
+                fencing=run.fencing,
+                folder=made.folder,
+                sha256=made.sha256,
+                rank=made.rank,
+                scale=made.scale,
+                keys=made.keys,
+                draft=parts.who.draft,
+                parent=run.parent,
+            )
+        parts.events.training(parts.runs.move(run.id, run.fencing, RunState.SCORING))
+
+    def _decide(self) -> None:
+        run, parts = self._parts.runs.get(self._run.id), self._parts
+        if run.state.over:
+            return
+        candidate, scores = self._candidate, self._scores
+        if candidate is None or scores is None:
+            parts.crash(run, "the child ended without a candidate and its scores")
+            return
+        try:
+            verdict = self._judge(scores)
+        except ValueError as error:
+            self._fail(f"the scores cannot be judged: {error}")
+            return
+        if not verdict.promoted:
+            self._reject(candidate, verdict)
+            return
+        if run.state is RunState.SCORING:
+            parts.events.training(parts.runs.move(run.id, run.fencing, RunState.STAGING))
+        begun = time.perf_counter()
+        try:
+            staged = parts.switching.stage(candidate)
+        except AdapterRefused as error:
+            self._reject(candidate, replace(verdict, promoted=False, reason=f"better, but will not load: {error}"))
+            return
+        except (Unavailable, TimeoutError) as error:
+            # Not the candidate's fault: what it was trained on may be trained on again.
+            parts.crash(parts.runs.get(run.id), f"the engine could not look at the candidate: {error}")
+            return
+        self._remember()
+        parts.ended(parts.runs.promote(run.id, run.fencing, candidate.id, verdict))
+        parts.events.promoted()
+        log.info("adapter %d is promoted: %s", candidate.id, verdict.reason)
+        try:
+            parts.switching.switch(staged, candidate, begun)
+        except (Unavailable, TimeoutError) as error:
+            # The row is the truth; the next tick makes the engine follow it.
+            log.warning("the engine does not serve adapter %d yet: %s", candidate.id, error)
+
+    def _judge(self, scores: Scores) -> Verdict:
+        """Raises ValueError when the scores are not what they should be."""
+        parent, rules = self._run.parent, self._parts.rules.gate
+        try:
+            candidate, compared = scores.by_adapter[CANDIDATE], scores.by_adapter[str(parent)]
+        except KeyError as error:
+            raise ValueError(f"none of {error}") from error
+        verdict = gate.judge(
+            candidate,
+            compared,
+            min_prompts=rules.min_prompts,
+            min_tokens=rules.min_tokens,
+            domain_tolerance=rules.domain_tolerance,
+            resamples=rules.bootstrap,
+            seed=self._run.id,
+        )
+        if scores.golden:
+            verdict = replace(verdict, reason=f"{verdict.reason} (on the general held-out set: too little was logged)")
+        if self._parts.serving() != parent:
+            reason = f"adapter {parent}, which it was compared with, no longer serves"
+            verdict = replace(verdict, promoted=False, reason=reason)
+        return verdict
+
+    def _reject(self, candidate: AdapterRef, verdict: Verdict) -> None:
+        self._remember()
+        self._parts.ended(self._parts.runs.reject(self._run.id, self._run.fencing, candidate.id, verdict))
+        log.info("run %d lost: %s", self._run.id, verdict.reason)
+
+    def _fail(self, reason: str) -> None:
+        if not self._parts.runs.get(self._run.id).state.over:
+            run = self._parts.runs.move(self._run.id, self._run.fencing, RunState.FAILED, error=reason)
+            self._parts.ended(run)
+        self._parts.discard(reason)
+        log.warning("run %d failed: %s", self._run.id, reason)
+
+    def _remember(self) -> None:
+        """What this run learnt from is old from now on: the next runs replay some of it."""
+        for domain in list(self._offered):
+            self._parts.replay.offer(domain, self._offered[domain], RESERVOIR, seed=0)
+            del self._offered[domain]

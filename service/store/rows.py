@@ -1,0 +1,74 @@
+"""How generations lie in rows: token ids as little-endian uint32, log-probabilities as float32, the rest as columns."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Row
+
+from service.core import FailureCase, FinishReason, Generation, Prompt, Provenance, Round, Sampling, Targets
+
+
+def id_bytes(tokens: Sequence[int]) -> bytes:
+    return np.array(tokens, dtype="<u4").tobytes()
+
+
+def logprob_bytes(logprobs: Sequence[float]) -> bytes:
+    return np.array(logprobs, dtype="<f4").tobytes()
+
+
+def target_bytes(targets: Targets) -> bytes:
+    return targets.ids + targets.logprobs + targets.tail
+
+
+def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
+    """From a row of generations joined with generation_targets."""
+    sampling: dict[str, Any] = json.loads(row.sampling)
+    sampling["stop"] = tuple(sampling["stop"])
+    prompt = Prompt(
+        tokens=_ids(row.prompt),
+        sampling=Sampling(**sampling),
+        domain=row.domain,
+        client=row.client,
+        first_user=row.first_user,
+    )
+    return Generation(
+        id=row.id,
+        prompt=prompt,
+        output=_ids(row.output),
+        finish=FinishReason(row.finish),
+        rounds=tuple(Round(*values) for values in json.loads(row.rounds)),
+        cases=tuple(cases),
+        logprobs=_logprobs(row.logprobs),
+        sampled_logprobs=_logprobs(row.sampled_logprobs),
+        targets=None if row.blob is None else _targets(row.top, row.blob),
+        provenance=Provenance(row.target, row.tokenizer, row.draft),
+        created_at=utc(row.created_at),
+    )
+
+
+def case_of(row: Row[Any]) -> FailureCase:
+    return FailureCase(row.position, row.drafted, row.target, row.p, row.q, row.margin, row.tie)
+
+
+def utc(moment: datetime) -> datetime:
+    """SQLite forgets time zones; everything stored is UTC."""
+    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def _ids(blob: bytes) -> tuple[int, ...]:
+    return tuple(np.frombuffer(blob, dtype="<u4").tolist())
+
+
+def _logprobs(blob: bytes) -> tuple[float, ...]:
+    return tuple(np.frombuffer(blob, dtype="<f4").tolist())
+
+
+def _targets(top: int, blob: bytes) -> Targets:
+    positions = len(blob) // (6 * top + 2)
+    first, second = 4 * top * positions, 6 * top * positions
+    return Targets(top, blob[:first], blob[first:second], blob[second:])

@@ -1,0 +1,304 @@
+"""A lifecycle over a real database and real child processes; only the engine and the training are small."""
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy import Connection, text
+
+from service.core import (
+    BARE_DRAFT,
+    AdapterRef,
+    AdapterRefused,
+    AdapterState,
+    FailureCase,
+    FinishReason,
+    Generation,
+    Prompt,
+    Provenance,
+    Round,
+    RunState,
+    Sampling,
+    Staged,
+    TrainingRun,
+    Unavailable,
+)
+from service.lifecycle.launcher import Process, ProcessLauncher
+from service.lifecycle.supervisor import Rules, Supervisor
+from service.lifecycle.switching import Switching
+from service.settings import GateSettings, TrainingSettings
+from service.store.adapters import Adapters
+from service.store.database import Database, integrity, upgrade
+from service.store.files import folder_sha256
+from service.store.generations import Generations, split_of
+from service.store.replay import Replay
+from service.store.runs import Runs
+
+T = TypeVar("T")
+
+WHO = Provenance("target", "tokenizer", "draft")
+TRAINED = [name for name in (f"question {i}" for i in range(400)) if split_of(name) == "train"]
+ENOUGH = 6
+"""Generations that make a run start, and that end a watch."""
+
+
+def generation(
+    name: str, *, cases: int = 3, store: bool = True, tie: bool = False, domain: str | None = "a"
+) -> Generation:
+    """Of the training split, with four output tokens a case."""
+    tokens = 4 * max(cases, 1)
+    return Generation(
+        id=name,
+        prompt=Prompt((1, 2, 3), Sampling(), domain="a", store=store, first_user=TRAINED[len(name) % len(TRAINED)]),
+        output=tuple(range(tokens)),
+        finish=FinishReason.LENGTH,
+        rounds=(Round(BARE_DRAFT, 0, 3, 1, 2),),
+        cases=tuple(FailureCase(4 * i, 1, 2, 0.5, 0.5, 1.0, tie) for i in range(cases)),
+        logprobs=(0.0,) * tokens,
+        sampled_logprobs=(0.0,) * tokens,
+        targets=None,
+        provenance=WHO,
+        created_at=datetime.now(UTC),
+    )
+
+
+@dataclass(frozen=True)
+class Loaded:
+    adapter: int
+
+
+class SmallEngine:
+    """core.DraftSwitch on a thread of its own, as strict about folders as the real one. dead: it answers no more."""
+
+    def __init__(self) -> None:
+        self.active = BARE_DRAFT
+        self.dead = False
+        self.switch_dead = False
+        self.served: list[int] = []
+        self._thread = ThreadPoolExecutor(1)
+
+    def stage(self, ref: AdapterRef | None) -> Future[Staged]:
+        def load() -> Staged:
+            if self.dead:
+                raise Unavailable("the engine is dead")
+            if ref is not None and (not ref.folder.is_dir() or folder_sha256(ref.folder) != ref.sha256):
+                raise AdapterRefused(f"adapter {ref.id}: its files are not the ones that were registered")
+            return Loaded(ref.id if ref else BARE_DRAFT)
+
+        return self._thread.submit(load)
+
+    def switch(self, staged: Staged) -> Future[None]:
+        def apply() -> None:
+            if self.switch_dead:
+                raise Unavailable("the engine is dead")
+            self.active = staged.adapter
+            self.served.append(staged.adapter)
+
+        return self._thread.submit(apply)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+
+class Launcher(ProcessLauncher):
+    """The real one, remembering what it started."""
+
+    def __init__(self, log: Path, command: tuple[str, ...]) -> None:
+        super().__init__(log, command=command)
+        self.started: list[Process] = []
+        self.missing = False
+
+    def launch(self, spec):  # pyright: ignore[reportMissingParameterType, reportUnknownParameterType]
+        if self.missing:
+            raise FileNotFoundError("no such interpreter")
+        process = super().launch(spec)  # pyright: ignore[reportUnknownArgumentType]
+        self.started.append(process)
+        return process
+
+
+@dataclass
+class Told:
+    """What was reported to whoever counts."""
+
+    states: list[RunState] = field(default_factory=list[RunState])
+    over: list[RunState] = field(default_factory=list[RunState])
+    promotions: int = 0
+    rollbacks: int = 0
+    serving_now: int = BARE_DRAFT
+
+    def training(self, run: TrainingRun) -> None:
+        if not self.states or self.states[-1] is not run.state:
+            self.states.append(run.state)
+
+    def training_ended(self, state: RunState) -> None:
+        self.over.append(state)
+
+    def promoted(self) -> None:
+        self.promotions += 1
+
+    def rolled_back(self) -> None:
+        self.rollbacks += 1
+
+    def swapped(self, seconds: float) -> None:
+        assert seconds >= 0
+
+    def serving(self, ref: AdapterRef | None) -> None:
+        self.serving_now = ref.id if ref else BARE_DRAFT
+
+
+class Death(BaseException):
+    """The server dies here: nothing of it runs any more."""
+
+
+class MortalDatabase(Database):
+    """Dies at its n-th write (counted from `arm`), before or after the commit."""
+
+    fuse: int | None = None
+    after = False
+
+    def arm(self, writes: int, *, after: bool) -> None:
+        self.fuse, self.after = writes, after
+
+    def write(self, work: Callable[[Connection], T], *, urgent: bool = True) -> Future[T]:
+        if self.fuse is not None:
+            self.fuse -= 1
+            if self.fuse == 0:
+                if self.after:
+                    super().write(work, urgent=urgent).result()
+                raise Death
+        return super().write(work, urgent=urgent)
+
+
+class Server:
+    """One life of a server: a supervisor with its engine, on the world's database."""
+
+    def __init__(self, world: "World", **training: object) -> None:
+        self.db = MortalDatabase(world.url)
+        self.generations, self.runs, self.adapters = Generations(self.db), Runs(self.db), Adapters(self.db)
+        self.replay = Replay(self.db)
+        self.engine, self.told = SmallEngine(), Told()
+        self.launcher = Launcher(
+            world.home / "child.log", (str(Path(__file__).with_name("scripted_child.py")), str(world.plan))
+        )
+        self.busy = False
+        settings = {"min_cases": 3 * ENOUGH, "min_tokens": 10, "cooldown_seconds": 0.0, **training}
+        self.supervisor = Supervisor(
+            runs=self.runs,
+            adapters=self.adapters,
+            generations=self.generations,
+            replay=self.replay,
+            switching=Switching(self.engine, self.adapters, WHO.draft, self.told),
+            launcher=self.launcher,
+            events=self.told,
+            rules=Rules(
+                TrainingSettings(**settings),  # pyright: ignore[reportArgumentType]
+                GateSettings(min_prompts=8, min_tokens=100, bootstrap=200, watch_generations=ENOUGH),
+                max_generations=world.keep,
+                adapters=world.home / "adapters",
+                spec={"out": str(world.home / "adapters")},
+            ),
+            who=WHO,
+            busy=lambda: self.busy,
+            now=lambda: datetime.now(UTC) + world.ahead,
+        )
+
+    def traffic(self, count: int = ENOUGH, *, cases: int = 3) -> None:
+        """Generations come in; without cases they only feed a watch."""
+        self.generations.add([generation(os.urandom(8).hex(), cases=cases) for _ in range(count)]).result(10)
+
+    def tick_until(self, done: Callable[[], bool], seconds: float = 10.0) -> None:
+        end = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < end, f"not reached; runs: {self.runs.latest(3)}"
+            self.supervisor.tick()
+            time.sleep(0.01)
+
+    def ended(self, state: RunState, count: int = 1) -> Callable[[], bool]:
+        return lambda: [run.state for run in self.runs.latest(100)].count(state) == count
+
+    def watched(self, adapter: int) -> Callable[[], bool]:
+        return lambda: bool(self.adapters.evaluations(adapter, "watch"))
+
+    def promote(self) -> AdapterRef:
+        """Once round the circle, up to the watch."""
+        known = self.told.promotions
+        self.traffic()
+        self.tick_until(lambda: self.told.promotions > known)
+        ref = self.adapters.active(WHO.draft)
+        assert ref is not None
+        return ref
+
+    def die(self) -> None:
+        """kill -9: the child loses its parent, the database its writer, nobody tidies up."""
+        for process in self.launcher.started:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGKILL)
+            process.stop(1.0)
+        self.db.fuse = None
+        self.db.close()
+        self.engine.close()
+
+    def close(self) -> None:
+        self.supervisor.stop()
+        self.die()
+
+
+class World:
+    """What outlives a server: the disk, and the time."""
+
+    def __init__(self, home: Path) -> None:
+        self.home = home
+        self.url = f"sqlite:///{home / 'redraft.db'}"
+        self.plan = home / "plan.json"
+        self.ahead = timedelta()
+        self.keep = 10_000
+        upgrade(self.url)
+        self.act()
+
+    def act(self, train: str = "pass", score: str = "fair") -> None:
+        """What the next children do."""
+        self.plan.write_text(json.dumps({"train": train, "score": score}))
+
+    @contextmanager
+    def server(self, *, start: bool = True, **training: object) -> Iterator[Server]:
+        server = Server(self, **training)
+        try:
+            if start:
+                server.supervisor.start()
+            yield server
+        finally:
+            server.close()
+
+
+def check_legal(server: Server) -> None:
+    """What must hold whenever nobody is at work: after a start, and between ticks without a child."""
+    with server.db.read() as connection:
+        running = connection.execute(
+            text("select count(*) from training_runs where state in ('claimed', 'training', 'scoring', 'staging')")
+        ).scalar()
+        stray = connection.execute(
+            text(
+                "select count(*) from failure_cases c join training_runs r on r.id = c.claimed_run"
+                " where r.state in ('promoted', 'rejected', 'failed', 'crashed')"
+            )
+        ).scalar()
+    assert running == 0
+    assert stray == 0, "cases claimed by a run that is over"
+    refs = server.adapters.all()
+    active = [ref for ref in refs if ref.state is AdapterState.ACTIVE]
+    assert len(active) <= 1
+    assert not [ref for ref in refs if ref.state is AdapterState.CANDIDATE], "a candidate whose run is over"
+    for ref in active:
+        assert folder_sha256(ref.folder) == ref.sha256
+        assert [verdict for _, verdict in server.adapters.evaluations(ref.id, "gate") if verdict.promoted], "ungated"
+        assert all(verdict.promoted for _, verdict in server.adapters.evaluations(ref.id, "watch")), "proven worse"
+    assert server.engine.active == (active[0].id if active else BARE_DRAFT)
+    assert integrity(server.db) == "ok"

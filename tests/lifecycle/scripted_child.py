@@ -1,0 +1,102 @@
+"""A real child process that says what its plan says instead of training: `scripted_child.py PLAN`, the job on stdin.
+
+PLAN is a JSON file: kind of job -> act. A trained adapter is a folder whose file holds one number, the share of calls
+it needs; scores are computed from it, so that whoever compares adapters finds what the folders say.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from service.store.files import publish
+
+
+def say(kind: str, **message: object) -> None:
+    print(json.dumps({"type": kind, **message}), flush=True)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def scores(folder: str | None, names: list[str]) -> list[dict[str, object]]:
+    share = 1.0 if folder is None else float((Path(folder) / "adapters.safetensors").read_text())
+    return [
+        {"generation": name, "domain": "a", "tokens": 40, "agreed": 20, "calls": (20 + i % 3) * share, "k": 3}
+        for i, name in enumerate(names)
+    ]
+
+
+def train(job: dict[str, object], act: str) -> None:
+    say("progress", step=1, steps=2, loss=1.5, grad_norm=0.5, tokens_per_second=100.0, seconds_left=1.0)
+    match act:
+        case "kill":
+            die()
+        case "garbage":
+            print("Traceback? { not json", flush=True)
+            sys.stdin.read()
+            sys.exit(75)
+        case "hang":
+            sys.stdin.read()
+            sys.exit(75)
+        case "deaf":
+            time.sleep(60)
+        case "give up":
+            return say("failed", reason="too few examples")
+        case "leave":
+            sys.exit(0)
+        case _:
+            pass
+    out = Path(str(job["out"]))
+    scratch, final = out / f".run-{job['run']}.part", out / f"run-{job['run']}-{job['fencing']}"
+    scratch.mkdir(parents=True)
+    # "better": by a fifth than whatever it starts from.
+    share = {"lose": 1.05, "broken": 0.6, "better": 0.8 ** int(str(job["run"]))}.get(act, 0.8)
+    (scratch / "adapters.safetensors").write_text(str(share))
+    if act == "kill before publishing":
+        die()
+    sha256 = publish(scratch, final)
+    if act == "kill after publishing":
+        die()
+    say("progress", step=2, steps=2, loss=1.0, grad_norm=float("nan"), tokens_per_second=100.0, seconds_left=0.0)
+    say("candidate", folder=str(final), sha256=sha256, rank=4, scale=2.0, keys=["self_attn.q_proj"], trainable=1)
+    if act == "kill after the candidate":
+        die()
+    if act == "broken":
+        (final / "adapters.safetensors").write_text("0.7")
+    names = [f"held-out-{i}" for i in range(8)]
+    # und = {"candidate": scores(str(final), names), str(job["parent_id"]): scores(job["parent"], names)}  # pyright:
+    # ignore[reportArgumentType]
+    if act == "other texts":
+        found["candidate"] = found["candidate"][1:]
+    if act == "no parent":
+        del found[str(job["parent_id"])]
+    say("scores", scores=found, golden=act == "golden")
+    say("done")
+
+
+def score(job: dict[str, object], act: str) -> None:
+    if act == "kill":
+        die()
+    adapters: dict[str, str | None] = job["adapters"]  # pyright: ignore[reportAssignmentType]
+    names: list[str] = job["generations"]  # pyright: ignore[reportAssignmentType]
+    found = {name: scores(folder, names) for name, folder in adapters.items()}
+    if act == "worse":
+        newest = max(adapters, key=int)
+        for item in found[newest]:
+            item["calls"] = float(str(item["calls"])) * 2
+    say("scores", scores=found)
+    say("done")
+
+
+def main() -> None:
+    job = json.loads(sys.stdin.readline())
+    act = json.loads(Path(sys.argv[1]).read_text())[job["kind"]]
+    (train if job["kind"] == "train" else score)(job, act)
+
+
+if __name__ == "__main__":
+    main()

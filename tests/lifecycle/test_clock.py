@@ -1,0 +1,69 @@
+import threading
+import time
+
+from service.lifecycle.clock import Clock
+
+
+def test_it_ticks_until_it_is_stopped() -> None:
+    ticks: list[float] = []
+    enough = threading.Event()
+
+    def tick() -> None:
+        ticks.append(time.monotonic())
+        if len(ticks) == 5:
+            enough.set()
+
+    clock = Clock(tick, 0.05)
+    time.sleep(0.15)
+    assert not ticks, "not before the start"
+    began = time.monotonic()
+    clock.start()
+    try:
+        assert enough.wait(5)
+    finally:
+        clock.stop()
+    assert ticks[0] - began < 1.0
+    seen = len(ticks)
+    time.sleep(0.2)
+    assert len(ticks) == seen
+    clock.stop()
+
+
+def test_slow_ticks_never_overlap_and_stop_waits_for_the_last() -> None:
+    running, most, ended = 0, 0, 0
+    begun = threading.Semaphore(0)
+
+    def tick() -> None:
+        nonlocal running, most, ended
+        running += 1
+        most = max(most, running)
+        begun.release()
+        time.sleep(0.15)
+        running -= 1
+        ended += 1
+
+    clock = Clock(tick, 0.02)
+    clock.start()
+    for _ in range(3):
+        assert begun.acquire(timeout=5)
+    clock.stop()
+    assert most == 1
+    assert running == 0
+    # Some forty intervals went by in three ticks: what was missed is made up by one, not by forty.
+    assert ended <= 5
+
+
+def test_a_tick_that_fails_does_not_stop_the_clock() -> None:
+    again = threading.Semaphore(0)
+
+    def tick() -> None:
+        again.release()
+        raise RuntimeError("the database is away")
+
+    clock = Clock(tick, 0.02)
+    clock.start()
+    try:
+        for _ in range(3):
+            assert again.acquire(timeout=5)
+    finally:
+        clock.stop()

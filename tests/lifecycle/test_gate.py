@@ -1,0 +1,173 @@
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from service.core import Score, Verdict
+from service.lifecycle.gate import judge, watch
+
+
+def scores(calls: Sequence[float], *, tokens: int = 100, domain: str = "a", start: int = 0) -> list[Score]:
+    return [Score(f"g{start + i}", domain, tokens, 50, float(value), 3) for i, value in enumerate(calls)]
+
+
+def decide(candidate: Sequence[Score], active: Sequence[Score], **changes: float) -> Verdict:
+    rules = {"min_prompts": 30, "min_tokens": 2000, "domain_tolerance": 0.02, "resamples": 400, "seed": 1, **changes}
+    return judge(candidate, active, **rules)  # pyright: ignore[reportArgumentType]
+
+
+def noisy(rng: np.random.Generator, count: int, gain: float) -> tuple[list[Score], list[Score]]:
+    """Texts of unequal difficulty; both adapters' calls vary around it, the candidate's shortened by the gain."""
+    difficulty = rng.lognormal(np.log(40), 0.4, count)
+    new = difficulty * rng.lognormal(0, 0.1, count) / (1 + gain)
+    old = difficulty * rng.lognormal(0, 0.1, count)
+    return scores(new), scores(old)
+
+
+@pytest.mark.parametrize("gain", [-0.2, -0.01, 0.01, 0.25, 1.0])
+def test_the_same_ratio_on_every_text_is_the_gain_without_any_doubt(gain: float) -> None:
+    active = np.linspace(20, 90, 40)
+    verdict = decide(scores(active / (1 + gain)), scores(active))
+    assert (verdict.gain, verdict.low90, verdict.high90) == pytest.approx((gain, gain, gain))
+    assert verdict.promoted is (gain > 0)
+    assert (verdict.prompts, verdict.tokens) == (40, 4000)
+
+
+def test_an_equal_candidate_is_not_better() -> None:
+    same = scores(np.linspace(20, 90, 40))
+    verdict = decide(same, same)
+    assert (verdict.gain, verdict.low90, verdict.high90, verdict.promoted) == (0.0, 0.0, 0.0, False)
+
+
+def test_the_gain_weighs_texts_by_their_calls() -> None:
+    """Half the calls on one text of ten, which holds nine tenths of them: 1 / (0.45 + 0.1) - 1."""
+    active = scores([900, *[100 / 9] * 9])
+    candidate = scores([450, *[100 / 9] * 9])
+    assert decide(candidate, active).gain == pytest.approx(1 / 0.55 - 1)
+
+
+def test_the_interval_is_the_paired_bootstrap_of_scipy() -> None:
+    candidate, active = noisy(np.random.default_rng(3), 80, 0.05)
+    ours = decide(candidate, active, resamples=20_000)
+    theirs = stats.bootstrap(
+        ([s.calls for s in candidate], [s.calls for s in active]),
+        lambda new, old, axis: old.sum(axis) / new.sum(axis) - 1,
+        paired=True,
+        vectorized=True,
+        n_resamples=20_000,
+        confidence_level=0.9,
+        method="percentile",
+        rng=np.random.default_rng(5),
+    ).confidence_interval
+    width = theirs.high - theirs.low
+    assert ours.low90 == pytest.approx(theirs.low, abs=0.03 * width)
+    assert ours.high90 == pytest.approx(theirs.high, abs=0.03 * width)
+
+
+def test_chance_alone_is_rarely_promoted_and_real_progress_nearly_always() -> None:
+    rng = np.random.default_rng(0)
+    trials = 400
+    lucky = sum(decide(*noisy(rng, 60, 0.0)).promoted for _ in range(trials))
+    proven = sum(decide(*noisy(rng, 60, 0.08)).promoted for _ in range(trials))
+    # A correct gate promotes 5 % of them; more than this many happens once in 10,000 such experiments.
+    assert lucky <= stats.binom.ppf(0.9999, trials, 0.05)
+    assert lucky >= stats.binom.ppf(0.0001, trials, 0.05), "a gate that promotes nothing proves nothing"
+    assert proven >= 0.95 * trials
+
+
+def test_a_worse_candidate_is_never_promoted() -> None:
+    rng = np.random.default_rng(1)
+    assert not any(decide(*noisy(rng, 60, -0.08)).promoted for _ in range(100))
+
+
+def test_one_domain_that_is_surely_worse_blocks() -> None:
+    active = scores([50] * 40) + scores([50] * 10, domain="b", start=40)
+    better = scores([35] * 40) + scores([52] * 10, domain="b", start=40)
+    verdict = decide(better, active)
+    assert verdict.low90 > 0
+    assert not verdict.promoted
+    assert "worse on b" in verdict.reason
+    assert verdict.domains["b"] == pytest.approx((50 / 52 - 1,) * 3)
+    assert decide(better, active, domain_tolerance=0.05).promoted, "within the tolerance"
+
+
+def test_a_domain_that_may_be_as_good_does_not_block() -> None:
+    active = scores([50] * 40) + scores([50] * 10, domain="b", start=40)
+    doubtful = scores([35] * 40) + scores([80, 80, 80, 80, 80, 35, 35, 35, 35, 35], domain="b", start=40)
+    verdict = decide(doubtful, active)
+    assert verdict.domains["b"][0] < -0.02 < verdict.domains["b"][2]
+    assert verdict.promoted
+
+
+def test_a_domain_of_four_texts_does_not_speak() -> None:
+    active = scores([50] * 40) + scores([50] * 4, domain="b", start=40)
+    verdict = decide(scores([35] * 40) + scores([90] * 4, domain="b", start=40), active)
+    assert verdict.promoted
+    assert set(verdict.domains) == {"a"}
+
+
+@pytest.mark.parametrize(("prompts", "tokens", "missing"), [(29, 100, "29 of 30 prompts"), (30, 66, "1980 of 2000")])
+def test_too_little_evidence_promotes_nothing(prompts: int, tokens: int, missing: str) -> None:
+    verdict = decide(scores([20] * prompts, tokens=tokens), scores([40] * prompts, tokens=tokens))
+    assert not verdict.promoted
+    assert missing in verdict.reason
+    assert verdict.gain == pytest.approx(1.0)
+
+
+def test_nothing_to_compare_on_promotes_nothing() -> None:
+    assert not decide([], []).promoted
+
+
+GOOD = scores([40] * 40)
+
+
+@pytest.mark.parametrize(
+    "candidate",
+    [
+        GOOD[1:],
+        [*GOOD[1:], replace(GOOD[0], generation="other")],
+        [*GOOD, GOOD[0]],
+        [*GOOD[1:], replace(GOOD[0], tokens=99)],
+        [*GOOD[1:], replace(GOOD[0], domain="b")],
+        [*GOOD[1:], replace(GOOD[0], k=4)],
+        [*GOOD[1:], replace(GOOD[0], calls=0.0)],
+        [*GOOD[1:], replace(GOOD[0], calls=float("nan"))],
+    ],
+)
+def test_scores_that_do_not_match_are_an_error(candidate: list[Score]) -> None:
+    with pytest.raises(ValueError):
+        decide(candidate, GOOD)
+    with pytest.raises(ValueError):
+        watch(candidate, GOOD, resamples=100, seed=0)
+
+
+@given(st.lists(st.floats(1, 100), min_size=30, max_size=60), st.integers(0, 2**32), st.randoms())
+def test_the_verdict_depends_on_neither_order_nor_repetition(calls: list[float], seed: int, random) -> None:  # pyright: ignore
+    candidate, active = scores(calls), scores(list(reversed(calls)))
+    first = decide(candidate, active, seed=seed)
+    random.shuffle(candidate)
+    random.shuffle(active)
+    assert decide(candidate, active, seed=seed) == first
+    assert first.low90 <= first.high90
+
+
+def test_watching_takes_back_only_what_is_surely_worse() -> None:
+    rng = np.random.default_rng(2)
+    worse, parent = noisy(rng, 60, -0.2)
+    verdict = watch(worse, parent, resamples=400, seed=0)
+    assert not verdict.promoted
+    assert verdict.high90 < 0
+    assert watch(parent, worse, resamples=400, seed=0).promoted
+    assert watch(parent, parent, resamples=400, seed=0).promoted
+    doubtful = scores([30] * 10 + [60] * 10)
+    assert watch(doubtful, scores([44] * 20), resamples=400, seed=0).promoted
+
+
+def test_watching_keeps_what_it_cannot_judge() -> None:
+    assert watch([], [], resamples=100, seed=0).promoted
+    assert watch(scores([80] * 4), scores([40] * 4), resamples=100, seed=0).promoted
+    assert not watch(scores([80] * 5), scores([40] * 5), resamples=100, seed=0).promoted

@@ -1,0 +1,173 @@
+"""Recording never delays or breaks decoding, whatever the database does."""
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from circle import generation
+
+from service.lifecycle.recorder import Recorder
+from service.store.database import Database, upgrade
+from service.store.generations import Generations
+
+
+class Log:
+    """A real database, a recorder on it, and a second connection that gets in the way."""
+
+    def __init__(self, path: Path, **changes: float) -> None:
+        self.path = path
+        url = f"sqlite:///{path}"
+        upgrade(url)
+        self.database = Database(url)
+        self.generations = Generations(self.database)
+        self.told: list[int] = []
+        self.recorder = Recorder(self.generations, on_drop=self.told.append, **changes)  # pyright: ignore[reportArgumentType]
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        other = sqlite3.connect(self.path, isolation_level=None)
+        other.execute("BEGIN EXCLUSIVE")
+        try:
+            yield
+        finally:
+            other.execute("ROLLBACK")
+            other.close()
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """Every write fails at once."""
+        other = sqlite3.connect(self.path, isolation_level=None)
+        other.execute("CREATE TRIGGER no BEFORE INSERT ON generations BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+        try:
+            yield
+        finally:
+            other.execute("DROP TRIGGER no")
+            other.close()
+
+    def record(self, count: int, prefix: str = "g") -> float:
+        """The longest time that one call took."""
+        longest = 0.0
+        for i in range(count):
+            made = generation(f"{prefix}{i}")
+            began = time.perf_counter()
+            self.recorder.record(made)
+            longest = max(longest, time.perf_counter() - began)
+        return longest
+
+    @property
+    def stored(self) -> int:
+        return self.generations.stats().generations
+
+
+@pytest.fixture
+def make_log(tmp_path: Path) -> Iterator[Callable[..., Log]]:
+    made: list[Log] = []
+
+    def make(**changes: float) -> Log:
+        made.append(Log(tmp_path / "log.db", **changes))
+        return made[-1]
+
+    yield make
+    for log in made:
+        log.recorder.close(5)
+        log.database.close()
+
+
+def test_what_is_recorded_is_stored(make_log: Callable[..., Log]) -> None:
+    log = make_log()
+    log.record(100)
+    assert log.recorder.flush(10)
+    assert log.stored == 100
+    assert log.recorder.dropped == 0
+
+
+def test_a_request_that_says_no_is_never_written(make_log: Callable[..., Log]) -> None:
+    log = make_log()
+    log.recorder.record(generation("secret", store=False))
+    log.recorder.record(generation("open"))
+    assert log.recorder.flush(10)
+    assert [row.id for row in log.generations.by_ids(["secret", "open"])] == ["open"]
+    assert log.recorder.dropped == 0, "not stored, not lost"
+
+
+def test_a_locked_database_delays_nobody_and_loses_what_the_buffer_cannot_hold(
+    make_log: Callable[..., Log],
+) -> None:
+    log = make_log(capacity=50)
+    with log.locked():
+        assert log.record(300) < 0.5
+        assert not log.recorder.flush(0.5)
+        assert log.recorder.dropped == sum(log.told) > 0
+    assert log.recorder.flush(10)
+    assert log.stored + log.recorder.dropped == 300
+    assert log.generations.by_ids(["g299"]), "the oldest go first"
+    log.record(10, "later")
+    assert log.recorder.flush(10)
+    assert log.stored + log.recorder.dropped == 310
+
+
+def test_a_database_that_refuses_everything_costs_counted_losses_and_recovers(make_log: Callable[..., Log]) -> None:
+    log = make_log(backoff_seconds=0.005)
+    with log.broken():
+        assert log.record(40) < 0.5
+        assert log.recorder.flush(10)
+        assert log.recorder.dropped == sum(log.told) == 40
+    log.record(5, "later")
+    assert log.recorder.flush(10)
+    assert (log.stored, log.recorder.dropped) == (5, 40)
+
+
+def test_a_short_failure_loses_nothing(make_log: Callable[..., Log]) -> None:
+    log = make_log(backoff_seconds=0.1)
+    with log.broken():
+        log.record(10)
+        time.sleep(0.15)
+    assert log.recorder.flush(10)
+    assert (log.stored, log.recorder.dropped) == (10, 0)
+
+
+def test_a_database_that_is_gone_is_survived(make_log: Callable[..., Log]) -> None:
+    log = make_log(backoff_seconds=0.005)
+    log.database.close()
+    assert log.record(40) < 0.5
+    assert log.recorder.flush(10)
+    assert log.recorder.dropped == 40
+
+
+def test_closing_writes_what_is_there_and_refuses_the_rest(make_log: Callable[..., Log]) -> None:
+    log = make_log()
+    log.record(200)
+    assert log.recorder.close(10)
+    assert log.stored == 200
+    log.record(1, "late")
+    assert log.recorder.dropped == 1
+    assert log.recorder.close(10)
+    assert log.stored == 200
+
+
+def test_closing_waits_no_longer_than_it_may(make_log: Callable[..., Log]) -> None:
+    log = make_log()
+    with log.locked():
+        log.record(100)
+        time.sleep(0.1)
+        began = time.monotonic()
+        assert not log.recorder.close(0.3)
+        assert time.monotonic() - began < 2
+    # What the writer had in hand is written when the lock goes; the rest was counted.
+    assert log.recorder.flush(10)
+    assert log.stored + log.recorder.dropped == 100
+
+
+def test_many_threads_may_record(make_log: Callable[..., Log]) -> None:
+    log = make_log(capacity=2000)
+    threads = [threading.Thread(target=log.record, args=(100, f"t{n}-")) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert log.recorder.flush(20)
+    assert log.stored == 800

@@ -1,0 +1,149 @@
+"""Whenever the server dies, the next one finds a legal state, the right adapter serving, and a circle that goes on."""
+
+from pathlib import Path
+
+import pytest
+from circle import WHO, Death, Server, World, check_legal
+
+from service.core import BARE_DRAFT, AdapterState, RunState
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def live(server: Server, writes: int, *, after: bool) -> bool:
+    """Once round the circle and through the watch; False when it died on the way."""
+    server.traffic()
+    server.db.arm(writes, after=after)
+    try:
+        server.tick_until(lambda: server.told.promotions > 0)
+        ref = server.adapters.active(WHO.draft)
+        assert ref is not None
+        server.db.fuse, left = None, server.db.fuse
+        server.traffic(cases=0)
+        server.db.fuse = left
+        server.tick_until(server.watched(ref.id))
+        server.supervisor.tick()
+    except Death:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("score", ["fair", "worse"])
+@pytest.mark.parametrize("after", [False, True], ids=["before the commit", "after the commit"])
+def test_a_death_at_any_write_is_survived(world: World, after: bool, score: str) -> None:
+    """Every write of the circle in turn is the server's last."""
+    world.act(score=score)
+    deaths = 0
+    for writes in range(1, 40):
+        with world.server() as server:
+            server.supervisor.activate(BARE_DRAFT)
+            survived = live(server, writes, after=after)
+            server.die()
+        with world.server() as heir:
+            check_legal(heir)
+        deaths += not survived
+        if survived:
+            break
+    assert survived, "the circle has fewer writes than that"
+    assert deaths >= 9
+
+
+def test_a_server_killed_while_its_child_trains(world: World) -> None:
+    world.act(train="hang")
+    with world.server() as server:
+        server.traffic()
+        server.tick_until(lambda: server.runs.current() is not None)
+        cases = server.runs.latest(1)[0].cases
+        server.die()
+    world.act()
+    with world.server() as heir:
+        check_legal(heir)
+        assert heir.runs.latest(1)[0].state is RunState.CRASHED
+        assert heir.generations.counts(WHO).cases == cases
+        heir.tick_until(heir.ended(RunState.PROMOTED))
+
+
+def test_a_child_that_lost_its_server_ends(world: World) -> None:
+    world.act(train="hang")
+    with world.server() as server:
+        server.traffic()
+        server.tick_until(lambda: server.runs.current() is not None)
+        process = server.launcher.started[0]
+        process.stop(5.0)
+        assert process.exit_code() == 75, "by itself, at the end of its line"
+
+
+def test_stopping_ends_the_child_and_frees_its_cases(world: World) -> None:
+    world.act(train="hang")
+    with world.server() as server:
+        server.traffic()
+        server.tick_until(lambda: server.runs.current() is not None)
+        server.supervisor.stop()
+        assert server.launcher.started[0].exit_code() is not None
+        assert server.runs.latest(1)[0].state is RunState.CRASHED
+        assert server.generations.counts(WHO).cases > 0
+        server.supervisor.stop()
+        server.supervisor.tick()
+        assert server.runs.current() is None, "no tick after the end"
+        check_legal(server)
+
+
+def test_the_next_server_serves_the_active_adapter_and_finishes_its_watch(world: World) -> None:
+    with world.server() as server:
+        ref = server.promote()
+    world.act(score="worse")
+    with world.server() as heir:
+        assert heir.engine.active == ref.id
+        heir.traffic(cases=0)
+        heir.tick_until(heir.watched(ref.id))
+        heir.supervisor.tick()
+        assert heir.engine.active == BARE_DRAFT
+        check_legal(heir)
+
+
+def grown(world: World, generations: int) -> list[int]:
+    """Adapters, each on top of the one before."""
+    made: list[int] = []
+    with world.server() as server:
+        for _ in range(generations):
+            ref = server.promote()
+            made.append(ref.id)
+            server.supervisor.activate(ref.id)
+    return made
+
+
+def test_an_active_adapter_that_will_not_load_falls_back_to_its_parent_and_in_the_end_to_the_bare_draft(
+    world: World,
+) -> None:
+    world.act(train="better")
+    first, second, third = grown(world, 3)
+    with world.server() as server:
+        assert server.engine.active == third
+        folders = {ref.id: ref.folder for ref in server.adapters.all()}
+    (folders[third] / "adapters.safetensors").write_text("damaged")
+    (folders[second] / "adapters.safetensors").unlink()
+    with world.server() as server:
+        assert server.engine.active == first
+        states = {ref.id: ref.state for ref in server.adapters.all()}
+        assert states == {first: AdapterState.ACTIVE, second: AdapterState.BROKEN, third: AdapterState.BROKEN}
+        check_legal(server)
+    (folders[first] / "adapters.safetensors").write_text("damaged")
+    with world.server() as server:
+        assert server.engine.active == BARE_DRAFT
+        check_legal(server)
+
+
+def test_an_engine_that_does_not_answer_at_the_start_follows_later(world: World) -> None:
+    with world.server() as server:
+        ref = server.promote()
+    with world.server(start=False) as heir:
+        heir.engine.dead = True
+        heir.supervisor.start()
+        assert heir.engine.active == BARE_DRAFT
+        heir.engine.dead = False
+        heir.supervisor.tick()
+        assert heir.engine.active == ref.id
+        assert heir.adapters.get(ref.id).state is AdapterState.ACTIVE

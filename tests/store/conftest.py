@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stored import copy_of, url_of
+
+from service.store.database import Database, upgrade
+
+
+@pytest.fixture(scope="session")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty database made by the migrations; copying it is quicker than migrating again."""
+    path = tmp_path_factory.mktemp("template") / "empty.db"
+    upgrade(url_of(path))
+    return path
+
+
+@pytest.fixture
+def url(template: Path, tmp_path: Path) -> str:
+    return copy_of(template, tmp_path / "redraft.db")
+
+
+@pytest.fixture
+def database(url: str) -> Iterator[Database]:
+    opened = Database(url)
+    yield opened
+    opened.close()

@@ -1,0 +1,94 @@
+"""Generations as the engine would hand them over, for the tests of the store."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+
+from service.core import FailureCase, FinishReason, Generation, Prompt, Provenance, Round, Sampling, Targets, Verdict
+from service.store.generations import split_of
+
+WHO = Provenance("t" * 64, "k" * 64, "d" * 64)
+WON = Verdict(True, "better", 40, 4000, 0.1, 0.05, 0.15, {"code": (0.1, 0.05, 0.15)})
+LOST = Verdict(False, "not proven better", 40, 4000, 0.0, -0.05, 0.05)
+START = datetime(2026, 1, 1, tzinfo=UTC)
+
+_counter = itertools.count()
+
+
+def url_of(path: Path) -> str:
+    return f"sqlite:///{path}"
+
+
+def copy_of(template: Path, path: Path) -> str:
+    """A fresh, empty database at the newest revision."""
+    shutil.copy(template, path)
+    return url_of(path)
+
+
+def texts(split: str, count: int, tag: str = "question") -> list[str]:
+    """First user messages that fall on one side of the split."""
+    found = (f"{tag} {i}" for i in itertools.count())
+    return list(itertools.islice((text for text in found if split_of(text) == split), count))
+
+
+TRAIN_TEXT = texts("train", 1)[0]
+HELD_OUT_TEXT = texts("held_out", 1)[0]
+
+
+def case(position: int, *, tie: bool = False) -> FailureCase:
+    return FailureCase(position, drafted=7, target=9, p=0.125, q=0.625, margin=0.0 if tie else 1.5, tie=tie)
+
+
+def targets(positions: int, top: int = 4, seed: int = 0) -> Targets:
+    rng = np.random.default_rng(seed)
+    logprobs = -np.sort(rng.uniform(0, 9, (positions, top)), axis=1)
+    tail = np.where(rng.uniform(size=positions) < 0.3, -np.inf, -1.0)
+    return Targets(
+        top,
+        rng.integers(0, 50_000, (positions, top)).astype("<u4").tobytes(),
+        logprobs.astype("<f2").tobytes(),
+        tail.astype("<f2").tobytes(),
+    )
+
+
+def generation(
+    *,
+    id: str | None = None,
+    first_user: str = TRAIN_TEXT,
+    tokens: Sequence[int] = (1, 2, 3),
+    output: Sequence[int] = (4, 5, 6, 7, 8),
+    cases: Sequence[FailureCase] | None = None,
+    who: Provenance = WHO,
+    domain: str | None = "code",
+    client: str | None = "ada",
+    store: bool = True,
+    collected: Targets | None = None,
+    created: datetime | None = None,
+) -> Generation:
+    number = next(_counter)
+    return Generation(
+        id=id or f"g{number}",
+        prompt=Prompt(
+            tokens=tuple(tokens),
+            sampling=Sampling(temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=3, stop=("\n\n", "µ")),
+            domain=domain,
+            client=client,
+            store=store,
+            first_user=first_user,
+        ),
+        output=tuple(output),
+        finish=FinishReason.STOP,
+        rounds=(Round(0, 0, 4, 2, 3), Round(5, 3, 1, 1, 2)),
+        cases=(case(2),) if cases is None else tuple(cases),
+        logprobs=tuple(-0.25 * i for i in range(len(output))),
+        sampled_logprobs=tuple(-0.125 * i for i in range(len(output))),
+        targets=collected,
+        provenance=who,
+        created_at=created or START + timedelta(seconds=number),
+    )

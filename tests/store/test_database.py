@@ -1,0 +1,250 @@
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from sqlalchemy import text
+from stored import copy_of, generation, url_of
+
+from service.core import IllegalMove, StoreError
+from service.store.database import Database, integrity, upgrade
+from service.store.generations import Generations
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+
+
+def test_every_acknowledged_row_survives_kill_9(template: Path, tmp_path: Path) -> None:
+    url = copy_of(template, tmp_path / "redraft.db")
+    rng = random.Random(11)
+    acknowledged: set[str] = set()
+    for attempt in range(5):
+        child = subprocess.Popen(
+            [sys.executable, str(HERE / "write_until_killed.py"), url, f"w{attempt}"],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+        )
+        assert child.stdout is not None
+        acknowledged.add(child.stdout.readline().strip())
+        time.sleep(rng.uniform(0.0, 0.15))
+        child.send_signal(signal.SIGKILL)
+        # A line cut short by the kill acknowledges nothing.
+        acknowledged |= {line.strip() for line in child.stdout if line.endswith("\n")}
+        child.stdout.close()
+        assert child.wait() == -signal.SIGKILL
+        database = Database(url)
+        assert integrity(database) == "ok"
+        with database.read() as connection:
+            kept = set(connection.execute(text("SELECT id FROM generations")).scalars())
+            orphans = connection.execute(text("PRAGMA foreign_key_check")).all()
+            cases = connection.execute(text("SELECT count(*) FROM failure_cases")).scalar()
+        database.close()
+        assert acknowledged <= kept
+        assert orphans == []
+        assert cases == 2 * len(kept)
+    assert len(acknowledged) > 5
+
+
+def test_many_writers_and_readers_never_see_a_lock(database: Database) -> None:
+    store = Generations(database)
+    errors: list[Exception] = []
+    done = threading.Event()
+
+    def write() -> None:
+        try:
+            for _ in range(15):
+                store.add([generation(), generation()]).result()
+        except Exception as error:
+            errors.append(error)
+
+    def read() -> None:
+        try:
+            while not done.is_set():
+                stats = store.stats()
+                assert stats.generations <= 240
+        except Exception as error:
+            errors.append(error)
+
+    writers = [threading.Thread(target=write) for _ in range(8)]
+    readers = [threading.Thread(target=read) for _ in range(3)]
+    for thread in (*writers, *readers):
+        thread.start()
+    for thread in writers:
+        thread.join()
+    done.set()
+    for thread in readers:
+        thread.join()
+    assert errors == []
+    assert store.stats().generations == 240
+
+
+HOLD = """
+import sqlite3, sys, time
+connection = sqlite3.connect(sys.argv[1], isolation_level=None)
+connection.execute("BEGIN IMMEDIATE")
+print("held", flush=True)
+time.sleep(1.0)
+connection.execute("COMMIT")
+"""
+
+
+@contextmanager
+def holding_the_lock(path: Path) -> Iterator[None]:
+    """Another process that holds the write lock for a second."""
+    command = [sys.executable, "-c", HOLD, str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        yield
+        assert holder.wait(10) == 0
+
+
+def test_a_write_waits_for_another_process(database: Database, tmp_path: Path) -> None:
+    with holding_the_lock(tmp_path / "redraft.db"):
+        futures = [Generations(database).add([generation()]) for _ in range(3)]
+        with database.read() as connection:  # readers do not wait
+            assert connection.execute(text("SELECT count(*) FROM generations")).scalar() == 0
+        assert not futures[0].done()
+        assert [future.result(10) for future in futures] == [1, 1, 1]
+
+
+def test_opening_waits_for_another_process(url: str, tmp_path: Path) -> None:
+    # A new database is not in WAL mode yet, and SQLite does not wait for a lock when it is to become so.
+    with holding_the_lock(tmp_path / "redraft.db"):
+        database = Database(url)
+        assert Generations(database).add([generation()]).result(10) == 1
+        database.close()
+
+
+def test_a_lock_longer_than_one_timeout_is_waited_out(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.store.database.BUSY_SECONDS", 0.02)
+    other = sqlite3.connect(tmp_path / "redraft.db", isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    timer = threading.Timer(0.3, lambda: other.execute("COMMIT"))
+    timer.start()
+    assert Generations(database).add([generation()]).result(10) == 1
+    timer.join()
+    other.close()
+
+
+def test_urgent_writes_go_first(database: Database) -> None:
+    begun, go = threading.Event(), threading.Event()
+    order: list[str] = []
+
+    def block(connection: object) -> None:
+        begun.set()
+        go.wait(10)
+
+    futures = [database.write(block)]
+    assert begun.wait(10)
+    futures += [database.write(lambda c, i=i: order.append(f"bulk {i}"), urgent=False) for i in range(3)]
+    futures += [database.write(lambda c, i=i: order.append(f"urgent {i}")) for i in range(3)]
+    go.set()
+    for future in futures:
+        future.result(10)
+    assert order == ["urgent 0", "urgent 1", "urgent 2", "bulk 0", "bulk 1", "bulk 2"]
+
+
+def test_a_failed_write_leaves_nothing_and_the_next_one_works(database: Database) -> None:
+    def half(connection: object) -> None:
+        connection.execute(text("INSERT INTO replay_domains VALUES ('half', 1)"))  # type: ignore[attr-defined]
+        raise IllegalMove("no")
+
+    with pytest.raises(IllegalMove):
+        database.write(half).result()
+    with pytest.raises(StoreError, match="no such table"):
+        database.write(lambda connection: connection.execute(text("DELETE FROM absent"))).result()
+    with pytest.raises(ZeroDivisionError):
+        database.write(lambda connection: 1 // 0).result()
+    with database.read() as connection:
+        assert connection.execute(text("SELECT count(*) FROM replay_domains")).scalar() == 0
+    assert Generations(database).add([generation()]).result() == 1
+
+
+def test_closing_writes_what_is_queued_then_refuses(url: str) -> None:
+    database = Database(url)
+    store = Generations(database)
+    futures = [store.add([generation()]) for _ in range(30)]
+    database.close()
+    assert [future.result(0) for future in futures] == [1] * 30
+    with pytest.raises(StoreError, match="closed"):
+        store.add([generation()]).result(0)
+    database.close()
+    again = Database(url)
+    assert Generations(again).stats().generations == 30
+    again.close()
+
+
+def test_a_reader_follows_the_writer_and_cannot_write(database: Database) -> None:
+    store = Generations(database)
+    reader = Database(database.url, read_only=True)
+    seen = Generations(reader)
+    for count in range(1, 6):
+        store.add([generation()]).result()
+        assert seen.stats().generations == count
+    with pytest.raises(StoreError, match="reading only"):
+        seen.add([generation()]).result(0)
+    with pytest.raises(StoreError, match="readonly"), reader.read() as connection:
+        connection.execute(text("DELETE FROM generations"))
+    assert store.stats().generations == 5
+    reader.close()
+
+
+def test_a_long_read_neither_blocks_writing_nor_changes_under_it(database: Database) -> None:
+    store = Generations(database)
+    count = text("SELECT count(*) FROM generations")
+    with database.read() as connection:
+        assert connection.execute(count).scalar() == 0
+        store.add([generation()]).result(5)
+        assert connection.execute(count).scalar() == 0
+    assert store.stats().generations == 1
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+def test_a_wrong_revision_is_told_what_to_do(url: str, tmp_path: Path, read_only: bool) -> None:
+    with sqlite3.connect(tmp_path / "redraft.db") as other:
+        other.execute("UPDATE alembic_version SET version_num = '0000'")
+    other.close()
+    with pytest.raises(StoreError, match="redraft db upgrade") as refused:
+        Database(url, read_only=read_only)
+    assert "0000" in str(refused.value)
+
+
+def test_no_database_is_told_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="redraft db upgrade"):
+        Database(url_of(tmp_path / "none.db"))
+    assert not (tmp_path / "none.db").exists()
+
+
+def test_what_is_no_database_is_an_error_of_the_store(tmp_path: Path) -> None:
+    path = tmp_path / "text.db"
+    path.write_text("this is no database, and it is long enough to be looked at" * 100)
+    with pytest.raises(StoreError):
+        Database(url_of(path))
+    with pytest.raises(StoreError):
+        upgrade(url_of(path))
+    with pytest.raises(StoreError, match="file"):
+        Database("sqlite://")
+
+
+def test_a_name_with_odd_characters_is_a_file_like_any_other(tmp_path: Path) -> None:
+    url = url_of(tmp_path / "a b#c" / "ü.db")
+    upgrade(url)
+    database = Database(url)
+    assert Generations(database).add([generation()]).result() == 1
+    assert integrity(database) == "ok"
+    database.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a b#c"]

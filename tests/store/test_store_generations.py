@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sqlalchemy import text
+from stored import START, WHO, case, generation, targets, texts
+
+from service.core import Provenance, Trigger
+from service.store.database import Database
+from service.store.generations import Generations, UntrainedCounts, split_of
+from service.store.replay import Replay
+from service.store.runs import Runs
+
+
+def test_a_generation_comes_back_as_it_went_in(database: Database) -> None:
+    store = Generations(database)
+    made = generation(collected=targets(5), cases=[case(1), case(3, tie=True)])
+    bare = generation(client=None, domain=None, cases=[], output=[], first_user="")
+    assert store.add([made, bare]).result() == 2
+    back, nothing = store.by_ids([made.id])[0], store.by_ids([bare.id])[0]
+    assert back == made
+    assert nothing == bare
+    assert back.targets is not None
+    assert back.targets.positions == len(back.output)
+    logprobs = np.frombuffer(back.targets.logprobs, "<f2")
+    assert np.isfinite(logprobs).all()
+    assert not np.isnan(np.frombuffer(back.targets.tail, "<f2")).any()
+    assert not any(math.isnan(value) for value in (*back.logprobs, *back.sampled_logprobs))
+
+
+def test_targets_of_every_shape_come_back(database: Database) -> None:
+    store = Generations(database)
+    made = [
+        generation(collected=targets(positions, top, seed=top), output=range(positions))
+        for positions in (0, 1, 7)
+        for top in (1, 32)
+    ]
+    store.add(made).result()
+    assert {g.id: g.targets for g in store.by_ids([g.id for g in made])} == {g.id: g.targets for g in made}
+
+
+def test_rows_of_another_target_or_tokenizer_never_mix(database: Database) -> None:
+    store, runs = Generations(database), Runs(database)
+    held = texts("held_out", 1)[0]
+    strangers = [replace(WHO, target="x" * 64), replace(WHO, tokenizer="y" * 64)]
+    mine = [generation(), generation(first_user=held)]
+    store.add(mine).result()
+    for who in strangers:
+        store.add([generation(who=who), generation(who=who), generation(first_user=held, who=who)]).result()
+    for who in strangers:
+        assert store.counts(who) == UntrainedCounts(2, 10, 2)
+    assert store.counts(WHO) == UntrainedCounts(1, 5, 1)
+    assert [g.id for g in store.held_out(WHO, 10)] == [mine[1].id]
+    assert {g.id for g in store.after(WHO, START - timedelta(days=1), 10)} == {g.id for g in mine}
+    run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=10)
+    assert run is not None
+    assert [g.id for g in store.claimed(run.id)] == [mine[0].id]
+    replay = Replay(database)
+    replay.offer("code", [g.id for g in store.after(strangers[0], START - timedelta(days=1), 10)], 10, 0)
+    assert replay.sample(WHO, 10, 0) == []
+
+
+def test_another_draft_of_the_same_target_is_a_sample_all_the_same(database: Database) -> None:
+    store = Generations(database)
+    store.add([generation(who=Provenance(WHO.target, WHO.tokenizer, "e" * 64))]).result()
+    assert store.counts(WHO).cases == 1
+
+
+def test_adding_twice_changes_nothing(database: Database) -> None:
+    store = Generations(database)
+    made = generation()
+    assert store.add([made, made]).result() == 1
+    assert store.add([replace(made, output=(1,)), generation()]).result() == 1
+    assert store.by_ids([made.id]) == [made]
+    assert store.stats().cases == 2
+
+
+def test_what_must_not_be_stored_is_not(database: Database) -> None:
+    store = Generations(database)
+    assert store.add([generation(store=False), generation()]).result() == 1
+    assert store.stats().generations == 1
+
+
+def test_counts_leave_out_ties_and_the_held_out(database: Database) -> None:
+    store = Generations(database)
+    store.add(
+        [
+            generation(cases=[case(0), case(1), case(2, tie=True)]),
+            generation(cases=[case(0, tie=True)]),
+            generation(cases=[]),
+            generation(first_user=texts("held_out", 1)[0]),
+        ]
+    ).result()
+    assert store.counts(WHO) == UntrainedCounts(2, 5, 1)
+
+
+def test_held_out_gives_the_newest_of_every_prompt(database: Database) -> None:
+    store = Generations(database)
+    one, two = texts("held_out", 2)
+    made = [
+        generation(first_user=one, tokens=[1]),
+        generation(first_user=two, tokens=[2]),
+        generation(first_user=one, tokens=[1]),
+        generation(first_user=two, tokens=[3], output=[]),
+    ]
+    store.add(made).result()
+    assert [g.id for g in store.held_out(WHO, 10)] == [made[2].id, made[1].id]
+    assert [g.id for g in store.held_out(WHO, 1)] == [made[2].id]
+
+
+def test_after_gives_what_came_later_newest_first(database: Database) -> None:
+    store = Generations(database)
+    made = [generation(created=START + timedelta(microseconds=i)) for i in range(5)]
+    store.add(made).result()
+    assert [g.id for g in store.after(WHO, made[1].created_at, 10)] == [g.id for g in reversed(made[2:])]
+    assert [g.id for g in store.after(WHO, made[1].created_at, 2)] == [made[4].id, made[3].id]
+
+
+@given(st.text())
+def test_the_split_is_a_function_of_the_text(first_user: str) -> None:
+    assert split_of(first_user) == split_of(str(first_user)) in ("train", "held_out")
+
+
+def test_one_prompt_in_five_is_held_out() -> None:
+    # The hash's first byte is below 256: 52 of 256 values are multiples of five.
+    count, share = 20_000, 52 / 256
+    held = sum(split_of(f"prompt {i}") == "held_out" for i in range(count))
+    assert abs(held - count * share) < 5 * math.sqrt(count * share * (1 - share))
+
+
+CANARY_TEXT = "canary-7f3a-" + "q" * 3000
+CANARY_TOKENS = [0xC0FFEE, 0xBADCAB, 0xFACADE] * 700
+
+
+def erase_client(store: Generations) -> int:
+    return store.erase(client="mallory").result()
+
+
+def erase_domain(store: Generations) -> int:
+    return store.erase(domain="secret").result()
+
+
+def erase_both(store: Generations) -> int:
+    return store.erase(client="mallory", domain="secret").result()
+
+
+def purge(store: Generations) -> int:
+    return store.purge(keep=20).result()
+
+
+@pytest.mark.parametrize("remove", [erase_client, erase_domain, erase_both, purge])
+def test_what_is_removed_leaves_no_bytes(
+    database: Database, tmp_path: Path, remove: Callable[[Generations], int]
+) -> None:
+    store, replay = Generations(database), Replay(database)
+    secrets = [
+        generation(
+            id=f"secret{i}",
+            first_user=CANARY_TEXT + texts("train", 3, CANARY_TEXT)[i][len(CANARY_TEXT) :],
+            tokens=CANARY_TOKENS,
+            output=CANARY_TOKENS,
+            client="mallory",
+            domain="secret",
+            collected=targets(2100),
+        )
+        for i in range(3)
+    ]
+    kept = [generation(domain="open", collected=targets(5)) for _ in range(20)]
+    store.add([*secrets, *kept]).result()
+    replay.offer("secret", [g.id for g in secrets], 8, 0)
+    canaries = (b"canary-7f3a", np.array(CANARY_TOKENS[:3], "<u4").tobytes())
+
+    def on_disk() -> bytes:
+        return b"".join(path.read_bytes() for path in tmp_path.glob("redraft.db*"))
+
+    assert all(canary in on_disk() for canary in canaries)
+    assert remove(store) == 3
+    with database.read() as connection:
+        assert connection.execute(text("PRAGMA wal_checkpoint(TRUNCATE)")).one()[0] == 0
+    assert not any(canary in on_disk() for canary in canaries)
+    assert {g.id for g in store.after(WHO, START - timedelta(days=1), 100)} == {g.id for g in kept}
+    assert store.stats().cases == len(kept)
+    assert replay.sizes() == {}
+
+
+def test_erasing_wants_to_be_told_what(database: Database) -> None:
+    store = Generations(database)
+    store.add([generation(client="ada"), generation(client="bob")]).result()
+    with pytest.raises(ValueError, match="client"):
+        store.erase()
+    assert store.erase(client="nobody").result() == 0
+    assert store.erase(client="ada", domain="elsewhere").result() == 0
+    assert store.erase(everything=True).result() == 2
+    assert store.stats().generations == 0
+
+
+def test_purge_keeps_the_newest(database: Database) -> None:
+    store = Generations(database)
+    made = [generation() for _ in range(10)]
+    store.add(made).result()
+    assert store.purge(keep=10).result() == 0
+    assert store.purge(keep=4).result() == 6
+    assert {g.id for g in store.by_ids([g.id for g in made])} == {g.id for g in made[-4:]}
+    assert store.purge(keep=0).result() == 4

@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from stored import LOST, WHO, WON, case, copy_of, generation
+
+from service.core import (
+    RUN_MOVES,
+    AdapterRef,
+    AdapterState,
+    IllegalMove,
+    NotFound,
+    Progress,
+    RunState,
+    TrainingRun,
+    Trigger,
+)
+from service.store.adapters import Adapters
+from service.store.database import Database
+from service.store.generations import Generations, UntrainedCounts
+from service.store.runs import Runs
+
+PATHS = {
+    RunState.CLAIMED: [],
+    RunState.TRAINING: [RunState.TRAINING],
+    RunState.SCORING: [RunState.TRAINING, RunState.SCORING],
+    RunState.STAGING: [RunState.TRAINING, RunState.SCORING, RunState.STAGING],
+}
+OPEN = list(PATHS)
+
+
+def claim(database: Database, key: str | None = None, limit: int = 100) -> TrainingRun:
+    run = Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=limit, idempotency_key=key)
+    assert run is not None
+    return run
+
+
+def at(database: Database, state: RunState) -> TrainingRun:
+    """A freshly claimed run, taken to `state`."""
+    Generations(database).add([generation()]).result()
+    run = claim(database)
+    for step in PATHS[state]:
+        run = Runs(database).move(run.id, run.fencing, step)
+    return run
+
+
+def candidate(database: Database, run: TrainingRun, parent: int = 0) -> AdapterRef:
+    return Adapters(database).add(
+        run_id=run.id,
+        fencing=run.fencing,
+        folder=Path(f"/adapters/{run.id}"),
+        sha256="5" * 64,
+        rank=8,
+        scale=2.0,
+        keys=["a.lora", "b.lora"],
+        draft=WHO.draft,
+        parent=parent,
+    )
+
+
+def promoted(database: Database, parent: int = 0) -> AdapterRef:
+    run = at(database, RunState.STAGING)
+    ref = candidate(database, run, parent)
+    Runs(database).promote(run.id, run.fencing, ref.id, WON)
+    return Adapters(database).get(ref.id)
+
+
+def test_a_claim_takes_the_newest_and_their_ties(database: Database) -> None:
+    store, runs = Generations(database), Runs(database)
+    made = [generation(cases=[case(0), case(1, tie=True)]) for _ in range(5)]
+    store.add(made).result()
+    run = claim(database, limit=3)
+    assert (run.state, run.generations, run.cases, run.parent) == (RunState.CLAIMED, 3, 6, 0)
+    assert [g.id for g in store.claimed(run.id)] == [g.id for g in reversed(made[2:])]
+    assert store.counts(WHO) == UntrainedCounts(2, 10, 2)
+    assert runs.current() == run == runs.get(run.id)
+    assert runs.claim(trigger=Trigger.MANUAL, who=WHO, parent=0, limit=9) is None
+
+
+def test_nothing_to_train_on_is_no_run(database: Database) -> None:
+    Generations(database).add([generation(cases=[case(0, tie=True)]), generation(cases=[])]).result()
+    assert Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=9) is None
+    assert Runs(database).current() is None
+
+
+def test_promotion_is_one_step_for_run_adapters_and_cases(database: Database) -> None:
+    store, adapters, runs = Generations(database), Adapters(database), Runs(database)
+    first = promoted(database)
+    second = promoted(database, parent=first.id)
+    assert adapters.get(first.id).state is AdapterState.RETIRED
+    assert adapters.active(WHO.draft) == second
+    assert second.keys == ("a.lora", "b.lora")
+    run = runs.get(second.run or 0)
+    assert (run.state, run.adapter, run.verdict) == (RunState.PROMOTED, second.id, WON)
+    assert run.finished_at is not None
+    assert [verdict for _, verdict in adapters.evaluations(second.id, "gate")] == [WON]
+    assert (store.counts(WHO).cases, store.stats().trained) == (0, 2)
+    assert store.claimed(run.id) == []
+    assert runs.current() is None
+
+
+def test_a_lost_gate_uses_up_the_cases(database: Database) -> None:
+    run = at(database, RunState.SCORING)
+    ref = candidate(database, run)
+    lost = Runs(database).reject(run.id, run.fencing, ref.id, LOST)
+    assert (lost.state, lost.verdict) == (RunState.REJECTED, LOST)
+    assert Adapters(database).get(ref.id).state is AdapterState.REJECTED
+    assert Adapters(database).active(WHO.draft) is None
+    assert Generations(database).stats().trained == 1
+    assert Generations(database).counts(WHO).cases == 0
+
+
+def test_a_failure_uses_up_the_cases_and_says_why(database: Database) -> None:
+    run = at(database, RunState.TRAINING)
+    failed = Runs(database).move(run.id, run.fencing, RunState.FAILED, error="the loss is not a number")
+    assert (failed.state, failed.error) == (RunState.FAILED, "the loss is not a number")
+    assert Generations(database).stats().trained == 1
+    assert Generations(database).counts(WHO).cases == 0
+
+
+def test_three_crashes_put_the_cases_aside(database: Database) -> None:
+    store, runs = Generations(database), Runs(database)
+    store.add([generation(cases=[case(0), case(1, tie=True)])]).result()
+    for crashes in (1, 2, 3):
+        run = claim(database)
+        assert run.fencing == crashes
+        runs.move(run.id, run.fencing, RunState.CRASHED, error="gone")
+        assert store.counts(WHO).cases == (1 if crashes < 3 else 0)
+        assert store.stats().quarantined == (0 if crashes < 3 else 2)
+    assert runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=9) is None
+    fresh = generation()
+    store.add([fresh]).result()
+    assert [g.id for g in store.claimed(claim(database).id)] == [fresh.id]
+
+
+@pytest.mark.parametrize("state", OPEN)
+def test_only_legal_moves_are_made(database: Database, state: RunState) -> None:
+    runs = Runs(database)
+    run = at(database, state)
+    # Rejecting and promoting have methods of their own, which know the adapter.
+    for aim in set(RunState) - RUN_MOVES[state]:
+        with pytest.raises(IllegalMove, match=str(run.id)):
+            runs.move(run.id, run.fencing, aim)
+    if RunState.PROMOTED not in RUN_MOVES[state]:
+        with pytest.raises(IllegalMove):
+            runs.promote(run.id, run.fencing, candidate(database, run).id, WON)
+        assert Adapters(database).active(WHO.draft) is None
+    assert runs.get(run.id).state is state
+
+
+@pytest.mark.parametrize("end", [RunState.FAILED, RunState.CRASHED])
+def test_what_is_over_stays_over(database: Database, end: RunState) -> None:
+    runs = Runs(database)
+    run = at(database, RunState.SCORING)
+    ref = candidate(database, run)
+    over = runs.move(run.id, run.fencing, end)
+    for state in RunState:
+        with pytest.raises(IllegalMove):
+            runs.move(run.id, run.fencing, state)
+    with pytest.raises(IllegalMove):
+        runs.progress(run.id, run.fencing, Progress(1, 2, 0.5))
+    with pytest.raises(IllegalMove):
+        runs.promote(run.id, run.fencing, ref.id, WON)
+    with pytest.raises(IllegalMove):
+        runs.reject(run.id, run.fencing, ref.id, LOST)
+    with pytest.raises(IllegalMove):
+        Adapters(database).add(
+            run_id=run.id,
+            fencing=run.fencing,
+            folder=Path("/adapters/late"),
+            sha256="6" * 64,
+            rank=8,
+            scale=2.0,
+            keys=[],
+            draft=WHO.draft,
+            parent=0,
+        )
+    assert runs.get(run.id) == over
+    assert Adapters(database).get(ref.id).state is AdapterState.CANDIDATE
+
+
+@pytest.mark.parametrize("offset", [-1, 1])
+def test_a_stale_token_moves_nothing(database: Database, offset: int) -> None:
+    runs, adapters = Runs(database), Adapters(database)
+    first = at(database, RunState.CLAIMED)
+    runs.move(first.id, first.fencing, RunState.CRASHED)
+    run = at(database, RunState.SCORING)
+    assert run.fencing == first.fencing + 1
+    ref = candidate(database, run)
+    before, stale = runs.get(run.id), run.fencing + offset
+    with pytest.raises(IllegalMove, match="stale"):
+        runs.move(run.id, stale, RunState.STAGING)
+    with pytest.raises(IllegalMove, match="stale"):
+        runs.progress(run.id, stale, Progress(1, 2, 0.5))
+    with pytest.raises(IllegalMove, match="stale"):
+        runs.promote(run.id, stale, ref.id, WON)
+    with pytest.raises(IllegalMove, match="stale"):
+        runs.reject(run.id, stale, ref.id, LOST)
+    with pytest.raises(IllegalMove, match="stale"):
+        adapters.add(
+            run_id=run.id,
+            fencing=stale,
+            folder=Path("/adapters/stale"),
+            sha256="6" * 64,
+            rank=8,
+            scale=2.0,
+            keys=[],
+            draft=WHO.draft,
+            parent=0,
+        )
+    assert runs.get(run.id) == before
+    assert [a.id for a in adapters.all()] == [ref.id]
+
+
+def test_what_is_not_there_is_not_found(database: Database) -> None:
+    runs, adapters = Runs(database), Adapters(database)
+    for ask in (runs.get, runs.loss_curve, adapters.get, lambda i: adapters.activate(i, WHO.draft), adapters.roll_back):
+        with pytest.raises(NotFound):
+            ask(99)
+    with pytest.raises(NotFound):
+        runs.move(99, 1, RunState.TRAINING)
+
+
+def test_eight_claims_at_once_make_one_run(template: Path, tmp_path: Path) -> None:
+    databases = [Database(copy_of(template, tmp_path / "redraft.db"))]
+    databases.append(Database(databases[0].url))  # another process' writer is another thread to SQLite
+    Generations(databases[0]).add([generation() for _ in range(5)]).result()
+    barrier = threading.Barrier(8)
+    claimed: list[TrainingRun | None] = []
+
+    def work(database: Database) -> None:
+        barrier.wait()
+        claimed.append(Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=2))
+
+    threads = [threading.Thread(target=work, args=(databases[i % 2],)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(claimed) == 8
+    assert len([run for run in claimed if run is not None]) == 1
+    assert len(Runs(databases[0]).latest(10)) == 1
+    for database in databases:
+        database.close()
+
+
+def test_a_key_names_one_run_for_ever(database: Database) -> None:
+    runs = Runs(database)
+    Generations(database).add([generation()]).result()
+    run = claim(database, key="again")
+    assert claim(database, key="again") == run == runs.by_key("again")
+    over = runs.move(run.id, run.fencing, RunState.FAILED, error="x")
+    Generations(database).add([generation()]).result()
+    assert claim(database, key="again") == over
+    assert runs.by_key("other") is None
+    assert claim(database, key="other").id != run.id
+
+
+def test_progress_becomes_a_curve(database: Database) -> None:
+    runs = Runs(database)
+    run = at(database, RunState.TRAINING)
+    for step in range(3):
+        runs.progress(run.id, run.fencing, Progress(step, 3, 1.0 / (step + 1), 0.5, 100.0, 2.0))
+    runs.progress(run.id, run.fencing, Progress(3, 3))
+    assert runs.loss_curve(run.id) == [(0, 1.0), (1, 0.5), (2, 1.0 / 3)]
+    assert runs.get(run.id).progress == Progress(3, 3)
+
+
+def test_rolling_back_reaches_the_nearest_that_may_serve(database: Database) -> None:
+    adapters = Adapters(database)
+    first = promoted(database)
+    second = promoted(database, parent=first.id)
+    third = promoted(database, parent=second.id)
+    adapters.broken(second.id, "its file is gone")
+    back = adapters.roll_back(third.id)
+    assert back is not None
+    assert (back.id, back.state) == (first.id, AdapterState.ACTIVE)
+    assert adapters.get(third.id).state is AdapterState.ROLLED_BACK
+    assert adapters.roll_back(first.id) is None
+    assert adapters.active(WHO.draft) is None
+    with pytest.raises(IllegalMove):
+        adapters.roll_back(first.id)
+
+
+def test_an_operator_may_choose_what_once_served_and_nothing_else(database: Database) -> None:
+    adapters = Adapters(database)
+    first = promoted(database)
+    second = promoted(database, parent=first.id)
+    adapters.activate(first.id, WHO.draft)
+    assert adapters.get(second.id).state is AdapterState.RETIRED
+    adapters.roll_back(first.id)
+    again = adapters.activate(first.id, WHO.draft)
+    assert again is not None
+    assert adapters.activate(first.id, WHO.draft) == again
+    with pytest.raises(IllegalMove, match="another draft"):
+        adapters.activate(second.id, "e" * 64)
+    assert adapters.activate(0, WHO.draft) is None
+    assert adapters.active(WHO.draft) is None
+    run = at(database, RunState.SCORING)
+    unproven = candidate(database, run)
+    Runs(database).reject(run.id, run.fencing, unproven.id, LOST)
+    adapters.broken(second.id, "damaged")
+    for ref in (unproven, second):
+        with pytest.raises(IllegalMove):
+            adapters.activate(ref.id, WHO.draft)
+    assert adapters.active(WHO.draft) is None
