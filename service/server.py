@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import uvicorn
@@ -177,6 +179,17 @@ class Server(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
         super().__init__(config)
         self._drain = drain
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        """As uvicorn's own, but a signal that asked us to end is not raised again afterwards: it would kill the process
+        before the recorder has written what it holds."""
+        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if not self.force_exit:

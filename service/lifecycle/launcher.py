@@ -30,7 +30,8 @@ class Process:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                text=True,
+                encoding="utf-8",
+                errors="replace",  # bytes that are no text must not end the thread that reads them
                 bufsize=1,
                 env={**os.environ, **environment},
                 start_new_session=True,

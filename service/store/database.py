@@ -204,9 +204,11 @@ class Database:
 
     def _empty_log(self) -> None:
         """The log keeps pages as they were before a deletion, until it is written into the database and cut."""
-        if sqlite_path(self.url) is not None:
-            with self._engine.connect() as connection, contextlib.suppress(sqlite3.Error):
-                connection.connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if sqlite_path(self.url) is None:
+            return
+        # The deletion is committed already, whatever becomes of this.
+        with contextlib.suppress(SQLAlchemyError, sqlite3.Error), self._engine.connect() as connection:
+            connection.connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
 
 def _write_ahead(path: Path) -> None:

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -167,14 +167,14 @@ class MortalDatabase(Database):
     def arm(self, writes: int, *, after: bool) -> None:
         self.fuse, self.after = writes, after
 
-    def write(self, work: Callable[[Connection], T], *, urgent: bool = True) -> Future[T]:
-        if self.fuse is not None:
+    def write(self, work: Callable[[Connection], T], *, urgent: bool = True, scrub: bool = False) -> Future[T]:
+        if self.fuse is not None and not scrub:  # purges come with time, not with the circle
             self.fuse -= 1
             if self.fuse == 0:
                 if self.after:
-                    super().write(work, urgent=urgent).result()
+                    super().write(work, urgent=urgent, scrub=scrub).result()
                 raise Death
-        return super().write(work, urgent=urgent)
+        return super().write(work, urgent=urgent, scrub=scrub)
 
 
 class Server:
@@ -268,7 +268,7 @@ class World:
         self.plan.write_text(json.dumps({"train": train, "score": score}))
 
     @contextmanager
-    def server(self, *, start: bool = True, **training: object) -> Iterator[Server]:
+    def server(self, *, start: bool = True, **training: object) -> Generator[Server]:
         server = Server(self, **training)
         try:
             if start:

@@ -68,8 +68,8 @@ def train(job: dict[str, object], act: str) -> None:
     if act == "broken":
         (final / "adapters.safetensors").write_text("0.7")
     names = [f"held-out-{i}" for i in range(8)]
-    # und = {"candidate": scores(str(final), names), str(job["parent_id"]): scores(job["parent"], names)}  # pyright:
-    # ignore[reportArgumentType]
+    parent: str | None = job["parent"]  # pyright: ignore[reportAssignmentType]
+    found = {"candidate": scores(str(final), names), str(job["parent_id"]): scores(parent, names)}
     if act == "other texts":
         found["candidate"] = found["candidate"][1:]
     if act == "no parent":

@@ -1,4 +1,4 @@
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from service.core import Score, Verdict
 from service.lifecycle.gate import judge, watch
 
 
-def scores(calls: Sequence[float], *, tokens: int = 100, domain: str = "a", start: int = 0) -> list[Score]:
+def scores(calls: Iterable[float], *, tokens: int = 100, domain: str = "a", start: int = 0) -> list[Score]:
     return [Score(f"g{start + i}", domain, tokens, 50, float(value), 3) for i, value in enumerate(calls)]
 
 

@@ -3,7 +3,7 @@
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,7 +28,7 @@ class Log:
         self.recorder = Recorder(self.generations, on_drop=self.told.append, **changes)  # pyright: ignore[reportArgumentType]
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Generator[None]:
         other = sqlite3.connect(self.path, isolation_level=None)
         other.execute("BEGIN EXCLUSIVE")
         try:
@@ -38,7 +38,7 @@ class Log:
             other.close()
 
     @contextmanager
-    def broken(self) -> Iterator[None]:
+    def broken(self) -> Generator[None]:
         """Every write fails at once."""
         other = sqlite3.connect(self.path, isolation_level=None)
         other.execute("CREATE TRIGGER no BEFORE INSERT ON generations BEGIN SELECT RAISE(ABORT, 'disk full'); END")

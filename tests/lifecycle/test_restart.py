@@ -36,7 +36,7 @@ def live(server: Server, writes: int, *, after: bool) -> bool:
 def test_a_death_at_any_write_is_survived(world: World, after: bool, score: str) -> None:
     """Every write of the circle in turn is the server's last."""
     world.act(score=score)
-    deaths = 0
+    deaths, survived = 0, False
     for writes in range(1, 40):
         with world.server() as server:
             server.supervisor.activate(BARE_DRAFT)

@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
+from sqlalchemy import URL
 
 from service.core import FailureCase, FinishReason, Generation, Prompt, Provenance, Round, Sampling, Targets, Verdict
 from service.store.generations import split_of
@@ -22,7 +23,7 @@ _counter = itertools.count()
 
 
 def url_of(path: Path) -> str:
-    return f"sqlite:///{path}"
+    return URL.create("sqlite", database=str(path)).render_as_string()
 
 
 def copy_of(template: Path, path: Path) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from sqlalchemy import text
+from sqlalchemy import Connection, text
 from stored import copy_of, generation, url_of
 
 from service.core import IllegalMove, StoreError
@@ -144,7 +144,7 @@ def test_urgent_writes_go_first(database: Database) -> None:
     begun, go = threading.Event(), threading.Event()
     order: list[str] = []
 
-    def block(connection: object) -> None:
+    def block(connection: Connection) -> None:
         begun.set()
         go.wait(10)
 
@@ -159,8 +159,8 @@ def test_urgent_writes_go_first(database: Database) -> None:
 
 
 def test_a_failed_write_leaves_nothing_and_the_next_one_works(database: Database) -> None:
-    def half(connection: object) -> None:
-        connection.execute(text("INSERT INTO replay_domains VALUES ('half', 1)"))  # type: ignore[attr-defined]
+    def half(connection: Connection) -> None:
+        connection.execute(text("INSERT INTO replay_domains VALUES ('half', 1)"))
         raise IllegalMove("no")
 
     with pytest.raises(IllegalMove):
@@ -241,10 +241,51 @@ def test_what_is_no_database_is_an_error_of_the_store(tmp_path: Path) -> None:
 
 
 def test_a_name_with_odd_characters_is_a_file_like_any_other(tmp_path: Path) -> None:
-    url = url_of(tmp_path / "a b#c" / "ü.db")
+    url = url_of(tmp_path / "a b%20#c?e=f" / "ü%d.db")
     upgrade(url)
     database = Database(url)
     assert Generations(database).add([generation()]).result() == 1
     assert integrity(database) == "ok"
     database.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["a b#c"]
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.db")] == ["a b%20#c?e=f/ü%d.db"]
+
+
+def test_a_full_disk_is_an_error_of_that_write_alone(database: Database) -> None:
+    store = Generations(database)
+    store.add([generation(id="before")]).result()
+
+    def fill(connection: Connection) -> None:
+        # SQLite's own limit on the file's size raises what a full disk does.
+        connection.execute(text("PRAGMA max_page_count = 1"))
+        for _ in range(200):
+            connection.execute(text("INSERT INTO replay_domains VALUES (hex(randomblob(60)), 1)"))
+
+    def widen(connection: Connection) -> None:
+        connection.execute(text("PRAGMA max_page_count = 1000000"))
+
+    with pytest.raises(StoreError, match="full"):
+        database.write(fill).result()
+    database.write(widen).result()
+    assert store.add([generation()]).result() == 1
+    with database.read() as connection:
+        assert connection.execute(text("SELECT count(*) FROM replay_domains")).scalar() == 0
+    assert [g.id for g in store.by_ids(["before"])] == ["before"]
+    assert integrity(database) == "ok"
+
+
+def test_what_was_cancelled_before_its_turn_is_not_written(database: Database) -> None:
+    begun, go = threading.Event(), threading.Event()
+
+    def block(connection: Connection) -> None:
+        begun.set()
+        go.wait(10)
+
+    first = database.write(block)
+    assert begun.wait(10)
+    dropped = Generations(database).add([generation()])
+    kept = Generations(database).add([generation()])
+    assert dropped.cancel()
+    go.set()
+    first.result(10)
+    assert kept.result(10) == 1
+    assert Generations(database).stats().generations == 1

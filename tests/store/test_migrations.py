@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import sqlite3
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,8 @@ from service.core import StoreError
 from service.store.database import Database, head, migrations, revision, upgrade
 from service.store.generations import Generations
 from service.store.tables import metadata
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def configured(url: str) -> Config:
@@ -86,3 +90,32 @@ def test_a_newer_database_is_not_touched(tmp_path: Path) -> None:
         upgrade(url_of(path))
     assert schema(path) == before
     assert revision(url_of(path)) == "9999"
+
+
+def test_an_upgrade_that_fails_half_way_leaves_what_was_there(tmp_path: Path) -> None:
+    path = tmp_path / "new.db"
+    with sqlite3.connect(path) as other:
+        other.execute("CREATE TABLE evaluations (mine)")  # among the last that the first migration makes
+    other.close()
+    before = schema(path)
+    with pytest.raises(StoreError, match="already exists"):
+        upgrade(url_of(path))
+    assert schema(path) == before
+    with sqlite3.connect(path) as other:
+        other.execute("DROP TABLE evaluations")
+    other.close()
+    upgrade(url_of(path))
+    Database(url_of(path)).close()
+
+
+UPGRADE = "import sys; from service.store.database import upgrade; sys.stdin.read(1); upgrade(sys.argv[1])"
+
+
+def test_two_processes_may_upgrade_at_once(tmp_path: Path) -> None:
+    url = url_of(tmp_path / "new.db")
+    command_line = [sys.executable, "-c", UPGRADE, url]
+    pair = [subprocess.Popen(command_line, stdin=subprocess.PIPE, cwd=ROOT) for _ in range(2)]
+    for child in pair:
+        child.communicate(b"!", timeout=30)
+    assert [child.returncode for child in pair] == [0, 0]
+    Database(url).close()

@@ -139,8 +139,8 @@ def test_three_crashes_put_the_cases_aside(database: Database) -> None:
 def test_only_legal_moves_are_made(database: Database, state: RunState) -> None:
     runs = Runs(database)
     run = at(database, state)
-    # Rejecting and promoting have methods of their own, which know the adapter.
-    for aim in set(RunState) - RUN_MOVES[state]:
+    # Rejecting and promoting have methods of their own, which know the adapter and its verdict.
+    for aim in (set(RunState) - RUN_MOVES[state]) | {RunState.PROMOTED, RunState.REJECTED}:
         with pytest.raises(IllegalMove, match=str(run.id)):
             runs.move(run.id, run.fencing, aim)
     if RunState.PROMOTED not in RUN_MOVES[state]:
@@ -305,4 +305,31 @@ def test_an_operator_may_choose_what_once_served_and_nothing_else(database: Data
     for ref in (unproven, second):
         with pytest.raises(IllegalMove):
             adapters.activate(ref.id, WHO.draft)
+    assert adapters.active(WHO.draft) is None
+
+
+def test_a_run_is_judged_by_its_own_adapter(database: Database) -> None:
+    runs, adapters = Runs(database), Adapters(database)
+    earlier = promoted(database)
+    adapters.activate(0, WHO.draft)
+    run = at(database, RunState.STAGING)
+    with pytest.raises(IllegalMove, match="another draft"):
+        adapters.add(
+            run_id=run.id,
+            fencing=run.fencing,
+            folder=Path("/adapters/foreign"),
+            sha256="6" * 64,
+            rank=8,
+            scale=2.0,
+            keys=[],
+            draft="e" * 64,
+            parent=0,
+        )
+    with pytest.raises(IllegalMove, match="not of run"):
+        runs.promote(run.id, run.fencing, earlier.id, WON)
+    with pytest.raises(IllegalMove, match="not of run"):
+        runs.reject(run.id, run.fencing, earlier.id, LOST)
+    with pytest.raises(NotFound):
+        runs.promote(run.id, run.fencing, 99, WON)
+    assert runs.get(run.id).state is RunState.STAGING
     assert adapters.active(WHO.draft) is None

@@ -1,0 +1,65 @@
+"""Fifty swaps under eight streaming clients: nobody notices."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+from oracle import naive
+from tiny_house import prompts, register_adapters, say, tiny_server, write_pair
+
+from service.core import Sampling
+from service.evaluation.traffic import Traffic
+from service.models.pair import load_model
+from service.models.text import TextEncoder
+
+
+def test_fifty_swaps_under_eight_streams(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path)
+    server = tiny_server(tmp_path, pair)
+    server.start()
+    for line in prompts(6, seed=9):
+        say(server, line.prompt)
+    assert server.stop() == 0
+    first, second = register_adapters(server, pair, 2)
+
+    server.start()
+    try:
+        assert server.get("/adapters")["active"] == second.id, "the rows' active adapter serves after a start"
+        endless = itertools.chain.from_iterable(prompts(200, seed) for seed in itertools.count())
+        clients = Traffic(server.url, endless, clients=8, max_tokens=48)
+        try:
+            for turn in range(50):
+                wanted = (first, second)[turn % 2].id
+                assert server.post(f"/adapters/{wanted}/activate")["active"] == wanted
+        finally:
+            clients.stop()
+    finally:
+        assert server.stop() == 0
+
+    answers = clients.answers
+    assert len(answers) >= 8
+    assert [answer.error for answer in answers if answer.error] == [], "no error, no cut stream"
+    assert all(set(answer.adapters) <= {first.id, second.id} and answer.adapters for answer in answers)
+    assert {version for answer in answers for version in answer.adapters} == {first.id, second.id}
+    target = load_model(pair[0])
+    encoder = TextEncoder(target.tokenizer)
+    ends = frozenset(target.tokenizer.eos_token_ids)
+    for answer in answers[:: max(1, len(answers) // 25)]:
+        asked = encoder.encode_chat([{"role": "user", "content": answer.line.prompt}])
+        assert answer.tokens == naive(target.model, asked, Sampling(max_tokens=48), ends)
+
+
+@pytest.mark.parametrize("adapter", [99, 0])
+def test_unknown_adapters_change_nothing(tmp_path: Path, adapter: int) -> None:
+    pair = write_pair(tmp_path)
+    server = tiny_server(tmp_path, pair)
+    server.start()
+    try:
+        if adapter == 0:
+            assert server.post("/adapters/0/activate")["active"] == 0
+        else:
+            with pytest.raises(Exception, match="404"):
+                server.post(f"/adapters/{adapter}/activate")
+        assert say(server, "abc")["timings"]["adapters"] == [0]
+    finally:
+        assert server.stop() == 0

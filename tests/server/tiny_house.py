@@ -1,0 +1,121 @@
+"""A real server process on a tiny random pair, for tests that need a whole house."""
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from oracle import relative, tiny_llama
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+
+from service.core import BARE_DRAFT, AdapterRef, Trigger
+from service.evaluation.prompts import PromptLine
+from service.evaluation.server import LocalServer
+from service.learning import lora
+from service.models.pair import load_model, load_pair
+from service.store.adapters import Adapters
+from service.store.database import Database
+from service.store.files import publish
+from service.store.runs import Runs
+
+TEMPLATE = (
+    "{% for message in messages %}<s>{{ message['role'] }} {{ message['content'] }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant {% endif %}"
+)
+
+
+def write_pair(root: Path) -> tuple[Path, Path]:
+    """Target and draft folders with one byte-level tokenizer."""
+    alphabet = ["</s>", "<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    target = tiny_llama(0, vocabulary=len(alphabet))
+    folders: list[Path] = []
+    for name, model in (("target", target), ("draft", relative(target, 1, 0.3))):
+        folder = root / name
+        folder.mkdir(parents=True)
+        tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_tokens([AddedToken(token, special=True, normalized=False) for token in ("</s>", "<s>")])
+        tokenizer.save(str(folder / "tokenizer.json"))
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+        args = model.args
+        config = {name: getattr(args, name) for name in ("model_type", "hidden_size", "num_hidden_layers")}
+        config |= {name: getattr(args, name) for name in ("intermediate_size", "num_attention_heads", "vocab_size")}
+        config |= {name: getattr(args, name) for name in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")}
+        (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
+        mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+        folders.append(folder)
+    return folders[0], folders[1]
+
+
+def tiny_server(root: Path, pair: tuple[Path, Path], **sections: dict[str, object]) -> LocalServer:
+    tree: dict[str, dict[str, object]] = {
+        "models": {"target": str(pair[0]), "draft": str(pair[1])},
+        "engine": {"max_rows": 8, "prefill_chunk": 32},
+        "training": {"tick_seconds": 0.2, "enabled": False, "niceness": 0, "epochs": 2, "rank": 4},
+        "gate": {"min_prompts": 2, "min_tokens": 20},
+    }
+    for name, values in sections.items():
+        tree.setdefault(name, {}).update(values)
+    return LocalServer(root / "state", tree, root / "home")
+
+
+def prompts(count: int, seed: int = 0) -> Iterator[PromptLine]:
+    rng = random.Random(seed)
+    for i in range(count):
+        yield PromptLine(str(i), "letters", "".join(rng.choice("abcdefgh ") for _ in range(rng.randint(4, 40))) + "x")
+
+
+def say(server: LocalServer, text: str, **body: object) -> dict[str, Any]:
+    asked = {"prompt": text, "max_tokens": 16, "return_tokens": True, **body}
+    answer = httpx.post(f"{server.url}/generate", json=asked, timeout=60.0)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def register_adapters(server: LocalServer, pair: tuple[Path, Path], count: int) -> list[AdapterRef]:
+    """Adapters with random weights, as rows of a stopped server's database that already holds generations. The last one is
+    active, the others retired: all of them may be activated."""
+    who = load_pair(*pair).provenance
+    database = Database(f"sqlite:///{server.folder / 'redraft.db'}")
+    runs, adapters = Runs(database), Adapters(database)
+    made: list[AdapterRef] = []
+    run = runs.claim(trigger=Trigger.MANUAL, who=who, parent=BARE_DRAFT, limit=1)
+    assert run is not None
+    for i in range(count):
+        model = load_model(pair[1]).model
+        shape = lora.wrap(model, rank=4, scale=2.0, seed=i)
+        mx.random.seed(i)
+        noisy = [
+            (name, 0.05 * mx.random.normal(a.shape))
+            for name, a in tree_flatten(model.trainable_parameters())
+            if name.endswith("lora_b")
+        ]
+        model.load_weights(noisy, strict=False)
+        final = server.folder / "adapters" / f"made-{i}"
+        scratch = server.folder / f"made-{i}.part"
+        lora.save(model, shape, scratch, draft=who.draft, target=who.target)
+        digest = publish(scratch, final)
+        ref = adapters.add(
+            run_id=run.id,
+            fencing=run.fencing,
+            folder=final,
+            sha256=digest,
+            rank=shape.rank,
+            scale=shape.scale,
+            keys=shape.keys,
+            draft=who.draft,
+            parent=BARE_DRAFT,
+        )
+        adapters.activate(ref.id, who.draft)
+        made.append(ref)
+    database.close()
+    return made
+
+

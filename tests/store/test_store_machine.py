@@ -1,0 +1,276 @@
+"""Runs and adapters under any order of what can happen to them, the process that holds them included."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+    run_state_machine_as_test,
+)
+from sqlalchemy import select
+from stored import LOST, WHO, WON, case, copy_of, generation
+
+from service.core import (
+    ADAPTER_MOVES,
+    RUN_MOVES,
+    AdapterState,
+    IllegalMove,
+    RunState,
+    TrainingRun,
+    Trigger,
+)
+from service.store.adapters import Adapters
+from service.store.database import Database, integrity
+from service.store.generations import Generations
+from service.store.runs import Runs
+from service.store.tables import adapters, evaluations, failure_cases, metadata, training_runs
+
+T = TypeVar("T")
+
+DRAFTS = [WHO, replace(WHO, draft="e" * 64)]
+VERDICTS = {RunState.PROMOTED, RunState.REJECTED}
+FENCING = st.sampled_from([0, 0, 0, 0, -1, 1])
+"""What is added to a run's fencing token: mostly nothing."""
+
+
+class Machine(RuleBasedStateMachine):
+    template: Path
+    runs_made, adapters_made = Bundle("runs_made"), Bundle("adapters_made")
+
+    @initialize()
+    def open(self) -> None:
+        self.folder = Path(tempfile.mkdtemp())
+        self.url = copy_of(self.template, self.folder / "redraft.db")
+        self.database = Database(self.url)
+        self.tokens: dict[int, int] = {}
+        self.drafts: dict[int, str] = {}
+        self.owner: dict[int, int] = {}
+        self.chosen: set[int] = set()
+        self.trained: dict[int, int] = {}
+        self.run_states: dict[int, RunState] = {}
+        self.adapter_states: dict[int, AdapterState] = {}
+
+    def teardown(self) -> None:
+        if hasattr(self, "database"):
+            assert integrity(self.database) == "ok"
+            self.database.close()
+            shutil.rmtree(self.folder)
+
+    # ------------------------------------------------------------------------------------------------ what happens
+
+    @rule(shapes=st.lists(st.lists(st.booleans(), max_size=3), min_size=1, max_size=3))
+    def record(self, shapes: list[list[bool]]) -> None:
+        made = [generation(cases=[case(i, tie=tie) for i, tie in enumerate(ties)]) for ties in shapes]
+        assert Generations(self.database).add(made).result() == len(made)
+
+    @rule(target=runs_made, limit=st.integers(1, 3), draft=st.integers(0, 1), key=st.sampled_from([None, "x", "y"]))
+    def claim(self, limit: int, draft: int, key: str | None) -> Any:
+        runs, store = Runs(self.database), Generations(self.database)
+        known = runs.by_key(key) if key else None
+        open_now, waiting = runs.current(), store.counts(WHO).generations
+        parent = Adapters(self.database).active(DRAFTS[draft].draft)
+        run = runs.claim(
+            trigger=Trigger.CASES,
+            who=DRAFTS[draft],
+            parent=parent.id if parent else 0,
+            limit=limit,
+            idempotency_key=key,
+        )
+        if known is not None:
+            assert run == known
+            return multiple()
+        if open_now is not None or waiting == 0:
+            assert run is None
+            return multiple()
+        assert run is not None
+        assert run.generations == min(limit, waiting) == len(store.claimed(run.id))
+        assert run.fencing > max(self.tokens.values(), default=0)
+        self.tokens[run.id], self.drafts[run.id] = run.fencing, DRAFTS[draft].draft
+        return run.id
+
+    @rule(run=runs_made, offset=FENCING, state=st.sampled_from(RunState))
+    def move(self, run: int, offset: int, state: RunState) -> None:
+        legal = offset == 0 and state in RUN_MOVES[self.run_states[run]] - VERDICTS
+        self.attempt(legal, lambda: Runs(self.database).move(run, self.tokens[run] + offset, state))
+
+    @rule(run=runs_made)
+    def go_on(self, run: int) -> None:
+        """The next step of a run in which all goes well."""
+        steps = {
+            RunState.CLAIMED: RunState.TRAINING,
+            RunState.TRAINING: RunState.SCORING,
+            RunState.SCORING: RunState.STAGING,
+        }
+        if (state := steps.get(self.run_states[run])) is not None:
+            assert Runs(self.database).move(run, self.tokens[run], state).state is state
+
+    @rule(target=adapters_made, run=runs_made, offset=FENCING)
+    def train(self, run: int, offset: int) -> Any:
+        legal = offset == 0 and not self.run_states[run].over
+        made = self.attempt(
+            legal,
+            lambda: Adapters(self.database).add(
+                run_id=run,
+                fencing=self.tokens[run] + offset,
+                folder=Path(f"/adapters/{len(self.owner)}"),
+                sha256="5" * 64,
+                rank=8,
+                scale=2.0,
+                keys=["a"],
+                draft=self.drafts[run],
+                parent=Runs(self.database).get(run).parent,
+            ),
+        )
+        if made is None:
+            return multiple()
+        self.owner[made.id] = run
+        return made.id
+
+    @rule(run=runs_made, adapter=adapters_made, offset=FENCING)
+    def promote(self, run: int, adapter: int, offset: int) -> None:
+        state = self.adapter_states[adapter]
+        legal = (
+            offset == 0
+            and RunState.PROMOTED in RUN_MOVES[self.run_states[run]]
+            and self.owner[adapter] == run
+            # The active one is retired first, and may itself be the one.
+            and (state is AdapterState.ACTIVE or AdapterState.ACTIVE in ADAPTER_MOVES[state])
+        )
+        done = self.attempt(legal, lambda: Runs(self.database).promote(run, self.tokens[run] + offset, adapter, WON))
+        if done is not None:
+            active = Adapters(self.database).active(self.drafts[run])
+            assert active is not None
+            assert (active.id, done.adapter, done.state) == (adapter, adapter, RunState.PROMOTED)
+
+    @rule(run=runs_made, adapter=adapters_made, offset=FENCING, none=st.booleans())
+    def reject(self, run: int, adapter: int, offset: int, none: bool) -> None:
+        legal = (
+            offset == 0
+            and RunState.REJECTED in RUN_MOVES[self.run_states[run]]
+            and (none or self.owner[adapter] == run)
+            and (none or AdapterState.REJECTED in ADAPTER_MOVES[self.adapter_states[adapter]])
+        )
+        judged = None if none else adapter
+        self.attempt(legal, lambda: Runs(self.database).reject(run, self.tokens[run] + offset, judged, LOST))
+
+    @rule(adapter=adapters_made, draft=st.integers(0, 1))
+    def activate(self, adapter: int, draft: int) -> None:
+        state, mine = self.adapter_states[adapter], self.drafts[self.owner[adapter]] == DRAFTS[draft].draft
+        legal = mine and (state is AdapterState.ACTIVE or AdapterState.ACTIVE in ADAPTER_MOVES[state])
+        if self.attempt(legal, lambda: Adapters(self.database).activate(adapter, DRAFTS[draft].draft)) is not None:
+            self.chosen.add(adapter)
+
+    @rule(draft=st.integers(0, 1))
+    def serve_bare(self, draft: int) -> None:
+        assert Adapters(self.database).activate(0, DRAFTS[draft].draft) is None
+        assert Adapters(self.database).active(DRAFTS[draft].draft) is None
+
+    @rule(adapter=adapters_made)
+    def roll_back(self, adapter: int) -> None:
+        store = Adapters(self.database)
+        legal = self.adapter_states[adapter] is AdapterState.ACTIVE
+        wanted, ancestor = None, store.get(adapter).parent
+        while wanted is None and ancestor:
+            wanted = ancestor if self.adapter_states[ancestor] is AdapterState.RETIRED else None
+            ancestor = store.get(ancestor).parent
+        back = self.attempt(legal, lambda: store.roll_back(adapter))
+        if legal:
+            assert (back.id if back else None) == wanted
+            assert store.active(self.drafts[self.owner[adapter]]) == back
+            assert store.get(adapter).state is AdapterState.ROLLED_BACK
+
+    @rule(adapter=consumes(adapters_made))
+    def breaks(self, adapter: int) -> None:
+        legal = AdapterState.BROKEN in ADAPTER_MOVES[self.adapter_states[adapter]]
+        self.attempt(legal, lambda: Adapters(self.database).broken(adapter, "cannot be read"))
+
+    @rule()
+    def reopen(self) -> None:
+        before = self.rows()
+        self.database.close()
+        self.database = Database(self.url)
+        assert self.rows() == before
+
+    # ----------------------------------------------------------------------------------------- what holds throughout
+
+    @invariant()
+    def all_is_legal(self) -> None:
+        if not hasattr(self, "database"):
+            return
+        with self.database.read() as connection:
+            runs = connection.execute(select(training_runs)).all()
+            refs = connection.execute(select(adapters)).all()
+            cases = connection.execute(select(failure_cases)).all()
+            gated = {
+                row.adapter
+                for row in connection.execute(select(evaluations).where(evaluations.c.kind == "gate"))
+                if '"promoted": true' in row.verdict
+            }
+        open_runs = {row.id for row in runs if not RunState(row.state).over}
+        assert len(open_runs) <= 1
+        assert all((row.finished_at is not None) == RunState(row.state).over for row in runs)
+        active = [row for row in refs if row.state == AdapterState.ACTIVE]
+        assert len({row.draft for row in active}) == len(active)
+        assert {row.id for row in active} <= gated | self.chosen
+        for row in cases:
+            assert row.claimed_run is None or row.claimed_run in open_runs
+            assert row.trained_run is None or row.trained_run not in open_runs
+            assert [row.claimed_run, row.trained_run, row.quarantined or None].count(None) >= 2
+            assert row.quarantined == (row.crashes >= 3)
+            if (once := self.trained.get(row.id)) is not None:
+                assert row.trained_run == once
+            elif row.trained_run is not None:
+                self.trained[row.id] = row.trained_run
+        self.follow(self.run_states, RUN_MOVES, {row.id: RunState(row.state) for row in runs})
+        self.follow(self.adapter_states, ADAPTER_MOVES, {row.id: AdapterState(row.state) for row in refs})
+
+    @staticmethod
+    def follow(before: dict[int, T], moves: Any, after: dict[int, T]) -> None:
+        for name, state in after.items():
+            assert name not in before or state == before[name] or state in moves[before[name]]
+        before.update(after)
+
+    def attempt(self, legal: bool, act: Callable[[], T]) -> T | None:
+        """What is legal works; what is not is refused and changes nothing."""
+        before = self.rows()
+        try:
+            done = act()
+        except IllegalMove:
+            assert not legal
+            assert self.rows() == before
+            return None
+        assert legal
+        if isinstance(done, TrainingRun) and done.state.over:
+            assert Generations(self.database).claimed(done.id) == []
+        return done
+
+    def rows(self) -> dict[str, list[Any]]:
+        with self.database.read() as connection:
+            return {table.name: list(connection.execute(select(table))) for table in metadata.sorted_tables}
+
+
+def test_any_order_of_events_keeps_runs_and_adapters_legal(template: Path) -> None:
+    class Here(Machine):
+        pass
+
+    Here.template = template
+    run_state_machine_as_test(
+        Here,
+        settings=settings(
+            max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+        ),
+    )
