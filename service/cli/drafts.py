@@ -26,6 +26,7 @@ def make_draft(
     dtype: Annotated[str, typer.Option(help="Precision of writing and training: float32 or bfloat16.")] = "float32",
     held_out: Annotated[int, typer.Option(min=1, help="Greedy texts kept aside for measuring.")] = 64,
     general: Annotated[int, typer.Option(min=0, help="Greedy exchanges written for the replay set.")] = 0,
+    start: Annotated[str | None, typer.Option(help="A draft to go on from: catalogue name or folder.")] = None,
     text: Annotated[Path | None, typer.Option(help="Keep the text in this .npz file, or reuse what is there.")] = None,
     package: Annotated[
         Path | None, typer.Option(help="Also write the layers alone and the replay set, as they ship with a package.")
@@ -67,7 +68,15 @@ def make_draft(
             if stage == "writing" or done % 100 == 0 or done == of:
                 err.print(f"{stage} {done}/{of} {note}", highlight=False)
 
-        result = making.make_draft(folder, out_folder, recipe, text_file=text, package=package, report=report)
+        result = making.make_draft(
+            folder,
+            out_folder,
+            recipe,
+            start=resolve(start, settings.home) if start else None,
+            text_file=text,
+            package=package,
+            report=report,
+        )
     out.print(
         f"{out_folder}: agrees with the target's greedy text on {result.agreement:.3f} of {result.held_out_tokens} held-out "
         f"tokens ({result.agreement_before:.3f} before distilling), loss {result.loss:.3f}; written in "

@@ -64,13 +64,15 @@ def make_draft(
     out: Path,
     recipe: Recipe,
     *,
+    start: Path | None = None,
     text_file: Path | None = None,
     package: Path | None = None,
     report: Report = lambda stage, done, of, note: None,
 ) -> DraftReport:
-    """Write a standard model folder `out`. text_file: reuse the text kept there, or keep it there once written. package: also
-    write what ships with the package (layers in bfloat16 without embeddings, and the replay set).
+    """Write a standard model folder `out`.
 
+    start: go on from this draft instead of the target's bare layers. text_file: reuse the text kept there, or keep it there
+    once written. package: also write what ships with the package (layers in bfloat16 without embeddings, and the replay set).
     Raises ModelError, TrainingFailed; `out` appears only when everything went well.
     """
     if out.exists():
@@ -80,7 +82,9 @@ def make_draft(
     scratch = out.with_name(f".{out.name}.partial")
     shutil.rmtree(scratch, ignore_errors=True)
     prune(target, recipe.layers, scratch)
-    draft = load_model(scratch).model
+    draft = load_model(scratch if start is None else start).model
+    if start is not None:
+        check_same_shape(draft, load_model(scratch).model, start)
     freeze_shared(draft)
     # Trained weights are kept in float32 and cast for each step: small updates would vanish in bfloat16.
     precision = {name: array.dtype for name, array in _named(draft)}
@@ -129,6 +133,13 @@ def make_draft(
         writing_seconds=written_at - begun,
         training_seconds=trained.seconds,
     )
+
+
+def check_same_shape(draft: nn.Module, pruned: nn.Module, start: Path) -> None:
+    """Raises ModelError when `start` is not a draft of the same layers."""
+    shapes = [{name: array.shape for name, array in _named(model)} for model in (draft, pruned)]
+    if shapes[0] != shapes[1]:
+        raise ModelError(f"{start.name} is no draft of this target with so many layers: its weights have other shapes")
 
 
 def _named(model: nn.Module) -> list[tuple[str, mx.array]]:

@@ -12,7 +12,8 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from sqlalchemy import Connection, text
+from mortal import MortalDatabase
+from sqlalchemy import text
 
 from service.core import (
     BARE_DRAFT,
@@ -36,7 +37,7 @@ from service.lifecycle.supervisor import Rules, Supervisor
 from service.lifecycle.switching import Switching
 from service.settings import GateSettings, TrainingSettings
 from service.store.adapters import Adapters
-from service.store.database import Database, integrity, upgrade
+from service.store.database import integrity, upgrade
 from service.store.files import folder_sha256
 from service.store.generations import Generations, split_of
 from service.store.replay import Replay
@@ -152,29 +153,6 @@ class Told:
 
     def serving(self, ref: AdapterRef | None) -> None:
         self.serving_now = ref.id if ref else BARE_DRAFT
-
-
-class Death(BaseException):
-    """The server dies here: nothing of it runs any more."""
-
-
-class MortalDatabase(Database):
-    """Dies at its n-th write (counted from `arm`), before or after the commit."""
-
-    fuse: int | None = None
-    after = False
-
-    def arm(self, writes: int, *, after: bool) -> None:
-        self.fuse, self.after = writes, after
-
-    def write(self, work: Callable[[Connection], T], *, urgent: bool = True, scrub: bool = False) -> Future[T]:
-        if self.fuse is not None and not scrub:  # purges come with time, not with the circle
-            self.fuse -= 1
-            if self.fuse == 0:
-                if self.after:
-                    super().write(work, urgent=urgent, scrub=scrub).result()
-                raise Death
-        return super().write(work, urgent=urgent, scrub=scrub)
 
 
 class Server:

@@ -94,6 +94,15 @@ def test_a_request_that_says_no_is_never_written(make_log: Callable[..., Log]) -
     assert log.recorder.dropped == 0, "not stored, not lost"
 
 
+def test_a_request_that_says_no_is_not_even_kept_in_memory(make_log: Callable[..., Log]) -> None:
+    """The store would refuse it too: with no store behind it, the recorder has nothing that it could lose."""
+    log = make_log(backoff_seconds=0.005)
+    log.database.close()
+    log.recorder.record(generation("secret", store=False))
+    assert log.recorder.flush(10)
+    assert log.recorder.dropped == 0
+
+
 def test_a_locked_database_delays_nobody_and_loses_what_the_buffer_cannot_hold(
     make_log: Callable[..., Log],
 ) -> None:

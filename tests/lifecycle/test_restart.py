@@ -1,11 +1,14 @@
 """Whenever the server dies, the next one finds a legal state, the right adapter serving, and a circle that goes on."""
 
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from circle import WHO, Death, Server, World, check_legal
+from circle import WHO, Server, World, check_legal
+from mortal import Death
 
-from service.core import BARE_DRAFT, AdapterState, RunState
+from service.core import BARE_DRAFT, AdapterState, RunState, StoreError
 
 
 @pytest.fixture
@@ -49,6 +52,31 @@ def test_a_death_at_any_write_is_survived(world: World, after: bool, score: str)
             break
     assert survived, "the circle has fewer writes than that"
     assert deaths >= 9
+
+
+def test_a_write_that_fails_is_made_up_for_by_the_same_server(world: World) -> None:
+    """Every write of the circle in turn fails once; no run stays behind half done, and nothing serves that should not."""
+    failures = 0
+    for writes in range(1, 40):
+        with world.server() as server:
+            server.supervisor.activate(BARE_DRAFT)
+            server.traffic()
+            runs = len(server.runs.latest(100))
+            server.db.arm(writes, error=StoreError("disk full"))
+            for _ in range(1000):
+                with suppress(StoreError):
+                    server.supervisor.tick()
+                if len(server.runs.latest(100)) > runs and server.runs.current() is None:
+                    break
+                time.sleep(0.01)
+            failed = server.db.fuse is not None and server.db.fuse <= 0
+            server.db.fuse = None
+            server.supervisor.tick()
+            check_legal(server)
+        failures += failed
+        if not failed:
+            break
+    assert failures >= 8
 
 
 def test_a_server_killed_while_its_child_trains(world: World) -> None:

@@ -116,7 +116,12 @@ def test_the_training_child_is_killed_at_random_moments(tmp_path: Path) -> None:
             for pid in set(children(process_id(server))) - before:
                 os.kill(pid, signal.SIGKILL)
             end = time.monotonic() + 60
-            while (state := server.get(f"/train/{run['id']}"))["state"] not in {"promoted", "rejected", "failed", "crashed"}:
+            while (state := server.get(f"/train/{run['id']}"))["state"] not in {
+                "promoted",
+                "rejected",
+                "failed",
+                "crashed",
+            }:
                 assert time.monotonic() < end, f"run {run['id']} hangs in {state['state']}"
                 time.sleep(0.1)
             states.append(state["state"])

@@ -117,5 +117,3 @@ def register_adapters(server: LocalServer, pair: tuple[Path, Path], count: int) 
         made.append(ref)
     database.close()
     return made
-
-

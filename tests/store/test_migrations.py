@@ -3,6 +3,7 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,20 @@ def test_an_upgrade_that_fails_half_way_leaves_what_was_there(tmp_path: Path) ->
     other.close()
     upgrade(url_of(path))
     Database(url_of(path)).close()
+
+
+def test_an_upgrade_waits_for_whoever_writes(tmp_path: Path) -> None:
+    path = tmp_path / "new.db"
+    other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    other.execute("BEGIN IMMEDIATE")
+    other.execute("CREATE TABLE theirs (x)")
+    timer = threading.Timer(0.5, lambda: other.execute("COMMIT"))
+    timer.start()
+    upgrade(url_of(path))
+    timer.join()
+    other.close()
+    assert revision(url_of(path)) == head()
+    assert "theirs" in {name for name, _ in schema(path)}
 
 
 UPGRADE = "import sys; from service.store.database import upgrade; sys.stdin.read(1); upgrade(sys.argv[1])"

@@ -36,7 +36,7 @@ from service.core import (
 from service.store.adapters import Adapters
 from service.store.database import Database, integrity
 from service.store.generations import Generations
-from service.store.runs import Runs
+from service.store.runs import MAX_CRASHES, Runs
 from service.store.tables import adapters, evaluations, failure_cases, metadata, training_runs
 
 T = TypeVar("T")
@@ -193,6 +193,33 @@ class Machine(RuleBasedStateMachine):
             assert store.active(self.drafts[self.owner[adapter]]) == back
             assert store.get(adapter).state is AdapterState.ROLLED_BACK
 
+    @rule(target=adapters_made, draft=st.integers(0, 1), wins=st.sampled_from([True, True, False]))
+    def whole_run(self, draft: int, wins: bool) -> Any:
+        """From the claim to the verdict, so that adapters have ancestors often enough."""
+        self.record([[False]])
+        run = self.claim(limit=1, draft=draft, key=None)
+        if not isinstance(run, int):
+            return multiple()
+        for _ in range(3):
+            self.all_is_legal()
+            self.go_on(run)
+        self.all_is_legal()
+        adapter = self.train(run, 0)
+        self.all_is_legal()
+        if wins:
+            self.promote(run, adapter, 0)
+        else:
+            self.reject(run, adapter, 0, False)
+        return adapter
+
+    @rule(limit=st.integers(1, 3))
+    def crash_again_and_again(self, limit: int) -> None:
+        for _ in range(MAX_CRASHES):
+            run = self.claim(limit=limit, draft=0, key=None)
+            if isinstance(run, int):
+                Runs(self.database).move(run, self.tokens[run], RunState.CRASHED)
+                self.all_is_legal()
+
     @rule(adapter=consumes(adapters_made))
     def breaks(self, adapter: int) -> None:
         legal = AdapterState.BROKEN in ADAPTER_MOVES[self.adapter_states[adapter]]
@@ -230,7 +257,7 @@ class Machine(RuleBasedStateMachine):
             assert row.claimed_run is None or row.claimed_run in open_runs
             assert row.trained_run is None or row.trained_run not in open_runs
             assert [row.claimed_run, row.trained_run, row.quarantined or None].count(None) >= 2
-            assert row.quarantined == (row.crashes >= 3)
+            assert row.quarantined == (row.crashes >= MAX_CRASHES)
             if (once := self.trained.get(row.id)) is not None:
                 assert row.trained_run == once
             elif row.trained_run is not None:
@@ -271,6 +298,6 @@ def test_any_order_of_events_keeps_runs_and_adapters_legal(template: Path) -> No
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+            max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
         ),
     )

@@ -284,6 +284,18 @@ def test_rolling_back_reaches_the_nearest_that_may_serve(database: Database) -> 
         adapters.roll_back(first.id)
 
 
+def test_an_ancestor_that_was_rolled_back_returns_only_by_an_operators_word(database: Database) -> None:
+    adapters = Adapters(database)
+    first = promoted(database)
+    second = promoted(database, parent=first.id)
+    assert adapters.roll_back(second.id) == adapters.get(first.id)
+    assert adapters.roll_back(first.id) is None
+    adapters.activate(second.id, WHO.draft)
+    assert adapters.roll_back(second.id) is None
+    assert adapters.get(first.id).state is AdapterState.ROLLED_BACK
+    assert adapters.active(WHO.draft) is None
+
+
 def test_an_operator_may_choose_what_once_served_and_nothing_else(database: Database) -> None:
     adapters = Adapters(database)
     first = promoted(database)

@@ -1,0 +1,108 @@
+"""Many threads, two supervisors, a clock: one run at a time."""
+
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from circle import World, check_legal
+
+from service.core import (
+    AdapterState,
+    RunState,
+)
+from service.lifecycle.clock import Clock
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def test_many_threads_ticking_make_one_run(world: World) -> None:
+    with world.server() as server:
+        server.traffic()
+        stop = threading.Event()
+
+        def hammer() -> None:
+            while not stop.is_set():
+                server.supervisor.tick()
+                time.sleep(0.005)
+
+        threads = [threading.Thread(target=hammer) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 10
+        while not server.ended(RunState.PROMOTED)() and time.monotonic() < end:
+            time.sleep(0.02)
+        stop.set()
+        for thread in threads:
+            thread.join()
+        assert [run.state for run in server.runs.latest(10)] == [RunState.PROMOTED]
+        assert len(server.launcher.started) == 1
+
+
+def test_two_supervisors_on_one_database_make_one_run(world: World) -> None:
+    with world.server() as one, world.server() as other:
+        one.traffic()
+        end = time.monotonic() + 10
+        servers = [one, other]
+        while not one.ended(RunState.PROMOTED)() and time.monotonic() < end:
+            threads = [threading.Thread(target=server.supervisor.tick) for server in servers]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        assert [run.state for run in one.runs.latest(10)] == [RunState.PROMOTED]
+        assert len(one.launcher.started) + len(other.launcher.started) == 1
+        one.supervisor.tick()  # whoever did not make it follows the rows
+        other.supervisor.tick()
+        assert one.engine.active == other.engine.active == one.adapters.all()[0].id
+
+
+def test_a_run_of_a_supervisor_that_has_gone_is_given_up_after_its_time(world: World) -> None:
+    world.act(train="hang")
+    with world.server() as gone, world.server(timeout_seconds=60.0, cooldown_seconds=300.0) as other:
+        gone.traffic()
+        gone.tick_until(lambda: gone.runs.current() is not None)
+        for _ in range(3):
+            other.supervisor.tick()
+        assert other.runs.current() is not None
+        world.ahead = timedelta(seconds=61)
+        other.supervisor.tick()
+        assert [run.state for run in other.runs.latest(10)] == [RunState.CRASHED]
+        # It was not gone after all, only slow: what it still says changes nothing.
+        gone.supervisor.stop()
+        assert gone.launcher.started[0].exit_code() is not None
+        assert [run.state for run in other.runs.latest(10)] == [RunState.CRASHED]
+
+
+def test_a_supervisor_whose_run_was_taken_ends_its_child(world: World) -> None:
+    with world.server() as server:
+        server.traffic()
+        server.tick_until(lambda: server.runs.current() is not None)
+        run = server.runs.current()
+        assert run is not None
+        server.runs.move(run.id, run.fencing, RunState.CRASHED, error="taken")
+        world.act(train="hang")
+        for _ in range(100):
+            server.supervisor.tick()
+            if server.launcher.started[0].exit_code() is not None:
+                break
+            time.sleep(0.02)
+        assert server.launcher.started[0].exit_code() is not None
+        assert not [ref for ref in server.adapters.all() if ref.run == run.id and ref.state is AdapterState.ACTIVE]
+
+
+def test_the_clock_drives_the_whole_circle(world: World) -> None:
+    with world.server() as server:
+        server.traffic()
+        clock = Clock(server.supervisor.tick, 0.05)
+        clock.start()
+        end = time.monotonic() + 10
+        while not server.ended(RunState.PROMOTED)() and time.monotonic() < end:
+            time.sleep(0.02)
+        clock.stop()
+        assert server.ended(RunState.PROMOTED)()
+        check_legal(server)
