@@ -9,6 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import quote
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_settings import (
@@ -29,6 +30,11 @@ def default_home() -> Path:
         return Path(home).expanduser()
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache).expanduser() if cache else Path.home() / ".cache") / "redraft"
+
+
+def sqlite_url(path: Path) -> str:
+    """SQLAlchemy decodes percent signs in a URL, so a path's own are written as such."""
+    return f"sqlite:///{quote(str(path))}"
 
 
 class Section(BaseModel):
@@ -155,7 +161,7 @@ class Settings(BaseSettings):
 
     @property
     def database_url(self) -> str:
-        return self.store.url or f"sqlite:///{self.home / 'redraft.db'}"
+        return self.store.url or sqlite_url(self.home / "redraft.db")
 
     @property
     def adapters_dir(self) -> Path:

@@ -16,7 +16,7 @@ from service.evaluation.prompts import PromptLine
 from service.evaluation.server import LocalServer
 from service.evaluation.traffic import Traffic
 from service.models.pair import load_pair
-from service.settings import Settings
+from service.settings import Settings, sqlite_url
 from service.store.adapters import Adapters
 from service.store.database import Database
 
@@ -106,7 +106,7 @@ def _serve_and_train(
         server.stop()
     if run["adapter"] is None:
         raise RedraftError(f"the run {run['state']}: {run['error']}")
-    database = Database(f"sqlite:///{folder / 'redraft.db'}")
+    database = Database(sqlite_url(folder / "redraft.db"))
     try:
         adapter = Adapters(database).get(run["adapter"])
     finally:

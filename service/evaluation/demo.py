@@ -24,7 +24,7 @@ from service.evaluation.templates import held_out, traffic
 from service.evaluation.traffic import Answer, Traffic, longest_gap_ms
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
-from service.settings import Settings
+from service.settings import Settings, sqlite_url
 from service.store.adapters import Adapters
 from service.store.database import Database
 
@@ -47,8 +47,8 @@ class Scale:
     limit_seconds: float
 
 
-FULL = Scale(8, 96, 12_000, 3, 32, 48, 20, 12, 420.0)
-QUICK = Scale(8, 64, 4_500, 3, 16, 24, 20, 6, 150.0)
+FULL = Scale(8, 64, 5_000, 4, 40, 60, 20, 12, 420.0)
+QUICK = Scale(8, 48, 2_000, 3, 16, 30, 20, 6, 170.0)
 SWAP_MARGIN = 1.0
 """Seconds around a change of the active adapter that count as the swap: loading aside comes before, settling after."""
 
@@ -223,7 +223,7 @@ def _stage(server: LocalServer, active: int) -> str:
 def _active(folder: Path, pair: Pair) -> Draft:
     """The adapter that served last."""
     assert pair.draft is not None
-    database = Database(f"sqlite:///{folder / 'redraft.db'}")
+    database = Database(sqlite_url(folder / "redraft.db"))
     try:
         ref = Adapters(database).active(pair.provenance.draft)
     finally:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from service.core import Unavailable
+from service.settings import sqlite_url
 
 START_SECONDS = 180.0
 
@@ -32,7 +33,7 @@ class LocalServer:
         self.config = folder / "server.toml"
         tree: dict[str, dict[str, object]] = {section: dict(values) for section, values in settings.items()}
         tree.setdefault("server", {}).update(host="127.0.0.1", port=self.port)
-        tree.setdefault("store", {}).update(url=f"sqlite:///{folder / 'redraft.db'}", adapters=str(folder / "adapters"))
+        tree.setdefault("store", {}).update(url=sqlite_url(folder / "redraft.db"), adapters=str(folder / "adapters"))
         lines = [f"home = {json.dumps(str(home))}"]
         for section, values in tree.items():
             lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
