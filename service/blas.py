@@ -41,6 +41,12 @@ def load_fast_blas() -> str | None:
     return str(library)
 
 
+def set_blas_threads(library: str | None, count: int) -> None:
+    """Let the BLAS that `load_fast_blas` named use so many threads from now on. Nothing without one."""
+    if library is not None:
+        ctypes.CDLL(library).openblas_set_num_threads(max(count, 1))
+
+
 def _load_bundled_fortran_runtime() -> None:
     """Load mlx-cpu's libgfortran under its plain name. Raises OSError or PackageNotFoundError when there is none."""
     bundle = Path(str(distribution("mlx-cpu").locate_file("mlx_cpu.libs")))

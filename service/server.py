@@ -15,8 +15,10 @@ from dataclasses import asdict, dataclass
 import uvicorn
 from fastapi import FastAPI
 
+from service import FAST_BLAS
 from service.api import Limits, build_api
 from service.app import Folders, open_stores, resolve_models
+from service.blas import set_blas_threads
 from service.engine.decoder import Decoder
 from service.engine.draft import bare
 from service.engine.probe import check_rows
@@ -81,7 +83,11 @@ class Application:
             generations=self.stores.generations,
             replay=self.stores.replay,
             switching=Switching(self.worker, self.stores.adapters, serving.pair.provenance.draft, self.metrics),
-            launcher=ProcessLauncher(settings.home / "training.log", settings.training.threads),
+            launcher=ProcessLauncher(
+                settings.home / "training.log",
+                settings.training.threads,
+                share=lambda cores: set_blas_threads(FAST_BLAS, cores),
+            ),
             events=self.metrics,
             rules=self._rules(serving),
             who=serving.pair.provenance,

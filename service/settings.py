@@ -112,7 +112,7 @@ class TrainingSettings(Section):
     warmup: Share = 0.1
     niceness: int = Field(default=10, ge=0, le=19)
     threads: int = Field(default=0, ge=0)
-    """BLAS threads of the child; 0: as many as there are cores."""
+    """BLAS threads of the child; 0: half of the cores. Serving keeps the others while it runs."""
     memory_gb: float = Field(default=0.0, ge=0)
     """Refuse to train when less than this is free; 0: estimated from the models."""
     timeout_seconds: float = Field(default=3600.0, gt=0)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
 
@@ -71,6 +71,7 @@ class Process:
         self._reader.join(timeout=5.0)
         if self._process.stdout is not None:
             self._process.stdout.close()
+        self._on_gone()
 
     def _write(self, line: str) -> None:
         try:
@@ -94,14 +95,28 @@ class Process:
 
 
 class ProcessLauncher:
-    """core.Launcher. threads: BLAS threads of the child, 0 for as many as there are cores. log: where its stderr
-    goes."""
+    """core.Launcher. log: where the child's stderr goes. threads: BLAS threads of the child, 0 for half of the cores.
 
-    def __init__(self, log: Path, threads: int = 0, command: tuple[str, ...] = ("-m", "service.learning.job")) -> None:
+    share: told how many cores are left for this process while a child runs, and all of them when it is gone. Two BLAS
+    libraries that each use every core wait for each other's threads: on 2 cores both ran ten times slower.
+    """
+
+    def __init__(
+        self,
+        log: Path,
+        threads: int = 0,
+        command: tuple[str, ...] = ("-m", "service.learning.job"),
+        share: Callable[[int], None] = lambda cores: None,
+    ) -> None:
         self._log = log
+        self._cores = os.cpu_count() or 1
+        self._threads = threads or max(self._cores // 2, 1)
         self._command = [sys.executable, *command]
-        # Set before the child starts: BLAS libraries read it when they are loaded.
-        self._environment = {"OPENBLAS_NUM_THREADS": str(threads), "OMP_NUM_THREADS": str(threads)} if threads else {}
+        self._share = share
 
     def launch(self, spec: Mapping[str, object]) -> Process:
-        return Process(self._command, spec, self._log, self._environment)
+        # Set before the child starts: BLAS libraries read it when they are loaded.
+        environment = {name: str(self._threads) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")}
+        process = Process(self._command, spec, self._log, environment, lambda: self._share(self._cores))
+        self._share(max(self._cores - self._threads, 1))
+        return process
