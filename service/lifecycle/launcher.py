@@ -19,8 +19,14 @@ class Process:
     """core.JobHandle: a child whose stdout is read on a thread of its own, so that its pipe never fills."""
 
     def __init__(
-        self, command: list[str], spec: Mapping[str, object], log: Path, environment: Mapping[str, str]
+        self,
+        command: list[str],
+        spec: Mapping[str, object],
+        log: Path,
+        environment: Mapping[str, str],
+        on_gone: Callable[[], None],
     ) -> None:
+        self._on_gone = on_gone
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as stderr:
             # A session of its own: a Ctrl-C meant for the server must reach the server first, which then ends the
