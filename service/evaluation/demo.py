@@ -47,8 +47,8 @@ class Scale:
     limit_seconds: float
 
 
-FULL = Scale(8, 64, 5_000, 4, 40, 60, 20, 12, 420.0)
-QUICK = Scale(8, 48, 2_000, 3, 16, 30, 20, 6, 170.0)
+FULL = Scale(8, 64, 4_000, 3, 40, 60, 20, 12, 480.0)
+QUICK = Scale(8, 48, 1_300, 3, 12, 30, 20, 4, 240.0)
 SWAP_MARGIN = 1.0
 """Seconds around a change of the active adapter that count as the swap: loading aside comes before, settling after."""
 
