@@ -1,0 +1,164 @@
+"""An adapter is checked to the last name before anything of it is used."""
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import load_adapters
+from oracle import tiny_llama
+
+from service.core import AdapterRef, AdapterRefused, AdapterState
+from service.engine.draft import load
+from service.learning import lora
+from service.models.fingerprint import folder_sha256
+
+DRAFT = "d" * 64
+TOKENS = mx.array([[5, 6, 7, 8]])
+
+
+def make(folder: Path, quantised: bool = False) -> tuple[nn.Module, AdapterRef, mx.array]:
+    """A bare draft, an adapter for it with random weights, and the logits of the two together as LoRA layers."""
+    base, trained = tiny_llama(1, hidden=64), tiny_llama(1, hidden=64)
+    if quantised:
+        nn.quantize(base, group_size=32, bits=4)
+        nn.quantize(trained, group_size=32, bits=4)
+    shape = lora.wrap(trained, rank=4, scale=2.0, seed=0)
+    noise = [
+        (name, 0.1 * mx.random.normal(a.shape, key=mx.random.key(i)))
+        for i, (name, a) in enumerate(tree_flatten(trained.trainable_parameters()))
+    ]
+    trained.load_weights(noise, strict=False)
+    lora.save(trained, shape, folder, draft=DRAFT, target="t" * 64)
+    ref = AdapterRef(
+        id=1,
+        folder=folder,
+        sha256=folder_sha256(folder),
+        rank=shape.rank,
+        scale=shape.scale,
+        keys=tuple(shape.keys),
+        draft=DRAFT,
+        parent=0,
+        run=None,
+        state=AdapterState.CANDIDATE,
+        created_at=datetime.now(UTC),
+    )
+    return base, ref, trained(TOKENS)
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["folded", "quantised"])
+def test_it_computes_what_was_trained_and_leaves_the_base_alone(tmp_path: Path, quantised: bool) -> None:
+    base, ref, expected = make(tmp_path / "a", quantised)
+    before = np.array(base(TOKENS))
+    held = {name: id(array) for name, array in tree_flatten(base.parameters())}
+    draft = load(base, ref, DRAFT)
+    assert np.allclose(np.array(draft.model(TOKENS)), np.array(expected), atol=1e-4)
+    assert not np.allclose(np.array(expected), before, atol=1e-2), "the adapter does something"
+    assert np.array_equal(np.array(base(TOKENS)), before)
+    assert {name: id(array) for name, array in tree_flatten(base.parameters())} == held
+    kept = [name for name, _ in draft.model.named_modules() if name.endswith(".linear")]
+    assert bool(kept) is quantised, "only a quantised base keeps its LoRA layers apart"
+
+
+def _config(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
+    def apply(folder: Path) -> None:
+        file = folder / "adapter_config.json"
+        config = json.loads(file.read_text())
+        change(config)
+        file.write_text(json.dumps(config))
+
+    return apply
+
+
+def _weights(change: Callable[[dict[str, mx.array]], object]) -> Callable[[Path], object]:
+    def apply(folder: Path) -> None:
+        file = folder / "adapters.safetensors"
+        weights = dict(mx.load(str(file)).items())  # pyright: ignore
+        mx.eval(weights)
+        change(weights)
+        mx.save_safetensors(str(folder / "new.safetensors"), weights)
+        (folder / "new.safetensors").rename(file)
+
+    return apply
+
+
+def _bytes(change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    return lambda folder: (folder / "adapters.safetensors").write_bytes(
+        change((folder / "adapters.safetensors").read_bytes())
+    )
+
+
+def _overlapping(data: bytes) -> bytes:
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    header.pop("__metadata__", None)
+    names = list(header)
+    same = [n for n in names if header[n]["shape"] == header[names[0]]["shape"]]
+    header[same[1]]["data_offsets"] = header[same[0]]["data_offsets"]
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data[8 + length :]
+
+
+def _first(weights: dict[str, mx.array]) -> str:
+    return min(weights)
+
+
+CORRUPTIONS: dict[str, Callable[[Path], object]] = {
+    "truncated header": _bytes(lambda data: data[:6]),
+    "truncated body": _bytes(lambda data: data[:-64]),
+    "trailing bytes": _bytes(lambda data: data + b"\0" * 16),
+    "header beyond the limit": _bytes(lambda data: struct.pack("<Q", 2**40) + data[8:]),
+    "header that is no JSON": _bytes(lambda data: data[:8] + b"?" * 40 + data[48:]),
+    "overlapping tensors": _bytes(_overlapping),
+    "missing tensor": _weights(lambda w: w.pop(_first(w))),
+    "unknown tensor": _weights(lambda w: w.update(extra=mx.zeros((2, 2)))),
+    "wrong shape": _weights(lambda w: w.update({_first(w): mx.zeros((3, 3))})),
+    "wrong dtype": _weights(lambda w: w.update({_first(w): mx.zeros(w[_first(w)].shape, dtype=mx.int32)})),
+    "NaN": _weights(lambda w: w.update({_first(w): w[_first(w)] * float("nan")})),
+    "Inf": _weights(lambda w: w.update({_first(w): w[_first(w)] + float("inf")})),
+    "wrong rank": _config(lambda c: c["lora_parameters"].update(rank=8)),
+    "wrong scale": _config(lambda c: c["lora_parameters"].update(scale=20.0)),
+    "dropout": _config(lambda c: c["lora_parameters"].update(dropout=0.1)),
+    "wrong keys": _config(lambda c: c["lora_parameters"].update(keys=["self_attn.q_proj"])),
+    "another base": _config(lambda c: c["redraft"].update(draft="e" * 64)),
+    "no config": lambda folder: (folder / "adapter_config.json").unlink(),
+    "config that is no JSON": lambda folder: (folder / "adapter_config.json").write_text("{"),
+    "no weights": lambda folder: (folder / "adapters.safetensors").unlink(),
+}
+
+
+@pytest.mark.parametrize("kind", CORRUPTIONS)
+def test_damage_is_refused(tmp_path: Path, kind: str) -> None:
+    base, ref, _ = make(tmp_path / "a")
+    before = np.array(base(TOKENS))
+    CORRUPTIONS[kind](ref.folder)
+    # With the damaged folder's own hash registered: each check must hold by itself, not behind the hash.
+    with pytest.raises(AdapterRefused):
+        load(base, replace(ref, sha256=folder_sha256(ref.folder)), DRAFT)
+    assert np.array_equal(np.array(base(TOKENS)), before)
+
+
+def test_altered_files_are_refused_by_their_hash(tmp_path: Path) -> None:
+    base, ref, _ = make(tmp_path / "a")
+    _weights(lambda w: w.update({_first(w): w[_first(w)] * 1.01}))(ref.folder)
+    with pytest.raises(AdapterRefused, match="hash"):
+        load(base, ref, DRAFT)
+
+
+def test_mlx_lm_itself_rejects_an_unknown_tensor(tmp_path: Path) -> None:
+    """The version floor: older mlx-lm loaded whatever a file held."""
+    base, ref, expected = make(tmp_path / "a")
+    shutil.copytree(ref.folder, tmp_path / "b")
+    assert np.allclose(np.array(load_adapters(base, str(ref.folder))(TOKENS)), np.array(expected), atol=1e-5)
+    _weights(lambda w: w.update(extra=mx.zeros((2, 2))))(tmp_path / "b")
+    with pytest.raises(ValueError, match="extra"):
+        load_adapters(tiny_llama(1, hidden=64), str(tmp_path / "b"))
