@@ -1,0 +1,73 @@
+"""Where a request ends, and what of its text may be shown before that is known."""
+
+from service.core import FinishReason, Prompt, Sampling
+from service.engine.row import Row, TextStream
+
+
+class Letters:
+    """A detokenizer of one letter a token."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def add_token(self, token: int) -> None:
+        self.text += chr(token)
+
+    def finalize(self) -> None:
+        self.text += "."
+
+
+def streamed(text: str, *stop: str) -> tuple[list[str], bool]:
+    stream = TextStream(Letters(), stop)
+    pieces: list[str] = []
+    for letter in text:
+        stopped = stream.add(ord(letter))
+        pieces.append(stream.delta(final=stopped))
+        if stopped:
+            return pieces, True
+    return [*pieces, stream.delta(final=True)], False
+
+
+def test_a_stop_string_across_tokens_never_shows() -> None:
+    pieces, stopped = streamed("one END two", "END")
+    assert stopped and "".join(pieces) == "one "
+    assert all("E" not in piece for piece in pieces)
+
+
+def test_what_only_looked_like_a_stop_string_is_shown_after_all() -> None:
+    pieces, stopped = streamed("an ENvelope", "END")
+    assert not stopped and "".join(pieces) == "an ENvelope."
+
+
+def test_the_earliest_of_several_stop_strings_wins() -> None:
+    pieces, stopped = streamed("ab##cd", "cd", "##")
+    assert stopped and "".join(pieces) == "ab"
+
+
+def row(**sampling: int) -> Row:
+    return Row("r", Prompt((1, 2), Sampling(**sampling)), frozenset({9}), None)
+
+
+def test_a_round_that_passes_the_end_token_is_cut_there() -> None:
+    request = row(max_tokens=10)
+    delta = request.take([4, 9, 5], [4, 9], adapter=3, evidence=None, tie_margin=0.0)
+    assert request.finish is FinishReason.STOP and request.output == [4, 9]
+    assert delta.tokens == (4, 9) and delta.drafted == (True, True)
+    (done,) = request.rounds
+    assert (done.drafted, done.accepted, done.emitted) == (2, 2, 2), "never more accepted than emitted"
+
+
+def test_a_round_that_passes_max_tokens_is_cut_there() -> None:
+    request = row(max_tokens=2)
+    request.take([4, 5, 6, 7], [4, 5, 6], adapter=0, evidence=None, tie_margin=0.0)
+    assert request.finish is FinishReason.LENGTH and request.output == [4, 5]
+    timings = request.finished().timings
+    assert (timings.draft_n, timings.draft_n_accepted, timings.predicted_n) == (3, 2, 2)
+
+
+def test_every_adapter_that_drafted_is_named_once_in_order() -> None:
+    request = row(max_tokens=20)
+    for adapter in (2, 2, 5, 2):
+        request.take([4, 5], [4], adapter=adapter, evidence=None, tie_margin=0.0)
+    request.take([4], [], adapter=7, evidence=None, tie_margin=0.0)
+    assert request.finished().timings.adapters == (2, 5)
