@@ -95,18 +95,18 @@ class TrainingSettings(Section):
     cooldown_seconds: float = Field(default=300.0, ge=0)
     max_generations: int = Field(default=800, ge=1)
     """Newest untrained generations a single run trains on."""
-    replay: Share = 0.25
+    replay: Share = 0.4
     """Share of the training examples that come from the replay buffer."""
     rank: int = Field(default=16, ge=1, le=256)
     scale: float = Field(default=2.0, gt=0)
     """LoRA scale: what the low-rank product is multiplied by."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    epochs: int = Field(default=3, ge=1)
+    epochs: int = Field(default=4, ge=1)
     batch_size: int = Field(default=8, ge=1)
     accumulate: int = Field(default=1, ge=1)
     max_length: int = Field(default=512, ge=8)
     """Prompt and response tokens of one example; longer ones lose the start of the prompt first."""
-    reject_weight: float = Field(default=2.0, ge=1.0)
+    reject_weight: float = Field(default=1.0, ge=1.0)
     """Loss weight of positions where the draft was first rejected."""
     clip: float = Field(default=1.0, gt=0)
     warmup: Share = 0.1

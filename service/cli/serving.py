@@ -25,6 +25,8 @@ def serve(
     from service.server import run_server
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # It tells of every tick.
+    logging.getLogger("apscheduler").setLevel(logging.WARNING)
     settings = settings_from(
         config,
         models__target=target,

@@ -53,10 +53,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
         decoder = Decoder(pair.target.model, drafting, vocabulary=pair.vocabulary, k=tokens)
         text = TextStream(pair.target.tokenizer.detokenizer, sampling.stop)
         row = Row("0", Prompt(encoder.encode_chat(messages), sampling), pair.eos, text)
-        prefill = decoder.begin(row)
-        while not decoder.read(prefill):
-            pass
-        decoder.join(prefill)
+        decoder.admit(row)
         while row.finish is None:
             on_delta(decoder.round().deltas[0])
         return row.finished()

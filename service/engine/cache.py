@@ -65,6 +65,12 @@ class RowLayer:
         self.keys = self._written(self.keys, keys, top)
         self.values = self._written(self.values, values, top)
         self.ahead += count
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """Views up to the longest row; later layers that share this one's ask for them again (gemma3n)."""
+        assert self.keys is not None and self.values is not None
+        top = max(self.lengths.host) + self.ahead
         return self.keys[:, :, :top], self.values[:, :, :top]
 
     def _written(self, held: mx.array | None, new: mx.array, top: int) -> mx.array:
@@ -78,7 +84,13 @@ class RowLayer:
         return mx.put_along_axis(held, at, new.astype(held.dtype), axis=2)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """mlx-lm asks before the update. (1 or B, 1, N, longest + N) booleans; None or "causal" where that says it all."""
+        """mlx-lm asks before the update. (1 or B, 1, N, longest + N) booleans; None or "causal" where that says it all.
+
+        Raises PairError where a model asks for a wider window than its cache holds (plamo3): mlx-lm then reads prompts and
+        generates through unlike windows, which no single mask can follow.
+        """
+        if window_size and self.window and window_size > self.window:
+            raise PairError(f"it reads prompts through a window of {window_size} and generates through {self.window}")
         window = window_size or self.window
         start = self.offset
         longest = max(self.lengths.host) + self.ahead

@@ -120,6 +120,13 @@ class Decoder:
         prefill.row.joined_at = time.perf_counter()
         self.rows.append(prefill.row)
 
+    def admit(self, row: Row) -> None:
+        """Read a row's prompt to its end, then take it into the batch."""
+        prefill = self.begin(row)
+        while not self.read(prefill):
+            pass
+        self.join(prefill)
+
     def leave(self, gone: Sequence[Row]) -> None:
         """Take rows out of the batch, finished or not."""
         keep = [i for i, row in enumerate(self.rows) if not any(row is other for other in gone)]
@@ -147,12 +154,13 @@ class Decoder:
             fed = mx.concatenate([fed, proposal.tokens], axis=1)
         logits = self.target(fed, cache=self.cache.layers)[..., : self.vocabulary]
         lse = normaliser(logits) if collect or batch.sampled else None
-        accepted, following = self._accept(logits, lse, batch, noise, proposal, verify_key)
+        law = transform(logits, batch, lse)
+        accepted, following = self._accept(law, batch, noise, proposal, verify_key)
         emitted = following[:, None]
         if proposal is not None:
             padded = mx.concatenate([proposal.tokens, emitted.astype(proposal.tokens.dtype)], axis=1)
             emitted = mx.where(mx.arange(k + 1) < accepted[:, None], padded, emitted)
-        evidence = self._evidence(logits, lse, batch, emitted, proposal) if collect and lse is not None else []
+        evidence = self._evidence(logits, lse, law, batch, emitted, proposal) if collect and lse is not None else []
         drafted = proposal.tokens if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.int32)
         usable = proposal.usable if proposal is not None else mx.ones((len(rows), 1), dtype=mx.bool_)
         mx.eval(accepted, emitted, drafted, usable, *evidence, self.cache.arrays(), self.key)
@@ -203,18 +211,16 @@ class Decoder:
 
     def _accept(
         self,
-        logits: mx.array,
-        lse: mx.array | None,
+        law: mx.array,
         batch: SamplingBatch,
         noise: mx.array | None,
         proposal: Proposal | None,
         key: mx.array,
     ) -> tuple[mx.array, mx.array]:
-        count = logits.shape[1]
-        law = transform(logits, batch, lse)
-        chosen = choose(law, None if noise is None else noise[:, :count])
+        """law: (rows, positions, vocabulary) the target's log-probabilities after the sampling transform."""
+        chosen = choose(law, None if noise is None else noise[:, : law.shape[1]])
         if proposal is None:
-            accepted, following = mx.zeros((logits.shape[0],), dtype=mx.int32), chosen[:, 0]
+            accepted, following = mx.zeros((law.shape[0],), dtype=mx.int32), chosen[:, 0]
         else:
             accepted, following = verify.match(chosen, proposal.tokens.astype(chosen.dtype))
         if not batch.unseeded:
@@ -229,7 +235,13 @@ class Decoder:
         )
 
     def _evidence(
-        self, logits: mx.array, lse: mx.array, batch: SamplingBatch, emitted: mx.array, proposal: Proposal | None
+        self,
+        logits: mx.array,
+        lse: mx.array,
+        law: mx.array,
+        batch: SamplingBatch,
+        emitted: mx.array,
+        proposal: Proposal | None,
     ) -> list[mx.array]:
         """The fields of row.Evidence as arrays with a leading row axis."""
 
@@ -239,8 +251,7 @@ class Decoder:
         logprobs = (at(logits, emitted) - lse)[..., 0]
         sampled = mx.zeros_like(logprobs)
         if batch.sampled:
-            law = at(transform(logits, batch, lse), emitted)[..., 0]
-            sampled = mx.where(batch.greedy[:, None], 0.0, law)
+            sampled = mx.where(batch.greedy[:, None], 0.0, at(law, emitted)[..., 0])
         ids, top = top_logits(logits)
         top = top.astype(mx.float32) - lse
         if proposal is None:

@@ -24,17 +24,30 @@ def check_rows(model: nn.Module, role: str) -> None:
     family = getattr(model, "model_type", type(model).__module__.rsplit(".", 1)[-1])
     try:
         apart = [_alone(model, row) for row in _ROWS]
+        mx.eval(apart)
+    except Exception as error:
+        raise PairError(f"the {role} ({family}) does not run on this device: {error}") from error
+    try:
         together = _together(model)
-        mx.eval(apart, together)
+        mx.eval(together)
     except PairError as error:
         raise PairError(f"the {role} ({family}) cannot be served: {error}") from error
     except Exception as error:
-        raise PairError(f"the {role} ({family}) does not run on rows of unlike length: {error}") from error
+        raise PairError(
+            f"the {role} ({family}) does not run on rows of unlike length (most such families compute positions from one "
+            f"length for the whole batch): {error}"
+        ) from error
+    precise = apart[0].dtype == mx.float32
     for row, (ours, theirs) in enumerate(zip(together, apart, strict=True)):
+        # Some families rule tokens out with -inf.
+        there = mx.isfinite(theirs)
+        if not _number((there == mx.isfinite(ours)).all()):
+            raise PairError(f"the {role} ({family}) rules out other tokens in a batch than alone (row {row})")
+        ours, theirs = (mx.where(there, logits.astype(mx.float32), 0.0) for logits in (ours, theirs))
         span = _number(theirs.max() - theirs.min())
-        exact = theirs.dtype == mx.float32 and mx.default_device().type == mx.cpu
+        exact = precise and mx.default_device().type == mx.cpu
         allowed = max(span, 1e-6) * (_TOLERANCE / 100 if exact else _TOLERANCE)
-        gap = _number(mx.abs(ours.astype(mx.float32) - theirs.astype(mx.float32)).max())
+        gap = _number(mx.abs(ours - theirs).max())
         if not gap <= allowed:
             raise PairError(
                 f"the {role} ({family}) gives other logits in a batch than alone (row {row}: {gap:.3g}, allowed {allowed:.3g})"

@@ -113,10 +113,7 @@ def _fill(pair: Pair, prompts: list[Prompt], cache: GreedyOutputs, on_step: Call
     waiting.sort(key=lambda row: len(row.tokens))
     while waiting or decoder.rows:
         while waiting and len(decoder.rows) < ROWS:
-            prefill = decoder.begin(waiting.pop(0))
-            while not decoder.read(prefill):
-                pass
-            decoder.join(prefill)
+            decoder.admit(waiting.pop(0))
         for row in decoder.round().rows:
             if row.finish is not None and (generation := row.generation(pair.provenance)) is not None:
                 cache.add(generation)

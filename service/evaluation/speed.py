@@ -29,10 +29,7 @@ def one_stream(
         for name in order[turn % len(order) :] + order[: turn % len(order)]:
             decoder = decoders[name]
             row = Row(str(turn), prompt, pair.eos, None)
-            prefill = decoder.begin(row)
-            while not decoder.read(prefill):
-                pass
-            decoder.join(prefill)
+            decoder.admit(row)
             begun = time.perf_counter()
             while row.finish is None:
                 decoder.round()

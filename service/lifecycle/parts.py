@@ -58,10 +58,10 @@ class Parts:
         """Start a child on the common job description and this. Raises OSError."""
         return Child(self.launcher.launch({**self.rules.spec, **what}), self.now())
 
-    def crash(self, run: TrainingRun, reason: str) -> None:
-        """The run came to nothing: its cases are given back."""
+    def crash(self, run: TrainingRun, reason: str, *, blameless: bool = False) -> None:
+        """The run came to nothing: its cases are given back. blameless: they cannot have been the cause."""
         if not run.state.over:
-            self.ended(self.runs.move(run.id, run.fencing, RunState.CRASHED, error=reason))
+            self.ended(self.runs.move(run.id, run.fencing, RunState.CRASHED, error=reason, blameless=blameless))
         self.discard(reason)
 
     def ended(self, run: TrainingRun) -> None:

@@ -44,8 +44,8 @@ def claim(parts: Parts, trigger: Trigger, key: str | None) -> TrainingRun | None
 def begin(parts: Parts, run: TrainingRun) -> TrainingJob | None:
     """Start the child of a claimed run; None when it could not be started (the run is CRASHED then)."""
     offered: dict[str, list[str]] = {}
-    for generation in parts.generations.claimed(run.id):
-        offered.setdefault(generation.prompt.domain or "untagged", []).append(generation.id)
+    for name, domain in parts.generations.claimed_names(run.id):
+        offered.setdefault(domain or "untagged", []).append(name)
     parent = parts.folder(run.parent)
     # The row first: only one process can move it, so only one child is ever started for it.
     moved = parts.runs.move(run.id, run.fencing, RunState.TRAINING)
@@ -91,7 +91,7 @@ class TrainingJob:
                 self._parts.crash(runs.get(run.id), reason)
 
     def abandon(self, reason: str) -> None:
-        self._parts.crash(self._parts.runs.get(self._run.id), reason)
+        self._parts.crash(self._parts.runs.get(self._run.id), reason, blameless=True)
 
     def _register(self, made: Candidate) -> None:
         run, parts = self._run, self._parts
@@ -135,7 +135,7 @@ class TrainingJob:
             return
         except (Unavailable, TimeoutError) as error:
             # Not the candidate's fault: what it was trained on may be trained on again.
-            parts.crash(parts.runs.get(run.id), f"the engine could not look at the candidate: {error}")
+            parts.crash(parts.runs.get(run.id), f"the engine could not look at the candidate: {error}", blameless=True)
             return
         self._remember()
         parts.ended(parts.runs.promote(run.id, run.fencing, candidate.id, verdict))

@@ -89,8 +89,13 @@ class Generations:
 
     def claimed(self, run_id: int) -> list[Generation]:
         """What a run trains on, newest first."""
-        seqs = select(failure_cases.c.seq).where(failure_cases.c.claimed_run == run_id).distinct()
-        return self._load(generations.c.seq.in_(seqs), limit=None)
+        return self._load(generations.c.seq.in_(_claimed(run_id)), limit=None)
+
+    def claimed_names(self, run_id: int) -> list[tuple[str, str | None]]:
+        """(id, domain) of what a run trains on, newest first."""
+        query = select(generations.c.id, generations.c.domain).where(generations.c.seq.in_(_claimed(run_id)))
+        with self._db.read() as connection:
+            return [(row.id, row.domain) for row in connection.execute(query.order_by(generations.c.seq.desc()))]
 
     def held_out(self, who: Provenance, limit: int) -> list[Generation]:
         """Generations no run may train on, newest first, one per prompt."""
@@ -200,6 +205,11 @@ def _untrained() -> ColumnElement[bool]:
         failure_cases.c.claimed_run.is_(None),
         failure_cases.c.quarantined.is_(False),
     )
+
+
+def _claimed(run_id: int) -> Any:
+    """Query: seq of the generations that hold a case of this run."""
+    return select(failure_cases.c.seq).where(failure_cases.c.claimed_run == run_id).distinct()
 
 
 def untrained_generations(who: Provenance, limit: int) -> Any:

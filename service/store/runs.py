@@ -99,9 +99,12 @@ class Runs:
 
         return self._db.write(work).result()
 
-    def move(self, run_id: int, fencing: int, state: RunState, *, error: str | None = None) -> TrainingRun:
+    def move(
+        self, run_id: int, fencing: int, state: RunState, *, error: str | None = None, blameless: bool = False
+    ) -> TrainingRun:
         """Raises IllegalMove, also for PROMOTED and REJECTED: a verdict is given by `promote` or `reject`. FAILED: the run
-        had its say, its cases count as trained. CRASHED: they are given back, and put aside after three crashes."""
+        had its say, its cases count as trained. CRASHED: they are given back, and put aside after three crashes, of which
+        one that the cases are `blameless` of is none."""
 
         def work(connection: Connection) -> TrainingRun:
             if state in {RunState.PROMOTED, RunState.REJECTED}:
@@ -110,7 +113,7 @@ class Runs:
             if state is RunState.FAILED:
                 _cases_trained(connection, run_id)
             elif state is RunState.CRASHED:
-                crashes = failure_cases.c.crashes + 1
+                crashes = failure_cases.c.crashes + (0 if blameless else 1)
                 connection.execute(
                     update(failure_cases)
                     .where(failure_cases.c.claimed_run == run_id)

@@ -33,10 +33,7 @@ def decode(
     waiting = list(rows)
     while waiting or decoder.rows:
         while waiting and len(decoder.rows) < max_rows and (not decoder.rows or rng.random() < 0.6):
-            prefill = decoder.begin(waiting.pop(0))
-            while not decoder.read(prefill):
-                pass
-            decoder.join(prefill)
+            decoder.admit(waiting.pop(0))
         between(decoder)
         decoder.round()
     return rows
