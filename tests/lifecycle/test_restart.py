@@ -104,6 +104,17 @@ def test_a_child_that_lost_its_server_ends(world: World) -> None:
         assert process.exit_code() == 75, "by itself, at the end of its line"
 
 
+def test_servers_stopped_while_they_train_put_nothing_aside(world: World) -> None:
+    world.act(train="hang")
+    for _ in range(4):
+        with world.server() as server:
+            server.traffic()
+            server.tick_until(lambda server=server: server.runs.current() is not None)
+            server.supervisor.stop()
+            assert server.runs.latest(1)[0].state is RunState.CRASHED
+            assert server.generations.stats().quarantined == 0
+
+
 def test_stopping_ends_the_child_and_frees_its_cases(world: World) -> None:
     world.act(train="hang")
     with world.server() as server:

@@ -62,6 +62,7 @@ def test_rows_of_another_target_or_tokenizer_never_mix(database: Database) -> No
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=10)
     assert run is not None
     assert [g.id for g in store.claimed(run.id)] == [mine[0].id]
+    assert store.claimed_names(run.id) == [(mine[0].id, mine[0].prompt.domain)]
     replay = Replay(database)
     replay.offer("code", [g.id for g in store.after(strangers[0], START - timedelta(days=1), 10)], 10, 0)
     assert replay.sample(WHO, 10, 0) == []

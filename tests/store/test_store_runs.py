@@ -135,6 +135,15 @@ def test_three_crashes_put_the_cases_aside(database: Database) -> None:
     assert [g.id for g in store.claimed(claim(database).id)] == [fresh.id]
 
 
+def test_a_run_ended_from_outside_is_not_held_against_its_cases(database: Database) -> None:
+    store, runs = Generations(database), Runs(database)
+    store.add([generation(cases=[case(0)])]).result()
+    for _ in range(5):
+        run = claim(database)
+        runs.move(run.id, run.fencing, RunState.CRASHED, error="stopped", blameless=True)
+        assert (store.counts(WHO).cases, store.stats().quarantined) == (1, 0)
+
+
 @pytest.mark.parametrize("state", OPEN)
 def test_only_legal_moves_are_made(database: Database, state: RunState) -> None:
     runs = Runs(database)
