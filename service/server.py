@@ -19,6 +19,7 @@ from service import FAST_BLAS
 from service.api import Limits, build_api
 from service.app import Folders, open_stores, resolve_models
 from service.blas import set_blas_threads
+from service.core import Unavailable
 from service.engine.decoder import Decoder
 from service.engine.draft import bare
 from service.engine.probe import check_rows
@@ -203,6 +204,18 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket, before anything is loaded: a port in use is said at once. Raises Unavailable."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise Unavailable(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+    return listener
+
+
 def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
     """Serve until a signal comes. Returns the exit status: FATAL_EXIT after the engine died."""
     server: Server | None = None
@@ -216,6 +229,7 @@ def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
         # A thread that hangs in native code cannot be joined: give the answers a moment to go out, then leave for good.
         threading.Timer(FATAL_SECONDS, os._exit, (FATAL_EXIT,)).start()
 
+    listener = _listen(settings.server.host, settings.server.port)
     application = Application(settings, failed)
     try:
         api = application.start()
@@ -229,7 +243,6 @@ def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
             timeout_graceful_shutdown=5,
         )
         server = Server(config, application.drain)
-        listener = config.bind_socket()
         host, port = listener.getsockname()[:2]
         on_ready(f"http://{host}:{port}")
         server.run(sockets=[listener])

@@ -6,6 +6,7 @@ Only `app` and `cli` read it; every other room is handed the values it needs. Un
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
@@ -16,6 +17,7 @@ from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
@@ -217,3 +219,7 @@ def load_settings(config: Path | None = None, flags: Mapping[str, object] | None
             f"{'.'.join(str(part) for part in item['loc']) or 'settings'}: {item['msg']}" for item in error.errors()
         )
         raise BadRequest(f"settings refused: {problems}", field="settings") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise BadRequest(f"{config} cannot be read as TOML: {error}", field="config") from error
+    except SettingsError as error:
+        raise BadRequest(f"settings refused: {error}", field="settings") from error

@@ -10,9 +10,9 @@ from service.core import RedraftError
 
 
 def main() -> None:
-    """Entry point: every known error becomes one sentence and exit status 1."""
+    """Entry point: every known error, and what the file system refuses, becomes one sentence and exit status 1."""
     try:
         app()
-    except RedraftError as error:
+    except (RedraftError, OSError) as error:
         fail(str(error))
         sys.exit(1)

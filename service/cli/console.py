@@ -12,13 +12,15 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
-out = Console()
-err = Console(stderr=True)
+# What is printed holds names that clients chose: never markup.
+out = Console(markup=False)
+err = Console(stderr=True, markup=False)
 
 
 def fail(message: str) -> None:
-    err.print(f"[bold red]redraft:[/] {message}", highlight=False, soft_wrap=True)
+    err.print(Text.assemble(("redraft:", "bold red"), " ", message), highlight=False, soft_wrap=True)
 
 
 class Bar(Protocol):
@@ -34,7 +36,7 @@ def progress(title: str) -> Generator[Bar]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
+        TextColumn("{task.fields[note]}", markup=False),
     )
     with Progress(*columns, console=err, disable=not sys.stderr.isatty(), transient=True) as bars:
         task = bars.add_task(title, total=None, note="")

@@ -159,7 +159,7 @@ def cycle(
     settings = settings_from(config)
     tests = {}
     for item in test:
-        path, _, domain = str(item).rpartition(":") if not item.is_file() else (str(item), "", "")
+        path, _, domain = str(item).rpartition(":") if ":" in str(item) and not item.is_file() else (str(item), "", "")
         tests[domain or Path(path).name.removesuffix(".jsonl")] = read_prompts(
             Path(path), domain=domain or None, limit=test_limit
         )

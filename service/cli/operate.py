@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import httpx
 import typer
@@ -21,12 +21,18 @@ def ask(url: str, method: str, path: str, **headers: str) -> dict[str, Any]:
     """One call to the server's API. Raises RedraftError with the server's own message."""
     try:
         answer = httpx.request(method, f"{url.rstrip('/')}{path}", headers=headers, timeout=120.0)
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unavailable(f"no server answers at {url} ({error}); is `redraft serve` running?") from error
-    body = answer.json()
-    if answer.is_error:
-        raise RedraftError(body["error"]["message"])
-    return body
+    try:
+        body = answer.json()
+        refused = str(body["error"]["message"]) if answer.is_error else None
+    except (ValueError, KeyError, TypeError):
+        body = refused = None
+    if refused is not None:
+        raise RedraftError(refused)
+    if not isinstance(body, dict):
+        raise Unavailable(f"what answers at {url} (status {answer.status_code}) is not `redraft serve`")
+    return cast("dict[str, Any]", body)
 
 
 def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True) -> None:

@@ -66,9 +66,9 @@ def doctor(config: Config = None, json: Json = None) -> None:
     ]
     table("redraft doctor", ("what", "here"), rows)
     for problem in found.problems:
-        out.print(f"[yellow]![/] {problem}", highlight=False)
+        out.print(f"! {problem}", style="yellow", highlight=False)
     if not found.problems:
-        out.print("[green]nothing is wrong[/]")
+        out.print("nothing is wrong", style="green")
     write_json(json, asdict(found))
 
 

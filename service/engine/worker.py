@@ -237,7 +237,8 @@ class Worker:
             while not self._stopping:
                 self._turn(self._engine)
         except Exception as error:
-            log.exception("the engine stopped")
+            # What the error says is enough where it is one of ours, such as a model that is not there.
+            log.error("the engine stopped: %s", error, exc_info=not isinstance(error, RedraftError))
             self._dead = f"the engine stopped: {type(error).__name__}: {error}"
             self._fail_everyone(error if isinstance(error, RedraftError) else Unavailable(self._dead))
 

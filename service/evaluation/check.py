@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
+
+from service.learning.forced import response_logits
 
 
 def naive_greedy(target: nn.Module, prompt: Sequence[int], count: int, ends: frozenset[int]) -> list[int]:
@@ -22,15 +25,22 @@ def naive_greedy(target: nn.Module, prompt: Sequence[int], count: int, ends: fro
 
 
 def forced_mismatches(
-    target: nn.Module, prompt: Sequence[int], output: Sequence[int], vocabulary: int, tie: float
-) -> tuple[int, int]:
-    """Of one teacher-forced pass over prompt and output: positions where the target would have said something else, and of
-    these near-ties (`tie`: gap in log-probability below which the pass itself, whose sums are rounded in another order, does
-    not decide)."""
-    tokens = mx.array([[*prompt, *output[:-1]]])
-    logits = target(tokens)[0, len(prompt) - 1 :, :vocabulary].astype(mx.float32)
-    said = mx.array(list(output))
-    gap = logits.max(axis=-1) - mx.take_along_axis(logits, said[:, None], axis=-1)[:, 0]
-    wrong = gap > 0
-    near = wrong & (gap < tie)
-    return cast("int", wrong.sum().item()), cast("int", near.sum().item())
+    target: nn.Module,
+    texts: Sequence[tuple[Sequence[int], Sequence[int]]],
+    vocabulary: int,
+    tie: float,
+    on_step: Callable[[int], None] = lambda done: None,
+) -> list[tuple[int, int]]:
+    """Of each (prompt, output) in teacher-forced passes of the target: positions where it would have said something else, and
+    of these near-ties (`tie`: gap in log-probability below which the pass itself, whose sums are rounded in another order,
+    does not decide). on_step: positions looked at so far."""
+    found, done = [(0, 0)] * len(texts), 0
+    for span in response_logits(target, texts, vocabulary=vocabulary):
+        said = mx.array([texts[text][1][i] for text, i in zip(span.text, span.position, strict=True)])
+        gap = span.logits.max(axis=-1) - mx.take_along_axis(span.logits, said[:, None], axis=-1)[:, 0]
+        wrong, near = gap > 0, (gap > 0) & (gap < tie)
+        for text, missed, close in zip(span.text, np.array(wrong).tolist(), np.array(near).tolist(), strict=True):
+            found[text] = (found[text][0] + missed, found[text][1] + close)
+        done += len(span.text)
+        on_step(done)
+    return found

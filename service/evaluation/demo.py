@@ -47,8 +47,8 @@ class Scale:
     limit_seconds: float
 
 
-FULL = Scale(8, 64, 4_000, 3, 40, 60, 20, 12, 480.0)
-QUICK = Scale(8, 48, 1_300, 3, 12, 30, 20, 4, 240.0)
+FULL = Scale(8, 64, 4_000, 3, 40, 60, 20, 12, 1200.0)
+QUICK = Scale(8, 48, 1_300, 3, 12, 30, 8, 3, 900.0)
 SWAP_MARGIN = 1.0
 """Seconds around a change of the active adapter that count as the swap: loading aside comes before, settling after."""
 
@@ -234,19 +234,25 @@ def _active(folder: Path, pair: Pair) -> Draft:
 def _check(pair: Pair, answers: Sequence[Answer], scale: Scale, on_step: Step) -> tuple[int, int]:
     """Answers that differ from the target alone, and positions too close to call in a pass of another shape.
 
-    Every answer by one teacher-forced pass; `checked` random ones, and every one with a near-tie, token by token.
+    Every answer in teacher-forced passes; `checked` random ones, and every one with a near-tie, token by token.
     """
     encoder = TextEncoder(pair.target.tokenizer)
     good = [answer for answer in answers if answer.error is None and answer.tokens]
     chosen = {id(answer) for answer in random.Random(0).sample(good, min(scale.checked, len(good)))}
-    wrong = ties = 0
-    for done, answer in enumerate(good):
-        on_step("checking answers against the target alone", done, len(good))
-        prompt = encoder.encode_chat([{"role": "user", "content": answer.line.prompt}])
-        missed, near = forced_mismatches(pair.target.model, prompt, answer.tokens, pair.vocabulary, tie=1e-3)
-        ties += near
+    prompts = [encoder.encode_chat([{"role": "user", "content": answer.line.prompt}]) for answer in good]
+    positions = sum(len(answer.tokens) for answer in good)
+    forced = forced_mismatches(
+        pair.target.model,
+        [(prompt, answer.tokens) for prompt, answer in zip(prompts, good, strict=True)],
+        pair.vocabulary,
+        tie=1e-3,
+        on_step=lambda done: on_step("checking answers against the target alone", done, positions),
+    )
+    wrong = 0
+    for done, (answer, prompt, (missed, near)) in enumerate(zip(good, prompts, forced, strict=True)):
+        on_step("decoding some of them with the target alone", done, len(good))
         differs = missed > near
         if not differs and (near or id(answer) in chosen):
             differs = naive_greedy(pair.target.model, prompt, len(answer.tokens), pair.eos) != answer.tokens
         wrong += differs
-    return wrong, ties
+    return wrong, sum(near for _, near in forced)

@@ -16,14 +16,14 @@ from service.models.pair import load_model
 def export_adapter(ref: AdapterRef, folder: Path) -> None:
     """Copy an adapter's folder, which is in mlx-lm's own format already. Raises AdapterRefused when it was altered."""
     _fresh(folder)
-    if not ref.folder.is_dir() or folder_sha256(ref.folder) != ref.sha256:
-        raise AdapterRefused(f"adapter {ref.id}: its files are gone or not the ones that were registered")
+    _unaltered(ref)
     shutil.copytree(ref.folder, folder)
 
 
 def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
     """Write the draft with the adapter folded into its weights, as a standard model folder. A quantised draft keeps its
-    LoRA apart when it serves; here the folded layers are quantised again, which costs a little of what was learnt."""
+    LoRA apart when it serves; here the folded layers are quantised again, which costs a little of what was learnt.
+    Raises AdapterRefused when the adapter was altered or belongs to another draft."""
     from mlx.utils import tree_unflatten
     from mlx_lm.tuner.lora import LoRALinear
     from mlx_lm.tuner.utils import load_adapters
@@ -31,6 +31,7 @@ def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
     from service.engine.draft import read_config, read_header
 
     _fresh(folder)
+    _unaltered(ref)
     loaded = load_model(draft)
     read_config(ref, loaded.fingerprint)
     read_header(ref.folder / "adapters.safetensors")
@@ -39,6 +40,11 @@ def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
     model.update_modules(tree_unflatten(fused))
     folder.mkdir(parents=True)
     save(dict(tree_flatten(model.parameters())), loaded.config, draft, folder)
+
+
+def _unaltered(ref: AdapterRef) -> None:
+    if not ref.folder.is_dir() or folder_sha256(ref.folder) != ref.sha256:
+        raise AdapterRefused(f"adapter {ref.id}: its files are gone or not the ones that were registered")
 
 
 def _fresh(folder: Path) -> None:

@@ -26,7 +26,7 @@ from alembic.script import ScriptDirectory
 from alembic.util.exc import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, text
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import OperationalError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
 from service.core import RedraftError, StoreError
@@ -62,13 +62,14 @@ def head() -> str:
 
 def upgrade(url: str) -> None:
     """Create the database where there is none and bring it to the newest revision. Raises StoreError."""
-    if (path := sqlite_path(url)) is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path = sqlite_path(url)
     try:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
         command.upgrade(_config(url), "head")
     except CommandError as error:
         raise StoreError(f"the database is of another, probably newer version: {_plain(error)}") from error
-    except (SQLAlchemyError, sqlite3.Error, OSError) as error:
+    except (SQLAlchemyError, sqlite3.Error, OSError, ImportError) as error:
         raise StoreError(f"the database cannot be brought up to date: {_plain(error)}") from error
 
 
@@ -76,7 +77,10 @@ def revision(url: str) -> str | None:
     """The database's revision, None where it has none yet."""
     if (path := sqlite_path(url)) is not None and not path.is_file():
         return None
-    engine = create_engine(url)
+    try:
+        engine = create_engine(url)
+    except (SQLAlchemyError, ImportError) as error:
+        raise StoreError(f"the database cannot be opened: {_plain(error)}") from error
     try:
         with engine.connect() as connection:
             return MigrationContext.configure(connection).get_current_revision()
@@ -87,7 +91,10 @@ def revision(url: str) -> str | None:
 
 
 def sqlite_path(url: str) -> Path | None:
-    parsed = make_url(url)
+    try:
+        parsed = make_url(url)
+    except ArgumentError as error:
+        raise StoreError("the database's URL (store.url) is not one, such as sqlite:////folder/redraft.db") from error
     if parsed.get_backend_name() != "sqlite":
         return None
     if not parsed.database or parsed.database == ":memory:":

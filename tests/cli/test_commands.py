@@ -1,0 +1,515 @@
+"""Every command, run for real: what it prints where, and that bad input ends in one sentence and a non-zero status."""
+
+import io
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from importlib.metadata import version
+from pathlib import Path
+
+import click
+import httpx
+import pytest
+import typer
+from oracle import naive
+from tiny_house import prompts, register_adapters, say, tiny_server, write_pair
+from typer.testing import CliRunner
+
+from service.cli import console, main
+from service.cli.root import app
+from service.core import AdapterRef, Sampling
+from service.evaluation.server import LocalServer
+from service.models.catalog import entries
+from service.models.pair import load_model
+from service.models.text import TextEncoder
+from service.store.database import head, revision
+
+TREE = typer.main.get_command(app)
+
+
+def commands(group: click.Command, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], click.Command]]:
+    """Every command and group with its words, the root first."""
+    found = [(path, group)]
+    for name, command in getattr(group, "commands", {}).items():
+        found += commands(command, (*path, name))
+    return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    status: int
+    out: str
+    err: str
+
+
+Redraft = Callable[..., Outcome]
+
+
+@pytest.fixture
+def redraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Redraft:
+    """redraft("cases", "list", …) -> what the entry point does, in this process; nothing of the environment's settings."""
+    for name in [name for name in os.environ if name.startswith("REDRAFT_")]:
+        monkeypatch.delenv(name)
+    for shown in (console.out, console.err):
+        monkeypatch.setattr(shown, "_width", 240)
+
+    def run(*words: object, said: str = "") -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["redraft", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        status = ended.value.code or 0
+        assert isinstance(status, int)
+        return Outcome(status, told.out, told.err)
+
+    return run
+
+
+def child(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The same as a process of its own."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("REDRAFT_")}
+    return subprocess.run(
+        [sys.executable, "-m", "service.cli", *map(str, words)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=inherited | environment,
+    )
+
+
+def cells(text: str) -> list[list[str]]:
+    """The rows of a printed table, without its head."""
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
+
+
+# ------------------------------------------------------------------------------------------------- without a house
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    commands(TREE),
+    ids=lambda value: " ".join(value) or "redraft" if isinstance(value, tuple) else "",
+)
+def test_help_names_every_option_and_says_what_the_command_does(path: tuple[str, ...], command: click.Command) -> None:
+    result = CliRunner().invoke(app, [*path, "--help"])
+    assert result.exit_code == 0
+    text = " ".join(re.sub(r"[^\w\s./-]", " ", result.output).split())
+    assert command.help
+    assert " ".join(re.sub(r"[^\w\s./-]", " ", command.help).split()[:4]) in text
+    for parameter in command.params:
+        assert parameter.opts[0] in text
+    for name in getattr(command, "commands", {}):
+        assert name in text
+
+
+def test_doctor_says_what_this_machine_is(tmp_path: Path, redraft: Redraft) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text(f"home = {json.dumps(str(tmp_path / 'home'))}\n")
+    done = redraft("doctor", "--config", config, "--json", tmp_path / "new" / "doctor.json")
+    assert done.status == 0
+    assert done.err == ""
+    shown = {row[0]: row[1] for row in cells(done.out)}
+    told = json.loads((tmp_path / "new" / "doctor.json").read_text())
+    assert shown["device"] == told["device"]
+    assert shown["device"] in {"cpu", "metal", "cuda"}
+    assert shown["precision"] == told["precision"] == ("float32" if told["device"] == "cpu" else "as stored")
+    for name in ("redraft", "mlx", "mlx-lm"):
+        assert shown[f"version of {name}"] == told["versions"][name] == version(name)
+    assert shown["cores"] == str(os.cpu_count())
+    assert ("nothing is wrong" in done.out) == (told["problems"] == [])
+    assert not (tmp_path / "home").exists(), "looking changes nothing"
+
+
+def test_the_catalogue_is_listed(redraft: Redraft) -> None:
+    done = redraft("models", "list")
+    assert done.status == 0
+    rows = {row[0]: row for row in cells(done.out)}
+    assert rows.keys() == {entry.name for entry in entries()}
+    for entry in entries():
+        assert rows[entry.name][1:4] == ["yes" if entry.installed else "no", entry.source, entry.draft or ""]
+
+
+def test_the_database_is_created_once(tmp_path: Path, redraft: Redraft) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text(f"home = {json.dumps(str(tmp_path / 'a home'))}\n")
+    before = redraft("cases", "stats", "--config", config)
+    assert (before.status, before.err) == (1, "redraft: the database has not been set up: run `redraft db upgrade`\n")
+    assert not (tmp_path / "a home").exists()
+    for _ in range(2):
+        done = redraft("db", "upgrade", "--config", config)
+        assert (done.status, done.out) == (0, f"the database is at revision {head()}\n")
+        assert revision(f"sqlite:///{tmp_path / 'a home' / 'redraft.db'}") == head()
+    stats = redraft("cases", "stats", "--config", config)
+    assert stats.status == 0
+    assert {count for _, count in cells(stats.out)} == {"0"}
+
+
+# ---------------------------------------------------------------------------------------------------- in a tiny house
+
+
+@dataclass(frozen=True)
+class House:
+    """A server of a tiny pair that has answered 14 requests and knows two adapters, the second of them active."""
+
+    server: LocalServer
+    pair: tuple[Path, Path]
+    adapters: list[AdapterRef]
+
+    @property
+    def config(self) -> Path:
+        return self.server.config
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> Generator[House]:
+    root = tmp_path_factory.mktemp("house")
+    pair = write_pair(root)
+    server = tiny_server(root, pair)
+    server.start()
+    for i, line in enumerate(prompts(14, seed=3)):
+        say(server, line.prompt, domain="odd" if i % 2 else "even", client="someone" if i < 4 else "other")
+    assert server.stop() == 0
+    made = register_adapters(server, pair, 2)
+    server.start()
+    yield House(server, pair, made)
+    assert server.stop() == 0
+
+
+def until(reached: Callable[[], bool]) -> None:
+    """Answers come before they are recorded, and runs end when they end."""
+    end = time.monotonic() + 60
+    while not reached():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def recorded(redraft: Redraft, house: House) -> dict[str, int]:
+    done = redraft("cases", "stats", "--config", house.config)
+    assert (done.status, done.err) == (0, "")
+    return {name: int(count) for name, count in cells(done.out)}
+
+
+def test_adapters_are_listed_switched_and_taken_back(house: House, redraft: Redraft) -> None:
+    first, second = house.adapters
+    url = ("--url", house.server.url)
+
+    def states() -> dict[str, str]:
+        done = redraft("adapters", "list", "--config", house.config)
+        assert (done.status, done.err) == (0, "")
+        return {row[0]: row[1] for row in cells(done.out)}
+
+    assert states() == {str(second.id): "active", str(first.id): "retired"}
+    done = redraft("adapters", "activate", first.id, *url)
+    assert (done.status, done.out) == (0, f"adapter {first.id} serves now\n")
+    assert house.server.get("/adapters")["active"] == first.id
+    assert states() == {str(second.id): "retired", str(first.id): "active"}
+    done = redraft("adapters", "rollback", *url)
+    assert (done.status, done.out) == (0, "adapter 0 serves now\n")
+    assert house.server.get("/adapters")["active"] == 0
+    assert states() == {str(second.id): "retired", str(first.id): "rolled_back"}
+    for words, said in (
+        (("activate", 99), "no adapter 99"),
+        (("rollback",), ""),
+    ):
+        done = redraft("adapters", *words, *url)
+        assert done.status == 1
+        assert said in done.err
+        one_sentence(done)
+    assert redraft("adapters", "activate", second.id, *url).out == f"adapter {second.id} serves now\n"
+
+
+def test_training_is_followed_to_its_end(house: House, redraft: Redraft) -> None:
+    url = ("--url", house.server.url)
+    begun = redraft("train", "--no-wait", *url)
+    assert begun.status == 0, begun.err
+    number = re.fullmatch(r"run (\d+): (claimed|training) \n", begun.out)
+    assert number is not None
+    again = redraft("train", *url)
+    assert again.status == 1, "one run at a time"
+    one_sentence(again)
+    until(lambda: house.server.get(f"/train/{number[1]}")["finished_at"] is not None)
+    known = recorded(redraft, house)["generations"]
+    for i, line in enumerate(prompts(8, seed=30 + int(number[1]))):
+        say(house.server, line.prompt, domain="odd" if i % 2 else "even", client="other")
+    until(lambda: recorded(redraft, house)["generations"] == known + 8)
+    done = redraft("train", *url)
+    assert done.status == 0, done.err
+    told = re.fullmatch(r"run (\d+): (promoted|rejected) (.+)\n", done.out)
+    assert told is not None, done.out
+    run = house.server.get(f"/train/{told[1]}")
+    assert (run["state"], run["verdict"]["reason"]) == (told[2], told[3])
+    assert int(told[1]) == int(number[1]) + 1
+
+
+def test_an_adapter_is_exported_by_a_process_of_its_own(house: House, tmp_path: Path) -> None:
+    ref = house.adapters[0]
+    done = child("adapters", "export", ref.id, tmp_path / "out", "--config", house.config)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"adapter {ref.id} written to {tmp_path / 'out'}\n", "")
+    for name in ("adapter_config.json", "adapters.safetensors"):
+        assert (tmp_path / "out" / name).read_bytes() == (ref.folder / name).read_bytes()
+
+
+def test_an_answer_goes_to_stdout_and_its_figures_to_stderr(house: House, redraft: Redraft) -> None:
+    target = load_model(house.pair[0])
+    asked = TextEncoder(target.tokenizer).encode_chat([{"role": "user", "content": "abc"}])
+    ends = frozenset(target.tokenizer.eos_token_ids)
+    for flags, sampling in (
+        ((), Sampling(max_tokens=12)),
+        (("--temperature", "0.8", "--seed", "4"), Sampling(temperature=0.8, seed=4, max_tokens=12)),
+    ):
+        tokens = naive(target.model, asked, sampling, ends)
+        detokenizer = target.tokenizer.detokenizer
+        for token in tokens:
+            if token not in ends:
+                detokenizer.add_token(token)
+        detokenizer.finalize()
+        done = redraft("generate", "abc", "--max-tokens", 12, "--config", house.config, *flags)
+        assert done.status == 0
+        assert done.out == f"{detokenizer.text}\n"
+        assert f"{len(tokens)} tokens, " in done.err
+        assert "tokens per target call" in done.err
+
+
+def test_a_chat_goes_on_until_an_empty_line(house: House) -> None:
+    words = ["chat", "--max-tokens", "6", "--config", str(house.config)]
+    done = CliRunner().invoke(app, words, input="abc\nx\n\n")
+    assert done.exit_code == 0
+    assert done.output.count("you") >= 3
+    assert done.output.count("acceptance so far") == 2
+
+
+def test_cases_are_listed_and_purged(house: House, redraft: Redraft) -> None:
+    config = ("--config", house.config)
+    before = recorded(redraft, house)
+    assert before["generations"] >= 14
+    assert before["generations of even"] + before["generations of odd"] == before["generations"]
+    listed = cells(redraft("cases", "list", "--limit", 5, *config).out)
+    assert len(listed) == 5
+    assert {row[1] for row in listed} <= {"even", "odd"}
+    assert all(0 <= float(row[5]) <= 1 and 0 <= float(row[6]) <= 1 for row in listed)
+    rest = cells(redraft("cases", "list", "--limit", 10_000, "--offset", 5, *config).out)
+    assert len(rest) == before["failure cases"] - 5
+
+    done = redraft("cases", "purge", "--client", "someone", *config)
+    assert (done.status, done.out) == (0, "4 generations deleted\n")
+    odd = recorded(redraft, house)["generations of odd"]
+    done = redraft("cases", "purge", "--domain", "odd", *config)
+    assert (done.status, done.out) == (0, f"{odd} generations deleted\n")
+    left = recorded(redraft, house)
+    assert left["generations"] == left["generations of even"] == before["generations"] - 4 - odd
+    done = redraft("cases", "purge", "--keep", 1, *config)
+    assert (done.status, done.out) == (0, f"{left['generations'] - 1} generations deleted\n")
+    done = redraft("cases", "purge", "--everything", *config)
+    assert (done.status, done.out) == (0, "1 generations deleted\n")
+    assert set(recorded(redraft, house).values()) == {0}
+
+
+def test_agreement_is_measured_and_written_as_json(house: House, redraft: Redraft, tmp_path: Path) -> None:
+    lines = [{"id": line.id, "domain": line.domain, "prompt": line.prompt} for line in prompts(3, seed=1)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = ("eval", "agreement", "--prompts", tmp_path / "prompts.jsonl", "--config", house.config)
+    done = redraft(*asked, "--limit", 2, "--json", tmp_path / "found.json")
+    assert done.status == 0
+    shown = {row[0]: row[1] for row in cells(done.out)}
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert shown["prompts"] == "2"
+    assert shown["agreement with the target's greedy text"] == f"{found['agreement']:.4f}"
+    assert 0 < found["agreement"] < 1
+    assert redraft(*asked, "--adapter", house.adapters[0].id, "--json", tmp_path / "other.json").status == 0
+    assert json.loads((tmp_path / "other.json").read_text())["agreement"] != found["agreement"]
+
+
+def test_what_a_client_calls_its_domain_does_not_disturb_the_lists(house: House, redraft: Redraft) -> None:
+    """Square brackets are markup to the library that prints the tables."""
+    for name in ("[/b]", "[red]"):
+        say(house.server, "abcdefgh", domain=name, client="brackets")
+        try:
+            until(lambda name=name: f"generations of {name}" in recorded(redraft, house))
+            listed = redraft("cases", "list", "--config", house.config)
+            assert {row[1] for row in cells(listed.out)} >= {name}
+        finally:
+            redraft("cases", "purge", "--client", "brackets", "--config", house.config)
+
+
+# ---------------------------------------------------------------------------------------------------------- bad input
+
+
+def one_sentence(done: Outcome) -> None:
+    """On stderr alone, in one line."""
+    assert done.status != 0
+    assert done.out == ""
+    assert re.fullmatch(r"redraft: \S[^\n]*\n", done.err), done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("models", "get", "nothing-here"), "no model nothing-here"),
+        (("generate", "hi", "--target", "/no/such/folder"), "no model /no/such/folder"),
+        (("generate", "hi", "--target", "{empty}"), "is no model folder"),
+        (("make-draft", "--target", "nothing-here", "--out", "{empty}/draft"), "no model nothing-here"),
+        (("models", "get", "[/x]"), "no model [/x]"),
+        (("models", "get", "[bold]x"), "no model [bold]x"),
+        (("eval", "agreement", "--prompts", "/no/such.jsonl"), "cannot read the prompts in /no/such.jsonl"),
+        (
+            ("eval", "cycle", "--train", "/no/such.jsonl", "--train-limit", "1", "--test", "/no/such.jsonl"),
+            "/no/such.jsonl",
+        ),
+        (("train", "--url", "http://127.0.0.1:1"), "no server answers at http://127.0.0.1:1"),
+        (("adapters", "activate", "1", "--url", "http://127.0.0.1:1"), "no server answers"),
+        (("adapters", "rollback", "--url", "nonsense"), "no server answers at nonsense"),
+        (("adapters", "list"), "run `redraft db upgrade`"),
+        (("adapters", "export", "1", "{empty}/out"), "run `redraft db upgrade`"),
+        (("cases", "purge", "--everything"), "run `redraft db upgrade`"),
+        (("serve", "--host", "0.0.0.0"), "server.allow_remote"),
+        (("serve", "--port", "70000"), "server.port"),
+        (("serve", "--num-draft-tokens", "99"), "engine.num_draft_tokens"),
+        (("doctor", "--json", "{file}/doctor.json"), "/file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_answered_with_one_sentence(
+    words: tuple[str, ...], said: str, tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
+    places = {"empty": tmp_path / "empty", "file": tmp_path / "file"}
+    places["empty"].mkdir()
+    places["file"].write_text("no folder")
+    done = redraft(*(word.format_map(places) for word in words))
+    one_sentence(Outcome(done.status, "", done.err) if words[0] == "doctor" else done)
+    assert said in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nonsense",), "No such command"),
+        (("cases", "purge"), "say one of --keep"),
+        (("cases", "purge", "--keep", "1", "--everything"), "say one of --keep"),
+        (("cases", "list", "--limit", "0"), "--limit"),
+        (("adapters", "activate", "x"), "integer"),
+        (("make-draft", "--target", "a", "--out", "b", "--layers", "a,b"), "separated by commas"),
+        (("make-draft", "--target", "a", "--out", "b", "--dtype", "int8"), "float32 or bfloat16"),
+        (("generate", "hi", "--temperature", "-1"), "--temperature"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_wrong_words_are_a_usage_error(words: tuple[str, ...], said: str, redraft: Redraft) -> None:
+    done = redraft(*words)
+    assert done.status == 2
+    assert done.out == ""
+    assert said in done.err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no such configuration file"),
+        (b"[models\ntarget = 1", "settings.toml"),
+        (b"home = '\xff'", "settings.toml"),
+        (b"[engine]\nmax_rows = 0\n[servers]\nport = 1", "engine.max_rows"),
+        (b"[store]\nurl = 'nonsense'", "database"),
+        (b"[store]\nurl = 'sqlite:///:memory:'", "the database must be a file"),
+        (b"[store]\nrecord = false", "training.enabled needs store.record"),
+    ],
+    ids=["missing", "malformed", "no text", "out of range", "no URL", "in memory", "contradiction"],
+)
+def test_a_bad_configuration_file_is_answered_with_one_sentence(
+    content: bytes | None, said: str, tmp_path: Path, redraft: Redraft
+) -> None:
+    config = tmp_path / "settings.toml"
+    if content is not None:
+        config.write_bytes(content)
+    done = redraft("cases", "stats", "--config", config)
+    one_sentence(done)
+    assert said in done.err
+
+
+def test_every_problem_of_a_configuration_is_named(tmp_path: Path, redraft: Redraft) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text("[engine]\nmax_rows = 0\nspeed = 3\n[gate]\nbootstrap = 'many'\n")
+    done = redraft("cases", "stats", "--config", config)
+    one_sentence(done)
+    for name in ("engine.max_rows", "engine.speed", "gate.bootstrap"):
+        assert name in done.err
+
+
+@contextmanager
+def another_server(status: int, body: bytes) -> Generator[str]:
+    """Something else that listens where the server was expected."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listening.server_port}"
+        finally:
+            listening.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(404, b"<html>not here</html>"), (200, b"<html>hello</html>"), (500, b'{"detail": "broken"}'), (200, b"[]")],
+)
+@pytest.mark.parametrize("words", [("train",), ("adapters", "rollback")], ids=["train", "rollback"])
+def test_something_else_that_answers_is_no_server_of_ours(
+    words: tuple[str, ...], status: int, body: bytes, redraft: Redraft
+) -> None:
+    with another_server(status, body) as url:
+        done = redraft(*words, "--url", url)
+    one_sentence(done)
+    assert url in done.err
+
+
+def test_an_export_that_cannot_be_written_is_answered_with_one_sentence(
+    house: House, tmp_path: Path, redraft: Redraft
+) -> None:
+    (tmp_path / "file").write_text("no folder")
+    done = redraft("adapters", "export", house.adapters[0].id, tmp_path / "file" / "out", "--config", house.config)
+    one_sentence(done)
+
+
+def test_a_port_in_use_ends_the_server(house: House, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = child("serve", "--config", house.config, "--port", port, REDRAFT_STORE__URL=f"sqlite:///{tmp_path}/db")
+    assert done.returncode not in {0, None}
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    last = done.stderr.splitlines()[-1]
+    assert str(port) in last
+    assert "in use" in last
+
+
+def test_a_server_of_an_unknown_model_ends_with_one_sentence(tmp_path: Path) -> None:
+    done = child("serve", "--target", "nothing-here", "--port", "0", REDRAFT_HOME=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("redraft: no model nothing-here")
+
+
+def test_the_server_says_where_it_serves_and_that_it_is_already_there(house: House) -> None:
+    assert f"redraft serves at {house.server.url}" in house.server.log.read_text()
+    assert httpx.get(f"{house.server.url}/health/ready", timeout=10).status_code == 200

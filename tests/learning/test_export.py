@@ -1,0 +1,273 @@
+"""`redraft adapters export`: what it writes is what mlx-lm loads, and computes what this engine serves."""
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from batches import decode
+from folders import save_model
+from logged import VOCABULARY, served
+from mlx.utils import tree_flatten
+from mlx_lm import load as load_with_mlx_lm
+from mlx_lm.generate import speculative_generate_step
+from oracle import naive, tiny_llama
+
+from service.app import open_stores
+from service.cli import main
+from service.core import BARE_DRAFT, AdapterRef, Prompt, Sampling, Trigger
+from service.engine.draft import load
+from service.learning import lora
+from service.models.fingerprint import folder_sha256
+from service.models.pair import load_model, load_pair
+from service.settings import load_settings
+from service.store.files import publish
+
+PROBE = mx.array([[1, 5, 9, 2, 77, 30], [8, 8, 0, 96, 41, 12]])
+PROMPT = [4, 19, 60, 33, 7]
+K = 3
+
+
+@dataclass(frozen=True)
+class House:
+    """A database with one adapter, the draft it belongs to, and the settings that name both."""
+
+    config: Path
+    draft: Path
+    ref: AdapterRef
+
+    def version(self) -> nn.Module:
+        """What the engine would serve."""
+        base = load_model(self.draft)
+        return load(base.model, self.ref, base.fingerprint).model
+
+
+def write_draft(folder: Path, *, seed: int, bits: int | None) -> Path:
+    model = tiny_llama(seed, hidden=64)
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    save_model(model, folder)
+    if bits is not None:
+        config = json.loads((folder / "config.json").read_text())
+        quantised = {"quantization": {"group_size": 32, "bits": bits}}
+        (folder / "config.json").write_text(json.dumps(config | quantised))
+    return folder
+
+
+def build(root: Path, bits: int | None) -> House:
+    target, draft = save_model(tiny_llama(1, hidden=64), root / "target"), write_draft(root / "d", seed=2, bits=bits)
+    config = root / "settings.toml"
+    lines = [f"home = {json.dumps(str(root / 'home'))}", "[models]"]
+    lines += [f"target = {json.dumps(str(target))}", f"draft = {json.dumps(str(draft))}"]
+    config.write_text("\n".join(lines) + "\n")
+    pair = load_pair(target, draft)
+    assert pair.draft is not None
+    who, model = pair.provenance, pair.draft.model
+    logged = served(pair.target.model, model, [Sampling(max_tokens=8)] * 12, k=2)
+
+    shape = lora.wrap(model, rank=4, scale=2.0, seed=0)
+    noise = [
+        (name, 0.1 * mx.random.normal(array.shape, key=mx.random.key(i)))
+        for i, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))
+    ]
+    model.load_weights(noise, strict=False)
+    lora.save(model, shape, root / "made.part", draft=who.draft, target=who.target)
+    digest = publish(root / "made.part", root / "home" / "adapters" / "made")
+
+    stores = open_stores(load_settings(config), create=True)
+    texts = [
+        replace(g, id=f"g{i}", provenance=who, prompt=replace(g.prompt, first_user=f"question {i}"))
+        for i, g in enumerate(logged)
+    ]
+    stores.generations.add(texts).result()
+    run = stores.runs.claim(trigger=Trigger.MANUAL, who=who, parent=BARE_DRAFT, limit=100)
+    assert run is not None
+    ref = stores.adapters.add(
+        run_id=run.id,
+        fencing=run.fencing,
+        folder=root / "home" / "adapters" / "made",
+        sha256=digest,
+        rank=shape.rank,
+        scale=shape.scale,
+        keys=shape.keys,
+        draft=who.draft,
+        parent=BARE_DRAFT,
+    )
+    stores.close()
+    return House(config, draft, ref)
+
+
+@pytest.fixture(params=[None, 4], ids=["float", "four bits"])
+def bits(request: pytest.FixtureRequest) -> int | None:
+    return request.param
+
+
+@pytest.fixture
+def house(tmp_path: Path, bits: int | None) -> House:
+    return build(tmp_path, bits)
+
+
+@pytest.fixture
+def plain_house(tmp_path: Path) -> House:
+    return build(tmp_path, None)
+
+
+Export = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Export:
+    """export(house, folder, *flags, version=…) -> exit status and what stderr says."""
+
+    def run(house: House, folder: Path, *flags: str, version: int | None = None) -> tuple[int, str]:
+        chosen = str(house.ref.id if version is None else version)
+        words = ["redraft", "adapters", "export", chosen, str(folder), "--config", str(house.config), *flags]
+        monkeypatch.setattr(sys, "argv", words)
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        if not ended.value.code:
+            assert told.out == f"adapter {chosen} written to {folder}\n"
+        return int(ended.value.code or 0), told.err
+
+    return run
+
+
+def loaded(folder: Path, **options: str) -> nn.Module:
+    return load_with_mlx_lm(str(folder), **options)[0]
+
+
+def distance(one: nn.Module, other: nn.Module) -> float:
+    return float(np.abs(np.array(one(PROBE)) - np.array(other(PROBE))).mean())
+
+
+def guessed(target: nn.Module, draft: nn.Module, tokens: int) -> tuple[list[int], list[bool]]:
+    """mlx-lm's own speculative decoding: what came out, and which of it the draft had proposed."""
+    steps = speculative_generate_step(mx.array(PROMPT), target, draft, num_draft_tokens=K, max_tokens=tokens)
+    out = [(int(token), bool(from_draft)) for token, _, from_draft in steps]
+    return [token for token, _ in out], [from_draft for _, from_draft in out]
+
+
+def ours(target: nn.Module, draft: nn.Module, tokens: int) -> list[bool]:
+    sampling = Sampling(max_tokens=tokens)
+    (row,) = decode(target, draft, [Prompt(tuple(PROMPT), sampling)], k=K, vocabulary=VOCABULARY)
+    return [i < r.accepted for r in row.rounds for i in range(r.emitted)]
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+def test_mlx_lm_loads_the_adapter_and_computes_what_is_served(tmp_path: Path, house: House, export: Export) -> None:
+    out = tmp_path / "new" / "adapter"
+    assert export(house, out) == (0, "")
+    assert folder_sha256(out) == house.ref.sha256
+    theirs, served_here, bare = loaded(house.draft, adapter_path=str(out)), house.version(), loaded(house.draft)
+    assert np.allclose(np.array(theirs(PROBE)), np.array(served_here(PROBE)), atol=1e-4)
+    assert distance(served_here, bare) > 0.1, "the adapter does something"
+
+
+def test_mlx_lm_drafts_with_the_fused_model(tmp_path: Path, house: House, export: Export, bits: int | None) -> None:
+    out = tmp_path / "new" / "fused"
+    assert export(house, out, "--fuse")[0] == 0
+    fused, served_here, bare = loaded(out), house.version(), loaded(house.draft)
+    names = {name for name, _ in tree_flatten(fused.parameters())}
+    assert names == {name for name, _ in tree_flatten(bare.parameters())}, "a plain model, no LoRA layers"
+    if bits is None:
+        assert np.allclose(np.array(fused(PROBE)), np.array(served_here(PROBE)), atol=1e-4)
+    else:
+        # Folded layers are quantised again: near what is served, and far nearer than the bare draft is.
+        assert 0 < distance(fused, served_here) < 0.3 * distance(bare, served_here)
+        assert any(isinstance(module, nn.QuantizedLinear) for _, module in fused.named_modules())
+
+    # The target here is what the adapter made of the draft, so the fused model should guess nearly all of its tokens.
+    text, with_adapter = guessed(served_here, fused, 48)
+    assert text == naive(served_here, PROMPT, Sampling(max_tokens=48))
+    assert with_adapter == ours(served_here, fused, 48), "mlx-lm accepts what this engine accepts"
+    text_of_bare, without = guessed(served_here, bare, 48)
+    assert text_of_bare == text
+    assert sum(without) < sum(with_adapter) - 6
+    if bits is None:
+        assert sum(with_adapter) == 48 * K // (K + 1)
+
+
+def test_the_fused_folder_can_be_served_as_a_draft_here(tmp_path: Path, house: House, export: Export) -> None:
+    out = tmp_path / "fused"
+    assert export(house, out, "--fuse")[0] == 0
+    pair = load_pair(tmp_path / "target", out)
+    assert pair.draft is not None
+    assert pair.provenance.draft != house.ref.draft, "another draft: adapters of the bare one do not belong on it"
+
+
+@pytest.mark.parametrize("flags", [(), ("--fuse",)], ids=["adapter", "fused"])
+class TestRefusals:
+    """One sentence, exit status 1, and no folder."""
+
+    @pytest.mark.parametrize("version", [99, BARE_DRAFT])
+    def test_versions_that_do_not_exist(
+        self, tmp_path: Path, plain_house: House, export: Export, flags: tuple[str, ...], version: int
+    ) -> None:
+        assert export(plain_house, tmp_path / "out", *flags, version=version) == (1, f"redraft: no adapter {version}\n")
+        assert not (tmp_path / "out").exists()
+
+    def test_a_folder_that_exists_is_left_alone(
+        self, tmp_path: Path, plain_house: House, export: Export, flags: tuple[str, ...]
+    ) -> None:
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "adapters.safetensors").write_text("mine")
+        status, err = export(plain_house, tmp_path / "out", *flags)
+        assert status == 1
+        assert err == f"redraft: {tmp_path / 'out'} exists already\n"
+        assert files(tmp_path / "out") == {"adapters.safetensors": b"mine"}
+
+    def test_files_that_are_gone(
+        self, tmp_path: Path, plain_house: House, export: Export, flags: tuple[str, ...]
+    ) -> None:
+        for file in plain_house.ref.folder.iterdir():
+            file.unlink()
+        plain_house.ref.folder.rmdir()
+        status, err = export(plain_house, tmp_path / "out", *flags)
+        assert status == 1
+        assert err.startswith("redraft: adapter 1: ")
+        assert err.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+    def test_files_that_were_altered(
+        self, tmp_path: Path, plain_house: House, export: Export, flags: tuple[str, ...]
+    ) -> None:
+        file = plain_house.ref.folder / "adapters.safetensors"
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 0x01  # a value, not the header
+        file.write_bytes(content)
+        status, err = export(plain_house, tmp_path / "out", *flags)
+        assert status == 1
+        assert err.startswith("redraft: adapter 1: its files are ")
+        assert not (tmp_path / "out").exists()
+
+    def test_a_house_without_a_database(
+        self, tmp_path: Path, plain_house: House, export: Export, flags: tuple[str, ...]
+    ) -> None:
+        for file in (tmp_path / "home").glob("redraft.db*"):
+            file.unlink()
+        status, err = export(plain_house, tmp_path / "out", *flags)
+        assert status == 1
+        assert err.startswith("redraft: ")
+        assert err.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+
+
+def test_fusing_needs_the_draft_that_was_trained(tmp_path: Path, plain_house: House, export: Export) -> None:
+    other = write_draft(tmp_path / "other", seed=5, bits=None)
+    text = plain_house.config.read_text()
+    for draft, said in ((str(other), "adapter 1: it was trained on another draft model"), ("none", "name no draft")):
+        plain_house.config.write_text(text.replace(json.dumps(str(plain_house.draft)), json.dumps(draft)))
+        status, err = export(plain_house, tmp_path / "out", "--fuse")
+        assert status == 1
+        assert said in err
+        assert not (tmp_path / "out").exists()

@@ -1,0 +1,275 @@
+"""What the log predicts for another draft, adapter or draft length is what decoding with it really does."""
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from batches import decode
+from logged import VOCABULARY, WHO
+from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model
+from oracle import relative, tempered, tiny_llama
+
+from service.core import AdapterRef, AdapterState, Generation, Prompt, Sampling
+from service.engine.decoder import Decoder
+from service.engine.draft import Draft, bare, load
+from service.engine.sampling import gumbel, noise_key
+from service.learning import lora
+from service.learning.offpolicy import acceptance, overlap
+from service.learning.scoring import score
+from service.models.fingerprint import folder_sha256
+
+FILTERS = [
+    {"temperature": 0.7},
+    {"temperature": 1.0, "top_p": 0.8},
+    {"temperature": 1.2, "top_k": 12},
+    {"temperature": 0.9, "min_p": 0.05, "top_p": 0.95},
+]
+EOS = frozenset({3, 50})
+LOGGED_K = 3
+
+
+@dataclass(frozen=True)
+class Version:
+    """One draft version twice: as the engine serves it (adapter folded in) and as a training job scores it (kept apart)."""
+
+    served: Draft
+    scored: nn.Module
+
+
+@dataclass(frozen=True)
+class World:
+    target: Model
+    logger: Model
+    versions: dict[str, Version]
+
+
+def adapter(base: Model, noise: float, folder: Path) -> AdapterRef:
+    """An adapter of random weights for `base`, in a folder."""
+    shape = lora.wrap(base, rank=4, scale=2.0, seed=0)
+    weights = [
+        (name, noise * mx.random.normal(array.shape, key=mx.random.key(i)))
+        for i, (name, array) in enumerate(tree_flatten(base.trainable_parameters()))
+    ]
+    base.load_weights(weights, strict=False)
+    lora.save(base, shape, folder, draft=WHO.draft, target=WHO.target)
+    return AdapterRef(
+        id=1,
+        folder=folder,
+        sha256=folder_sha256(folder),
+        rank=shape.rank,
+        scale=shape.scale,
+        keys=shape.keys,
+        draft=WHO.draft,
+        parent=0,
+        run=None,
+        state=AdapterState.CANDIDATE,
+        created_at=datetime.now(UTC),
+    )
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+    target = tiny_llama(1)
+
+    def logger() -> Model:
+        return relative(target, 2, 0.35)
+
+    ref = adapter(logger(), 0.1, tmp_path_factory.mktemp("made") / "adapter")
+    apart, other = logger(), relative(target, 9, 0.2)
+    lora.attach(apart, ref.folder, WHO.draft)
+    versions = {
+        "adapter": Version(load(logger(), ref, WHO.draft), apart),
+        "another draft": Version(bare(other), other),
+    }
+    return World(target, logger(), versions)
+
+
+def asked(samplings: Sequence[Sampling], seed: int) -> list[Prompt]:
+    rng = random.Random(seed)
+    return [Prompt(tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(2, 20))), s) for s in samplings]
+
+
+def keyed(seed: int) -> Callable[[Decoder], None]:
+    """What is drawn without a seed, made repeatable: the decoder's own key, set before its first round."""
+    first = iter([mx.random.key(seed)])
+
+    def between(decoder: Decoder) -> None:
+        decoder.key = next(first, decoder.key)
+
+    return between
+
+
+def generations(
+    target: nn.Module,
+    draft: Draft | nn.Module,
+    prompts: Sequence[Prompt],
+    *,
+    k: int,
+    seed: int = 0,
+    eos: frozenset[int] = frozenset(),
+    vocabulary: int = VOCABULARY,
+    max_rows: int = 64,
+) -> list[Generation]:
+    rows = decode(
+        target,
+        draft,
+        prompts,
+        k=k,
+        vocabulary=vocabulary,
+        collect=True,
+        eos=eos,
+        max_rows=max_rows,
+        seed=seed,
+        between=keyed(seed),
+    )
+    made = [row.generation(WHO) for row in rows]
+    return [g for g in made if g is not None]
+
+
+def rounds_of(rates: Sequence[float], k: int) -> list[tuple[int, int, int]]:
+    """start, accepted and emitted of every round when each token is known to be kept (1) or not (0)."""
+    rounds, start = [], 0
+    while start < len(rates):
+        kept = 0
+        while kept < k and start + kept < len(rates) and rates[start + kept] == 1.0:
+            kept += 1
+        emitted = min(kept + 1, len(rates) - start)
+        rounds.append((start, kept, emitted))
+        start += emitted
+    return rounds
+
+
+def clear(model: nn.Module, g: Generation) -> bool:
+    """Whether the model's choice is no near-tie at any position: there, and only there, rounding may decide."""
+    sampling = g.prompt.sampling
+    logits = model(mx.array([[*g.prompt.tokens, *g.output[:-1]]]))[0, len(g.prompt.tokens) - 1 :].astype(mx.float32)
+    if sampling.seed is not None:
+        keys = [noise_key(sampling.seed, i) for i in range(len(g.output))]
+        logits = tempered(logits, sampling) + gumbel(keys, logits.shape[-1])
+    best = mx.sort(logits, axis=-1)[:, -2:]
+    return float((best[:, 1] - best[:, 0]).min().item()) > 1e-4
+
+
+GREEDY = [Sampling(max_tokens=n) for n in (1, 2, 5, 12, 24, 40)] * 5
+SEEDED = [Sampling(**f, seed=7 * i, max_tokens=24) for i in range(9) for f in FILTERS]  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("k", [1, 2, 6])
+@pytest.mark.parametrize("version", ["adapter", "another draft"])
+@pytest.mark.parametrize("samplings", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+def test_rounds_of_another_draft_are_known_exactly(
+    world: World, samplings: list[Sampling], version: str, k: int
+) -> None:
+    chosen, prompts = world.versions[version], asked(samplings, seed=k)
+    logged = generations(world.target, world.logger, prompts, k=LOGGED_K, eos=EOS)
+    # Other company, other order of joining: neither may matter.
+    real = generations(world.target, chosen.served, prompts, k=k, seed=1, eos=EOS)
+    found = acceptance(chosen.scored, logged, vocabulary=VOCABULARY)
+    scores = score(chosen.scored, logged, k=k, vocabulary=VOCABULARY)
+    compared = 0
+    for g, then, rates, predicted in zip(logged, real, found, scores, strict=True):
+        if not (clear(world.target, g) and clear(chosen.scored, g)):
+            continue
+        compared += 1
+        assert then.output == g.output, "decoding is lossless"
+        assert predicted.calls == len(then.rounds)
+        assert predicted.tokens == len(then.output)
+        assert rounds_of(rates.rates.tolist(), k) == [(r.start, r.accepted, r.emitted) for r in then.rounds]
+    assert compared >= 0.9 * len(prompts)
+    assert {g.finish for g in logged} == {"stop", "length"}, "both kinds of end are among them"
+    # The question is not an easy one: this draft does other rounds than the one that was logged, at the same length too.
+    mean = np.concatenate([f.rates for f in found]).mean()
+    assert 0.1 < mean < 0.95
+    ours = score(world.logger, logged, k=k, vocabulary=VOCABULARY)
+    assert [s.calls for s in scores] != [s.calls for s in ours]
+
+
+def test_a_log_written_without_any_draft_predicts_one(world: World) -> None:
+    prompts = asked([*GREEDY, *SEEDED], seed=5)
+    logged = generations(world.target, world.logger, prompts, k=0, eos=EOS)
+    assert all(r.drafted == 0 for g in logged for r in g.rounds)
+    chosen = world.versions["adapter"]
+    real = generations(world.target, chosen.served, prompts, k=4, eos=EOS)
+    scores = score(chosen.scored, logged, k=4, vocabulary=VOCABULARY)
+    told = [
+        (s.calls, len(then.rounds))
+        for g, then, s in zip(logged, real, scores, strict=True)
+        if clear(world.target, g) and clear(chosen.scored, g)
+    ]
+    assert len(told) >= 0.9 * len(prompts)
+    assert all(predicted == done for predicted, done in told)
+
+
+def test_a_prompt_of_one_token_has_its_first_round_undrafted(world: World) -> None:
+    prompts = [Prompt((token,), Sampling(max_tokens=16)) for token in range(4, 24)]
+    logged = generations(world.target, world.logger, prompts, k=LOGGED_K, max_rows=1)
+    chosen = world.versions["adapter"]
+    real = generations(world.target, chosen.served, prompts, k=2, max_rows=1)
+    assert all(g.rounds[0].drafted == 0 and g.rounds[1].drafted == 2 for g in real)
+    scores = score(chosen.scored, logged, k=2, vocabulary=VOCABULARY)
+    told = [
+        (s.calls, len(then.rounds))
+        for g, then, s in zip(logged, real, scores, strict=True)
+        if clear(world.target, g) and clear(chosen.scored, g)
+    ]
+    assert len(told) >= 0.9 * len(prompts)
+    assert all(predicted == done for predicted, done in told)
+
+
+@pytest.mark.parametrize(("version", "k"), [("adapter", 5), ("another draft", 2)])
+def test_tokens_per_call_of_unseeded_traffic_are_predicted_on_average(world: World, version: str, k: int) -> None:
+    """Both runs draw their own texts, so only means can agree: within 2 standard errors, at a fixed key."""
+    samplings = [Sampling(**FILTERS[i % 4], max_tokens=24) for i in range(240)]  # pyright: ignore[reportArgumentType]
+    chosen, prompts = world.versions[version], asked(samplings, seed=3)
+    logged = generations(world.target, world.logger, prompts, k=LOGGED_K, seed=11)
+    real = generations(world.target, chosen.served, prompts, k=k, seed=12)
+    assert sum(a.output == b.output for a, b in zip(logged, real, strict=True)) < 10, "the texts are others"
+    # Every text has 24 tokens, so tokens per call agree exactly when calls do.
+    actual = np.array([len(g.rounds) for g in real])
+
+    def calls(model: nn.Module) -> np.ndarray:
+        return np.array([s.calls for s in score(model, logged, k=k, vocabulary=VOCABULARY)])
+
+    expected = calls(chosen.scored)
+    difference = expected - actual
+    error = difference.std() / math.sqrt(len(difference))
+    predicted, measured = 24 / expected.mean(), 24 / actual.mean()
+    assert abs(difference.mean()) < 2 * error, f"predicted {predicted:.3f}, measured {measured:.3f} tokens per call"
+    assert error < 0.02 * actual.mean(), "the bar is a narrow one"
+    # A score that saw the logger in its place would be found out.
+    assert abs((calls(world.logger) - actual).mean()) > 5 * error
+
+
+@pytest.mark.parametrize("vocabulary", [30, VOCABULARY])
+def test_overlap_is_how_often_a_draft_token_is_really_kept(vocabulary: int) -> None:
+    """Of unfiltered sampling at T = 1. Up to 32 tokens the stored targets say all; beyond, the rest's mass bounds it."""
+    target = tiny_llama(1, vocabulary=vocabulary, sharpness=1.5)
+    draft = relative(target, 2, 0.8)
+    rng = random.Random(0)
+    prompts = [
+        Prompt(tuple(rng.randrange(vocabulary) for _ in range(9)), Sampling(temperature=1.0, max_tokens=24))
+        for _ in range(300)
+    ]
+    real = generations(target, draft, prompts, k=1, seed=4, vocabulary=vocabulary)
+    expected = overlap(draft, real, vocabulary=vocabulary)
+    kept = np.array([r.accepted for g in real for r in g.rounds])
+    shared = np.array([o[r.start] for g, o in zip(real, expected, strict=True) for r in g.rounds])
+    error = math.sqrt((shared * (1 - shared)).sum()) / len(shared)
+    assert error < 0.01
+    assert 0.1 < kept.mean() < 0.9
+    assert kept.mean() < shared.mean() + 2 * error
+    if vocabulary <= 32:
+        assert kept.mean() > shared.mean() - 2 * error
+    else:
+        tails = [np.frombuffer(g.targets.tail, "<f2").astype(float) for g in real if g.targets is not None]
+        rest = np.array([np.exp(t[r.start]) for g, t in zip(real, tails, strict=True) for r in g.rounds])
+        assert rest.mean() > 3 * error, "the tail is large enough to matter"
+        assert kept.mean() > shared.mean() - rest.mean() - 2 * error

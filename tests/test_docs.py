@@ -1,0 +1,126 @@
+"""The documents are true: every setting, metric, route and command is named in them, and their links lead somewhere."""
+
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import typer
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+from pydantic_settings import BaseSettings
+
+from service.api import Limits, build_api
+from service.cli.root import app
+from service.metrics import METRICS, Metrics
+from service.settings import Settings, load_settings
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCS}
+DEFAULTS = (ROOT / "configs" / "default.toml").read_text(encoding="utf-8")
+
+PLACES = {"models.draft", "models.revision", "store.url", "store.adapters"}
+"""Settings without a value by default, which TOML cannot write; the file names them in comments."""
+
+
+def leaves(settings: BaseSettings | BaseModel, path: str = "") -> dict[str, object]:
+    """Every setting by its dotted name, but the home folder, which the environment decides."""
+    found: dict[str, object] = {}
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, BaseModel):
+            found |= leaves(value, f"{path}{name}.")
+        elif f"{path}{name}" != "home":
+            found[f"{path}{name}"] = value
+    return found
+
+
+def written() -> dict[str, object]:
+    return {
+        f"{section}.{name}": value for section, tree in tomllib.loads(DEFAULTS).items() for name, value in tree.items()
+    }
+
+
+def test_the_default_file_holds_every_setting_with_its_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("REDRAFT_")]:
+        monkeypatch.delenv(name)
+    settings = leaves(Settings())
+    assert {name for name, value in settings.items() if value is None} == PLACES
+    assert written() == {name: value for name, value in settings.items() if name not in PLACES}
+    section = ""
+    commented: set[str] = set()
+    for line in DEFAULTS.splitlines():
+        if found := re.match(r"\[(\w+)\]", line):
+            section = found[1]
+        elif found := re.match(r"# (\w+) = ", line):
+            commented.add(f"{section}.{found[1]}")
+    assert commented == PLACES
+    assert leaves(load_settings(ROOT / "configs" / "default.toml")) == settings
+
+
+def test_every_metric_is_in_the_table_with_its_kind() -> None:
+    rows = re.findall(r"^\| `redraft:(\w+)` \| (\w+) \|", TEXT["docs/metrics.md"], re.MULTILINE)
+    assert sorted(rows) == sorted((item.name, item.kind) for item in METRICS)
+
+
+def test_every_metric_s_labels_are_in_the_table() -> None:
+    for item in METRICS:
+        (row,) = [line for line in TEXT["docs/metrics.md"].splitlines() if f"`redraft:{item.name}`" in line]
+        assert tuple(re.findall(r"`(\w+)`", row.split("|")[3])) == item.labels, row
+
+
+def routes() -> set[tuple[str, str]]:
+    nothing: Any = None
+    limits = Limits(max_body_bytes=1024, request_timeout=1.0, keepalive_seconds=1.0, max_tokens=1, max_context=1)
+    api = build_api(service=nothing, encoder=nothing, operator=nothing, metrics=Metrics(3), limits=limits, model="m")
+    found = {(method, route.path) for route in api.routes if isinstance(route, APIRoute) for method in route.methods}
+    schema = {(method.upper(), path) for path, item in api.openapi()["paths"].items() for method in item}
+    return found | schema
+
+
+def test_every_route_is_in_the_readme_and_no_other() -> None:
+    named = set(re.findall(r"\b(GET|POST|PUT|DELETE|PATCH) (/[\w/{}]*)", TEXT["README.md"]))
+    assert len(routes()) >= 8
+    assert named == routes()
+
+
+def commands(group: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    children: dict[str, click.Command] = getattr(group, "commands", {})
+    if not children:
+        return [path]
+    return [leaf for name, child in children.items() for leaf in commands(child, (*path, name))]
+
+
+def test_every_command_is_in_the_readme_and_no_other() -> None:
+    named: set[tuple[str, ...]] = set()
+    tops = {path[0] for path in commands(typer.main.get_command(app))}
+    flat = " ".join(TEXT["README.md"].split())
+    for top, rest in re.findall(r"redraft ([a-z][\w-]*)(?: ([a-z][\w|-]*))?", flat):
+        if top in tops:
+            groups = {path[0] for path in commands(typer.main.get_command(app)) if len(path) > 1}
+            named |= {(top, name) for name in rest.split("|")} if top in groups else {(top,)}
+    assert named == set(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_links_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", TEXT[name])
+    for link in links:
+        if not link.startswith(("https://", "http://", "#")):
+            assert ((ROOT / name).parent / link.partition("#")[0]).exists(), link
+
+
+@pytest.mark.parametrize("name", TEXT)
+def test_files_that_are_named_exist(name: str) -> None:
+    for path in re.findall(r"\b((?:docs|configs|tests|service|migrations|benchmarks)/[\w./-]+\.\w+)", TEXT[name]):
+        assert (ROOT / path).exists(), path
+
+
+@pytest.mark.parametrize("name", [*TEXT, "configs/default.toml"])
+def test_nothing_speaks_of_one_machine_s_folders(name: str) -> None:
+    text = TEXT.get(name, DEFAULTS)
+    assert not re.findall(r"(?<![\w.])/(?:home|Users|root|work|tmp|mnt|opt|usr|var|private)/[\w.-]+", text)
