@@ -42,6 +42,8 @@ class Prefill:
     row: Row
     target: RowCache
     drafter: RowCache | None
+    failures: int
+    """How often a draft had failed when it began; what it read with a draft that failed since is worth nothing."""
 
 
 class Decoder:
@@ -92,7 +94,8 @@ class Decoder:
     def begin(self, row: Row) -> Prefill:
         """Start reading a row's prompt, all but its last token."""
         drafter = self.drafter
-        return Prefill(row, RowCache(self.target, 1), RowCache(drafter.draft.model, 1) if drafter is not None else None)
+        held = RowCache(drafter.draft.model, 1) if drafter is not None else None
+        return Prefill(row, RowCache(self.target, 1), held, self.draft_failures)
 
     def read(self, prefill: Prefill) -> bool:
         """Read the next chunk; True when the row is ready to join."""
@@ -116,7 +119,8 @@ class Decoder:
         """Take a row whose prompt was read into the batch."""
         self.cache.join(prefill.target)
         if self.drafter is not None and prefill.drafter is not None:
-            self.drafter.cache.join(prefill.drafter)
+            fresh = prefill.failures == self.draft_failures
+            self.drafter.cache.join(prefill.drafter if fresh else RowCache(self.drafter.draft.model, 1))
         prefill.row.joined_at = time.perf_counter()
         self.rows.append(prefill.row)
 
@@ -196,18 +200,19 @@ class Decoder:
     ) -> Proposal | None:
         if self.drafter is None or self.failed or self.k == 0 or any(len(row.tokens) < 2 for row in rows):
             return None
-        held = list(self.drafter.cache.lengths.host)
         try:
             return self.drafter.propose([row.tokens for row in rows], self.k, batch, noise, key)
         except Exception:
-            # Whatever went wrong in the draft costs speed only: the rows go back to where they stood.
-            self.drafter.cache.rewind(held)
+            # Whatever went wrong in the draft costs speed only.
             self._put_draft_aside()
             return None
 
     def _put_draft_aside(self) -> None:
+        """Keys and values may be as broken as the guesses were: the next draft reads the rows anew."""
         self.failed = True
         self.draft_failures += 1
+        if self.drafter is not None:
+            self.drafter.cache = RowCache(self.drafter.draft.model, len(self.rows))
 
     def _accept(
         self,

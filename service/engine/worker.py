@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import uuid
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -31,22 +30,9 @@ from service.core import (
 from service.engine.decoder import Decoder, Prefill
 from service.engine.draft import Draft, bare, load_steps
 from service.engine.row import Detokenizer, Row, TextStream
+from service.engine.ticket import Ticket
 
 log = logging.getLogger(__name__)
-
-
-class Ticket:
-    """core.Ticket: a request and what the thread knows of it."""
-
-    def __init__(self, prompt: Prompt, sink: Sink) -> None:
-        self.id = uuid.uuid4().hex
-        self.prompt = prompt
-        self.sink = sink
-        self.cancelled = threading.Event()
-        self.row: Row | None = None
-
-    def cancel(self) -> None:
-        self.cancelled.set()
 
 
 @dataclass(slots=True)
@@ -215,7 +201,8 @@ class Worker:
             self._stopping = True
             self._gate.notify()
         if self._thread.is_alive():
-            self._thread.join(timeout=self._hang_seconds)
+            # A thread that was given up will not come back.
+            self._thread.join(timeout=self._hang_seconds if self._dead is None else 0.1)
         self._fail_everyone(Unavailable("the server shut down"))
 
     def _command(self, run: Callable[[Engine], None], future: Future[Staged] | Future[None]) -> None:
@@ -234,9 +221,12 @@ class Worker:
     def _run(self) -> None:
         try:
             self._engine = self._build()
-            while not self._stopping:
+            while not self._stopping and self._dead is None:
                 self._turn(self._engine)
         except Exception as error:
+            if self._dead is not None:
+                # The watchdog gave it up, told everyone, and emptied the lists under it.
+                return
             # What the error says is enough where it is one of ours, such as a model that is not there.
             log.error("the engine stopped: %s", error, exc_info=not isinstance(error, RedraftError))
             self._dead = f"the engine stopped: {type(error).__name__}: {error}"
@@ -278,28 +268,29 @@ class Worker:
             unstarted = [ticket for ticket in self._waiting if ticket.cancelled.is_set()]
             for ticket in unstarted:
                 self._waiting.remove(ticket)
+        for ticket in unstarted:
+            ticket.tell(Failed(Unavailable("cancelled before it started")))
         unread = [ticket for ticket, _ in self._reading if ticket.cancelled.is_set()]
-        self._reading = [(ticket, prefill) for ticket, prefill in self._reading if ticket not in unread]
         gone = [ticket for ticket in self._running if ticket.cancelled.is_set()]
         if gone:
             engine.decoder.leave([ticket.row for ticket in gone if ticket.row is not None])
-            self._running = [ticket for ticket in self._running if ticket not in gone]
-        for ticket in unstarted:
-            ticket.sink(Failed(Unavailable("cancelled before it started")))
         for ticket in [*unread, *gone]:
             if ticket.row is not None:
                 ticket.row.finish = FinishReason.CANCELLED
                 self._finish(ticket, ticket.row, engine)
+        self._reading = [(ticket, prefill) for ticket, prefill in self._reading if ticket not in unread]
+        self._running = [ticket for ticket in self._running if ticket not in gone]
 
     def _admit(self, engine: Engine) -> None:
         while self._taken() < self._max_rows:
             with self._gate:
                 if not self._waiting:
                     return
-                ticket = self._waiting.popleft()
+                ticket = self._waiting[0]
                 text = TextStream(engine.detokenizer(), ticket.prompt.sampling.stop)
                 ticket.row = Row(ticket.id, ticket.prompt, engine.eos, text)
                 self._reading.append((ticket, engine.decoder.begin(ticket.row)))
+                self._waiting.popleft()
 
     def _read_chunk(self, engine: Engine) -> None:
         if not self._reading:
@@ -307,8 +298,8 @@ class Worker:
         ticket, prefill = self._reading[0]
         if engine.decoder.read(prefill):
             engine.decoder.join(prefill)
-            self._reading.pop(0)
             self._running.append(ticket)
+            self._reading.pop(0)
 
     def _decode(self, engine: Engine) -> None:
         report = engine.decoder.round()
@@ -319,15 +310,15 @@ class Worker:
         by_row = {id(ticket.row): ticket for ticket in self._running}
         for row, delta in zip(report.rows, report.deltas, strict=True):
             ticket = by_row[id(row)]
-            ticket.sink(delta)
+            ticket.tell(delta)
             if row.finish is not None:
-                self._running.remove(ticket)
                 self._finish(ticket, row, engine)
+                self._running.remove(ticket)
 
     def _finish(self, ticket: Ticket, row: Row, engine: Engine) -> None:
         if row.prompt.store and (generation := row.generation(engine.provenance)) is not None:
             self._recorder.record(generation)
-        ticket.sink(row.finished())
+        ticket.tell(row.finished())
 
     def _fail_everyone(self, error: RedraftError) -> None:
         with self._gate:
@@ -338,7 +329,7 @@ class Worker:
             self._commands.clear()
             self._staging.clear()
         for ticket in tickets:
-            ticket.sink(Failed(error))
+            ticket.tell(Failed(error))
         for item in pending:
             if not item.future.done():
                 item.future.set_exception(error)
