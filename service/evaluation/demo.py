@@ -33,13 +33,14 @@ Step = Callable[[str, int, int], None]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """clients: streams at a time. min_tokens: recorded output tokens that set off a run. epochs: of that run. after:
+    """clients: streams at a time. min_tokens: recorded output tokens that set off a run. epochs, replay: of that run. after:
     answers still served by the new draft. held_out: prompts the gain is measured on. limit_seconds: for a promotion."""
 
     clients: int
     max_tokens: int
     min_tokens: int
     epochs: int
+    replay: float
     after: int
     held_out: int
     checked: int
@@ -47,8 +48,8 @@ class Scale:
     limit_seconds: float
 
 
-FULL = Scale(8, 64, 4_000, 3, 40, 60, 20, 12, 1200.0)
-QUICK = Scale(8, 48, 1_300, 3, 12, 30, 8, 3, 900.0)
+FULL = Scale(8, 64, 3_000, 3, 0.4, 40, 60, 20, 12, 1200.0)
+QUICK = Scale(8, 48, 1_300, 2, 0.2, 8, 30, 8, 3, 900.0)
 SWAP_MARGIN = 1.0
 """Seconds around a change of the active adapter that count as the swap: loading aside comes before, settling after."""
 
@@ -171,10 +172,12 @@ def _serve(settings: Settings, folder: Path, lines: Iterator[PromptLine], scale:
                 "min_cases": 1,
                 "min_tokens": scale.min_tokens,
                 "epochs": scale.epochs,
+                "replay": scale.replay,
                 "tick_seconds": 0.5,
                 "cooldown_seconds": 5.0,
             },
-            "gate": settings.gate.model_dump() | {"watch_generations": 10**6},
+            # So little traffic holds out few prompts; the interval says what they are worth.
+            "gate": settings.gate.model_dump() | {"watch_generations": 10**6, "min_prompts": 10, "min_tokens": 200},
         },
         settings.home,
     )
