@@ -21,7 +21,7 @@ from service.app import Folders, open_stores, resolve_models
 from service.blas import set_blas_threads
 from service.core import Unavailable
 from service.engine.decoder import Decoder
-from service.engine.draft import bare
+from service.engine.draft import served
 from service.engine.probe import check_rows
 from service.engine.worker import Engine, Worker
 from service.lifecycle.clock import Clock
@@ -137,7 +137,7 @@ class Application:
         check_rows(pair.target.model, "target")
         if pair.draft is not None:
             check_rows(pair.draft.model, "draft")
-        base = bare(pair.draft.model) if pair.draft is not None else None
+        base = served(pair.draft) if pair.draft is not None else None
         context = min(settings.engine.max_context, pair.target.context or settings.engine.max_context)
         self._serving = Serving(folders, pair, context)
         return Engine(

@@ -102,7 +102,7 @@ def agreement(
 ) -> None:
     """How well the draft predicts the target's greedy text (128 tokens a prompt, made once and kept)."""
     from service.app import open_stores
-    from service.engine.draft import load
+    from service.engine.draft import load, served
     from service.evaluation.agreement import measure
     from service.evaluation.outputs import greedy_generations
     from service.evaluation.prompts import read_prompts
@@ -112,7 +112,7 @@ def agreement(
     lines = read_prompts(prompts, domain=domain, limit=limit)
     pair = load_pair(*_pair_folders(settings))
     assert pair.draft is not None
-    model = pair.draft.model
+    model = served(pair.draft).model
     if adapter != "none":
         if not adapter.isdigit():
             raise BadRequest(f"--adapter takes a version or none, not {adapter!r}", field="adapter")

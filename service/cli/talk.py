@@ -27,7 +27,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
     from service.app import open_stores, resolve_models
     from service.core import StoreError
     from service.engine.decoder import Decoder
-    from service.engine.draft import bare, load
+    from service.engine.draft import load, served
     from service.engine.row import Row, TextStream
     from service.models.pair import load_pair
     from service.models.text import TextEncoder
@@ -35,7 +35,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
     settings = settings_from(config, models__target=target, models__draft=draft, engine__num_draft_tokens=k)
     folders = resolve_models(settings, lambda step: err.print(step, highlight=False))
     pair = load_pair(folders.target, folders.draft)
-    drafting = bare(pair.draft.model) if pair.draft is not None else None
+    drafting = served(pair.draft) if pair.draft is not None else None
     if drafting is not None:
         try:
             stores = open_stores(settings)

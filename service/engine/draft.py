@@ -6,7 +6,6 @@ cost per step) where the base is not quantised, and kept as LoRA layers where it
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import struct
@@ -21,8 +20,11 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from service.core import BARE_DRAFT, AdapterRef, AdapterRefused
+from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, ModelError
+from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
+from service.models.heads import cut, twin
+from service.models.pair import Loaded
 
 MAX_HEADER = 16 * 2**20
 MAX_RANK = 1024
@@ -39,10 +41,15 @@ def bare(model: nn.Module) -> Draft:
     return Draft(BARE_DRAFT, model)
 
 
-def twin(model: nn.Module) -> nn.Module:
-    """A model of the same structure over the very same arrays."""
-    shared = {id(array): array for _, array in tree_flatten(model.parameters())}
-    return copy.deepcopy(model, memo=dict(shared))
+def served(loaded: Loaded) -> Draft:
+    """The bare draft as it serves: with its head cut to the vocabulary beside its weights, where there is one. Raises
+    ModelError."""
+    kept = vocabulary.read(loaded.folder)
+    if kept is None:
+        return bare(loaded.model)
+    model = twin(loaded.model)
+    cut(model, kept)
+    return bare(model)
 
 
 def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[Draft | None]:
@@ -83,6 +90,12 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
             mx.eval(folded.parameters())
             _replace(model, name, folded)
             yield None
+    try:
+        # Without a list of its own it keeps the base's.
+        if (kept := vocabulary.read(ref.folder)) is not None:
+            cut(model, kept)
+    except ModelError as error:
+        raise AdapterRefused(f"adapter {ref.id}: {error}") from error
     mx.eval(model.parameters())
     model.eval()
     yield Draft(ref.id, model)

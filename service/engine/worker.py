@@ -28,7 +28,7 @@ from service.core import (
     Unavailable,
 )
 from service.engine.decoder import Decoder, Prefill
-from service.engine.draft import Draft, bare, load_steps
+from service.engine.draft import Draft, load_steps
 from service.engine.row import Detokenizer, Row, TextStream
 from service.engine.ticket import Ticket
 
@@ -166,7 +166,7 @@ class Worker:
             if engine.base is None:
                 future.set_exception(Unavailable("this server runs without a draft model"))
             elif ref is None:
-                future.set_result(bare(engine.base.model))
+                future.set_result(engine.base)
             else:
                 steps = load_steps(engine.base.model, ref, engine.provenance.draft)
                 self._staging.append(Staging(steps, future))

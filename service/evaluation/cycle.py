@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from service.core import AdapterRef, RedraftError
-from service.engine.draft import load
+from service.engine.draft import load, served
 from service.evaluation.agreement import Agreement, measure
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.prompts import PromptLine
@@ -51,11 +51,12 @@ def run_cycle(
             name: greedy_generations(pair, lines, settings.home, on_step=lambda d, n, name=name: on_step(name, d, n))
             for name, lines in tests.items()
         }
-        after = load(pair.draft.model, adapter, draft_fingerprint).model
+        static = served(pair.draft).model
+        after = load(static, adapter, draft_fingerprint).model
         found: dict[str, dict[str, dict[str, float | int]]] = {}
         for name, told in generations.items():
             on_step(f"scoring {name}", 0, 1)
-            both: list[Agreement] = [measure(model, told, pair.vocabulary)[0] for model in (pair.draft.model, after)]
+            both: list[Agreement] = [measure(model, told, pair.vocabulary)[0] for model in (static, after)]
             found[name] = {"before": both[0].plain(), "after": both[1].plain()}
     return {
         "tests": found,

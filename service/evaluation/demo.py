@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from service.core import Prompt, RedraftError, Sampling
-from service.engine.draft import Draft, bare, load
+from service.engine.draft import Draft, load, served
 from service.evaluation.agreement import measure, paired_low90
 from service.evaluation.check import forced_mismatches, naive_greedy
 from service.evaluation.outputs import greedy_generations
@@ -114,14 +114,15 @@ def run_demo(
             on_step=lambda done, of: on_step("held-out prompts", done, of),
         )
         on_step("measuring the gain", 0, 1)
-        before, scores_before = measure(pair.draft.model, generations, pair.vocabulary)
+        static = served(pair.draft)
+        before, scores_before = measure(static.model, generations, pair.vocabulary)
         after, scores_after = measure(adapted.model, generations, pair.vocabulary)
         on_step("timing one stream", 0, 1)
         timed = [
             Prompt(generation.prompt.tokens, Sampling(max_tokens=scale.max_tokens))
             for generation in generations[: scale.timed]
         ]
-        contenders = {"plain": None, "before": bare(pair.draft.model), "after": adapted}
+        contenders = {"plain": None, "before": static, "after": adapted}
         speeds, outputs = one_stream(pair, contenders, timed, settings.engine.num_draft_tokens)
         mismatches += sum(outputs[name] != outputs["plain"] for name in ("before", "after"))
     finally:
@@ -231,7 +232,8 @@ def _active(folder: Path, pair: Pair) -> Draft:
         ref = Adapters(database).active(pair.provenance.draft)
     finally:
         database.close()
-    return bare(pair.draft.model) if ref is None else load(pair.draft.model, ref, pair.provenance.draft)
+    static = served(pair.draft)
+    return static if ref is None else load(static.model, ref, pair.provenance.draft)
 
 
 def _check(pair: Pair, answers: Sequence[Answer], scale: Scale, on_step: Step) -> tuple[int, int]:

@@ -31,6 +31,8 @@ from service.learning.rescore import TargetCache, with_targets
 from service.learning.scoring import choose_held_out, score
 from service.learning.spec import ScoreJob, TrainJob, parse
 from service.learning.trainer import Optimiser, TrainReport, number, train, update_count
+from service.models import vocabulary
+from service.models.heads import cut, uncut
 from service.models.pair import Loaded, load_model
 from service.models.weights import bytes_in_memory
 from service.store.database import Database
@@ -71,6 +73,10 @@ class _Training:
         self.channel = channel
         self.database = database
         self.general = GeneralSet.load(job.general) if job.general is not None else None
+        self.outputs: list[Sequence[int]] = []
+        """What is learnt from."""
+        self.kept: list[int] | None = None
+        """What the candidate may propose; None: everything."""
 
     def run(self) -> None:
         job = self.job
@@ -81,6 +87,7 @@ class _Training:
         shape = lora.wrap(draft.model, rank=job.training.rank, scale=job.training.scale, seed=job.run)
         if job.parent is not None:
             lora.warm_start(draft.model, shape, job.parent, job.provenance.draft)
+        self.kept = self._vocabulary(draft)
         report = self._train(draft.model, data.examples)
         folder, sha256 = self._publish(draft.model, shape)
         counts = lora.counts(draft.model)
@@ -124,6 +131,7 @@ class _Training:
             load_target=lambda: _load_target(job),
             between=self.channel.hold,
         )
+        self.outputs = [generation.output for generation in chosen]
         data = build(
             scored,
             max_length=job.training.max_length,
@@ -142,6 +150,11 @@ class _Training:
         rows = min(job.training.batch_size, len(data.examples))
         needed = budget.training_bytes(draft.config, weights=weights, rows=rows, length=length)
         budget.check(needed, least_gb=job.training.memory_gb)
+
+    def _vocabulary(self, draft: Loaded) -> list[int] | None:
+        """The parent's list, with what this run learns from moved to its front."""
+        held = _kept(self.job, self.job.parent)
+        return None if held is None else vocabulary.adapted(held, self.outputs, sorted(draft.tokenizer.eos_token_ids))
 
     def _train(self, model: nn.Module, examples: Sequence[Example]) -> TrainReport:
         settings, seed = self.job.training, self.job.run
@@ -190,6 +203,8 @@ class _Training:
         scratch = job.out / f".{final.name}.part"
         shutil.rmtree(scratch, ignore_errors=True)
         lora.save(model, shape, scratch, draft=job.provenance.draft, target=job.provenance.target)
+        if self.kept is not None:
+            vocabulary.write(self.kept, scratch)
         try:
             self._check_current()
             return final, publish(scratch, final)
@@ -210,10 +225,13 @@ class _Training:
         def scored() -> list[Score]:
             return score(draft.model, held_out.generations, k=job.k, vocabulary=width, between=self.channel.hold)
 
+        # Training sees the whole head; what is compared is what would serve.
+        _keep(draft.model, self.kept)
         scores = {CANDIDATE: scored()}
         lora.detach(draft.model)
         if job.parent is not None:
             lora.attach(draft.model, job.parent, job.provenance.draft)
+        _keep(draft.model, _kept(job, job.parent))
         scores[str(job.parent_id)] = scored()
         self.channel.send("scores", {"scores": _plain(scores), "golden": held_out.golden})
 
@@ -227,9 +245,23 @@ def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
     for name, folder in job.adapters.items():
         if folder is not None:
             lora.attach(draft.model, folder, job.provenance.draft)
+        _keep(draft.model, _kept(job, folder))
         scores[name] = score(draft.model, usable, k=job.k, vocabulary=_shared_width(job), between=channel.hold)
         lora.detach(draft.model)
     channel.send("scores", {"scores": _plain(scores), "golden": False})
+
+
+def _kept(job: TrainJob | ScoreJob, adapter: Path | None) -> list[int] | None:
+    """The vocabulary an adapter (None: the bare draft) serves with: its own, else the draft's."""
+    own = vocabulary.read(adapter) if adapter is not None else None
+    return own if own is not None else vocabulary.read(job.draft)
+
+
+def _keep(model: nn.Module, ids: list[int] | None) -> None:
+    if ids is None:
+        uncut(model)
+    else:
+        cut(model, ids)
 
 
 def _plain(scores: dict[str, list[Score]]) -> dict[str, list[dict[str, object]]]:

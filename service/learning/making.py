@@ -20,6 +20,8 @@ from service.learning.distil import Distillation, batch_count, batches, freeze_s
 from service.learning.prune import prune, pruned_config, save
 from service.learning.trainer import Optimiser, train
 from service.learning.writing import ANSWER, Text, write
+from service.models import vocabulary
+from service.models.heads import cut
 from service.models.pair import Loaded, load_model
 from service.models.shipped import GENERAL, extract
 
@@ -30,7 +32,8 @@ Report = Callable[[str, int, int, str], None]
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """tokens: how many the target writes, in rows of `length`, `rows` at a time. held_out: greedy rows kept for measuring.
-    general: first exchanges of greedy rows kept as the replay set."""
+    general: first exchanges of greedy rows kept as the replay set. vocabulary: tokens the draft may propose, the most
+    frequent ones of the answers (0: all)."""
 
     layers: tuple[int, ...]
     tokens: int
@@ -42,6 +45,7 @@ class Recipe:
     seed: int = 0
     held_out: int = 64
     general: int = 0
+    vocabulary: int = 16384
     dtype: str = "float32"
 
 
@@ -116,6 +120,16 @@ def make_draft(
     depth = target.config["num_hidden_layers"]
     kept = [index + depth if index < 0 else index for index in recipe.layers]
     save(weights, pruned_config(target.config, kept, depth), target.folder, scratch)
+    if recipe.vocabulary:
+        answered = [tokens[role == ANSWER] for tokens, role in zip(text.tokens, text.role, strict=True)]
+        width = max(target.tokenizer.get_vocab().values()) + 1
+        ids = vocabulary.ranked(answered, sorted(target.tokenizer.eos_token_ids), width)
+        try:
+            cut(draft, ids[: recipe.vocabulary])
+        except ModelError as error:
+            report("writing the vocabulary", 0, 1, f"left out: {error}")
+        else:
+            vocabulary.write(ids[: recipe.vocabulary], scratch)
     scratch.rename(out)
     if package is not None:
         package.mkdir(parents=True, exist_ok=True)

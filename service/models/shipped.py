@@ -9,8 +9,10 @@ from pathlib import Path
 from service.core import ModelError
 
 CONFIG, LAYERS, GENERAL = "config.json", "layers.safetensors", "general.npz"
-"""`layers.safetensors` holds every weight but the embeddings; `general.npz` the replay set (not part of the model)."""
+"""`layers.safetensors` holds every weight but the embeddings; `general.npz` the replay set (not part of the model). The
+vocabulary is optional."""
 
+VOCABULARY = "vocabulary.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
 _SHARED = ("model.embed_tokens.", "lm_head.")
 """Names of the weights that come from the target."""
@@ -22,7 +24,8 @@ def present(source: Path) -> bool:
 
 def digest(source: Path) -> str:
     """Hex sha256 of the shipped files that make the model."""
-    hashes = [hashlib.sha256((source / name).read_bytes()).hexdigest() for name in (CONFIG, LAYERS)]
+    files = [source / name for name in (CONFIG, LAYERS, VOCABULARY)]
+    hashes = [hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.is_file()]
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()
 
 
@@ -34,7 +37,9 @@ def extract(folder: Path, package: Path) -> None:
     weights: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # pyright: ignore[reportAssignmentType]
     own = {name: value.astype(mx.bfloat16) for name, value in weights.items() if not name.startswith(_SHARED)}
     mx.save_safetensors(str(package / LAYERS), own, metadata={"format": "mlx"})
-    shutil.copyfile(folder / CONFIG, package / CONFIG)
+    for name in (CONFIG, VOCABULARY):
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, package / name)
 
 
 def assemble(source: Path, target: Path, folder: Path) -> None:
@@ -57,7 +62,9 @@ def assemble(source: Path, target: Path, folder: Path) -> None:
         raise ModelError(f"{source / LAYERS} holds {overlap[0]}, which must come from the target")
     if mx.issubdtype(embedding.dtype, mx.floating):
         layers = {name: value.astype(embedding.dtype, stream=mx.cpu) for name, value in layers.items()}
-    shutil.copyfile(source / CONFIG, folder / CONFIG)
+    for name in (CONFIG, VOCABULARY):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)
     for name in _TOKENIZER_FILES:
         if (target / name).is_file():
             shutil.copyfile(target / name, folder / name)

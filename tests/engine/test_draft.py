@@ -20,7 +20,9 @@ from oracle import tiny_llama
 from service.core import AdapterRef, AdapterRefused, AdapterState
 from service.engine.draft import load
 from service.learning import lora
+from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
+from service.models.heads import cut
 
 DRAFT = "d" * 64
 TOKENS = mx.array([[5, 6, 7, 8]])
@@ -67,6 +69,19 @@ def test_it_computes_what_was_trained_and_leaves_the_base_alone(tmp_path: Path, 
     assert {name: id(array) for name, array in tree_flatten(base.parameters())} == held
     kept = [name for name, _ in draft.model.named_modules() if name.endswith(".linear")]
     assert bool(kept) is quantised, "only a quantised base keeps its LoRA layers apart"
+
+
+@pytest.mark.parametrize("quantised", [False, True], ids=["folded", "quantised"])
+def test_it_proposes_from_its_own_vocabulary_else_from_its_bases(tmp_path: Path, quantised: bool) -> None:
+    base, ref, expected = make(tmp_path / "a", quantised)
+    cut(base, [1, 2, 3])
+    found = load(base, ref, DRAFT).model(TOKENS)
+    assert np.isfinite(np.array(found)).sum() == 3 * TOKENS.size
+    vocabulary.write([96, 4], ref.folder)
+    found = load(base, replace(ref, sha256=folder_sha256(ref.folder)), DRAFT).model(TOKENS)
+    assert mx.allclose(found[..., mx.array([4, 96])], expected[..., mx.array([4, 96])], atol=1e-4)
+    assert np.isfinite(np.array(found)).sum() == 2 * TOKENS.size
+    assert np.isfinite(np.array(base(TOKENS))).sum() == 3 * TOKENS.size
 
 
 def _config(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
@@ -132,6 +147,8 @@ CORRUPTIONS: dict[str, Callable[[Path], object]] = {
     "another base": _config(lambda c: c["redraft"].update(draft="e" * 64)),
     "no config": lambda folder: (folder / "adapter_config.json").unlink(),
     "config that is no JSON": lambda folder: (folder / "adapter_config.json").write_text("{"),
+    "vocabulary of a larger model": lambda folder: vocabulary.write([5, 97], folder),
+    "vocabulary that is no list": lambda folder: (folder / vocabulary.FILE).write_bytes(b"?" * 40),
     "no weights": lambda folder: (folder / "adapters.safetensors").unlink(),
 }
 

@@ -1,6 +1,7 @@
 """Whatever the draft, its length, the batch or the moment of a swap: the tokens are the target's own (float32)."""
 
 import random
+from collections.abc import Iterable
 from functools import cache
 
 import mlx.core as mx
@@ -14,6 +15,7 @@ from oracle import naive, relative, tiny_llama
 from service.core import Prompt, Sampling
 from service.engine.decoder import Decoder
 from service.engine.draft import Draft, bare
+from service.models.heads import cut
 
 VOCABULARY = 97
 EOS = frozenset({3})
@@ -44,6 +46,12 @@ def target() -> nn.Module:
     return tiny_llama(0)
 
 
+def cut_to(model: nn.Module, ids: Iterable[int]) -> nn.Module:
+    """A draft that can propose half of what the target says."""
+    cut(model, list(ids))
+    return model
+
+
 @cache
 def draft(kind: str) -> nn.Module:
     return {
@@ -53,6 +61,7 @@ def draft(kind: str) -> nn.Module:
         "adapter-a": lambda: relative(target(), 1, 0.2),
         "adapter-b": lambda: relative(target(), 2, 0.4),
         "swapped": lambda: relative(target(), 1, 0.2),
+        "cut": lambda: cut_to(relative(target(), 1, 0.1), range(0, VOCABULARY, 2)),
     }[kind]()
 
 
@@ -110,7 +119,7 @@ def differences(kind: str, k: int, batch: int, seed: int, greedy: bool, count: i
     return sum(len(row.output) for row in rows), wrong
 
 
-KINDS = ("same", "random", "wrong", "adapter-a", "adapter-b", "swapped")
+KINDS = ("same", "random", "wrong", "adapter-a", "adapter-b", "swapped", "cut")
 
 
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -23,7 +23,9 @@ from service.learning.buffer import GeneralSet
 from service.learning.channel import ORPHANED
 from service.learning.scoring import score
 from service.learning.spec import TrainJob, parse
+from service.models import vocabulary
 from service.models.fingerprint import folder_sha256, model_fingerprint, tokenizer_fingerprint
+from service.models.heads import cut
 from service.models.pair import load_model
 from service.settings import GateSettings, TrainingSettings
 from service.store.database import Database, upgrade
@@ -32,7 +34,9 @@ from service.store.runs import Runs
 
 Message = dict[str, Any]
 GATE = {"min_prompts": 5, "min_tokens": 100}
-TRAINING = {"epochs": 6, "learning_rate": 1e-2, "rank": 8, "max_length": 96, "niceness": 7}
+TRAINING = {"epochs": 6, "replay": 0.25, "learning_rate": 1e-2, "rank": 8, "max_length": 96, "niceness": 7}
+KEPT = list(range(VOCABULARY))[:1:-1][:60]
+"""What the draft may propose before it learns."""
 LONG = {"epochs": 2000, "learning_rate": 1e-4}
 
 
@@ -52,6 +56,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     target = tiny_llama(1, sharpness=8.0)
     draft = relative(target, 2, 0.5)
     folders = save_model(target, root / "target"), save_model(draft, root / "draft")
+    vocabulary.write(KEPT, folders[1])
     who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
     samplings = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=3, max_tokens=24), Sampling(temperature=0.7)]
     samplings = [replace(samplings[i % 3], max_tokens=24) for i in range(60)]
@@ -208,8 +213,13 @@ def test_a_run_from_claim_to_scores(home: Home, rig: Rig) -> None:
     assert {s["generation"] for s in scores["scores"]["0"]} == {g.id for g in held_out}
     assert all(split_of(g.prompt.first_user) == "held_out" for g in held_out)
     bare = load_model(rig.draft).model
+    cut(bare, KEPT)
     assert [Score(**s) for s in scores["scores"]["0"]] == score(bare, held_out, k=3, vocabulary=VOCABULARY)
     adapted = load_adapters(bare, str(folder))
+    # What it learnt from came first; it may propose as many tokens as before.
+    learnt = vocabulary.read(folder)
+    assert learnt is not None and len(learnt) == len(KEPT) and learnt != KEPT
+    cut(adapted, learnt)
     mine = score(adapted, held_out, k=3, vocabulary=VOCABULARY)
     assert [s["calls"] for s in scores["scores"]["candidate"]] == pytest.approx([s.calls for s in mine], rel=1e-4)
     assert sum(s.calls for s in mine) < sum(s["calls"] for s in scores["scores"]["0"])
@@ -274,6 +284,7 @@ def test_a_second_run_goes_on_from_the_first_and_reads_what_it_scored(home: Home
         assert {s["generation"] for s in scored[name]} == set(ids)
         model = load_model(rig.draft).model
         model = load_adapters(model, folder) if folder else model
+        cut(model, vocabulary.read(Path(folder)) or [] if folder else KEPT)
         texts = Generations(home.database).by_ids(ids)
         expected = score(model, texts, k=3, vocabulary=VOCABULARY)
         assert [s["calls"] for s in scored[name]] == pytest.approx([s.calls for s in expected], rel=1e-4)

@@ -11,7 +11,8 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from service.models.heads import split
+from service.core import ModelError
+from service.models.heads import cut, split, uncut
 
 Build = Callable[[dict[str, Any]], nn.Module]
 
@@ -81,3 +82,35 @@ def test_layers_replaced_later_are_the_ones_that_run(build_family: Build) -> Non
     after = head(backbone(tokens, None))
     assert mx.allclose(after, model(tokens), rtol=1e-5, atol=1e-5).item()
     assert not mx.allclose(after, before).item()
+
+
+@pytest.mark.parametrize("config", [*_WHOLE, *_MORE], ids=_name)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_a_cut_head_says_the_same_of_the_tokens_it_keeps(
+    build_family: Build, config: dict[str, Any], bits: int | None
+) -> None:
+    model = build_family(_COMMON | config | {"intermediate_size": 64})
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    tokens, kept = mx.array([[7, 8, 9, 10, 11], [3, 2, 1, 0, 5]]), [40, 3, 63, 0, 17]
+    others = mx.array([i for i in range(64) if i not in kept])
+    before = model(tokens)
+    cut(model, [9, 8])
+    cut(model, kept)
+    after = model(tokens)
+    assert after.shape == before.shape
+    assert mx.allclose(after[..., mx.array(kept)], before[..., mx.array(kept)], rtol=1e-4, atol=1e-5)
+    assert (after[..., others].max() < after[..., mx.array(kept)].min() - 10).item()
+    if (parts := split(model)) is not None:
+        assert mx.array_equal(parts[1](parts[0](tokens, None)), after)
+    uncut(model)
+    assert mx.array_equal(model(tokens), before)
+
+
+@pytest.mark.parametrize("ids", [[], [64], [-1]])
+def test_a_vocabulary_of_another_model_is_refused(build_family: Build, ids: list[int]) -> None:
+    model = build_family(_COMMON | {"model_type": "llama"})
+    before = model(mx.array([[1, 2]]))
+    with pytest.raises(ModelError, match="token ids"):
+        cut(model, ids)
+    assert mx.array_equal(model(mx.array([[1, 2]])), before)

@@ -1,0 +1,51 @@
+"""The list of tokens a draft may propose."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from service.core import ModelError
+from service.models import vocabulary
+from service.models.fingerprint import folder_sha256
+
+
+def test_what_is_written_is_read_in_its_order(tmp_path: Path) -> None:
+    assert vocabulary.read(tmp_path) is None
+    vocabulary.write([9, 2, 70000, 0], tmp_path)
+    assert vocabulary.read(tmp_path) == [9, 2, 70000, 0]
+    before = folder_sha256(tmp_path)
+    vocabulary.write([2, 9, 70000, 0], tmp_path)
+    assert folder_sha256(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    "arrays",
+    [
+        {"other": mx.array([1], dtype=mx.uint32)},
+        {"ids": mx.array([1.0])},
+        {"ids": mx.array([1, 1], dtype=mx.uint32)},
+        {"ids": mx.array([[1]], dtype=mx.uint32)},
+        {"ids": mx.array([-1])},
+    ],
+)
+def test_a_damaged_list_is_refused(tmp_path: Path, arrays: dict[str, mx.array]) -> None:
+    mx.save_safetensors(str(tmp_path / vocabulary.FILE), arrays)
+    with pytest.raises(ModelError, match=r"vocabulary\.safetensors"):
+        vocabulary.read(tmp_path)
+
+
+def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+    (tmp_path / vocabulary.FILE).write_bytes(b"not safetensors")
+    with pytest.raises(ModelError, match="cannot be read"):
+        vocabulary.read(tmp_path)
+
+
+def test_ranked_by_frequency_then_by_id() -> None:
+    assert vocabulary.ranked([[5, 5, 3], [3, 5]], always=[7, 1], width=8) == [7, 1, 5, 3, 0, 2, 4, 6]
+
+
+def test_adapted_to_what_the_log_shows_at_the_same_size() -> None:
+    found = vocabulary.adapted([0, 1, 2, 3, 4], [[9, 9, 3], [8]], always=[1])
+    assert found == [1, 9, 3, 8, 0]
+    assert vocabulary.adapted([4, 2], [], always=[2]) == [2, 4]
