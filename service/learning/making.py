@@ -45,7 +45,7 @@ class Recipe:
     seed: int = 0
     held_out: int = 64
     general: int = 0
-    vocabulary: int = 16384
+    vocabulary: int = 12288
     dtype: str = "float32"
 
 
