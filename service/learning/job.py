@@ -73,7 +73,7 @@ class _Training:
         self.channel = channel
         self.database = database
         self.general = GeneralSet.load(job.general) if job.general is not None else None
-        self.outputs: list[Sequence[int]] = []
+        self.texts: list[tuple[int, ...]] = []
         """What is learnt from."""
         self.kept: list[int] | None = None
         """What the candidate may propose; None: everything."""
@@ -131,7 +131,8 @@ class _Training:
             load_target=lambda: _load_target(job),
             between=self.channel.hold,
         )
-        self.outputs = [generation.output for generation in chosen]
+        # Prompts too: answers take up their words.
+        self.texts = [(*generation.prompt.tokens, *generation.output) for generation in chosen]
         data = build(
             scored,
             max_length=job.training.max_length,
@@ -154,7 +155,7 @@ class _Training:
     def _vocabulary(self, draft: Loaded) -> list[int] | None:
         """The parent's list, with what this run learns from moved to its front."""
         held = _kept(self.job, self.job.parent)
-        return None if held is None else vocabulary.adapted(held, self.outputs, sorted(draft.tokenizer.eos_token_ids))
+        return None if held is None else vocabulary.adapted(held, self.texts, sorted(draft.tokenizer.eos_token_ids))
 
     def _train(self, model: nn.Module, examples: Sequence[Example]) -> TrainReport:
         settings, seed = self.job.training, self.job.run
