@@ -39,6 +39,7 @@ def demo(
     from service.evaluation.prompts import read_prompts
 
     settings = settings_from(config)
+    lines = read_prompts(prompts) if prompts else None
     with progress("redraft demo") as bar:
         told: set[str] = set()
 
@@ -52,7 +53,7 @@ def demo(
             settings,
             _pair_folders(settings),
             scale=QUICK if quick else FULL,
-            prompts=read_prompts(prompts) if prompts else None,
+            prompts=lines,
             on_step=on_step,
             keep=keep,
         )

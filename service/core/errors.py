@@ -1,0 +1,80 @@
+"""The errors that cross rooms."""
+
+from __future__ import annotations
+
+
+class RedraftError(Exception):
+    """Base of every error a user may see. `code` is stable and machine-readable, the message is one sentence."""
+
+    code = "internal_error"
+    field: str | None = None
+
+
+class BadRequest(RedraftError):
+    """The request cannot be served as asked; `field` names what is wrong."""
+
+    code = "bad_request"
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class NotFound(RedraftError):
+    code = "not_found"
+
+
+class Conflict(RedraftError):
+    code = "conflict"
+
+
+class Overloaded(RedraftError):
+    """The queue is full; try again after `retry_after` seconds."""
+
+    code = "overloaded"
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class Unavailable(RedraftError):
+    """Loading, draining, or the engine is dead."""
+
+    code = "unavailable"
+
+
+class ModelError(RedraftError):
+    """A model cannot be found, read or used; the message says what to do."""
+
+    code = "model_error"
+
+
+class PairError(ModelError):
+    """Target and draft do not belong together, or this engine cannot run one of them exactly."""
+
+    code = "pair_refused"
+
+
+class AdapterRefused(RedraftError):
+    """An adapter folder is damaged, foreign, or of another shape. Nothing was changed."""
+
+    code = "adapter_refused"
+
+
+class TrainingFailed(RedraftError):
+    """A run ended without a candidate; the message is the reason stored with it."""
+
+    code = "training_failed"
+
+
+class StoreError(RedraftError):
+    """The database cannot be used as it is (wrong schema revision, damaged, not writable)."""
+
+    code = "store_error"
+
+
+class IllegalMove(StoreError):
+    """A state change that RUN_MOVES or ADAPTER_MOVES does not allow, or with a stale fencing token."""
+
+    code = "illegal_move"

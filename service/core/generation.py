@@ -1,0 +1,197 @@
+"""What is asked, what happened, and the events of one request.
+
+Token ids are the target tokenizer's. Times are UTC. Log-probabilities are natural logarithms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from enum import StrEnum
+from typing import TypeAlias
+
+from service.core.errors import RedraftError
+
+TOP_TARGETS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are drawn. Filters act on the distribution at T = 1 in mlx-lm's order (top-p, min-p, top-k), then the
+    temperature is applied.
+
+    temperature 0 is greedy. top_p 1.0, min_p 0.0 and top_k 0 switch a filter off. A seed makes the output a function of
+    (target, prompt, sampling, seed) alone, whatever the draft does.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def rule(self) -> AcceptRule:
+        """Greedy and seeded rows compare tokens; unseeded sampling uses rejection."""
+        return AcceptRule.MATCH if self.greedy or self.seed is not None else AcceptRule.REJECTION
+
+
+class AcceptRule(StrEnum):
+    """MATCH: shared-Gumbel coupling, of which greedy is the noiseless case. REJECTION: Leviathan et al. 2211.17192."""
+
+    MATCH = "match"
+    REJECTION = "rejection"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What one request asks, after templating: token ids and the tags it came with."""
+
+    tokens: tuple[int, ...]
+    sampling: Sampling
+    domain: str | None = None
+    client: str | None = None
+    store: bool = True
+    """False: nothing of this request may be written anywhere."""
+    first_user: str = ""
+    """The first user message, which decides the train / held-out split (hashed, see store.generations)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One row's share of one round: `drafted` tokens proposed by `adapter`, the first `accepted` of them kept, and one
+    token of the target after them. `start` is the output position of the round's first token. The tokens emitted are
+    accepted + 1, or fewer when the request ended inside the round (`emitted`)."""
+
+    adapter: int
+    start: int
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCase:
+    """The first rejection of one round: the draft proposed `drafted`, the target emitted `target`.
+
+    position: index into the output tokens. p, q: probability of `drafted` under target and draft at T = 1. margin: gap
+    between the target's two best log-probabilities at T = 1; below the tie threshold the case is numerical noise and `tie`
+    is set (kept, not counted)."""
+
+    position: int
+    drafted: int
+    target: int
+    p: float
+    q: float
+    margin: float
+    tie: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """The target's distribution at T = 1 for every output position: the `top` most likely tokens and the rest's mass.
+
+    Little-endian row-major bytes: `ids` uint32 (positions, top); `logprobs` float16 (positions, top), descending;
+    `tail` float16 (positions,), log of the mass outside the top (-inf where there is none).
+    """
+
+    top: int
+    ids: bytes
+    logprobs: bytes
+    tail: bytes
+
+    @property
+    def positions(self) -> int:
+        return len(self.tail) // 2
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Fingerprints (hex sha256) of what produced a generation. Rows of another target or tokenizer never mix."""
+
+    target: str
+    tokenizer: str
+    draft: str
+    """The bare draft's fingerprint, which an adapter is bound to."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A finished request, as the recorder gets it.
+
+    logprobs: target log-probability of each output token at T = 1. sampled_logprobs: the same after the sampling transform
+    (0.0 when greedy). Both have one entry per output token. targets: None when not collected.
+    """
+
+    id: str
+    prompt: Prompt
+    output: tuple[int, ...]
+    finish: FinishReason
+    rounds: tuple[Round, ...]
+    cases: tuple[FailureCase, ...]
+    logprobs: tuple[float, ...]
+    sampled_logprobs: tuple[float, ...]
+    targets: Targets | None
+    provenance: Provenance
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text, complete in UTF-8, and how it came about: `tokens` emitted, `drafted[i]` true where the draft proposed it."""
+
+    text: str
+    tokens: tuple[int, ...]
+    drafted: tuple[bool, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """llama.cpp's names. draft_n: tokens drafted; draft_n_accepted: of those kept (never more than were emitted).
+    adapters: every adapter version that drafted for this answer, in order of first use. seconds are wall time."""
+
+    prompt_n: int
+    prompt_seconds: float
+    predicted_n: int
+    predicted_seconds: float
+    draft_n: int
+    draft_n_accepted: int
+    rounds: int
+    adapters: tuple[int, ...]
+
+    @property
+    def predicted_per_second(self) -> float:
+        return self.predicted_n / self.predicted_seconds if self.predicted_seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    id: str
+    finish: FinishReason
+    output: tuple[int, ...]
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The request ended without an answer. error: one of this module's error classes."""
+
+    error: RedraftError
+
+
+Event: TypeAlias = Delta | Finished | Failed
+Sink: TypeAlias = Callable[[Event], None]
+"""Called on the engine's thread; must return at once and never raise. The last event is always Finished or Failed."""

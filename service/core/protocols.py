@@ -1,0 +1,146 @@
+"""The protocols by which rooms meet."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from service.core.generation import Generation, Prompt, Round, Sink
+from service.core.training import AdapterRef, TrainingRun
+
+
+class Ticket(Protocol):
+    """A request under way."""
+
+    @property
+    def id(self) -> str: ...
+
+    def cancel(self) -> None:
+        """Give the row back before the next round. Idempotent; harmless after the end. The sink gets Finished with
+        FinishReason.CANCELLED (or Failed when the request never started)."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What health is judged by. `idle_seconds`: since the engine last made progress while it had work (0 when idle)."""
+
+    ready: bool
+    reason: str
+    rows: int
+    waiting: int
+    idle_seconds: float
+    adapter: int
+    draft_failures: int
+
+
+class GenerationService(Protocol):
+    """What the API sees of the engine."""
+
+    def submit(self, prompt: Prompt, sink: Sink) -> Ticket:
+        """Queue a request. Raises Overloaded when the queue is full, Unavailable when not serving, BadRequest when the
+        prompt cannot fit."""
+        ...
+
+    def status(self) -> EngineStatus: ...
+
+
+class Encoder(Protocol):
+    """Text to token ids, thread-safe, no MLX."""
+
+    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+        """Messages of `role` and `content`, through the model's chat template with the assistant's turn opened."""
+        ...
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        """Plain text, as a completion prompt (with the tokenizer's own leading special tokens)."""
+        ...
+
+
+class DraftSwitch(Protocol):
+    """What the lifecycle sees of the engine. Futures resolve on the engine's thread, between rounds."""
+
+    @property
+    def active(self) -> int: ...
+
+    def stage(self, ref: AdapterRef | None) -> Future[Staged]:
+        """Load and check an adapter aside (None: the bare draft). Raises AdapterRefused through the future."""
+        ...
+
+    def switch(self, staged: Staged) -> Future[None]:
+        """Serve with it from the next round on."""
+        ...
+
+
+class Staged(Protocol):
+    """A draft that is loaded and checked, not yet serving."""
+
+    @property
+    def adapter(self) -> int: ...
+
+
+class GenerationSink(Protocol):
+    """Where the engine hands finished generations: lifecycle.recorder. Must return at once."""
+
+    def record(self, generation: Generation) -> None: ...
+
+
+class RoundObserver(Protocol):
+    """Where the engine reports rounds: metrics. `rounds` has one entry per row; seconds is the round's wall time."""
+
+    def observe(self, rounds: Sequence[Round], seconds: float) -> None: ...
+
+    def draft_failed(self, adapter: int) -> None: ...
+
+
+class JobHandle(Protocol):
+    """A child process at work. Messages are the JSON objects it wrote, oldest first."""
+
+    @property
+    def pid(self) -> int: ...
+
+    def poll(self) -> list[Mapping[str, object]]:
+        """Messages since the last call."""
+        ...
+
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        ...
+
+    def pause(self, paused: bool) -> None:
+        """Ask it to hold still between micro-steps while serving is busy."""
+        ...
+
+    def stop(self, grace_seconds: float) -> None:
+        """End it: politely, then by force. Returns when it is gone."""
+        ...
+
+
+class Launcher(Protocol):
+    def launch(self, spec: Mapping[str, object]) -> JobHandle:
+        """Start the child with a JSON-serialisable job description (see learning.job.JobSpec)."""
+        ...
+
+
+class Operator(Protocol):
+    """What an operator may ask of the lifecycle: the API and the CLI see the supervisor through this."""
+
+    def request_training(self, idempotency_key: str | None) -> TrainingRun:
+        """Force one run. The same key returns the same run. Raises Conflict when a run is under way, BadRequest when
+        nothing has been recorded yet."""
+        ...
+
+    def run(self, run_id: int) -> TrainingRun:
+        """Raises NotFound."""
+        ...
+
+    def adapters(self) -> list[AdapterRef]: ...
+
+    def activate(self, adapter_id: int) -> AdapterRef | None:
+        """Serve this adapter (0: the bare draft, returns None). Raises NotFound, Conflict, AdapterRefused."""
+        ...
+
+    def rollback(self) -> AdapterRef | None:
+        """Back to the active adapter's parent; None is the bare draft. Raises Conflict when the bare draft serves."""
+        ...

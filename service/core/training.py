@@ -1,0 +1,144 @@
+"""What is learnt from it: adapters, runs, scores and verdicts. An adapter id of 0 means the bare draft."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from enum import StrEnum
+from pathlib import Path
+
+BARE_DRAFT = 0
+
+
+class AdapterState(StrEnum):
+    CANDIDATE = "candidate"
+    ACTIVE = "active"
+    RETIRED = "retired"
+    REJECTED = "rejected"
+    ROLLED_BACK = "rolled_back"
+    BROKEN = "broken"
+
+
+ADAPTER_MOVES: Mapping[AdapterState, frozenset[AdapterState]] = {
+    AdapterState.CANDIDATE: frozenset({AdapterState.ACTIVE, AdapterState.REJECTED, AdapterState.BROKEN}),
+    AdapterState.ACTIVE: frozenset({AdapterState.RETIRED, AdapterState.ROLLED_BACK, AdapterState.BROKEN}),
+    AdapterState.RETIRED: frozenset({AdapterState.ACTIVE, AdapterState.BROKEN}),
+    AdapterState.ROLLED_BACK: frozenset({AdapterState.ACTIVE, AdapterState.BROKEN}),
+    AdapterState.REJECTED: frozenset(),
+    AdapterState.BROKEN: frozenset(),
+}
+"""What an adapter may become. A rolled-back adapter returns only by an operator's word."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """One immutable adapter version: a folder in mlx-lm's own format, its hash, and what it was trained on top of."""
+
+    id: int
+    folder: Path
+    sha256: str
+    rank: int
+    scale: float
+    keys: tuple[str, ...]
+    draft: str
+    """Fingerprint of the bare draft it belongs to."""
+    parent: int
+    run: int | None
+    state: AdapterState
+    created_at: datetime
+
+
+class RunState(StrEnum):
+    CLAIMED = "claimed"
+    TRAINING = "training"
+    SCORING = "scoring"
+    STAGING = "staging"
+    PROMOTED = "promoted"
+    REJECTED = "rejected"
+    FAILED = "failed"
+    CRASHED = "crashed"
+
+    @property
+    def over(self) -> bool:
+        return not RUN_MOVES[self]
+
+
+RUN_MOVES: Mapping[RunState, frozenset[RunState]] = {
+    RunState.CLAIMED: frozenset({RunState.TRAINING, RunState.FAILED, RunState.CRASHED}),
+    RunState.TRAINING: frozenset({RunState.SCORING, RunState.FAILED, RunState.CRASHED}),
+    RunState.SCORING: frozenset({RunState.STAGING, RunState.REJECTED, RunState.FAILED, RunState.CRASHED}),
+    RunState.STAGING: frozenset({RunState.PROMOTED, RunState.REJECTED, RunState.FAILED, RunState.CRASHED}),
+    RunState.PROMOTED: frozenset(),
+    RunState.REJECTED: frozenset(),
+    RunState.FAILED: frozenset(),
+    RunState.CRASHED: frozenset(),
+}
+"""FAILED: the run itself said why (too few examples, NaN). CRASHED: the child or the server went away under it."""
+
+
+class Trigger(StrEnum):
+    CASES = "cases"
+    MANUAL = "manual"
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where a run is. Loss is nats per response position, rates are training tokens per second of wall time."""
+
+    step: int = 0
+    steps: int = 0
+    loss: float | None = None
+    grad_norm: float | None = None
+    tokens_per_second: float | None = None
+    seconds_left: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    id: int
+    state: RunState
+    trigger: Trigger
+    fencing: int
+    """Grows with every claim; a child whose token is not the row's current one may not publish."""
+    parent: int
+    cases: int
+    generations: int
+    progress: Progress
+    adapter: int | None
+    verdict: Verdict | None
+    error: str | None
+    created_at: datetime
+    finished_at: datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How one adapter would have done on one logged generation, from a teacher-forced pass of the draft alone.
+
+    calls: expected target calls to emit `tokens` output tokens at draft length `k`. Exact for greedy and seeded rows, but
+    for the one round in which a prompt of a single token joins: nobody in the batch drafts then.
+    agreed: positions where the draft's argmax is the emitted token.
+    """
+
+    generation: str
+    domain: str
+    tokens: int
+    agreed: int
+    calls: float
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the gate said. gain: relative change of predicted tokens per second, candidate over active, with its
+    two-sided 90 % bootstrap interval over held-out prompts. domains: the same per domain."""
+
+    promoted: bool
+    reason: str
+    prompts: int
+    tokens: int
+    gain: float
+    low90: float
+    high90: float
+    domains: Mapping[str, tuple[float, float, float]] = field(default_factory=dict[str, tuple[float, float, float]])
