@@ -81,6 +81,7 @@ METRICS: tuple[Definition, ...] = (
     _counter("adapter_num_draft_tokens_total", "Tokens drafted, by adapter version.", "adapter"),
     _counter("adapter_num_accepted_tokens_total", "Tokens accepted, by adapter version.", "adapter"),
     _counter("draft_failures_total", "Rounds decoded plainly because the draft broke, by version.", "adapter"),
+    _counter("draft_length_rounds_total", "Rounds of one request by the number of tokens drafted.", "length"),
     _counter("rounds_total", "Rounds of one request, drafted or not: target calls per request, summed."),
     _histogram("round_seconds", "Wall time of one round of the whole batch.", FAST),
     _counter("generation_tokens_total", "Tokens emitted."),
@@ -156,8 +157,8 @@ class Metrics:
     """All metrics of one server, in a registry of their own. Implements core.RoundObserver. Every method is thread-safe
     and returns at once.
 
-    draft_tokens: tokens drafted per round at most, which fixes the `position` series. adapters_kept: adapter versions
-    that have series of their own.
+    draft_tokens: tokens drafted per round at most, which fixes the `position` and `length` series. adapters_kept: adapter
+    versions that have series of their own.
     """
 
     def __init__(self, draft_tokens: int, adapters_kept: int = 8) -> None:
@@ -178,6 +179,7 @@ class Metrics:
         # Naming a series makes it: a dashboard must find every one at 0, not absent, before anything has happened.
         for name, labels in (
             ("spec_decode_num_accepted_tokens_per_pos_total", range(draft_tokens)),
+            ("draft_length_rounds_total", range(draft_tokens + 1)),
             ("requests_finished_total", FinishReason),
             ("requests_failed_total", CODES),
             ("requests_refused_total", CODES),
@@ -212,6 +214,8 @@ class Metrics:
         self._histograms["round_seconds"].observe(seconds)
         self._series("rounds_total").inc(len(rounds))
         self._series("generation_tokens_total").inc(sum(round_.emitted for round_ in rounds))
+        for round_ in rounds:
+            self._series("draft_length_rounds_total", str(round_.drafted)).inc()
         drafted = [round_ for round_ in rounds if round_.drafted]
         if not drafted:
             return

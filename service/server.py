@@ -149,6 +149,7 @@ class Application:
                 prefill_chunk=settings.engine.prefill_chunk,
                 tie_margin=settings.engine.tie_margin,
                 collect=settings.store.record,
+                adaptive=settings.engine.adaptive,
             ),
             base=base,
             eos=pair.eos,

@@ -58,7 +58,9 @@ class EngineSettings(Section):
     """How tokens are made."""
 
     num_draft_tokens: int = Field(default=3, ge=0, le=16)
-    """Tokens drafted per round; 0 decodes with the target alone."""
+    """Tokens drafted per round, at most; 0 decodes with the target alone."""
+    adaptive: bool = True
+    """Draft as many as pay for the batch at hand, down to none; false: always num_draft_tokens."""
     max_rows: int = Field(default=16, ge=1, le=256)
     """Requests decoded together."""
     max_waiting: int = Field(default=64, ge=0)

@@ -50,7 +50,9 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
     tokens = settings.engine.num_draft_tokens if drafting is not None else 0
 
     def say(messages: Sequence[dict[str, str]], sampling: Sampling, on_delta: Callable[[Delta], None]) -> Finished:
-        decoder = Decoder(pair.target.model, drafting, vocabulary=pair.vocabulary, k=tokens)
+        decoder = Decoder(
+            pair.target.model, drafting, vocabulary=pair.vocabulary, k=tokens, adaptive=settings.engine.adaptive
+        )
         text = TextStream(pair.target.tokenizer.detokenizer, sampling.stop)
         row = Row("0", Prompt(encoder.encode_chat(messages), sampling), pair.eos, text)
         decoder.admit(row)

@@ -20,6 +20,7 @@ from service.engine import verify
 from service.engine.cache import RowCache
 from service.engine.draft import Draft
 from service.engine.drafting import ModelDrafter, Proposal
+from service.engine.length import DraftLength
 from service.engine.row import Evidence, Row
 from service.engine.sampling import SamplingBatch, choose, normaliser, shared_noise, transform
 from service.engine.targets import tail_mass, top_logits
@@ -47,7 +48,8 @@ class Prefill:
 
 
 class Decoder:
-    """The batch. `k`: tokens drafted per round (0: the target alone). `collect`: gather evidence for rows that may be stored.
+    """The batch. `k`: tokens drafted per round (0: the target alone), or, with `adaptive`, at most so many: what pays for the
+    batch at hand. `collect`: gather evidence for rows that may be stored.
 
     A draft that raises or turns non-finite is put aside: decoding goes on with the target alone until another draft is
     switched in. Errors of the target are the caller's.
@@ -63,6 +65,7 @@ class Decoder:
         prefill_chunk: int = 256,
         tie_margin: float = 1e-3,
         collect: bool = False,
+        adaptive: bool = False,
         key: mx.array | None = None,
     ) -> None:
         self.target = target
@@ -71,6 +74,7 @@ class Decoder:
         self.prefill_chunk = prefill_chunk
         self.tie_margin = tie_margin
         self.collect = collect
+        self.length = DraftLength(k) if adaptive and k > 0 and draft is not None else None
         self.key = mx.random.key(secrets.randbits(63)) if key is None else key
         self.cache = RowCache(target, 0)
         self.drafter = ModelDrafter(draft, vocabulary) if draft is not None else None
@@ -88,6 +92,8 @@ class Decoder:
             raise ValueError("this decoder was built without a draft")
         self.drafter.switch(draft)
         self.failed = False
+        if self.length is not None:
+            self.length.restart()
 
     # ------------------------------------------------------------------------------------------------ rows come and go
 
@@ -148,9 +154,11 @@ class Decoder:
         batch = SamplingBatch.of([row.prompt.sampling for row in rows], self.vocabulary)
         collect = self.collect and any(row.prompt.store for row in rows)
         self.key, draft_key, verify_key = mx.random.split(self.key, 3)
-        noise = shared_noise(batch, [row.emitted for row in rows], self.k + 1, self.vocabulary)
-        proposal = self._propose(rows, batch, noise, draft_key)
-        k = 0 if proposal is None else self.k
+        k = self.k if self.length is None else self.length.choose(len(rows))
+        noise = shared_noise(batch, [row.emitted for row in rows], k + 1, self.vocabulary)
+        behind = k > 0 and self.drafter is not None and self.drafter.behind([row.tokens for row in rows])
+        proposal = self._propose(rows, k, batch, noise, draft_key)
+        tried, k = k, 0 if proposal is None else k
         adapter = self.adapter
 
         fed = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
@@ -188,20 +196,23 @@ class Decoder:
         ended = [row for row in rows if row.finish is not None]
         if ended:
             self.leave(ended)
+        seconds = time.perf_counter() - begun
+        if self.length is not None and k == tried:
+            self.length.observe(len(rows), k, counts.tolist(), None if behind else seconds)
         return RoundReport(
             rows=tuple(rows),
             deltas=tuple(deltas),
             rounds=tuple(row.rounds[-1] for row in rows),
-            seconds=time.perf_counter() - begun,
+            seconds=seconds,
         )
 
     def _propose(
-        self, rows: Sequence[Row], batch: SamplingBatch, noise: mx.array | None, key: mx.array
+        self, rows: Sequence[Row], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
     ) -> Proposal | None:
-        if self.drafter is None or self.failed or self.k == 0 or any(len(row.tokens) < 2 for row in rows):
+        if self.drafter is None or self.failed or k == 0 or any(len(row.tokens) < 2 for row in rows):
             return None
         try:
-            return self.drafter.propose([row.tokens for row in rows], self.k, batch, noise, key)
+            return self.drafter.propose([row.tokens for row in rows], k, batch, noise, key)
         except Exception:
             # Whatever went wrong in the draft costs speed only.
             self._put_draft_aside()

@@ -76,6 +76,10 @@ class ModelDrafter:
             usable=mx.isfinite(logits.max(axis=-1)),
         )
 
+    def behind(self, rows: Sequence[Sequence[int]]) -> bool:
+        """Whether a row was decoded without drafts since it last had one."""
+        return any(have < len(row) - 2 for row, have in zip(rows, self.cache.lengths.host, strict=True))
+
     def catch_up(self, rows: Sequence[Sequence[int]]) -> None:
         """Feed rows that fell behind (decoded without drafts for a while) what they have not seen, all in one ragged call."""
         held = self.cache.lengths.host

@@ -49,7 +49,7 @@ class Scale:
 
 
 FULL = Scale(8, 64, 2_500, 3, 0.3, 24, 60, 20, 12, 1200.0)
-QUICK = Scale(8, 48, 1_300, 2, 0.2, 8, 30, 20, 3, 900.0)
+QUICK = Scale(8, 48, 1_000, 2, 0.2, 8, 30, 20, 3, 900.0)
 SWAP_MARGIN = 1.0
 """Seconds around a change of the active adapter that count as the swap: loading aside comes before, settling after."""
 

@@ -17,9 +17,10 @@ def one_stream(
     pair: Pair, contenders: Mapping[str, Draft | None], prompts: Sequence[Prompt], k: int
 ) -> tuple[dict[str, float], dict[str, list[list[int]]]]:
     """Median tokens per second of decoding (prompts read beforehand) per contender, None being the target alone, and the
-    outputs. The contenders take turns prompt by prompt, so that a machine that slows down slows all of them."""
+    outputs. Up to k tokens are drafted, as many as pay. The contenders take turns prompt by prompt, so that a machine that
+    slows down slows all of them."""
     decoders = {
-        name: Decoder(pair.target.model, draft, vocabulary=pair.vocabulary, k=k if draft else 0)
+        name: Decoder(pair.target.model, draft, vocabulary=pair.vocabulary, k=k if draft else 0, adaptive=True)
         for name, draft in contenders.items()
     }
     speeds: dict[str, list[float]] = {name: [] for name in contenders}

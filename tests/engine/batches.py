@@ -23,11 +23,14 @@ def decode(
     max_rows: int = 8,
     seed: int = 0,
     collect: bool = False,
+    adaptive: bool = False,
     between: Callable[[Decoder], None] = lambda decoder: None,
 ) -> list[Row]:
     """Every prompt's finished row, in the prompts' order."""
     start = bare(draft) if isinstance(draft, nn.Module) else draft
-    decoder = Decoder(target, start, vocabulary=vocabulary, k=k, prefill_chunk=chunk, collect=collect)
+    decoder = Decoder(
+        target, start, vocabulary=vocabulary, k=k, prefill_chunk=chunk, collect=collect, adaptive=adaptive
+    )
     rng = random.Random(seed)
     rows = [Row(str(i), prompt, eos, None) for i, prompt in enumerate(prompts)]
     waiting = list(rows)

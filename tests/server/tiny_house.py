@@ -57,7 +57,7 @@ def write_pair(root: Path) -> tuple[Path, Path]:
 def tiny_server(root: Path, pair: tuple[Path, Path], **sections: dict[str, object]) -> LocalServer:
     tree: dict[str, dict[str, object]] = {
         "models": {"target": str(pair[0]), "draft": str(pair[1])},
-        "engine": {"max_rows": 8, "prefill_chunk": 32},
+        "engine": {"max_rows": 8, "prefill_chunk": 32, "adaptive": False},
         "training": {"tick_seconds": 0.2, "enabled": False, "niceness": 0, "epochs": 2, "rank": 4},
         "gate": {"min_prompts": 2, "min_tokens": 20},
     }
