@@ -27,7 +27,7 @@ def make_draft(
     held_out: Annotated[int, typer.Option(min=1, help="Greedy texts kept aside for measuring.")] = 64,
     vocabulary: Annotated[
         int, typer.Option(min=0, help="Tokens the draft may propose, the most frequent ones; 0: all.")
-    ] = 24576,
+    ] = 8192,
     general: Annotated[int, typer.Option(min=0, help="Greedy exchanges written for the replay set.")] = 0,
     start: Annotated[str | None, typer.Option(help="A draft to go on from: catalogue name or folder.")] = None,
     text: Annotated[Path | None, typer.Option(help="Keep the text in this .npz file, or reuse what is there.")] = None,

@@ -12,6 +12,8 @@ import numpy as np
 from service.engine.cache import RowCache
 from service.engine.draft import Draft
 from service.engine.sampling import SamplingBatch, draw, transform
+from service.models.heads import cut_head
+from service.models.vocabulary import own
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,19 @@ class ModelDrafter:
         self, rows: Sequence[Sequence[int]], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
     ) -> Proposal:
         self.catch_up(rows)
+        head = cut_head(self.draft.model)
+        if head is None:
+            return self._propose(rows, k, batch, noise, key)
+        # A cut head proposes what the row itself has shown besides: names and words of its topic come back.
+        head.also(mx.array(own(rows, head.keeps)))
+        try:
+            return self._propose(rows, k, batch, noise, key)
+        finally:
+            head.also(None)
+
+    def _propose(
+        self, rows: Sequence[Sequence[int]], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
+    ) -> Proposal:
         self.cache.rewind([len(row) - 2 for row in rows])
         feed = mx.array(np.array([row[-2:] for row in rows], dtype=np.int32))
         tokens: list[mx.array] = []

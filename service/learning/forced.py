@@ -9,9 +9,10 @@ from typing import cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from numpy.typing import NDArray
 
 from service.learning.dataset import padded
-from service.models.heads import split
+from service.models.heads import opened, split
 
 TOKENS = 2048
 """Tokens of one call, padding included; a longer text is a call of its own."""
@@ -39,7 +40,22 @@ def response_logits(
     between: Callable[[], None] = lambda: None,
 ) -> Iterator[Span]:
     """Walk (prompt, output) pairs, prompts not empty, by length. vocabulary: width the logits are cut to. `between` is
-    called before every model call."""
+    called before every model call.
+
+    A model whose head is cut proposes the ids it keeps and those its text has shown before the position, as when it serves;
+    all others are -inf. (What it cannot propose is never drafted, so what a round of its own shows is no more than this.)
+    """
+    with opened(model) as keeps:
+        yield from _walk(model, texts, vocabulary, keeps, between)
+
+
+def _walk(
+    model: nn.Module,
+    texts: Sequence[tuple[Tokens, Tokens]],
+    vocabulary: int,
+    keeps: NDArray[np.bool_] | None,
+    between: Callable[[], None],
+) -> Iterator[Span]:
     parts = split(model)
     order = sorted((i for i, (_, output) in enumerate(texts) if output), key=lambda i: _fed(texts[i]))
     for group in _groups(order, texts):
@@ -59,7 +75,27 @@ def response_logits(
             chosen = slice(start, start + POSITIONS)
             logits = states[chosen] if parts is None else parts[1](states[chosen])
             text, position = [i for _, i, _ in where[chosen]], [j for _, _, j in where[chosen]]
-            yield Span(text, position, logits[:, :vocabulary].astype(mx.float32))
+            logits = logits[:, :vocabulary].astype(mx.float32)
+            if keeps is not None:
+                barred = np.where(_allowed(texts, text, position, keeps)[:, :vocabulary], 0.0, -np.inf)
+                logits = logits + mx.array(barred.astype(np.float32))
+            yield Span(text, position, logits)
+
+
+def _allowed(
+    texts: Sequence[tuple[Tokens, Tokens]], text: Sequence[int], position: Sequence[int], keeps: NDArray[np.bool_]
+) -> NDArray[np.bool_]:
+    """(positions, width) what may be proposed there: positions follow one another within a text."""
+    allowed = np.empty((len(text), len(keeps)), dtype=np.bool_)
+    for row, (i, j) in enumerate(zip(text, position, strict=True)):
+        prompt, output = texts[i]
+        if row and text[row - 1] == i:
+            allowed[row] = allowed[row - 1]
+            allowed[row, output[j - 1]] = True
+        else:
+            allowed[row] = keeps
+            allowed[row, [*prompt, *output[:j]]] = True
+    return allowed
 
 
 def _fed(text: tuple[Tokens, Tokens]) -> int:

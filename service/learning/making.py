@@ -45,7 +45,7 @@ class Recipe:
     seed: int = 0
     held_out: int = 64
     general: int = 0
-    vocabulary: int = 24576
+    vocabulary: int = 8192
     dtype: str = "float32"
 
 

@@ -7,7 +7,8 @@ it should run on those positions alone. And where it drafts, it needs only the t
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
@@ -15,6 +16,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models.cache import make_prompt_cache
+from numpy.typing import NDArray
 
 from service.core import ModelError
 
@@ -64,7 +66,8 @@ def _heads(owner: Any) -> list[Head]:
 
 
 class CutHead(nn.Module):
-    """A head, or an embedding that is one too, whose logits are -inf but at some ids. Everything else is the whole's."""
+    """A head, or an embedding that is one too, whose logits are -inf but at some ids: the kept ones, and those each row of a
+    batch names for itself (`also`). Everything else is the whole's."""
 
     def __init__(self, whole: nn.Module, ids: Sequence[int]) -> None:
         super().__init__()
@@ -83,13 +86,58 @@ class CutHead(nn.Module):
         self.at = mx.array(at)
         """Where each id's logit is among the kept ones; behind the last for those that have none."""
         mx.eval(self.rows.parameters(), self.at)
+        # Not arrays of the model: names that begin so are left out of its parameters.
+        self._keeps = at < len(kept)
+        self._also: tuple[mx.array, mx.array, mx.array | None] | None = None
+        self._open = False
+
+    @property
+    def keeps(self) -> NDArray[np.bool_]:
+        """(width,) whether an id is kept."""
+        return self._keeps
+
+    def also(self, ids: mx.array | None) -> None:
+        """Until told otherwise, give row b of a batch logits at ids[b] besides. ids: (B, n), where doubles and kept ones do no
+        harm; None: the kept ones alone. Does nothing where the head is of a kind whose rows cannot be picked."""
+        self._also = None
+        if ids is not None and (picked := _picked(self.whole, ids)) is not None:
+            self._also = (ids, *picked)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self._widened(cast("Any", self.rows)(x))
+        return cast("Any", self.whole)(x) if self._open else self._widened(x, cast("Any", self.rows)(x))
 
-    def _widened(self, logits: mx.array) -> mx.array:
+    def _widened(self, x: mx.array, logits: mx.array) -> mx.array:
+        """x: (B, N, hidden). logits: (B, N, kept) -> (B, N, width)."""
         never = mx.full((*logits.shape[:-1], 1), -float("inf"), dtype=logits.dtype)
-        return mx.take(mx.concatenate([logits, never], axis=-1), self.at, axis=-1)
+        wide = mx.take(mx.concatenate([logits, never], axis=-1), self.at, axis=-1)
+        if self._also is None:
+            return wide
+        ids, rows, bias = self._also
+        found = x @ rows.swapaxes(-1, -2)
+        if bias is not None:
+            found = found + bias[:, None]
+        at = mx.broadcast_to(ids[:, None], found.shape)
+        return mx.put_along_axis(wide, at, found.astype(wide.dtype), axis=-1)
+
+
+def _picked(whole: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | None] | None:
+    """The rows (B, n, hidden) of a head at ids (B, n), and their biases."""
+    if isinstance(whole, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        held = cast("Any", whole)
+        rows = mx.dequantize(
+            held.weight[ids],
+            held.scales[ids],
+            None if held.get("biases") is None else held.biases[ids],
+            group_size=held.group_size,
+            bits=held.bits,
+            mode=held.mode,
+        )
+    elif isinstance(whole, nn.Linear | nn.Embedding):
+        rows = whole.weight[ids]
+    else:
+        return None
+    bias = cast("mx.array | None", whole.get("bias"))
+    return rows, None if bias is None else bias[ids]
 
 
 class CutEmbedding(CutHead):
@@ -97,7 +145,9 @@ class CutEmbedding(CutHead):
         return cast("Any", self.whole)(x)
 
     def as_linear(self, x: mx.array) -> mx.array:
-        return self._widened(cast("Any", self.rows).as_linear(x))
+        if self._open:
+            return cast("Any", self.whole).as_linear(x)
+        return self._widened(x, cast("Any", self.rows).as_linear(x))
 
 
 def cut(model: nn.Module, ids: Sequence[int]) -> None:
@@ -134,6 +184,30 @@ def uncut(model: nn.Module) -> None:
         embedding = getattr(getattr(owner, "model", None), "embed_tokens", None)
         if isinstance(embedding, CutEmbedding):
             cast("Any", owner).model.embed_tokens = embedding.whole
+
+
+def cut_head(model: nn.Module) -> CutHead | None:
+    """The cut head of a model that has one."""
+    for owner in (model, getattr(model, "language_model", None)):
+        embedding = getattr(getattr(owner, "model", None), "embed_tokens", None)
+        for head in (getattr(owner, "lm_head", None), embedding):
+            if isinstance(head, CutHead):
+                return head
+    return None
+
+
+@contextmanager
+def opened(model: nn.Module) -> Generator[NDArray[np.bool_] | None]:
+    """The model with its whole head for a while. Yields which ids its cut keeps, (width,); None where it is not cut."""
+    head = cut_head(model)
+    if head is None:
+        yield None
+        return
+    head._open = True  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield head.keeps
+    finally:
+        head._open = False  # pyright: ignore[reportPrivateUsage]
 
 
 def twin(module: nn.Module) -> nn.Module:

@@ -25,6 +25,7 @@ from service.learning import lora
 from service.learning.offpolicy import acceptance, overlap
 from service.learning.scoring import score
 from service.models.fingerprint import folder_sha256
+from service.models.heads import cut
 
 FILTERS = [
     {"temperature": 0.7},
@@ -83,11 +84,14 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         return relative(target, 2, 0.35)
 
     ref = adapter(logger(), 0.1, tmp_path_factory.mktemp("made") / "adapter")
-    apart, other = logger(), relative(target, 9, 0.2)
+    apart, other, short = logger(), relative(target, 9, 0.2), relative(target, 4, 0.2)
+    # Seldom the whole of what the target says, but often a token that the row has seen.
+    cut(short, range(0, VOCABULARY, 3))
     lora.attach(apart, ref.folder, WHO.draft)
     versions = {
         "adapter": Version(load(logger(), ref, WHO.draft), apart),
         "another draft": Version(bare(other), other),
+        "a cut head": Version(bare(short), short),
     }
     return World(target, logger(), versions)
 

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from service.core import ModelError
-from service.models.heads import cut, split, uncut
+from service.models.heads import CutHead, cut, cut_head, opened, split, uncut
 
 Build = Callable[[dict[str, Any]], nn.Module]
 
@@ -105,6 +105,56 @@ def test_a_cut_head_says_the_same_of_the_tokens_it_keeps(
         assert mx.array_equal(parts[1](parts[0](tokens, None)), after)
     uncut(model)
     assert mx.array_equal(model(tokens), before)
+
+
+@pytest.mark.parametrize("config", _WHOLE, ids=_name)
+@pytest.mark.parametrize("bits", [None, 4])
+def test_each_row_of_a_batch_may_be_given_further_tokens(
+    build_family: Build, config: dict[str, Any], bits: int | None
+) -> None:
+    model = build_family(_COMMON | config | {"intermediate_size": 64})
+    if bits is not None:
+        nn.quantize(model, group_size=32, bits=bits)
+    tokens, kept = mx.array([[7, 8, 9], [3, 2, 1]]), [40, 3, 63]
+    whole = model(tokens)
+    cut(model, kept)
+    alone = model(tokens)
+    head = cut_head(model)
+    assert head is not None and head.keeps.nonzero()[0].tolist() == sorted(kept)
+    # Doubles, and an id that is kept anyway, as in a list that was filled up.
+    also = [[5, 9, 3], [20, 20, 3]]
+    head.also(mx.array(also))
+    given = model(tokens)
+    head.also(None)
+    for row, ids in enumerate(also):
+        here = mx.array(sorted({*kept, *ids}))
+        others = mx.array([i for i in range(64) if i not in {*kept, *ids}])
+        assert mx.allclose(given[row][:, here], whole[row][:, here], rtol=1e-4, atol=1e-5)
+        assert mx.array_equal(given[row][:, others], alone[row][:, others])
+    assert mx.array_equal(model(tokens), alone)
+    with opened(model) as keeps:
+        assert keeps is not None and keeps.sum() == len(kept)
+        assert mx.array_equal(model(tokens), whole)
+    assert mx.array_equal(model(tokens), alone)
+
+
+def test_a_head_with_a_bias_gives_further_tokens_theirs() -> None:
+    head = nn.Linear(8, 20)
+    short = CutHead(head, [1, 4])
+    x = mx.random.normal((2, 3, 8), key=mx.random.key(0))
+    short.also(mx.array([[7], [19]]))
+    got = short(x)
+    assert mx.allclose(got[0, :, 7], head(x)[0, :, 7], atol=1e-6) and mx.allclose(
+        got[1, :, 19], head(x)[1, :, 19], atol=1e-6
+    )
+    assert mx.isinf(got[0, :, 19]).all()
+
+
+def test_a_whole_head_has_nothing_to_open(build_family: Build) -> None:
+    model = build_family(_COMMON | {"model_type": "llama"})
+    assert cut_head(model) is None
+    with opened(model) as keeps:
+        assert keeps is None
 
 
 @pytest.mark.parametrize("ids", [[], [64], [-1]])

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from service.core import ModelError
@@ -49,3 +50,17 @@ def test_adapted_to_what_the_log_shows_at_the_same_size() -> None:
     found = vocabulary.adapted([0, 1, 2, 3, 4], [[9, 9, 3], [8]], always=[1])
     assert found == [1, 9, 3, 8, 0]
     assert vocabulary.adapted([4, 2], [], always=[2]) == [2, 4]
+
+
+def test_the_own_tokens_of_a_row_are_its_latest_distinct_ones_outside_the_list() -> None:
+    keeps = np.zeros(2000, dtype=np.bool_)
+    keeps[[4, 6]] = True
+    found = vocabulary.own([[9, 4, 8, 9, 6, 7], [4, 6], list(range(1000, 2000))], keeps)
+    assert found.shape == (3, vocabulary.OWN)
+    assert found[0, :3].tolist() == [7, 9, 8] and set(found[0, 3:].tolist()) == {4}
+    assert set(found[1].tolist()) == {4}
+    assert found[2].tolist() == list(range(1999, 1999 - vocabulary.OWN, -1))
+
+
+def test_rows_without_own_tokens_are_still_an_array() -> None:
+    assert vocabulary.own([[0, 1]], np.ones(3, dtype=np.bool_)).tolist() == [[0] * 16]
