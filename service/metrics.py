@@ -18,7 +18,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from service.core import BARE_DRAFT, AdapterRef, EngineStatus, FinishReason, Round, RunState, TrainingRun
+from service.core import BARE_DRAFT, AdapterRef, EngineStatus, FinishReason, Round, RunState, Source, TrainingRun
 
 PREFIX = "redraft:"
 OLDER = "older"
@@ -64,11 +64,13 @@ _TESTED = "Tokens after the first rejection are drafted but never tested against
 _PER_ADAPTER = f'The newest versions have a series each (0: bare draft); what earlier ones counted is under "{OLDER}".'
 
 METRICS: tuple[Definition, ...] = (
-    _counter("spec_decode_num_drafts_total", "Rounds of one request with at least one drafted token."),
-    _counter("spec_decode_num_draft_tokens_total", f"Tokens drafted. {_TESTED}"),
+    _counter(
+        "spec_decode_num_drafts_total", "Rounds of one request with at least one proposed token, whoever proposed."
+    ),
+    _counter("spec_decode_num_draft_tokens_total", f"Tokens proposed. {_TESTED}"),
     _counter(
         "spec_decode_num_accepted_tokens_total",
-        "Drafted tokens that the target accepted. Acceptance rate, as vLLM has it: accepted / drafted; mean length: "
+        "Proposed tokens that the target accepted. Acceptance rate, as vLLM has it: accepted / drafted; mean length: "
         "1 + accepted / drafts.",
     ),
     _counter("spec_decode_num_accepted_tokens_per_pos_total", "Accepted tokens by place in the draft.", "position"),
@@ -77,11 +79,16 @@ METRICS: tuple[Definition, ...] = (
         "Drafted tokens up to and with the first rejection. llama.cpp's acceptance rate is accepted / tested, which is "
         "never below accepted / drafted.",
     ),
+    _counter(
+        "source_num_drafts_total", "Rounds with proposed tokens, by who proposed: draft model or look-up.", "source"
+    ),
+    _counter("source_num_draft_tokens_total", "Tokens proposed, by who proposed.", "source"),
+    _counter("source_num_accepted_tokens_total", "Tokens accepted, by who proposed.", "source"),
     _counter("adapter_num_drafts_total", f"Rounds drafted, by adapter version. {_PER_ADAPTER}", "adapter"),
     _counter("adapter_num_draft_tokens_total", "Tokens drafted, by adapter version.", "adapter"),
     _counter("adapter_num_accepted_tokens_total", "Tokens accepted, by adapter version.", "adapter"),
     _counter("draft_failures_total", "Rounds decoded plainly because the draft broke, by version.", "adapter"),
-    _counter("draft_length_rounds_total", "Rounds of one request by the number of tokens drafted.", "length"),
+    _counter("draft_length_rounds_total", "Rounds of one request by the number of tokens proposed.", "length"),
     _counter("rounds_total", "Rounds of one request, drafted or not: target calls per request, summed."),
     _histogram("round_seconds", "Wall time of one round of the whole batch.", FAST),
     _counter("generation_tokens_total", "Tokens emitted."),
@@ -116,6 +123,7 @@ METRICS: tuple[Definition, ...] = (
 
 _ADAPTER_COUNTERS = tuple(item for item in METRICS if item.labels == ("adapter",))
 _DRAFTS, _DRAFTED, _ACCEPTED, _FAILURES = range(4)
+_PER_SOURCE = ("source_num_drafts_total", "source_num_draft_tokens_total", "source_num_accepted_tokens_total")
 
 
 class _AdapterCounts(Collector):
@@ -157,7 +165,7 @@ class Metrics:
     """All metrics of one server, in a registry of their own. Implements core.RoundObserver. Every method is thread-safe
     and returns at once.
 
-    draft_tokens: tokens drafted per round at most, which fixes the `position` and `length` series. adapters_kept: adapter
+    draft_tokens: tokens proposed per round at most, which fixes the `position` and `length` series. adapters_kept: adapter
     versions that have series of their own.
     """
 
@@ -187,6 +195,9 @@ class Metrics:
         ):
             for label in labels:
                 self._series(name, str(label))
+        for source in Source:
+            for name in _PER_SOURCE:
+                self._series(name, source)
         for state in RunState:
             self._gauges["training_run_state"].labels(state)
         self.serving(None)
@@ -228,7 +239,11 @@ class Metrics:
             kept = sum(round_.accepted > position for round_ in drafted)
             self._series("spec_decode_num_accepted_tokens_per_pos_total", str(position)).inc(kept)
         for round_ in drafted:
-            self._adapters.add(round_.adapter, ((_DRAFTS, 1), (_DRAFTED, round_.drafted), (_ACCEPTED, round_.accepted)))
+            counts = (1, round_.drafted, round_.accepted)
+            for name, count in zip(_PER_SOURCE, counts, strict=True):
+                self._series(name, round_.source).inc(count)
+            if round_.source is Source.DRAFT:
+                self._adapters.add(round_.adapter, tuple(zip((_DRAFTS, _DRAFTED, _ACCEPTED), counts, strict=True)))
 
     def draft_failed(self, adapter: int) -> None:
         self._adapters.add(adapter, ((_FAILURES, 1),))

@@ -56,7 +56,7 @@ class Application:
     def __init__(self, settings: Settings, on_fatal: Callable[[str], None]) -> None:
         self.settings = settings
         self.stores = open_stores(settings, create=True)
-        self.metrics = Metrics(settings.engine.num_draft_tokens)
+        self.metrics = Metrics(max(settings.engine.num_draft_tokens, settings.engine.num_lookup_tokens))
         self.recorder = Recorder(self.stores.generations, on_drop=self.metrics.recorder_dropped)
         self.worker = Worker(
             self._build,
@@ -140,17 +140,20 @@ class Application:
         base = served(pair.draft) if pair.draft is not None else None
         context = min(settings.engine.max_context, pair.target.context or settings.engine.max_context)
         self._serving = Serving(folders, pair, context)
+        decoder = Decoder(
+            pair.target.model,
+            base,
+            vocabulary=pair.vocabulary,
+            k=settings.engine.num_draft_tokens if base is not None else 0,
+            prefill_chunk=settings.engine.prefill_chunk,
+            tie_margin=settings.engine.tie_margin,
+            collect=settings.store.record,
+            adaptive=settings.engine.adaptive,
+            lookup=settings.engine.num_lookup_tokens,
+        )
+        decoder.profile(settings.engine.max_rows)
         return Engine(
-            decoder=Decoder(
-                pair.target.model,
-                base,
-                vocabulary=pair.vocabulary,
-                k=settings.engine.num_draft_tokens if base is not None else 0,
-                prefill_chunk=settings.engine.prefill_chunk,
-                tie_margin=settings.engine.tie_margin,
-                collect=settings.store.record,
-                adaptive=settings.engine.adaptive,
-            ),
+            decoder=decoder,
             base=base,
             eos=pair.eos,
             context=context,

@@ -58,9 +58,11 @@ class EngineSettings(Section):
     """How tokens are made."""
 
     num_draft_tokens: int = Field(default=3, ge=0, le=16)
-    """Tokens drafted per round, at most; 0 decodes with the target alone."""
+    """Tokens drafted per round, at most; 0: the draft model rests."""
     adaptive: bool = True
     """Draft as many as pay for the batch at hand, down to none; false: always num_draft_tokens."""
+    num_lookup_tokens: int = Field(default=8, ge=0, le=32)
+    """Tokens looked up per round, at most, in what was said before, where that promises more; 0, or not adaptive: none."""
     max_rows: int = Field(default=16, ge=1, le=256)
     """Requests decoded together."""
     max_waiting: int = Field(default=64, ge=0)

@@ -20,6 +20,7 @@ from service.core import (
     Progress,
     Round,
     RunState,
+    Source,
     TrainingRun,
     Trigger,
 )
@@ -47,7 +48,12 @@ def one_round(draw: st.DrawFn) -> Round:
     drafted = draw(st.integers(0, K))
     accepted = draw(st.integers(0, drafted))
     return Round(
-        draw(st.integers(0, 12)), draw(st.integers(0, 500)), drafted, accepted, draw(st.integers(0, accepted + 1))
+        draw(st.integers(0, 12)),
+        draw(st.integers(0, 500)),
+        drafted,
+        accepted,
+        draw(st.integers(0, accepted + 1)),
+        draw(st.sampled_from(Source)),
     )
 
 
@@ -70,6 +76,13 @@ def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], kept
     assert found["spec_decode_num_tested_tokens_total", ()] == tested
     positions = by_label(metrics, "spec_decode_num_accepted_tokens_per_pos_total")
     assert positions == {str(place): sum(item.accepted > place for item in rounds) for place in range(K)}
+    for source in Source:
+        named = [item for item in drafted if item.source is source]
+        assert by_label(metrics, "source_num_drafts_total")[source] == len(named)
+        assert by_label(metrics, "source_num_draft_tokens_total")[source] == sum(item.drafted for item in named)
+        assert by_label(metrics, "source_num_accepted_tokens_total")[source] == sum(item.accepted for item in named)
+    # What was looked up is no adapter's merit.
+    drafted = [item for item in drafted if item.source is Source.DRAFT]
     for name, amounts in (
         ("adapter_num_drafts_total", [1 for _ in drafted]),
         ("adapter_num_draft_tokens_total", [item.drafted for item in drafted]),
@@ -110,6 +123,7 @@ def test_every_series_is_there_at_zero_from_the_start() -> None:
         "position": {str(place) for place in range(K)},
         "finish": set(FinishReason),
         "code": set(CODES),
+        "source": set(Source),
         "adapter": {"0", OLDER},
     }
     for name, (label, *more) in labels.items():

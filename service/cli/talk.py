@@ -47,12 +47,17 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
             if active is not None:
                 drafting = load(drafting.model, active, pair.provenance.draft)
     encoder = TextEncoder(pair.target.tokenizer)
-    tokens = settings.engine.num_draft_tokens if drafting is not None else 0
+    decoder = Decoder(
+        pair.target.model,
+        drafting,
+        vocabulary=pair.vocabulary,
+        k=settings.engine.num_draft_tokens,
+        adaptive=settings.engine.adaptive,
+        lookup=settings.engine.num_lookup_tokens,
+    )
+    decoder.profile(1)
 
     def say(messages: Sequence[dict[str, str]], sampling: Sampling, on_delta: Callable[[Delta], None]) -> Finished:
-        decoder = Decoder(
-            pair.target.model, drafting, vocabulary=pair.vocabulary, k=tokens, adaptive=settings.engine.adaptive
-        )
         text = TextStream(pair.target.tokenizer.detokenizer, sampling.stop)
         row = Row("0", Prompt(encoder.encode_chat(messages), sampling), pair.eos, text)
         decoder.admit(row)

@@ -32,6 +32,7 @@ from service.core.generation import (
     Round,
     Sampling,
     Sink,
+    Source,
     Targets,
     Timings,
 )
@@ -103,6 +104,7 @@ __all__ = [
     "Sampling",
     "Score",
     "Sink",
+    "Source",
     "Staged",
     "StoreError",
     "Targets",

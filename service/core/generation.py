@@ -64,22 +64,30 @@ class Prompt:
     """The first user message, which decides the train / held-out split (hashed, see store.generations)."""
 
 
+class Source(StrEnum):
+    """Who proposed a round's tokens: the draft model, or a look-up in what was said before."""
+
+    DRAFT = "draft"
+    LOOKUP = "lookup"
+
+
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One row's share of one round: `drafted` tokens proposed by `adapter`, the first `accepted` of them kept, and one
-    token of the target after them. `start` is the output position of the round's first token. The tokens emitted are
-    accepted + 1, or fewer when the request ended inside the round (`emitted`)."""
+    """One row's share of one round: `drafted` tokens proposed by `source` while `adapter` served, the first `accepted` of
+    them kept, and one token of the target after them. `start` is the output position of the round's first token. The tokens
+    emitted are accepted + 1, or fewer when the request ended inside the round (`emitted`)."""
 
     adapter: int
     start: int
     drafted: int
     accepted: int
     emitted: int
+    source: Source = Source.DRAFT
 
 
 @dataclass(frozen=True, slots=True)
 class FailureCase:
-    """The first rejection of one round: the draft proposed `drafted`, the target emitted `target`.
+    """The first rejection of one round of the draft: it proposed `drafted`, the target emitted `target`.
 
     position: index into the output tokens. p, q: probability of `drafted` under target and draft at T = 1. margin: gap
     between the target's two best log-probabilities at T = 1; below the tie threshold the case is numerical noise and `tie`
@@ -160,7 +168,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """llama.cpp's names. draft_n: tokens drafted; draft_n_accepted: of those kept (never more than were emitted).
+    """llama.cpp's names. draft_n: tokens proposed; draft_n_accepted: of those kept (never more than were emitted).
     adapters: every adapter version that drafted for this answer, in order of first use. seconds are wall time."""
 
     prompt_n: int

@@ -15,12 +15,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from service.core import BARE_DRAFT, Delta, Round
-from service.engine import verify
+from service.core import BARE_DRAFT, Delta, Round, Source
+from service.engine import profile, verify
 from service.engine.cache import RowCache
 from service.engine.draft import Draft
-from service.engine.drafting import ModelDrafter, Proposal
-from service.engine.length import DraftLength
+from service.engine.drafting import ModelDrafter, Proposal, joined, looked_up
+from service.engine.length import Choice, DraftLength, Match
+from service.engine.lookup import Found, Lookup
 from service.engine.row import Evidence, Row
 from service.engine.sampling import SamplingBatch, choose, normaliser, shared_noise, transform
 from service.engine.targets import tail_mass, top_logits
@@ -49,7 +50,8 @@ class Prefill:
 
 class Decoder:
     """The batch. `k`: tokens drafted per round (0: the target alone), or, with `adaptive`, at most so many: what pays for the
-    batch at hand. `collect`: gather evidence for rows that may be stored.
+    batch at hand, where up to `lookup` tokens may also be looked up in what was said before. `collect`: gather evidence for
+    rows that may be stored.
 
     A draft that raises or turns non-finite is put aside: decoding goes on with the target alone until another draft is
     switched in. Errors of the target are the caller's.
@@ -66,15 +68,18 @@ class Decoder:
         tie_margin: float = 1e-3,
         collect: bool = False,
         adaptive: bool = False,
+        lookup: int = 0,
         key: mx.array | None = None,
     ) -> None:
         self.target = target
         self.vocabulary = vocabulary
-        self.k = k
         self.prefill_chunk = prefill_chunk
         self.tie_margin = tie_margin
         self.collect = collect
-        self.length = DraftLength(k) if adaptive and k > 0 and draft is not None else None
+        self.drafted = k if draft is not None else 0
+        self.lookup = Lookup(lookup) if adaptive and lookup > 0 else None
+        self.adaptive = adaptive and (self.drafted > 0 or self.lookup is not None)
+        self.length: DraftLength | None = None
         self.key = mx.random.key(secrets.randbits(63)) if key is None else key
         self.cache = RowCache(target, 0)
         self.drafter = ModelDrafter(draft, vocabulary) if draft is not None else None
@@ -94,6 +99,15 @@ class Decoder:
         self.failed = False
         if self.length is not None:
             self.length.restart()
+
+    def profile(self, rows: int) -> None:
+        """Measure what rounds of up to so many rows cost here, for lengths to be chosen by; left undone, the first round does
+        it for its own rows."""
+        if self.adaptive:
+            draft = self.drafter.draft.model if self.drafter is not None and self.drafted else None
+            looked_up = self.lookup.most if self.lookup is not None else 0
+            costs = profile.measure(self.target, draft, rows=profile.sizes(rows), most=max(self.drafted, looked_up))
+            self.length = DraftLength(self.drafted, looked_up, costs)
 
     # ------------------------------------------------------------------------------------------------ rows come and go
 
@@ -144,6 +158,10 @@ class Decoder:
         if self.drafter is not None:
             self.drafter.cache.keep(keep)
         self.rows = [self.rows[i] for i in keep]
+        if self.lookup is not None:
+            for row in gone:
+                if row.prompt.store:
+                    self.lookup.remember(row.output)
 
     # ------------------------------------------------------------------------------------------------------- one round
 
@@ -154,11 +172,20 @@ class Decoder:
         batch = SamplingBatch.of([row.prompt.sampling for row in rows], self.vocabulary)
         collect = self.collect and any(row.prompt.store for row in rows)
         self.key, draft_key, verify_key = mx.random.split(self.key, 3)
-        k = self.k if self.length is None else self.length.choose(len(rows))
+        choice, found, matches = self._choose(rows)
+        k = choice.most
         noise = shared_noise(batch, [row.emitted for row in rows], k + 1, self.vocabulary)
-        behind = k > 0 and self.drafter is not None and self.drafter.behind([row.tokens for row in rows])
-        proposal = self._propose(rows, k, batch, noise, draft_key)
-        tried, k = k, 0 if proposal is None else k
+        tokens = [row.tokens for row in rows]
+        behind = choice.drafted > 0 and self.drafter is not None and self.drafter.behind(tokens)
+        drafted = self._propose(rows, choice.drafted, batch, noise, draft_key)
+        proposal, counts = drafted, [0 if drafted is None else choice.drafted] * len(rows)
+        if any(choice.looked_up):
+            shown = [f.tokens[:n] if f else [] for f, n in zip(found, choice.looked_up, strict=True)]
+            proposal = looked_up(shown, k, self.vocabulary, batch.unseeded)
+            if drafted is not None:
+                proposal = joined(drafted, proposal, [n > 0 for n in choice.looked_up])
+            counts = [n or count for n, count in zip(choice.looked_up, counts, strict=True)]
+        k = 0 if proposal is None else k
         adapter = self.adapter
 
         fed = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
@@ -173,20 +200,19 @@ class Decoder:
             padded = mx.concatenate([proposal.tokens, emitted.astype(proposal.tokens.dtype)], axis=1)
             emitted = mx.where(mx.arange(k + 1) < accepted[:, None], padded, emitted)
         evidence = self._evidence(logits, lse, law, batch, emitted, proposal) if collect and lse is not None else []
-        drafted = proposal.tokens if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.int32)
-        usable = proposal.usable if proposal is not None else mx.ones((len(rows), 1), dtype=mx.bool_)
-        mx.eval(accepted, emitted, drafted, usable, *evidence, self.cache.arrays(), self.key)
+        proposed = proposal.tokens if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.int32)
+        usable = drafted.usable if drafted is not None else mx.ones((len(rows), 1), dtype=mx.bool_)
+        mx.eval(accepted, emitted, proposed, usable, *evidence, self.cache.arrays(), self.key)
 
-        counts = np.array(accepted)
-        tokens, proposed = np.array(emitted), np.array(drafted)
+        kept: list[int] = np.array(accepted).tolist()
+        said, guessed = np.array(emitted), np.array(proposed)
         arrays = [np.array(a.astype(mx.float32) if a.dtype != mx.uint32 else a) for a in evidence]
         deltas: list[Delta] = []
         for i, row in enumerate(rows):
-            shown = Evidence(*(a[i] for a in arrays)) if arrays and row.prompt.store else None
-            kept = int(counts[i])
-            deltas.append(
-                row.take(tokens[i, : kept + 1].tolist(), proposed[i].tolist(), adapter, shown, self.tie_margin)
-            )
+            seen = Evidence(*(a[i] for a in arrays)) if arrays and row.prompt.store else None
+            source = Source.LOOKUP if choice.looked_up[i] else Source.DRAFT
+            new, guesses = said[i, : kept[i] + 1].tolist(), guessed[i, : counts[i]].tolist()
+            deltas.append(row.take(new, guesses, source, adapter, seen, self.tie_margin))
         if not np.array(usable).all():
             self._put_draft_aside()
         self.cache.rewind([len(row.tokens) - 1 for row in rows])
@@ -197,14 +223,26 @@ class Decoder:
         if ended:
             self.leave(ended)
         seconds = time.perf_counter() - begun
-        if self.length is not None and k == tried:
-            self.length.observe(len(rows), k, counts.tolist(), None if behind else seconds)
+        if self.length is not None and (drafted is not None or not choice.drafted):
+            self.length.observe(choice, matches, kept, None if behind else seconds)
         return RoundReport(
             rows=tuple(rows),
             deltas=tuple(deltas),
             rounds=tuple(row.rounds[-1] for row in rows),
             seconds=seconds,
         )
+
+    def _choose(self, rows: Sequence[Row]) -> tuple[Choice, list[Found | None], list[Match | None]]:
+        """What to propose this round, and what was looked up for each row."""
+        found: list[Found | None] = [None] * len(rows)
+        if self.adaptive and self.length is None:
+            self.profile(len(rows))
+        if self.length is None:
+            return Choice(self.drafted, (0,) * len(rows)), found, [None] * len(rows)
+        if self.lookup is not None:
+            found = [self.lookup.find(row.tokens, row.grams) for row in rows]
+        matches = [None if f is None else Match(f.length, len(f.tokens)) for f in found]
+        return self.length.choose(len(rows), matches), found, matches
 
     def _propose(
         self, rows: Sequence[Row], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
@@ -238,7 +276,7 @@ class Decoder:
         if proposal is None:
             accepted, following = mx.zeros((law.shape[0],), dtype=mx.int32), chosen[:, 0]
         else:
-            accepted, following = verify.match(chosen, proposal.tokens.astype(chosen.dtype))
+            accepted, following = verify.match(chosen, proposal.tokens.astype(chosen.dtype), proposal.usable)
         if not batch.unseeded:
             return accepted, following
         if proposal is None or proposal.logq is None:
@@ -275,5 +313,5 @@ class Decoder:
         else:
             k = proposal.tokens.shape[1]
             p = mx.exp(at(logits[:, :k], proposal.tokens) - lse[:, :k])[..., 0]
-            q = mx.exp(at(proposal.logits, proposal.tokens) - normaliser(proposal.logits))[..., 0]
+            q = proposal.q
         return [logprobs, sampled, ids, top, tail_mass(top), p, q]

@@ -11,20 +11,48 @@ import numpy as np
 
 from service.engine.cache import RowCache
 from service.engine.draft import Draft
-from service.engine.sampling import SamplingBatch, draw, transform
+from service.engine.sampling import SamplingBatch, draw, normaliser, transform
 from service.models.heads import cut_head
 from service.models.vocabulary import own
+
+WIDE = 8
+"""Tokens of one row that a first draft step takes in besides the last two, where a row fell behind."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """tokens: (B, K). logq: (B, K, V) what they were drawn from, None when no row needs it. logits: (B, K, V) before the
-    transform. usable: (B, K) false where the draft's logits were not finite."""
+    """tokens: (B, K). logq: (B, K, V) what they were drawn from, None when no row needs it. q: (B, K) the draft's probability
+    of each at T = 1. usable: (B, K) false where nothing was proposed, or by a draft whose logits were not finite."""
 
     tokens: mx.array
     logq: mx.array | None
-    logits: mx.array
+    q: mx.array
     usable: mx.array
+
+
+def looked_up(found: Sequence[Sequence[int]], k: int, vocabulary: int, unseeded: bool) -> Proposal:
+    """Tokens without a distribution, up to k per row: q is 1 at them."""
+    tokens, usable = np.zeros((len(found), k), dtype=np.int32), np.zeros((len(found), k), dtype=np.bool_)
+    for i, row in enumerate(found):
+        tokens[i, : len(row)] = row
+        usable[i, : len(row)] = True
+    proposed = mx.array(tokens)
+    certain = mx.where(mx.arange(vocabulary) == proposed[..., None], 0.0, -float("inf")) if unseeded else None
+    return Proposal(proposed, certain, mx.ones(tokens.shape), mx.array(usable.tolist()))
+
+
+def joined(drafted: Proposal, found: Proposal, rows: Sequence[bool]) -> Proposal:
+    """One proposal of two of the same length: row b is `found`'s where rows[b]."""
+    pick = mx.array(list(rows))[:, None]
+    logq = None
+    if drafted.logq is not None and found.logq is not None:
+        logq = mx.where(pick[..., None], found.logq, drafted.logq)
+    return Proposal(
+        tokens=mx.where(pick, found.tokens, drafted.tokens),
+        logq=logq,
+        q=mx.where(pick, found.q, drafted.q),
+        usable=mx.where(pick, found.usable, drafted.usable),
+    )
 
 
 class Drafter(Protocol):
@@ -38,8 +66,8 @@ class Drafter(Protocol):
 class ModelDrafter:
     """Drafts with a model of its own, whose KV rows run in step with the batch.
 
-    Before drafting, every row's cache holds all its tokens but the last two: feeding two covers both what a round can
-    leave unseen (the last draft when all were kept) and the new token, so all rows take part in one call.
+    Before drafting, every row's cache holds all its tokens but two, or a few more: the first step takes in both what a round
+    can leave unseen (the last draft when all were kept) and the new token, so all rows take part in one call.
     """
 
     def __init__(self, draft: Draft, vocabulary: int) -> None:
@@ -69,14 +97,17 @@ class ModelDrafter:
     def _propose(
         self, rows: Sequence[Sequence[int]], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
     ) -> Proposal:
-        self.cache.rewind([len(row) - 2 for row in rows])
-        feed = mx.array(np.array([row[-2:] for row in rows], dtype=np.int32))
+        held = self.cache.lengths.host
+        unread = [row[have:] for row, have in zip(rows, held, strict=True)]
+        last = mx.array([len(tokens) - 1 for tokens in unread])[:, None, None]
+        feed = _ragged(unread)
         tokens: list[mx.array] = []
         kept_logits: list[mx.array] = []
         laws: list[mx.array] = []
         for step in range(k):
-            logits = self.draft.model(feed, cache=self.cache.layers)[:, -1:, : self.vocabulary]
-            self.cache.commit(feed.shape[1])
+            logits = self.draft.model(feed, cache=self.cache.layers)
+            logits = (mx.take_along_axis(logits, last, axis=1) if step == 0 else logits)[..., : self.vocabulary]
+            self.cache.rewind([len(row) + step for row in rows])
             law = transform(logits, batch)
             key, step_key = mx.random.split(key)
             feed = draw(law, batch, None if noise is None else noise[:, step : step + 1], step_key).astype(mx.int32)
@@ -84,26 +115,34 @@ class ModelDrafter:
             kept_logits.append(logits)
             laws.append(law)
         logits = mx.concatenate(kept_logits, axis=1)
+        proposed = mx.concatenate(tokens, axis=1)
+        at = mx.take_along_axis(logits, proposed[..., None], axis=-1).astype(mx.float32)
         return Proposal(
-            tokens=mx.concatenate(tokens, axis=1),
+            tokens=proposed,
             logq=mx.concatenate(laws, axis=1) if batch.unseeded else None,
-            logits=logits,
+            q=mx.exp(at - normaliser(logits))[..., 0],
             usable=mx.isfinite(logits.max(axis=-1)),
         )
 
     def behind(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Whether a row was decoded without drafts since it last had one."""
-        return any(have < len(row) - 2 for row, have in zip(rows, self.cache.lengths.host, strict=True))
+        """Whether a row was decoded without drafts for so long that catching up is work of its own."""
+        return any(have + WIDE < len(row) - 2 for row, have in zip(rows, self.cache.lengths.host, strict=True))
 
     def catch_up(self, rows: Sequence[Sequence[int]]) -> None:
-        """Feed rows that fell behind (decoded without drafts for a while) what they have not seen, all in one ragged call."""
-        held = self.cache.lengths.host
-        missing = [list(row[have : len(row) - 2]) for row, have in zip(rows, held, strict=True)]
-        longest = max((len(tokens) for tokens in missing), default=0)
-        if longest == 0:
+        """Leave every row at least two tokens to read and at most so many more. Rows that fell further behind are fed what
+        they have not seen, all in one ragged call."""
+        self.cache.rewind([min(have, len(row) - 2) for row, have in zip(rows, self.cache.lengths.host, strict=True)])
+        if not self.behind(rows):
             return
-        feed = np.zeros((len(rows), longest), dtype=np.int32)
-        for line, tokens in zip(feed, missing, strict=True):
-            line[: len(tokens)] = tokens
-        self.draft.model(mx.array(feed), cache=self.cache.layers)
+        held = self.cache.lengths.host
+        missing = [row[have : len(row) - 2] for row, have in zip(rows, held, strict=True)]
+        self.draft.model(_ragged(missing), cache=self.cache.layers)
         self.cache.rewind([have + len(tokens) for have, tokens in zip(held, missing, strict=True)])
+
+
+def _ragged(texts: Sequence[Sequence[int]]) -> mx.array:
+    """(B, longest) with zeros behind the shorter ones, which the next write covers."""
+    feed = np.zeros((len(texts), max(map(len, texts))), dtype=np.int32)
+    for line, tokens in zip(feed, texts, strict=True):
+        line[: len(tokens)] = tokens
+    return mx.array(feed)

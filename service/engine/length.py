@@ -1,91 +1,177 @@
-"""How many tokens to draft: the length with the most expected tokens per second, for the batch at hand.
+"""How many tokens to propose, and from where: what promises the most tokens per second for the batch at hand.
 
-With a_i the probability that position i of a draft is kept when all before it were, K drafted tokens make
-1 + sum over j <= K of a_1 .. a_j expected tokens (Leviathan et al., arXiv 2211.17192, eq. 1 with a rate per position). What a
-round costs is measured where it runs: on a CPU a full batch wants 0, one stream 2 to 4. Pure arithmetic, no clock of its own.
+With a_i the probability that position i of a proposal is kept when all before it were, K proposed tokens make
+1 + sum over j <= K of a_1 .. a_j expected tokens (Leviathan et al., arXiv 2211.17192, eq. 1 with a rate per position). A round
+costs one target call over K + 1 tokens a row, and K draft steps unless what is proposed was looked up. Pure arithmetic, no
+clock of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-CYCLE = 32
-"""Rounds in which every length is looked at again. The last two draft the most whatever is best (the first of them may have to
-catch up, which tells nothing of time). While nothing is drafted only the very last drafts, one token: what a draft would be
-worth stays known at little cost, and what it gets wrong stays logged, so that it goes on learning."""
-PLAIN_AT = 15
-"""The round of a cycle that drafts nothing."""
+PROBE = 32
+"""Rounds without the draft after which it drafts one token: what it would be worth stays known at little cost, and what it
+gets wrong stays logged, so that it goes on learning."""
 STAY = 1.03
-"""Another length must promise so many times the tokens per second."""
-MEMORY = 0.98
+"""Another draft length must promise so many times the tokens per second."""
+MEMORY = 0.99
 """What an observation of acceptance weighs after one more."""
-PRIOR, PRIOR_WEIGHT = 0.6, 2.0
-PACE = 0.2
-"""Weight of a new measurement of a round's time, which is believed up to twice and down to half of the last one."""
+DRAFTED = 0.8
+LOOKED_UP = {8: 0.8, 4: 0.6, 2: 0.4}
+"""Acceptance taken for granted before anything was seen, rather too high than too low, for what is tried is soon known: of
+drafts, and of look-ups by how many tokens matched at least."""
+PRIOR_WEIGHT = 2.0
+PACE, SLOW = 0.5, 0.01
+"""Weight of a new time in the machine's pace and in a cost's own correction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Seconds, as measured: a target call by (rows, tokens of each), a draft step by rows. Between and beyond, lines."""
+
+    verify: Mapping[tuple[int, int], float]
+    step: Mapping[int, float]
+
+    def call(self, rows: int, tokens: int) -> float:
+        sizes = sorted({size for size, _ in self.verify})
+        return _line({size: _line(self._of(size), tokens) for size in sizes}, rows)
+
+    def draft(self, rows: int) -> float:
+        return _line(self.step, rows)
+
+    def _of(self, size: int) -> dict[int, float]:
+        return {tokens: seconds for (rows, tokens), seconds in self.verify.items() if rows == size}
+
+
+def _line(points: Mapping[int, float], at: int) -> float:
+    """Linear between the neighbouring points, and on beyond the ends; a single point is a constant."""
+    known = sorted(points)
+    if len(known) == 1 or at in points:
+        return points.get(at, points[known[0]])
+    above = min(max(next((i for i, x in enumerate(known) if x > at), len(known)), 1), len(known) - 1)
+    low, high = known[above - 1], known[above]
+    return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """What a look-up found for a row: how many tokens matched (a key of LOOKED_UP), how many follow there."""
+
+    length: int
+    available: int
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Tokens the draft proposes for every row that has nothing better (0: it rests), and those looked up by row (0: none; no
+    more than the draft's where it drafts)."""
+
+    drafted: int
+    looked_up: tuple[int, ...]
+
+    @property
+    def most(self) -> int:
+        return max(self.drafted, *self.looked_up)
+
+
+class Acceptance:
+    """How often each position of a proposal is kept, lately."""
+
+    def __init__(self, most: int, prior: float) -> None:
+        self.prior = prior
+        self._kept = [0.0] * most
+        self._tested = [0.0] * most
+
+    def observe(self, proposed: int, kept: int) -> None:
+        for position in range(len(self._kept)):
+            tested = position < min(kept + 1, proposed)
+            self._kept[position] = MEMORY * self._kept[position] + (tested and position < kept)
+            self._tested[position] = MEMORY * self._tested[position] + tested
+
+    def expected(self) -> list[float]:
+        """Expected tokens of a round by how many are proposed, from none. A position seldom tested is taken to be like the
+        one before."""
+        totals, reached, rate = [1.0], 1.0, self.prior
+        for kept, tested in zip(self._kept, self._tested, strict=True):
+            rate = (kept + PRIOR_WEIGHT * rate) / (tested + PRIOR_WEIGHT)
+            reached *= rate
+            totals.append(totals[-1] + reached)
+        return totals
 
 
 class DraftLength:
-    """`most`: the longest draft (at least 1). One controller belongs to one decoder; `restart` it when the draft changes."""
+    """drafted: tokens of the longest draft; looked_up: of the longest look-up. One controller belongs to one decoder."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._seconds: dict[tuple[int, int], float] = {}
-        self._round = 0
+    def __init__(self, drafted: int, looked_up: int, costs: Costs) -> None:
+        self.drafted = drafted
+        self._costs = costs
+        self._looked_up = {length: Acceptance(looked_up, prior) for length, prior in LOOKED_UP.items()}
+        self._pace: float | None = None
+        self._fixes: dict[tuple[int, int, int], float] = {}
         self.restart()
 
     def restart(self) -> None:
-        """Forget what the last draft was worth; what rounds cost stays true."""
-        self._kept = [0.0] * self.most
-        self._tested = [0.0] * self.most
-        self._current = self.most
+        """Forget what the last draft was worth: another one drafts. What rounds cost and look-ups are worth stays true."""
+        self._draft = Acceptance(self.drafted, DRAFTED)
+        self._current = self.drafted
+        self._rested = 0
 
-    def choose(self, rows: int) -> int:
-        """Tokens to draft for `rows` rows in the coming round."""
-        at = self._round % CYCLE
-        self._round += 1
-        size = _size(rows)
-        if (size, self.most) not in self._seconds:
-            return self.most
-        if (size, 0) not in self._seconds or at == PLAIN_AT:
-            return 0
-        rates = [self.expected(k) / self.seconds(rows, k) for k in range(self.most + 1)]
-        best = max(range(self.most + 1), key=rates.__getitem__)
+    def choose(self, rows: int, matches: Sequence[Match | None]) -> Choice:
+        """What to propose in the coming round. matches: one entry a row."""
+        draft = self._draft.expected()
+        tables = {length: found.expected() for length, found in self._looked_up.items()}
+        nothing = (0,) * rows
+
+        def worth(match: Match | None, count: int) -> float:
+            return 1.0 if match is None else tables[match.length][min(count, match.available)]
+
+        rates = [sum(max(draft[k], worth(m, k)) for m in matches) / self.seconds(rows, k, k) for k in range(len(draft))]
+        rates[0] = rows / self.seconds(rows, 0, 0)
+        best = max(range(len(rates)), key=rates.__getitem__)
         if rates[best] > STAY * rates[self._current]:
             self._current = best
-        if self._current == 0:
-            return 1 if at == CYCLE - 1 else 0
-        return self.most if at >= CYCLE - 2 else self._current
+        k, rate = self._current, rates[self._current]
+        longest = max((m.available for m in matches if m), default=0)
+        for count in range(1, longest + 1):
+            found = sum(worth(m, count) for m in matches) / self.seconds(rows, 0, count)
+            if found > rate:
+                k, rate = -count, found
+        if k > 0:
+            self._rested = 0
+            return Choice(k, tuple(min(k, m.available) if m and worth(m, k) > draft[k] else 0 for m in matches))
+        self._rested += 1
+        if self.drafted and self._rested >= PROBE:
+            self._rested = 0
+            return Choice(1, nothing)
+        return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches))
 
-    def expected(self, k: int) -> float:
-        """Expected tokens of one row's round that drafts k. A position seldom tested is taken to be like the one before."""
-        total, reached, rate = 1.0, 1.0, PRIOR
-        for kept, tested in zip(self._kept[:k], self._tested[:k], strict=True):
-            rate = (kept + PRIOR_WEIGHT * rate) / (tested + PRIOR_WEIGHT)
-            reached *= rate
-            total += reached
-        return total
+    def seconds(self, rows: int, drafted: int, most: int) -> float:
+        """Expected time of a round that drafts so many and proposes at most so many, but for the machine's pace."""
+        cost = self._costs.call(rows, most + 1) + (drafted * self._costs.draft(rows) if drafted else 0.0)
+        return cost * self._fixes.get((rows.bit_length(), drafted, most), 1.0)
 
-    def seconds(self, rows: int, k: int) -> float:
-        """Expected time of a round: as measured, else on the line between none and the most."""
-        size = _size(rows)
-        if (measured := self._seconds.get((size, k))) is not None:
-            return measured
-        least, most = self._seconds[size, 0], self._seconds[size, self.most]
-        return least + (most - least) * k / self.most
+    def observe(
+        self, choice: Choice, matches: Sequence[Match | None], kept: Sequence[int], seconds: float | None
+    ) -> None:
+        """What a round did. kept: per row. seconds: None where the round did other work besides.
 
-    def observe(self, rows: int, k: int, accepted: Sequence[int], seconds: float | None) -> None:
-        """What a round of k drafted tokens did. accepted: per row. seconds: None where the round did other work besides."""
-        for kept in accepted if k else ():
-            for position in range(self.most):
-                tested = position < min(kept + 1, k)
-                self._kept[position] = MEMORY * self._kept[position] + (tested and position < kept)
-                self._tested[position] = MEMORY * self._tested[position] + tested
-        if seconds is not None:
-            key = (_size(rows), k)
-            last = self._seconds.get(key, seconds)
-            self._seconds[key] = last + PACE * (min(max(seconds, last / 2), last * 2) - last)
-
-
-def _size(rows: int) -> int:
-    """Batches that cost about the same count as one."""
-    return rows.bit_length()
+        The pace follows what slows or speeds the whole machine, such as a training run beside; a cost's own correction
+        is what remains, and slow: lengths are compared by costs that were seen at different times.
+        """
+        for match, count, accepted in zip(matches, choice.looked_up, kept, strict=True):
+            if count and match is not None:
+                self._looked_up[match.length].observe(count, accepted)
+            elif choice.drafted and not count:
+                self._draft.observe(choice.drafted, accepted)
+        if seconds is None:
+            return
+        rows = len(kept)
+        expected = self.seconds(rows, choice.drafted, choice.most)
+        if self._pace is None:
+            self._pace = seconds / expected
+        ratio = min(max(seconds / (self._pace * expected), 0.5), 2.0)
+        key = (rows.bit_length(), choice.drafted, choice.most)
+        self._fixes[key] = self._fixes.get(key, 1.0) * ratio**SLOW
+        self._pace *= ratio**PACE

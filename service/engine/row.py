@@ -19,8 +19,10 @@ from service.core import (
     Prompt,
     Provenance,
     Round,
+    Source,
     Timings,
 )
+from service.engine.lookup import Grams
 from service.engine.targets import pack
 
 
@@ -97,6 +99,7 @@ class Row:
     rounds: list[Round] = field(default_factory=list[Round])
     cases: list[FailureCase] = field(default_factory=list[FailureCase])
     evidence: list[tuple[Evidence, int]] = field(default_factory=list[tuple[Evidence, int]])
+    grams: Grams = field(default_factory=Grams)
     asked_at: float = field(default_factory=time.perf_counter)
     joined_at: float = 0.0
     """When the prompt had been read and decoding began."""
@@ -115,10 +118,16 @@ class Row:
         return len(self.tokens) - len(self.prompt.tokens)
 
     def take(
-        self, tokens: Sequence[int], drafted: Sequence[int], adapter: int, evidence: Evidence | None, tie_margin: float
+        self,
+        tokens: Sequence[int],
+        drafted: Sequence[int],
+        source: Source,
+        adapter: int,
+        evidence: Evidence | None,
+        tie_margin: float,
     ) -> Delta:
-        """Take one round's tokens: the kept drafts and the target's own after them. Stops inside the round where the request
-        ends. `drafted`: everything that was proposed. Returns what is new."""
+        """Take one round's tokens: those kept of what was proposed and the target's own after them. Stops inside the round
+        where the request ends. `drafted`: everything that was proposed. Returns what is new."""
         start, accepted, emitted = self.emitted, len(tokens) - 1, 0
         for token in tokens:
             self.tokens.append(token)
@@ -131,10 +140,10 @@ class Row:
                 self.finish = FinishReason.LENGTH
             if self.finish:
                 break
-        self.rounds.append(Round(adapter, start, len(drafted), min(accepted, emitted), emitted))
+        self.rounds.append(Round(adapter, start, len(drafted), min(accepted, emitted), emitted, source))
         if evidence is not None:
             self.evidence.append((evidence, emitted))
-            if accepted < len(drafted) and emitted == accepted + 1:
+            if source is Source.DRAFT and accepted < len(drafted) and emitted == accepted + 1:
                 top = evidence.top_logprobs[accepted]
                 margin = float(top[0] - top[1]) if len(top) > 1 else float("inf")
                 self.cases.append(
@@ -155,7 +164,7 @@ class Row:
 
     def finished(self) -> Finished:
         """The closing event. Waiting and reading the prompt are the prompt's time, as in llama.cpp's timings."""
-        used = dict.fromkeys(round.adapter for round in self.rounds if round.drafted)
+        used = dict.fromkeys(round.adapter for round in self.rounds if round.drafted and round.source is Source.DRAFT)
         begun = self.joined_at or self.asked_at
         timings = Timings(
             prompt_n=len(self.prompt.tokens),

@@ -9,13 +9,13 @@ from __future__ import annotations
 import mlx.core as mx
 
 
-def match(chosen: mx.array, drafted: mx.array) -> tuple[mx.array, mx.array]:
+def match(chosen: mx.array, drafted: mx.array, usable: mx.array) -> tuple[mx.array, mx.array]:
     """Keep drafts while they equal the target's own choices.
 
-    chosen: (B, K+1) target choices (greedy, or Gumbel-max with noise shared with the draft). drafted: (B, K).
-    Returns accepted (B,) in 0..K and the token after them (B,).
+    chosen: (B, K+1) target choices (greedy, or Gumbel-max with noise shared with the draft). drafted: (B, K). usable: (B, K)
+    false where nothing was proposed. Returns accepted (B,) in 0..K and the token after them (B,).
     """
-    kept = mx.cumprod((chosen[:, :-1] == drafted).astype(mx.int32), axis=-1)
+    kept = mx.cumprod(((chosen[:, :-1] == drafted) & usable).astype(mx.int32), axis=-1)
     accepted = kept.sum(axis=-1)
     return accepted, mx.take_along_axis(chosen, accepted[:, None], axis=-1)[:, 0]
 
@@ -26,9 +26,10 @@ def reject(
     """Speculative sampling (Leviathan et al., arXiv 2211.17192, algorithm 1; Chen et al., arXiv 2302.01318).
 
     logp: (B, K+1, V) target log-probabilities, logq: (B, K, V) the draft's, both after the same transform. drafted: (B, K)
-    tokens drawn from q. usable: (B, K) false where q is not a distribution (NaN): such a position is rejected and the
-    target draws alone. Draft x is kept when u q(x) < p(x), with an independent u per position; at the first rejection the
-    next token comes from max(p - q, 0) normalised, or from p where that is 0 everywhere; after K keeps, from p.
+    tokens drawn from q. usable: (B, K) false where nothing was proposed or q is not a distribution (NaN): such a position
+    is rejected and the target draws alone. Draft x is kept when u q(x) < p(x), with an independent u per position; at the
+    first rejection the next token comes from max(p - q, 0) normalised, or from p where that is 0 everywhere; after K
+    keeps, from p.
     Returns accepted (B,) and next (B,).
     """
     rows, k = drafted.shape

@@ -245,7 +245,7 @@ def _insert(connection: Connection, made: Generation) -> None:
             client=made.prompt.client,
             first_user=made.prompt.first_user,
             finish=made.finish.value,
-            rounds=json.dumps([[r.adapter, r.start, r.drafted, r.accepted, r.emitted] for r in made.rounds]),
+            rounds=json.dumps([[r.adapter, r.start, r.drafted, r.accepted, r.emitted, r.source] for r in made.rounds]),
             logprobs=logprob_bytes(made.logprobs),
             sampled_logprobs=logprob_bytes(made.sampled_logprobs),
             target=made.provenance.target,

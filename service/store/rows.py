@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Row
 
-from service.core import FailureCase, FinishReason, Generation, Prompt, Provenance, Round, Sampling, Targets
+from service.core import FailureCase, FinishReason, Generation, Prompt, Provenance, Round, Sampling, Source, Targets
 
 
 def id_bytes(tokens: Sequence[int]) -> bytes:
@@ -41,7 +41,7 @@ def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
         prompt=prompt,
         output=_ids(row.output),
         finish=FinishReason(row.finish),
-        rounds=tuple(Round(*values) for values in json.loads(row.rounds)),
+        rounds=tuple(_round(*values) for values in json.loads(row.rounds)),
         cases=tuple(cases),
         logprobs=_logprobs(row.logprobs),
         sampled_logprobs=_logprobs(row.sampled_logprobs),
@@ -49,6 +49,11 @@ def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
         provenance=Provenance(row.target, row.tokenizer, row.draft),
         created_at=utc(row.created_at),
     )
+
+
+def _round(adapter: int, start: int, drafted: int, accepted: int, emitted: int, source: str = Source.DRAFT) -> Round:
+    """Rows written before look-ups name no source."""
+    return Round(adapter, start, drafted, accepted, emitted, Source(source))
 
 
 def case_of(row: Row[Any]) -> FailureCase:

@@ -24,12 +24,20 @@ def decode(
     seed: int = 0,
     collect: bool = False,
     adaptive: bool = False,
+    lookup: int = 0,
     between: Callable[[Decoder], None] = lambda decoder: None,
 ) -> list[Row]:
     """Every prompt's finished row, in the prompts' order."""
     start = bare(draft) if isinstance(draft, nn.Module) else draft
     decoder = Decoder(
-        target, start, vocabulary=vocabulary, k=k, prefill_chunk=chunk, collect=collect, adaptive=adaptive
+        target,
+        start,
+        vocabulary=vocabulary,
+        k=k,
+        prefill_chunk=chunk,
+        collect=collect,
+        adaptive=adaptive,
+        lookup=lookup,
     )
     rng = random.Random(seed)
     rows = [Row(str(i), prompt, eos, None) for i, prompt in enumerate(prompts)]

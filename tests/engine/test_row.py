@@ -1,6 +1,6 @@
 """Where a request ends, and what of its text may be shown before that is known."""
 
-from service.core import FinishReason, Prompt, Sampling
+from service.core import FinishReason, Prompt, Sampling, Source
 from service.engine.row import Row, TextStream
 
 
@@ -50,7 +50,7 @@ def row(**sampling: int) -> Row:
 
 def test_a_round_that_passes_the_end_token_is_cut_there() -> None:
     request = row(max_tokens=10)
-    delta = request.take([4, 9, 5], [4, 9], adapter=3, evidence=None, tie_margin=0.0)
+    delta = request.take([4, 9, 5], [4, 9], Source.DRAFT, adapter=3, evidence=None, tie_margin=0.0)
     assert request.finish is FinishReason.STOP and request.output == [4, 9]
     assert delta.tokens == (4, 9) and delta.drafted == (True, True)
     (done,) = request.rounds
@@ -59,7 +59,7 @@ def test_a_round_that_passes_the_end_token_is_cut_there() -> None:
 
 def test_a_round_that_passes_max_tokens_is_cut_there() -> None:
     request = row(max_tokens=2)
-    request.take([4, 5, 6, 7], [4, 5, 6], adapter=0, evidence=None, tie_margin=0.0)
+    request.take([4, 5, 6, 7], [4, 5, 6], Source.DRAFT, adapter=0, evidence=None, tie_margin=0.0)
     assert request.finish is FinishReason.LENGTH and request.output == [4, 5]
     timings = request.finished().timings
     assert (timings.draft_n, timings.draft_n_accepted, timings.predicted_n) == (3, 2, 2)
@@ -68,6 +68,6 @@ def test_a_round_that_passes_max_tokens_is_cut_there() -> None:
 def test_every_adapter_that_drafted_is_named_once_in_order() -> None:
     request = row(max_tokens=20)
     for adapter in (2, 2, 5, 2):
-        request.take([4, 5], [4], adapter=adapter, evidence=None, tie_margin=0.0)
-    request.take([4], [], adapter=7, evidence=None, tie_margin=0.0)
+        request.take([4, 5], [4], Source.DRAFT, adapter=adapter, evidence=None, tie_margin=0.0)
+    request.take([4], [], Source.DRAFT, adapter=7, evidence=None, tie_margin=0.0)
     assert request.finished().timings.adapters == (2, 5)

@@ -1,0 +1,140 @@
+"""What followed before may follow again: a look-up proposes, and whatever it proposes the law of the output is the target's."""
+
+import random
+from collections import Counter
+
+import mlx.core as mx
+import pytest
+from batches import decode
+from oracle import naive, relative, tempered, tiny_llama
+from scipy.stats import chisquare
+
+from service.core import Prompt, Sampling, Source
+from service.engine.decoder import Decoder
+from service.engine.drafting import joined, looked_up
+from service.engine.length import Costs, DraftLength
+from service.engine.lookup import REMEMBERED, Found, Grams, Lookup
+from service.engine.row import Row
+
+VOCABULARY = 97
+
+
+def find(text: list[int], most: int = 4) -> Found | None:
+    return Lookup(most).find(text, Grams())
+
+
+def test_the_latest_place_with_the_longest_match_is_read_on() -> None:
+    assert find([1, 2, 3, 4, 5, 1, 2]) == Found(2, [3, 4, 5, 1])
+    assert find([1, 2, 3, 1, 2, 4, 9, 1, 2]) == Found(2, [4, 9, 1, 2])
+    # Four tokens that match beat two of a later place.
+    assert find([7, 8, 1, 2, 30, 31, 32, 33, 1, 2, 50, 51, 7, 8, 1, 2]) == Found(4, [30, 31, 32, 33])
+    assert find([1, 2, 3]) is None and find([1]) is None and find([]) is None
+
+
+def test_a_text_that_repeats_itself_is_taken_to_go_on() -> None:
+    assert find([5, 6, 7, 5, 6, 7, 5, 6], most=5) == Found(4, [7, 5, 6, 7, 5])
+    assert find([9] * 12, most=3) == Found(8, [9, 9, 9])
+
+
+def test_a_growing_text_is_read_once_and_finds_what_a_fresh_reading_finds() -> None:
+    rng, grams, lookup = random.Random(0), Grams(), Lookup(6)
+    text: list[int] = []
+    for _ in range(300):
+        text += [rng.randrange(4) for _ in range(rng.randint(1, 5))]
+        assert lookup.find(text, grams) == find(text, most=6)
+
+
+def test_recent_outputs_are_shared_and_old_ones_forgotten() -> None:
+    lookup, text = Lookup(3), [90, 91, 92, 93, 94, 95, 96]
+    lookup.remember(text)
+    assert lookup.find([1, 90, 91, 92, 93], Grams()) == Found(4, [94, 95, 96])
+    # Two matching tokens of somebody else's text say nothing; what the row has itself comes first.
+    assert lookup.find([1, 92, 93], Grams()) is None
+    assert lookup.find([90, 91, 92, 93, 5, 6, 90, 91, 92, 93], Grams()) == Found(4, [5, 6, 90])
+    for start in range(3):
+        lookup.remember([start] * REMEMBERED)
+    assert lookup.find([1, 90, 91, 92, 93], Grams()) is None
+
+
+def test_what_may_not_be_stored_is_not_offered_to_others() -> None:
+    target = tiny_llama(0)
+    prompt = tuple(random.Random(1).randrange(4, VOCABULARY) for _ in range(12))
+    for store in (True, False):
+        decoder = Decoder(target, None, vocabulary=VOCABULARY, k=0, adaptive=True, lookup=4)
+        row = Row("a", Prompt(prompt, Sampling(temperature=1.0, seed=5, max_tokens=20), store=store), frozenset(), None)
+        decoder.admit(row)
+        while decoder.rows:
+            decoder.round()
+        assert decoder.lookup is not None
+        assert len({tuple(row.output[i : i + 2]) for i in range(4)}) == 4
+        assert (decoder.lookup.find(row.output[:5], Grams()) is not None) is store
+
+
+@pytest.mark.parametrize("drafted", [0, 3])
+@pytest.mark.parametrize("seeded", [True, False])
+def test_with_look_ups_the_tokens_are_the_targets_own(drafted: int, seeded: bool) -> None:
+    target, rng = tiny_llama(0), random.Random(3)
+    asked = []
+    for i in range(16):
+        phrase = [rng.randrange(4, VOCABULARY) for _ in range(rng.randint(2, 9))]
+        sampling = Sampling(temperature=0.3, seed=i, max_tokens=48) if seeded else Sampling(max_tokens=48)
+        asked.append(Prompt(tuple(phrase * rng.randint(1, 5)), sampling))
+    rows = decode(
+        target, relative(target, 1, 0.2) if drafted else None, asked, k=drafted, vocabulary=VOCABULARY, adaptive=True,
+        lookup=6, eos=frozenset({3}), collect=True,
+    )  # fmt: skip
+    found = [round for row in rows for round in row.rounds if round.source is Source.LOOKUP]
+    assert sum(round.accepted for round in found) > 10 and any(round.accepted < round.drafted for round in found)
+    for row in rows:
+        assert row.output == naive(target, row.prompt.tokens, row.prompt.sampling, eos=frozenset({3}))
+        # A wrong look-up is no failure of the draft.
+        drafts = {
+            round.start + round.accepted for round in row.rounds if round.source is Source.DRAFT and round.drafted
+        }
+        assert {case.position for case in row.cases} <= drafts
+        assert {round.adapter for round in row.rounds} == {0}
+
+
+def test_unseeded_sampling_with_look_ups_has_the_targets_law() -> None:
+    """A look-up says one token for certain: kept with p(x), else drawn from what remains of p. The text repeats itself, so
+    that both happen often."""
+    target, draws = tiny_llama(4), 4000
+    sampling = Sampling(temperature=0.6, top_k=6, max_tokens=2)
+
+    def law(tokens: list[int]) -> list[float]:
+        return mx.exp(tempered(target(mx.array([tokens]))[0, -1:], sampling)[0]).tolist()
+
+    phrases = ([a, b, c, a, b, c, a, b] for a in range(4, 30) for b in range(30, 40) for c in range(40, 50))
+    text = next(phrase for phrase in phrases if 0.2 < law(phrase)[phrase[2]] < 0.8)
+    prompt = Prompt(tuple(text), sampling)
+    decoder = Decoder(target, None, vocabulary=VOCABULARY, k=0, adaptive=True, lookup=3, key=mx.random.key(7))
+    # Whatever it costs, it looks up.
+    decoder.length = DraftLength(0, 3, Costs({(1, 1): 1.0, (1, 4): 1.0}, {1: 0.0}))
+    counts: Counter[int] = Counter()
+    kept = 0
+    for start in range(0, draws, 200):
+        rows = [Row(str(start + i), prompt, frozenset(), None) for i in range(200)]
+        for row in rows:
+            decoder.admit(row)
+        decoder.round()
+        for row in rows:
+            counts[row.output[0]] += 1
+            kept += row.rounds[0].accepted > 0
+            assert row.rounds[0].source is Source.LOOKUP
+        decoder.leave(list(decoder.rows))
+    p = law(text)
+    likely = [i for i in range(VOCABULARY) if p[i] > 0]
+    assert set(counts) <= set(likely)
+    expected = [draws * p[i] / sum(p[j] for j in likely) for i in likely]
+    assert chisquare([counts[i] for i in likely], expected).pvalue > 1e-4
+    assert 0 < kept < draws
+
+
+def test_two_proposals_are_joined_row_by_row() -> None:
+    one = looked_up([[1, 2], [3]], 2, VOCABULARY, unseeded=True)
+    other = looked_up([[4, 5], [6, 7]], 2, VOCABULARY, unseeded=True)
+    both = joined(one, other, [False, True])
+    assert both.tokens.tolist() == [[1, 2], [6, 7]] and both.usable.all().item() and both.logq is not None
+    assert mx.argmax(both.logq, axis=-1).tolist() == [[1, 2], [6, 7]]
+    assert one.usable.tolist() == [[True, True], [True, False]] and one.q.tolist() == [[1, 1], [1, 1]]
+    assert looked_up([[1]], 1, VOCABULARY, unseeded=False).logq is None
