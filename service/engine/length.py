@@ -23,8 +23,10 @@ LOOKED_UP = {8: 0.8, 4: 0.6, 2: 0.4}
 """Acceptance taken for granted before anything was seen, rather too high than too low, for what is tried is soon known: of
 drafts, and of look-ups by how many tokens matched at least."""
 PRIOR_WEIGHT = 2.0
-PACE, SLOW = 0.5, 0.01
-"""Weight of a new time in the machine's pace and in a cost's own correction."""
+PLAIN = 64
+"""Rounds with proposals after which one has none, so that what they are compared with stays measured."""
+SLOW, TRUSTED = 0.05, 8
+"""Least weight of a new time in a cost's correction, and how many such times the measurement at start is worth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +110,15 @@ class DraftLength:
         self.drafted = drafted
         self._costs = costs
         self._looked_up = {length: Acceptance(looked_up, prior) for length, prior in LOOKED_UP.items()}
-        self._pace: float | None = None
-        self._fixes: dict[tuple[int, int, int], float] = {}
+        self._last: tuple[tuple[int, int, int], float] | None = None
+        self._fixes: dict[tuple[int, int, int], tuple[float, int]] = {}
         self.restart()
 
     def restart(self) -> None:
         """Forget what the last draft was worth: another one drafts. What rounds cost and look-ups are worth stays true."""
         self._draft = Acceptance(self.drafted, DRAFTED)
         self._current = self.drafted
-        self._rested = 0
+        self._rested = self._busy = 0
 
     def choose(self, rows: int, matches: Sequence[Match | None]) -> Choice:
         """What to propose in the coming round. matches: one entry a row."""
@@ -138,6 +140,10 @@ class DraftLength:
             found = sum(worth(m, count) for m in matches) / self.seconds(rows, 0, count)
             if found > rate:
                 k, rate = -count, found
+        self._busy = self._busy + 1 if k else 0
+        if self._busy >= PLAIN:
+            self._busy = 0
+            return Choice(0, nothing)
         if k > 0:
             self._rested = 0
             return Choice(k, tuple(min(k, m.available) if m and worth(m, k) > draft[k] else 0 for m in matches))
@@ -148,17 +154,17 @@ class DraftLength:
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches))
 
     def seconds(self, rows: int, drafted: int, most: int) -> float:
-        """Expected time of a round that drafts so many and proposes at most so many, but for the machine's pace."""
+        """Expected time of a round that drafts so many and proposes at most so many, but for how fast the machine is now."""
         cost = self._costs.call(rows, most + 1) + (drafted * self._costs.draft(rows) if drafted else 0.0)
-        return cost * self._fixes.get((rows.bit_length(), drafted, most), 1.0)
+        return cost * self._fixes.get((rows.bit_length(), drafted, most), (1.0, 0))[0]
 
     def observe(
         self, choice: Choice, matches: Sequence[Match | None], kept: Sequence[int], seconds: float | None
     ) -> None:
         """What a round did. kept: per row. seconds: None where the round did other work besides.
 
-        The pace follows what slows or speeds the whole machine, such as a training run beside; a cost's own correction
-        is what remains, and slow: lengths are compared by costs that were seen at different times.
+        A cost is corrected against another one seen a round before or after: what slows the whole machine, such as a
+        training run beside, slows both.
         """
         for match, count, accepted in zip(matches, choice.looked_up, kept, strict=True):
             if count and match is not None:
@@ -166,12 +172,15 @@ class DraftLength:
             elif choice.drafted and not count:
                 self._draft.observe(choice.drafted, accepted)
         if seconds is None:
+            self._last = None
             return
         rows = len(kept)
-        expected = self.seconds(rows, choice.drafted, choice.most)
-        if self._pace is None:
-            self._pace = seconds / expected
-        ratio = min(max(seconds / (self._pace * expected), 0.5), 2.0)
         key = (rows.bit_length(), choice.drafted, choice.most)
-        self._fixes[key] = self._fixes.get(key, 1.0) * ratio**SLOW
-        self._pace *= ratio**PACE
+        surprise = seconds / self.seconds(rows, choice.drafted, choice.most)
+        if self._last is not None and self._last[0] != key:
+            before, other = self._last
+            ratio = min(max(surprise / other, 0.5), 2.0)
+            for name, factor in ((key, ratio), (before, 1.0 / ratio)):
+                fix, seen = self._fixes.get(name, (1.0, TRUSTED))
+                self._fixes[name] = (fix * factor ** (max(SLOW, 1.0 / (seen + 1)) / 2), seen + 1)
+        self._last = (key, surprise)
