@@ -93,6 +93,10 @@ METRICS: tuple[Definition, ...] = (
     _histogram("round_seconds", "Wall time of one round of the whole batch.", FAST),
     _counter("generation_tokens_total", "Tokens emitted."),
     _counter("prompt_tokens_total", "Prompt tokens of requests that ended."),
+    _counter(
+        "prefix_cache_queries_total", "Tokens of prompts whose reading ended, by the model or from the prefix cache."
+    ),
+    _counter("prefix_cache_hits_total", "Of those, tokens that the prefix cache held; the others were read."),
     _gauge("requests_running", "Requests being decoded or having their prompt read."),
     _gauge("requests_waiting", "Requests in the queue."),
     _counter("requests_started_total", "Requests admitted to the queue."),
@@ -244,6 +248,10 @@ class Metrics:
                 self._series(name, round_.source).inc(count)
             if round_.source is Source.DRAFT:
                 self._adapters.add(round_.adapter, tuple(zip((_DRAFTS, _DRAFTED, _ACCEPTED), counts, strict=True)))
+
+    def prompt_read(self, tokens: int, reused: int) -> None:
+        self._series("prefix_cache_queries_total").inc(tokens)
+        self._series("prefix_cache_hits_total").inc(reused)
 
     def draft_failed(self, adapter: int) -> None:
         self._adapters.add(adapter, ((_FAILURES, 1),))

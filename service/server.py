@@ -22,6 +22,7 @@ from service.blas import set_blas_threads
 from service.core import Unavailable
 from service.engine.decoder import Decoder
 from service.engine.draft import served
+from service.engine.prefix import PrefixCache
 from service.engine.probe import check_rows
 from service.engine.worker import Engine, Worker
 from service.lifecycle.clock import Clock
@@ -150,6 +151,7 @@ class Application:
             collect=settings.store.record,
             adaptive=settings.engine.adaptive,
             lookup=settings.engine.num_lookup_tokens,
+            prefix=PrefixCache(settings.engine.prefix_cache_mb * 2**20),
         )
         decoder.profile(settings.engine.max_rows)
         return Engine(

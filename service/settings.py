@@ -69,6 +69,8 @@ class EngineSettings(Section):
     """Requests queued beyond that before new ones are refused."""
     prefill_chunk: int = Field(default=256, ge=16)
     """Prompt tokens processed between two decoding rounds."""
+    prefix_cache_mb: int = Field(default=512, ge=0)
+    """Memory (MiB) for what the models made of earlier requests, so that beginnings in common are read once; 0: none."""
     max_context: int = Field(default=4096, ge=16)
     """Prompt and output tokens of one request together (the model's own limit wins when it is lower)."""
     tie_margin: float = Field(default=1e-3, ge=0.0)

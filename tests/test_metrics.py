@@ -191,6 +191,14 @@ def test_the_engine_is_asked_at_every_scrape() -> None:
     assert [samples(metrics)[name, ()] for name in names] == [0, 0, 0, 0, 8]
 
 
+def test_prompt_tokens_are_counted_by_who_held_them() -> None:
+    metrics = Metrics(draft_tokens=K)
+    metrics.prompt_read(100, 0)
+    metrics.prompt_read(70, 64)
+    found = samples(metrics)
+    assert (found["prefix_cache_queries_total", ()], found["prefix_cache_hits_total", ()]) == (170, 64)
+
+
 def test_requests_are_counted_by_how_they_ended() -> None:
     metrics = Metrics(draft_tokens=K)
     metrics.request_started()

@@ -85,9 +85,11 @@ class Usage(Answered):
 
 
 class TimingsAnswer(Answered):
-    """llama.cpp's names; milliseconds of wall time. `adapters` drafted for this answer, in order of first use."""
+    """llama.cpp's names; milliseconds of wall time. `adapters` drafted for this answer, in order of first use. `cache_n`: how
+    many of the prompt's tokens were not read anew."""
 
     prompt_n: int
+    cache_n: int
     prompt_ms: float
     predicted_n: int
     predicted_ms: float

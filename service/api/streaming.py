@@ -168,6 +168,7 @@ def summary(finished: Finished, model: str, with_tokens: bool) -> Summary:
 def _timings(spent: Timings) -> TimingsAnswer:
     return TimingsAnswer(
         prompt_n=spent.prompt_n,
+        cache_n=spent.cache_n,
         prompt_ms=spent.prompt_seconds * 1000,
         predicted_n=spent.predicted_n,
         predicted_ms=spent.predicted_seconds * 1000,

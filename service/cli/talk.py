@@ -28,6 +28,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
     from service.core import StoreError
     from service.engine.decoder import Decoder
     from service.engine.draft import load, served
+    from service.engine.prefix import PrefixCache
     from service.engine.row import Row, TextStream
     from service.models.pair import load_pair
     from service.models.text import TextEncoder
@@ -54,6 +55,8 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
         k=settings.engine.num_draft_tokens,
         adaptive=settings.engine.adaptive,
         lookup=settings.engine.num_lookup_tokens,
+        # A chat that goes on begins as it did.
+        prefix=PrefixCache(settings.engine.prefix_cache_mb * 2**20),
     )
     decoder.profile(1)
 

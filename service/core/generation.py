@@ -169,7 +169,8 @@ class Delta:
 @dataclass(frozen=True, slots=True)
 class Timings:
     """llama.cpp's names. draft_n: tokens proposed; draft_n_accepted: of those kept (never more than were emitted).
-    adapters: every adapter version that drafted for this answer, in order of first use. seconds are wall time."""
+    adapters: every adapter version that drafted for this answer, in order of first use. cache_n: tokens of the prompt (which
+    prompt_n counts too) that another request had read before. seconds are wall time."""
 
     prompt_n: int
     prompt_seconds: float
@@ -179,6 +180,7 @@ class Timings:
     draft_n_accepted: int
     rounds: int
     adapters: tuple[int, ...]
+    cache_n: int = 0
 
     @property
     def predicted_per_second(self) -> float:

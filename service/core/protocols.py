@@ -87,7 +87,10 @@ class GenerationSink(Protocol):
 
 
 class RoundObserver(Protocol):
-    """Where the engine reports rounds: metrics. `rounds` has one entry per row; seconds is the round's wall time."""
+    """Where the engine reports prompts and rounds: metrics. `rounds` has one entry per row; seconds is the round's wall
+    time. Of a prompt's `tokens`, `reused` were held already."""
+
+    def prompt_read(self, tokens: int, reused: int) -> None: ...
 
     def observe(self, rounds: Sequence[Round], seconds: float) -> None: ...
 

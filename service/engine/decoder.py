@@ -22,6 +22,7 @@ from service.engine.draft import Draft
 from service.engine.drafting import ModelDrafter, Proposal, joined, looked_up
 from service.engine.length import Choice, DraftLength, Match
 from service.engine.lookup import Found, Lookup
+from service.engine.prefix import Owner, PrefixCache
 from service.engine.row import Evidence, Row
 from service.engine.sampling import SamplingBatch, choose, normaliser, shared_noise, transform
 from service.engine.targets import tail_mass, top_logits
@@ -44,14 +45,14 @@ class Prefill:
     row: Row
     target: RowCache
     drafter: RowCache | None
-    failures: int
-    """How often a draft had failed when it began; what it read with a draft that failed since is worth nothing."""
+    epoch: int
+    """The decoder's when the draft began to read it; what another draft read, or one that failed since, is worth nothing."""
 
 
 class Decoder:
     """The batch. `k`: tokens drafted per round (0: the target alone), or, with `adaptive`, at most so many: what pays for the
     batch at hand, where up to `lookup` tokens may also be looked up in what was said before. `collect`: gather evidence for
-    rows that may be stored.
+    rows that may be stored. `prefix`: where beginnings of prompts are kept.
 
     A draft that raises or turns non-finite is put aside: decoding goes on with the target alone until another draft is
     switched in. Errors of the target are the caller's.
@@ -69,6 +70,7 @@ class Decoder:
         collect: bool = False,
         adaptive: bool = False,
         lookup: int = 0,
+        prefix: PrefixCache | None = None,
         key: mx.array | None = None,
     ) -> None:
         self.target = target
@@ -86,6 +88,11 @@ class Decoder:
         self.failed = False
         self.draft_failures = 0
         self.rows: list[Row] = []
+        self.prefix = prefix
+        self.epoch = 0
+        """Counts switches and failures of drafts."""
+        self._epochs: list[int] = []
+        """When the draft began to read each row."""
 
     @property
     def adapter(self) -> int:
@@ -97,6 +104,7 @@ class Decoder:
             raise ValueError("this decoder was built without a draft")
         self.drafter.switch(draft)
         self.failed = False
+        self._next_epoch()
         if self.length is not None:
             self.length.restart()
 
@@ -115,34 +123,47 @@ class Decoder:
         """Start reading a row's prompt, all but its last token."""
         drafter = self.drafter
         held = RowCache(drafter.draft.model, 1) if drafter is not None else None
-        return Prefill(row, RowCache(self.target, 1), held, self.draft_failures)
+        return Prefill(row, RowCache(self.target, 1), held, self.epoch)
 
     def read(self, prefill: Prefill) -> bool:
-        """Read the next chunk; True when the row is ready to join."""
-        done = prefill.target.lengths.host[0]
-        prompt = prefill.row.prompt.tokens[:-1]
+        """Read the next chunk; True when the row is ready to join. Target and draft go on from what each of them holds, which
+        differs when the draft is newer than a kept beginning."""
+        row, drafter = prefill.row, self.drafter
+        more = self._advance(Owner.TARGET, self.target, prefill.target, row)
+        if drafter is not None and not self.failed:
+            if prefill.drafter is None or prefill.epoch != self.epoch:
+                prefill.drafter, prefill.epoch = RowCache(drafter.draft.model, 1), self.epoch
+            try:
+                more |= self._advance(Owner.DRAFT, drafter.draft.model, prefill.drafter, row)
+            except Exception:
+                self._put_draft_aside()
+        return not more
+
+    def _advance(self, owner: Owner, model: nn.Module, cache: RowCache, row: Row) -> bool:
+        """Take over what is kept of a prompt, once, and read the next chunk. True while there is more."""
+        prompt = row.prompt.tokens[:-1]
+        if self.prefix is not None and cache.lengths.host[0] == 0:
+            held = self.prefix.fill(owner, prompt, cache)
+            row.reused = held if owner is Owner.TARGET else row.reused
+        done = cache.lengths.host[0]
         chunk = mx.array([prompt[done : done + self.prefill_chunk]], dtype=mx.int32)
         if chunk.size:
-            self.target(chunk, cache=prefill.target.layers)
-            prefill.target.commit(chunk.shape[1])
-            mx.eval(prefill.target.arrays())
-            if prefill.drafter is not None and self.drafter is not None and not self.failed:
-                try:
-                    self.drafter.draft.model(chunk, cache=prefill.drafter.layers)
-                    mx.eval(prefill.drafter.arrays())
-                    prefill.drafter.commit(chunk.shape[1])
-                except Exception:
-                    self._put_draft_aside()
-        return prefill.target.lengths.host[0] == len(prompt)
+            model(chunk, cache=cache.layers)
+            mx.eval(cache.arrays())
+            cache.commit(chunk.shape[1])
+            if self.prefix is not None and row.prompt.store:
+                self.prefix.enter(owner, prompt, cache)
+        return cache.lengths.host[0] < len(prompt)
 
     def join(self, prefill: Prefill) -> None:
         """Take a row whose prompt was read into the batch."""
         self.cache.join(prefill.target)
         if self.drafter is not None and prefill.drafter is not None:
-            fresh = prefill.failures == self.draft_failures
+            fresh = prefill.epoch == self.epoch
             self.drafter.cache.join(prefill.drafter if fresh else RowCache(self.drafter.draft.model, 1))
         prefill.row.joined_at = time.perf_counter()
         self.rows.append(prefill.row)
+        self._epochs.append(prefill.epoch)
 
     def admit(self, row: Row) -> None:
         """Read a row's prompt to its end, then take it into the batch."""
@@ -152,16 +173,33 @@ class Decoder:
         self.join(prefill)
 
     def leave(self, gone: Sequence[Row]) -> None:
-        """Take rows out of the batch, finished or not."""
+        """Take rows out of the batch, finished or not. What is verified of them is kept for those who go on from there."""
         keep = [i for i, row in enumerate(self.rows) if not any(row is other for other in gone)]
+        if self.prefix is not None:
+            for i in set(range(len(self.rows))).difference(keep):
+                self._keep_beginning(self.prefix, i)
         self.cache.keep(keep)
         if self.drafter is not None:
             self.drafter.cache.keep(keep)
         self.rows = [self.rows[i] for i in keep]
+        self._epochs = [self._epochs[i] for i in keep]
         if self.lookup is not None:
             for row in gone:
                 if row.prompt.store:
                     self.lookup.remember(row.output)
+
+    def _keep_beginning(self, prefix: PrefixCache, index: int) -> None:
+        row = self.rows[index]
+        if not row.prompt.store:
+            return
+        prefix.enter(Owner.TARGET, row.tokens, self.cache, index)
+        if self.drafter is not None and self._epochs[index] == self.epoch:
+            prefix.enter(Owner.DRAFT, row.tokens, self.drafter.cache, index)
+
+    def _next_epoch(self) -> None:
+        self.epoch += 1
+        if self.prefix is not None:
+            self.prefix.forget(Owner.DRAFT)
 
     # ------------------------------------------------------------------------------------------------------- one round
 
@@ -260,6 +298,7 @@ class Decoder:
         """Keys and values may be as broken as the guesses were: the next draft reads the rows anew."""
         self.failed = True
         self.draft_failures += 1
+        self._next_epoch()
         if self.drafter is not None:
             self.drafter.cache = RowCache(self.drafter.draft.model, len(self.rows))
 

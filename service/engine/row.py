@@ -96,6 +96,8 @@ class Row:
     text: TextStream | None
     tokens: list[int] = field(init=False)
     finish: FinishReason | None = None
+    reused: int = 0
+    """Prompt tokens that did not have to be read."""
     rounds: list[Round] = field(default_factory=list[Round])
     cases: list[FailureCase] = field(default_factory=list[FailureCase])
     evidence: list[tuple[Evidence, int]] = field(default_factory=list[tuple[Evidence, int]])
@@ -175,6 +177,7 @@ class Row:
             draft_n_accepted=sum(round.accepted for round in self.rounds),
             rounds=len(self.rounds),
             adapters=tuple(used),
+            cache_n=self.reused,
         )
         return Finished(self.id, self.finish or FinishReason.CANCELLED, tuple(self.output), timings)
 

@@ -298,6 +298,7 @@ class Worker:
         ticket, prefill = self._reading[0]
         if engine.decoder.read(prefill):
             engine.decoder.join(prefill)
+            self._observer.prompt_read(len(ticket.prompt.tokens), prefill.row.reused)
             self._running.append(ticket)
             self._reading.pop(0)
 

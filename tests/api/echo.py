@@ -124,7 +124,7 @@ class EchoEngine:
         self.ended[ticket.id] = finish
         prompt = len(ticket.prompt.tokens)
         timings = Timings(
-            prompt, 0.5, len(said), time.monotonic() - began, len(said), len(said) // 2, len(said), (0, 3)
+            prompt, 0.5, len(said), time.monotonic() - began, len(said), len(said) // 2, len(said), (0, 3), prompt // 2
         )
         ticket.sink(Finished(ticket.id, finish, tuple(said), timings))
 

@@ -64,6 +64,7 @@ def test_a_json_answer_carries_text_usage_and_timings(house: House, http: httpx.
     assert answer["usage"] == {"prompt_tokens": 9, "completion_tokens": 7, "total_tokens": 16}
     assert answer["timings"]["adapters"] == [0, 3]
     assert answer["timings"]["prompt_ms"] == 500.0
+    assert (answer["timings"]["prompt_n"], answer["timings"]["cache_n"]) == (9, 4)
     assert {"prompt_n", "prompt_ms", "predicted_n", "predicted_ms", "predicted_per_second"} < set(answer["timings"])
     assert [answer["timings"][name] for name in ("draft_n", "draft_n_accepted", "rounds")] == [7, 3, 7]
     assert "tokens" not in answer

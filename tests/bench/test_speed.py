@@ -1,16 +1,21 @@
 """Speeds that are promised, on the bundled pair and quiet cores: `pytest -m bench -s tests/bench`."""
 
+import random
+import threading
 import time
+from collections.abc import Sequence
 from statistics import median
 
 import numpy as np
 import pytest
 
 from service.app import resolve_models
-from service.core import TOP_TARGETS, Prompt, Sampling
-from service.engine.decoder import Decoder
+from service.core import TOP_TARGETS, Delta, Event, Generation, Prompt, Round, Sampling
+from service.engine.decoder import Decoder, Prefill
 from service.engine.draft import served
+from service.engine.prefix import PrefixCache
 from service.engine.row import Row
+from service.engine.worker import Engine, Worker
 from service.evaluation.templates import traffic
 from service.learning import lora
 from service.learning.dataset import Example, batches
@@ -53,6 +58,99 @@ def test_eight_streams_decode_much_faster_than_one(pair: Pair, k: int) -> None:
     one, eight = median(turn[0] for turn in turns), median(turn[1] for turn in turns)
     print(f"\nK = {k}: 1 stream {one:.1f} tokens/s, 8 streams {eight:.1f} tokens/s, {eight / one:.2f} times")
     assert eight / one >= 2.5
+
+
+def noise(number: int, count: int) -> tuple[int, ...]:
+    """Tokens that nobody asked before."""
+    rng = random.Random(number)
+    return tuple(rng.randrange(1000, 40_000) for _ in range(count))
+
+
+def first_token(decoder: Decoder, prompt: tuple[int, ...]) -> tuple[float, int]:
+    """Seconds until a request's first token, and how much of its prompt was held."""
+    row = Row("0", Prompt(prompt, Sampling(max_tokens=1)), frozenset(), None)
+    begun = time.perf_counter()
+    decoder.admit(row)
+    decoder.round()
+    return time.perf_counter() - begun, row.reused
+
+
+def test_a_shared_beginning_of_a_thousand_tokens_is_read_once(pair: Pair) -> None:
+    assert pair.draft is not None
+    decoder = Decoder(
+        pair.target.model, served(pair.draft), vocabulary=pair.vocabulary, k=3, prefix=PrefixCache(512 * 2**20)
+    )
+    first_token(decoder, noise(0, 100))
+    ratios: list[float] = []
+    for turn in range(3):
+        shared = noise(10 + turn, 1000)
+        (first, none), (again, reused) = (first_token(decoder, (*shared, *noise(20 + i, 10))) for i in range(2))
+        assert (none, reused) == (0, 992)
+        ratios.append(again / first)
+        print(f"\nfirst token after {first:.2f} s, again after {again:.3f} s, {ratios[-1]:.3f} times")
+    assert median(ratios) <= 0.15
+
+
+class Timed(Decoder):
+    """Notes how long each chunk of a prompt took to read."""
+
+    def read(self, prefill: Prefill) -> bool:
+        begun = time.perf_counter()
+        done = super().read(prefill)
+        self.chunks.append(time.perf_counter() - begun)
+        return done
+
+    chunks: list[float]
+
+
+class Nobody:
+    """Neither a log nor metrics."""
+
+    def record(self, generation: Generation) -> None: ...
+
+    def prompt_read(self, tokens: int, reused: int) -> None: ...
+
+    def observe(self, rounds: Sequence[Round], seconds: float) -> None: ...
+
+    def draft_failed(self, adapter: int) -> None: ...
+
+
+def test_a_long_prompt_does_not_hold_up_a_running_stream(pair: Pair) -> None:
+    """The longest gap between two deliveries to a stream, while 2,000 tokens are read for another, in chunks' times."""
+    assert pair.draft is not None
+    base = served(pair.draft)
+    decoder = Timed(pair.target.model, base, vocabulary=pair.vocabulary, k=3, prefix=PrefixCache(512 * 2**20))
+    decoder.chunks = []
+    engine = Engine(decoder, base, frozenset(), 4096, pair.provenance, lambda: pair.target.tokenizer.detokenizer)
+    worker = Worker(lambda: engine, max_rows=4, max_waiting=4, recorder=Nobody(), observer=Nobody())
+    times: list[float] = []
+    running, read = threading.Event(), threading.Event()
+
+    def stream(event: Event) -> None:
+        times.append(time.perf_counter())
+        if len(times) >= 5:
+            running.set()
+
+    def other(event: Event) -> None:
+        if isinstance(event, Delta):
+            read.set()
+
+    worker.start()
+    try:
+        ticket = worker.submit(Prompt(noise(1, 50), Sampling(max_tokens=2000)), stream)
+        assert running.wait(60)
+        decoder.chunks.clear()
+        begun = len(times)
+        worker.submit(Prompt(noise(2, 2000), Sampling(max_tokens=1)), other)
+        assert read.wait(200)
+        ticket.cancel()
+    finally:
+        worker.stop()
+    gaps = [after - before for before, after in zip(times[begun - 1 :], times[begun:], strict=False)]
+    chunk, gap = max(decoder.chunks), max(gaps)
+    print(f"\nlongest gap {gap:.2f} s, longest chunk {chunk:.2f} s, median chunk {median(decoder.chunks):.2f} s")
+    print("chunks", [f"{c:.2f}" for c in decoder.chunks], "gaps", [f"{g:.2f}" for g in gaps])
+    assert gap <= 2 * chunk
 
 
 def example(seed: int, vocabulary: int) -> Example:

@@ -8,6 +8,7 @@ import mlx.nn as nn
 from service.core import Prompt
 from service.engine.decoder import Decoder
 from service.engine.draft import Draft, bare
+from service.engine.prefix import PrefixCache
 from service.engine.row import Row
 
 
@@ -25,6 +26,7 @@ def decode(
     collect: bool = False,
     adaptive: bool = False,
     lookup: int = 0,
+    prefix: PrefixCache | None = None,
     between: Callable[[Decoder], None] = lambda decoder: None,
 ) -> list[Row]:
     """Every prompt's finished row, in the prompts' order."""
@@ -38,7 +40,21 @@ def decode(
         collect=collect,
         adaptive=adaptive,
         lookup=lookup,
+        prefix=prefix,
     )
+    return serve(decoder, prompts, eos=eos, max_rows=max_rows, seed=seed, between=between)
+
+
+def serve(
+    decoder: Decoder,
+    prompts: Sequence[Prompt],
+    *,
+    eos: frozenset[int] = frozenset(),
+    max_rows: int = 8,
+    seed: int = 0,
+    between: Callable[[Decoder], None] = lambda decoder: None,
+) -> list[Row]:
+    """`decode` with a decoder that may have served before."""
     rng = random.Random(seed)
     rows = [Row(str(i), prompt, eos, None) for i, prompt in enumerate(prompts)]
     waiting = list(rows)
@@ -46,5 +62,6 @@ def decode(
         while waiting and len(decoder.rows) < max_rows and (not decoder.rows or rng.random() < 0.6):
             decoder.admit(waiting.pop(0))
         between(decoder)
-        decoder.round()
+        if decoder.rows:
+            decoder.round()
     return rows

@@ -43,6 +43,7 @@ from service.core import (
 )
 from service.engine.decoder import Decoder
 from service.engine.draft import bare
+from service.engine.prefix import BLOCK, PrefixCache
 from service.engine.worker import Engine, Worker
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
@@ -189,6 +190,7 @@ class House:
         self.generations: list[Generation] = []
         self.observed: list[tuple[Round, ...]] = []
         self.failures: list[int] = []
+        self.read: list[tuple[int, int]] = []
         self.fatal: Future[str] = Future()
         self.worker = Worker(
             self.build,
@@ -210,6 +212,7 @@ class House:
             k=K if base else 0,
             prefill_chunk=CHUNK,
             collect=True,
+            prefix=PrefixCache(2**24),
             key=mx.random.key(5),
         )
         self.engine = Engine(decoder, base, EOS, 1024, WHO, self.detokenizer)
@@ -220,6 +223,9 @@ class House:
 
     def observe(self, rounds: Sequence[Round], seconds: float) -> None:
         self.observed.append(tuple(rounds))
+
+    def prompt_read(self, tokens: int, reused: int) -> None:
+        self.read.append((tokens, reused))
 
     def draft_failed(self, adapter: int) -> None:
         self.failures.append(adapter)
@@ -340,6 +346,14 @@ def test_what_cannot_fit_is_refused_at_once() -> None:
                 house.ask(asked)
             assert refused.value.field == field
         house.ask(prompt(0, length=1000, tokens=24)).finished()
+
+
+def test_what_was_read_before_is_told_apart() -> None:
+    asked = prompt(3, length=2 * BLOCK + 5)
+    with House() as house:
+        ends = [house.ask(asked).finished() for _ in range(2)]
+        assert [(end.timings.prompt_n, end.timings.cache_n) for end in ends] == house.read
+    assert house.read == [(2 * BLOCK + 5, 0), (2 * BLOCK + 5, 2 * BLOCK)]
 
 
 def test_models_that_will_not_load_are_told_to_whoever_starts() -> None:

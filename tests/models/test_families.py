@@ -21,6 +21,7 @@ from oracle import relative, tiny_llama
 
 from service.core import PairError, Prompt, Sampling
 from service.engine.cache import RowLayer
+from service.engine.prefix import PrefixCache
 from service.engine.probe import check_rows
 from service.models.pair import check_cache
 
@@ -378,8 +379,12 @@ def compare(name: str, needs: dict[str, Any]) -> None:
     target = build(name, needs)
     start(target)
     expected = [by_mlx_lm(target, prompt) for prompt in PROMPTS]
-    rows = decode(target, likeness(name, needs, target), asked(), k=3, vocabulary=V)
+    draft, prefix = likeness(name, needs, target), PrefixCache(2**24)
+    rows = decode(target, draft, asked(), k=3, vocabulary=V, prefix=prefix)
     assert [row.output for row in rows] == expected
+    chat = Prompt((*PROMPTS[0], *expected[0][:40]), Sampling(max_tokens=TOKENS - 40))
+    (later,) = decode(target, draft, [chat], k=3, vocabulary=V, prefix=prefix)
+    assert later.reused > 0 and later.output == expected[0][40:]
     rounds = [round for row in rows for round in row.rounds]
     accepted, drafted = sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
     assert 0 < accepted < drafted, "accepting or rolling back was not tested"

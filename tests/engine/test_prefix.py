@@ -1,0 +1,396 @@
+"""With what earlier requests left behind: the tokens are still the target's own, what is kept is true, and it fits."""
+
+import gc
+import random
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from batches import serve
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from oracle import naive, relative, tiny_llama
+
+from service.core import Prompt, Sampling
+from service.engine.cache import RowCache
+from service.engine.decoder import Decoder
+from service.engine.draft import Draft, bare
+from service.engine.prefix import BLOCK, Owner, PrefixCache
+from service.engine.row import Row
+
+VOCABULARY, CHUNK, K = 97, 16, 3
+EOS = frozenset({3})
+BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 8 * 4
+"""Of the tiny pair: positions, layers, keys and values, heads, dims, float32."""
+
+
+@cache
+def target() -> nn.Module:
+    return tiny_llama(0)
+
+
+@cache
+def draft(version: int) -> Draft:
+    """0 is right some of the time, later ones less and less."""
+    return Draft(version, relative(target(), version + 1, 0.2 * (version + 1)))
+
+
+def house(budget: int = 2**24, draft_: Draft | None = None, model: nn.Module | None = None) -> Decoder:
+    return Decoder(
+        model or target(),
+        draft_ or draft(0),
+        vocabulary=VOCABULARY,
+        k=K,
+        prefill_chunk=CHUNK,
+        prefix=PrefixCache(budget),
+    )
+
+
+def words(number: int, count: int) -> tuple[int, ...]:
+    rng = random.Random(number)
+    return tuple(rng.randrange(4, VOCABULARY) for _ in range(count))
+
+
+def asking(tokens: Sequence[int], answer: int = 24, store: bool = True, **sampling: Any) -> Prompt:
+    return Prompt(tuple(tokens), Sampling(max_tokens=answer, **sampling), store=store)
+
+
+def ask(decoder: Decoder, prompt: Prompt) -> Row:
+    (row,) = serve(decoder, [prompt], eos=EOS)
+    assert_own(row)
+    return row
+
+
+def assert_own(row: Row) -> None:
+    expected = naive(target(), row.prompt.tokens, row.prompt.sampling, EOS)
+    assert row.output == (expected if row.finish else expected[: row.emitted])
+
+
+def whole(count: int) -> int:
+    return count // BLOCK * BLOCK
+
+
+def held(decoder: Decoder, owner: Owner, tokens: Sequence[int]) -> int:
+    """How much of `tokens` is kept, which must be what the model makes of them, now and alone."""
+    assert decoder.prefix is not None and decoder.drafter is not None
+    model = decoder.target if owner is Owner.TARGET else decoder.drafter.draft.model
+    kept, read = RowCache(model, 1), RowCache(model, 1)
+    count = decoder.prefix.fill(owner, tokens, kept)
+    assert count == kept.lengths.host[0]
+    if count:
+        model(mx.array([tokens[:count]]), cache=read.layers)
+        for mine, theirs in zip(kept.arrays(), read.arrays(), strict=True):
+            assert mx.allclose(mine[:, :, :count], theirs[:, :, :count], atol=1e-4)
+    return count
+
+
+def assert_fits(decoder: Decoder) -> None:
+    prefix = decoder.prefix
+    assert prefix is not None
+    assert prefix.nbytes == sum(a.nbytes for block in prefix.blocks for a in block.arrays) <= prefix.budget
+    assert all(block.parent is not None and block.parent.after[block.tokens] is block for block in prefix.blocks)
+
+
+# ------------------------------------------------------------------------------------------------------ what is found
+
+
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}], ids=["greedy", "seeded"])
+def test_a_chat_that_grows_is_read_once(sampling: dict[str, Any]) -> None:
+    decoder = house()
+    tokens = words(1, 20)
+    verified = 0
+    for turn in range(6):
+        row = ask(decoder, asking(tokens, **sampling))
+        assert row.reused == whole(min(verified, len(tokens) - 1))
+        verified = len(row.tokens) - 1
+        tokens = (*row.tokens, *words(10 + turn, 7))
+    assert row.reused > 100
+    assert len(decoder.prefix.blocks) == 2 * (verified // BLOCK)  # pyright: ignore[reportOptionalMemberAccess]
+
+
+@pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 34, 64, 65, 66])
+def test_the_same_prompt_again(length: int) -> None:
+    """Its last token is always read: someone must say what follows."""
+    decoder = house()
+    first, again = (ask(decoder, asking(words(length, length))) for _ in range(2))
+    assert (first.reused, again.reused) == (0, whole(length - 1))
+
+
+def test_a_beginning_is_held_once_and_found_by_all() -> None:
+    decoder = house()
+    system = words(1, 100)
+    rows = serve(decoder, [asking((*system, *words(i, 1 + 5 * i)), answer=1) for i in range(2, 9)], seed=1)
+    for row in rows:
+        assert_own(row)
+    assert [row.reused for row in rows] == [0] + [96] * 6
+    tails = sum((len(row.tokens) - 1 - 96) // BLOCK for row in rows)
+    assert len({block.tokens for block in decoder.prefix.blocks}) == 3 + tails  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def test_requests_that_came_together_do_not_read_the_same_twice() -> None:
+    decoder = house()
+    system = words(1, 70)
+    under_way = [decoder.begin(Row(str(i), asking((*system, i + 10)), EOS, None)) for i in range(3)]
+    for prefill in under_way:
+        while not decoder.read(prefill):
+            pass
+        decoder.join(prefill)
+    rows = list(decoder.rows)
+    while decoder.rows:
+        decoder.round()
+    assert [row.reused for row in rows] == [0, 64, 64]
+    for row in rows:
+        assert_own(row)
+
+
+def test_a_token_of_difference_is_a_difference() -> None:
+    decoder = house()
+    tokens = words(1, 100)
+    ask(decoder, asking(tokens))
+    for at in (0, 31, 32, 63, 64, 95, 96):
+        other = list(tokens)
+        other[at] = 4 if tokens[at] != 4 else 5
+        assert ask(decoder, asking(other, store=False)).reused == whole(at)
+
+
+# ------------------------------------------------------------------------------------------------------- what is kept
+
+
+def test_only_verified_tokens_are_kept() -> None:
+    """With drafts that are mostly rejected, for rows of unlike length that ended in the middle of a round."""
+    decoder = house(draft_=draft(3))
+    rows = serve(decoder, [asking(words(i, 9 + 11 * i), answer=60 + i) for i in range(6)], eos=EOS, seed=2)
+    rounds = [round for row in rows for round in row.rounds]
+    assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds) / 2
+    for row in rows:
+        assert held(decoder, Owner.TARGET, row.tokens) == whole(len(row.tokens) - 1)
+        assert held(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
+
+
+def test_requests_that_leave_nothing_behind_may_find_something() -> None:
+    decoder = house()
+    tokens = words(1, 80)
+    assert ask(decoder, asking(tokens, store=False)).reused == 0
+    assert decoder.prefix is not None and decoder.prefix.blocks == ()
+    ask(decoder, asking(tokens))
+    before = decoder.prefix.blocks
+    assert ask(decoder, asking((*tokens, *words(2, 60)), store=False)).reused == 64
+    assert set(decoder.prefix.blocks) == set(before)
+
+
+def test_what_was_said_until_a_request_was_cancelled_is_kept() -> None:
+    decoder = house()
+    row = Row("0", asking(words(7, 40), answer=64), frozenset(), None)
+    decoder.admit(row)
+    while row.emitted < 30:
+        decoder.round()
+    decoder.leave([row])
+    assert held(decoder, Owner.TARGET, row.tokens) == whole(len(row.tokens) - 1) == 64
+
+
+class Fed(nn.Module):
+    """A draft that notes how many tokens each call fed it, and fails when told to."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.fed, self.fails = inner, list[int](), ""
+
+    def __call__(self, tokens: mx.array, cache: list[object] | None = None) -> mx.array:
+        self.fed.append(tokens.shape[1])
+        if self.fails == "raises":
+            raise RuntimeError("broken draft")
+        logits = self.inner(tokens, cache=cache)
+        return logits * float("nan") if self.fails == "nan" else logits
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.inner.layers
+
+
+def test_a_swap_keeps_the_target_s_and_reads_the_draft_s_in_chunks() -> None:
+    decoder, tokens = house(), words(1, 150)
+    ask(decoder, asking(tokens))
+    new = Fed(draft(1).model)
+    decoder.switch(Draft(1, new))
+    assert held(decoder, Owner.DRAFT, tokens) == 0
+    row = ask(decoder, asking(tokens))
+    assert row.reused == 128
+    assert sum(new.fed[:10]) == 149 and max(new.fed) == CHUNK
+    assert held(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
+    new.fed.clear()
+    ask(decoder, asking(tokens))
+    assert sum(new.fed[:2]) == 149 - 128
+
+
+def test_rows_under_way_at_a_swap_leave_nothing_of_two_drafts() -> None:
+    """Neither a row that is decoded nor one whose prompt is read; the latter is read by the new draft alone."""
+    decoder = house()
+    running, reading = (Row(str(i), asking(words(i, 100), answer=80), frozenset(), None) for i in range(2))
+    decoder.admit(running)
+    prefill = decoder.begin(reading)
+    for _ in range(3):
+        decoder.read(prefill)
+        decoder.round()
+    decoder.switch(draft(2))
+    while not decoder.read(prefill):
+        decoder.round()
+    decoder.join(prefill)
+    while decoder.rows:
+        decoder.round()
+    assert held(decoder, Owner.DRAFT, running.tokens) == 0
+    assert held(decoder, Owner.TARGET, running.tokens) == whole(len(running.tokens) - 1)
+    assert held(decoder, Owner.DRAFT, reading.tokens) >= whole(len(reading.tokens) - 2)
+
+
+@pytest.mark.parametrize("how", ["raises", "nan"])
+@pytest.mark.parametrize("when", ["between requests", "while a prompt is read", "while decoding"])
+def test_what_a_failed_draft_read_is_worth_nothing(how: str, when: str) -> None:
+    weak = Fed(draft(0).model)
+    decoder, tokens = house(draft_=bare(weak)), words(1, 100)
+    ask(decoder, asking(tokens))
+    if when == "between requests":
+        weak.fails = how
+        ask(decoder, asking((*tokens, *words(2, 50))))
+    else:
+        row = Row("0", asking((*tokens, *words(2, 50))), EOS, None)
+        prefill = decoder.begin(row)
+        decoder.read(prefill)
+        weak.fails = how if when == "while a prompt is read" else ""
+        while not decoder.read(prefill):
+            pass
+        decoder.join(prefill)
+        decoder.round()
+        weak.fails = how
+        while decoder.rows:
+            decoder.round()
+        assert_own(row)
+    assert decoder.draft_failures == 1 and decoder.failed
+    assert held(decoder, Owner.DRAFT, tokens) == 0
+    decoder.switch(Draft(1, draft(0).model))
+    row = ask(decoder, asking((*tokens, *words(3, 50))))
+    assert row.reused == 96 and any(round.drafted for round in row.rounds)
+    assert held(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
+
+
+# --------------------------------------------------------------------------------------------------------------- room
+
+
+def test_the_longest_unused_goes_first_and_beginnings_last() -> None:
+    decoder = house(budget=6 * BLOCK_BYTES, draft_=draft(0))
+    one, two = words(1, 70), words(2, 40)
+    ask(decoder, asking(one, answer=1))
+    ask(decoder, asking(two, answer=1))
+    assert [held(decoder, owner, one) for owner in Owner] == [64, 64]
+    assert_fits(decoder)
+    ask(decoder, asking(words(3, 40), answer=1))  # takes the room of `two`, which was used before `one`
+    assert [held(decoder, owner, two) for owner in Owner] == [0, 0]
+    assert [held(decoder, owner, one) for owner in Owner] == [64, 64]
+    ask(decoder, asking((*one[:32], *words(4, 40)), answer=1))  # shares the first block of `one` and needs two more
+    assert_fits(decoder)
+    assert held(decoder, Owner.TARGET, one) >= 32
+
+
+@pytest.mark.parametrize("budget", [0, BLOCK_BYTES - 1, BLOCK_BYTES, 5 * BLOCK_BYTES])
+def test_a_prompt_longer_than_the_budget_keeps_its_beginning(budget: int) -> None:
+    decoder, tokens = house(budget), words(1, 300)
+    for _ in range(2):
+        ask(decoder, asking(tokens))
+        assert_fits(decoder)
+    kept = [held(decoder, owner, tokens) for owner in Owner]
+    assert sum(kept) <= whole(budget // BLOCK_BYTES * BLOCK)
+    assert (max(kept) > 0) == (budget >= BLOCK_BYTES)
+
+
+def written(tokens: Sequence[int], dims: tuple[int, int] = (8, 8)) -> RowCache:
+    """A row of one layer and one head that holds `tokens`, with room for many more."""
+    held = RowCache(tiny_llama(0, layers=1), 1)
+    held.layers[0].keys, held.layers[0].values = (mx.random.normal((1, 1, 4096, n)) for n in dims)
+    mx.eval(held.arrays())
+    held.rewind([len(tokens)])
+    return held
+
+
+def found(prefix: PrefixCache, tokens: Sequence[int]) -> int:
+    """Without making it younger."""
+    have = {block.tokens for block in prefix.blocks}
+    return BLOCK * sum(tuple(tokens[at : at + BLOCK]) in have for at in range(0, len(tokens), BLOCK))
+
+
+def test_chains_lose_their_ends_and_a_chain_that_grows_loses_nothing() -> None:
+    one, two, three = words(1, 4 * BLOCK), words(2, 2 * BLOCK), words(3, BLOCK)
+    size = 2 * BLOCK * 8 * 4
+    prefix = PrefixCache(5 * size)
+    for tokens in (one, two):
+        prefix.enter(Owner.TARGET, tokens, written(tokens))
+    assert (found(prefix, one), found(prefix, two)) == (96, 64)
+    assert prefix.fill(Owner.TARGET, one, written(())) == 96
+    assert prefix.fill(Owner.TARGET, two, written(())) == 64
+    longer = (*one, *three)
+    prefix.enter(Owner.TARGET, longer, written(longer))
+    assert (found(prefix, longer), found(prefix, two)) == (160, 0)
+    assert prefix.nbytes == 5 * size
+
+
+@pytest.mark.parametrize("dims", [(256, 256), (256, 128)], ids=["of one shape", "of two shapes"])
+def test_a_block_keeps_nothing_else_alive(dims: tuple[int, int]) -> None:
+    """One head, whose positions lie side by side: the case in which a copy could be a view."""
+    prefix, tokens = PrefixCache(2**30), words(1, 3 * BLOCK)
+    gc.collect()
+    empty = mx.get_active_memory()
+    prefix.enter(Owner.TARGET, tokens, written(tokens, dims))
+    gc.collect()
+    assert prefix.nbytes == 3 * BLOCK * sum(dims) * 4
+    assert prefix.nbytes <= mx.get_active_memory() - empty <= prefix.nbytes + 32_768
+    gc.disable()
+    try:
+        prefix.forget(Owner.TARGET)
+        assert (prefix.nbytes, prefix.blocks) == (0, ()) and mx.get_active_memory() <= empty
+    finally:
+        gc.enable()
+
+
+# ------------------------------------------------------------------------------------------------------ all of it at once
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    seed=st.integers(0, 10_000),
+    blocks=st.sampled_from([0, 1, 4, 12, 40, 1000]),
+    batch=st.integers(1, 8),
+    swaps=st.booleans(),
+    leaving=st.booleans(),
+)
+def test_whatever_was_asked_before(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool) -> None:
+    """Requests that begin like earlier ones and their answers, in a batch, under swaps, failures and cancellations."""
+    rng = random.Random(seed)
+    decoder = house(blocks * BLOCK_BYTES)
+    said: list[tuple[int, ...]] = [words(seed, 100)]
+    everyone: list[Row] = []
+
+    def between(decoder: Decoder) -> None:
+        assert_fits(decoder)
+        if swaps and rng.random() < 0.1:
+            broken = Fed(draft(1).model)
+            broken.fails = rng.choice(["", "raises", "nan"])
+            decoder.switch(rng.choice([draft(0), draft(1), Draft(9, broken)]))
+        if leaving and rng.random() < 0.1:
+            decoder.leave([rng.choice(decoder.rows)])
+
+    for wave in range(3):
+        asked: list[Prompt] = []
+        for _ in range(6):
+            earlier = rng.choice(said)
+            tokens = (*earlier[: rng.randint(0, len(earlier))], *words(rng.randrange(1000), rng.randint(1, 40)))
+            seeded = {"temperature": 0.8, "seed": rng.randrange(1000)} if rng.random() < 0.5 else {}
+            asked.append(asking(tokens, rng.choice([1, 5, 40]), rng.random() < 0.8, **seeded))
+        rows = serve(decoder, asked, eos=EOS, max_rows=batch, seed=seed + wave, between=between)
+        said += [tuple(row.tokens) for row in rows]
+        everyone += rows
+    for row in everyone:
+        assert_own(row)
+        for owner in Owner:
+            held(decoder, owner, row.tokens)
+    assert_fits(decoder)
