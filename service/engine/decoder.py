@@ -20,12 +20,12 @@ from service.engine import profile, verify
 from service.engine.cache import RowCache
 from service.engine.draft import Draft
 from service.engine.drafting import ModelDrafter, Proposal, joined, looked_up
+from service.engine.evidence import Evidence, gather
 from service.engine.length import Choice, DraftLength, Match
 from service.engine.lookup import Found, Lookup
 from service.engine.prefix import Owner, PrefixCache
-from service.engine.row import Evidence, Row
-from service.engine.sampling import SamplingBatch, choose, normaliser, shared_noise, transform
-from service.engine.targets import tail_mass, top_logits
+from service.engine.row import Row
+from service.engine.sampling import SamplingBatch, choose, shared_noise, transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,8 +218,8 @@ class Decoder:
         drafted = self._propose(rows, choice.drafted, batch, noise, draft_key)
         proposal, counts = drafted, [0 if drafted is None else choice.drafted] * len(rows)
         if any(choice.looked_up):
-            shown = [f.tokens[:n] if f else [] for f, n in zip(found, choice.looked_up, strict=True)]
-            proposal = looked_up(shown, k, self.vocabulary, batch.unseeded)
+            told = [f.tokens[:n] if f else [] for f, n in zip(found, choice.looked_up, strict=True)]
+            proposal = looked_up(told, k, self.vocabulary, batch.unseeded)
             if drafted is not None:
                 proposal = joined(drafted, proposal, [n > 0 for n in choice.looked_up])
             counts = [n or count for n, count in zip(choice.looked_up, counts, strict=True)]
@@ -230,27 +230,33 @@ class Decoder:
         if proposal is not None:
             fed = mx.concatenate([fed, proposal.tokens], axis=1)
         logits = self.target(fed, cache=self.cache.layers)[..., : self.vocabulary]
-        lse = normaliser(logits) if collect or batch.sampled else None
-        law = transform(logits, batch, lse)
+        law = transform(logits, batch)
         accepted, following = self._accept(law, batch, noise, proposal, verify_key)
         emitted = following[:, None]
         if proposal is not None:
             padded = mx.concatenate([proposal.tokens, emitted.astype(proposal.tokens.dtype)], axis=1)
             emitted = mx.where(mx.arange(k + 1) < accepted[:, None], padded, emitted)
-        evidence = self._evidence(logits, lse, law, batch, emitted, proposal) if collect and lse is not None else []
         proposed = proposal.tokens if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.int32)
         usable = drafted.usable if drafted is not None else mx.ones((len(rows), 1), dtype=mx.bool_)
-        mx.eval(accepted, emitted, proposed, usable, *evidence, self.cache.arrays(), self.key)
+        mx.eval(accepted, emitted, proposed, usable, self.cache.arrays(), self.key)
 
         kept: list[int] = np.array(accepted).tolist()
         said, guessed = np.array(emitted), np.array(proposed)
-        arrays = [np.array(a.astype(mx.float32) if a.dtype != mx.uint32 else a) for a in evidence]
-        deltas: list[Delta] = []
-        for i, row in enumerate(rows):
-            seen = Evidence(*(a[i] for a in arrays)) if arrays and row.prompt.store else None
-            source = Source.LOOKUP if choice.looked_up[i] else Source.DRAFT
-            new, guesses = said[i, : kept[i] + 1].tolist(), guessed[i, : counts[i]].tolist()
-            deltas.append(row.take(new, guesses, source, adapter, seen, self.tie_margin))
+        news = [said[i, : n + 1].tolist() for i, n in enumerate(kept)]
+        guesses = [guessed[i, :n].tolist() for i, n in enumerate(counts)]
+        sources = [Source.LOOKUP if n else Source.DRAFT for n in choice.looked_up]
+        shown: list[Evidence | None] = [None] * len(rows)
+        if collect:
+            rejected = [
+                tried[n] if source is Source.DRAFT and n < len(tried) else None
+                for tried, n, source in zip(guesses, kept, sources, strict=True)
+            ]
+            found_out = gather(logits, law, batch, news, rejected, proposal)
+            shown = [seen if row.prompt.store else None for row, seen in zip(rows, found_out, strict=True)]
+        deltas = [
+            row.take(new, tried, source, adapter, seen, self.tie_margin)
+            for row, new, tried, source, seen in zip(rows, news, guesses, sources, shown, strict=True)
+        ]
         if not np.array(usable).all():
             self._put_draft_aside()
         self.cache.rewind([len(row.tokens) - 1 for row in rows])
@@ -326,31 +332,3 @@ class Decoder:
             mx.where(batch.rejection, kept.astype(accepted.dtype), accepted),
             mx.where(batch.rejection, drawn.astype(following.dtype), following),
         )
-
-    def _evidence(
-        self,
-        logits: mx.array,
-        lse: mx.array,
-        law: mx.array,
-        batch: SamplingBatch,
-        emitted: mx.array,
-        proposal: Proposal | None,
-    ) -> list[mx.array]:
-        """The fields of row.Evidence as arrays with a leading row axis."""
-
-        def at(values: mx.array, tokens: mx.array) -> mx.array:
-            return mx.take_along_axis(values, tokens[..., None].astype(mx.int32), axis=-1).astype(mx.float32)
-
-        logprobs = (at(logits, emitted) - lse)[..., 0]
-        sampled = mx.zeros_like(logprobs)
-        if batch.sampled:
-            sampled = mx.where(batch.greedy[:, None], 0.0, at(law, emitted)[..., 0])
-        ids, top = top_logits(logits)
-        top = top.astype(mx.float32) - lse
-        if proposal is None:
-            p = q = mx.zeros((logits.shape[0], 0))
-        else:
-            k = proposal.tokens.shape[1]
-            p = mx.exp(at(logits[:, :k], proposal.tokens) - lse[:, :k])[..., 0]
-            q = proposal.q
-        return [logprobs, sampled, ids, top, tail_mass(top), p, q]

@@ -11,7 +11,7 @@ import numpy as np
 
 from service.engine.cache import RowCache
 from service.engine.draft import Draft
-from service.engine.sampling import SamplingBatch, draw, normaliser, transform
+from service.engine.sampling import SamplingBatch, draw, transform
 from service.models.heads import cut_head
 from service.models.vocabulary import own
 
@@ -21,12 +21,13 @@ WIDE = 8
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """tokens: (B, K). logq: (B, K, V) what they were drawn from, None when no row needs it. q: (B, K) the draft's probability
-    of each at T = 1. usable: (B, K) false where nothing was proposed, or by a draft whose logits were not finite."""
+    """tokens: (B, K). logq: (B, K, V) what they were drawn from, None when no row needs it. logits: the draft's of each
+    position, (B, 1, V), none of what was looked up. usable: (B, K) false where nothing was proposed, or by a draft whose
+    logits were not finite."""
 
     tokens: mx.array
     logq: mx.array | None
-    q: mx.array
+    logits: tuple[mx.array, ...]
     usable: mx.array
 
 
@@ -38,7 +39,7 @@ def looked_up(found: Sequence[Sequence[int]], k: int, vocabulary: int, unseeded:
         usable[i, : len(row)] = True
     proposed = mx.array(tokens)
     certain = mx.where(mx.arange(vocabulary) == proposed[..., None], 0.0, -float("inf")) if unseeded else None
-    return Proposal(proposed, certain, mx.ones(tokens.shape), mx.array(usable.tolist()))
+    return Proposal(proposed, certain, (), mx.array(usable.tolist()))
 
 
 def joined(drafted: Proposal, found: Proposal, rows: Sequence[bool]) -> Proposal:
@@ -50,7 +51,7 @@ def joined(drafted: Proposal, found: Proposal, rows: Sequence[bool]) -> Proposal
     return Proposal(
         tokens=mx.where(pick, found.tokens, drafted.tokens),
         logq=logq,
-        q=mx.where(pick, found.q, drafted.q),
+        logits=drafted.logits,
         usable=mx.where(pick, found.usable, drafted.usable),
     )
 
@@ -114,14 +115,11 @@ class ModelDrafter:
             tokens.append(feed)
             kept_logits.append(logits)
             laws.append(law)
-        logits = mx.concatenate(kept_logits, axis=1)
-        proposed = mx.concatenate(tokens, axis=1)
-        at = mx.take_along_axis(logits, proposed[..., None], axis=-1).astype(mx.float32)
         return Proposal(
-            tokens=proposed,
+            tokens=mx.concatenate(tokens, axis=1),
             logq=mx.concatenate(laws, axis=1) if batch.unseeded else None,
-            q=mx.exp(at - normaliser(logits))[..., 0],
-            usable=mx.isfinite(logits.max(axis=-1)),
+            logits=tuple(kept_logits),
+            usable=mx.concatenate([mx.isfinite(logits.max(axis=-1)) for logits in kept_logits], axis=1),
         )
 
     def behind(self, rows: Sequence[Sequence[int]]) -> bool:

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PROBE = 32
-"""Rounds without the draft after which it drafts one token: what it would be worth stays known at little cost, and what it
-gets wrong stays logged, so that it goes on learning."""
+PROBE = (4, 32)
+"""Rounds without the draft after which it drafts one token, at first and, doubling with every probe, at last: bad luck at the
+beginning is soon seen through, what a draft is worth stays known at little cost, and what it gets wrong stays logged."""
 STAY = 1.03
 """Another draft length must promise so many times the tokens per second."""
 MEMORY = 0.99
@@ -22,7 +22,7 @@ DRAFTED = 0.8
 LOOKED_UP = {8: 0.8, 4: 0.6, 2: 0.4}
 """Acceptance taken for granted before anything was seen, rather too high than too low, for what is tried is soon known: of
 drafts, and of look-ups by how many tokens matched at least."""
-PRIOR_WEIGHT = 2.0
+PRIOR_WEIGHT = 4.0
 PLAIN = 64
 """Rounds with proposals after which one has none, so that what they are compared with stays measured."""
 SLOW, TRUSTED = 0.05, 8
@@ -119,6 +119,7 @@ class DraftLength:
         self._draft = Acceptance(self.drafted, DRAFTED)
         self._current = self.drafted
         self._rested = self._busy = 0
+        self._probe = PROBE[0]
 
     def choose(self, rows: int, matches: Sequence[Match | None]) -> Choice:
         """What to propose in the coming round. matches: one entry a row."""
@@ -145,11 +146,11 @@ class DraftLength:
             self._busy = 0
             return Choice(0, nothing)
         if k > 0:
-            self._rested = 0
+            self._rested, self._probe = 0, PROBE[0]
             return Choice(k, tuple(min(k, m.available) if m and worth(m, k) > draft[k] else 0 for m in matches))
         self._rested += 1
-        if self.drafted and self._rested >= PROBE:
-            self._rested = 0
+        if self.drafted and self._rested >= self._probe:
+            self._rested, self._probe = 0, min(2 * self._probe, PROBE[1])
             return Choice(1, nothing)
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches))
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
 
-import numpy as np
-
 from service.core import (
     Delta,
     FailureCase,
@@ -22,6 +20,7 @@ from service.core import (
     Source,
     Timings,
 )
+from service.engine.evidence import Evidence
 from service.engine.lookup import Grams
 from service.engine.targets import pack
 
@@ -71,19 +70,6 @@ class TextStream:
     @staticmethod
     def _overlap(text: str, stop: str) -> int:
         return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
-
-
-@dataclass(slots=True)
-class Evidence:
-    """What one round showed of one row, for the log; arrays over the K+1 verified positions (`q`, `p`: the K drafted)."""
-
-    logprobs: np.ndarray
-    sampled: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
-    tails: np.ndarray
-    p: np.ndarray
-    q: np.ndarray
 
 
 @dataclass(slots=True)
@@ -153,8 +139,8 @@ class Row:
                         position=start + accepted,
                         drafted=drafted[accepted],
                         target=tokens[accepted],
-                        p=float(evidence.p[accepted]),
-                        q=float(evidence.q[accepted]),
+                        p=evidence.p,
+                        q=evidence.q,
                         margin=margin,
                         tie=margin < tie_margin,
                     )

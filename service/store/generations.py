@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
@@ -18,6 +18,7 @@ from service.store.rows import case_of, generation_of, id_bytes, logprob_bytes, 
 from service.store.tables import failure_cases, generation_targets, generations, replay_buffer, replay_domains
 
 TRAIN, HELD_OUT = "train", "held_out"
+_CASE = tuple(failure_cases.c[field.name] for field in fields(FailureCase))
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +189,9 @@ class Generations:
             found: dict[int, list[FailureCase]] = {row.seq: [] for row in rows}
             seqs = list(found)
             for start in range(0, len(seqs), 500):
-                chosen = failure_cases.c.seq.in_(seqs[start : start + 500])
-                for row in connection.execute(select(failure_cases).where(chosen).order_by(failure_cases.c.position)):
-                    found[row.seq].append(case_of(row))
+                query = select(failure_cases.c.seq, *_CASE).where(failure_cases.c.seq.in_(seqs[start : start + 500]))
+                for seq, *case in connection.execute(query.order_by(failure_cases.c.seq, failure_cases.c.position)):
+                    found[seq].append(FailureCase(*case))
         return [generation_of(row, found[row.seq]) for row in rows]
 
 
@@ -214,12 +215,13 @@ def _claimed(run_id: int) -> Any:
 
 def untrained_generations(who: Provenance, limit: int) -> Any:
     """Query: seq of the newest generations that hold an open, untied case."""
+    # Told by the cases' own seq, which their index has in order: no more is read than the newest that are wanted.
     return (
-        select(generations.c.seq)
-        .join_from(generations, failure_cases, failure_cases.c.seq == generations.c.seq)
+        select(failure_cases.c.seq)
+        .join_from(failure_cases, generations, generations.c.seq == failure_cases.c.seq)
         .where(_of(who), generations.c.split == TRAIN, _untrained(), failure_cases.c.tie.is_(False))
         .distinct()
-        .order_by(generations.c.seq.desc())
+        .order_by(failure_cases.c.seq.desc())
         .limit(limit)
     )
 

@@ -82,7 +82,7 @@ failure_cases = Table(
     Column("quarantined", Boolean, nullable=False, default=False),
     UniqueConstraint("seq", "position"),
     Index(None, "claimed_run"),
-    Index(None, "trained_run", "quarantined", "tie", "seq"),
+    Index(None, "trained_run", "claimed_run", "quarantined", "tie", "seq"),
 )
 
 replay_buffer = Table(

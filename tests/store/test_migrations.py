@@ -13,7 +13,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine
-from stored import generation, url_of
+from stored import WHO, generation, targets, url_of
 
 from service.core import StoreError
 from service.store.database import Database, head, migrations, revision, upgrade
@@ -78,6 +78,23 @@ def test_down_and_up_again_is_where_it_was(tmp_path: Path) -> None:
     upgrade(url_of(path))
     assert schema(path) == before
     Database(url_of(path)).close()
+
+
+def test_rows_live_through_every_migration(tmp_path: Path) -> None:
+    url = url_of(tmp_path / "old.db")
+    upgrade(url)
+    made = generation(collected=targets(5))
+    database = Database(url)
+    Generations(database).add([made]).result()
+    database.close()
+    command.downgrade(configured(url), "0001")
+    with pytest.raises(StoreError, match="db upgrade"):
+        Database(url)
+    upgrade(url)
+    database = Database(url)
+    assert Generations(database).by_ids([made.id]) == [made]
+    assert Generations(database).counts(WHO).cases == 1
+    database.close()
 
 
 def test_a_newer_database_is_not_touched(tmp_path: Path) -> None:

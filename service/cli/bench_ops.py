@@ -1,0 +1,129 @@
+"""`bench train`, `bench swap` and `bench store`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service.cli.console import err, progress, table
+from service.cli.options import Config, Draft, Json, Target, settings_from
+from service.core import RedraftError
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.evaluation.bench.report import Report
+
+Png = Annotated[Path | None, typer.Option(help="Draw the result here.")]
+Markdown = Annotated[Path | None, typer.Option(help="Write the result here as a section of a document.")]
+Step = Callable[[str, int, int], None]
+
+
+def train(
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each turn.")] = 8,
+    turns: Annotated[int, typer.Option(min=1)] = 3,
+    batch: Annotated[int, typer.Option(min=1, help="Texts a step.")] = 8,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of each text.")] = 160,
+    response: Annotated[
+        int | None, typer.Option(min=1, help="How many of them are response, which is learnt; else half.")
+    ] = None,
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    json: Json = None,
+    png: Png = None,
+    markdown: Markdown = None,
+) -> None:
+    """A training step against mlx_lm.lora's: tokens per second and peak memory, each turn in a process of its own."""
+    from service.evaluation.bench.train import run_train
+
+    settings = settings_from(config, models__target=target, models__draft=draft)
+    models = _pair(settings)
+    with _watched("bench train") as on_step:
+        found = run_train(
+            settings,
+            models,
+            steps=steps,
+            turns=turns,
+            batch=batch,
+            length=length,
+            response=response,
+            on_step=on_step,
+        )
+    _show(found, json, png, markdown)
+
+
+def swap(
+    clients: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 8,
+    swaps: Annotated[int, typer.Option(min=1)] = 10,
+    turns: Annotated[int, typer.Option(min=1, help="Turns with and without recording.")] = 5,
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    json: Json = None,
+    png: Png = None,
+    markdown: Markdown = None,
+) -> None:
+    """Gaps in running streams with and without a swap, and tokens per second with and without recording."""
+    from service.evaluation.bench.swap import run_swap
+
+    settings = settings_from(config, models__target=target, models__draft=draft)
+    models = _pair(settings)
+    with _watched("bench swap") as on_step:
+        found = run_swap(settings, models, clients=clients, swaps=swaps, turns=turns, on_step=on_step)
+    _show(found, json, png, markdown)
+
+
+def store(
+    cases: Annotated[int, typer.Option(min=1, help="Failure cases in the log.")] = 1_000_000,
+    turns: Annotated[int, typer.Option(min=1, help="Training batches chosen.")] = 7,
+    scrapes: Annotated[int, typer.Option(min=2, help="Reads of /metrics, idle and as many busy.")] = 300,
+    keep: Annotated[Path | None, typer.Option(help="Leave the database here (0.8 GB for a million cases).")] = None,
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    json: Json = None,
+    png: Png = None,
+    markdown: Markdown = None,
+) -> None:
+    """How long choosing a training batch and reading /metrics take with a full log."""
+    from service.evaluation.bench.store import run_store
+
+    settings = settings_from(config, models__target=target, models__draft=draft)
+    models = _pair(settings)
+    with _watched("bench store") as on_step:
+        found = run_store(settings, models, cases=cases, turns=turns, scrapes=scrapes, keep=keep, on_step=on_step)
+    _show(found, json, png, markdown)
+
+
+def _pair(settings: Settings) -> tuple[Path, Path]:
+    from service.app import resolve_models
+
+    folders = resolve_models(settings, lambda step: err.print(step, highlight=False))
+    if folders.draft is None:
+        raise RedraftError(f"no draft for {settings.models.target}: name one with --draft, or make one (make-draft)")
+    return folders.target, folders.draft
+
+
+@contextmanager
+def _watched(title: str) -> Generator[Step]:
+    with progress(title) as bar:
+        told: set[str] = set()
+
+        def on_step(stage: str, done: int, of: int) -> None:
+            bar(done, of, stage)
+            if stage not in told:
+                told.add(stage)
+                err.print(stage, highlight=False)
+
+        yield on_step
+
+
+def _show(found: Report, json: Path | None, png: Path | None, markdown: Path | None) -> None:
+    from service.evaluation.bench.report import publish
+
+    table(found.title, found.columns, found.rows)
+    publish(found, json=json, png=png, markdown=markdown)

@@ -1,0 +1,246 @@
+"""`redraft bench train`: our training step against mlx-lm's, on the same draft, LoRA layers, batch and length.
+
+Every measurement is a process of its own (`python -m service.evaluation.bench.train`, the task on one line of stdin), so
+that its peak memory is nobody else's; the two take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.optimizers import Adam
+from mlx_lm.tuner import trainer as mlx_lm_trainer
+from mlx_lm.tuner.callbacks import TrainingCallback
+
+from service.core import TOP_TARGETS, RedraftError
+from service.evaluation.bench.machine import machine
+from service.evaluation.bench.report import Report, ratios, spread
+from service.learning import lora
+from service.learning.dataset import Batch, Example, batches
+from service.learning.job import CACHE_BYTES
+from service.learning.loss import TargetDivergence
+from service.learning.trainer import Optimiser, train
+from service.models.pair import load_model
+from service.settings import Settings
+
+OURS, THEIRS = "ours", "mlx_lm"
+WARM = 2
+"""Steps at the start that are not counted: shapes are compiled and memory is fetched there."""
+LEARNING_RATE = 1e-4
+
+Step = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """steps: counted ones. length: tokens fed of each text; response: output tokens of each, which are what is learnt."""
+
+    arm: str
+    draft: str
+    steps: int
+    batch: int
+    length: int
+    response: int
+    rank: int
+    scale: float
+
+
+def run_train(
+    settings: Settings,
+    models: tuple[Path, Path],
+    *,
+    steps: int = 8,
+    turns: int = 3,
+    batch: int = 8,
+    length: int = 160,
+    response: int | None = None,
+    on_step: Step = lambda stage, done, of: None,
+) -> Report:
+    """models: folders of target and draft, of which the draft is trained. steps: of each turn. response: half of the
+    length unless said. Raises RedraftError.
+
+    Both are fed batch x length tokens a step, which is what is counted, and both learn the response alone: mlx-lm through
+    the offsets of its `--mask-prompt`, with its own loop, step, loss and optimiser.
+    """
+    response = length // 2 if response is None else response
+    if not 0 < response < length:
+        raise RedraftError(f"of {length} tokens between 1 and {length - 1} can be response, not {response}")
+    training = settings.training
+    task = Task(OURS, str(models[1]), steps, batch, length, response, training.rank, training.scale)
+    rates: dict[str, list[float]] = {OURS: [], THEIRS: []}
+    peaks: dict[str, list[float]] = {OURS: [], THEIRS: []}
+    for turn in range(turns):
+        order = (OURS, THEIRS) if turn % 2 == 0 else (THEIRS, OURS)
+        for place, arm in enumerate(order):
+            on_step(arm, 2 * turn + place, 2 * turns)
+            found = _measure(replace(task, arm=arm))
+            rates[arm].append(batch * length / found["seconds"])
+            peaks[arm].append(found["peak_bytes"])
+    compared = {
+        "tokens_per_second": ratios(rates, [(OURS, THEIRS)])[f"{OURS}/{THEIRS}"],
+        "peak_memory": ratios(peaks, [(OURS, THEIRS)])[f"{OURS}/{THEIRS}"],
+    }
+    speeds = {arm: spread(values) for arm, values in rates.items()}
+    memory = {arm: spread(values) for arm, values in peaks.items()}
+    return Report(
+        name="train",
+        title=f"A training step, {batch} x {length} tokens, {batch * response} of them response",
+        command=f"redraft bench train --steps {steps} --batch {batch} --length {length} --response {response}",
+        columns=("trainer", "tokens/s (90 %)", "peak memory, GB"),
+        rows=(
+            *(
+                (arm, f"{s.median:.0f} ({s.low:.0f} to {s.high:.0f})", f"{memory[arm].median / 1e9:.2f}")
+                for arm, s in speeds.items()
+            ),
+            (
+                f"{OURS} / {THEIRS}",
+                *(f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" for ratio in compared.values()),
+            ),
+            ("promised", ">= 1.0", "<= 1.0"),
+        ),
+        plain={
+            "arms": {
+                arm: {"tokens_per_second": asdict(speeds[arm]), "peak_bytes": asdict(memory[arm])} for arm in rates
+            },
+            "ratios": {f"{OURS}/{THEIRS}": asdict(compared["tokens_per_second"])},
+            "memory_ratios": {f"{OURS}/{THEIRS}": asdict(compared["peak_memory"])},
+            "settings": asdict(task)
+            | {
+                "draft": models[1].name,
+                "turns": turns,
+                "tokens_per_step": batch * length,
+                "response_tokens_per_step": batch * response,
+                "peak": "resident set" if mx.default_device().type == mx.cpu else "mx.get_peak_memory",
+            },
+            "machine": machine(settings.home, models),
+        },
+        bars={
+            "tokens/s": {arm: s.median for arm, s in speeds.items()},
+            "peak memory, GB": {arm: s.median / 1e9 for arm, s in memory.items()},
+        },
+    )
+
+
+def _measure(task: Task) -> dict[str, float]:
+    child = subprocess.run(
+        [sys.executable, "-m", "service.evaluation.bench.train"],
+        input=json.dumps(asdict(task)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if child.returncode != 0:
+        said = child.stderr.strip().splitlines()
+        raise RedraftError(f"training with {task.arm} failed: {said[-1] if said else child.returncode}")
+    return json.loads(child.stdout.splitlines()[-1])
+
+
+# ------------------------------------------------------------------------------------------------ the child's side
+
+
+def perform(task: Task) -> dict[str, float]:
+    """Train in this process: median seconds of a counted step, and the peak of its memory in bytes."""
+    model = load_model(Path(task.draft)).model
+    lora.wrap(model, rank=task.rank, scale=task.scale, seed=0)
+    # Lazy: the graph is built for its shape and never run.
+    width = cast("mx.array", model(mx.zeros((1, 1), dtype=mx.int32))).shape[-1]
+    examples = [random_example(seed, width, task) for seed in range(2 * task.batch)]
+    mx.reset_peak_memory()
+    ends = (_ours if task.arm == OURS else _theirs)(model, examples, task)
+    seconds = np.diff(ends)[WARM - 1 :]
+    return {"seconds": float(np.median(seconds)), "peak_bytes": float(_peak())}
+
+
+def _peak() -> int:
+    if mx.default_device().type != mx.cpu:
+        return mx.get_peak_memory()
+    # Kibibytes on Linux, bytes on macOS.
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _ours(model: nn.Module, examples: Sequence[Example], task: Task) -> list[float]:
+    mx.set_cache_limit(CACHE_BYTES)
+    ends: list[float] = []
+    steps = WARM + task.steps
+    train(
+        model,
+        islice(_endless(examples, task.batch), steps),
+        loss_fn=TargetDivergence(model),
+        optimiser=Optimiser(learning_rate=LEARNING_RATE, steps=steps),
+        on_progress=lambda progress: ends.append(time.perf_counter()),
+    )
+    return ends
+
+
+def _endless(examples: Sequence[Example], size: int) -> Iterator[Batch]:
+    seed = 0
+    while True:
+        yield from batches(examples, size, seed)
+        seed += 1
+
+
+def masked(examples: Sequence[Example], task: Task) -> list[tuple[list[int], int]]:
+    """What `mlx_lm.lora --mask-prompt` makes of a text: its tokens, of which the last is only predicted, and where its
+    response begins."""
+    return [([*example.tokens.tolist(), 1], task.length + 1 - task.response) for example in examples]
+
+
+class _Ends(TrainingCallback):
+    """When each step was over."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_loss_report(self, train_info: dict[str, Any]) -> None:
+        self.ends.append(time.perf_counter())
+
+
+def _theirs(model: nn.Module, examples: Sequence[Example], task: Task) -> list[float]:
+    ends = _Ends()
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
+        mlx_lm_trainer.train(
+            model,
+            Adam(learning_rate=LEARNING_RATE),
+            masked(examples, task),
+            args=mlx_lm_trainer.TrainingArgs(
+                batch_size=task.batch,
+                iters=WARM + task.steps,
+                steps_per_report=1,
+                # They save in place while they train: not here.
+                steps_per_save=10**9,
+                max_seq_length=task.length + 1,
+                adapter_file=str(Path(folder) / lora.WEIGHTS),
+            ),
+            training_callback=ends,
+        )
+    return ends.ends
+
+
+def random_example(seed: int, width: int, task: Task) -> Example:
+    """Random tokens with a random target distribution: what a step costs does not depend on what it learns."""
+    rng = np.random.default_rng(seed)
+    top = min(TOP_TARGETS, width)
+    law = np.log(rng.dirichlet(np.ones(top + 1), size=task.response)).astype(np.float32)
+    ids = np.stack([rng.choice(width, top, replace=False) for _ in range(task.response)]).astype(np.int32)
+    tokens = rng.integers(0, width, task.length).astype(np.int32)
+    return Example(
+        tokens, task.length - task.response, ids, law[:, :-1], law[:, -1], np.ones(task.response, dtype=np.float32)
+    )
+
+
+if __name__ == "__main__":
+    print(json.dumps(perform(Task(**json.loads(sys.stdin.readline())))))

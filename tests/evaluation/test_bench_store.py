@@ -1,0 +1,34 @@
+"""The benchmark of a full log at the size of a toy: a real database and a real server over it."""
+
+from pathlib import Path
+
+import pytest
+from published import check_published
+
+from service.core import RedraftError
+from service.evaluation.bench.store import CHOOSING, run_store
+from service.settings import Settings, sqlite_url
+from service.store.database import Database, integrity
+from service.store.generations import Generations
+
+
+def test_store_times_what_a_run_reads(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
+    keep = tmp_path / "log"
+    report = run_store(settings, models, cases=5_000, turns=2, scrapes=5, streams=2, keep=keep)
+    found = report.plain
+    assert found["settings"]["cases"] == 5_000 and found["settings"]["generations"] == 200
+    assert found["arms"].keys() == {"choose", "idle", "2 streams"}
+    assert set(CHOOSING) < found["steps"].keys()
+    assert 0 < found["arms"]["choose"]["seconds"]["median"] < 1.0
+    assert all(found["arms"][name]["p99_seconds"] > 0 for name in ("idle", "2 streams"))
+    check_published(report, tmp_path)
+    # Every turn's run was given up: all cases are there and open, for the next one as for whoever looks.
+    database = Database(sqlite_url(keep / "redraft.db"))
+    try:
+        assert integrity(database) == "ok"
+        stats = Generations(database).stats()
+        assert stats.cases >= 5_000 and stats.trained == 0 and stats.quarantined == 0
+    finally:
+        database.close()
+    with pytest.raises(RedraftError, match="already"):
+        run_store(settings, models, cases=25, keep=keep)

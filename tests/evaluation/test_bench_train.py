@@ -1,0 +1,47 @@
+"""The benchmark of training at the size of a toy: both trainers, in processes of their own."""
+
+from pathlib import Path
+
+import pytest
+from mlx_lm.tuner.trainer import default_loss, iterate_batches
+from published import check_published
+
+from service.core import RedraftError
+from service.evaluation.bench.train import OURS, THEIRS, Task, masked, random_example, run_train
+from service.learning.dataset import collate
+from service.models.pair import load_model
+from service.settings import Settings
+
+
+def test_train_compares_both_trainers(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
+    report = run_train(settings, models, steps=2, turns=1, batch=2, length=32, response=8)
+    arms = report.plain["arms"]
+    assert arms.keys() == {OURS, THEIRS}
+    # A process that has loaded MLX and a model takes more than this, and fewer tokens a second than that.
+    assert all(
+        arm["peak_bytes"]["median"] > 5e7 and 0 < arm["tokens_per_second"]["median"] < 1e7 for arm in arms.values()
+    )
+    speeds = [arms[arm]["tokens_per_second"]["median"] for arm in (OURS, THEIRS)]
+    assert report.plain["ratios"][f"{OURS}/{THEIRS}"]["median"] == pytest.approx(speeds[0] / speeds[1])
+    assert report.plain["settings"]["response_tokens_per_step"] == 16
+    check_published(report, tmp_path)
+
+
+def test_both_trainers_are_fed_and_learn_the_same_tokens(models: tuple[Path, Path]) -> None:
+    task = Task(OURS, str(models[1]), steps=1, batch=2, length=32, response=8, rank=4, scale=2.0)
+    examples = [random_example(seed, 97, task) for seed in range(2)]
+    ours = collate(examples)
+    theirs, spans = next(iterate_batches(masked(examples, task), 2, task.length + 1))
+    assert ours.count == ours.tokens.size == 64
+    assert sorted(ours.tokens.tolist()) == sorted(theirs[:, :-1].tolist())
+    _, learnt = default_loss(load_model(models[1]).model, theirs, spans)
+    assert learnt.item() == ours.weight.sum().item() == 16
+    first = min(at % task.length for at, weight in zip(ours.at.tolist(), ours.weight.tolist(), strict=True) if weight)
+    assert first == spans[0, 0].item() - 1, "what predicts the first response token is the token before it"
+
+
+def test_train_says_why_a_child_failed(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(RedraftError, match=r"ours failed: .*nowhere"):
+        run_train(settings, (models[0], tmp_path / "nowhere"), steps=1, turns=1, batch=1, length=32)
+    with pytest.raises(RedraftError, match="response"):
+        run_train(settings, models, length=32, response=32)

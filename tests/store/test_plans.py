@@ -1,0 +1,35 @@
+"""How SQLite goes about the queries that a full log must not make slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import text
+from stored import WHO, case, generation
+
+from service.core import Trigger
+from service.store.database import Database
+from service.store.generations import Generations, untrained_generations
+from service.store.runs import Runs
+
+
+def plan(database: Database, query: Any) -> str:
+    with database.read() as connection:
+        told = query.compile(connection, compile_kwargs={"literal_binds": True})
+        return "\n".join(row.detail for row in connection.execute(text(f"EXPLAIN QUERY PLAN {told}")))
+
+
+def test_the_newest_open_cases_are_found_in_order_from_the_index_alone(database: Database) -> None:
+    found = plan(database, untrained_generations(WHO, 800))
+    assert "SEARCH failure_cases USING COVERING INDEX" in found
+    assert "TEMP B-TREE" not in found, "everything open is sorted, however few are wanted"
+
+
+def test_a_run_takes_the_newest_and_all_their_cases(database: Database) -> None:
+    store = Generations(database)
+    made = [generation(cases=[case(0), case(1), case(2, tie=True)]) for _ in range(5)]
+    store.add([*made, generation(cases=[case(0, tie=True)]), generation(cases=[])]).result()
+    run = Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=2)
+    assert run is not None and run.cases == 6
+    assert [g.id for g in store.claimed(run.id)] == [made[4].id, made[3].id]
+    assert store.claimed(run.id) == [made[4], made[3]]
