@@ -25,8 +25,6 @@ def one_stream(
     }
     speeds: dict[str, list[float]] = {name: [] for name in contenders}
     outputs: dict[str, list[list[int]]] = {name: [] for name in contenders}
-    for decoder in decoders.values():
-        decoder.profile(1)
     for turn, prompt in enumerate(prompts):
         order = list(decoders)
         for name in order[turn % len(order) :] + order[: turn % len(order)]:
