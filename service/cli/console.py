@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -47,10 +47,25 @@ def progress(title: str) -> Generator[Bar]:
         yield update
 
 
+@contextmanager
+def stages(title: str) -> Generator[Callable[[str, int, int], None]]:
+    """A bar for work in stages (stage, done, of); each stage is also told on a line of its own when it begins."""
+    told: set[str] = set()
+    with progress(title) as bar:
+
+        def on_step(stage: str, done: int, of: int) -> None:
+            bar(done, of, stage)
+            if stage not in told:
+                told.add(stage)
+                err.print(stage, highlight=False)
+
+        yield on_step
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
     made = Table(title=title, title_justify="left")
     for name in columns:
-        made.add_column(name)
+        made.add_column(name, overflow="fold")
     for row in rows:
         made.add_row(*(str(value) for value in row))
     out.print(made)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli.console import err, out, progress, table, write_json
+from service.cli.console import err, out, progress, stages, table, write_json
 from service.cli.options import Config, Draft, Json, Target, settings_from
 from service.core import BARE_DRAFT, BadRequest, RedraftError
 from service.settings import Settings
@@ -164,15 +164,7 @@ def cycle(
         tests[domain or Path(path).name.removesuffix(".jsonl")] = read_prompts(
             Path(path), domain=domain or None, limit=test_limit
         )
-    with progress("cycle") as bar:
-        told: set[str] = set()
-
-        def on_step(stage: str, done: int, of: int) -> None:
-            bar(done, of, stage)
-            if stage not in told:
-                told.add(stage)
-                err.print(stage, highlight=False)
-
+    with stages("cycle") as on_step:
         found = run_cycle(
             settings,
             _pair_folders(settings),

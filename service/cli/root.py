@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from service.cli import data, drafts, evaluate, operate, serving, talk
+from service.cli import bench_inside, data, drafts, evaluate, operate, serving, talk
 
 app = typer.Typer(
     name="redraft",
@@ -22,6 +22,7 @@ app.command()(talk.generate)
 app.command()(talk.chat)
 app.command()(operate.train)
 app.add_typer(evaluate.eval_, name="eval")
+app.add_typer(bench_inside.bench, name="bench")
 app.add_typer(data.cases, name="cases")
 app.add_typer(operate.adapters, name="adapters")
 app.add_typer(data.db, name="db")

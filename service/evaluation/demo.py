@@ -7,19 +7,21 @@ import random
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from service.core import Prompt, RedraftError, Sampling
 from service.engine.draft import Draft, load, served
 from service.evaluation.agreement import measure, paired_low90
+from service.evaluation.bench.turns import EngineArm, take_turns
 from service.evaluation.check import forced_mismatches, naive_greedy
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.prompts import PromptLine
+from service.evaluation.run import Step
 from service.evaluation.server import LocalServer
-from service.evaluation.speed import one_stream
 from service.evaluation.templates import held_out, traffic
 from service.evaluation.traffic import Answer, Traffic, longest_gap_ms
 from service.models.pair import Pair, load_pair
@@ -27,8 +29,6 @@ from service.models.text import TextEncoder
 from service.settings import Settings, sqlite_url
 from service.store.adapters import Adapters
 from service.store.database import Database
-
-Step = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,10 @@ def run_demo(
             for generation in generations[: scale.timed]
         ]
         contenders = {"plain": None, "before": static, "after": adapted}
-        speeds, outputs = one_stream(pair, contenders, timed, settings.engine.num_draft_tokens)
+        arms = {name: EngineArm(pair, draft, k=settings.engine.num_draft_tokens) for name, draft in contenders.items()}
+        decoded = take_turns(arms, timed)
+        speeds = {name: median(one.rate for one in told) for name, told in decoded.items()}
+        outputs = {name: [one.tokens for one in told] for name, told in decoded.items()}
         mismatches += sum(outputs[name] != outputs["plain"] for name in ("before", "after"))
     finally:
         if keep is None:

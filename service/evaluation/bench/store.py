@@ -16,7 +16,6 @@ import httpx
 from service.app import open_stores
 from service.core import BARE_DRAFT, Provenance, RedraftError, RunState, Trigger
 from service.evaluation.bench.log import CASES, DOMAINS, fill
-from service.evaluation.bench.machine import machine
 from service.evaluation.bench.report import Report, Spread, spread
 from service.evaluation.server import LocalServer
 from service.evaluation.templates import traffic
@@ -120,7 +119,6 @@ def run_store(
                 "max_generations": settings.training.max_generations,
                 "replay": settings.training.replay,
             },
-            "machine": machine(settings.home, models),
         },
         bars={
             "choosing a batch, ms": {step.split()[0]: 1000 * steps[step].median for step in CHOOSING},

@@ -17,7 +17,6 @@ from mlx.utils import tree_flatten
 from service.app import open_stores
 from service.core import BARE_DRAFT, AdapterRef, RedraftError, Trigger
 from service.evaluation.bench.log import fill
-from service.evaluation.bench.machine import machine
 from service.evaluation.bench.recording import OFF, ON, measure_recording
 from service.evaluation.bench.report import Report, ratios
 from service.evaluation.server import LocalServer
@@ -130,7 +129,6 @@ def run_swap(
                 "tokens": tokens,
                 "num_draft_tokens": settings.engine.num_draft_tokens,
             },
-            "machine": machine(settings.home, models),
         },
         bars={
             "longest gap, ms": {name: max(longest[name]) for name in (QUIET, SWAP)},

@@ -27,7 +27,6 @@ from mlx_lm.tuner import trainer as mlx_lm_trainer
 from mlx_lm.tuner.callbacks import TrainingCallback
 
 from service.core import TOP_TARGETS, RedraftError
-from service.evaluation.bench.machine import machine
 from service.evaluation.bench.report import Report, ratios, spread
 from service.learning import lora
 from service.learning.dataset import Batch, Example, batches
@@ -126,7 +125,6 @@ def run_train(
                 "response_tokens_per_step": batch * response,
                 "peak": "resident set" if mx.default_device().type == mx.cpu else "mx.get_peak_memory",
             },
-            "machine": machine(settings.home, models),
         },
         bars={
             "tokens/s": {arm: s.median for arm, s in speeds.items()},

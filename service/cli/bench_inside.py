@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from service.cli.console import err, progress, table
+from service.cli.bench import Markdown, Png, bench, show
+from service.cli.console import err, stages
 from service.cli.options import Config, Draft, Json, Target, settings_from
 from service.core import RedraftError
 from service.settings import Settings
 
-if TYPE_CHECKING:
-    from service.evaluation.bench.report import Report
 
-Png = Annotated[Path | None, typer.Option(help="Draw the result here.")]
-Markdown = Annotated[Path | None, typer.Option(help="Write the result here as a section of a document.")]
-Step = Callable[[str, int, int], None]
-
-
+@bench.command()
 def train(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each turn.")] = 8,
     turns: Annotated[int, typer.Option(min=1)] = 3,
@@ -42,7 +35,7 @@ def train(
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     models = _pair(settings)
-    with _watched("bench train") as on_step:
+    with stages("bench train") as on_step:
         found = run_train(
             settings,
             models,
@@ -53,9 +46,10 @@ def train(
             response=response,
             on_step=on_step,
         )
-    _show(found, json, png, markdown)
+    show(found, json, png, markdown)
 
 
+@bench.command()
 def swap(
     clients: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 8,
     swaps: Annotated[int, typer.Option(min=1)] = 10,
@@ -72,11 +66,12 @@ def swap(
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     models = _pair(settings)
-    with _watched("bench swap") as on_step:
+    with stages("bench swap") as on_step:
         found = run_swap(settings, models, clients=clients, swaps=swaps, turns=turns, on_step=on_step)
-    _show(found, json, png, markdown)
+    show(found, json, png, markdown)
 
 
+@bench.command()
 def store(
     cases: Annotated[int, typer.Option(min=1, help="Failure cases in the log.")] = 1_000_000,
     turns: Annotated[int, typer.Option(min=1, help="Training batches chosen.")] = 7,
@@ -94,9 +89,9 @@ def store(
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     models = _pair(settings)
-    with _watched("bench store") as on_step:
+    with stages("bench store") as on_step:
         found = run_store(settings, models, cases=cases, turns=turns, scrapes=scrapes, keep=keep, on_step=on_step)
-    _show(found, json, png, markdown)
+    show(found, json, png, markdown)
 
 
 def _pair(settings: Settings) -> tuple[Path, Path]:
@@ -106,24 +101,3 @@ def _pair(settings: Settings) -> tuple[Path, Path]:
     if folders.draft is None:
         raise RedraftError(f"no draft for {settings.models.target}: name one with --draft, or make one (make-draft)")
     return folders.target, folders.draft
-
-
-@contextmanager
-def _watched(title: str) -> Generator[Step]:
-    with progress(title) as bar:
-        told: set[str] = set()
-
-        def on_step(stage: str, done: int, of: int) -> None:
-            bar(done, of, stage)
-            if stage not in told:
-                told.add(stage)
-                err.print(stage, highlight=False)
-
-        yield on_step
-
-
-def _show(found: Report, json: Path | None, png: Path | None, markdown: Path | None) -> None:
-    from service.evaluation.bench.report import publish
-
-    table(found.title, found.columns, found.rows)
-    publish(found, json=json, png=png, markdown=markdown)

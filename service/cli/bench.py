@@ -1,0 +1,208 @@
+"""`bench`: figures that anybody can measure again. REDRAFT_BLAS=shipped before a command measures MLX's own BLAS."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service.cli.console import err, stages, table
+from service.cli.options import Config, Draft, Json, Target, settings_from
+from service.core import BadRequest
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.evaluation.bench.adapting import Adapter
+    from service.evaluation.bench.report import Report
+    from service.evaluation.run import Step
+
+bench = typer.Typer(
+    name="bench",
+    help="Measure speed, contenders taking turns. With REDRAFT_BLAS=shipped in the environment: on the BLAS that MLX ships.",
+    no_args_is_help=True,
+)
+Prompts = Annotated[Path, typer.Option(help="JSON lines with id, domain, prompt.")]
+Domain = Annotated[str | None, typer.Option(help="Only prompts of this domain.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt, at most.")]
+Version = Annotated[int | None, typer.Option("--adapter", min=1, help="Adapter version for the arms that need one.")]
+AdaptOn = Annotated[
+    Path | None, typer.Option(help="Train the adapter first: serve these prompts through the real loop.")
+]
+AdaptLimit = Annotated[int | None, typer.Option(min=1, help="Serve only the first so many of them.")]
+Arms = Annotated[str | None, typer.Option(help="Only these, separated by commas; plain always takes part.")]
+Png = Annotated[Path | None, typer.Option("--png", help="Also draw the result.")]
+Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
+
+
+@bench.command()
+def decode(
+    context: typer.Context,
+    prompts: Prompts,
+    domain: Domain = None,
+    limit: Limit = None,
+    max_tokens: MaxTokens = 128,
+    adapter: Version = None,
+    adapt_on: AdaptOn = None,
+    adapt_limit: AdaptLimit = None,
+    temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy; above it, unseeded.")] = 0.0,
+    k: Annotated[
+        int | None, typer.Option(min=1, max=16, help="Draft exactly so many everywhere, not what each does best.")
+    ] = None,
+    arms: Arms = None,
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    json: Json = None,
+    png: Png = None,
+    markdown: Markdown = None,
+) -> None:
+    """One stream: this engine plain, with its draft, with the adapted draft, and mlx-lm on the same weights at its best K."""
+    from service.evaluation.bench.arms import ARMS, choose
+    from service.evaluation.bench.decode import Task, run_decode
+    from service.evaluation.prompts import read_prompts
+
+    settings = settings_from(config, models__target=target, models__draft=draft)
+    names = _names(arms)
+    choose(names, list(ARMS))
+    task = Task(read_prompts(prompts, domain=domain, limit=limit), max_tokens, temperature, k)
+    title = f"One stream: {_about(prompts, domain, limit, max_tokens)}, T = {temperature:g}" + (
+        f", K = {k}" if k else ""
+    )
+    with stages("bench decode") as on_step, _adapter(settings, adapter, adapt_on, adapt_limit, on_step) as adapted:
+        report = run_decode(
+            _folders(settings),
+            settings.engine,
+            task,
+            title=title + _adapted(adapted),
+            command=again(context),
+            arms=names,
+            adapter=adapted,
+            on_step=on_step,
+        )
+    show(report, json, png, markdown)
+
+
+@bench.command()
+def serve(
+    context: typer.Context,
+    prompts: Prompts,
+    clients: Annotated[str, typer.Option(help="Numbers of clients at a time, separated by commas.")] = "1,4,16",
+    turns: Annotated[int, typer.Option(min=1, help="How often every server is measured at every number.")] = 3,
+    domain: Domain = None,
+    limit: Limit = None,
+    max_tokens: MaxTokens = 128,
+    adapter: Version = None,
+    adapt_on: AdaptOn = None,
+    adapt_limit: AdaptLimit = None,
+    arms: Arms = None,
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    json: Json = None,
+    png: Png = None,
+    markdown: Markdown = None,
+) -> None:
+    """Clients over HTTP, greedy: this server plain, with its draft, with the adapted draft, and mlx_lm.server with and without
+    the draft. All servers are up at the same time."""
+    from service.evaluation.bench.arms import choose
+    from service.evaluation.bench.houses import HOUSES
+    from service.evaluation.bench.serve import Load, run_serve
+    from service.evaluation.prompts import read_prompts
+
+    settings = settings_from(config, models__target=target, models__draft=draft)
+    names = _names(arms)
+    choose(names, list(HOUSES))
+    load = Load(read_prompts(prompts, domain=domain, limit=limit), _counts(clients), turns, max_tokens)
+    load.cells()
+    title = f"{clients} clients over HTTP: {_about(prompts, domain, limit, max_tokens)}"
+    with stages("bench serve") as on_step, _adapter(settings, adapter, adapt_on, adapt_limit, on_step) as adapted:
+        report = run_serve(
+            settings,
+            _folders(settings),
+            load,
+            title=title + _adapted(adapted),
+            command=again(context),
+            arms=names,
+            adapter=adapted,
+            on_step=on_step,
+        )
+    show(report, json, png, markdown)
+
+
+def show(report: Report, json: Path | None, png: Path | None, markdown: Path | None) -> None:
+    """The table, and the files that were asked for."""
+    from service.evaluation.bench.report import publish
+
+    table(report.title, report.columns, report.rows)
+    publish(report, json=json, png=png, markdown=markdown)
+
+
+def again(context: typer.Context) -> str:
+    """The command line that measures this again: options as given, files by their names alone, without where results go."""
+    words = ["redraft", "bench", context.info_name or ""]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name in {"json", "png", "markdown"} or source is None or source.name != "COMMANDLINE":
+            continue
+        value = str(context.params[name])
+        words += [parameter.opts[0], Path(value).name if Path(value).exists() else value]
+    shipped = "REDRAFT_BLAS=shipped " if os.environ.get("REDRAFT_BLAS") == "shipped" else ""
+    return shipped + shlex.join(words)
+
+
+def _folders(settings: Settings) -> tuple[Path, Path | None]:
+    from service.app import resolve_models
+
+    folders = resolve_models(settings, lambda step: err.print(step, highlight=False))
+    return folders.target, folders.draft
+
+
+@contextmanager
+def _adapter(
+    settings: Settings, version: int | None, source: Path | None, limit: int | None, on_step: Step
+) -> Generator[Adapter | None]:
+    from service.evaluation.bench.adapting import registered, trained
+    from service.evaluation.prompts import read_prompts
+
+    if version is not None and source is not None:
+        raise BadRequest("say one of --adapter and --adapt-on", field="adapter")
+    if limit is not None and source is None:
+        raise BadRequest("--adapt-limit goes with --adapt-on", field="adapt_limit")
+    if source is not None:
+        with trained(settings, source.name, read_prompts(source, limit=limit), on_step) as made:
+            yield made
+    else:
+        yield registered(settings, version) if version is not None else None
+
+
+def _about(prompts: Path, domain: str | None, limit: int | None, max_tokens: int) -> str:
+    of = f"the first {limit} prompts" if limit else "all prompts"
+    return f"{of} of {prompts.name}{f' ({domain})' if domain else ''}, up to {max_tokens} tokens"
+
+
+def _adapted(adapter: Adapter | None) -> str:
+    if adapter is None:
+        return ""
+    trained_on, version = adapter.told.get("trained_on"), adapter.told.get("version")
+    return f", adapter {version}" if trained_on is None else f", adapted on {adapter.told['prompts']} of {trained_on}"
+
+
+def _names(arms: str | None) -> list[str] | None:
+    return None if arms is None else [name.strip() for name in arms.split(",")]
+
+
+def _counts(clients: str) -> list[int]:
+    try:
+        counts = sorted({int(number) for number in clients.split(",")})
+    except ValueError:
+        counts = [0]
+    if counts[0] < 1:
+        raise BadRequest(f"--clients takes numbers from 1 on, separated by commas, not {clients!r}", field="clients")
+    return counts

@@ -1,0 +1,1 @@
+"""Benchmarks that people can run again: `redraft bench`. Contenders take turns; figures are medians and ratios of turns."""

@@ -1,0 +1,78 @@
+"""The servers of `redraft bench serve`, each a process of its own with the same BLAS, and how each is asked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from service.evaluation.bench.adapting import Adapter
+from service.evaluation.server import LocalServer, ServerProcess
+from service.evaluation.traffic import Ask, ask, ask_chat
+from service.learning.export import export_fused
+from service.models import vocabulary
+from service.settings import Settings
+
+_MLX_LM = "import service; from mlx_lm.server import main; main()"
+"""Through this package, which puts the fast BLAS in front of MLX's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class House:
+    server: ServerProcess
+    ask: Ask
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What servers are made of. draft, adapted: folders. folder: for their state. rows: clients at a time, at most."""
+
+    settings: Settings
+    target: Path
+    draft: Path | None
+    adapted: Path | None
+    folder: Path
+    rows: int
+
+    def ours(self, name: str, draft: Path | None) -> House:
+        """As these settings serve, log included, but without training."""
+        engine: dict[str, object] = self.settings.engine.model_dump()
+        engine["max_rows"] = max(self.settings.engine.max_rows, self.rows)
+        tree: dict[str, dict[str, object]] = {
+            "models": {"target": str(self.target), "draft": str(draft) if draft else "none"},
+            "engine": engine,
+            "store": {"record": self.settings.store.record},
+            "training": {"enabled": False},
+        }
+        return House(LocalServer(self.folder / name, tree, self.settings.home), ask)
+
+    def mlx_lm(self, name: str, draft: Path | None) -> House:
+        """As it comes: with a draft it drafts 3 tokens, and serves one request at a time."""
+        drafting = ["--draft-model", str(draft)] if draft else []
+
+        def command(port: int) -> list[str]:
+            words = [sys.executable, "-c", _MLX_LM, "--model", str(self.target), *drafting]
+            return [*words, "--port", str(port), "--log-level", "WARNING"]
+
+        return House(ServerProcess(self.folder / name, command, "/health"), ask_chat)
+
+
+HOUSES: dict[str, Callable[[Plan], House | None]] = {
+    "plain": lambda plan: plan.ours("plain", None),
+    "static": lambda plan: plan.ours("static", plan.draft) if plan.draft else None,
+    "adapted": lambda plan: plan.ours("adapted", plan.adapted) if plan.adapted else None,
+    "mlx_lm_server": lambda plan: plan.mlx_lm("mlx_lm_server", None),
+    "mlx_lm_server_draft": lambda plan: plan.mlx_lm("mlx_lm_server_draft", plan.draft) if plan.draft else None,
+}
+"""Name -> what makes it; None where the draft or the adapter it needs is not at hand."""
+
+
+def fused(adapter: Adapter, draft: Path, folder: Path) -> Path:
+    """The draft with the adapter folded in and the vocabulary it serves with: a server needs no database to draft with it. A
+    quantised draft's folded layers are quantised again. Raises AdapterRefused."""
+    export_fused(adapter.ref, draft, folder)
+    kept = vocabulary.read(adapter.ref.folder) or vocabulary.read(draft)
+    if kept is not None:
+        vocabulary.write(kept, folder)
+    return folder

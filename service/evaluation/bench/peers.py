@@ -1,0 +1,113 @@
+"""mlx-lm's own decoding as arms: its generators on the very same modules, with caches of their own for every prompt."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_unflatten
+from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import make_sampler
+from mlx_lm.tuner.lora import LoRALinear
+
+from service.core import Prompt
+from service.evaluation.bench.turns import Decoded, take_turns
+from service.models.heads import twin, uncut
+
+CHUNK = 512
+"""Prompt tokens read at a time; reading is not timed."""
+KS = (1, 2, 3, 4)
+
+
+class MlxLmArm:
+    """mlx_lm's generate_step, or with a draft its speculative_generate_step at K = k. Its draft needs a whole head. settings:
+    what the report tells besides."""
+
+    def __init__(
+        self,
+        target: nn.Module,
+        eos: frozenset[int],
+        draft: nn.Module | None = None,
+        k: int = 0,
+        settings: Mapping[str, object] | None = None,
+    ) -> None:
+        self.settings: Mapping[str, object] = {} if draft is None else {"k": k, **(settings or {})}
+        self._target = target
+        self._draft = draft
+        self._eos = eos
+        self._k = k
+
+    def decode(self, prompt: Prompt) -> Decoded:
+        cache = _read(self._target, prompt.tokens)
+        if self._draft is not None:
+            cache += _read(self._draft, prompt.tokens)
+        tokens: list[int] = []
+        guessed: list[bool] = []
+        begun = time.perf_counter()
+        for token, from_draft in self._steps(prompt, cache):
+            tokens.append(token)
+            guessed.append(from_draft)
+            if token in self._eos:
+                break
+        seconds = time.perf_counter() - begun
+        # It computes one token ahead: what is still under way must not run into the next arm's time.
+        mx.synchronize(generation_stream)
+        return Decoded(tokens, calls(guessed), seconds)
+
+    def _steps(self, prompt: Prompt, cache: list[Any]) -> Iterator[tuple[int, bool]]:
+        last, sampling = mx.array(prompt.tokens[-1:]), prompt.sampling
+        sampler = make_sampler(sampling.temperature, sampling.top_p, sampling.min_p, top_k=sampling.top_k)
+        if self._draft is None:
+            steps = generate_step(
+                last, self._target, max_tokens=sampling.max_tokens, sampler=sampler, prompt_cache=cache
+            )
+            return ((int(token), False) for token, _ in steps)
+        steps = speculative_generate_step(
+            last,
+            self._target,
+            self._draft,
+            num_draft_tokens=self._k,
+            max_tokens=sampling.max_tokens,
+            sampler=sampler,
+            prompt_cache=cache,
+        )
+        return ((int(token), bool(from_draft)) for token, _, from_draft in steps)
+
+
+def calls(from_draft: Sequence[bool]) -> int:
+    """Target calls behind tokens of mlx-lm's speculation: each ends with a token of the target's own, but for a last one
+    that a kept draft token ended."""
+    return sum(not guessed for guessed in from_draft) + (from_draft[-1] if from_draft else 0)
+
+
+def best_k(
+    target: nn.Module, draft: nn.Module, eos: frozenset[int], prompts: Sequence[Prompt], ks: Sequence[int] = KS
+) -> dict[int, float]:
+    """Tokens per second of mlx-lm's speculation by K, fastest first, each K on all prompts in turn."""
+    heard = take_turns({k: MlxLmArm(target, eos, draft, k) for k in ks}, prompts)
+    rates = {k: sum(len(one.tokens) for one in told) / sum(one.seconds for one in told) for k, told in heard.items()}
+    return dict(sorted(rates.items(), key=lambda item: -item[1]))
+
+
+def whole(served: nn.Module) -> nn.Module:
+    """A draft as mlx-lm can run it: over the same arrays, with its whole head, and LoRA layers that are still apart folded
+    in, as `redraft adapters export --fuse` does."""
+    model = twin(served)
+    uncut(model)
+    apart = [(name, module.fuse()) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
+    model.update_modules(tree_unflatten(apart))
+    mx.eval(model.parameters())
+    return model
+
+
+def _read(model: nn.Module, prompt: Sequence[int]) -> list[Any]:
+    """A cache that holds all of the prompt but its last token, where both of mlx-lm's generators begin to decode."""
+    cache: list[Any] = make_prompt_cache(model)
+    for start in range(0, len(prompt) - 1, CHUNK):
+        model(mx.array([prompt[start : min(start + CHUNK, len(prompt) - 1)]]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+    return cache

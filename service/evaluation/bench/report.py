@@ -1,0 +1,102 @@
+"""What a benchmark found: medians and ratios with their spread, written as JSON, as a picture, and into a document."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from json import dumps
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+import numpy as np
+
+from service.evaluation.bench import host
+from service.evaluation.chart import draw
+
+WIDTH = 128
+"""Of a line of prose in a document."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median and the ends of its two-sided 90 % bootstrap interval over turns."""
+
+    median: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """One benchmark's outcome.
+
+    name: e.g. "decode". title: one line, what was measured on which prompts. command: how to run it again, with the names of
+    files but not their folders. columns, rows: the table. plain: the JSON but for the machine, which `publish` adds. bars:
+    panel -> bar -> value.
+    """
+
+    name: str
+    title: str
+    command: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[object, ...], ...]
+    plain: dict[str, Any]
+    bars: Mapping[str, Mapping[str, float]]
+
+
+def spread(values: Sequence[float], resamples: int = 2000, seed: int = 0) -> Spread:
+    """Of at least one value per turn; percentile bootstrap of the median."""
+    held = np.array(values, dtype=np.float64)
+    drawn = np.random.default_rng(seed).integers(0, len(held), (resamples, len(held)))
+    medians = np.median(held[drawn], axis=1)
+    return Spread(float(np.median(held)), float(np.quantile(medians, 0.05)), float(np.quantile(medians, 0.95)))
+
+
+def ratios(speeds: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]]) -> dict[str, Spread]:
+    """ "A/B" -> the spread of A's speed over B's, turn by turn, for the pairs of which both were measured: turn i of A and
+    turn i of B ran next to each other on the same work."""
+    return {
+        f"{a}/{b}": spread([ours / theirs for ours, theirs in zip(speeds[a], speeds[b], strict=True)])
+        for a, b in pairs
+        if a in speeds and b in speeds
+    }
+
+
+def publish(report: Report, *, json: Path | None, png: Path | None, markdown: Path | None) -> None:
+    """Write what was asked for. The machine is described in the JSON and in the document."""
+    if json is not None:
+        json.parent.mkdir(parents=True, exist_ok=True)
+        content = {"name": report.name, "title": report.title, "command": report.command}
+        content |= report.plain | {"machine": host.describe()}
+        json.write_text(dumps(content, indent=2) + "\n", encoding="utf-8")
+    if png is not None:
+        draw(png, report.bars, report.title)
+    if markdown is not None:
+        markdown.parent.mkdir(parents=True, exist_ok=True)
+        before = markdown.read_text(encoding="utf-8") if markdown.is_file() else "# Benchmarks\n"
+        key = f"bench {report.name}: {report.title} ({host.label()})"
+        markdown.write_text(with_section(before, key, _section(report)), encoding="utf-8")
+
+
+def with_section(document: str, key: str, section: str) -> str:
+    """The document with this key's section replaced, or put at its end. Nothing else changes.
+
+    A section lies between two comments that name its key, so that another machine's run of the same benchmark has its own.
+    """
+    key = key.replace("--", "-")
+    begin, end = f"<!-- {key} -->", f"<!-- end of {key} -->"
+    written = f"{begin}\n{section.strip()}\n{end}\n"
+    held = re.compile(re.escape(begin) + r"\n.*?" + re.escape(end) + r"\n?", re.DOTALL)
+    if held.search(document):
+        return held.sub(lambda _: written, document, count=1)
+    return f"{document.rstrip()}\n\n{written}" if document.strip() else written
+
+
+def _section(report: Report) -> str:
+    lines = [report.columns, ("---",) * len(report.columns), *report.rows]
+    table = "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+    measured = fill(f"{host.sentence()} Measured {datetime.now(UTC):%Y-%m-%d} by", WIDTH)
+    return f"## {report.title}\n\n{measured}\n\n    {report.command}\n\n{table}"

@@ -1,0 +1,201 @@
+"""`redraft bench serve`: several clients over HTTP, every server in turn with the same prompts."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from service.core import BadRequest, RedraftError
+from service.evaluation.bench.adapting import Adapter
+from service.evaluation.bench.arms import PLAIN, choose, missing
+from service.evaluation.bench.houses import HOUSES, House, Plan, fused
+from service.evaluation.bench.report import Report, Spread, ratios, spread
+from service.evaluation.bench.turns import rotated
+from service.evaluation.prompts import PromptLine
+from service.evaluation.run import Step
+from service.evaluation.traffic import Answer, Traffic
+from service.settings import Settings
+
+WARM_UP = PromptLine("warm-up", "warm-up", "Write one sentence about the weather.")
+WARM_UP_TOKENS = 32
+OURS = [name for name in HOUSES if not name.startswith("mlx_lm")]
+THEIRS = [name for name in HOUSES if name.startswith("mlx_lm")]
+PAIRS = [*((name, PLAIN) for name in OURS if name != PLAIN), *product(OURS, THEIRS)]
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What is asked. Every turn at every number of clients has prompts of its own, the same for every server: nothing is asked
+    of a server twice, whatever it caches."""
+
+    lines: Sequence[PromptLine]
+    clients: Sequence[int]
+    turns: int
+    max_tokens: int
+
+    def cells(self) -> list[tuple[int, list[PromptLine]]]:
+        """(clients, prompts), turn by turn; as many prompts for each client as the file allows. Raises BadRequest."""
+        each = len(self.lines) // (self.turns * sum(self.clients))
+        if each == 0:
+            raise BadRequest(
+                f"{len(self.lines)} prompts are too few: {self.turns} turns of {', '.join(map(str, self.clients))} clients "
+                f"need {self.turns * sum(self.clients)}, one for each client",
+                field="prompts",
+            )
+        shuffled = iter(random.Random(0).sample(list(self.lines), len(self.lines)))
+        return [
+            (clients, [next(shuffled) for _ in range(each * clients)])
+            for _ in range(self.turns)
+            for clients in self.clients
+        ]
+
+
+Measured = dict[int, dict[str, list[list[Answer]]]]
+"""clients -> server -> the answers of each turn."""
+
+
+def run_serve(
+    settings: Settings,
+    models: tuple[Path, Path | None],
+    load: Load,
+    *,
+    title: str,
+    command: str,
+    arms: Sequence[str] | None = None,
+    adapter: Adapter | None = None,
+    on_step: Step = lambda stage, done, of: None,
+) -> Report:
+    """models: folders of target and draft. arms: None for all that draft and adapter allow; the plain one always runs.
+
+    All servers run all the time; the ones that are not measured wait idle. JSON: clients{N{arms{NAME{tokens_per_second, low,
+    high, tokens_per_call, identical, same_text, first_ms{p50, p95}, gap_ms{p50, p95}, …}}, ratios{"A/B"{median, low, high}}}};
+    arms and ratios beside it are those of the most clients. same_text: the share of answers whose text is the plain server's;
+    identical: whether all are. tokens_per_call: of one stream, None where a server does not tell. Raises RedraftError when a
+    server does not start or a request fails.
+    """
+    cells = load.cells()
+    target, draft = models
+    if adapter is not None and draft is None:
+        raise BadRequest("an adapter needs the draft it belongs to, and there is none", field="draft")
+    with tempfile.TemporaryDirectory(prefix="redraft-bench-") as scratch, ExitStack() as running:
+        folder = Path(scratch)
+        adapted = fused(adapter, draft, folder / "fused") if adapter and draft else None
+        houses = _make(Plan(settings, target, draft, adapted, folder, max(load.clients)), arms)
+        for number, (name, house) in enumerate(houses.items()):
+            on_step("starting the servers", number, len(houses))
+            running.callback(house.server.stop)
+            house.server.start()
+            _measure(name, house, [WARM_UP], 1, WARM_UP_TOKENS)
+        measured: Measured = {clients: {name: [] for name in houses} for clients in load.clients}
+        for cell, (clients, lines) in enumerate(cells):
+            for place, name in enumerate(rotated(list(houses), cell // len(load.clients))):
+                on_step("asking", cell * len(houses) + place, len(cells) * len(houses))
+                measured[clients][name].append(_measure(name, houses[name], lines, clients, load.max_tokens))
+    engine = settings.engine.model_dump(include={"num_draft_tokens", "adaptive", "prefill_chunk"})
+    told = {
+        "prompts_per_client_and_turn": len(cells[0][1]) // cells[0][0],
+        "turns": load.turns,
+        "max_tokens": load.max_tokens,
+        "engine": engine,
+        "record": settings.store.record,
+        "adapter": adapter.told if adapter else None,
+    }
+    return _report(measured, title, command, told)
+
+
+def _make(plan: Plan, names: Sequence[str] | None) -> dict[str, House]:
+    made = {name: HOUSES[name](plan) for name in choose(names, list(HOUSES))}
+    for name in names or ():
+        if made[name] is None:
+            raise BadRequest(missing(name), field="arms")
+    return {name: house for name, house in made.items() if house is not None}
+
+
+def _measure(name: str, house: House, lines: Sequence[PromptLine], clients: int, max_tokens: int) -> list[Answer]:
+    """All answers, in the order of the prompts."""
+    traffic = Traffic(house.server.url, iter(lines), clients=clients, max_tokens=max_tokens, ask=house.ask)
+    traffic.wait()
+    if failed := [answer.error for answer in traffic.answers if answer.error]:
+        raise RedraftError(
+            f"{len(failed)} of {len(lines)} requests to {name} failed: {failed[0]}; {house.server.tail()}"
+        )
+    places = {id(line): place for place, line in enumerate(lines)}
+    return sorted(traffic.answers, key=lambda answer: places[id(answer.line)])
+
+
+def rate(answers: Sequence[Answer]) -> float:
+    """Output tokens of all streams per second, from the first question to the end of the last answer."""
+    seconds = max(answer.ended for answer in answers) - min(answer.begun for answer in answers)
+    return sum(answer.count for answer in answers) / seconds
+
+
+def _figures(turns: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]]) -> dict[str, Any]:
+    answers = [answer for turn in turns for answer in turn]
+    speed = spread([rate(turn) for turn in turns])
+    alike = [a.text == b.text for a, b in zip(answers, (one for turn in plain for one in turn), strict=True)]
+    tokens, calls = sum(answer.count for answer in answers), sum(answer.calls for answer in answers)
+    return {
+        "tokens_per_second": speed.median,
+        "low": speed.low,
+        "high": speed.high,
+        "first_ms": _percentiles([answer.arrivals[0] - answer.begun for answer in answers if answer.arrivals]),
+        "gap_ms": _percentiles([after - before for one in answers for before, after in pairwise(one.arrivals)]),
+        "tokens_per_call": tokens / calls if calls else None,
+        "identical": all(alike),
+        "same_text": sum(alike) / len(alike),
+        "requests": len(answers),
+        "tokens": tokens,
+        "prompt_tokens": sum(answer.prompt_tokens for answer in answers),
+        "turns": [rate(turn) for turn in turns],
+    }
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
+    """In milliseconds; None where nothing was observed."""
+    return {f"p{p}": 1000.0 * float(np.percentile(seconds, p)) if seconds else None for p in (50, 95)}
+
+
+def _report(measured: Measured, title: str, command: str, settings: dict[str, Any]) -> Report:
+    clients: dict[str, dict[str, Any]] = {}
+    rows: list[tuple[object, ...]] = []
+    bars: dict[str, Mapping[str, float]] = {}
+    for number, heard in measured.items():
+        arms = {name: _figures(turns, heard[PLAIN]) for name, turns in heard.items()}
+        found: dict[str, Spread] = ratios({name: arm["turns"] for name, arm in arms.items()}, PAIRS)
+        clients[str(number)] = {"arms": arms, "ratios": {name: asdict(one) for name, one in found.items()}}
+        bars[f"tokens/s, {number} client{'s' * (number > 1)}"] = {
+            name: float(arm["tokens_per_second"]) for name, arm in arms.items()
+        }
+        rows += [_row(number, name, arm) for name, arm in arms.items()]
+        rows += [
+            (number, name, f"{one.median:.2f} x ({one.low:.2f} to {one.high:.2f})", "", "", "")
+            for name, one in found.items()
+        ]
+    most = clients[str(max(measured))]
+    plain = {"arms": most["arms"], "ratios": most["ratios"], "clients": clients, "settings": settings}
+    columns = (
+        "clients",
+        "server or ratio",
+        "tokens/s, median (90 %)",
+        "first token, p50 / p95",
+        "between pieces",
+        "same text",
+    )
+    return Report("serve", title, command, columns, tuple(rows), plain, bars)
+
+
+def _row(clients: int, name: str, arm: Mapping[str, Any]) -> tuple[object, ...]:
+    speed = f"{arm['tokens_per_second']:.1f} ({arm['low']:.1f} to {arm['high']:.1f})"
+    first, gap = (
+        " / ".join("none" if value is None else f"{value:.0f}" for value in arm[key].values()) + " ms"
+        for key in ("first_ms", "gap_ms")
+    )
+    return (clients, name, speed, first, gap, f"{arm['same_text']:.0%}")

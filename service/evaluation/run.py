@@ -1,0 +1,71 @@
+"""One training run through the real loop: a server answers prompts, logs its failures, and trains on them when told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from service.core import AdapterRef, RedraftError
+from service.evaluation.prompts import PromptLine
+from service.evaluation.server import LocalServer
+from service.evaluation.traffic import Traffic
+from service.settings import Settings, sqlite_url
+from service.store.adapters import Adapters
+from service.store.database import Database
+
+CLIENTS = 16
+NEVER = 10**9
+OVER = {"promoted", "rejected", "failed", "crashed"}
+
+Step = Callable[[str, int, int], None]
+"""stage, done, of."""
+
+
+def serve_and_train(
+    settings: Settings,
+    train: Sequence[PromptLine],
+    folder: Path,
+    *,
+    replay: float | None = None,
+    max_tokens: int = 128,
+    on_step: Step = lambda stage, done, of: None,
+) -> tuple[dict[str, Any], AdapterRef]:
+    """The finished run as the API tells it, with `train_seconds`, and its adapter, whatever the gate said of it. `folder` keeps
+    database, adapters and log. replay: another replay share. Raises RedraftError when a request or the run fails."""
+    training = settings.training.model_dump(exclude_unset=True) | {"min_cases": NEVER, "tick_seconds": 0.5}
+    if replay is not None:
+        training["replay"] = replay
+    server = LocalServer(
+        folder,
+        {
+            "models": settings.models.model_dump(exclude_none=True),
+            "engine": {"max_rows": CLIENTS},
+            "training": training,
+            "gate": settings.gate.model_dump(exclude_unset=True),
+        },
+        settings.home,
+    )
+    server.start()
+    try:
+        traffic = Traffic(server.url, iter(train), clients=CLIENTS, max_tokens=max_tokens)
+        traffic.wait(lambda done: on_step("serving", done, len(train)))
+        if failed := [answer.error for answer in traffic.answers if answer.error]:
+            raise RedraftError(f"{len(failed)} of {len(train)} requests failed: {failed[0]}")
+        run = server.post("/train")
+        begun = time.monotonic()
+        while run["state"] not in OVER:
+            time.sleep(0.5)
+            run = server.get(f"/train/{run['id']}")
+            on_step(run["state"], run["progress"]["step"], run["progress"]["steps"] or 1)
+        run["train_seconds"] = time.monotonic() - begun
+    finally:
+        server.stop()
+    if run["adapter"] is None:
+        raise RedraftError(f"the run {run['state']}: {run['error']}")
+    database = Database(sqlite_url(folder / "redraft.db"))
+    try:
+        return run, Adapters(database).get(run["adapter"])
+    finally:
+        database.close()

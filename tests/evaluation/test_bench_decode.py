@@ -1,0 +1,309 @@
+"""`redraft bench decode` on a tiny pair, mlx-lm's own generators among the arms: outputs and calls against a hand count."""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten
+from oracle import naive
+from tiny_house import prompts, write_pair
+
+from service.cli import main
+from service.core import BARE_DRAFT, AdapterRef, AdapterState, BadRequest, Sampling
+from service.engine.draft import load, served
+from service.evaluation.bench.adapting import Adapter
+from service.evaluation.bench.decode import Task, run_decode
+from service.evaluation.bench.houses import fused
+from service.evaluation.bench.peers import calls, whole
+from service.evaluation.bench.turns import rotated
+from service.learning import lora
+from service.models import vocabulary
+from service.models.pair import load_model, load_pair
+from service.models.text import TextEncoder
+from service.settings import EngineSettings
+from service.store.files import publish
+
+K, TOKENS, COUNT = 3, 20, 4
+KEPT = 150
+"""Ids the served draft may propose, of 258: the cut and the whole head draft differently."""
+
+
+@dataclass(frozen=True)
+class House:
+    target: Path
+    draft: Path
+    prompts: Path
+    config: Path
+    adapter: Adapter
+
+
+@pytest.fixture(scope="module")
+def house(tmp_path_factory: pytest.TempPathFactory) -> House:
+    root = tmp_path_factory.mktemp("house")
+    target, draft = write_pair(root)
+    vocabulary.write(list(range(KEPT)), draft)
+    lines = [{"id": p.id, "domain": "ab"[i % 2], "prompt": p.prompt} for i, p in enumerate(prompts(COUNT))]
+    (root / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    config = root / "settings.toml"
+    models = f"[models]\ntarget = {json.dumps(str(target))}\ndraft = {json.dumps(str(draft))}\n"
+    config.write_text(f"home = {json.dumps(str(root / 'home'))}\n{models}")
+    return House(target, draft, root / "prompts.jsonl", config, write_adapter(root, target, draft))
+
+
+def write_adapter(root: Path, target: Path, draft: Path) -> Adapter:
+    who = load_pair(target, draft).provenance
+    model = load_model(draft).model
+    shape = lora.wrap(model, rank=4, scale=2.0, seed=0)
+    noise = [
+        (name, 0.1 * mx.random.normal(array.shape, key=mx.random.key(i)))
+        for i, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))
+    ]
+    model.load_weights(noise, strict=False)
+    lora.save(model, shape, root / "made.part", draft=who.draft, target=who.target)
+    digest = publish(root / "made.part", root / "made")
+    ref = AdapterRef(
+        id=7,
+        folder=root / "made",
+        sha256=digest,
+        rank=shape.rank,
+        scale=shape.scale,
+        keys=tuple(shape.keys),
+        draft=who.draft,
+        parent=BARE_DRAFT,
+        run=None,
+        state=AdapterState.ACTIVE,
+        created_at=datetime.now(UTC),
+    )
+    return Adapter(ref, {"version": 7})
+
+
+Bench = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
+    """bench("decode", …) -> exit status, stdout, stderr; nothing of the environment's settings."""
+    for name in [name for name in os.environ if name.startswith("REDRAFT_")]:
+        monkeypatch.delenv(name)
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["redraft", "bench", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        told = capsys.readouterr()
+        return int(ended.value.code or 0), told.out, told.err
+
+    return run
+
+
+def counted(target: nn.Module, draft: nn.Module, asked: Sequence[int], ends: frozenset[int]) -> tuple[int, int]:
+    """Tokens and target calls of greedy speculation at K, by hand: what the draft says alone after every round's tokens."""
+    said = naive(target, asked, Sampling(max_tokens=TOKENS), ends)
+    done = rounds = 0
+    while done < len(said):
+        guess = naive(draft, [*asked, *said[:done]], Sampling(max_tokens=K))
+        kept = 0
+        while kept < K and done + kept < len(said) and guess[kept] == said[done + kept]:
+            kept += 1
+        done = min(done + kept + 1, len(said))
+        rounds += 1
+    return len(said), rounds
+
+
+def test_outputs_are_the_target_s_and_calls_are_counted_right(house: House) -> None:
+    lines = list(prompts(COUNT))
+    found = run_decode(
+        (house.target, house.draft),
+        EngineSettings(),
+        Task(lines, TOKENS, k=K),
+        title="t",
+        command="c",
+        adapter=house.adapter,
+    ).plain
+    assert list(found["arms"]) == [
+        "plain",
+        "static",
+        "adapted",
+        "mlx_lm_plain",
+        "mlx_lm_spec_static",
+        "mlx_lm_spec_adapted",
+    ]
+    assert {arm["identical"] for arm in found["arms"].values()} == {True}
+
+    pair = load_pair(house.target, house.draft)
+    assert pair.draft is not None
+    adapted = load(pair.draft.model, house.adapter.ref, pair.provenance.draft).model
+    ends, encoder = pair.eos, TextEncoder(pair.target.tokenizer)
+    asked = [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in lines]
+    for name, draft in (("mlx_lm_spec_static", pair.draft.model), ("mlx_lm_spec_adapted", adapted)):
+        by_hand = [counted(pair.target.model, draft, prompt, ends) for prompt in asked]
+        tokens, rounds = sum(t for t, _ in by_hand), sum(n for _, n in by_hand)
+        assert found["arms"][name]["tokens_per_call"] == tokens / rounds, name
+        assert 1.0 < tokens / rounds < K + 1
+        assert found["arms"][name]["k"] == K
+    assert found["arms"]["plain"]["tokens_per_call"] == found["arms"]["mlx_lm_plain"]["tokens_per_call"] == 1.0
+    # Ours drafts with the cut head: never a token outside, so never more kept.
+    static, theirs = found["arms"]["static"]["tokens_per_call"], found["arms"]["mlx_lm_spec_static"]["tokens_per_call"]
+    assert 1.0 < static <= theirs
+    assert {arm["tokens"] for arm in found["arms"].values()} == {found["arms"]["plain"]["tokens"]}
+    assert found["settings"]["adapter"] == {"version": 7}
+
+
+def test_every_call_ends_with_a_token_of_the_target_but_the_last_may_be_cut() -> None:
+    yes, no = True, False
+    assert calls([]) == 0
+    assert calls([no, no, no]) == 3
+    assert calls([yes, yes, no, no, yes, no]) == 3
+    assert calls([yes, no, yes, yes]) == 2
+
+
+def test_mlx_lm_gets_the_whole_head_and_no_lora_layers(house: House) -> None:
+    pair = load_pair(house.target, house.draft)
+    assert pair.draft is not None
+    probe = mx.array([[5, 9, 30]])
+    adapted = load(served(pair.draft).model, house.adapter.ref, pair.provenance.draft).model
+    assert not mx.isfinite(adapted(probe)).all().item(), "a cut head"
+    names = {name for name, _ in tree_flatten(whole(adapted).parameters())}
+    assert names == {name for name, _ in tree_flatten(pair.draft.model.parameters())}
+    assert mx.isfinite(whole(adapted)(probe)).all().item()
+
+
+def test_a_fused_draft_serves_what_the_adapter_does(house: House, tmp_path: Path) -> None:
+    pair = load_pair(house.target, house.draft)
+    assert pair.draft is not None
+    probe = mx.array([[5, 9, 30]])
+    expected = load(served(pair.draft).model, house.adapter.ref, pair.provenance.draft).model(probe)
+    found = served(load_model(fused(house.adapter, house.draft, tmp_path / "fused"))).model(probe)
+    assert not mx.isfinite(expected).all().item(), "a cut head"
+    assert mx.array_equal(mx.isfinite(found), mx.isfinite(expected)).item()
+    assert mx.allclose(found[..., :KEPT], expected[..., :KEPT], atol=1e-4).item()
+
+
+def test_an_adapter_is_trained_through_the_real_loop_first(house: House, bench: Bench, tmp_path: Path) -> None:
+    config, out = tmp_path / "settings.toml", tmp_path / "found.json"
+    small = "[training]\nepochs = 1\nrank = 4\nniceness = 0\nreplay = 0.0\n[gate]\nmin_prompts = 2\nmin_tokens = 20\n"
+    config.write_text(house.config.read_text() + small)
+    lines = [{"id": p.id, "domain": "more", "prompt": p.prompt} for p in prompts(24, seed=5)]
+    (tmp_path / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = ("--limit", 2, "--max-tokens", 6, "--arms", "adapted,mlx_lm_spec_adapted", "--json", out)
+    adapting = ("--adapt-on", tmp_path / "more.jsonl", "--adapt-limit", 20)
+    status, _, err = bench("decode", "--prompts", house.prompts, *words, *adapting, "--config", config)
+    assert status == 0, err
+    told = json.loads(out.read_text())
+    assert list(told["arms"]) == ["plain", "adapted", "mlx_lm_spec_adapted"]
+    assert {arm["identical"] for arm in told["arms"].values()} == {True}
+    adapter = told["settings"]["adapter"]
+    assert (adapter["trained_on"], adapter["prompts"]) == ("more.jsonl", 20)
+    assert adapter["state"] in {"promoted", "rejected"}
+    assert told["title"].endswith("adapted on 20 of more.jsonl")
+    assert "adapted/mlx_lm_spec_adapted" in told["ratios"]
+
+
+def test_arms_rotate() -> None:
+    assert [rotated(["a", "b", "c"], turn) for turn in (0, 1, 2, 3)] == [
+        ["a", "b", "c"],
+        ["b", "c", "a"],
+        ["c", "a", "b"],
+        ["a", "b", "c"],
+    ]
+
+
+def test_the_command_shows_writes_and_names_no_folder(house: House, bench: Bench, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "png", "markdown")}
+    asked = ("decode", "--prompts", house.prompts, "--limit", 3, "--max-tokens", 6, "--config", house.config)
+    status, out, err = bench(*asked, *(word for name, path in files.items() for word in (f"--{name}", path)))
+    assert status == 0, err
+    assert "static/plain" in out
+    told = json.loads(files["json"].read_text())
+    assert list(told["arms"]) == ["plain", "static", "mlx_lm_plain", "mlx_lm_spec_static"]
+    for arm in told["arms"].values():
+        assert arm["identical"] is True
+        assert 0 < arm["low"] <= arm["tokens_per_second"] <= arm["high"]
+    speculation = told["arms"]["mlx_lm_spec_static"]
+    tried = {int(k): rate for k, rate in speculation["tokens_per_second_by_k"].items()}
+    assert tried.keys() == {1, 2, 3, 4}
+    assert tried[speculation["k"]] == max(tried.values())
+    assert told["arms"]["static"]["adaptive"] is True
+    ratio, turns = told["ratios"]["static/plain"], told["turns"]
+    by_turn = sorted(a / b for a, b in zip(turns["static"], turns["plain"], strict=True))
+    assert ratio["median"] == by_turn[1]
+    assert told["domains"]["a"]["prompts"] == 2
+    assert told["domains"]["b"]["ratios"]["static/plain"]["median"] == turns["static"][1] / turns["plain"][1]
+    assert told["machine"]["device"] in {"cpu", "metal", "cuda"}
+    assert told["command"] == (
+        "redraft bench decode --prompts prompts.jsonl --limit 3 --max-tokens 6 --config settings.toml"
+    )
+    document = files["markdown"].read_text()
+    assert told["command"] in document
+    for text in (document, files["json"].read_text()):
+        assert str(tmp_path) not in text
+        assert str(house.target.parent) not in text
+    assert files["png"].stat().st_size > 1000
+
+
+def test_sampled_output_is_not_compared(house: House, bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "sampled.json"
+    words = ("--limit", 2, "--max-tokens", 8, "--temperature", 1, "--k", 2, "--json", out, "--config", house.config)
+    status, _, err = bench("decode", "--prompts", house.prompts, *words)
+    assert status == 0, err
+    told = json.loads(out.read_text())
+    assert {arm["identical"] for arm in told["arms"].values()} == {None}
+    assert told["arms"]["static"]["k"] == told["arms"]["mlx_lm_spec_static"]["k"] == 2
+
+
+def test_without_a_draft_plain_decoding_is_what_is_left(house: House, bench: Bench, tmp_path: Path) -> None:
+    out = tmp_path / "plain.json"
+    words = ("--limit", 1, "--max-tokens", 4, "--draft", "none", "--json", out, "--config", house.config)
+    assert bench("decode", "--prompts", house.prompts, *words)[0] == 0
+    assert list(json.loads(out.read_text())["arms"]) == ["plain", "mlx_lm_plain"]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("decode", "--prompts", "{empty}"), "empty.jsonl holds no prompts"),
+        (("decode", "--prompts", "/no/such.jsonl"), "cannot read the prompts in /no/such.jsonl"),
+        (("decode", "--prompts", "{prompts}", "--domain", "z"), "holds no prompts of the domain z"),
+        (("decode", "--prompts", "{prompts}", "--arms", "plain,fast"), "no arm 'fast': choose among plain, static"),
+        (("decode", "--prompts", "{prompts}", "--adapter", "3"), "run `redraft db upgrade`"),
+        (("decode", "--prompts", "{prompts}", "--adapt-limit", "3"), "--adapt-limit goes with --adapt-on"),
+        (("decode", "--prompts", "{prompts}", "--adapter", "1", "--adapt-on", "{prompts}"), "say one of --adapter"),
+        (("decode", "--prompts", "{prompts}", "--adapt-on", "{empty}"), "empty.jsonl holds no prompts"),
+        (("serve", "--prompts", "{prompts}", "--clients", "0,x"), "--clients takes numbers from 1 on"),
+        (("serve", "--prompts", "{prompts}", "--clients", "0"), "--clients takes numbers from 1 on"),
+        (
+            ("serve", "--prompts", "{prompts}", "--clients", "1,2"),
+            "4 prompts are too few: 3 turns of 1, 2 clients need 9",
+        ),
+        (("serve", "--prompts", "{prompts}", "--clients", "1", "--arms", "vllm"), "no arm 'vllm': choose among plain"),
+        (("serve", "--prompts", "{empty}"), "empty.jsonl holds no prompts"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_bad_input_is_answered_with_one_sentence(
+    words: tuple[str, ...], said: str, house: House, bench: Bench, tmp_path: Path
+) -> None:
+    (tmp_path / "empty.jsonl").write_text("\n")
+    places = {"empty": tmp_path / "empty.jsonl", "prompts": house.prompts}
+    status, out, err = bench(*(word.format_map(places) for word in words), "--config", house.config)
+    assert (status, out) == (1, "")
+    assert said in err
+    assert re.fullmatch(r"redraft: \S[^\n]*\n", err), err
+
+
+@pytest.mark.parametrize(
+    ("arm", "said"), [("adapted", "the arm adapted needs an adapter"), ("static", "the arm static needs a draft")]
+)
+def test_a_named_arm_that_lacks_something_is_refused(house: House, arm: str, said: str) -> None:
+    models = (house.target, house.draft if arm == "adapted" else None)
+    with pytest.raises(BadRequest, match=said):
+        run_decode(models, EngineSettings(), Task(list(prompts(1)), 4), title="t", command="c", arms=[arm])

@@ -1,0 +1,80 @@
+"""`redraft bench serve` on a tiny pair: real servers, mlx_lm.server among them, asked by real clients."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from tiny_house import prompts, write_pair
+
+from service.core import BadRequest
+from service.evaluation.bench.serve import Load, rate, run_serve
+from service.evaluation.prompts import PromptLine
+from service.evaluation.traffic import Answer
+from service.settings import EngineSettings, Settings
+
+TOKENS = 10
+
+
+def line(number: int) -> PromptLine:
+    return PromptLine(str(number), "letters", f"prompt {number}")
+
+
+def test_every_cell_has_prompts_of_its_own_and_as_many_for_each_client() -> None:
+    load = Load([line(i) for i in range(35)], clients=[1, 4], turns=3, max_tokens=8)
+    cells = load.cells()
+    assert [(clients, len(lines)) for clients, lines in cells] == [(1, 2), (4, 8)] * 3
+    used = [one.id for _, lines in cells for one in lines]
+    assert len(set(used)) == len(used) == 30
+    assert used == [one.id for _, lines in load.cells() for one in lines], "the same prompts every time"
+    with pytest.raises(BadRequest, match="14 prompts are too few: 3 turns of 1, 4 clients need 15"):
+        Load([line(i) for i in range(14)], clients=[1, 4], turns=3, max_tokens=8).cells()
+
+
+def test_the_rate_is_of_all_streams_together() -> None:
+    first = Answer(line(0), begun=10.0, ended=14.0, count=30)
+    second = Answer(line(1), begun=11.0, ended=15.0, count=20)
+    assert rate([first, second]) == 10.0
+
+
+def test_all_servers_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("REDRAFT_")]:
+        monkeypatch.delenv(name)
+    pair = write_pair(tmp_path)
+    load = Load(list(prompts(6)), clients=[1, 2], turns=2, max_tokens=TOKENS)
+    # Drafting always: whether it pays for so small a pair is a matter of the moment.
+    settings = Settings(home=tmp_path / "home", engine=EngineSettings(adaptive=False))
+    report = run_serve(settings, pair, load, title="t", command="c")
+    found = report.plain
+    names = ["plain", "static", "mlx_lm_server", "mlx_lm_server_draft"]
+    assert list(found["arms"]) == names
+    assert found["clients"].keys() == {"1", "2"}
+    assert found["arms"] == found["clients"]["2"]["arms"], "beside it those of the most clients"
+    for number, told in found["clients"].items():
+        ((requests, _),) = {(arm["requests"], arm["prompt_tokens"]) for arm in told["arms"].values()}
+        (tokens,) = {arm["tokens"] for name, arm in told["arms"].items() if name != "mlx_lm_server_draft"}
+        assert requests == 2 * int(number)
+        assert requests <= tokens <= requests * TOKENS
+        for name, arm in told["arms"].items():
+            # On this pair mlx_lm.server 0.32.2 with a draft answers otherwise where it goes on from a cached prefix.
+            assert name == "mlx_lm_server_draft" or (arm["identical"], arm["same_text"]) == (True, 1.0), name
+            assert len(arm["turns"]) == 2
+            assert arm["low"] <= arm["tokens_per_second"] <= arm["high"]
+            assert 0 < arm["first_ms"]["p50"] <= arm["first_ms"]["p95"]
+            # mlx-lm sends text alone, and random bytes seldom make any.
+            assert name.startswith("mlx") or 0 < arm["gap_ms"]["p50"] <= arm["gap_ms"]["p95"]
+        assert told["arms"]["plain"]["tokens_per_call"] == 1.0 < told["arms"]["static"]["tokens_per_call"]
+        assert told["arms"]["mlx_lm_server"]["tokens_per_call"] is None
+        ours, theirs = told["arms"]["static"]["turns"], told["arms"]["mlx_lm_server_draft"]["turns"]
+        ratio = told["ratios"]["static/mlx_lm_server_draft"]
+        assert ratio["low"] == min(a / b for a, b in zip(ours, theirs, strict=True))
+        assert ratio["high"] == max(a / b for a, b in zip(ours, theirs, strict=True))
+    assert list(report.bars) == ["tokens/s, 1 client", "tokens/s, 2 clients"]
+    assert len(report.rows) == 2 * (4 + 5)
+    json.dumps(found)
+
+
+def test_an_arm_that_lacks_something_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    load = Load(list(prompts(3)), clients=[1], turns=1, max_tokens=TOKENS)
+    with pytest.raises(BadRequest, match="the arm adapted needs an adapter"):
+        run_serve(Settings(), (tmp_path, tmp_path), load, title="t", command="c", arms=["adapted"])
