@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-PROBE = (4, 32)
-"""Rounds without the draft after which it drafts one token, at first and, doubling with every probe, at last: bad luck at the
-beginning is soon seen through, what a draft is worth stays known at little cost, and what it gets wrong stays logged."""
+PROBE = 32
+"""Rounds after which a resting draft drafts again at the latest: what it would be worth stays known, and what it gets wrong
+stays logged, so that it goes on learning."""
+PROBING = 0.015
+"""Share of the time that may be lost by that: the closer it is to paying, the sooner it is tried."""
 STAY = 1.03
 """Another draft length must promise so many times the tokens per second."""
-MEMORY = 0.99
+MEMORY = 0.98
 """What an observation of acceptance weighs after one more."""
 DRAFTED = 0.8
 LOOKED_UP = {8: 0.8, 4: 0.6, 2: 0.4}
@@ -119,7 +121,6 @@ class DraftLength:
         self._draft = Acceptance(self.drafted, DRAFTED)
         self._current = self.drafted
         self._rested = self._busy = 0
-        self._probe = PROBE[0]
 
     def choose(self, rows: int, matches: Sequence[Match | None]) -> Choice:
         """What to propose in the coming round. matches: one entry a row."""
@@ -146,12 +147,16 @@ class DraftLength:
             self._busy = 0
             return Choice(0, nothing)
         if k > 0:
-            self._rested, self._probe = 0, PROBE[0]
+            self._rested = 0
             return Choice(k, tuple(min(k, m.available) if m and worth(m, k) > draft[k] else 0 for m in matches))
         self._rested += 1
-        if self.drafted and self._rested >= self._probe:
-            self._rested, self._probe = 0, min(2 * self._probe, PROBE[1])
-            return Choice(1, nothing)
+        if self.drafted:
+            probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(rows, k, k))
+            cost = self.seconds(rows, probe, probe) / self.seconds(rows, 0, 0)
+            patience = PROBE if k else min(max((cost - draft[probe]) / PROBING, 2), PROBE)
+            if self._rested >= patience:
+                self._rested = 0
+                return Choice(probe, nothing)
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches))
 
     def seconds(self, rows: int, drafted: int, most: int) -> float:

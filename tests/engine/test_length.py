@@ -79,7 +79,7 @@ def test_what_was_measured_brings_it_near_the_best_fixed_length_within_an_answer
         for k in play(DraftLength(4, 0, costs(cost, 0.009)), 60, accept=accept, cost=cost, seed=seed):
             tokens += sum(accept**i for i in range(k + 1))
             seconds += cost(1, k)
-    assert tokens / seconds > 0.92 * max(rate(k) for k in range(5))
+    assert tokens / seconds > 0.88 * max(rate(k) for k in range(5))
 
 
 def test_a_machine_that_slows_down_as_a_whole_changes_nothing() -> None:
@@ -91,7 +91,7 @@ def test_a_machine_that_slows_down_as_a_whole_changes_nothing() -> None:
 
 
 def test_a_cost_that_was_measured_wrong_is_mended_by_and_by() -> None:
-    wrong = Costs({(1, 1): 0.050, (1, 4): 0.077}, {1: 0.05})
+    wrong = Costs({(1, 1): 0.050, (1, 4): 0.077}, {1: 0.15})
     length = DraftLength(3, 0, wrong)
     assert usual(play(length, 100, accept=0.7, cost=one_stream)) == 0
     assert usual(play(length, 8000, accept=0.7, cost=one_stream)) > 0
@@ -104,9 +104,23 @@ def test_a_parked_draft_is_still_looked_at_and_comes_back_when_it_got_better() -
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     parked = play(length, 640, accept=0.1, cost=one_stream)
     late = parked[320:]
-    assert late.count(0) > 0.9 * len(late) and max(len(list(run)) for k, run in groupby(late) if k == 0) < PROBE[1]
+    assert late.count(0) > 0.8 * len(late) and max(len(list(run)) for k, run in groupby(late) if k == 0) < PROBE
     # No restart: it is seen in the probes alone.
     assert usual(play(length, 4000, accept=0.9, cost=one_stream)) == 3
+
+
+def test_a_run_of_bad_luck_is_soon_seen_through() -> None:
+    length = DraftLength(3, 0, costs(one_stream, 0.009))
+    for _ in range(12):
+        length.observe(Choice(3, (0,)), [None], [0], 0.1)
+    assert length.choose(1, [None]).drafted == 0
+    assert usual(play(length, 160, accept=0.7, cost=one_stream)) > 0
+
+
+def test_a_hopeless_draft_costs_next_to_nothing() -> None:
+    length = DraftLength(3, 0, costs(one_stream, 0.009))
+    chosen = play(length, 4000, accept=0.0, cost=one_stream)
+    assert sum(one_stream(1, k) for k in chosen[200:]) < 1.02 * 3800 * one_stream(1, 0)
 
 
 def test_after_a_swap_the_new_draft_gets_its_chance_at_once() -> None:
@@ -171,7 +185,7 @@ def test_a_look_up_is_used_where_it_promises_more_and_costs_no_draft_step() -> N
 def test_without_a_draft_only_look_ups_are_chosen() -> None:
     length = DraftLength(0, 4, Costs({(1, 1): 1.0, (1, 5): 1.2}, {1: 0.0}))
     assert length.choose(1, [None]) == Choice(0, (0,))
-    assert all(length.choose(1, [Match(4, 4)]).drafted == 0 for _ in range(2 * PROBE[1]))
+    assert all(length.choose(1, [Match(4, 4)]).drafted == 0 for _ in range(2 * PROBE))
     assert length.choose(1, [Match(4, 4)]).looked_up == (4,)
 
 

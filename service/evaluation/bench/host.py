@@ -6,7 +6,7 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mlx.core as mx
@@ -28,7 +28,7 @@ def describe() -> dict[str, object]:
         "accelerator": None if device == "cpu" else str(mx.device_info().get("device_name", "unknown")),
         "precision": "float32" if device == "cpu" else "as stored",
         "blas": _blas(),
-        "versions": {name: version(name) for name in _PACKAGES},
+        "versions": {name: _version(name) for name in _PACKAGES},
     }
 
 
@@ -40,12 +40,19 @@ def label() -> str:
 
 def sentence() -> str:
     found = describe()
-    versions = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+    versions = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
     accelerator = f"{found['accelerator']}; " if found["accelerator"] else ""
     return (
         f"{accelerator}{found['processor']}, {found['cores']} cores, {found['memory_gib']} GiB; {found['system']}; "
         f"{versions}; MLX on {found['device']}, weights {found['precision']}, BLAS {found['blas']}."
     )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed, run from its source"
 
 
 def _device() -> str:
