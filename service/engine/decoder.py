@@ -21,7 +21,7 @@ from service.engine.cache import RowCache
 from service.engine.draft import Draft
 from service.engine.drafting import ModelDrafter, Proposal, joined, looked_up
 from service.engine.evidence import Evidence, gather
-from service.engine.length import Choice, DraftLength, Match
+from service.engine.length import Choice, DraftLength, Load, Match
 from service.engine.lookup import Found, Lookup
 from service.engine.prefix import Owner, PrefixCache
 from service.engine.row import Row
@@ -210,7 +210,8 @@ class Decoder:
         batch = SamplingBatch.of([row.prompt.sampling for row in rows], self.vocabulary)
         collect = self.collect and any(row.prompt.store for row in rows)
         self.key, draft_key, verify_key = mx.random.split(self.key, 3)
-        choice, found, matches = self._choose(rows)
+        load = Load(len(rows), max(self.cache.lengths.host))
+        choice, found, matches = self._choose(rows, load)
         k = choice.most
         noise = shared_noise(batch, [row.emitted for row in rows], k + 1, self.vocabulary)
         tokens = [row.tokens for row in rows]
@@ -261,14 +262,14 @@ class Decoder:
             self._put_draft_aside()
         self.cache.rewind([len(row.tokens) - 1 for row in rows])
         if self.drafter is not None:
-            held = self.drafter.cache.lengths.host
-            self.drafter.cache.rewind([min(n, len(row.tokens) - 2) for n, row in zip(held, rows, strict=True)])
+            read = self.drafter.cache.lengths.host
+            self.drafter.cache.rewind([min(n, len(row.tokens) - 2) for n, row in zip(read, rows, strict=True)])
         ended = [row for row in rows if row.finish is not None]
         if ended:
             self.leave(ended)
         seconds = time.perf_counter() - begun
         if self.length is not None and (drafted is not None or not choice.drafted):
-            self.length.observe(choice, matches, kept, None if behind else seconds)
+            self.length.observe(load, choice, matches, kept, None if behind else seconds)
         return RoundReport(
             rows=tuple(rows),
             deltas=tuple(deltas),
@@ -276,7 +277,7 @@ class Decoder:
             seconds=seconds,
         )
 
-    def _choose(self, rows: Sequence[Row]) -> tuple[Choice, list[Found | None], list[Match | None]]:
+    def _choose(self, rows: Sequence[Row], load: Load) -> tuple[Choice, list[Found | None], list[Match | None]]:
         """What to propose this round, and what was looked up for each row."""
         found: list[Found | None] = [None] * len(rows)
         if self.adaptive and self.length is None:
@@ -286,7 +287,7 @@ class Decoder:
         if self.lookup is not None:
             found = [self.lookup.find(row.tokens, row.grams) for row in rows]
         matches = [None if f is None else Match(f.length, len(f.tokens)) for f in found]
-        return self.length.choose(len(rows), matches), found, matches
+        return self.length.choose(load, matches), found, matches
 
     def _propose(
         self, rows: Sequence[Row], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array

@@ -32,18 +32,30 @@ SLOW, TRUSTED = 0.05, 8
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """What a round is over: so many rows, the longest of which holds so many positions (all rows are read that far)."""
+
+    rows: int
+    held: int
+
+
+@dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds, as measured: a target call by (rows, tokens of each), a draft step by rows. Between and beyond, lines."""
+    """Seconds, as measured: a target call by (rows, tokens of each), a draft step by rows, both over empty rows; and what they
+    take more for each position of each row, a target call by its tokens. Between and beyond, lines."""
 
     verify: Mapping[tuple[int, int], float]
     step: Mapping[int, float]
+    verify_held: Mapping[int, float]
+    step_held: float
 
-    def call(self, rows: int, tokens: int) -> float:
+    def call(self, load: Load, tokens: int) -> float:
         sizes = sorted({size for size, _ in self.verify})
-        return _line({size: _line(self._of(size), tokens) for size in sizes}, rows)
+        empty = _line({size: _line(self._of(size), tokens) for size in sizes}, load.rows)
+        return empty + load.rows * load.held * _line(self.verify_held, tokens)
 
-    def draft(self, rows: int) -> float:
-        return _line(self.step, rows)
+    def draft(self, load: Load) -> float:
+        return _line(self.step, load.rows) + load.rows * load.held * self.step_held
 
     def _of(self, size: int) -> dict[int, float]:
         return {tokens: seconds for (rows, tokens), seconds in self.verify.items() if rows == size}
@@ -122,24 +134,24 @@ class DraftLength:
         self._current = self.drafted
         self._rested = self._busy = 0
 
-    def choose(self, rows: int, matches: Sequence[Match | None]) -> Choice:
+    def choose(self, load: Load, matches: Sequence[Match | None]) -> Choice:
         """What to propose in the coming round. matches: one entry a row."""
         draft = self._draft.expected()
         tables = {length: found.expected() for length, found in self._looked_up.items()}
-        nothing = (0,) * rows
+        nothing = (0,) * load.rows
 
         def worth(match: Match | None, count: int) -> float:
             return 1.0 if match is None else tables[match.length][min(count, match.available)]
 
-        rates = [sum(max(draft[k], worth(m, k)) for m in matches) / self.seconds(rows, k, k) for k in range(len(draft))]
-        rates[0] = rows / self.seconds(rows, 0, 0)
+        rates = [sum(max(draft[k], worth(m, k)) for m in matches) / self.seconds(load, k, k) for k in range(len(draft))]
+        rates[0] = load.rows / self.seconds(load, 0, 0)
         best = max(range(len(rates)), key=rates.__getitem__)
         if rates[best] > STAY * rates[self._current]:
             self._current = best
         k, rate = self._current, rates[self._current]
         longest = max((m.available for m in matches if m), default=0)
         for count in range(1, longest + 1):
-            found = sum(worth(m, count) for m in matches) / self.seconds(rows, 0, count)
+            found = sum(worth(m, count) for m in matches) / self.seconds(load, 0, count)
             if found > rate:
                 k, rate = -count, found
         self._busy = self._busy + 1 if k else 0
@@ -151,21 +163,26 @@ class DraftLength:
             return Choice(k, tuple(min(k, m.available) if m and worth(m, k) > draft[k] else 0 for m in matches))
         self._rested += 1
         if self.drafted:
-            probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(rows, k, k))
-            cost = self.seconds(rows, probe, probe) / self.seconds(rows, 0, 0)
+            probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(load, k, k))
+            cost = self.seconds(load, probe, probe) / self.seconds(load, 0, 0)
             patience = PROBE if k else min(max((cost - draft[probe]) / PROBING, 2), PROBE)
             if self._rested >= patience:
                 self._rested = 0
                 return Choice(probe, nothing)
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches))
 
-    def seconds(self, rows: int, drafted: int, most: int) -> float:
+    def seconds(self, load: Load, drafted: int, most: int) -> float:
         """Expected time of a round that drafts so many and proposes at most so many, but for how fast the machine is now."""
-        cost = self._costs.call(rows, most + 1) + (drafted * self._costs.draft(rows) if drafted else 0.0)
-        return cost * self._fixes.get((rows.bit_length(), drafted, most), (1.0, 0))[0]
+        cost = self._costs.call(load, most + 1) + (drafted * self._costs.draft(load) if drafted else 0.0)
+        return cost * self._fixes.get((load.rows.bit_length(), drafted, most), (1.0, 0))[0]
 
     def observe(
-        self, choice: Choice, matches: Sequence[Match | None], kept: Sequence[int], seconds: float | None
+        self,
+        load: Load,
+        choice: Choice,
+        matches: Sequence[Match | None],
+        kept: Sequence[int],
+        seconds: float | None,
     ) -> None:
         """What a round did. kept: per row. seconds: None where the round did other work besides.
 
@@ -180,9 +197,8 @@ class DraftLength:
         if seconds is None:
             self._last = None
             return
-        rows = len(kept)
-        key = (rows.bit_length(), choice.drafted, choice.most)
-        surprise = seconds / self.seconds(rows, choice.drafted, choice.most)
+        key = (load.rows.bit_length(), choice.drafted, choice.most)
+        surprise = seconds / self.seconds(load, choice.drafted, choice.most)
         if self._last is not None and self._last[0] != key:
             before, other = self._last
             ratio = min(max(surprise / other, 0.5), 2.0)

@@ -1,4 +1,5 @@
-"""What a target call and a draft step cost here, by the number of rows: measured once, when an engine starts."""
+"""What a target call and a draft step cost here, by the number of rows and what they hold: measured once, when an engine
+starts."""
 
 from __future__ import annotations
 
@@ -12,9 +13,11 @@ import numpy as np
 from service.engine.cache import RowCache
 from service.engine.length import Costs
 
-CONTEXT = 64
-"""Positions that are there already, of which a call over many rows must read the keys and values."""
-TURNS = 4
+HELD = (64, 512)
+"""Positions that a row holds already, whose keys and values a call must read: of those that give the costs of rows, and of
+those that tell, on one row, what more of them cost. On a CPU that is mostly the exponentials of the softmax: 5 us a position
+for one token of the default target, 18 us for five."""
+TURNS = 3
 
 
 def sizes(rows: int) -> list[int]:
@@ -23,24 +26,41 @@ def sizes(rows: int) -> list[int]:
 
 
 def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], most: int) -> Costs:
-    """Costs for batches of these sizes and up to `most` proposed tokens. The least of four, after one that compiles: whatever
+    """Costs for batches of these sizes and up to `most` proposed tokens. The least of three, after one that compiles: whatever
     else runs beside can only add."""
     lengths = sorted({1, 2, (most + 1) // 2 + 1, most + 1})
-    verify = {(size, n): seconds for size in rows for n, seconds in _times(target, size, lengths).items()}
-    step = {size: _times(draft, size, [1])[1] for size in rows} if draft is not None else {1: 0.0}
-    return Costs(verify, step)
+    verify = {size: _times(target, size, HELD[0], lengths) for size in rows}
+    held = _per_position(verify.get(1) or _times(target, 1, HELD[0], lengths), _times(target, 1, HELD[1], lengths))
+    step, step_held = {1: 0.0}, 0.0
+    if draft is not None:
+        step = {size: _times(draft, size, HELD[0], [1])[1] for size in rows}
+        step_held = _per_position(_times(draft, 1, HELD[0], [1]), _times(draft, 1, HELD[1], [1]))[1]
+    return Costs(
+        verify={
+            (size, n): seconds - size * HELD[0] * held[n] for size, of in verify.items() for n, seconds in of.items()
+        },
+        step={size: seconds - size * HELD[0] * step_held for size, seconds in step.items()},
+        verify_held=held,
+        step_held=step_held,
+    )
 
 
-def _times(model: nn.Module, rows: int, lengths: Sequence[int]) -> dict[int, float]:
+def _per_position(few: dict[int, float], many: dict[int, float]) -> dict[int, float]:
+    """Seconds for each position more, by tokens. Never less than nothing, nor so much that nothing is left for the rest."""
+    return {n: min(max(many[n] - few[n], 0.0) / (HELD[1] - HELD[0]), few[n] / (2 * HELD[0])) for n in few}
+
+
+def _times(model: nn.Module, rows: int, held: int, lengths: Sequence[int]) -> dict[int, float]:
     """Seconds of one call over n tokens of each row."""
     cache = RowCache(model, rows)
 
     def call(tokens: int) -> None:
         fed = mx.array(np.ones((rows, tokens), dtype=np.int32))
         mx.eval(mx.argmax(model(fed, cache=cache.layers), axis=-1), cache.arrays())
-        cache.rewind([CONTEXT] * rows)
+        cache.rewind([held] * rows)
 
-    call(CONTEXT)
+    # What is held need not have been read to cost what it costs: zeros do.
+    call(1)
     return {tokens: _seconds(lambda tokens=tokens: call(tokens)) for tokens in lengths}
 
 

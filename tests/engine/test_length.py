@@ -10,16 +10,22 @@ from oracle import naive, relative, tiny_llama
 
 from service.core import Prompt, Sampling, Source
 from service.engine.decoder import Decoder
-from service.engine.length import PROBE, Choice, Costs, DraftLength, Match
+from service.engine.length import PROBE, Choice, Costs, DraftLength, Load, Match
 
 Cost = Callable[[int, int], float]
 """Seconds of a round by rows and tokens drafted."""
+ONE = Load(1, 0)
 
 
 def costs(cost: Cost, step: float, sizes: tuple[int, ...] = (1, 8)) -> Costs:
     """What a start-up measurement would say of such a machine."""
     verify = {(rows, n): cost(rows, n - 1) - (n - 1) * step for rows in sizes for n in (1, 3, 5)}
-    return Costs(verify, dict.fromkeys(sizes, step))
+    return measured(verify, dict.fromkeys(sizes, step))
+
+
+def measured(verify: dict[tuple[int, int], float], step: dict[int, float]) -> Costs:
+    """Costs that do not depend on what the rows hold."""
+    return Costs(verify, step, {1: 0.0}, 0.0)
 
 
 def play(
@@ -28,10 +34,10 @@ def play(
     """The lengths chosen in a world where each drafted token is kept with the same probability."""
     rng, chosen, nothing = random.Random(seed), [], [None] * rows
     for _ in range(rounds):
-        choice = length.choose(rows, nothing)
+        choice = length.choose(Load(rows, 0), nothing)
         k = choice.drafted
         kept = [next((i for i in range(k) if rng.random() >= accept), k) for _ in range(rows)]
-        length.observe(choice, nothing, kept, pace * cost(rows, k) * rng.uniform(0.9, 1.1))
+        length.observe(Load(rows, 0), choice, nothing, kept, pace * cost(rows, k) * rng.uniform(0.9, 1.1))
         chosen.append(k)
     return chosen
 
@@ -91,11 +97,11 @@ def test_a_machine_that_slows_down_as_a_whole_changes_nothing() -> None:
 
 
 def test_a_cost_that_was_measured_wrong_is_mended_by_and_by() -> None:
-    wrong = Costs({(1, 1): 0.050, (1, 4): 0.077}, {1: 0.15})
+    wrong = measured({(1, 1): 0.050, (1, 4): 0.077}, {1: 0.15})
     length = DraftLength(3, 0, wrong)
     assert usual(play(length, 100, accept=0.7, cost=one_stream)) == 0
     assert usual(play(length, 8000, accept=0.7, cost=one_stream)) > 0
-    dear = DraftLength(3, 0, Costs({(1, 1): 0.120, (1, 4): 0.123}, {1: 0.009}))
+    dear = DraftLength(3, 0, measured({(1, 1): 0.120, (1, 4): 0.123}, {1: 0.009}))
     assert usual(play(dear, 100, accept=0.1, cost=one_stream)) > 0
     assert usual(play(dear, 8000, accept=0.1, cost=one_stream)) == 0
 
@@ -112,8 +118,8 @@ def test_a_parked_draft_is_still_looked_at_and_comes_back_when_it_got_better() -
 def test_a_run_of_bad_luck_is_soon_seen_through() -> None:
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     for _ in range(12):
-        length.observe(Choice(3, (0,)), [None], [0], 0.1)
-    assert length.choose(1, [None]).drafted == 0
+        length.observe(ONE, Choice(3, (0,)), [None], [0], 0.1)
+    assert length.choose(ONE, [None]).drafted == 0
     assert usual(play(length, 160, accept=0.7, cost=one_stream)) > 0
 
 
@@ -144,59 +150,76 @@ def test_each_batch_size_has_costs_of_its_own() -> None:
 
 
 def test_costs_between_and_beyond_what_was_measured_lie_on_lines() -> None:
-    found = Costs({(1, 1): 10.0, (1, 5): 18.0, (4, 1): 13.0, (4, 5): 25.0}, {1: 2.0, 4: 5.0})
-    assert found.call(1, 3) == 14.0 and found.call(1, 9) == 26.0
-    assert found.call(2, 1) == 11.0 and found.call(2, 5) == pytest.approx(18 + 7 / 3) and found.call(7, 1) == 16.0
-    assert found.draft(1) == 2.0 and found.draft(3) == 4.0 and Costs({(2, 1): 7.0}, {2: 1.0}).call(9, 9) == 7.0
+    found = measured({(1, 1): 10.0, (1, 5): 18.0, (4, 1): 13.0, (4, 5): 25.0}, {1: 2.0, 4: 5.0})
+    assert found.call(Load(1, 7), 3) == 14.0 and found.call(ONE, 9) == 26.0
+    assert found.call(Load(2, 0), 1) == 11.0 and found.call(Load(7, 0), 1) == 16.0
+    assert found.call(Load(2, 0), 5) == pytest.approx(18 + 7 / 3)
+    assert found.draft(ONE) == 2.0 and found.draft(Load(3, 9)) == 4.0
+    assert measured({(2, 1): 7.0}, {2: 1.0}).call(Load(9, 0), 9) == 7.0
+
+
+def test_every_position_of_every_row_is_read() -> None:
+    found = Costs({(1, 1): 10.0, (1, 5): 18.0}, {1: 2.0}, {1: 0.01, 5: 0.03}, 0.001)
+    assert found.call(Load(1, 100), 1) == 11.0 and found.call(Load(4, 100), 5) == 30.0
+    assert found.call(Load(1, 100), 3) == 16.0 and found.draft(Load(3, 200)) == pytest.approx(2.6)
+
+
+def test_a_long_text_wants_a_shorter_draft() -> None:
+    of = costs(one_stream, 0.009)
+    length = DraftLength(4, 0, Costs(of.verify, of.step, {1: 1e-5, 5: 1e-4}, 1e-6))
+    for _ in range(300):
+        length.observe(Load(1, 100), Choice(4, (0,)), [None], [2], None)
+    chosen = [length.choose(Load(1, held), [None]).drafted for held in (100, 8000)]
+    assert chosen[0] > chosen[1]
 
 
 def test_one_slow_round_changes_little() -> None:
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     play(length, 320, accept=0.9, cost=one_stream)
-    before = length.seconds(1, 3, 3)
-    length.observe(Choice(3, (0,)), [None], [3], 60.0)
-    assert length.seconds(1, 3, 3) < 1.1 * before
+    before = length.seconds(ONE, 3, 3)
+    length.observe(ONE, Choice(3, (0,)), [None], [3], 60.0)
+    assert length.seconds(ONE, 3, 3) < 1.1 * before
 
 
 def test_a_round_that_did_other_work_tells_nothing_of_time() -> None:
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     play(length, 64, accept=0.5, cost=one_stream)
-    before = length.seconds(1, 3, 3)
-    length.observe(Choice(3, (0,)), [None], [3], None)
-    assert length.seconds(1, 3, 3) == before
+    before = length.seconds(ONE, 3, 3)
+    length.observe(ONE, Choice(3, (0,)), [None], [3], None)
+    assert length.seconds(ONE, 3, 3) == before
 
 
 def test_a_look_up_is_used_where_it_promises_more_and_costs_no_draft_step() -> None:
-    length = DraftLength(3, 8, Costs({(1, 1): 1.0, (1, 9): 1.8}, {1: 0.05}))
+    length = DraftLength(3, 8, measured({(1, 1): 1.0, (1, 9): 1.8}, {1: 0.05}))
     good, bad = Match(8, 8), Match(2, 8)
     for _ in range(200):
-        length.observe(Choice(0, (8,)), [good], [8], None)
-        length.observe(Choice(0, (4,)), [bad], [0], None)
-    assert length.choose(1, [good]) == Choice(0, (8,))
+        length.observe(ONE, Choice(0, (8,)), [good], [8], None)
+        length.observe(ONE, Choice(0, (4,)), [bad], [0], None)
+    assert length.choose(ONE, [good]) == Choice(0, (8,))
     # No more than what follows the match.
-    assert length.choose(1, [Match(8, 2)]).looked_up[0] <= 2
-    assert length.choose(1, [bad]) == Choice(3, (0,))
+    assert length.choose(ONE, [Match(8, 2)]).looked_up[0] <= 2
+    assert length.choose(ONE, [bad]) == Choice(3, (0,))
     # One row of two has something: the draft serves the other, unless it is not worth its steps.
-    assert length.choose(2, [Match(8, 3), None]) == Choice(3, (3, 0))
-    assert length.choose(2, [good, None]) == Choice(0, (8, 0))
-    assert length.choose(2, [Match(8, 3), bad]) == Choice(3, (3, 0))
+    assert length.choose(Load(2, 0), [Match(8, 3), None]) == Choice(3, (3, 0))
+    assert length.choose(Load(2, 0), [good, None]) == Choice(0, (8, 0))
+    assert length.choose(Load(2, 0), [Match(8, 3), bad]) == Choice(3, (3, 0))
 
 
 def test_without_a_draft_only_look_ups_are_chosen() -> None:
-    length = DraftLength(0, 4, Costs({(1, 1): 1.0, (1, 5): 1.2}, {1: 0.0}))
-    assert length.choose(1, [None]) == Choice(0, (0,))
-    assert all(length.choose(1, [Match(4, 4)]).drafted == 0 for _ in range(2 * PROBE))
-    assert length.choose(1, [Match(4, 4)]).looked_up == (4,)
+    length = DraftLength(0, 4, measured({(1, 1): 1.0, (1, 5): 1.2}, {1: 0.0}))
+    assert length.choose(ONE, [None]) == Choice(0, (0,))
+    assert all(length.choose(ONE, [Match(4, 4)]).drafted == 0 for _ in range(2 * PROBE))
+    assert length.choose(ONE, [Match(4, 4)]).looked_up == (4,)
 
 
 class Anything(DraftLength):
     """Every choice gets its turn, with rows that fell behind in between."""
 
     def __init__(self, seed: int) -> None:
-        super().__init__(4, 6, Costs({(1, 1): 1.0}, {1: 0.1}))
+        super().__init__(4, 6, measured({(1, 1): 1.0}, {1: 0.1}))
         self.rng = random.Random(seed)
 
-    def choose(self, rows: int, matches: Sequence[Match | None]) -> Choice:
+    def choose(self, load: Load, matches: Sequence[Match | None]) -> Choice:
         drafted = self.rng.choice([0, 0, 1, 2, 4])
         most = [min(drafted or 6, m.available) if m and self.rng.random() < 0.5 else 0 for m in matches]
         return Choice(drafted, tuple(self.rng.randint(0, n) for n in most))
