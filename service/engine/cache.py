@@ -27,6 +27,9 @@ class Lengths:
 
     def set(self, values: Sequence[int]) -> None:
         self.host = list(values)
+        # Every layer asks for these.
+        self.longest = max(self.host, default=0)
+        self.equal = min(self.host, default=0) == self.longest
         self._array: mx.array | None = None
 
     @property
@@ -34,10 +37,6 @@ class Lengths:
         if self._array is None:
             self._array = mx.array(self.host, dtype=mx.int32)
         return self._array
-
-    @property
-    def equal(self) -> bool:
-        return len(set(self.host)) <= 1
 
 
 class RowLayer:
@@ -61,7 +60,7 @@ class RowLayer:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (B, heads, N, dims) to every row; returns views up to the longest row."""
         count = keys.shape[2]
-        top = max(self.lengths.host) + self.ahead + count
+        top = self.lengths.longest + self.ahead + count
         self.keys = self._written(self.keys, keys, top)
         self.values = self._written(self.values, values, top)
         self.ahead += count
@@ -70,7 +69,7 @@ class RowLayer:
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Views up to the longest row; later layers that share this one's ask for them again (gemma3n)."""
         assert self.keys is not None and self.values is not None
-        top = max(self.lengths.host) + self.ahead
+        top = self.lengths.longest + self.ahead
         return self.keys[:, :, :top], self.values[:, :, :top]
 
     def _written(self, held: mx.array | None, new: mx.array, top: int) -> mx.array:
@@ -93,7 +92,7 @@ class RowLayer:
             raise PairError(f"it reads prompts through a window of {window_size} and generates through {self.window}")
         window = window_size or self.window
         start = self.offset
-        longest = max(self.lengths.host) + self.ahead
+        longest = self.lengths.longest + self.ahead
         if isinstance(start, int):
             if window is None or longest + N <= window:
                 if N == 1:

@@ -210,7 +210,7 @@ class Decoder:
         batch = SamplingBatch.of([row.prompt.sampling for row in rows], self.vocabulary)
         collect = self.collect and any(row.prompt.store for row in rows)
         self.key, draft_key, verify_key = mx.random.split(self.key, 3)
-        load = Load(len(rows), max(self.cache.lengths.host))
+        load = Load(len(rows), self.cache.lengths.longest)
         choice, found, matches = self._choose(rows, load)
         k = choice.most
         noise = shared_noise(batch, [row.emitted for row in rows], k + 1, self.vocabulary)
@@ -263,7 +263,7 @@ class Decoder:
         self.cache.rewind([len(row.tokens) - 1 for row in rows])
         if self.drafter is not None:
             read = self.drafter.cache.lengths.host
-            self.drafter.cache.rewind([min(n, len(row.tokens) - 2) for n, row in zip(read, rows, strict=True)])
+            self.drafter.cache.rewind([min(n, len(row.tokens) - 1) for n, row in zip(read, rows, strict=True)])
         ended = [row for row in rows if row.finish is not None]
         if ended:
             self.leave(ended)

@@ -12,11 +12,11 @@ import numpy as np
 from service.engine.cache import RowCache
 from service.engine.draft import Draft
 from service.engine.sampling import SamplingBatch, draw, transform
-from service.models.heads import cut_head
+from service.models.heads import Backbone, Head, cut_head, split
 from service.models.vocabulary import own
 
 WIDE = 8
-"""Tokens of one row that a first draft step takes in besides the last two, where a row fell behind."""
+"""Tokens of one row that a first draft step takes in besides the last one, where a row fell behind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +67,22 @@ class Drafter(Protocol):
 class ModelDrafter:
     """Drafts with a model of its own, whose KV rows run in step with the batch.
 
-    Before drafting, every row's cache holds all its tokens but two, or a few more: the first step takes in both what a round
-    can leave unseen (the last draft when all were kept) and the new token, so all rows take part in one call.
+    The first step of a round takes in what each row has not shown yet: its new token, before it the last draft when all were
+    kept, and what a row that fell behind has missed. Only after the last of them is anything proposed, so the head runs there
+    alone where the family lets it.
     """
 
     def __init__(self, draft: Draft, vocabulary: int) -> None:
-        self.draft = draft
         self.vocabulary = vocabulary
         self.cache = RowCache(draft.model, 0)
+        self.switch(draft)
 
     def switch(self, draft: Draft) -> None:
         """Propose with another version of the same draft from now on. Rows under way keep keys and values of the old one:
         slightly stale guesses cost acceptance for the rest of that row, a new prefill would cost every row a pause."""
         self.draft = draft
+        self._parts: tuple[Backbone, Head] | None = None
+        self._looked = False
 
     def propose(
         self, rows: Sequence[Sequence[int]], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
@@ -98,16 +101,14 @@ class ModelDrafter:
     def _propose(
         self, rows: Sequence[Sequence[int]], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
     ) -> Proposal:
-        held = self.cache.lengths.host
-        unread = [row[have:] for row, have in zip(rows, held, strict=True)]
-        last = mx.array([len(tokens) - 1 for tokens in unread])[:, None, None]
+        unread = [row[have:] for row, have in zip(rows, self.cache.lengths.host, strict=True)]
         feed = _ragged(unread)
         tokens: list[mx.array] = []
         kept_logits: list[mx.array] = []
         laws: list[mx.array] = []
         for step in range(k):
-            logits = self.draft.model(feed, cache=self.cache.layers)
-            logits = (mx.take_along_axis(logits, last, axis=1) if step == 0 else logits)[..., : self.vocabulary]
+            logits = self._after(feed, [len(tokens) - 1 for tokens in unread] if step == 0 else None)
+            logits = logits[..., : self.vocabulary]
             self.cache.rewind([len(row) + step for row in rows])
             law = transform(logits, batch)
             key, step_key = mx.random.split(key)
@@ -122,18 +123,29 @@ class ModelDrafter:
             usable=mx.concatenate([mx.isfinite(logits.max(axis=-1)) for logits in kept_logits], axis=1),
         )
 
+    def _after(self, feed: mx.array, last: list[int] | None) -> mx.array:
+        """Logits (B, 1, V) after position last[b] of each row's feed (B, N); None: after the only one."""
+        if not self._looked:
+            # Not when it was switched to: whatever is wrong with a draft shows where it is caught.
+            self._parts, self._looked = split(self.draft.model), True
+        backbone, head = self._parts or (None, None)
+        out = self.draft.model(feed, cache=self.cache.layers) if backbone is None else backbone(feed, self.cache.layers)
+        if last is not None and feed.shape[1] > 1:
+            out = mx.take_along_axis(out, mx.array(last)[:, None, None], axis=1)
+        return out if head is None else head(out)
+
     def behind(self, rows: Sequence[Sequence[int]]) -> bool:
         """Whether a row was decoded without drafts for so long that catching up is work of its own."""
-        return any(have + WIDE < len(row) - 2 for row, have in zip(rows, self.cache.lengths.host, strict=True))
+        return any(have + WIDE < len(row) - 1 for row, have in zip(rows, self.cache.lengths.host, strict=True))
 
     def catch_up(self, rows: Sequence[Sequence[int]]) -> None:
-        """Leave every row at least two tokens to read and at most so many more. Rows that fell further behind are fed what
+        """Leave every row at least one token to read and at most so many more. Rows that fell further behind are fed what
         they have not seen, all in one ragged call."""
-        self.cache.rewind([min(have, len(row) - 2) for row, have in zip(rows, self.cache.lengths.host, strict=True)])
+        self.cache.rewind([min(have, len(row) - 1) for row, have in zip(rows, self.cache.lengths.host, strict=True)])
         if not self.behind(rows):
             return
         held = self.cache.lengths.host
-        missing = [row[have : len(row) - 2] for row, have in zip(rows, held, strict=True)]
+        missing = [row[have : len(row) - 1] for row, have in zip(rows, held, strict=True)]
         self.draft.model(_ragged(missing), cache=self.cache.layers)
         self.cache.rewind([have + len(tokens) for have, tokens in zip(held, missing, strict=True)])
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -527,7 +528,7 @@ def adapters(folder: Path, *sizes: float) -> list[AdapterRef]:
 def test_rows_under_way_draft_as_well_as_before_once_the_draft_works_again(how: str, tmp_path: Path) -> None:
     """The draft is the target's double, so that whatever a failure left in its cache shows in what is accepted. The
     adapter's weights are finite, what they make of activations is not: no check before serving can see that."""
-    breaking = Breaking(1 + 3 * K, "raises")
+    breaking = Breaking(2 + 3 * K, "raises")  # its prompt, a look at its parts, three rounds
     breaking.healed = how == "adapter"
     with House(draft=breaking if how == "raises" else untouched, noise=0.0) as house:
         (ref,) = adapters(tmp_path, 1e30)
@@ -714,10 +715,10 @@ def test_draining_also_waits_while_no_row_is_taken(moment: str) -> None:
 def test_fifty_swaps_while_eight_requests_stream(tmp_path: Path) -> None:
     """Every swap is asked for while the draft is at work and holds from the next round on, for every row at once."""
     inside, asked_for = threading.Semaphore(0), threading.Semaphore(0)
-    left = [50]
+    left, steps = [50], count()
 
     def lockstep(fed: mx.array, logits: mx.array) -> mx.array:
-        if fed.shape == (ROWS, 2) and left[0]:
+        if len(fed) == ROWS and next(steps) % K == 0 and left[0]:
             left[0] -= 1
             inside.release()
             assert asked_for.acquire(timeout=PATIENCE)
