@@ -143,12 +143,14 @@ class RowCache:
         for layer in self.layers:
             layer.ahead = 0
 
-    def join(self, other: RowCache) -> None:
-        """Append another cache's rows (of the same model) to this batch."""
-        for mine, theirs in zip(self.layers, other.layers, strict=True):
-            mine.keys = stacked(mine.keys, theirs.keys, len(self.lengths.host), len(other.lengths.host))
-            mine.values = stacked(mine.values, theirs.values, len(self.lengths.host), len(other.lengths.host))
-        self.rewind(self.lengths.host + other.lengths.host)
+    def join(self, others: Sequence[RowCache]) -> None:
+        """Append other caches' rows (of the same model) to this batch."""
+        caches = [self, *others]
+        counts = [len(cache.lengths.host) for cache in caches]
+        for i, mine in enumerate(self.layers):
+            mine.keys = stacked([cache.layers[i].keys for cache in caches], counts)
+            mine.values = stacked([cache.layers[i].values for cache in caches], counts)
+        self.rewind([length for cache in caches for length in cache.lengths.host])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and give back the room only the others needed."""
@@ -166,15 +168,15 @@ class RowCache:
         return [a for layer in self.layers for a in (layer.keys, layer.values) if a is not None]
 
 
-def stacked(upper: mx.array | None, lower: mx.array | None, above: int, below: int) -> mx.array | None:
-    """Two caches' arrays one above the other, padded to the longer; rows without any position yet are zeros."""
-    like = upper if upper is not None else lower
+def stacked(held: Sequence[mx.array | None], rows: Sequence[int]) -> mx.array | None:
+    """Caches' arrays one below the other, padded to the longest; rows without any position yet are zeros."""
+    like = next((one for one in held if one is not None), None)
     if like is None:
         return None
-    top = max(a.shape[2] for a in (upper, lower) if a is not None)
+    top = max(one.shape[2] for one in held if one is not None)
     parts: list[mx.array] = []
-    for held, rows in ((upper, above), (lower, below)):
-        if rows:
-            room = mx.zeros((rows, *like.shape[1:]), dtype=like.dtype) if held is None else held
+    for one, count in zip(held, rows, strict=True):
+        if count:
+            room = mx.zeros((count, *like.shape[1:]), dtype=like.dtype) if one is None else one
             parts.append(grown(room, room, top))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)

@@ -48,6 +48,11 @@ class Prefill:
     epoch: int
     """The decoder's when the draft began to read it; what another draft read, or one that failed since, is worth nothing."""
 
+    @property
+    def left(self) -> int:
+        """Tokens the target has still to read, unless a kept beginning saves some."""
+        return len(self.row.prompt.tokens) - 1 - self.target.lengths.longest
+
 
 class Decoder:
     """The batch. `k`: tokens drafted per round (0: the target alone), or, with `adaptive`, at most so many: what pays for the
@@ -155,22 +160,24 @@ class Decoder:
                 self.prefix.enter(owner, prompt, cache)
         return cache.lengths.host[0] < len(prompt)
 
-    def join(self, prefill: Prefill) -> None:
-        """Take a row whose prompt was read into the batch."""
-        self.cache.join(prefill.target)
-        if self.drafter is not None and prefill.drafter is not None:
-            fresh = prefill.epoch == self.epoch
-            self.drafter.cache.join(prefill.drafter if fresh else RowCache(self.drafter.draft.model, 1))
-        prefill.row.joined_at = time.perf_counter()
-        self.rows.append(prefill.row)
-        self._epochs.append(prefill.epoch)
+    def join(self, ready: Sequence[Prefill]) -> None:
+        """Take rows whose prompts were read into the batch, all at once: the whole batch is copied for it."""
+        self.cache.join([prefill.target for prefill in ready])
+        if self.drafter is not None:
+            model = self.drafter.draft.model
+            fresh = [prefill.drafter if prefill.epoch == self.epoch else None for prefill in ready]
+            self.drafter.cache.join([RowCache(model, 1) if held is None else held for held in fresh])
+        for prefill in ready:
+            prefill.row.joined_at = time.perf_counter()
+            self.rows.append(prefill.row)
+            self._epochs.append(prefill.epoch)
 
     def admit(self, row: Row) -> None:
         """Read a row's prompt to its end, then take it into the batch."""
         prefill = self.begin(row)
         while not self.read(prefill):
             pass
-        self.join(prefill)
+        self.join([prefill])
 
     def leave(self, gone: Sequence[Row]) -> None:
         """Take rows out of the batch, finished or not. What is verified of them is kept for those who go on from there."""

@@ -182,8 +182,8 @@ class DraftLength:
         return (empty + load.held * held) * self._fixes.get((load.rows.bit_length(), drafted, most), (1.0, 0))[0]
 
     def _drawn(self, rows: int) -> list[tuple[float, float]]:
-        """Seconds over empty rows, and more for each position held: of a draft step, then of a call over 1, 2, ... tokens. Where
-        a round takes 3 ms, putting these together anew for every choice was a tenth of it."""
+        """Seconds over empty rows, and more for each position held: of a draft step, then of a call over 1, 2, ... tokens.
+        Put together anew for every choice they took 0.1 ms, which is much where a round takes 3."""
         empty, one = Load(rows, 0), Load(rows, 1)
         sums = [(self._costs.draft(empty), self._costs.draft(one))]
         sums += [(self._costs.call(empty, n), self._costs.call(one, n)) for n in range(1, self._most + 2)]

@@ -71,7 +71,7 @@ def _together(model: nn.Module) -> list[mx.array]:
         own = RowCache(model, 1)
         model(mx.array([row[:-2]]), cache=own.layers)
         own.commit(len(row) - 2)
-        batch.join(own)
+        batch.join([own])
     # Two tokens each, of which the second is wrong and taken back; then the right one.
     model(mx.array([[row[-2], 1] for row in _ROWS]), cache=batch.layers)
     batch.rewind([len(row) - 1 for row in _ROWS])

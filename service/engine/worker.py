@@ -233,7 +233,7 @@ class Worker:
             self._fail_everyone(error if isinstance(error, RedraftError) else Unavailable(self._dead))
 
     def _turn(self, engine: Engine) -> None:
-        """Everything between two rounds, then one round: changes asked for, one loading step, one prompt chunk."""
+        """Everything between two rounds, then one round: changes asked for, one loading step, one chunk of prompts."""
         self._beat = time.monotonic()
         while self._commands:
             self._commands.popleft().run(engine)
@@ -293,14 +293,23 @@ class Worker:
                 self._waiting.popleft()
 
     def _read_chunk(self, engine: Engine) -> None:
-        if not self._reading:
-            return
-        ticket, prefill = self._reading[0]
-        if engine.decoder.read(prefill):
-            engine.decoder.join(prefill)
+        """The next chunk of the prompt that has waited longest, and whole prompts behind it that fit into one chunk with it."""
+        ready: list[Prefill] = []
+        left = engine.decoder.prefill_chunk
+        while self._reading:
+            ticket, prefill = self._reading[0]
+            wanted = min(prefill.left, engine.decoder.prefill_chunk)
+            if wanted > left:
+                break
+            left -= wanted
+            if not engine.decoder.read(prefill):
+                break
+            ready.append(prefill)
             self._observer.prompt_read(len(ticket.prompt.tokens), prefill.row.reused)
             self._running.append(ticket)
             self._reading.pop(0)
+        if ready:
+            engine.decoder.join(ready)
 
     def _decode(self, engine: Engine) -> None:
         report = engine.decoder.round()

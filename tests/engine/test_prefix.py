@@ -137,7 +137,7 @@ def test_requests_that_came_together_do_not_read_the_same_twice() -> None:
     for prefill in under_way:
         while not decoder.read(prefill):
             pass
-        decoder.join(prefill)
+        decoder.join([prefill])
     rows = list(decoder.rows)
     while decoder.rows:
         decoder.round()
@@ -237,7 +237,7 @@ def test_rows_under_way_at_a_swap_leave_nothing_of_two_drafts() -> None:
     decoder.switch(draft(2))
     while not decoder.read(prefill):
         decoder.round()
-    decoder.join(prefill)
+    decoder.join([prefill])
     while decoder.rows:
         decoder.round()
     assert held(decoder, Owner.DRAFT, running.tokens) == 0
@@ -261,7 +261,7 @@ def test_what_a_failed_draft_read_is_worth_nothing(how: str, when: str) -> None:
         weak.fails = how if when == "while a prompt is read" else ""
         while not decoder.read(prefill):
             pass
-        decoder.join(prefill)
+        decoder.join([prefill])
         decoder.round()
         weak.fails = how
         while decoder.rows:
