@@ -126,16 +126,14 @@ class Decoder:
 
     def begin(self, row: Row) -> Prefill:
         """Start reading a row's prompt, all but its last token."""
-        drafter = self.drafter
-        held = RowCache(drafter.draft.model, 1) if drafter is not None else None
-        return Prefill(row, RowCache(self.target, 1), held, self.epoch)
+        return Prefill(row, RowCache(self.target, 1), None, self.epoch)
 
     def read(self, prefill: Prefill) -> bool:
         """Read the next chunk; True when the row is ready to join. Target and draft go on from what each of them holds, which
         differs when the draft is newer than a kept beginning."""
         row, drafter = prefill.row, self.drafter
         more = self._advance(Owner.TARGET, self.target, prefill.target, row)
-        if drafter is not None and not self.failed:
+        if drafter is not None and not self.failed and (prefill.drafter is not None or self._follows()):
             if prefill.drafter is None or prefill.epoch != self.epoch:
                 prefill.drafter, prefill.epoch = RowCache(drafter.draft.model, 1), self.epoch
             try:
@@ -217,7 +215,7 @@ class Decoder:
         batch = SamplingBatch.of([row.prompt.sampling for row in rows], self.vocabulary)
         collect = self.collect and any(row.prompt.store for row in rows)
         self.key, draft_key, verify_key = mx.random.split(self.key, 3)
-        load = Load(len(rows), self.cache.lengths.longest)
+        load = self._load()
         choice, found, matches = self._choose(rows, load)
         k = choice.most
         noise = shared_noise(batch, [row.emitted for row in rows], k + 1, self.vocabulary)
@@ -283,6 +281,15 @@ class Decoder:
             rounds=tuple(row.rounds[-1] for row in rows),
             seconds=seconds,
         )
+
+    def _follows(self) -> bool:
+        """Whether the draft should read what one row more is asked."""
+        longest = max(self.cache.lengths.longest, 1)
+        return self.length is None or self.length.follows(Load(len(self.rows) + 1, longest))
+
+    def _load(self) -> Load:
+        unread = self.drafter.unread([row.tokens for row in self.rows]) if self.drafter is not None else 0
+        return Load(len(self.rows), self.cache.lengths.longest, unread)
 
     def _choose(self, rows: Sequence[Row], load: Load) -> tuple[Choice, list[Found | None], list[Match | None]]:
         """What to propose this round, and what was looked up for each row."""

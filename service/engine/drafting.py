@@ -134,6 +134,10 @@ class ModelDrafter:
             out = mx.take_along_axis(out, mx.array(last)[:, None, None], axis=1)
         return out if head is None else head(out)
 
+    def unread(self, rows: Sequence[Sequence[int]]) -> int:
+        """Tokens that were not read, but for each row's last."""
+        return sum(max(len(row) - 1 - have, 0) for row, have in zip(rows, self.cache.lengths.host, strict=True))
+
     def behind(self, rows: Sequence[Sequence[int]]) -> bool:
         """Whether a row was decoded without drafts for so long that catching up is work of its own."""
         return any(have + WIDE < len(row) - 1 for row, have in zip(rows, self.cache.lengths.host, strict=True))

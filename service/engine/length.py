@@ -15,9 +15,12 @@ PROBE = 32
 """Rounds after which a resting draft drafts again at the latest: what it would be worth stays known, and what it gets wrong
 stays logged, so that it goes on learning."""
 PROBING = 0.015
-"""Share of the time that may be lost by that: the closer it is to paying, the sooner it is tried."""
+"""Share of the time that may be lost by that: the closer it is to paying, the sooner it is tried. Where the reading alone costs
+a draft more, as in a full batch on a CPU, it rests altogether."""
+REPAID = 64
+"""Rounds in which what a draft must read before it can draft must have paid."""
 STAY = 1.03
-"""Another draft length must promise so many times the tokens per second."""
+"""Another draft length must promise so many times the tokens per second; none at all only as many."""
 MEMORY = 0.98
 """What an observation of acceptance weighs after one more."""
 DRAFTED = 0.8
@@ -33,21 +36,25 @@ SLOW, TRUSTED = 0.05, 8
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a round is over: so many rows, the longest of which holds so many positions (all rows are read that far)."""
+    """What a round is over: so many rows, the longest of which holds so many positions (all rows are read that far). unread:
+    tokens of all rows that the draft must read before it can draft."""
 
     rows: int
     held: int
+    unread: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
     """Seconds, as measured: a target call by (rows, tokens of each), a draft step by rows, both over empty rows; and what they
-    take more for each position of each row, a target call by its tokens. Between and beyond, lines."""
+    take more for each position of each row, a target call by its tokens. Between and beyond, lines. read: what the draft takes
+    for a token, one of many, that it only reads."""
 
     verify: Mapping[tuple[int, int], float]
     step: Mapping[int, float]
     verify_held: Mapping[int, float]
     step_held: float
+    read: float
 
     def call(self, load: Load, tokens: int) -> float:
         sizes = sorted({size for size, _ in self.verify})
@@ -145,10 +152,13 @@ class DraftLength:
         def worth(match: Match | None, count: int) -> float:
             return 1.0 if match is None else tables[match.length][min(count, match.available)]
 
-        rates = [sum(max(draft[k], worth(m, k)) for m in matches) / self.seconds(load, k, k) for k in range(len(draft))]
-        rates[0] = load.rows / self.seconds(load, 0, 0)
+        plain, reading = self.seconds(load, 0, 0), load.unread * self._costs.read
+        rates = [load.rows / plain]
+        for k in range(1, len(draft)):
+            seconds = self.seconds(load, k, k) + reading / REPAID
+            rates.append(sum(max(draft[k], worth(m, k)) for m in matches) / seconds)
         best = max(range(len(rates)), key=rates.__getitem__)
-        if rates[best] > STAY * rates[self._current]:
+        if rates[best] > STAY * rates[self._current] or rates[0] > rates[self._current]:
             self._current = best
         k, rate = self._current, rates[self._current]
         longest = max((m.available for m in matches if m), default=0)
@@ -166,12 +176,16 @@ class DraftLength:
         self._rested += 1
         if self.drafted:
             probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(load, k, k))
-            cost = self.seconds(load, probe, probe) / self.seconds(load, 0, 0)
-            patience = PROBE if k else min(max((cost - draft[probe]) / PROBING, 2), PROBE)
-            if self._rested >= patience:
+            lost = self.seconds(load, probe, probe) / plain - draft[probe]
+            patience = PROBE if k else min(max(lost / PROBING, 2), PROBE)
+            if self._rested >= max(patience, reading / plain / PROBING):
                 self._rested = 0
                 return Choice(probe, nothing)
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches))
+
+    def follows(self, load: Load) -> bool:
+        """Whether the draft should go on reading what the target reads and says."""
+        return self._current > 0 or load.rows * self._costs.read <= PROBING * self.seconds(load, 0, 0)
 
     def seconds(self, load: Load, drafted: int, most: int) -> float:
         """Expected time of a round that drafts so many and proposes at most so many, but for how fast the machine is now."""

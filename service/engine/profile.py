@@ -17,7 +17,10 @@ HELD = (64, 512)
 """Positions that a row holds already, whose keys and values a call must read: of those that give the costs of rows, and of
 those that tell, on one row, what more of them cost. On a CPU that is mostly the exponentials of the softmax: 5 us a position
 for one token of the default target, 18 us for five."""
-TURNS = 3
+READ = 16
+"""Tokens beside one, from which the cost of reading one more is told."""
+TURNS, SPENT = 3, 0.15
+"""A call is timed at least so often, and for so many seconds in all."""
 
 
 def sizes(rows: int) -> list[int]:
@@ -26,15 +29,17 @@ def sizes(rows: int) -> list[int]:
 
 
 def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], most: int) -> Costs:
-    """Costs for batches of these sizes and up to `most` proposed tokens. The least of three, after one that compiles: whatever
-    else runs beside can only add."""
+    """Costs for batches of these sizes and up to `most` proposed tokens. The least of several, after one that compiles:
+    whatever else runs beside can only add."""
     lengths = sorted({1, 2, (most + 1) // 2 + 1, most + 1})
     verify = {size: _times(target, size, HELD[0], lengths) for size in rows}
     held = _per_position(verify.get(1) or _times(target, 1, HELD[0], lengths), _times(target, 1, HELD[1], lengths))
-    step, step_held = {1: 0.0}, 0.0
+    step, step_held, read = {1: 0.0}, 0.0, 0.0
     if draft is not None:
         step = {size: _times(draft, size, HELD[0], [1])[1] for size in rows}
         step_held = _per_position(_times(draft, 1, HELD[0], [1]), _times(draft, 1, HELD[1], [1]))[1]
+        told = _times(draft, 1, HELD[0], [1, 1 + READ], head=False)
+        read = max(told[1 + READ] - told[1], 0.0) / READ
     return Costs(
         verify={
             (size, n): seconds - size * HELD[0] * held[n] for size, of in verify.items() for n, seconds in of.items()
@@ -42,6 +47,7 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
         step={size: seconds - size * HELD[0] * step_held for size, seconds in step.items()},
         verify_held=held,
         step_held=step_held,
+        read=read,
     )
 
 
@@ -50,13 +56,14 @@ def _per_position(few: dict[int, float], many: dict[int, float]) -> dict[int, fl
     return {n: min(max(many[n] - few[n], 0.0) / (HELD[1] - HELD[0]), few[n] / (2 * HELD[0])) for n in few}
 
 
-def _times(model: nn.Module, rows: int, held: int, lengths: Sequence[int]) -> dict[int, float]:
-    """Seconds of one call over n tokens of each row."""
+def _times(model: nn.Module, rows: int, held: int, lengths: Sequence[int], *, head: bool = True) -> dict[int, float]:
+    """Seconds of one call over n tokens of each row. head: with what comes of it, not only keys and values."""
     cache = RowCache(model, rows)
 
     def call(tokens: int) -> None:
         fed = mx.array(np.ones((rows, tokens), dtype=np.int32))
-        mx.eval(mx.argmax(model(fed, cache=cache.layers), axis=-1), cache.arrays())
+        logits = model(fed, cache=cache.layers)
+        mx.eval(mx.argmax(logits, axis=-1) if head else [], cache.arrays())
         cache.rewind([held] * rows)
 
     # What is held need not have been read to cost what it costs: zeros do.
@@ -67,7 +74,7 @@ def _times(model: nn.Module, rows: int, held: int, lengths: Sequence[int]) -> di
 def _seconds(run: Callable[[], None]) -> float:
     run()
     times: list[float] = []
-    for _ in range(TURNS):
+    while len(times) < TURNS or sum(times) < SPENT:
         begun = time.perf_counter()
         run()
         times.append(time.perf_counter() - begun)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -25,7 +26,7 @@ def costs(cost: Cost, step: float, sizes: tuple[int, ...] = (1, 8)) -> Costs:
 
 def measured(verify: dict[tuple[int, int], float], step: dict[int, float]) -> Costs:
     """Costs that do not depend on what the rows hold."""
-    return Costs(verify, step, {1: 0.0}, 0.0)
+    return Costs(verify, step, {1: 0.0}, 0.0, 0.0)
 
 
 def play(
@@ -159,14 +160,35 @@ def test_costs_between_and_beyond_what_was_measured_lie_on_lines() -> None:
 
 
 def test_every_position_of_every_row_is_read() -> None:
-    found = Costs({(1, 1): 10.0, (1, 5): 18.0}, {1: 2.0}, {1: 0.01, 5: 0.03}, 0.001)
+    found = Costs({(1, 1): 10.0, (1, 5): 18.0}, {1: 2.0}, {1: 0.01, 5: 0.03}, 0.001, 0.0)
     assert found.call(Load(1, 100), 1) == 11.0 and found.call(Load(4, 100), 5) == 30.0
     assert found.call(Load(1, 100), 3) == 16.0 and found.draft(Load(3, 200)) == pytest.approx(2.6)
 
 
+def test_what_a_draft_would_have_to_read_first_must_pay_too() -> None:
+    of = costs(one_stream, 0.009, sizes=(1, 8))
+    length = DraftLength(3, 0, replace(of, read=0.003))
+    for _ in range(100):
+        length.observe(ONE, Choice(3, (0,)), [None], [2], None)
+    near, far = Load(1, 4000, 10), Load(1, 4000, 4000)
+    assert length.choose(near, [None]).drafted > 0 and length.choose(far, [None]).drafted == 0
+
+
+def test_in_a_full_batch_a_draft_that_rests_stops_reading_and_is_left_alone() -> None:
+    length = DraftLength(3, 0, replace(costs(full_batch, 0.009), read=0.0005))
+    assert length.follows(Load(8, 100))
+    for _ in range(100):
+        length.observe(Load(8, 100), Choice(3, (0,) * 8), [None] * 8, [0] * 8, None)
+    chosen = [length.choose(Load(8, 100, 8 * turn), [None] * 8).drafted for turn in range(4 * PROBE)]
+    assert set(chosen) == {0}
+    assert not length.follows(Load(8, 100)) and length.follows(ONE)
+    # One row is cheap to follow, and is looked at again.
+    assert any(length.choose(Load(1, 100, turn), [None]).drafted for turn in range(2 * PROBE))
+
+
 def test_a_long_text_wants_a_shorter_draft() -> None:
     of = costs(one_stream, 0.009)
-    length = DraftLength(4, 0, Costs(of.verify, of.step, {1: 1e-5, 5: 1e-4}, 1e-6))
+    length = DraftLength(4, 0, Costs(of.verify, of.step, {1: 1e-5, 5: 1e-4}, 1e-6, 0.0))
     for _ in range(300):
         length.observe(Load(1, 100), Choice(4, (0,)), [None], [2], None)
     chosen = [length.choose(Load(1, held), [None]).drafted for held in (100, 8000)]

@@ -109,7 +109,7 @@ def test_unseeded_sampling_with_look_ups_has_the_targets_law() -> None:
     prompt = Prompt(tuple(text), sampling)
     decoder = Decoder(target, None, vocabulary=VOCABULARY, k=0, adaptive=True, lookup=3, key=mx.random.key(7))
     # Whatever it costs, it looks up.
-    decoder.length = DraftLength(0, 3, Costs({(1, 1): 1.0, (1, 4): 1.0}, {1: 0.0}, {1: 0.0}, 0.0))
+    decoder.length = DraftLength(0, 3, Costs({(1, 1): 1.0, (1, 4): 1.0}, {1: 0.0}, {1: 0.0}, 0.0, 0.0))
     counts: Counter[int] = Counter()
     kept = 0
     for start in range(0, draws, 200):
