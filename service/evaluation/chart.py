@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from textwrap import fill
 
@@ -26,5 +26,34 @@ def draw(path: Path, panels: Mapping[str, Mapping[str, float]], title: str) -> N
         if len(bars) > len(few):
             axes.set_xticks(range(len(bars)), list(bars), rotation=30, ha="right")
         axes.margins(y=0.15)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def draw_lines(
+    path: Path, lines: Mapping[str, Sequence[float]], parts: Sequence[tuple[str, int, float]], title: str, unit: str
+) -> None:
+    """A PNG of values by request, one line each. parts: (name, requests, level) one after another; the level, drawn through its
+    part, is what could be had there."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(fill(title, 120))
+    axes = figure.add_subplot()
+    colours = ["#9aa5b1", "#2f9e63", "#c97b3d", "#5b8db8"]
+    for i, (name, values) in enumerate(lines.items()):
+        axes.plot(range(1, len(values) + 1), values, label=name, color=colours[i % len(colours)])
+    start = 0
+    for i, (name, requests, level) in enumerate(parts):
+        end = start + requests
+        axes.plot([start + 1, end], [level, level], ":", color="#30343b", label="" if i else "best of each topic")
+        axes.axvline(end, color="#d5dae0", linewidth=1)
+        axes.text((start + end) / 2, 1.01, name, ha="center", va="bottom", transform=axes.get_xaxis_transform())
+        start = end
+    axes.set_xlabel("requests")
+    axes.set_ylabel(unit)
+    axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

@@ -1,4 +1,4 @@
-"""What the target says greedily to a prompt, and its distribution at every position: made once, kept by model and prompt."""
+"""What the target says to a prompt, and its distribution at every position: made once, kept by model, prompt, temperature."""
 
 from __future__ import annotations
 
@@ -20,41 +20,45 @@ from service.models.pair import Pair
 from service.models.text import TextEncoder
 
 ROWS = 16
+"""Prompts answered together; an accelerator is full only with many more."""
 
 
-class GreedyOutputs:
-    """The cache: one JSON-lines file of outputs per target and length, and the targets' files beside it."""
+class Outputs:
+    """The cache: one JSON-lines file of outputs per target, length and temperature, and the targets' files beside it."""
 
-    def __init__(self, home: Path, who: Provenance, max_tokens: int) -> None:
-        self.max_tokens = max_tokens
+    def __init__(self, home: Path, who: Provenance, max_tokens: int, temperature: float) -> None:
         self.targets = TargetCache(home / "targets", who.target)
-        self.path = home / "outputs" / f"{who.target[:16]}-{who.tokenizer[:16]}-{max_tokens}.jsonl"
-        self.held: dict[str, list[int]] = {}
+        hot = f"-t{temperature:g}" if temperature else ""
+        self.path = home / "outputs" / f"{who.target[:16]}-{who.tokenizer[:16]}-{max_tokens}{hot}.jsonl"
+        self.held: dict[str, tuple[list[int], list[float]]] = {}
         if self.path.is_file():
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 try:
                     item = json.loads(line)
-                    self.held[item["prompt"]] = item["output"]
+                    self.held[item["prompt"]] = item["output"], item.get("sampled", [])
                 except (ValueError, KeyError):
                     # The last line of a process that was killed while it wrote.
                     continue
 
-    def get(self, prompt: Prompt) -> tuple[int, ...] | None:
-        output = self.held.get(_key(prompt))
-        return None if output is None else tuple(output)
+    def get(self, prompt: Prompt) -> tuple[list[int], list[float]] | None:
+        """Output, and the log-probability of each of its tokens in the law it was drawn from (none when greedy)."""
+        return self.held.get(_digest(prompt).hex())
 
     def add(self, generation: Generation) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if generation.targets is not None:
             self.targets.store(generation, generation.targets)
-        key = _key(generation.prompt)
-        self.held[key] = list(generation.output)
+        key = _digest(generation.prompt).hex()
+        item: dict[str, object] = {"prompt": key, "output": generation.output}
+        if not generation.prompt.sampling.greedy:
+            item["sampled"] = generation.sampled_logprobs
+        self.held[key] = list(generation.output), list(generation.sampled_logprobs)
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"prompt": key, "output": generation.output}) + "\n")
+            file.write(json.dumps(item) + "\n")
 
 
-def _key(prompt: Prompt) -> str:
-    return hashlib.sha256(np.array(prompt.tokens, dtype="<u4").tobytes()).hexdigest()
+def _digest(prompt: Prompt) -> bytes:
+    return hashlib.sha256(np.array(prompt.tokens, dtype="<u4").tobytes()).digest()
 
 
 def greedy_generations(
@@ -63,11 +67,30 @@ def greedy_generations(
     home: Path,
     *,
     max_tokens: int = 128,
+    rows: int = ROWS,
     on_step: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Generation]:
     """The target's greedy answer to each prompt as one user turn, with targets. on_step: (answers at hand, of all)."""
+    return generations(pair, lines, home, temperature=0.0, max_tokens=max_tokens, rows=rows, on_step=on_step)
+
+
+def generations(
+    pair: Pair,
+    lines: Sequence[PromptLine],
+    home: Path,
+    *,
+    temperature: float,
+    max_tokens: int = 128,
+    rows: int = ROWS,
+    on_step: Callable[[int, int], None] = lambda done, of: None,
+) -> list[Generation]:
+    """The same at any temperature, without filters. rows: prompts answered together.
+
+    What is sampled is drawn by a seed that the prompt decides, so that it is the same wherever it is made, and comes back
+    as unseeded: it is a sample of the target whatever drew it, and rejection is the rule that sampled traffic drafts by.
+    """
     encoder = TextEncoder(pair.target.tokenizer)
-    sampling = Sampling(max_tokens=max_tokens)
+    sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     prompts = [
         Prompt(
             encoder.encode_chat([{"role": "user", "content": line.prompt}]),
@@ -77,23 +100,24 @@ def greedy_generations(
         )
         for line in lines
     ]
-    cache = GreedyOutputs(home, pair.provenance, max_tokens)
-    _fill(pair, [p for p in prompts if _unknown(cache, p, pair)], cache, lambda done: on_step(done, len(prompts)))
+    cache = Outputs(home, pair.provenance, max_tokens, temperature)
+    missing = [prompt for prompt in dict.fromkeys(prompts) if _unknown(cache, prompt, pair)]
+    _fill(pair, missing, cache, rows, lambda done: on_step(len(prompts) - len(missing) + done, len(prompts)))
     return [_generation(str(i), prompt, cache, pair) for i, prompt in enumerate(prompts)]
 
 
-def _generation(name: str, prompt: Prompt, cache: GreedyOutputs, pair: Pair) -> Generation:
-    output = cache.get(prompt) or ()
+def _generation(name: str, prompt: Prompt, cache: Outputs, pair: Pair) -> Generation:
+    output, sampled = cache.get(prompt) or ([], [])
     finish = FinishReason.STOP if output and output[-1] in pair.eos else FinishReason.LENGTH
     bare = Generation(
         id=name,
         prompt=prompt,
-        output=output,
+        output=tuple(output),
         finish=finish,
         rounds=(),
         cases=(),
         logprobs=(),
-        sampled_logprobs=(),
+        sampled_logprobs=tuple(sampled),
         targets=None,
         provenance=pair.provenance,
         created_at=datetime.now(UTC),
@@ -101,20 +125,27 @@ def _generation(name: str, prompt: Prompt, cache: GreedyOutputs, pair: Pair) -> 
     return replace(bare, targets=cache.targets.load(bare))
 
 
-def _unknown(cache: GreedyOutputs, prompt: Prompt, pair: Pair) -> bool:
+def _unknown(cache: Outputs, prompt: Prompt, pair: Pair) -> bool:
     return cache.get(prompt) is None or _generation("", prompt, cache, pair).targets is None
 
 
-def _fill(pair: Pair, prompts: list[Prompt], cache: GreedyOutputs, on_step: Callable[[int], None]) -> None:
+def _fill(pair: Pair, prompts: Sequence[Prompt], cache: Outputs, rows: int, on_step: Callable[[int], None]) -> None:
     """Decode what is missing, the target alone, many rows together."""
     decoder = Decoder(pair.target.model, None, vocabulary=pair.vocabulary, k=0, collect=True)
-    known = len(cache.held)
-    waiting = [Row(str(i), prompt, pair.eos, None) for i, prompt in enumerate(dict.fromkeys(prompts))]
+    waiting = [Row(str(i), _seeded(prompt), pair.eos, None) for i, prompt in enumerate(prompts)]
     waiting.sort(key=lambda row: len(row.tokens))
+    done = 0
     while waiting or decoder.rows:
-        while waiting and len(decoder.rows) < ROWS:
+        while waiting and len(decoder.rows) < rows:
             decoder.admit(waiting.pop(0))
         for row in decoder.round().rows:
             if row.finish is not None and (generation := row.generation(pair.provenance)) is not None:
                 cache.add(generation)
-                on_step(len(cache.held) - known)
+                done += 1
+                on_step(done)
+
+
+def _seeded(prompt: Prompt) -> Prompt:
+    if prompt.sampling.greedy:
+        return prompt
+    return replace(prompt, sampling=replace(prompt.sampling, seed=int.from_bytes(_digest(prompt)[:7])))

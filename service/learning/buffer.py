@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,9 +20,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core import FinishReason, Generation, Prompt, Provenance, Sampling, TrainingFailed
+from service.store.likeness import template, text_key
+from service.store.reservoir import SHARE, groups_of
 
 DOMAIN = "general"
 _FIFTH = 5
+COVERED = 0.1
+"""Share of the new texts from which on a domain needs no replay."""
+LEAST = 8
+"""Texts of one client or template that always stay: fewer do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,14 +124,15 @@ def replay(
 ) -> list[Generation]:
     """Which generations to replay beside `fresh`.
 
-    The domains that the fresh ones do not cover, and the general set as one more, get equal parts; what one lacks the
+    The domains that make no tenth of the fresh ones, and the general set as one more, get equal parts; what one lacks the
     other gives. reservoir(n) gives n stored generations in any order, drawn uniformly over domains.
     """
     count = replay_count(len(fresh), share)
     if count == 0:
         return []
     known = {generation.id for generation in fresh}
-    covered = {generation.prompt.domain for generation in fresh} if general else set[str | None]()
+    shares = Counter(generation.prompt.domain for generation in fresh)
+    covered = {domain for domain, held in shares.items() if general and held >= COVERED * len(fresh)}
     domains: dict[str | None, list[Generation]] = {}
     for generation in reservoir(2 * count):
         if generation.id not in known and generation.prompt.domain not in covered:
@@ -136,3 +144,50 @@ def replay(
     parts = len(domains) + (1 if general else 0)
     stored = drawn[: max(count * len(domains) // parts, count - len(general))] if parts else []
     return [*stored, *general[: count - len(stored)]]
+
+
+def lesson(
+    fresh: Sequence[Generation],
+    *,
+    share: float,
+    general: Sequence[Generation],
+    reservoir: Callable[[int], Sequence[Generation]],
+    seed: int,
+) -> list[Generation]:
+    """What a run learns from: the new, newest first, each text once and nobody more than his share, and what is replayed
+    beside it, nobody more than his share of that. With a share of 1 nothing is new."""
+    new = limited(fresh)
+
+    def bounded(count: int) -> list[Generation]:
+        return limited(reservoir(count))
+
+    return [
+        *(new if share < 1.0 else []),
+        *replay(new, share=share, general=general, reservoir=bounded, seed=seed),
+    ]
+
+
+def limited(generations: Sequence[Generation]) -> list[Generation]:
+    """Each text once, and of one client or one template no more than their share of what stays, in the order given: the first
+    of each stay. Who has no tag is nobody's client. With nothing else there, whoever there is may have it all.
+
+    The largest group that is too large is cut to what all others hold together, and so on, until none is. Nobody is cut to
+    nothing: so that one text among others cannot silence a whole service, LEAST of a group stay.
+    """
+    texts: dict[bytes, Generation] = {}
+    for generation in generations:
+        texts.setdefault(text_key(generation.prompt.tokens, generation.output), generation)
+    left = list(texts.values())
+    groups = [groups_of(g.prompt.client, template(g.prompt.first_user, g.prompt.tokens)) for g in left]
+    while left:
+        counts = Counter(group for each in groups for group in each)
+        largest, held = max(counts.items(), key=lambda item: (item[1], item[0]))
+        others = len(left) - held
+        most = max(int(others * SHARE / (1.0 - SHARE)), LEAST)
+        if not others or held <= most:
+            break
+        members = [i for i, each in enumerate(groups) if largest in each]
+        gone = set(members[most:])
+        left = [g for i, g in enumerate(left) if i not in gone]
+        groups = [each for i, each in enumerate(groups) if i not in gone]
+    return left

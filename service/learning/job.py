@@ -23,14 +23,14 @@ import mlx.nn as nn
 
 from service.core import Progress, RedraftError, Score, TrainingFailed
 from service.learning import budget, lora
-from service.learning.buffer import GeneralSet, replay
+from service.learning.buffer import GeneralSet, lesson
 from service.learning.channel import Channel
-from service.learning.dataset import Dataset, Example, batches, build, padded
-from service.learning.loss import TargetDivergence
+from service.learning.dataset import Dataset, Example, build, padded
+from service.learning.fitting import fit
 from service.learning.rescore import TargetCache, with_targets
 from service.learning.scoring import choose_held_out, score
 from service.learning.spec import ScoreJob, TrainJob, parse
-from service.learning.trainer import Optimiser, TrainReport, number, train, update_count
+from service.learning.trainer import TrainReport
 from service.models import vocabulary
 from service.models.heads import cut, uncut
 from service.models.pair import Loaded, load_model
@@ -46,8 +46,6 @@ log = logging.getLogger(__name__)
 CANDIDATE = "candidate"
 CACHE_BYTES = 2**30
 """Freed memory MLX may keep for reuse."""
-MAX_VALIDATION, VALIDATION_SHARE = 16, 0.05
-"""Examples kept aside to see the loss on, between epochs: so many at most, this share of all."""
 
 
 def run(channel: Channel) -> None:
@@ -115,16 +113,15 @@ class _Training:
 
     def _dataset(self) -> Dataset:
         job, who = self.job, self.job.provenance
-        fresh = Generations(self.database).claimed(job.run)
         old = Replay(self.database)
-        replayed = replay(
+        fresh = old.labelled(Generations(self.database).claimed(job.run))
+        chosen = lesson(
             fresh,
             share=job.training.replay,
             general=self.general.generations(who, golden=False) if self.general is not None else [],
             reservoir=lambda count: old.sample(who, count, job.run),
             seed=job.run,
         )
-        chosen = [*(fresh if job.training.replay < 1.0 else []), *replayed]
         scored = with_targets(
             chosen,
             cache=TargetCache(job.cache, who.target),
@@ -139,7 +136,7 @@ class _Training:
             reject_weight=job.training.reject_weight,
             vocabulary=_shared_width(job),
         )
-        log.info("%d new and %d replayed generations, skipped %s", len(fresh), len(replayed), data.skipped)
+        log.info("%d generations of %d new ones and replayed ones, skipped %s", len(chosen), len(fresh), data.skipped)
         if not data.examples:
             raise TrainingFailed(f"no example to learn from: {data.skipped or 'the run claimed nothing'}")
         return data
@@ -158,41 +155,14 @@ class _Training:
         return None if held is None else vocabulary.adapted(held, self.texts, sorted(draft.tokenizer.eos_token_ids))
 
     def _train(self, model: nn.Module, examples: Sequence[Example]) -> TrainReport:
-        settings, seed = self.job.training, self.job.run
-        aside = min(MAX_VALIDATION, int(len(examples) * VALIDATION_SHARE))
-        # Spread over all, new and replayed ones.
-        step = len(examples) // aside if aside else 0
-        kept = {i * step for i in range(aside)}
-        learnt = [example for i, example in enumerate(examples) if i not in kept]
-        # With too few to spare any, the loss is watched on what is learnt.
-        checks = [examples[i] for i in sorted(kept)] or learnt[:MAX_VALIDATION]
-        loss = TargetDivergence(model)
-        per_epoch = -(-len(learnt) // settings.batch_size)
-
-        def validate() -> float:
-            total, weight = 0.0, 0
-            for batch in batches(checks, settings.batch_size, seed):
-                self.channel.hold()
-                here = number(batch.weight.sum())
-                total, weight = total + number(loss(model, batch)) * here, weight + here
-            return total / weight
-
-        return train(
+        return fit(
             model,
-            (batch for epoch in range(settings.epochs) for batch in batches(learnt, settings.batch_size, seed + epoch)),
-            loss_fn=loss,
-            optimiser=Optimiser(
-                learning_rate=settings.learning_rate,
-                steps=update_count(per_epoch, settings.epochs, settings.accumulate),
-                warmup=settings.warmup,
-                clip=settings.clip,
-                accumulate=settings.accumulate,
-                epoch=per_epoch,
-            ),
+            examples,
+            self.job.training,
+            seed=self.job.run,
             on_progress=self._progress,
             should_pause=lambda: self.channel.paused,
-            validate=validate,
-            validate_every=update_count(per_epoch, 1, settings.accumulate),
+            hold=self.channel.hold,
         )
 
     def _progress(self, progress: Progress) -> None:

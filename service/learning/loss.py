@@ -1,4 +1,4 @@
-"""Forward KL from the target's stored distribution to the draft's, at response positions alone."""
+"""The loss over a batch: an objective between the target's stored distribution and the draft's, at response positions alone."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import mlx.nn as nn
 from mlx.nn.utils import checkpoint
 
 from service.learning.dataset import Batch
+from service.learning.objectives import Objective, each, forward_kl
 from service.models.heads import split
 
 CHUNK = 512
@@ -25,34 +26,32 @@ def divergence(logits: mx.array, ids: mx.array, logprobs: mx.array, tail: mx.arr
     logits: (N, V) of the draft. ids, logprobs: (N, top) the target's most likely tokens, distinct, and their
     log-probabilities. tail: (N,) log of its mass outside them, -inf for none. By the log-sum inequality never above the
     KL over the whole vocabulary, and equal to it when the stored tokens are all there is.
+    """
+    return forward_kl(mx.concatenate([logprobs, tail[:, None]], axis=-1), buckets(logits, ids))
 
-    The draft's mass outside the top is a logsumexp over the other logits, not 1 minus the top's, so value and gradient
-    are sound however small it is.
+
+def buckets(logits: mx.array, ids: mx.array) -> mx.array:
+    """The draft's log-probabilities (N, top + 1) of the stored tokens and of all others together.
+
+    Its mass outside the top is a logsumexp over the other logits, not 1 minus the top's, so value and gradient are sound
+    however small it is.
     """
     logits = logits.astype(mx.float32)
     picked = mx.take_along_axis(logits, ids, axis=-1)
     others = mx.put_along_axis(logits, ids, mx.array(_NOTHING), axis=-1)
-    outside = mx.logsumexp(others, axis=-1)
-    normaliser = mx.logaddexp(outside, mx.logsumexp(picked, axis=-1))
-    top = _term(logprobs, picked - normaliser[:, None]).sum(axis=-1)
-    return top + _term(tail, outside - normaliser)
-
-
-def _term(logp: mx.array, logq: mx.array) -> mx.array:
-    """p log(p / q), which is 0 where p is. NaN stays NaN: a poisoned target must not pass for an empty one."""
-    none = logp == -float("inf")
-    safe = mx.where(none, 0.0, logp)
-    return mx.where(none, 0.0, mx.exp(safe) * (safe - mx.where(none, 0.0, logq)))
+    both = mx.concatenate([picked, mx.logsumexp(others, axis=-1, keepdims=True)], axis=-1)
+    return both - mx.logsumexp(both, axis=-1, keepdims=True)
 
 
 class TargetDivergence:
-    """The loss for `trainer.train`: the weighted mean of `divergence` over a batch's response positions, 0 without any.
+    """The loss for `trainer.train`: the weighted mean of an objective over a batch's response positions, 0 without any.
 
     The head, most of a small draft's work, runs on response positions only where the model family can be split exactly.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, objective: Objective = Objective.KL) -> None:
         self.parts = split(model)
+        self.objective = objective
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
         count = batch.at.shape[0]
@@ -73,8 +72,22 @@ class TargetDivergence:
                 total = total + again(states[batch.at[start:stop]])
         return total / mx.maximum(batch.weight.sum(), 1e-6)
 
+    def positions(self, model: nn.Module, batch: Batch) -> mx.array:
+        """The objective at each of the batch's positions, (N,), those that fill up among them; not weighted."""
+        states = cast("mx.array", model(batch.tokens)) if self.parts is None else self.parts[0](batch.tokens, None)
+        states = states.reshape(-1, states.shape[-1])[batch.at]
+        found: list[mx.array] = []
+        for start in range(0, batch.at.shape[0], CHUNK):
+            chosen = slice(start, start + CHUNK)
+            found.append(self._each(states[chosen], batch, chosen))
+            mx.eval(found[-1])
+        return mx.concatenate(found)
+
     def _total(self, states: mx.array, batch: Batch, start: int, stop: int) -> mx.array:
         chosen = slice(start, stop)
+        return (self._each(states, batch, chosen) * batch.weight[chosen]).sum()
+
+    def _each(self, states: mx.array, batch: Batch, chosen: slice) -> mx.array:
         logits = states if self.parts is None else self.parts[1](states)
-        each = divergence(logits, batch.ids[chosen], batch.logprobs[chosen], batch.tail[chosen])
-        return (each * batch.weight[chosen]).sum()
+        logp = mx.concatenate([batch.logprobs[chosen], batch.tail[chosen][:, None]], axis=-1)
+        return each(self.objective, logp, buckets(logits, batch.ids[chosen]))

@@ -40,7 +40,26 @@ def expected_calls(rates: Sequence[float] | Doubles, k: int) -> float:
     a_t .. a_{t+k-1}, and emits one token more than it keeps, never past the end. With r(t) the probability that some
     round starts at t (r(0) = 1), the calls are the sum of r.
     """
+    return float(_starts(np.asarray(rates, dtype=np.float64), k).sum())
+
+
+def expected_positions(rates: Sequence[float] | Doubles, k: int) -> tuple[Doubles, Doubles]:
+    """How often each of the k positions of a proposal is expected to be tested, and to be kept, (k,) each: position i is tested
+    where all before it were kept and the text goes on."""
     a = np.asarray(rates, dtype=np.float64)
+    starts = _starts(a, k)
+    tested, kept = np.zeros(k), np.zeros(k)
+    reach = starts.copy()
+    for i in range(k):
+        reach = reach[: max(len(a) - i, 0)]
+        tested[i] = reach.sum()
+        reach = reach * a[i : i + len(reach)]
+        kept[i] = reach.sum()
+    return tested, kept
+
+
+def _starts(a: Doubles, k: int) -> Doubles:
+    """r(t) at every output position."""
     count = len(a)
     # Beyond the end nothing matters: whatever is kept there, the request is over.
     a = np.concatenate([a, np.zeros(k)])
@@ -50,7 +69,7 @@ def expected_calls(rates: Sequence[float] | Doubles, k: int) -> float:
         kept = np.concatenate([[1.0], np.cumprod(a[t : t + k])])
         stops = np.concatenate([1.0 - a[t : t + k], [1.0]])
         starts[t + 1 : t + k + 2] += starts[t] * kept * stops
-    return float(starts[:count].sum())
+    return starts[:count]
 
 
 def acceptance(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.nn as nn
 
 from service.core import Generation, Score
+from service.learning.buffer import limited
 from service.learning.offpolicy import acceptance, expected_calls
 
 UNTAGGED = "untagged"
@@ -30,8 +31,9 @@ def choose_held_out(
     min_tokens: int,
     max_prompts: int,
 ) -> HeldOut:
-    """The logged held-out generations, joined by the golden set while they are too few for a verdict."""
-    usable = [g for g in logged if g.output and g.prompt.tokens][:max_prompts]
+    """The logged held-out generations, joined by the golden set while they are too few for a verdict. No client and no template
+    has more than its share of a say, as in what is learnt from."""
+    usable = limited([g for g in logged if g.output and g.prompt.tokens])[:max_prompts]
     if len(usable) >= min_prompts and sum(len(g.output) for g in usable) >= min_tokens:
         return HeldOut(tuple(usable), False)
     added = list(golden())[: max_prompts - len(usable)]

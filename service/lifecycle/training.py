@@ -43,9 +43,6 @@ def claim(parts: Parts, trigger: Trigger, key: str | None) -> TrainingRun | None
 
 def begin(parts: Parts, run: TrainingRun) -> TrainingJob | None:
     """Start the child of a claimed run; None when it could not be started (the run is CRASHED then)."""
-    offered: dict[str, list[str]] = {}
-    for name, domain in parts.generations.claimed_names(run.id):
-        offered.setdefault(domain or "untagged", []).append(name)
     parent = parts.folder(run.parent)
     # The row first: only one process can move it, so only one child is ever started for it.
     moved = parts.runs.move(run.id, run.fencing, RunState.TRAINING)
@@ -55,17 +52,16 @@ def begin(parts: Parts, run: TrainingRun) -> TrainingJob | None:
         parts.crash(moved, f"the child could not be started: {error}")
         return None
     parts.events.training(moved)
-    return TrainingJob(parts, moved, child, offered)
+    return TrainingJob(parts, moved, child)
 
 
 class TrainingJob:
-    """A child that trains. offered: the generations it trains on, by domain, for the replay reservoir."""
+    """A child that trains."""
 
-    def __init__(self, parts: Parts, run: TrainingRun, child: Child, offered: dict[str, list[str]]) -> None:
+    def __init__(self, parts: Parts, run: TrainingRun, child: Child) -> None:
         self._parts = parts
         self._run = run
         self._child = child
-        self._offered = offered
         self._candidate: AdapterRef | None = None
         self._scores: Scores | None = None
 
@@ -184,6 +180,4 @@ class TrainingJob:
 
     def _remember(self) -> None:
         """What this run learnt from is old from now on: the next runs replay some of it."""
-        for domain in list(self._offered):
-            self._parts.replay.offer(domain, self._offered[domain], RESERVOIR, seed=0)
-            del self._offered[domain]
+        self._parts.replay.remember(self._run.id, RESERVOIR, seed=0)

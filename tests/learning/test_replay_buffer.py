@@ -143,7 +143,7 @@ def test_no_replay_asks_nobody() -> None:
 
 
 def test_the_golden_set_joins_while_the_log_has_too_little() -> None:
-    logged = [generation([1, 2], [3] * 50, id=str(i)) for i in range(40)]
+    logged = [generation([1, 2, i], [3] * 50, id=str(i)) for i in range(40)]
     golden = stored(DOMAIN, 100)
 
     def chosen(count: int, **limits: int) -> tuple[int, bool]:

@@ -59,7 +59,7 @@ def generation(
     return Generation(
         id=name,
         prompt=Prompt((1, 2, 3), Sampling(), domain="a", store=store, first_user=TRAINED[len(name) % len(TRAINED)]),
-        output=tuple(range(tokens)),
+        output=(*range(tokens - 1), int.from_bytes(name.encode()[-4:])),
         finish=FinishReason.LENGTH,
         rounds=(Round(BARE_DRAFT, 0, 3, 1, 2),),
         cases=tuple(FailureCase(4 * i, 1, 2, 0.5, 0.5, 1.0, tie) for i in range(cases)),

@@ -1,0 +1,97 @@
+"""The rounds a draft would have had on a greedy text, and the cases they would have left: what the engine logs at a fixed draft
+length, without decoding. Greedy text is the same whatever drafted it, so one teacher-forced pass of the draft tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+
+from service.core import FailureCase, Generation, Round
+from service.learning.dataset import unpack
+from service.learning.forced import response_logits
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """A generation with the rounds and cases that a draft would have left. agreed: output tokens that are its argmax."""
+
+    generation: Generation
+    agreed: int
+
+
+def walk(kept: Sequence[bool], k: int, first: int) -> list[tuple[int, int, int, int]]:
+    """(start, drafted, accepted, emitted) of every round. kept: whether the draft's token at each output position is the one
+    that was emitted. first: tokens drafted in the first round, `k` in all others."""
+    found: list[tuple[int, int, int, int]] = []
+    start, drafted = 0, first
+    while start < len(kept):
+        tried = kept[start : start + drafted]
+        accepted = next((i for i, right in enumerate(tried) if not right), len(tried))
+        emitted = min(accepted + 1, len(kept) - start)
+        found.append((start, drafted, accepted, emitted))
+        start, drafted = start + emitted, k
+    return found
+
+
+def logged(
+    model: nn.Module,
+    generations: Sequence[Generation],
+    *,
+    k: int,
+    adapter: int,
+    vocabulary: int,
+    tie_margin: float = 1e-3,
+    between: Callable[[], None] = lambda: None,
+) -> list[Drafted]:
+    """Greedy generations with targets, as they would be had `model` drafted `k` tokens a round.
+
+    A case's p is 0 where its token is not among the target's stored ones. Raises ValueError for a generation that is not
+    greedy or has no targets.
+    """
+    if any(not g.prompt.sampling.greedy or g.targets is None for g in generations):
+        raise ValueError("only greedy generations with targets have one course of rounds")
+    guesses = [np.zeros(len(g.output), dtype=np.int64) for g in generations]
+    sure = [np.zeros(len(g.output)) for g in generations]
+    texts = [(g.prompt.tokens, g.output) for g in generations]
+    for span in response_logits(model, texts, vocabulary=vocabulary, between=between):
+        best = mx.argmax(span.logits, axis=-1)
+        q = mx.exp(span.logits.max(axis=-1) - mx.logsumexp(span.logits, axis=-1))
+        mx.eval(best, q)
+        for text, at, token, mass in zip(span.text, span.position, np.array(best), np.array(q), strict=True):
+            guesses[text][at], sure[text][at] = token, mass
+    return [
+        _told(g, guess.tolist(), q.tolist(), k, adapter, tie_margin)
+        for g, guess, q in zip(generations, guesses, sure, strict=True)
+    ]
+
+
+def _told(g: Generation, guess: list[int], q: list[float], k: int, adapter: int, tie_margin: float) -> Drafted:
+    assert g.targets is not None
+    ids, logprobs, _ = unpack(g.targets)
+    kept = [guessed == said for guessed, said in zip(guess, g.output, strict=True)]
+    rounds: list[Round] = []
+    cases: list[FailureCase] = []
+    # The engine drafts only after two tokens.
+    for start, drafted, accepted, emitted in walk(kept, k, k if len(g.prompt.tokens) > 1 else 0):
+        rounds.append(Round(adapter, start, drafted, accepted, emitted))
+        at = start + accepted
+        if accepted == drafted or emitted <= accepted:
+            continue
+        known = np.flatnonzero(ids[at] == guess[at])
+        margin = float(logprobs[at, 0] - logprobs[at, 1]) if ids.shape[1] > 1 else float("inf")
+        cases.append(
+            FailureCase(
+                position=at,
+                drafted=guess[at],
+                target=g.output[at],
+                p=float(np.exp(logprobs[at, known[0]])) if len(known) else 0.0,
+                q=q[at],
+                margin=margin,
+                tie=margin < tie_margin,
+            )
+        )
+    return Drafted(replace(g, rounds=tuple(rounds), cases=tuple(cases)), sum(kept))

@@ -1,0 +1,189 @@
+"""`eval score` over a real store, and the commands of this room as they are typed."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten
+from tiny_house import prompts
+from typer.testing import CliRunner
+
+from service.app import Stores, open_stores
+from service.cli.root import app
+from service.core import AdapterRef, BadRequest, Generation, RedraftError, RunState, Trigger
+from service.evaluation.forecasts import ALL, run_score
+from service.evaluation.outputs import generations
+from service.learning import lora
+from service.learning.offpolicy import acceptance, expected_calls
+from service.learning.rounds import logged
+from service.models.pair import Pair, load_model, load_pair
+from service.settings import Settings
+from service.store.files import publish
+
+
+@pytest.fixture(scope="module")
+def pair(models: tuple[Path, Path]) -> Pair:
+    return load_pair(*models)
+
+
+@pytest.fixture(scope="module")
+def house(settings: Settings, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+    """A home whose log holds greedy and sampled answers."""
+    home = tmp_path_factory.mktemp("scored")
+    chosen = settings.model_copy(update={"home": home})
+    asked = list(prompts(60, 5))
+    greedy = generations(pair, asked, home, temperature=0.0, max_tokens=12)
+    hot = generations(pair, asked, home, temperature=1.0, max_tokens=12)
+    assert pair.draft is not None
+    cold = [one.generation for one in logged(pair.draft.model, greedy, k=2, adapter=0, vocabulary=pair.vocabulary)]
+    stores = open_stores(chosen, create=True)
+    try:
+        told = [replace(g, id=f"{name}{i}") for name, each in (("g", cold), ("h", hot)) for i, g in enumerate(each)]
+        # A prompt is scored once: the newest of its answers.
+        told = [g for i, g in enumerate(told) if (i % 60) % 2 == (i >= 60)]
+        stores.generations.add(told).result()
+    finally:
+        stores.close()
+    return chosen
+
+
+@pytest.fixture
+def stores(house: Settings) -> Iterator[Stores]:
+    opened = open_stores(house)
+    yield opened
+    opened.close()
+
+
+def adapter(stores: Stores, pair: Pair, draft: Path, folder: Path) -> AdapterRef:
+    model, who = load_model(draft).model, pair.provenance
+    shape = lora.wrap(model, rank=4, scale=2.0, seed=1)
+    noisy = [
+        (name, 0.1 * mx.random.normal(array.shape, key=mx.random.key(i)))
+        for i, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))
+    ]
+    model.load_weights(noisy, strict=False)
+    lora.save(model, shape, folder / "made.part", draft=who.draft, target=who.target)
+    run = stores.runs.claim(trigger=Trigger.MANUAL, who=who, parent=0, limit=1)
+    assert run is not None
+    ref = stores.adapters.add(
+        run_id=run.id,
+        fencing=run.fencing,
+        folder=folder / "made",
+        sha256=publish(folder / "made.part", folder / "made"),
+        rank=shape.rank,
+        scale=shape.scale,
+        keys=shape.keys,
+        draft=who.draft,
+        parent=0,
+    )
+    stores.runs.move(run.id, run.fencing, RunState.FAILED, error="a test's")
+    return ref
+
+
+def held_out(stores: Stores, pair: Pair) -> list[Generation]:
+    return stores.generations.held_out(pair.provenance, 100)
+
+
+def test_adapters_lengths_and_settings_are_told_apart(
+    stores: Stores, pair: Pair, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    ref = adapter(stores, pair, models[1], tmp_path)
+    found = run_score(stores, models, [0, ref.id], [0, 1, 3])
+    assert [(one.adapter, one.sampling) for one in found] == [
+        (version, name) for version in (0, ref.id) for name in (ALL, "greedy", "unseeded")
+    ]
+    by_name = {(one.adapter, one.sampling): one for one in found}
+    whole = by_name[0, ALL]
+    assert whole.generations == by_name[0, "greedy"].generations + by_name[0, "unseeded"].generations > 5
+    assert [f.k for f in whole.forecasts] == [0, 1, 3]
+    assert whole.forecasts[0].tokens_per_call == 1.0
+    told = held_out(stores, pair)
+    assert pair.draft is not None
+    rates = acceptance(pair.draft.model, told, vocabulary=pair.vocabulary)
+    calls = sum(expected_calls(one.rates, 3) for one in rates)
+    assert whole.forecasts[2].tokens_per_call == pytest.approx(whole.tokens / calls, rel=1e-6)
+    assert by_name[ref.id, ALL].forecasts[2] != whole.forecasts[2]
+    # One price list for all: the same length costs the same, so speed goes with tokens per call.
+    for at in (1, 2):
+        speeds = [by_name[v, ALL].forecasts[at] for v in (0, ref.id)]
+        ratio = (speeds[0].tokens_per_second or 0) / (speeds[1].tokens_per_second or 1)
+        assert ratio == pytest.approx(speeds[0].tokens_per_call / speeds[1].tokens_per_call)
+
+
+def test_a_vocabulary_is_what_may_be_proposed(stores: Stores, pair: Pair, models: tuple[Path, Path]) -> None:
+    def greedy(kept: int | None) -> tuple[float, ...]:
+        found = run_score(stores, models, [0], [2], kept=kept, rows=None)
+        return next(one.forecasts[0].rates for one in found if one.sampling == "greedy")
+
+    whole = greedy(0)
+    assert whole == greedy(None), "this draft ships without a list"
+    assert whole == pytest.approx(greedy(pair.vocabulary))
+    assert greedy(4) != pytest.approx(whole)
+    assert greedy(4)[0] > 0, "a row's own tokens can still be proposed"
+
+
+def test_what_cannot_be_scored_is_said(
+    stores: Stores, settings: Settings, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(BadRequest, match="draft lengths"):
+        run_score(stores, models, [0], [17])
+    empty = open_stores(settings.model_copy(update={"home": tmp_path}), create=True)
+    try:
+        with pytest.raises(RedraftError, match="serve some requests"):
+            run_score(empty, models, [0], [1])
+    finally:
+        empty.close()
+
+
+def typed(*words: object) -> str:
+    result = CliRunner().invoke(app, [str(word) for word in words])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def config(house: Settings, folder: Path) -> Path:
+    path = folder / "c.toml"
+    path.write_text(
+        f'home = "{house.home}"\n[models]\ntarget = "{house.models.target}"\ndraft = "{house.models.draft}"\n'
+        "[training]\nmin_cases = 20\nmin_tokens = 150\nepochs = 1\nrank = 4\nreplay = 0.0\n"
+        "[gate]\nmin_prompts = 2\nmin_tokens = 20\n"
+    )
+    return path
+
+
+def written(folder: Path, name: str, count: int, seed: int) -> Path:
+    path = folder / f"{name}.jsonl"
+    lines = ({"id": line.id, "domain": name, "prompt": line.prompt} for line in prompts(count, seed))
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_commands(house: Settings, tmp_path: Path) -> None:
+    toml, a, b = config(house, tmp_path), written(tmp_path, "a", 30, 7), written(tmp_path, "b", 20, 8)
+    files = [tmp_path / name for name in ("o.json", "o.md", "o.png")]
+    typed("eval", "score", "--config", toml, "--k", "1,2", "--adapter", "bare", "--no-speed", "--json", files[0])
+    assert json.loads(files[0].read_text())["scores"][0]["adapter"] == 0
+
+    options = ["--max-tokens", 12, "--config", toml, "--json", files[0], "--markdown", files[1]]
+    said = typed("eval", "ablate", "--train", a, "--test", b, "--test", a, "--cases", 10, "--only", "rank", *options)
+    assert "Rank, 10 generations of a" in said
+    found = json.loads(files[0].read_text())
+    assert found["command"] == (
+        "redraft eval ablate --train a.jsonl --test b.jsonl --test a.jsonl --cases 10 --only rank --max-tokens 12 "
+        "--config c.toml"
+    )
+    assert [row["name"] for row in found["tables"]["rank"]["rows"]] == ["untrained", "4", "16", "64"]
+    assert found["machine"]["cores"] >= 1
+
+    typed("eval", "stream", f"{a}:20", b, a, "--window", 5, "--png", files[2], *options)
+    found = json.loads(files[0].read_text())
+    assert found["command"].startswith("redraft eval stream a.jsonl:20 b.jsonl a.jsonl --window 5")
+    assert [part["requests"] for part in found["parts"]] == [20, 20, 10]
+    assert files[2].stat().st_size > 5000
+    document = files[1].read_text()
+    assert document.count("## ") == 2
+    assert not re.search(r"/\w+/", document.replace("tokens/s", ""))

@@ -1,0 +1,93 @@
+"""A stream at the size of a toy: the loop's own store, policy, training and gate over texts that are there already."""
+
+import json
+from pathlib import Path
+
+import pytest
+from tiny_house import prompts
+
+from service.core import BadRequest
+from service.evaluation.chart import draw_lines
+from service.evaluation.courses import Course
+from service.evaluation.prompts import PromptLine
+from service.evaluation.stream import NO_REPLAY, ONLINE, STATIC, Part, Stream, parts_of, run_stream
+from service.settings import GateSettings, Settings, TrainingSettings
+
+
+def lines(count: int, seed: int, domain: str) -> list[PromptLine]:
+    return [PromptLine(f"{domain}{line.id}", domain, line.prompt + domain) for line in prompts(count, seed)]
+
+
+def write(path: Path, count: int) -> Path:
+    path.write_text("".join(json.dumps({"id": i, "domain": "d", "prompt": f"say {i}"}) + "\n" for i in range(count)))
+    return path
+
+
+def test_a_file_goes_on_where_it_was_left(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "math.train.jsonl", 7), write(tmp_path / "sql.jsonl", 3)
+    parts = parts_of([f"{a}:3", str(b), f"{a}:2", str(a)])
+    assert [part.topic for part in parts] == ["math", "sql", "math", "math"]
+    assert [[line.id for line in part.lines] for part in parts] == [
+        ["0", "1", "2"], ["0", "1", "2"], ["3", "4"], ["5", "6"]
+    ]  # fmt: skip
+    with pytest.raises(BadRequest, match="no more"):
+        parts_of([str(a), f"{a}:1"])
+
+
+def arm(agreed: list[int]) -> Course:
+    return Course(agreed=agreed, tokens=[10] * len(agreed), calls=[5] * len(agreed), serving=[None, None, None])
+
+
+def test_what_is_told_of_a_stream() -> None:
+    parts = tuple(Part(topic, [PromptLine("", topic, "x")] * 10) for topic in ("a", "b", "a"))
+    static, online = [5] * 30, [5] * 4 + [7] * 6 + [5] * 10 + [7] * 10
+    found = Stream(
+        parts,
+        2,
+        {STATIC: arm(static), ONLINE: arm(online), NO_REPLAY: arm(static)},
+        {"a": (0.7, 0.5), "b": (0.5, 0.5)},
+        {
+            STATIC: [{"a": 0.5, "b": 0.5}] * 3,
+            ONLINE: [{"a": 0.7, "b": 0.5}, {"a": 0.6, "b": 0.55}, {"a": 0.7, "b": 0.5}],
+            NO_REPLAY: [{"a": 0.5, "b": 0.5}] * 3,
+        },
+    )
+    assert found.moving(ONLINE)[:6] == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.6, 0.7])
+    assert found.part_means(ONLINE)[0] == pytest.approx((0.62, 0.7))
+    # Of b there is nothing to gain; the second a is there at once, as soon as there is a whole window.
+    assert found.recovered(ONLINE) == [6, None, 2]
+    assert found.recovered(NO_REPLAY) == [None, None, None]
+    # a lost 0.1 until it came back, b lost 0.05 until the end; nothing followed the last part.
+    assert found.backward(ONLINE) == pytest.approx(-0.075)
+    assert all(len(cells) == len(found.columns) for cells in found.cells())
+    json.dumps(found.plain())
+
+
+@pytest.mark.parametrize("tagged", [True, False])
+def test_a_stream_learns_what_it_sees(
+    settings: Settings, models: tuple[Path, Path], tmp_path: Path, tagged: bool
+) -> None:
+    training = TrainingSettings(min_cases=20, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
+    chosen = settings.model_copy(
+        update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}
+    )
+    parts = [Part(topic, lines(36, seed, topic)) for seed, topic in enumerate("aba")]
+    found = run_stream(chosen, models, None, parts, window=10, max_tokens=16, tagged=tagged)
+    static, online = found.courses[STATIC], found.courses[ONLINE]
+    assert static.tokens == online.tokens == found.courses[NO_REPLAY].tokens
+    assert len(online.tokens) == 108 and static.runs == []
+    assert any(run.promoted for run in online.runs)
+    first = next(run.at for run in online.runs if run.promoted)
+    assert online.agreed[:first] == static.agreed[:first], "until the first promotion the bare draft serves"
+    assert sum(online.agreed[72:]) > sum(static.agreed[72:])
+    assert sum(online.calls[72:]) < sum(static.calls[72:])
+    assert online.seconds > 0
+    draw_lines(
+        tmp_path / "s.png",
+        {name: found.moving(name) for name in found.courses},
+        [(part.topic, len(part.lines), found.best[part.topic][0]) for part in parts],
+        "Stream",
+        "agreement",
+    )
+    assert (tmp_path / "s.png").stat().st_size > 5000
+    assert found.best["a"][0] > found.best["a"][1]

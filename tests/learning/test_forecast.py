@@ -1,0 +1,110 @@
+"""Acceptance by position and predicted speed, against brute force and against what the engine really does."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from logged import VOCABULARY, served
+from oracle import relative, tiny_llama
+
+from service.core import Generation, Sampling
+from service.engine.length import Costs
+from service.learning.forecast import forecast
+from service.learning.offpolicy import Acceptance, acceptance, expected_calls, expected_positions
+
+SETTINGS = {
+    "greedy": [Sampling(max_tokens=24)] * 60,
+    "seeded": [Sampling(temperature=0.9, seed=i, top_p=0.9, max_tokens=24) for i in range(60)],
+}
+UNSEEDED = {
+    "plain": {"temperature": 1.0},
+    "top-p": {"temperature": 0.8, "top_p": 0.8},
+    "top-k and min-p": {"temperature": 1.1, "top_k": 12, "min_p": 0.03},
+}
+
+
+def enumerated(rates: list[float], k: int, start: int = 0, reach: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Expected tests and keeps of every position, by walking every course of events."""
+    tested, kept = np.zeros(k), np.zeros(k)
+    if start >= len(rates):
+        return tested, kept
+    for i in range(k + 1):
+        at = start + i
+        if i == k or at >= len(rates):
+            more = enumerated(rates, k, at + 1, reach)
+            return tested + more[0], kept + more[1]
+        tested[i] += reach
+        more = enumerated(rates, k, at + 1, reach * (1 - rates[at]))
+        tested, kept = tested + more[0], kept + more[1]
+        reach *= rates[at]
+        kept[i] += reach
+    raise AssertionError
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.floats(0, 1), max_size=8), st.integers(1, 5))
+def test_positions_are_those_of_every_course_of_events(rates: list[float], k: int) -> None:
+    for got, wanted in zip(expected_positions(rates, k), enumerated(rates, k), strict=True):
+        assert got == pytest.approx(wanted, abs=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(0, 6))
+def test_every_token_is_a_call_s_own_or_a_kept_one(rates: list[float], k: int) -> None:
+    """But for the last call, whose own token is not emitted where the text ends on a kept one."""
+    _, kept = expected_positions(rates, k)
+    calls = expected_calls(rates, k)
+    assert calls - 1 - 1e-9 <= len(rates) - kept.sum() <= calls + 1e-9
+
+
+def by_position(real: list[Generation], k: int) -> tuple[np.ndarray, np.ndarray]:
+    tested, kept = np.zeros(k), np.zeros(k)
+    for g in real:
+        for r in g.rounds:
+            for i in range(min(r.accepted + 1, r.drafted, len(g.output) - r.start)):
+                tested[i] += 1
+                kept[i] += i < r.accepted
+    return tested, kept
+
+
+@pytest.mark.parametrize("kind", SETTINGS)
+@pytest.mark.parametrize("k", [2, 4])
+def test_greedy_and_seeded_positions_are_known_exactly(kind: str, k: int) -> None:
+    target = tiny_llama(1)
+    logger, other = relative(target, 2, 0.35), relative(target, 9, 0.2)
+    told = served(target, logger, SETTINGS[kind], k=3)
+    real = served(target, other, SETTINGS[kind], k=k)
+    found = forecast(acceptance(other, told, vocabulary=VOCABULARY), k)
+    tested, kept = by_position(real, k)
+    # A near-tie or two may fall otherwise.
+    assert found.rates == pytest.approx(tuple(kept / tested), abs=0.01)
+    assert found.tokens_per_call == pytest.approx(
+        sum(len(g.output) for g in real) / sum(len(g.rounds) for g in real), rel=0.005
+    )
+
+
+@pytest.mark.parametrize("kind", UNSEEDED)
+def test_unseeded_positions_are_known_on_average(kind: str) -> None:
+    k, target = 3, tiny_llama(1)
+    logger, other = relative(target, 2, 0.35), relative(target, 9, 0.2)
+    samplings = [Sampling(**UNSEEDED[kind], max_tokens=24)] * 150  # pyright: ignore[reportArgumentType]
+    found = forecast(acceptance(other, served(target, logger, samplings, k=2, seed=1), vocabulary=VOCABULARY), k)
+    tested, kept = by_position(served(target, other, samplings, k=k, seed=2), k)
+    for predicted, n, share in zip(found.rates, tested, kept / tested, strict=True):
+        # Both the log and the real run are samples.
+        assert abs(predicted - share) < 4 * math.sqrt(2 * share * (1 - share) / n)
+        assert 0.2 < share < 0.98
+
+
+def test_speed_is_tokens_over_seconds() -> None:
+    found = [Acceptance(np.array([1.0, 0.0, 0.5, 1.0]), 2), Acceptance(np.array([0.3]), 0)]
+    costs = Costs({(1, 1): 1.0, (1, 3): 1.5, (4, 1): 2.0, (4, 3): 3.0}, {1: 0.1, 4: 0.2}, {1: 0.0}, 0.0, 0.0)
+    calls = sum(expected_calls(one.rates, 2) for one in found)
+    one = forecast(found, 2, costs)
+    assert one.tokens_per_second == pytest.approx(5 / calls / (1.5 + 2 * 0.1))
+    assert forecast(found, 2, costs, rows=4).tokens_per_second == pytest.approx(4 * 5 / calls / (3.0 + 2 * 0.2))
+    plain = forecast(found, 0, costs)
+    assert (plain.tokens_per_call, plain.rates, plain.tokens_per_second) == (1.0, (), 1.0)
+    assert forecast(found, 2).tokens_per_second is None

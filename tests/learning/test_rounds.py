@@ -1,0 +1,59 @@
+"""Rounds and cases worked out from a finished text are those that decoding with the draft really leaves."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from logged import VOCABULARY, generation, served
+from oracle import relative, tiny_llama
+
+from service.core import Sampling
+from service.learning.rounds import logged, walk
+
+
+@pytest.mark.parametrize("k", [1, 3, 6])
+def test_they_are_what_the_engine_logs(k: int) -> None:
+    target = tiny_llama(1)
+    draft = relative(target, 2, 0.35)
+    samplings = [Sampling(max_tokens=n) for n in (1, 2, 7, 24, 40)] * 6
+    alone = served(target, draft, samplings, k=0)
+    real = served(target, draft, samplings, k=k)
+    compared = 0
+    for mine, theirs in zip(logged(draft, alone, k=k, adapter=0, vocabulary=VOCABULARY), real, strict=True):
+        if mine.generation.output != theirs.output or mine.generation.rounds != theirs.rounds:
+            continue  # a near-tie, which rounding decides
+        compared += 1
+        assert 0 <= mine.agreed <= len(theirs.output)
+        assert [(c.position, c.drafted, c.target, c.tie) for c in mine.generation.cases] == [
+            (c.position, c.drafted, c.target, c.tie) for c in theirs.cases
+        ]
+        for one, other in zip(mine.generation.cases, theirs.cases, strict=True):
+            assert one.q == pytest.approx(other.q, rel=1e-3)
+            # Beyond the stored top it is not known, but small.
+            assert one.p == pytest.approx(other.p, rel=2e-2) or (one.p == 0.0 and other.p < 1 / 32)
+            # Stored in half precision.
+            assert one.margin == pytest.approx(other.margin, abs=2e-2)
+    assert compared >= 0.9 * len(real)
+    assert sum(len(g.cases) for g in real) > 20
+
+
+@given(st.lists(st.booleans(), max_size=40), st.integers(1, 6), st.booleans())
+def test_rounds_cover_the_text(kept: list[bool], k: int, waits: bool) -> None:
+    found = walk(kept, k, 0 if waits else k)
+    assert [start for start, *_ in found] == np.cumsum([0, *(r[3] for r in found)])[:-1].tolist()
+    assert sum(r[3] for r in found) == len(kept)
+    for i, (start, drafted, accepted, emitted) in enumerate(found):
+        assert drafted == (0 if waits and i == 0 else k)
+        assert accepted <= drafted and accepted <= emitted <= accepted + 1
+        assert all(kept[start : start + accepted])
+        assert accepted == drafted or start + accepted == len(kept) or not kept[start + accepted]
+
+
+def test_only_a_greedy_text_has_one_course() -> None:
+    target = tiny_llama(1)
+    (made,) = served(target, target, [Sampling(max_tokens=4)], k=0)
+    for wrong in (replace(made, targets=None), generation([1], [2], sampling=Sampling(temperature=1.0))):
+        with pytest.raises(ValueError, match="greedy"):
+            logged(target, [wrong], k=2, adapter=0, vocabulary=VOCABULARY)
