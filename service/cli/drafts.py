@@ -31,14 +31,27 @@ def make_draft(
     general: Annotated[int, typer.Option(min=0, help="Greedy exchanges written for the replay set.")] = 0,
     start: Annotated[str | None, typer.Option(help="A draft to go on from: catalogue name or folder.")] = None,
     text: Annotated[Path | None, typer.Option(help="Keep the text in this .npz file, or reuse what is there.")] = None,
+    greedy: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of texts whose answers are greedy.")] = 0.25,
+    openings: Annotated[
+        Path | None, typer.Option(help="Lines that user turns begin with; an empty one: the target begins by itself.")
+    ] = None,
+    turn: Annotated[int | None, typer.Option(min=1, help="End a turn after so many tokens.")] = None,
+    blend: Annotated[
+        bool,
+        typer.Option("--blend", help="Learn from KL and total variation together, for a draft that is good already."),
+    ] = False,
     package: Annotated[
         Path | None, typer.Option(help="Also write the layers alone and the replay set, as they ship with a package.")
     ] = None,
     config: Config = None,
     json: Json = None,
 ) -> None:
-    """Make a draft for any target: keep some of its layers, let it write its own training text, distil."""
+    """Make a draft for any target: keep some of its layers, let it write its own training text, distil.
+
+    Under mlx.launch the processes share the work.
+    """
     from service.learning import making
+    from service.learning.ranks import Ranks
     from service.models.catalog import resolve
 
     if dtype not in {"float32", "bfloat16"}:
@@ -62,9 +75,14 @@ def make_draft(
         general=general,
         vocabulary=vocabulary,
         dtype=dtype,
+        greedy=greedy,
+        openings=tuple(openings.read_text(encoding="utf-8").splitlines()) if openings else (),
+        turn=turn,
+        blend=blend,
     )
     if general and package is None:
         raise typer.BadParameter("the replay set is written with --package", param_hint="--general")
+    ranks = Ranks.join()
     with progress("making the draft") as bar:
 
         def report(stage: str, done: int, of: int, note: str) -> None:
@@ -79,8 +97,11 @@ def make_draft(
             start=resolve(start, settings.home) if start else None,
             text_file=text,
             package=package,
+            ranks=ranks,
             report=report,
         )
+    if result is None:
+        return
     out.print(
         f"{out_folder}: agrees with the target's greedy text on {result.agreement:.3f} of {result.held_out_tokens} held-out "
         f"tokens ({result.agreement_before:.3f} before distilling), loss {result.loss:.3f}; written in "

@@ -1,4 +1,8 @@
-"""Distil a pruned draft on text its target wrote: forward KL to the target's distribution at every written position."""
+"""Distil a pruned draft on text its target wrote, towards the target's distribution at every written position.
+
+Losses: forward KL, or a blend of it with the total variation distance, which is the share of drafted tokens that a target
+rejects at T = 1 (LK losses, arXiv 2602.23881): the blend moves from the first to the second as the draft gets better.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from service.learning.writing import FORCED, Text
 
 _SHARED = ("embed_tokens", "wte", "lm_head")
 """Modules that stay the target's own: the draft ships without them."""
+_STEEP = 3.0
+"""How fast the blend leaves KL as the overlap grows: the paper's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,19 +59,27 @@ def freeze_shared(draft: nn.Module) -> None:
 
 
 class Distillation:
-    """The loss, as the trainer calls it. Weights are kept in float32 and both models run in `dtype`."""
+    """The loss, as the trainer calls it. Weights are kept in float32 and both models run in `dtype`. blend: KL and total
+    variation, else KL alone."""
 
-    def __init__(self, target: nn.Module, dtype: mx.Dtype) -> None:
+    def __init__(self, target: nn.Module, dtype: mx.Dtype, *, blend: bool = False) -> None:
         self.target = target
         self.dtype = dtype
+        self.blend = blend
 
     def __call__(self, draft: nn.Module, batch: TextBatch) -> mx.array:
-        """Mean forward KL in nats over written positions; 0 for a batch without any."""
+        """Mean over written positions, KL in nats; 0 for a batch without any."""
         inputs = batch.tokens[:, :-1]
         logq = _log_softmax(self.logits(draft, inputs))
         logp = mx.stop_gradient(_log_softmax(self.target(inputs)))
-        divergence = (mx.exp(logp) * (logp - logq)).sum(axis=-1)
-        return (divergence * batch.written).sum() / mx.maximum(batch.written.sum(), 1.0)
+        count = mx.maximum(batch.written.sum(), 1.0)
+        p = mx.exp(logp)
+        divergence = ((p * (logp - logq)).sum(axis=-1) * batch.written).sum() / count
+        if not self.blend:
+            return divergence
+        overlap = (mx.minimum(p, mx.exp(logq)).sum(axis=-1) * batch.written).sum() / count
+        weight = mx.exp(-_STEEP * mx.stop_gradient(overlap))
+        return weight * divergence + (1.0 - weight) * (batch.written.sum() / count - overlap)
 
     def logits(self, draft: nn.Module, tokens: mx.array) -> mx.array:
         """The draft's logits (B, L, V), computed in `dtype`; its weights stay as they are."""

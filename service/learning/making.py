@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
@@ -18,7 +19,8 @@ from service.core import ModelError
 from service.learning.buffer import GeneralSet
 from service.learning.distil import Distillation, batch_count, batches, freeze_shared
 from service.learning.prune import prune, pruned_config, save
-from service.learning.trainer import Optimiser, train
+from service.learning.ranks import Ranks
+from service.learning.trainer import Optimiser, TrainReport, train
 from service.learning.writing import ANSWER, Text, write
 from service.models import vocabulary
 from service.models.heads import cut
@@ -31,9 +33,10 @@ Report = Callable[[str, int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """tokens: how many the target writes, in rows of `length`, `rows` at a time. held_out: greedy rows kept for measuring.
-    general: first exchanges of greedy rows kept as the replay set. vocabulary: tokens the draft may propose, the most
-    frequent ones of the answers (0: all)."""
+    """tokens: how many the target writes, in rows of `length`, `rows` at a time; several processes share them. greedy,
+    openings, turn: see `write`. blend: see `Distillation`. held_out: greedy rows kept for measuring. general: first
+    exchanges of greedy rows kept as the replay set. vocabulary: tokens the draft may propose, the most frequent ones of the
+    answers that the first process wrote (0: all)."""
 
     layers: tuple[int, ...]
     tokens: int
@@ -47,6 +50,10 @@ class Recipe:
     general: int = 0
     vocabulary: int = 8192
     dtype: str = "float32"
+    greedy: float = 0.25
+    openings: tuple[str, ...] = ()
+    turn: int | None = None
+    blend: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +78,23 @@ def make_draft(
     start: Path | None = None,
     text_file: Path | None = None,
     package: Path | None = None,
+    ranks: Ranks | None = None,
     report: Report = lambda stage, done, of, note: None,
-) -> DraftReport:
+) -> DraftReport | None:
     """Write a standard model folder `out`.
 
     start: go on from this draft instead of the target's bare layers. text_file: reuse the text kept there, or keep it there
     once written. package: also write what ships with the package (layers in bfloat16 without embeddings, and the replay set).
-    Raises ModelError, TrainingFailed; `out` appears only when everything went well.
+    ranks: the processes that make it together, each with a recipe like the first one's but for length, rows and batch; only
+    the first measures and writes the draft, the others return None. Raises ModelError, TrainingFailed; `out` appears only
+    when everything went well.
     """
+    ranks = ranks or Ranks()
     if out.exists():
         raise ModelError(f"{out} exists already")
     dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16}[recipe.dtype]
     target = load_model(target_folder)
-    scratch = out.with_name(f".{out.name}.partial")
+    scratch = out.with_name(f".{out.name}.partial{ranks.index or ''}")
     shutil.rmtree(scratch, ignore_errors=True)
     prune(target, recipe.layers, scratch)
     draft = load_model(scratch if start is None else start).model
@@ -96,24 +107,38 @@ def make_draft(
     target.model.set_dtype(dtype)
 
     begun = time.perf_counter()
-    text = _text(target, recipe, text_file, report)
+    text = _text(target, recipe, text_file, ranks, report)
     written_at = time.perf_counter()
-    answers = write(target, rows=recipe.held_out + recipe.general, length=recipe.length, seed=recipe.seed, greedy=1.0)
-    held_out = Text(*(a[: recipe.held_out] for a in (answers.tokens, answers.role, answers.temperature)))
-    loss = Distillation(target.model, dtype)
-    before, _ = agreement(draft, held_out, loss)
-    trained = train(
-        draft,
-        batches(text, recipe.batch, recipe.epochs, recipe.seed),
-        loss_fn=loss,
-        optimiser=Optimiser(
-            learning_rate=recipe.learning_rate,
-            steps=batch_count(text, recipe.batch, recipe.epochs),
-            warmup=0.02,
-            weight_decay=0.01,
-        ),
-        on_progress=lambda p: report("distilling", p.step, p.steps, f"loss {p.loss or 0.0:.3f}"),
+    loss = Distillation(target.model, dtype, blend=recipe.blend)
+    steps = min(ranks.gather(batch_count(text, recipe.batch, recipe.epochs)))
+    tokens = sum(ranks.gather(text.tokens.size))
+
+    def distil() -> TrainReport:
+        return train(
+            draft,
+            islice(batches(text, recipe.batch, recipe.epochs, recipe.seed), steps),
+            loss_fn=loss,
+            optimiser=Optimiser(learning_rate=recipe.learning_rate, steps=steps, warmup=0.02, weight_decay=0.01),
+            on_progress=lambda p: report("distilling", p.step, p.steps, f"loss {p.loss or 0.0:.3f}"),
+            ranks=ranks,
+        )
+
+    if not ranks.first:
+        shutil.rmtree(scratch)
+        distil()
+        return None
+    answers = write(
+        target,
+        rows=recipe.held_out + recipe.general,
+        length=recipe.length,
+        seed=recipe.seed,
+        greedy=1.0,
+        openings=recipe.openings,
+        turn=recipe.turn,
     )
+    held_out = Text(*(a[: recipe.held_out] for a in (answers.tokens, answers.role, answers.temperature)))
+    before, _ = agreement(draft, held_out, loss)
+    trained = distil()
     after, counted = agreement(draft, held_out, loss)
 
     weights = {name: array.astype(precision[name]) for name, array in _named(draft)}
@@ -139,7 +164,7 @@ def make_draft(
             GeneralSet.of(first_exchanges(answers, recipe.held_out, ends)).save(package / GENERAL)
     return DraftReport(
         layers=tuple(kept),
-        tokens=text.tokens.size,
+        tokens=tokens,
         agreement_before=before,
         agreement=after,
         held_out_tokens=counted,
@@ -160,17 +185,29 @@ def _named(model: nn.Module) -> list[tuple[str, mx.array]]:
     return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
 
 
-def _text(target: Loaded, recipe: Recipe, kept: Path | None, report: Report) -> Text:
-    """The training text, from `kept` where it is, else written by the target wave by wave."""
+def _text(target: Loaded, recipe: Recipe, kept: Path | None, ranks: Ranks, report: Report) -> Text:
+    """This process's training text, from `kept` where it is, else written by the target wave by wave."""
+    if kept is not None and ranks.count > 1:
+        kept = kept.with_stem(f"{kept.stem}-{ranks.index}")
     if kept is not None and kept.is_file():
         with np.load(kept, allow_pickle=False) as stored:
             return Text(stored["tokens"], stored["role"], stored["temperature"])
     waves: list[Text] = []
     size = recipe.rows * recipe.length
-    count = -(-recipe.tokens // size)
+    count = -(-recipe.tokens // (size * ranks.count))
     for wave in range(count):
         begun = time.perf_counter()
-        waves.append(write(target, rows=recipe.rows, length=recipe.length, seed=recipe.seed + 1 + wave))
+        waves.append(
+            write(
+                target,
+                rows=recipe.rows,
+                length=recipe.length,
+                seed=recipe.seed + 1 + wave * ranks.count + ranks.index,
+                greedy=recipe.greedy,
+                openings=recipe.openings,
+                turn=recipe.turn,
+            )
+        )
         mx.clear_cache()
         report("writing", wave + 1, count, f"{size / (time.perf_counter() - begun):,.0f} tokens/s")
     text = Text(*(np.concatenate([getattr(w, name) for w in waves]) for name in ("tokens", "role", "temperature")))

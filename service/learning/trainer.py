@@ -19,6 +19,7 @@ from mlx.optimizers import AdamW
 from mlx.utils import tree_flatten, tree_map
 
 from service.core import Progress, TrainingFailed
+from service.learning.ranks import Gradients, Ranks
 
 MAX_SKIPPED_SHARE = 0.1
 MIN_SKIPPED = 3
@@ -38,7 +39,6 @@ class Minibatch(Protocol):
 
 
 B = TypeVar("B", bound=Minibatch)
-Gradients = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,14 +194,16 @@ def train(
     should_pause: Callable[[], bool] = lambda: False,
     validate: Callable[[], float] | None = None,
     validate_every: int = 0,
+    ranks: Ranks | None = None,
 ) -> TrainReport:
     """Train the model's trainable parameters in place on `batches`, which are walked once.
 
     loss_fn gives a scalar, 0 for a batch without anything to learn. should_pause is asked before every micro-step and
     holds the loop while true. validate is called before the first update, every `validate_every` updates and at the
-    end; the weights of its lowest answer after the first are the ones that stay. Leaves the model in eval mode. Raises
-    TrainingFailed when too many micro-steps are not finite, when the validation loss rose, when no step had anything to
-    learn, or when weights are not finite at the end.
+    end; the weights of its lowest answer after the first are the ones that stay. ranks: the processes that train together,
+    each with as many batches as the others, from the same weights. Leaves the model in eval mode. Raises TrainingFailed
+    when too many micro-steps are not finite, when the validation loss rose, when no step had anything to learn, or when
+    weights are not finite at the end.
     """
     gradient_of = nn.value_and_grad(model, loss_fn)
     run = _Trainer(model, optimiser, on_progress)
@@ -232,6 +234,8 @@ def train(
         for index, batch in enumerate(batches, start=1):
             run.hold(should_pause)
             loss, gradients = gradient_of(model, batch)
+            if ranks is not None:
+                loss, gradients = ranks.mean(loss, gradients)
             norm = global_norm(gradients)
             mx.eval(loss, norm, gradients)
             run.tokens += batch.count

@@ -1,0 +1,50 @@
+"""Several processes that train one model together, as `mlx.launch` starts them: each on its own share of the data, with
+gradients averaged before anything is decided on them, so that all of them decide alike and hold the same weights."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.nn import average_gradients
+
+Gradients = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """index: which of the `count` processes this one is. Alone (count 1) nothing is ever sent."""
+
+    index: int = 0
+    count: int = 1
+
+    @classmethod
+    def join(cls) -> Ranks:
+        """Of the launch this process is part of; alone outside one. To be called early: with NCCL the others wait 15 seconds
+        for the first. Raises RuntimeError when they cannot be reached."""
+        if "MLX_RANK" not in os.environ:
+            return cls()
+        # MLX tries NCCL by itself only where it tries everything.
+        group = mx.distributed.init(strict=True, backend="nccl" if "NCCL_HOST_IP" in os.environ else "any")
+        return cls(group.rank(), group.size())
+
+    @property
+    def first(self) -> bool:
+        return self.index == 0
+
+    def gather(self, value: int) -> list[int]:
+        """Every process's value, this one's at `index`. All of them must ask."""
+        if self.count == 1:
+            return [value]
+        # A sum of one slot each, which every backend has.
+        slots = mx.zeros(self.count, dtype=mx.int32)
+        slots[self.index] = value
+        return cast("list[int]", mx.distributed.all_sum(slots).tolist())
+
+    def mean(self, loss: mx.array, gradients: Gradients) -> tuple[mx.array, Gradients]:
+        """Of all processes; NaN for all where one has NaN."""
+        if self.count == 1:
+            return loss, gradients
+        return mx.distributed.all_sum(loss) / self.count, cast("Gradients", average_gradients(gradients))
