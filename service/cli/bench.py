@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli.console import err, stages, table
-from service.cli.options import Config, Draft, Json, Target, settings_from
+from service.cli.options import Config, Draft, Json, Target, again, settings_from
 from service.core import BadRequest
 from service.settings import Settings
 
@@ -141,20 +139,6 @@ def show(report: Report, json: Path | None, png: Path | None, markdown: Path | N
 
     table(report.title, report.columns, report.rows)
     publish(report, json=json, png=png, markdown=markdown)
-
-
-def again(context: typer.Context) -> str:
-    """The command line that measures this again: options as given, files by their names alone, without where results go."""
-    words = ["redraft", "bench", context.info_name or ""]
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if name in {"json", "png", "markdown"} or source is None or source.name != "COMMANDLINE":
-            continue
-        value = str(context.params[name])
-        words += [parameter.opts[0], Path(value).name if Path(value).exists() else value]
-    shipped = "REDRAFT_BLAS=shipped " if os.environ.get("REDRAFT_BLAS") == "shipped" else ""
-    return shipped + shlex.join(words)
 
 
 def _folders(settings: Settings) -> tuple[Path, Path | None]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,7 +13,6 @@ from service.core import BARE_DRAFT, BadRequest, RedraftError
 from service.settings import Settings
 
 if TYPE_CHECKING:
-    from service.app import Stores
     from service.evaluation.prompts import PromptLine
 
 eval_ = typer.Typer(name="eval", help="Measure a draft, or a whole cycle of the loop.", no_args_is_help=True)
@@ -25,11 +23,11 @@ Rows = Annotated[int, typer.Option(min=1, help="Prompts the target answers toget
 MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt, at most.")]
 
 
-def _pair_folders(settings: Settings) -> tuple[Path, Path]:
-    return _folders(settings)[0]
+def pair_folders(settings: Settings) -> tuple[Path, Path]:
+    return folders(settings)[0]
 
 
-def _folders(settings: Settings) -> tuple[tuple[Path, Path], Path | None]:
+def folders(settings: Settings) -> tuple[tuple[Path, Path], Path | None]:
     """Target and draft, and the general replay set."""
     from service.app import resolve_models
 
@@ -39,7 +37,7 @@ def _folders(settings: Settings) -> tuple[tuple[Path, Path], Path | None]:
     return (folders.target, folders.draft), folders.general
 
 
-def _tests(files: list[Path], limit: int | None) -> dict[str, list[PromptLine]]:
+def test_prompts(files: list[Path], limit: int | None) -> dict[str, list[PromptLine]]:
     """FILE or FILE:DOMAIN, by the domain's or the file's name."""
     from service.evaluation.prompts import read_prompts
 
@@ -49,21 +47,6 @@ def _tests(files: list[Path], limit: int | None) -> dict[str, list[PromptLine]]:
         name = domain or Path(path).name.removesuffix(".jsonl")
         found[name] = read_prompts(Path(path), domain=domain or None, limit=limit)
     return found
-
-
-def _again(context: typer.Context) -> str:
-    """The command line that measures this again: options as given, files by their names alone, without where results go."""
-    words = ["redraft", "eval", context.info_name or ""]
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if name in {"json", "png", "markdown"} or source is None or source.name != "COMMANDLINE":
-            continue
-        value: object = context.params[name]
-        for one in cast("list[object]", value) if isinstance(value, list | tuple) else [value]:
-            flag = [parameter.opts[0]] if parameter.param_type_name == "option" else []
-            words += [*flag, *([] if one is True else [str(one).rpartition("/")[2]])]
-    return shlex.join(words)
 
 
 def demo(
@@ -92,7 +75,7 @@ def demo(
 
         report = run_demo(
             settings,
-            _pair_folders(settings),
+            pair_folders(settings),
             scale=QUICK if quick else FULL,
             prompts=lines,
             on_step=on_step,
@@ -152,7 +135,7 @@ def agreement(
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     lines = read_prompts(prompts, domain=domain, limit=limit)
-    pair = load_pair(*_pair_folders(settings))
+    pair = load_pair(*pair_folders(settings))
     assert pair.draft is not None
     model = served(pair.draft).model
     if adapter != "none":
@@ -199,11 +182,11 @@ def cycle(
     from service.evaluation.prompts import read_prompts
 
     settings = settings_from(config)
-    tests = _tests(test, test_limit)
+    tests = test_prompts(test, test_limit)
     with stages("cycle") as on_step:
         found = run_cycle(
             settings,
-            _pair_folders(settings),
+            pair_folders(settings),
             read_prompts(train, limit=train_limit),
             tests,
             replay=replay,
@@ -225,190 +208,3 @@ def cycle(
         f"{found['state']}: {verdict['reason'] if verdict else ''}; {found['train_seconds']:.0f} s", highlight=False
     )
     write_json(json, found)
-
-
-@eval_.command()
-def ablate(
-    context: typer.Context,
-    train: Annotated[Path, typer.Option(help="Prompts to learn from.")],
-    test: Annotated[
-        list[Path], typer.Option(help="Prompts to measure on; repeat for more. FILE:DOMAIN picks one domain.")
-    ],
-    train_limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many to learn from.")] = None,
-    test_limit: Annotated[int | None, typer.Option(min=1, help="Of each test file, only the first so many.")] = None,
-    cases: Annotated[int, typer.Option(min=1, help="Generations to learn from, where that is not what varies.")] = 200,
-    only: Annotated[str | None, typer.Option(help="Only these tables, separated by commas.")] = None,
-    max_tokens: MaxTokens = 128,
-    rows: Rows = 16,
-    config: Config = None,
-    target: Target = None,
-    draft: Draft = None,
-    json: Json = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Also put the tables into this document.")] = None,
-) -> None:
-    """The training recipe, one thing varied at a time: loss, positions, rank, rate, replay, targets, cases. A row is written as
-    soon as it is there."""
-    from service.evaluation.ablate import run_ablate
-    from service.evaluation.bench import host
-    from service.evaluation.bench.report import Report, publish
-    from service.evaluation.prompts import read_prompts
-
-    settings = settings_from(config, models__target=target, models__draft=draft)
-    models, general = _folders(settings)
-    names = None if only is None else [name.strip() for name in only.split(",")]
-    command = _again(context)
-    head = {"command": command, "machine": host.describe(), "training": settings.training.model_dump()}
-    found: dict[str, dict[str, object]] = {}
-    with stages("ablate") as on_step:
-        for outcome in run_ablate(
-            settings,
-            models,
-            general,
-            read_prompts(train, limit=train_limit),
-            _tests(test, test_limit),
-            cases=cases,
-            only=names,
-            max_tokens=max_tokens,
-            rows=rows,
-            on_step=on_step,
-        ):
-            name, title = outcome.table.name, f"{outcome.title} of {train.name.removesuffix('.jsonl')}"
-            found[name] = outcome.plain()
-            write_json(json, head | {"tables": found})
-            report = Report(name, title, command, outcome.columns, outcome.cells(), found[name], {})
-            publish(report, json=None, png=None, markdown=markdown)
-            if outcome.complete:
-                table(title, outcome.columns, outcome.cells())
-
-
-@eval_.command()
-def stream(
-    context: typer.Context,
-    files: Annotated[list[str], typer.Argument(help="Prompt files in the order they come; FILE:N takes the next N.")],
-    window: Annotated[int, typer.Option(min=1, help="Requests of a moving mean.")] = 50,
-    untagged: Annotated[bool, typer.Option("--untagged", help="Requests carry no domain.")] = False,
-    max_tokens: MaxTokens = 128,
-    rows: Rows = 16,
-    config: Config = None,
-    target: Target = None,
-    draft: Draft = None,
-    json: Json = None,
-    png: Annotated[Path | None, typer.Option("--png", help="Also draw the result.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")] = None,
-) -> None:
-    """Traffic whose topic changes, through the loop's own store, policy, training and gate: static draft, loop, loop without
-    replay, and the best of each topic. Nothing is served: greedy text is the same whatever drafts it."""
-    from service.evaluation.bench import host
-    from service.evaluation.bench.report import Report, publish
-    from service.evaluation.chart import draw_lines
-    from service.evaluation.stream import parts_of, run_stream
-
-    settings = settings_from(config, models__target=target, models__draft=draft)
-    models, general = _folders(settings)
-    with stages("stream") as on_step:
-        found = run_stream(
-            settings,
-            models,
-            general,
-            parts_of(files),
-            window=window,
-            max_tokens=max_tokens,
-            rows=rows,
-            tagged=not untagged,
-            on_step=on_step,
-        )
-    title = "Stream " + ", ".join(f"{part.topic} ({len(part.lines)})" for part in found.parts)
-    command = _again(context)
-    head = {"command": command, "machine": host.describe(), "training": settings.training.model_dump()}
-    table(title, found.columns, found.cells())
-    write_json(json, head | found.plain())
-    publish(
-        Report("stream", title, command, found.columns, found.cells(), {}, {}), json=None, png=None, markdown=markdown
-    )
-    if png is not None:
-        levels = [(part.topic, len(part.lines), found.best[part.topic][0]) for part in found.parts]
-        lines = {arm: found.moving(arm) for arm in found.courses}
-        draw_lines(png, lines, levels, title, f"agreement, mean over {window} requests")
-
-
-@eval_.command()
-def score(
-    adapter: Annotated[
-        list[str] | None, typer.Option(help='Adapter version, or "bare"; repeat for more. Without: bare and active.')
-    ] = None,
-    k: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4",
-    vocabulary: Annotated[
-        int | None, typer.Option(min=0, help="Let the draft propose so many tokens beside a row's own; 0: all.")
-    ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Newest held-out generations, at most.")] = 200,
-    rows: Annotated[int, typer.Option(min=1, help="Streams at a time that the speed is predicted for.")] = 1,
-    speed: Annotated[
-        bool, typer.Option("--speed/--no-speed", help="Measure what calls cost here, for tokens/s.")
-    ] = True,
-    config: Config = None,
-    target: Target = None,
-    draft: Draft = None,
-    json: Json = None,
-) -> None:
-    """What adapters would be worth on the logged traffic, by draft length and sampling setting. Reads only."""
-    from service.app import open_stores
-    from service.evaluation.forecasts import run_score
-
-    settings = settings_from(config, models__target=target, models__draft=draft)
-    models = _pair_folders(settings)
-    lengths = _lengths(k)
-    stores = open_stores(settings)
-    try:
-        versions = [_version(one) for one in adapter] if adapter else [BARE_DRAFT, *_active(stores, models[1])]
-        with progress("scoring") as bar:
-            found = run_score(
-                stores,
-                models,
-                versions,
-                lengths,
-                kept=vocabulary,
-                limit=limit,
-                rows=rows if speed else None,
-                on_step=bar,
-            )
-    finally:
-        stores.close()
-    told = [
-        (
-            one.adapter or "bare",
-            f"{one.sampling} ({one.generations})",
-            each.k,
-            f"{each.tokens_per_call:.3f}",
-            " ".join(f"{rate:.2f}" for rate in each.rates),
-            "" if each.tokens_per_second is None else f"{each.tokens_per_second:.1f}",
-        )
-        for one in found
-        for each in one.forecasts
-    ]
-    columns = ("adapter", "sampling (generations)", "K", "tokens per call", "kept, by position", "tokens/s, predicted")
-    table("logged, held-out generations", columns, told)
-    write_json(
-        json, {"rows": rows if speed else None, "vocabulary": vocabulary, "scores": [one.plain() for one in found]}
-    )
-
-
-def _active(stores: Stores, folder: Path) -> list[int]:
-    from service.models.fingerprint import model_fingerprint
-
-    active = stores.adapters.active(model_fingerprint(folder))
-    return [] if active is None else [active.id]
-
-
-def _version(adapter: str) -> int:
-    if adapter == "bare":
-        return BARE_DRAFT
-    if not adapter.isdigit():
-        raise BadRequest(f"--adapter takes a version or bare, not {adapter!r}", field="adapter")
-    return int(adapter)
-
-
-def _lengths(k: str) -> list[int]:
-    try:
-        return sorted({int(number) for number in k.split(",")})
-    except ValueError as error:
-        raise BadRequest(f"--k takes numbers separated by commas, not {k!r}", field="k") from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -21,3 +23,20 @@ def settings_from(config: Path | None, **flags: object) -> Settings:
     """Settings with the flags that were given; a flag's name has its dot written as two underscores."""
     given = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
     return load_settings(config, given)
+
+
+def again(context: typer.Context) -> str:
+    """The command line that measures this again: options as given, files by their names alone, without where results go."""
+    group = context.parent.info_name if context.parent is not None else None
+    words = ["redraft", group or "", context.info_name or ""]
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name in {"json", "png", "markdown"} or source is None or source.name != "COMMANDLINE":
+            continue
+        value: object = context.params[name]
+        for one in cast("list[object]", value) if isinstance(value, list | tuple) else [value]:
+            flag = [parameter.opts[0]] if parameter.param_type_name == "option" else []
+            words += [*flag, *([] if one is True else [str(one).rpartition("/")[2]])]
+    shipped = "REDRAFT_BLAS=shipped " if os.environ.get("REDRAFT_BLAS") == "shipped" else ""
+    return shipped + shlex.join(words)

@@ -19,6 +19,10 @@ WIDE = 8
 """Tokens of one row that a first draft step takes in besides the last one, where a row fell behind."""
 
 
+READING = 256
+"""Tokens of all rows that a draft which fell behind reads in one round."""
+
+
 @dataclass(frozen=True, slots=True)
 class Proposal:
     """tokens: (B, K). logq: (B, K, V) what they were drawn from, None when no row needs it. logits: the draft's of each
@@ -59,8 +63,9 @@ def joined(drafted: Proposal, found: Proposal, rows: Sequence[bool]) -> Proposal
 class Drafter(Protocol):
     def propose(
         self, rows: Sequence[Sequence[int]], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
-    ) -> Proposal:
-        """Propose k tokens after each row's tokens (at least two each). noise: (B, >= k, V) shared with the target."""
+    ) -> Proposal | None:
+        """Propose k tokens after each row's tokens (at least two each); None: not yet. noise: (B, >= k, V) shared with the
+        target."""
         ...
 
 
@@ -86,8 +91,9 @@ class ModelDrafter:
 
     def propose(
         self, rows: Sequence[Sequence[int]], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
-    ) -> Proposal:
-        self.catch_up(rows)
+    ) -> Proposal | None:
+        if not self.catch_up(rows):
+            return None
         head = cut_head(self.draft.model)
         if head is None:
             return self._propose(rows, k, batch, noise, key)
@@ -142,16 +148,22 @@ class ModelDrafter:
         """Whether a row was decoded without drafts for so long that catching up is work of its own."""
         return any(have + WIDE < len(row) - 1 for row, have in zip(rows, self.cache.lengths.host, strict=True))
 
-    def catch_up(self, rows: Sequence[Sequence[int]]) -> None:
-        """Leave every row at least one token to read and at most so many more. Rows that fell further behind are fed what
-        they have not seen, all in one ragged call."""
+    def catch_up(self, rows: Sequence[Sequence[int]]) -> bool:
+        """Leave every row at least one token to read and at most WIDE more; False when that takes more than this round.
+
+        Rows that fell further behind are fed what they have not seen, all in one ragged call, no more in a round than READING:
+        whoever waits for a token waits for this too.
+        """
         self.cache.rewind([min(have, len(row) - 1) for row, have in zip(rows, self.cache.lengths.host, strict=True)])
         if not self.behind(rows):
-            return
+            return True
         held = self.cache.lengths.host
-        missing = [row[have : len(row) - 1] for row, have in zip(rows, held, strict=True)]
+        share = max(READING // len(rows), WIDE)
+        missing = [row[have : min(len(row) - 1, have + share)] for row, have in zip(rows, held, strict=True)]
         self.draft.model(_ragged(missing), cache=self.cache.layers)
+        mx.eval(self.cache.arrays())
         self.cache.rewind([have + len(tokens) for have, tokens in zip(held, missing, strict=True)])
+        return not self.behind(rows)
 
 
 def _ragged(texts: Sequence[Sequence[int]]) -> mx.array:
