@@ -61,6 +61,7 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Definition:
 
 
 _TESTED = "Tokens after the first rejection are drafted but never tested against the target."
+_BESIDE = "while a training run was under way and did not hold still; counted in both."
 _PER_ADAPTER = f'The newest versions have a series each (0: bare draft); what earlier ones counted is under "{OLDER}".'
 
 METRICS: tuple[Definition, ...] = (
@@ -106,6 +107,16 @@ METRICS: tuple[Definition, ...] = (
     _histogram("time_to_first_token_seconds", "From the request's arrival to its first token.", SLOW),
     _histogram("inter_token_latency_seconds", "Between two deliveries, of one or more tokens, to a request.", FAST),
     _histogram("request_seconds", "From a request's arrival to its end.", SLOW),
+    _histogram(
+        "training_time_to_first_token_seconds",
+        f"The same as time_to_first_token_seconds, of first tokens that came {_BESIDE}",
+        SLOW,
+    ),
+    _histogram(
+        "training_inter_token_latency_seconds",
+        f"The same as inter_token_latency_seconds, of deliveries that came {_BESIDE}",
+        FAST,
+    ),
     _gauge("engine_ready", "1 while the engine serves."),
     _gauge("engine_idle_seconds", "Since the engine last made progress while it had work; 0 when idle."),
     _gauge("adapter_active", "Version of the adapter that drafts now; 0: the bare draft."),
@@ -114,6 +125,7 @@ METRICS: tuple[Definition, ...] = (
     _counter("adapter_rollbacks_total", "Adapters taken back, by the watch or by an operator."),
     _histogram("adapter_swap_seconds", "From staging a draft to its first round.", SLOW),
     _gauge("training_active", "1 while a training run is under way."),
+    _gauge("training_paused", "1 while the run under way holds still; GET /train/{id} says why."),
     _gauge("training_run_state", "1 for the state of the latest run, 0 for the others.", "state"),
     _counter("training_runs_total", "Training runs that ended, by their last state.", "state"),
     _gauge("training_step", "Optimiser steps done by the latest run."),
@@ -180,6 +192,7 @@ class Metrics:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
+        self._trains = False
         for item in METRICS:
             described = (PREFIX + item.name, item.help, item.labels)
             if item.kind == "gauge":
@@ -267,9 +280,13 @@ class Metrics:
 
     def first_token(self, seconds: float) -> None:
         self._histograms["time_to_first_token_seconds"].observe(seconds)
+        if self._trains:
+            self._histograms["training_time_to_first_token_seconds"].observe(seconds)
 
     def next_tokens(self, seconds: float) -> None:
         self._histograms["inter_token_latency_seconds"].observe(seconds)
+        if self._trains:
+            self._histograms["training_inter_token_latency_seconds"].observe(seconds)
 
     def request_finished(self, finish: FinishReason, prompt_tokens: int, seconds: float) -> None:
         self._series("requests_finished_total", finish).inc()
@@ -281,7 +298,10 @@ class Metrics:
 
     def training(self, run: TrainingRun) -> None:
         """Show the latest run: its state and how far it is."""
+        paused = not run.state.over and run.progress.paused is not None
+        self._trains = not run.state.over and not paused
         self._gauges["training_active"].set(not run.state.over)
+        self._gauges["training_paused"].set(paused)
         for state in RunState:
             self._gauges["training_run_state"].labels(state).set(state is run.state)
         for name in ("step", "steps", "loss", "grad_norm", "tokens_per_second", "seconds_left"):

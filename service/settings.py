@@ -124,6 +124,13 @@ class TrainingSettings(Section):
     memory_gb: float = Field(default=0.0, ge=0)
     """Refuse to train when less than this is free; 0: estimated from the models."""
     timeout_seconds: float = Field(default=3600.0, gt=0)
+    """A run may take so long, pauses not counted."""
+    pause_on_battery: bool = True
+    """Hold still, and start nothing, while the machine runs on its battery."""
+    pause_when_hot: bool = True
+    """The same while the system slows the machine down to cool it."""
+    pause_on_memory_pressure: bool = True
+    """The same while the system is short of memory."""
 
 
 class GateSettings(Section):
@@ -133,10 +140,14 @@ class GateSettings(Section):
     min_tokens: int = Field(default=2_000, ge=1)
     max_prompts: int = Field(default=200, ge=1)
     domain_tolerance: Share = 0.02
-    """A domain blocks only when its whole interval lies below minus this."""
+    """A domain blocks when its gain lies below minus this, and surely below 0."""
     bootstrap: int = Field(default=2_000, ge=100)
-    watch_generations: int = Field(default=60, ge=1)
-    """New generations after a promotion on which the adapter is compared with its parent."""
+    watch_generations: int = Field(default=200, ge=1)
+    """New generations after a promotion on which the adapter is compared with its parent and the bare draft: after a quarter,
+    a half and all of them, until it is decided."""
+    backoff_seconds: float = Field(default=1800.0, ge=0)
+    """No run starts by itself for so long after an adapter was taken back; twice as long after each one more in a row, at most
+    32 times."""
 
 
 class ServerSettings(Section):

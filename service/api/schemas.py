@@ -131,6 +131,8 @@ class ProgressAnswer(Answered):
     grad_norm: Finite
     tokens_per_second: Finite
     seconds_left: Finite
+    paused: str | None = None
+    """Why it waits, if it does."""
 
 
 class VerdictAnswer(Answered):

@@ -78,13 +78,17 @@ RUN_MOVES: Mapping[RunState, frozenset[RunState]] = {
 
 
 class Trigger(StrEnum):
+    """CASES: enough failure cases. DRIFT: the serving draft keeps less of the traffic than it used to. MANUAL: asked for."""
+
     CASES = "cases"
+    DRIFT = "drift"
     MANUAL = "manual"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where a run is. Loss is nats per response position, rates are training tokens per second of wall time."""
+    """Where a run is. Loss is nats per response position, rates are training tokens per second of wall time. paused: why it
+    holds still."""
 
     step: int = 0
     steps: int = 0
@@ -92,6 +96,7 @@ class Progress:
     grad_norm: float | None = None
     tokens_per_second: float | None = None
     seconds_left: float | None = None
+    paused: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +136,8 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the gate said. gain: relative change of predicted tokens per second, candidate over active, with its
-    two-sided 90 % bootstrap interval over held-out prompts. domains: the same per domain."""
+    """What the gate, or a watch, said. gain: relative change of predicted tokens per second, candidate over active (watched
+    over what it is compared with), with its two-sided 90 % bootstrap interval over prompts. domains: the same per domain."""
 
     promoted: bool
     reason: str

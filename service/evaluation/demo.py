@@ -179,6 +179,10 @@ def _serve(settings: Settings, folder: Path, lines: Iterator[PromptLine], scale:
                 "replay": scale.replay,
                 "tick_seconds": 0.5,
                 "cooldown_seconds": 5.0,
+                # Whoever asks for a demo wants to see it, on battery too.
+                "pause_on_battery": False,
+                "pause_when_hot": False,
+                "pause_on_memory_pressure": False,
             },
             # So little traffic holds out few prompts; the interval says what they are worth.
             "gate": settings.gate.model_dump() | {"watch_generations": 10**6, "min_prompts": 10, "min_tokens": 200},

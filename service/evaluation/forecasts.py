@@ -107,8 +107,9 @@ def _model(pair: Pair, stores: Stores, version: int, kept: int | None, told: Seq
         uncut(model)
         return model
     measured_on = {g.id for g in told}
-    newest = stores.generations.after(pair.provenance, datetime.fromtimestamp(0, UTC), _TEXTS)
-    texts = ((*g.prompt.tokens, *g.output) for g in newest if g.id not in measured_on)
+    names = stores.generations.names_after(pair.provenance, datetime.fromtimestamp(0, UTC), _TEXTS)
+    others = stores.generations.by_ids([name for name in names if name not in measured_on])
+    texts = ((*g.prompt.tokens, *g.output) for g in others)
     always = [*sorted(pair.eos), *(ranked or ())]
     cut(model, vocabulary.ranked(texts, always, pair.vocabulary)[:kept])
     return model

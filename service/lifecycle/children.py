@@ -6,7 +6,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TypeAlias, cast
 
@@ -103,11 +103,17 @@ class Child:
         self._started = started
         self._silent_end = False
         self._ended = False
-        self._paused = False
+        self._paused_since: datetime | None = None
+        self._held = timedelta()
 
     @property
     def pid(self) -> int:
         return self._handle.pid
+
+    @property
+    def ended(self) -> bool:
+        """Its process is gone; what it said may still be to be acted on."""
+        return self._ended
 
     @property
     def over(self) -> bool:
@@ -115,7 +121,8 @@ class Child:
         return self._ended and not self.inbox
 
     def listen(self, now: datetime, limit_seconds: float) -> None:
-        """Take what it has written since the last call. It may run for `limit_seconds`, then it is ended by force."""
+        """Take what it has written since the last call. It may run for `limit_seconds`, pauses not counted, then it is
+        ended by force."""
         if self._ended:
             return
         code = self._handle.exit_code()  # before the messages: what was written before the exit is then surely read
@@ -132,17 +139,24 @@ class Child:
             return
         elif code is not None:
             self.inbox.append(Crashed(f"the child ended with exit code {code}"))
-        elif (now - self._started).total_seconds() > limit_seconds:
+        elif (now - self._started - self._paused_for(now)).total_seconds() > limit_seconds:
             self.inbox.append(Crashed(f"the child did not end within {limit_seconds:g} s"))
         else:
             return
         self.stop()
 
-    def pause(self, paused: bool) -> None:
+    def pause(self, paused: bool, now: datetime) -> None:
         """Let it hold still, or go on; tells it only what is new."""
-        if paused is not self._paused and not self._ended:
-            self._paused = paused
-            self._handle.pause(paused)
+        if paused is (self._paused_since is not None) or self._ended:
+            return
+        self._held = self._paused_for(now)
+        self._paused_since = now if paused else None
+        self._handle.pause(paused)
+
+    def _paused_for(self, now: datetime) -> timedelta:
+        """In all, until now. A clock set back takes nothing off."""
+        here = now - self._paused_since if self._paused_since is not None else timedelta()
+        return self._held + max(here, timedelta())
 
     def stop(self) -> None:
         """End the process, whatever it does."""

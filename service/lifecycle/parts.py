@@ -81,6 +81,10 @@ class Job(Protocol):
     @property
     def child(self) -> Child: ...
 
+    def pause(self, busy: bool, strain: str | None) -> None:
+        """Hold still while serving is busy, or the machine cannot spare what it takes (`strain` says why), else go on."""
+        ...
+
     def heed(self, message: Message) -> None:
         """Act on the child's next message. May be called again with the same one after it raised."""
         ...

@@ -1,11 +1,37 @@
-"""When a training run starts by itself. A pure function of values."""
+"""When a training run starts by itself. Pure functions of values."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime
 
-from service.core import TrainingRun, Trigger
+from service.core import TrainingRun, Trigger, Verdict
 from service.store.generations import UntrainedCounts
+
+DRIFT_SHARE = 0.25
+"""After drift this share of the usual cases and tokens is enough: what is new has to be learnt soon, but not from nothing."""
+MAX_DOUBLINGS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Backoff:
+    """No run by itself for `seconds` after `since`, when the newest of `rollbacks` adapters in a row was taken back."""
+
+    since: datetime
+    seconds: float
+    rollbacks: int
+
+
+def backoff(watches: Sequence[tuple[datetime, Verdict]], seconds: float) -> Backoff | None:
+    """After adapters were taken back: `seconds`, doubled with each one more in a row, at most MAX_DOUBLINGS times. None when
+    the last one stayed. watches: verdicts of the watch, newest first; those that compared nothing are passed over."""
+    spoken = [(at, verdict.promoted) for at, verdict in watches if verdict.prompts]
+    rollbacks = next((i for i, (_, stayed) in enumerate(spoken) if stayed), len(spoken))
+    if not rollbacks:
+        return None
+    return Backoff(spoken[0][0], seconds * 2.0 ** min(rollbacks - 1, MAX_DOUBLINGS), rollbacks)
 
 
 def decide(
@@ -18,14 +44,19 @@ def decide(
     cooldown_seconds: float,
     enabled: bool = True,
     watching: bool = False,
+    drifted: bool = False,
+    waiting: Backoff | None = None,
+    strain: str | None = None,
 ) -> Trigger | str:
     """A trigger when a run should start now, else the reason why not.
 
     counts: untied, untrained failure cases and the output tokens of the generations that hold them. last_run: the
-    newest run, over or not. watching: the active adapter has not yet been compared with its parent on live traffic; a
-    run on top of it would be measured against a parent that may be about to go.
+    newest run, over or not. watching: the active adapter is still being compared on live traffic; a run on top of it would
+    be measured against a parent that may be about to go. drifted: the serving draft keeps less than it used to. strain: what
+    the machine cannot spare.
 
-    A run that lost at the gate marked its cases trained, so the same thresholds already demand that many new ones.
+    A run that lost at the gate marked its cases trained, so the same thresholds already demand that many new ones; after
+    drift it takes fewer.
     """
     if not enabled:
         return "training is switched off"
@@ -34,12 +65,25 @@ def decide(
     if watching:
         return "the active adapter is still being watched"
     if last_run is not None and last_run.finished_at is not None:
-        # A finish in the future means that the clock was set back: no reason to wait for it.
-        elapsed = (now - last_run.finished_at).total_seconds()
-        if 0 <= elapsed < cooldown_seconds:
-            return f"cooling down for another {cooldown_seconds - elapsed:.0f} s"
+        left = _left(now, last_run.finished_at, cooldown_seconds)
+        if left > 0:
+            return f"cooling down for another {left:.0f} s"
+    if waiting is not None and (left := _left(now, waiting.since, waiting.seconds)) > 0:
+        return f"another {left:.0f} s after {waiting.rollbacks} adapters in a row were taken back"
+    if strain is not None:
+        return strain
+    if counts.cases >= min_cases and counts.tokens >= min_tokens:
+        return Trigger.CASES
+    if drifted:
+        min_cases, min_tokens = math.ceil(min_cases * DRIFT_SHARE), math.ceil(min_tokens * DRIFT_SHARE)
     if counts.cases < min_cases:
         return f"{counts.cases} of {min_cases} failure cases"
     if counts.tokens < min_tokens:
         return f"{counts.tokens} of {min_tokens} tokens"
-    return Trigger.CASES
+    return Trigger.DRIFT
+
+
+def _left(now: datetime, since: datetime, seconds: float) -> float:
+    """Seconds still to wait. A beginning in the future means that the clock was set back: no reason to wait for it."""
+    elapsed = (now - since).total_seconds()
+    return seconds - elapsed if 0 <= elapsed < seconds else 0.0

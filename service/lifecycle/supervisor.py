@@ -31,7 +31,9 @@ from service.core import (
 )
 from service.lifecycle import policy, training
 from service.lifecycle.parts import Job, Parts, Rules
+from service.lifecycle.surroundings import Surroundings
 from service.lifecycle.switching import Events, Switching
+from service.lifecycle.traffic import Traffic
 from service.lifecycle.watch import Watch
 from service.store.adapters import Adapters
 from service.store.files import sweep
@@ -43,12 +45,15 @@ __all__ = ["Rules", "Supervisor"]
 
 log = logging.getLogger(__name__)
 
+WATCHES = 16
+"""Verdicts of the watch that are looked through for adapters taken back in a row."""
 CLEAN_EVERY = 40
 """Ticks between two looks at how much is stored."""
 
 
 class Supervisor:
-    """core.Operator, and the tick. `who` is what serves now; busy: whether serving needs the machine for itself.
+    """core.Operator, and the tick. `who` is what serves now; busy: whether serving needs the machine for itself; strain: why
+    the machine cannot spare what training takes (None: as far as the system tells, by the rules).
 
     At most one child at a time. A run is this supervisor's own from the moment it claimed it; another's is left alone
     as long as it moves.
@@ -67,11 +72,14 @@ class Supervisor:
         rules: Rules,
         who: Provenance,
         busy: Callable[[], bool] = lambda: False,
+        strain: Callable[[], str | None] | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._parts = Parts(runs, adapters, generations, replay, switching, launcher, events, rules, who, now)
         self._watch = Watch(self._parts)
+        self._traffic = Traffic(self._parts)
         self._busy = busy
+        self._strain = strain or Surroundings.here(rules.training)
         self._lock = threading.RLock()
         self._job: Job | None = None
         self._own: int | None = None
@@ -138,8 +146,8 @@ class Supervisor:
         if job is None:
             return
         job.child.listen(self._parts.now(), self._parts.rules.training.timeout_seconds)
-        job.child.pause(self._busy())
         try:
+            job.pause(self._busy(), self._strain())
             while job.child.inbox:
                 job.heed(job.child.inbox[0])
                 # Taken off only now: had the database been away, the next tick would try again.
@@ -180,6 +188,11 @@ class Supervisor:
             cooldown_seconds=rules.cooldown_seconds,
             enabled=rules.enabled,
             watching=self._watch.pending() is not None,
+            drifted=rules.enabled and self._traffic.drift().alarm,
+            waiting=policy.backoff(
+                self._parts.adapters.watched(self._parts.who.draft, WATCHES), self._parts.rules.gate.backoff_seconds
+            ),
+            strain=self._strain(),
         )
         if isinstance(decision, Trigger) and (run := training.claim(self._parts, decision, None)) is not None:
             self._begin(run)

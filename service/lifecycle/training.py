@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 RESERVOIR = 256
 """Generations held per domain for replay."""
+BUSY = "serving is busy"
 CANDIDATE = "candidate"
 
 
@@ -64,16 +65,27 @@ class TrainingJob:
         self._child = child
         self._candidate: AdapterRef | None = None
         self._scores: Scores | None = None
+        self._paused: str | None = None
 
     @property
     def child(self) -> Child:
         return self._child
 
+    def pause(self, busy: bool, strain: str | None) -> None:
+        # Whoever asks for a run wants it now, on battery or not.
+        strained = strain if self._run.trigger is not Trigger.MANUAL else None
+        reason = strained or (BUSY if busy else None)
+        self._child.pause(reason is not None, self._parts.now())
+        run, runs = self._run, self._parts.runs
+        if reason != self._paused and not self._child.ended:
+            self._parts.events.training(runs.pause(run.id, run.fencing, reason))
+            self._paused = reason
+
     def heed(self, message: Message) -> None:
         run, runs = self._run, self._parts.runs
         match message:
             case Progress():
-                runs.progress(run.id, run.fencing, message)
+                runs.progress(run.id, run.fencing, replace(message, paused=self._paused))
                 self._parts.events.training(runs.get(run.id))
             case Candidate():
                 self._register(message)

@@ -1,12 +1,12 @@
-"""Looking after a promotion: the adapter against its parent on traffic that came after it."""
+"""Looking after a promotion: the adapter against its parent and the bare draft on traffic that came after it."""
 
 from __future__ import annotations
 
 import logging
 
-from service.core import AdapterRef, AdapterState, Verdict
-from service.lifecycle import gate
+from service.core import BARE_DRAFT, AdapterRef, AdapterState, Verdict
 from service.lifecycle.children import Child, Crashed, Done, GaveUp, Message, Scores
+from service.lifecycle.looks import look, looks
 from service.lifecycle.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -16,15 +16,16 @@ ATTEMPTS = 3
 
 
 class Watch:
-    """Which adapter is still to be compared, and its comparison. A watch is over when its evaluation is recorded: by
-    its verdict, by an operator who chose the adapter, or because comparing failed too often."""
+    """Which adapter is still to be compared, and its comparison. Looks that decided nothing are evaluations "look"; the watch
+    is over when one of kind "watch" is recorded: by a look that decided, by an operator who chose the adapter, or because
+    comparing failed too often."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._failures: dict[int, int] = {}
 
     def pending(self) -> AdapterRef | None:
-        """The active adapter, when it was promoted by a gate and not yet compared with its parent."""
+        """The active adapter, when it was promoted by a gate and its watch is not over."""
         adapters = self._parts.adapters
         ref = adapters.active(self._parts.who.draft)
         if ref is None or not adapters.evaluations(ref.id, "gate") or adapters.evaluations(ref.id, "watch"):
@@ -32,30 +33,31 @@ class Watch:
         return ref
 
     def begin(self) -> WatchJob | None:
-        """Start the comparison once enough has been generated since the promotion."""
+        """Start the next comparison once enough has been generated since the promotion."""
         ref = self.pending()
         if ref is None:
             return None
-        promoted, _ = self._parts.adapters.evaluations(ref.id, "gate")[-1]
-        wanted = self._parts.rules.gate.watch_generations
-        fresh = self._parts.generations.after(self._parts.who, promoted, wanted)
-        if len(fresh) < wanted:
+        adapters, due = self._parts.adapters, looks(self._parts.rules.gate.watch_generations)
+        promoted, _ = adapters.evaluations(ref.id, "gate")[-1]
+        fresh = self._parts.generations.names_after(self._parts.who, promoted, due[-1])
+        done = len(adapters.evaluations(ref.id, "look"))
+        if len(fresh) < due[min(done, len(due) - 1)]:
             return None
         try:
             child = self._parts.launch(
                 kind="score",
-                adapters={str(adapter): self._parts.folder(adapter) for adapter in (ref.id, ref.parent)},
-                generations=[generation.id for generation in fresh],
+                adapters={str(adapter): self._parts.folder(adapter) for adapter in (ref.id, ref.parent, BARE_DRAFT)},
+                generations=fresh,
             )
         except OSError as error:
             self.failed(ref, f"the child could not be started: {error}")
             return None
-        return WatchJob(self._parts, self, ref, child)
+        return WatchJob(self._parts, self, ref, child, last=len(fresh) >= due[-1])
 
     def failed(self, ref: AdapterRef, reason: str) -> None:
         """No comparison this time."""
         self._failures[ref.id] = self._failures.get(ref.id, 0) + 1
-        log.warning("adapter %d could not be compared with its parent: %s", ref.id, reason)
+        log.warning("adapter %d could not be compared with what served before: %s", ref.id, reason)
         if self._failures[ref.id] >= ATTEMPTS:
             self.excuse(ref, f"stays: it could not be compared ({reason})")
 
@@ -66,18 +68,23 @@ class Watch:
 
 
 class WatchJob:
-    """A child that scores the watched adapter and its parent."""
+    """A child that scores the watched adapter, its parent and the bare draft. last: there will be no other look."""
 
-    def __init__(self, parts: Parts, watch: Watch, ref: AdapterRef, child: Child) -> None:
+    def __init__(self, parts: Parts, watch: Watch, ref: AdapterRef, child: Child, *, last: bool) -> None:
         self._parts = parts
         self._watch = watch
         self._ref = ref
         self._child = child
+        self._last = last
         self._scores: Scores | None = None
 
     @property
     def child(self) -> Child:
         return self._child
+
+    def pause(self, busy: bool, strain: str | None) -> None:
+        # Whatever the machine is short of: a comparison is short, and a bad adapter costs more while it waits.
+        self._child.pause(busy, self._parts.now())
 
     def heed(self, message: Message) -> None:
         match message:
@@ -94,23 +101,26 @@ class WatchJob:
         log.info("comparing adapter %d ended: %s", self._ref.id, reason)
 
     def _decide(self) -> None:
-        ref, adapters = self._ref, self._parts.adapters
+        ref, adapters, rules = self._ref, self._parts.adapters, self._parts.rules.gate
         if adapters.evaluations(ref.id, "watch"):
             return  # an operator chose it meanwhile
         scores = self._scores.by_adapter if self._scores is not None else {}
         try:
-            verdict = gate.watch(
+            found = look(
                 scores.get(str(ref.id), ()),
-                scores.get(str(ref.parent), ()),
-                resamples=self._parts.rules.gate.bootstrap,
+                {other: scores.get(str(other), ()) for other in (ref.parent, BARE_DRAFT)},
+                parent=ref.parent,
+                count=len(looks(rules.watch_generations)),
+                last=self._last,
+                resamples=rules.bootstrap,
                 seed=ref.id,
             )
         except ValueError as error:
             self._watch.failed(ref, f"its scores cannot be judged: {error}")
             return
-        if not verdict.promoted and adapters.get(ref.id).state is AdapterState.ACTIVE:
-            # Before the evaluation, which ends the watch: a server that dies in between must not keep a worse adapter.
-            adapters.roll_back(ref.id)
+        if found.back_to is not None and adapters.get(ref.id).state is AdapterState.ACTIVE:
+            adapters.take_back(ref.id, found.back_to, found.verdict)
             self._parts.events.rolled_back()
-        adapters.record_evaluation(ref.id, "watch", verdict)
-        log.info("adapter %d %s", ref.id, verdict.reason)
+        else:
+            adapters.record_evaluation(ref.id, "watch" if found.over else "look", found.verdict)
+        log.info("adapter %d %s", ref.id, found.verdict.reason)

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from service.core import (
     ADAPTER_MOVES,
@@ -22,7 +22,7 @@ from service.core import (
 )
 from service.store.database import Database
 from service.store.rows import utc
-from service.store.tables import adapters, evaluations, training_runs
+from service.store.tables import adapters, evaluations, failure_cases, replay_buffer, training_runs
 from service.store.verdicts import from_json, to_json
 
 
@@ -112,15 +112,23 @@ class Adapters:
         """Take the active adapter back and let its nearest ancestor that may serve do so again (None: the bare draft)."""
 
         def work(connection: Connection) -> AdapterRef | None:
-            move_adapter(connection, adapter_id, AdapterState.ROLLED_BACK)
-            ancestor = _row(connection, adapter_id).parent
-            while ancestor != BARE_DRAFT:
-                row = _row(connection, ancestor)
-                if AdapterState(row.state) is AdapterState.RETIRED:
-                    move_adapter(connection, ancestor, AdapterState.ACTIVE)
-                    return _ref(_row(connection, ancestor))
-                ancestor = row.parent
-            return None
+            return _roll_back(connection, adapter_id, _row(connection, adapter_id).parent)
+
+        return self._db.write(work).result()
+
+    def take_back(self, adapter_id: int, to: int, verdict: Verdict) -> AdapterRef | None:
+        """The watch's word, all in one: back to `to` (0: the bare draft), or its nearest ancestor that may serve; the verdict
+        is kept, and the cases it was trained on are put aside, out of the replay buffer too."""
+
+        def work(connection: Connection) -> AdapterRef | None:
+            back = _roll_back(connection, adapter_id, to)
+            record_evaluation(connection, adapter_id, "watch", verdict)
+            run = _row(connection, adapter_id).run
+            learnt = failure_cases.c.trained_run == run
+            suspects = select(failure_cases.c.seq).where(learnt)
+            connection.execute(delete(replay_buffer).where(replay_buffer.c.seq.in_(suspects)))
+            connection.execute(update(failure_cases).where(learnt).values(quarantined=True))
+            return back
 
         return self._db.write(work).result()
 
@@ -145,6 +153,18 @@ class Adapters:
                 for row in connection.execute(query.order_by(evaluations.c.id))
             ]
 
+    def watched(self, draft: str, limit: int) -> list[tuple[datetime, Verdict]]:
+        """The newest verdicts of the watch on adapters of one draft, newest first."""
+        query = (
+            select(evaluations.c.created_at, evaluations.c.verdict)
+            .join_from(evaluations, adapters, adapters.c.id == evaluations.c.adapter)
+            .where(adapters.c.draft == draft, evaluations.c.kind == "watch")
+            .order_by(evaluations.c.id.desc())
+            .limit(limit)
+        )
+        with self._db.read() as connection:
+            return [(utc(row.created_at), from_json(row.verdict)) for row in connection.execute(query)]
+
 
 def move_adapter(connection: Connection, adapter_id: int, state: AdapterState) -> None:
     """Raises IllegalMove unless ADAPTER_MOVES allows it."""
@@ -152,6 +172,17 @@ def move_adapter(connection: Connection, adapter_id: int, state: AdapterState) -
     if state not in ADAPTER_MOVES[AdapterState(row.state)]:
         raise IllegalMove(f"adapter {adapter_id} cannot go from {row.state} to {state.value}")
     connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(state=state.value))
+
+
+def _roll_back(connection: Connection, adapter_id: int, ancestor: int) -> AdapterRef | None:
+    move_adapter(connection, adapter_id, AdapterState.ROLLED_BACK)
+    while ancestor != BARE_DRAFT:
+        row = _row(connection, ancestor)
+        if AdapterState(row.state) is AdapterState.RETIRED:
+            move_adapter(connection, ancestor, AdapterState.ACTIVE)
+            return _ref(_row(connection, ancestor))
+        ancestor = row.parent
+    return None
 
 
 def judge_candidate(

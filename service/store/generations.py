@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select
 
-from service.core import FailureCase, Generation, Provenance
+from service.core import FailureCase, Generation, Provenance, Round
 from service.store.database import Database
-from service.store.rows import case_of, generation_of, id_bytes, logprob_bytes, target_bytes, utc
+from service.store.rows import case_of, generation_of, id_bytes, logprob_bytes, rounds_of, target_bytes, utc
 from service.store.tables import failure_cases, generation_targets, generations, replay_buffer, replay_domains
 
 TRAIN, HELD_OUT = "train", "held_out"
@@ -47,6 +47,15 @@ class CaseRow:
     domain: str | None
     case: FailureCase
     trained_run: int | None
+    created_at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How one generation was drafted. seq: its place in the order of recording."""
+
+    seq: int
+    rounds: tuple[Round, ...]
     created_at: datetime
 
 
@@ -107,10 +116,24 @@ class Generations:
         )
         return self._load(generations.c.seq.in_(newest), limit=limit)
 
-    def after(self, who: Provenance, created: datetime, limit: int) -> list[Generation]:
-        """Generations made after a moment, newest first."""
-        where = and_(_of(who), generations.c.created_at > created, generations.c.output_tokens > 0)
-        return self._load(where, limit=limit)
+    def names_after(self, who: Provenance, created: datetime, limit: int) -> list[str]:
+        """Of the newest `limit` generations, the ids of those that this pair made after a moment, newest first."""
+        columns = (generations.c.id, generations.c.output_tokens, generations.c.created_at)
+        return [
+            row.id
+            for row in self._newest(limit, *columns)
+            if _same(row, who) and row.output_tokens > 0 and utc(row.created_at) > created
+        ]
+
+    def drafting(self, who: Provenance, limit: int, *, above: int = 0, below: int | None = None) -> list[Drafting]:
+        """How the newest `limit` generations with `seq` between the two were drafted, newest first; those of another pair
+        are without rounds."""
+        where = [generations.c.seq > above, *([generations.c.seq < below] if below is not None else [])]
+        columns = (generations.c.seq, generations.c.rounds, generations.c.created_at)
+        return [
+            Drafting(row.seq, rounds_of(row.rounds) if _same(row, who) else (), utc(row.created_at))
+            for row in self._newest(limit, *columns, where=where)
+        ]
 
     def by_ids(self, ids: Sequence[str]) -> list[Generation]:
         """Those that are still there, newest first."""
@@ -176,6 +199,16 @@ class Generations:
             raise ValueError("name a client or a domain, or say everything")
         return self._db.write(lambda connection: _remove(connection, *where), scrub=True)
 
+    def _newest(
+        self, limit: int, *columns: ColumnElement[Any], where: Sequence[ColumnElement[bool]] = ()
+    ) -> Sequence[Row[Any]]:
+        # Whose they are is looked at outside: asked for one pair's newest, SQLite sorts all that this pair ever made, and
+        # asked for those after a moment it reads the whole log to find that there are few.
+        pair = (generations.c.target, generations.c.tokenizer, generations.c.draft)
+        query = select(*columns, *pair).where(*where).order_by(generations.c.seq.desc()).limit(limit)
+        with self._db.read() as connection:
+            return connection.execute(query).all()
+
     def _load(self, where: ColumnElement[bool], limit: int | None) -> list[Generation]:
         query = (
             select(generations, generation_targets.c.top, generation_targets.c.blob)
@@ -198,6 +231,11 @@ class Generations:
 def _of(who: Provenance) -> ColumnElement[bool]:
     """Of this target and tokenizer; whatever draft it was made with, a generation is a sample of the target."""
     return and_(generations.c.target == who.target, generations.c.tokenizer == who.tokenizer)
+
+
+def _same(row: Row[Any], who: Provenance) -> bool:
+    """Whether this very pair made it."""
+    return (row.target, row.tokenizer, row.draft) == (who.target, who.tokenizer, who.draft)
 
 
 def _untrained() -> ColumnElement[bool]:

@@ -41,7 +41,7 @@ def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
         prompt=prompt,
         output=_ids(row.output),
         finish=FinishReason(row.finish),
-        rounds=tuple(_round(*values) for values in json.loads(row.rounds)),
+        rounds=rounds_of(row.rounds),
         cases=tuple(cases),
         logprobs=_logprobs(row.logprobs),
         sampled_logprobs=_logprobs(row.sampled_logprobs),
@@ -49,6 +49,10 @@ def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
         provenance=Provenance(row.target, row.tokenizer, row.draft),
         created_at=utc(row.created_at),
     )
+
+
+def rounds_of(stored: str) -> tuple[Round, ...]:
+    return tuple(_round(*values) for values in json.loads(stored))
 
 
 def _round(adapter: int, start: int, drafted: int, accepted: int, emitted: int, source: str = Source.DRAFT) -> Round:

@@ -139,6 +139,18 @@ class Runs:
 
         self._db.write(work).result()
 
+    def pause(self, run_id: int, fencing: int, reason: str | None) -> TrainingRun:
+        """Why the run holds still; None: it goes on. Raises IllegalMove with a stale token."""
+
+        def work(connection: Connection) -> TrainingRun:
+            told = json.loads(_held(connection, run_id, fencing).progress) | {"paused": reason}
+            connection.execute(
+                update(training_runs).where(training_runs.c.id == run_id).values(progress=json.dumps(told))
+            )
+            return _get(connection, run_id)
+
+        return self._db.write(work).result()
+
     def reject(self, run_id: int, fencing: int, adapter_id: int | None, verdict: Verdict) -> TrainingRun:
         """The candidate lost, or would not load: run and adapter are REJECTED, the cases are trained, all in one."""
 
@@ -184,6 +196,18 @@ class Runs:
                 _run(row)
                 for row in connection.execute(select(training_runs).order_by(training_runs.c.id.desc()).limit(limit))
             ]
+
+    def drift_answered(self, draft: str) -> datetime | None:
+        """When the newest run began that drift had set off and that came to a verdict of its own."""
+        said = [state.value for state in (RunState.PROMOTED, RunState.REJECTED, RunState.FAILED)]
+        query = select(func.max(training_runs.c.created_at)).where(
+            training_runs.c.trigger == Trigger.DRIFT.value,
+            training_runs.c.draft == draft,
+            training_runs.c.state.in_(said),
+        )
+        with self._db.read() as connection:
+            at = connection.execute(query).scalar()
+        return None if at is None else utc(at)
 
     def loss_curve(self, run_id: int) -> list[tuple[int, float]]:
         """(step, nats per response position)."""

@@ -167,6 +167,7 @@ class Server:
             world.home / "child.log", (str(Path(__file__).with_name("scripted_child.py")), str(world.plan))
         )
         self.busy = False
+        self.strain: str | None = None
         settings = {"min_cases": 3 * ENOUGH, "min_tokens": 10, "cooldown_seconds": 0.0, **training}
         self.supervisor = Supervisor(
             runs=self.runs,
@@ -178,13 +179,20 @@ class Server:
             events=self.told,
             rules=Rules(
                 TrainingSettings(**settings),  # pyright: ignore[reportArgumentType]
-                GateSettings(min_prompts=8, min_tokens=100, bootstrap=200, watch_generations=ENOUGH),
+                GateSettings(
+                    min_prompts=8,
+                    min_tokens=100,
+                    bootstrap=200,
+                    watch_generations=world.watch,
+                    backoff_seconds=world.backoff,
+                ),
                 max_generations=world.keep,
                 adapters=world.home / "adapters",
                 spec={"out": str(world.home / "adapters")},
             ),
             who=WHO,
             busy=lambda: self.busy,
+            strain=lambda: self.strain,
             now=lambda: datetime.now(UTC) + world.ahead,
         )
 
@@ -238,6 +246,7 @@ class World:
         self.plan = home / "plan.json"
         self.ahead = timedelta()
         self.keep = 10_000
+        self.watch, self.backoff = ENOUGH, 0.0
         upgrade(self.url)
         self.act()
 

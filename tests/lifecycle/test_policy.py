@@ -3,12 +3,13 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from service.core import Progress, RunState, TrainingRun, Trigger
-from service.lifecycle.policy import decide
+from service.core import Progress, RunState, TrainingRun, Trigger, Verdict
+from service.lifecycle.policy import MAX_DOUBLINGS, Backoff, backoff, decide
 from service.store.generations import UntrainedCounts
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ENOUGH = UntrainedCounts(cases=100, tokens=1000, generations=20)
+QUARTER = UntrainedCounts(cases=25, tokens=250, generations=5)
 
 
 def run(state: RunState, seconds_ago: float | None) -> TrainingRun:
@@ -55,3 +56,84 @@ def test_the_reason_names_what_is_missing() -> None:
     hot = decide(ENOUGH, run(RunState.FAILED, 20), NOW, min_cases=100, min_tokens=1000, cooldown_seconds=60.0)
     assert "12 of 100" in few
     assert "40 s" in hot
+
+
+def ago(seconds: float, *, hold: float, rollbacks: int = 1) -> Backoff:
+    return Backoff(NOW - timedelta(seconds=seconds), hold, rollbacks)
+
+
+@pytest.mark.parametrize(
+    ("counts", "last", "changes", "expected"),
+    [
+        (QUARTER, None, {}, None),
+        (QUARTER, None, {"drifted": True}, Trigger.DRIFT),
+        (replace(QUARTER, cases=24), None, {"drifted": True}, None),
+        (replace(QUARTER, tokens=249), None, {"drifted": True}, None),
+        (ENOUGH, None, {"drifted": True}, Trigger.CASES),
+        (replace(ENOUGH, tokens=999), None, {"drifted": True}, Trigger.DRIFT),
+        # A lost gate used its cases up: what comes next is new data or drift.
+        (UntrainedCounts(0, 0, 0), run(RunState.REJECTED, 61), {"drifted": True}, None),
+        (QUARTER, run(RunState.REJECTED, 61), {}, None),
+        (QUARTER, run(RunState.REJECTED, 61), {"drifted": True}, Trigger.DRIFT),
+        (ENOUGH, run(RunState.REJECTED, 61), {}, Trigger.CASES),
+        # Drift waits like everything else.
+        (QUARTER, run(RunState.REJECTED, 59), {"drifted": True}, None),
+        (QUARTER, None, {"drifted": True, "watching": True}, None),
+        (QUARTER, None, {"drifted": True, "enabled": False}, None),
+        (QUARTER, run(RunState.TRAINING, None), {"drifted": True}, None),
+        (ENOUGH, None, {"waiting": ago(99, hold=100)}, None),
+        (ENOUGH, None, {"waiting": ago(99, hold=100), "drifted": True}, None),
+        (ENOUGH, None, {"waiting": ago(101, hold=100)}, Trigger.CASES),
+        (ENOUGH, None, {"waiting": ago(-10, hold=100)}, Trigger.CASES),
+        (ENOUGH, None, {"strain": "on battery"}, None),
+    ],
+)
+def test_drift_needs_less_and_waits_as_long(
+    counts: UntrainedCounts, last: TrainingRun | None, changes: dict[str, object], expected: Trigger | None
+) -> None:
+    settings: dict[str, object] = {"min_cases": 100, "min_tokens": 1000, "cooldown_seconds": 60.0, **changes}
+    decision = decide(counts, last, NOW, **settings)  # pyright: ignore[reportArgumentType]
+    assert decision is expected if expected else not isinstance(decision, Trigger) and decision
+
+
+def test_the_reason_names_what_is_waited_for() -> None:
+    settings = {"min_cases": 100, "min_tokens": 1000, "cooldown_seconds": 60.0}
+    taken = decide(ENOUGH, None, NOW, waiting=ago(40, hold=100, rollbacks=3), **settings)  # pyright: ignore
+    assert "60 s" in taken and "3 adapters" in taken
+    assert decide(ENOUGH, None, NOW, strain="on battery", **settings) == "on battery"  # pyright: ignore
+    assert "20 of 25" in decide(replace(QUARTER, cases=20), None, NOW, drifted=True, **settings)  # pyright: ignore
+
+
+def watches(pattern: str) -> list[tuple[datetime, Verdict]]:
+    """Newest first: B taken back, s stayed, - nothing was compared."""
+    return [
+        (NOW - timedelta(hours=i), Verdict(kind != "B", kind, 0 if kind == "-" else 50, 500, 0.0, 0.0, 0.0))
+        for i, kind in enumerate(pattern)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "hours", "rollbacks"),
+    [
+        ("", None, 0),
+        ("s", None, 0),
+        ("-", None, 0),
+        ("sBBB", None, 0),
+        ("B", 1, 1),
+        ("Bs", 1, 1),
+        ("BB", 2, 2),
+        ("BBsB", 2, 2),
+        ("B-B-s", 2, 2),
+        ("BBBB", 8, 4),
+        ("B" * 16, 2**MAX_DOUBLINGS, 16),
+    ],
+)
+def test_every_rollback_in_a_row_doubles_the_wait(pattern: str, hours: int | None, rollbacks: int) -> None:
+    found = backoff(watches(pattern), 3600.0)
+    assert found == (None if hours is None else Backoff(NOW, 3600.0 * hours, rollbacks))
+
+
+def test_the_wait_begins_with_the_newest_that_was_taken_back() -> None:
+    found = backoff(watches("-B"), 60.0)
+    assert found is not None and found.since == NOW - timedelta(hours=1)
+    assert backoff(watches("B"), 0.0) == Backoff(NOW, 0.0, 1)

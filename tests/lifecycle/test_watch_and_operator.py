@@ -1,14 +1,16 @@
 """Taking promotions back, and what an operator may ask."""
 
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from circle import WHO, World, check_legal, generation
+from circle import ENOUGH, WHO, Server, World, check_legal, generation
 from sqlalchemy import text
 
 from service.core import (
     BARE_DRAFT,
+    AdapterRef,
     AdapterRefused,
     AdapterState,
     BadRequest,
@@ -18,6 +20,7 @@ from service.core import (
     Trigger,
     Verdict,
 )
+from service.store.files import folder_sha256
 
 
 @pytest.fixture
@@ -169,4 +172,128 @@ def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(world: W
         verdict = server.runs.latest(1)[0].verdict
         assert verdict is not None and "no longer serves" in verdict.reason
         assert server.engine.active == BARE_DRAFT
+        check_legal(server)
+
+
+# ------------------------------------------------------------------------------------------------ looking repeatedly
+
+
+def force(server: Server, share: float) -> AdapterRef:
+    """A candidate that lost, waved through by whoever is wrong: its folder says what share of the calls it needs."""
+    (ref, *_) = server.adapters.all()
+    assert ref.state is AdapterState.REJECTED and ref.run is not None
+    (ref.folder / "adapters.safetensors").write_text(str(share))
+    sha256 = folder_sha256(ref.folder)
+    for change in (
+        text("update adapters set state = 'retired', sha256 = :sha where id = :id").bindparams(id=ref.id, sha=sha256),
+        text("delete from evaluations where adapter = :id").bindparams(id=ref.id),
+    ):
+        server.db.write(lambda connection, change=change: connection.execute(change)).result(10)
+    server.adapters.activate(ref.id, WHO.draft)
+    server.adapters.record_evaluation(ref.id, "gate", Verdict(True, "forced", 0, 0, 0.0, 0.0, 0.0))
+    server.supervisor.tick()
+    assert server.engine.active == ref.id
+    return ref
+
+
+def aside(server: Server) -> tuple[int, int]:
+    """Cases that were put aside, and generations that may be replayed."""
+    return server.generations.stats().quarantined, sum(server.replay.sizes().values())
+
+
+def test_a_forced_bad_promotion_is_gone_within_200_generations_and_does_not_come_back(world: World) -> None:
+    world.watch = 200
+    world.act(train="lose")
+    with world.server(min_cases=3 * ENOUGH) as server:
+        server.traffic()
+        server.tick_until(server.ended(RunState.REJECTED))
+        assert aside(server) == (0, ENOUGH)
+        bad = force(server, 1.05)
+        served = 0
+        while server.engine.active == bad.id:
+            assert served < 200
+            server.traffic(10, cases=0)
+            served += 10
+            server.supervisor.tick()
+            server.tick_until(lambda: server.launcher.started[-1].exit_code() is not None)
+            server.supervisor.tick()
+        assert served == 50, "a look at 50 is enough for so clear a thing"
+        assert server.engine.active == BARE_DRAFT
+        assert server.adapters.get(bad.id).state is AdapterState.ROLLED_BACK
+        assert aside(server) == (3 * ENOUGH, 0), "what it was made of is neither trained on nor replayed"
+        assert server.told.rollbacks == 1
+        for _ in range(40):
+            server.traffic(10, cases=0)
+            server.supervisor.tick()
+        assert server.engine.served == [bad.id, BARE_DRAFT]
+        check_legal(server)
+
+
+def test_worse_than_the_bare_draft_goes_back_to_the_bare_draft(world: World) -> None:
+    """Its parent is worse still."""
+    with world.server() as server:
+        parent = server.promote()
+        server.supervisor.activate(parent.id)
+        (parent.folder / "adapters.safetensors").write_text("1.5")
+        sha256 = folder_sha256(parent.folder)
+        change = text("update adapters set sha256 = :sha where id = :id").bindparams(id=parent.id, sha=sha256)
+        server.db.write(lambda connection: connection.execute(change)).result(10)
+        world.act(train="lose")  # 1.05: better than its parent, so the gate lets it through
+        server.traffic()
+        server.tick_until(lambda: server.told.promotions == 2)
+        ref = server.adapters.active(WHO.draft)
+        assert ref is not None and ref.parent == parent.id
+        server.traffic(cases=0)
+        server.tick_until(server.watched(ref.id))
+        server.supervisor.tick()
+        assert server.adapters.active(WHO.draft) is None and server.engine.active == BARE_DRAFT
+        ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
+        assert "the bare draft" in verdict.reason
+        assert server.adapters.get(parent.id).state is AdapterState.RETIRED
+    with world.server() as heir:
+        assert heir.engine.active == BARE_DRAFT
+
+
+def test_an_undecided_watch_looks_again_also_after_a_restart(world: World) -> None:
+    world.watch = 40
+    world.act(train="lose")
+    with world.server() as server:
+        server.traffic()
+        server.tick_until(server.ended(RunState.REJECTED))
+        ref = force(server, 1.0)  # as good as the bare draft: never decided before the last look
+        server.traffic(10, cases=0)
+        server.tick_until(lambda: len(server.adapters.evaluations(ref.id, "look")) == 1)
+        for _ in range(3):
+            server.supervisor.tick()
+        assert len(server.launcher.started) == 2, "the next look waits for its generations"
+    with world.server() as heir:
+        for _ in range(3):
+            heir.supervisor.tick()
+        assert not heir.launcher.started
+        heir.traffic(10, cases=0)
+        heir.tick_until(lambda: len(heir.adapters.evaluations(ref.id, "look")) == 2)
+        heir.traffic(20, cases=0)
+        heir.tick_until(heir.watched(ref.id))
+        ((_, verdict),) = heir.adapters.evaluations(ref.id, "watch")
+        assert verdict.promoted and verdict.prompts == 40
+        assert heir.engine.active == ref.id
+        check_legal(heir)
+
+
+def test_after_a_rollback_the_next_run_waits_and_after_the_next_one_twice_as_long(world: World) -> None:
+    world.act(score="worse")
+    world.backoff = 600.0
+    with world.server() as server:
+        server.traffic()
+        for number, wait in enumerate((0, 600, 1200)):
+            # Rows carry the real time, so each wait begins at an `ahead` of 0.
+            world.ahead = timedelta(seconds=max(wait - 60, 0))
+            for _ in range(3 if wait else 0):
+                server.supervisor.tick()
+            assert len(server.runs.latest(9)) == number, "it waits"
+            world.ahead = timedelta(seconds=wait + 1)
+            server.tick_until(lambda number=number: server.told.promotions == number + 1)
+            world.ahead = timedelta()
+            server.traffic()  # enough for the watch, and for the next run
+            server.tick_until(lambda number=number: server.told.rollbacks == number + 1)
         check_legal(server)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import text
-from stored import WHO, case, generation
+from sqlalchemy import Engine, event, text
+from stored import START, WHO, case, generation
 
 from service.core import Trigger
 from service.store.database import Database
@@ -33,3 +33,24 @@ def test_a_run_takes_the_newest_and_all_their_cases(database: Database) -> None:
     assert run is not None and run.cases == 6
     assert [g.id for g in store.claimed(run.id)] == [made[4].id, made[3].id]
     assert store.claimed(run.id) == [made[4], made[3]]
+
+
+def test_the_newest_are_read_from_the_end_without_sorting(database: Database) -> None:
+    store, asked = Generations(database), list[str]()
+
+    @event.listens_for(Engine, "before_cursor_execute")
+    def hear(connection: Any, cursor: Any, statement: str, *rest: object) -> None:
+        asked.append(statement)
+
+    try:
+        store.names_after(WHO, START, 200)
+        store.drafting(WHO, 500, above=7, below=9)
+    finally:
+        event.remove(Engine, "before_cursor_execute", hear)
+    wanted = [statement for statement in asked if "FROM generations" in statement]
+    assert len(wanted) == 2
+    with database.read() as connection:
+        for statement in wanted:
+            parameters = (1,) * statement.count("?")
+            found = connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {statement}", parameters)
+            assert not [row.detail for row in found if "B-TREE" in row.detail or "ix_" in row.detail]

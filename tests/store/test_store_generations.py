@@ -58,13 +58,13 @@ def test_rows_of_another_target_or_tokenizer_never_mix(database: Database) -> No
         assert store.counts(who) == UntrainedCounts(2, 10, 2)
     assert store.counts(WHO) == UntrainedCounts(1, 5, 1)
     assert [g.id for g in store.held_out(WHO, 10)] == [mine[1].id]
-    assert {g.id for g in store.after(WHO, START - timedelta(days=1), 10)} == {g.id for g in mine}
+    assert set(store.names_after(WHO, START - timedelta(days=1), 10)) == {g.id for g in mine}
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=10)
     assert run is not None
     assert [g.id for g in store.claimed(run.id)] == [mine[0].id]
     assert store.claimed_names(run.id) == [(mine[0].id, mine[0].prompt.domain)]
     replay = Replay(database)
-    replay.offer("code", [g.id for g in store.after(strangers[0], START - timedelta(days=1), 10)], 10, 0)
+    replay.offer("code", store.names_after(strangers[0], START - timedelta(days=1), 10), 10, 0)
     assert replay.sample(WHO, 10, 0) == []
 
 
@@ -116,12 +116,24 @@ def test_held_out_gives_the_newest_of_every_prompt(database: Database) -> None:
     assert [g.id for g in store.held_out(WHO, 1)] == [made[2].id]
 
 
+def test_drafting_is_told_newest_first_between_two_places(database: Database) -> None:
+    store = Generations(database)
+    made = [generation() for _ in range(3)]
+    store.add([*made, generation(who=replace(WHO, draft="e" * 64)), generation()]).result()
+    found = store.drafting(WHO, 10)
+    assert [one.seq for one in found] == [5, 4, 3, 2, 1]
+    assert found[-1].rounds == made[0].rounds and found[-1].created_at == made[0].created_at
+    assert [bool(one.rounds) for one in found] == [True, False, True, True, True], "another draft's are not told"
+    assert [one.seq for one in store.drafting(WHO, 2)] == [5, 4]
+    assert [one.seq for one in store.drafting(WHO, 10, above=1, below=4)] == [3, 2]
+
+
 def test_after_gives_what_came_later_newest_first(database: Database) -> None:
     store = Generations(database)
     made = [generation(created=START + timedelta(microseconds=i)) for i in range(5)]
     store.add(made).result()
-    assert [g.id for g in store.after(WHO, made[1].created_at, 10)] == [g.id for g in reversed(made[2:])]
-    assert [g.id for g in store.after(WHO, made[1].created_at, 2)] == [made[4].id, made[3].id]
+    assert store.names_after(WHO, made[1].created_at, 10) == [g.id for g in reversed(made[2:])]
+    assert store.names_after(WHO, made[1].created_at, 2) == [made[4].id, made[3].id]
 
 
 @given(st.text())
@@ -184,7 +196,7 @@ def test_what_is_removed_leaves_no_bytes(
     assert all(canary in on_disk() for canary in canaries)
     assert remove(store) == 3
     assert not any(canary in on_disk() for canary in canaries)
-    assert {g.id for g in store.after(WHO, START - timedelta(days=1), 100)} == {g.id for g in kept}
+    assert set(store.names_after(WHO, START - timedelta(days=1), 100)) == {g.id for g in kept}
     assert store.stats().cases == len(kept)
     assert replay.sizes() == {}
 

@@ -20,6 +20,7 @@ from service.core import (
 from service.store.adapters import Adapters
 from service.store.database import Database
 from service.store.generations import Generations, UntrainedCounts
+from service.store.replay import Replay
 from service.store.runs import Runs
 
 PATHS = {
@@ -354,3 +355,83 @@ def test_a_run_is_judged_by_its_own_adapter(database: Database) -> None:
         runs.promote(run.id, run.fencing, 99, WON)
     assert runs.get(run.id).state is RunState.STAGING
     assert adapters.active(WHO.draft) is None
+
+
+def test_a_pause_is_told_without_touching_the_rest_of_the_progress(database: Database) -> None:
+    runs = Runs(database)
+    run = at(database, RunState.TRAINING)
+    runs.progress(run.id, run.fencing, Progress(1, 3, 0.5, 0.5, 100.0, 2.0))
+    assert runs.pause(run.id, run.fencing, "on battery").progress == Progress(1, 3, 0.5, 0.5, 100.0, 2.0, "on battery")
+    assert runs.pause(run.id, run.fencing, None).progress == Progress(1, 3, 0.5, 0.5, 100.0, 2.0)
+    assert runs.loss_curve(run.id) == [(1, 0.5)]
+    with pytest.raises(IllegalMove):
+        runs.pause(run.id, run.fencing - 1, "on battery")
+
+
+def test_taking_back_puts_its_cases_aside_and_out_of_the_replay_buffer(database: Database) -> None:
+    store, adapters, replay = Generations(database), Adapters(database), Replay(database)
+    good = generation(cases=[case(0)])
+    store.add([good]).result()
+    first = promoted(database)  # claims everything there is
+    replay.offer("code", [good.id], 10, 0)
+    bad = [generation(cases=[case(0), case(1, tie=True)]) for _ in range(2)]
+    store.add(bad).result()
+    second = promoted(database, parent=first.id)
+    replay.offer("code", [one.id for one in bad], 10, 0)
+    assert replay.sizes() == {"code": 3}
+    back = adapters.take_back(second.id, first.id, LOST)
+    assert back is not None and (back.id, back.state) == (first.id, AdapterState.ACTIVE)
+    assert adapters.get(second.id).state is AdapterState.ROLLED_BACK
+    assert [verdict for _, verdict in adapters.evaluations(second.id, "watch")] == [LOST]
+    assert replay.sizes() == {"code": 1}
+    # Two generations and the one that `promoted` made for its run.
+    assert store.stats().quarantined == 5
+    assert store.counts(WHO).cases == 0
+    assert [verdict for _, verdict in adapters.watched(WHO.draft, 9)] == [LOST]
+    assert adapters.watched("another", 9) == []
+
+
+def test_taking_back_may_mean_the_bare_draft(database: Database) -> None:
+    adapters = Adapters(database)
+    first = promoted(database)
+    second = promoted(database, parent=first.id)
+    assert adapters.take_back(second.id, 0, LOST) is None
+    assert adapters.active(WHO.draft) is None
+    assert adapters.get(first.id).state is AdapterState.RETIRED
+    with pytest.raises(IllegalMove):
+        adapters.take_back(second.id, 0, LOST)
+    assert len(adapters.evaluations(second.id, "watch")) == 1, "what is refused changes nothing"
+
+
+def test_watches_are_told_newest_first(database: Database) -> None:
+    adapters = Adapters(database)
+    first = promoted(database)
+    adapters.record_evaluation(first.id, "look", WON)
+    adapters.record_evaluation(first.id, "watch", WON)
+    second = promoted(database, parent=first.id)
+    adapters.take_back(second.id, first.id, LOST)
+    assert [verdict for _, verdict in adapters.watched(WHO.draft, 9)] == [LOST, WON]
+    assert [verdict for _, verdict in adapters.watched(WHO.draft, 1)] == [LOST]
+
+
+def test_drift_is_answered_by_a_verdict_alone(database: Database) -> None:
+    runs, store = Runs(database), Generations(database)
+
+    def drifted() -> TrainingRun:
+        store.add([generation()]).result()
+        run = runs.claim(trigger=Trigger.DRIFT, who=WHO, parent=0, limit=1)
+        assert run is not None
+        return run
+
+    assert runs.drift_answered(WHO.draft) is None
+    run = drifted()
+    assert runs.drift_answered(WHO.draft) is None
+    runs.move(run.id, run.fencing, RunState.CRASHED)
+    assert runs.drift_answered(WHO.draft) is None
+    usual = claim(database)
+    runs.move(usual.id, usual.fencing, RunState.FAILED, error="x")
+    assert runs.drift_answered(WHO.draft) is None, "not what drift had set off"
+    run = drifted()
+    runs.move(run.id, run.fencing, RunState.FAILED, error="x")
+    assert runs.drift_answered(WHO.draft) == run.created_at
+    assert runs.drift_answered("another") is None

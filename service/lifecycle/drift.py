@@ -1,0 +1,88 @@
+"""Whether the traffic has moved away from what the serving draft is good at. Pure functions of values.
+
+A one-sided CUSUM (Page 1954) of each request's acceptance: the share of tested draft tokens that were kept, standardised by
+mean and deviation of the first BASELINE requests of the draft that serves. With z_i = (mean - rate_i) / deviation the sum
+S_i = max(0, S_{i-1} + z_i - SLACK) stays near 0 while all is as it was and climbs by about (shift - SLACK) a request once
+acceptance has fallen. An alarm takes S >= LIMIT, and a mean since S was last 0 that lies FIRM standard errors below the
+baseline's, whose own uncertainty counts: what was a lucky baseline must not look like drift for ever.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from service.core import Round, Source
+
+BASELINE = 200
+"""Requests that say what is usual. There is no alarm before."""
+LEAST_TESTED = 8
+"""Tested tokens below which a request says too little."""
+SLACK = 0.25
+"""Half of the shift (in deviations of one request) that is to be found soonest."""
+LIMIT = 25.0
+FIRM = 3.0
+OUTLIER = 3.0
+"""A single request counts for so many deviations at most."""
+LEAST_DEVIATION = 0.02
+"""Requests that were all alike have no deviation to measure by."""
+
+
+def rate(rounds: Iterable[Round], adapter: int) -> float | None:
+    """Share of the tested tokens of this adapter's own drafts that were kept; None when too few were tested.
+
+    Tested are the tokens up to and with the first rejection: unlike the share of all drafted ones it does not depend on how
+    many are drafted at a time."""
+    own = [r for r in rounds if r.adapter == adapter and r.source is Source.DRAFT]
+    tested = sum(min(r.drafted, r.accepted + 1) for r in own)
+    return sum(r.accepted for r in own) / tested if tested >= LEAST_TESTED else None
+
+
+@dataclass(frozen=True, slots=True)
+class Drift:
+    """What has been seen of one draft since it was switched in. seen: requests, of which at most BASELINE make `mean` and
+    `squares` (sum of squared distances from it). climb: the CUSUM; since: requests, and `fallen` the sum of their z,
+    since it was 0."""
+
+    seen: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    climb: float = 0.0
+    since: int = 0
+    fallen: float = 0.0
+
+    def observe(self, rate: float) -> Drift:
+        """With one request more."""
+        seen = self.seen + 1
+        if seen <= BASELINE:
+            # Welford 1962.
+            mean = self.mean + (rate - self.mean) / seen
+            return Drift(seen, mean, self.squares + (rate - self.mean) * (rate - mean))
+        z = min(max((self.mean - rate) / self.deviation, -OUTLIER), OUTLIER)
+        climb = max(self.climb + z - SLACK, 0.0)
+        if climb == 0.0:
+            return Drift(seen, self.mean, self.squares)
+        return Drift(seen, self.mean, self.squares, climb, self.since + 1, self.fallen + z)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation of one request of the baseline."""
+        return max(math.sqrt(self.squares / max(min(self.seen, BASELINE) - 1, 1)), LEAST_DEVIATION)
+
+    @property
+    def z(self) -> float:
+        """How many standard errors the requests since the CUSUM was 0 lie below the baseline."""
+        return self.fallen / self.since / math.sqrt(1 / self.since + 1 / BASELINE) if self.since else 0.0
+
+    @property
+    def alarm(self) -> bool:
+        return self.climb >= LIMIT and self.z >= FIRM
+
+
+def follow(rates: Iterable[float], drift: Drift | None = None) -> Drift:
+    """What those requests, oldest first, add to what was known."""
+    drift = drift or Drift()
+    for value in rates:
+        drift = drift.observe(value)
+    return drift

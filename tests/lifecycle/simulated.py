@@ -1,0 +1,60 @@
+"""Drafts that exist only as acceptance: texts of unlike length and difficulty, and two drafts that mostly agree on them."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core import Score
+
+LONGEST, K = 256, 3
+
+
+def target_calls(kept: NDArray[np.bool_], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Target calls to emit each text with K drafted a round. kept: (texts, LONGEST), whether a token would have been kept."""
+    ahead = np.zeros((len(kept), LONGEST + 1), dtype=np.int64)
+    for t in reversed(range(LONGEST)):
+        ahead[:, t] = np.where(kept[:, t], ahead[:, t + 1] + 1, 0)
+    at, calls, rows = np.zeros_like(tokens), np.zeros_like(tokens), np.arange(len(kept))
+    while (going := at < tokens).any():
+        at = np.where(going, at + np.minimum(ahead[rows, np.minimum(at, LONGEST - 1)], K) + 1, at)
+        calls += going
+    return calls
+
+
+def pair(
+    rng: np.random.Generator,
+    texts: int,
+    *,
+    better: float = 0.0,
+    differ: float = 0.05,
+    kept: float = 0.65,
+    domains: int = 1,
+) -> tuple[list[Score], list[Score]]:
+    """Scores of two drafts. kept: acceptance of the second on a usual text; texts differ about it. differ: share of the tokens
+    on which the two disagree; better: by how much the first one's acceptance is higher."""
+    tokens = np.clip(rng.lognormal(np.log(90), 0.6, texts), 8, LONGEST).astype(np.int64)
+    usual = 1 / (1 + np.exp(-(np.log(kept / (1 - kept)) + rng.normal(0, 0.5, (texts, 1)))))
+    old = rng.random((texts, LONGEST)) < usual
+    luck = rng.random((texts, LONGEST))
+    new = np.where(old, luck >= (differ - better) / 2 / usual, luck < (differ + better) / 2 / (1 - usual))
+
+    def scores(flags: NDArray[np.bool_]) -> list[Score]:
+        found = target_calls(flags, tokens)
+        return [
+            Score(f"g{i}", f"d{i % domains}", int(tokens[i]), int(flags[i, : tokens[i]].sum()), float(found[i]), K)
+            for i in range(texts)
+        ]
+
+    return scores(new), scores(old)
+
+
+def requests(
+    rng: np.random.Generator, shape: tuple[int, int], *, kept: float = 0.65, linger: float = 0.2
+) -> NDArray[np.float64]:
+    """Acceptance of single requests, (streams, requests): texts of unlike length and difficulty, each one's a little like the
+    one's before (linger: autocorrelation)."""
+    tokens = np.clip(rng.lognormal(np.log(90), 0.6, shape), 8, 400).astype(np.int64)
+    hard = rng.normal(0, 1, shape)
+    for i in range(1, shape[1]):
+        hard[:, i] = linger * hard[:, i - 1] + np.sqrt(1 - linger**2) * hard[:, i]
+    usual = 1 / (1 + np.exp(-(np.log(kept / (1 - kept)) + 0.4 * hard)))
+    return rng.binomial(tokens, usual) / tokens

@@ -1,0 +1,236 @@
+"""When acceptance has fallen: tables, simulated traffic, and the same answer from the rows after a restart."""
+
+import math
+import os
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import numpy as np
+import pytest
+from circle import WHO, Server, World, generation
+from simulated import requests
+
+from service.core import BARE_DRAFT, Generation, Round, RunState, Source, Trigger, Verdict
+from service.lifecycle.drift import BASELINE, LIMIT, SLACK, Drift, follow, rate
+
+USUAL = [0.6, 0.7] * (BASELINE // 2)
+"""Mean 0.65, deviation 0.05."""
+
+
+@pytest.mark.parametrize(
+    ("rounds", "expected"),
+    [
+        ([], None),
+        ([(3, 3)] * 2, None),
+        ([(3, 3)] * 3, 1.0),
+        ([(3, 0)] * 8, 0.0),
+        ([(3, 0)] * 7, None),
+        # Tokens after the first rejection were not tested: 1 of 2, then 2 of 3, then 3 of 3.
+        ([(3, 1), (4, 2), (3, 3)], 6 / 8),
+        ([(0, 0)] * 50 + [(4, 4)] * 2, 1.0),
+    ],
+)
+def test_the_rate_counts_what_was_tested(rounds: list[tuple[int, int]], expected: float | None) -> None:
+    assert rate([Round(5, 0, drafted, kept, kept + 1) for drafted, kept in rounds], 5) == expected
+
+
+def test_the_rate_is_of_this_draft_s_own_tokens_alone() -> None:
+    own = [Round(5, 0, 4, 2, 3)] * 4
+    others = [Round(4, 0, 4, 0, 1)] * 9 + [Round(5, 0, 8, 8, 9, Source.LOOKUP)] * 9
+    assert rate([*own, *others], 5) == rate(own, 5) == 8 / 12
+
+
+def test_the_first_requests_say_what_is_usual_and_raise_no_alarm() -> None:
+    drift = follow([*USUAL[:-1], 0.0])
+    assert not drift.alarm and drift.climb == 0.0
+    drift = follow(USUAL)
+    assert drift.mean == pytest.approx(np.mean(USUAL))
+    assert drift.deviation == pytest.approx(np.std(USUAL, ddof=1))
+    assert follow([0.6] * 40, drift).mean == drift.mean, "what comes later changes it no more"
+
+
+@pytest.mark.parametrize(
+    ("after", "climb"),
+    [
+        ([], 0.0),
+        ([0.65], 0.0),
+        ([0.70], 0.0),
+        ([0.60], 1.0 - SLACK),
+        ([0.60, 0.60], 2 * (1.0 - SLACK)),
+        ([0.60, 0.70], 0.0),
+        ([0.60, 0.60, 0.65], 2.0 - 3 * SLACK),
+        # One request that went wrong altogether counts for three deviations.
+        ([0.0], 3.0 - SLACK),
+    ],
+)
+def test_the_sum_climbs_by_what_a_request_lies_below_the_usual(after: list[float], climb: float) -> None:
+    # The deviation of a sample: a little more than 0.05.
+    drift = follow(after, follow(USUAL))
+    assert drift.climb == pytest.approx(climb, rel=0.01)
+    assert drift.since == (len(after) if climb else 0)
+
+
+def test_the_alarm_needs_height_and_certainty() -> None:
+    usual = follow(USUAL)
+    fallen = follow([0.6] * 40, usual)
+    assert fallen.alarm and fallen.climb > LIMIT and fallen.z > 3
+    assert not follow([0.6] * 30, usual).alarm
+    # A shift smaller than the slack never adds up.
+    assert not follow([0.64] * 5000, usual).alarm
+    # What is barely more adds up in the end, but a baseline is not known as exactly as that.
+    slow = follow([0.637] * 5000, usual)
+    assert slow.climb > LIMIT and slow.z > 3
+    lucky = replace(slow, fallen=0.2 * slow.since)
+    assert lucky.z < 3 and not lucky.alarm
+
+
+def test_requests_that_are_all_alike_do_not_make_the_next_one_an_alarm() -> None:
+    drift = follow([0.6] * 5, follow([0.65] * BASELINE))
+    assert math.isfinite(drift.climb) and not drift.alarm
+
+
+def first_alarms(rates: np.ndarray, usual: int = BASELINE) -> list[int | None]:
+    """Of each stream, the request after the baseline at which the alarm went off."""
+    found: list[int | None] = []
+    for stream in rates:
+        drift, at = follow(stream[:usual]), None
+        for index, value in enumerate(stream[usual:], start=1):
+            drift = drift.observe(float(value))
+            if drift.alarm:
+                at = index
+                break
+        found.append(at)
+    return found
+
+
+def test_steady_traffic_raises_less_than_one_false_alarm_in_5000_requests() -> None:
+    rng = np.random.default_rng(11)
+    for kept in (0.35, 0.65, 0.85):
+        streams = 40
+        alarms = [at for at in first_alarms(requests(rng, (streams, BASELINE + 5000), kept=kept)) if at is not None]
+        # 200,000 requests; at one in 5,000 there would be an alarm in 63 % of the streams.
+        assert len(alarms) <= streams * 0.35, kept
+
+
+@pytest.mark.parametrize(("fallen", "within", "half"), [(0.55, 100, 45), (0.45, 30, 20)])
+def test_a_real_fall_is_found_soon(fallen: float, within: int, half: int) -> None:
+    """Acceptance 0.65 to 0.55, about one deviation of a request."""
+    rng = np.random.default_rng(12)
+    streams = 200
+    rates = np.concatenate(
+        [requests(rng, (streams, BASELINE)), requests(rng, (streams, 2 * within), kept=fallen)], axis=1
+    )
+    at = first_alarms(rates)
+    found = [request for request in at if request is not None]
+    assert sum(request <= within for request in found) >= 0.98 * streams
+    assert np.median(found) <= half
+
+
+# ------------------------------------------------------------------------------------------------------- from rows
+
+
+def drafted(kept: float, adapter: int = BARE_DRAFT, *, cases: int = 0, ago: float = 0.0) -> Generation:
+    """20 rounds of 4 tokens; of the first tokens a share is kept, the others fall with them."""
+    whole = round(20 * kept)
+    rounds = tuple(Round(adapter, 5 * i, 4, 4 if i < whole else 0, 5) for i in range(20))
+    made = replace(generation(os.urandom(8).hex(), cases=cases), rounds=rounds)
+    return replace(made, created_at=datetime.now(UTC) - timedelta(seconds=ago))
+
+
+def record(server: Server, *made: Generation) -> None:
+    server.generations.add(list(made)).result(10)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+def usual(adapter: int = BARE_DRAFT) -> list[Generation]:
+    return [drafted(0.65 + 0.1 * (-1) ** i, adapter) for i in range(BASELINE)]
+
+
+def follower(server: Server) -> Drift:
+    return server.supervisor._traffic.drift()  # pyright: ignore[reportPrivateUsage]
+
+
+def test_a_restart_finds_in_the_rows_what_was_known(world: World) -> None:
+    with world.server(min_cases=10_000) as server:
+        for made in (usual()[:70], usual()[70:], [drafted(0.5) for _ in range(7)]):
+            record(server, *made)
+            server.supervisor.tick()
+        known = follower(server)
+        assert known.seen == BASELINE + 7 and known.climb > 0
+    with world.server(min_cases=10_000) as heir:
+        assert follower(heir) == known
+        record(heir, drafted(0.5))
+        assert follower(heir).seen == BASELINE + 8
+
+
+def test_a_swap_begins_anew_and_what_saw_both_counts_for_none(world: World) -> None:
+    with world.server(min_cases=3, min_tokens=1) as server:
+        record(server, *[drafted(0.65) for _ in range(30)])
+        assert follower(server).seen == 30
+        ref = server.promote()
+        both = replace(drafted(0.65), rounds=(*drafted(0.65).rounds, *drafted(0.65, ref.id).rounds))
+        record(server, both, drafted(0.65, ref.id), drafted(0.65, ref.id))
+        assert follower(server).seen == 2
+        assert server.supervisor.activate(BARE_DRAFT) is None
+        assert follower(server).seen == 0
+        record(server, drafted(0.65))
+        assert follower(server).seen == 1
+    with world.server(enabled=False) as heir:
+        assert follower(heir).seen == 1
+
+
+def test_a_swap_there_and_back_between_two_ticks_begins_anew(world: World) -> None:
+    with world.server(enabled=False) as server:
+        record(server, *[drafted(0.65) for _ in range(30)])
+        assert follower(server).seen == 30
+        record(server, *[drafted(0.65, 7) for _ in range(3)], drafted(0.65))
+        assert follower(server).seen == 1
+
+
+def test_generations_of_another_draft_are_passed_over(world: World) -> None:
+    with world.server(enabled=False) as server:
+        foreign = replace(drafted(0.1), provenance=replace(WHO, draft="another"))
+        record(server, drafted(0.65), foreign, drafted(0.65))
+        assert follower(server).seen == 2
+
+
+def test_drift_starts_a_run_with_fewer_cases_and_is_answered_by_its_verdict(world: World) -> None:
+    world.act(train="lose")
+    with world.server(min_cases=400, min_tokens=100) as server:
+        record(server, *usual())
+        server.supervisor.tick()
+        record(server, *[drafted(0.3, cases=4) for _ in range(24)])
+        for _ in range(3):
+            server.supervisor.tick()
+        assert follower(server).alarm
+        assert not server.runs.latest(1), "96 of 100 cases"
+        record(server, drafted(0.3, cases=4))
+        server.tick_until(server.ended(RunState.REJECTED))
+        assert server.runs.latest(1)[0].trigger is Trigger.DRIFT
+        record(server, *[drafted(0.3, cases=4) for _ in range(30)])
+        for _ in range(5):
+            server.supervisor.tick()
+        assert not follower(server).alarm, "that is how it is now"
+        assert len(server.runs.latest(9)) == 1
+
+
+def test_a_crash_is_no_answer_to_drift(world: World) -> None:
+    world.act(train="kill")
+    with world.server(min_cases=400, min_tokens=100) as server:
+        record(server, *usual(), *[drafted(0.3, cases=4) for _ in range(25)])
+        server.tick_until(server.ended(RunState.CRASHED))
+        world.act()
+        server.tick_until(server.ended(RunState.PROMOTED))
+        assert {run.trigger for run in server.runs.latest(9)} == {Trigger.DRIFT}
+        ref = server.adapters.active(WHO.draft)
+        assert ref is not None
+        server.adapters.record_evaluation(ref.id, "watch", Verdict(True, "fine", 9, 9, 0.1, 0.0, 0.2))
+        record(server, *[drafted(0.3, ref.id, cases=4) for _ in range(30)])
+        for _ in range(3):
+            server.supervisor.tick()
+        assert follower(server).seen == 30 and len(server.runs.latest(9)) == 2

@@ -1,0 +1,364 @@
+"""The real supervisor over a real database under any order of what can happen to it; only the engine and the children are
+small, and everything happens in this process, so that thousands of steps take seconds."""
+
+import os
+import shutil
+import tempfile
+from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from circle import WHO, SmallEngine, Told, generation
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from mortal import Death, MortalDatabase
+from sqlalchemy import select
+from test_drift import drafted, usual
+
+from service.core import BARE_DRAFT, AdapterState, BadRequest, Conflict, RunState, Trigger
+from service.lifecycle.supervisor import Rules, Supervisor
+from service.lifecycle.switching import Switching
+from service.settings import GateSettings, TrainingSettings
+from service.store.adapters import Adapters
+from service.store.database import integrity, upgrade
+from service.store.files import folder_sha256
+from service.store.generations import Generations
+from service.store.replay import Replay
+from service.store.runs import Runs
+from service.store.tables import adapters, evaluations, failure_cases, replay_buffer, training_runs
+
+WATCH = 16
+CALLS = {"better": 0.8, "same": 1.0, "worse": 1.25}
+"""Of what is scored, against everything it is compared with."""
+
+
+class Scripted:
+    """core.JobHandle without a process: it says what it is told to say."""
+
+    def __init__(self, spec: Mapping[str, Any]) -> None:
+        self.spec = spec
+        self.pid = os.getpid()
+        self.said: deque[Mapping[str, object]] = deque()
+        self.code: int | None = None
+
+    def poll(self) -> list[Mapping[str, object]]:
+        return [self.said.popleft() for _ in range(len(self.said))]
+
+    def exit_code(self) -> int | None:
+        return self.code
+
+    def pause(self, paused: bool) -> None:
+        pass
+
+    def stop(self, grace_seconds: float) -> None:
+        self.code = -9 if self.code is None else self.code
+
+    def say(self, kind: str, **message: object) -> None:
+        self.said.append({"type": kind, **message})
+
+    def finish(self, quality: str) -> None:
+        """Everything a child says that comes to its end."""
+        share = CALLS[quality]
+        if self.spec["kind"] == "score":
+            newest = max(self.spec["adapters"], key=int)
+            names = self.spec["generations"]
+            found = {name: _scores(names, share if name == newest else 1.0) for name in self.spec["adapters"]}
+        else:
+            folder = Path(self.spec["out"]) / f"run-{self.spec['run']}-{self.spec['fencing']}"
+            folder.mkdir(parents=True)
+            (folder / "adapters.safetensors").write_text(quality)
+            sha256 = folder_sha256(folder)
+            self.say("candidate", folder=str(folder), sha256=sha256, rank=4, scale=2.0, keys=["q"])
+            names = [f"held-out-{i}" for i in range(8)]
+            found = {"candidate": _scores(names, share), str(self.spec["parent_id"]): _scores(names, 1.0)}
+        self.say("scores", scores=found)
+        self.say("done")
+        self.code = 0
+
+
+def _scores(names: list[str], share: float) -> list[dict[str, object]]:
+    return [
+        {"generation": n, "domain": "a", "tokens": 40, "agreed": 20, "calls": (20 + i % 3) * share, "k": 3}
+        for i, n in enumerate(names)
+    ]
+
+
+class Children:
+    """core.Launcher."""
+
+    def __init__(self) -> None:
+        self.started: list[Scripted] = []
+
+    def launch(self, spec: Mapping[str, object]) -> Scripted:
+        self.started.append(Scripted(spec))
+        return self.started[-1]
+
+
+class Machine(RuleBasedStateMachine):
+    template: Path
+    happened: Counter[str]
+
+    @initialize()
+    def begin(self) -> None:
+        self.home = Path(tempfile.mkdtemp())
+        shutil.copy(self.template, self.home / "redraft.db")
+        self.ahead = timedelta()
+        self.strain: str | None = None
+        self.busy = False
+        self.drifted = False
+        self.back: set[int] = set()
+        self.taught: dict[int, int] = {}
+        self.states: dict[int, AdapterState] = {}
+        self.runs_before = 0
+        self.open()
+
+    def open(self) -> None:
+        self.db = MortalDatabase(f"sqlite:///{self.home / 'redraft.db'}")
+        self.runs, self.adapters = Runs(self.db), Adapters(self.db)
+        self.generations = Generations(self.db)
+        self.engine, self.children, self.told = SmallEngine(), Children(), Told()
+        self.supervisor = Supervisor(
+            runs=self.runs,
+            adapters=self.adapters,
+            generations=self.generations,
+            replay=Replay(self.db),
+            switching=Switching(self.engine, self.adapters, WHO.draft, self.told),
+            launcher=self.children,
+            events=self.told,
+            rules=Rules(
+                TrainingSettings(min_cases=8, min_tokens=1, cooldown_seconds=60.0),
+                GateSettings(
+                    min_prompts=8, min_tokens=100, bootstrap=100, watch_generations=WATCH, backoff_seconds=0.0
+                ),
+                max_generations=10_000,
+                adapters=self.home / "adapters",
+                spec={"out": str(self.home / "adapters")},
+            ),
+            who=WHO,
+            busy=lambda: self.busy,
+            strain=lambda: self.strain,
+            now=lambda: datetime.now(UTC) + self.ahead,
+        )
+        self.supervisor.start()
+        assert self.runs.current() is None, "a start leaves no run open"
+
+    def close(self, *, stopping: bool) -> None:
+        if stopping:
+            self.supervisor.stop()
+        self.db.fuse = None
+        self.db.close()
+        self.engine.close()
+
+    def teardown(self) -> None:
+        if not hasattr(self, "db"):
+            return
+        # Whatever is under way comes to an end by itself.
+        self.strain, self.busy = None, False
+        for _ in range(4):
+            if self.child is not None:
+                self.child.finish("same")
+            self.supervisor.tick()
+        assert self.runs.current() is None or self.child is not None
+        assert integrity(self.db) == "ok"
+        self.close(stopping=True)
+        shutil.rmtree(self.home)
+
+    @property
+    def child(self) -> Scripted | None:
+        """The one at work."""
+        working = [child for child in self.children.started if child.code is None]
+        assert len(working) <= 1
+        return working[0] if working else None
+
+    # ------------------------------------------------------------------------------------------------ what happens
+
+    @rule(count=st.integers(1, WATCH), cases=st.integers(0, 4))
+    def traffic(self, count: int, cases: int) -> None:
+        adapter = self.engine.active
+        made = [generation(os.urandom(8).hex(), cases=cases) for _ in range(count)]
+        made = [replace(one, rounds=tuple(replace(r, adapter=adapter) for r in one.rounds)) for one in made]
+        self.generations.add(made).result(10)
+
+    @precondition(lambda self: not self.drifted)
+    @rule()
+    def drift(self) -> None:
+        self.drifted = True
+        adapter = self.engine.active
+        made = [*usual(adapter), *(drafted(0.3, adapter) for _ in range(30)), drafted(0.3, adapter, cases=3)]
+        self.generations.add(made).result(10)
+
+    @rule(times=st.integers(1, 4))
+    def tick(self, times: int) -> None:
+        for _ in range(times):
+            self.supervisor.tick()
+            self.legal()
+        active = self.adapters.active(WHO.draft)
+        assert self.engine.active == (active.id if active else BARE_DRAFT)
+
+    @rule(quality=st.sampled_from(["better", "better", "same", "worse"]), ticks=st.integers(0, 3))
+    def child_finishes(self, quality: str, ticks: int) -> None:
+        if self.child is not None:
+            self.child.finish(quality)
+        for _ in range(ticks):
+            self.supervisor.tick()
+            self.legal()
+
+    @rule(how=st.sampled_from(["progress", "give up", "garbage", "silent", "killed"]))
+    def child_does_something_else(self, how: str) -> None:
+        child = self.child
+        if child is None:
+            return
+        match how:
+            case "progress":
+                child.say("progress", step=1, steps=4, loss=1.0)
+            case "give up":
+                child.say("failed", reason="too few examples")
+                child.code = 0
+            case "garbage":
+                child.say("hello")
+            case "silent":
+                child.code = 0
+            case _:
+                child.code = -9
+        self.supervisor.tick()
+
+    @rule(minutes=st.sampled_from([2, 120]))
+    def time_passes(self, minutes: int) -> None:
+        self.ahead += timedelta(minutes=minutes)
+
+    @rule(strain=st.sampled_from([None, None, "on battery"]), busy=st.booleans())
+    def surroundings_change(self, strain: str | None, busy: bool) -> None:
+        self.strain, self.busy = strain, busy
+        self.tick(2)  # the first may be the one that starts the child
+        run = self.runs.current()
+        if run is not None and self.child is not None:
+            waits = strain if run.trigger is not Trigger.MANUAL else None
+            assert run.progress.paused == (waits or ("serving is busy" if busy else None))
+
+    @rule()
+    def operator_asks_for_a_run(self) -> None:
+        try:
+            self.supervisor.request_training(None)
+        except (Conflict, BadRequest):
+            return
+        self.happened["manual"] += 1
+
+    @rule(data=st.data())
+    def operator_chooses(self, data: st.DataObject) -> None:
+        chosen = data.draw(st.sampled_from([BARE_DRAFT, *(ref.id for ref in self.adapters.all())]))
+        try:
+            self.supervisor.activate(chosen)
+        except Conflict:
+            return
+        self.back.discard(chosen)
+
+    @rule()
+    def operator_rolls_back(self) -> None:
+        try:
+            self.supervisor.rollback()
+        except Conflict:
+            return
+
+    @rule(stopping=st.booleans())
+    def restart(self, stopping: bool) -> None:
+        self.close(stopping=stopping)
+        self.open()
+
+    @rule(writes=st.integers(1, 3), after=st.booleans(), quality=st.sampled_from(["better", "worse"]))
+    def death_in_the_middle_of_a_tick(self, writes: int, after: bool, quality: str) -> None:
+        if self.child is not None:
+            self.child.finish(quality)
+        self.db.arm(writes, after=after)
+        try:
+            self.supervisor.tick()
+        except Death:
+            self.happened["death"] += 1
+            self.restart(stopping=False)
+        self.db.fuse = None
+
+    @rule(quality=st.sampled_from(["better", "same", "worse"]))
+    def whole_circle(self, quality: str) -> None:
+        """From the cases to the end of the watch, so that adapters have ancestors often enough."""
+        self.strain, self.busy = None, False
+        self.ahead += timedelta(minutes=2)
+        for cases, end in ((4, "better"), (0, quality), (0, quality)):
+            self.traffic(WATCH // 2, cases)
+            for _ in range(2):
+                self.supervisor.tick()
+                self.legal()
+                if self.child is not None:
+                    self.child.finish(end)
+            self.supervisor.tick()
+            self.legal()
+
+    # ----------------------------------------------------------------------------------------- what holds throughout
+
+    @invariant()
+    def legal(self) -> None:
+        if not hasattr(self, "db"):
+            return
+        with self.db.read() as connection:
+            runs = connection.execute(select(training_runs).order_by(training_runs.c.id)).all()
+            refs = connection.execute(select(adapters)).all()
+            cases = connection.execute(select(failure_cases)).all()
+            kept = set(connection.execute(select(replay_buffer.c.seq)).scalars())
+            judged = connection.execute(select(evaluations)).all()
+        under_way = [run for run in runs if not RunState(run.state).over]
+        assert len(under_way) <= 1, "two runs under way"
+        assert all((run.finished_at is not None) == RunState(run.state).over for run in runs)
+        active = [ref for ref in refs if ref.state == AdapterState.ACTIVE]
+        assert len({ref.draft for ref in active}) == len(active), "two adapters serve one draft"
+        gated = {row.adapter for row in judged if row.kind == "gate" and '"promoted": true' in row.verdict}
+        assert {ref.id for ref in active} <= gated, "what no gate let through serves"
+        assert not {ref.id for ref in active} & self.back, "a rolled-back adapter came back by itself"
+        self.back |= {ref.id for ref in refs if ref.state == AdapterState.ROLLED_BACK}
+        for case in cases:
+            assert not (case.quarantined and case.claimed_run), "a run has cases that were put aside"
+            assert not (case.quarantined and case.seq in kept), "what was put aside is replayed"
+            assert not (case.trained_run and case.claimed_run), "a case is trained on twice"
+            before = self.taught.setdefault(case.id, case.trained_run) if case.trained_run else None
+            assert case.trained_run == before, "a case was trained on twice"
+        for ref in refs:
+            if self.states.get(ref.id) != ref.state:
+                self.happened[ref.state] += 1
+            self.states[ref.id] = AdapterState(ref.state)
+        for run in runs[self.runs_before :]:
+            self.happened[run.trigger] += 1
+        self.runs_before = len(runs)
+        self.happened["aside"] += sum(case.quarantined and case.trained_run is not None for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(30, 30), pytest.param(500, 50, marks=[pytest.mark.bench, pytest.mark.timeout(1800)])]
+)
+def test_any_order_of_events_keeps_the_lifecycle_legal(tmp_path: Path, examples: int, steps: int) -> None:
+    class Here(Machine):
+        pass
+
+    upgrade(f"sqlite:///{tmp_path / 'empty.db'}")
+    Here.template, Here.happened = tmp_path / "empty.db", Counter()
+    run_state_machine_as_test(
+        Here,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            derandomize=True,
+            suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+        ),
+    )
+    seen = {AdapterState.ACTIVE, AdapterState.REJECTED, AdapterState.ROLLED_BACK, AdapterState.RETIRED}
+    assert all(Here.happened[what] for what in (*seen, Trigger.CASES, "manual", "death", "aside")), Here.happened
+    assert examples < 100 or Here.happened[Trigger.DRIFT], Here.happened
