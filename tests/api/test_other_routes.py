@@ -43,7 +43,7 @@ def test_training_is_asked_for_once_and_followed(http: httpx.Client, house: Hous
     assert http.post("/train", headers=key).json() == first.json()
     assert_shape(http.post("/train"), 409, "conflict")
     assert_shape(http.post("/train", headers={"Idempotency-Key": "tuesday"}), 409, "conflict")
-    house.operator.runs[0] = make_run(1, progress=Progress(3, 12, 0.5, 1.25, 900.0, 4.5))
+    house.operator.runs[0] = make_run(1, progress=Progress(3, 12, 0.5, 1.25, 900.0, 4.5, "on battery"))
     shown = http.get(first.headers["location"]).json()
     assert shown["state"] == "training"
     assert shown["progress"] == {
@@ -53,6 +53,7 @@ def test_training_is_asked_for_once_and_followed(http: httpx.Client, house: Hous
         "grad_norm": 1.25,
         "tokens_per_second": 900.0,
         "seconds_left": 4.5,
+        "paused": "on battery",
     }
 
 
