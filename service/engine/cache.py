@@ -2,18 +2,20 @@
 
 Rows are left-aligned: row b holds positions 0 .. lengths[b]-1, what lies behind is garbage that the mask hides and the next
 write overwrites. Rolling a row back is therefore setting its length. Sliding-window layers keep all positions too and
-narrow the mask instead (a rotating buffer cannot be rolled back).
+narrow the mask instead (a rotating buffer cannot be rolled back). Recurrent layers hold states (`state`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from service.core import PairError
+from service.engine.state import StateLayer, record
 
 STEP = 128
 """Positions allocated at a time."""
@@ -117,55 +119,105 @@ def grown(held: mx.array | None, like: mx.array, top: int) -> mx.array:
 
 
 class RowCache:
-    """The cache of one model over a batch: pass `layers` to the model, then `commit` what was written.
+    """The cache of one model over a batch: pass `layers` to the model, then say what holds of what was written, for the time
+    being (`rewind`) or for good (`settle`).
 
     Raises PairError when the model keeps a state that cannot be rolled back.
     """
 
     def __init__(self, model: nn.Module, rows: int) -> None:
         self.lengths = Lengths([0] * rows)
-        self.layers: list[RowLayer] = []
-        for layer in make_prompt_cache(model):
-            if type(layer) is KVCache:
-                self.layers.append(RowLayer(self.lengths, None))
-            elif type(layer) is RotatingKVCache and layer.keep == 0:
-                self.layers.append(RowLayer(self.lengths, layer.max_size))
-            else:
-                raise PairError(f"its {type(layer).__name__} cannot be rolled back to before a rejected token")
+        self.attention: list[RowLayer] = []
+        self.states: list[StateLayer] = []
+        self.layers = [self._layer(layer) for layer in make_prompt_cache(model)]
+        self._settled = self.lengths.host
+        if self.states:
+            record(model)
+
+    def _layer(self, layer: object) -> RowLayer | StateLayer | tuple[object, ...]:
+        if isinstance(layer, CacheList):
+            return tuple(self._layer(part) for part in cast("tuple[object, ...]", layer.caches))
+        if type(layer) is ArraysCache:
+            self.states.append(StateLayer(len(cast("list[object]", layer.cache))))
+            return self.states[-1]
+        if type(layer) is KVCache:
+            self.attention.append(RowLayer(self.lengths, None))
+        elif type(layer) is RotatingKVCache and layer.keep == 0:
+            self.attention.append(RowLayer(self.lengths, layer.max_size))
+        else:
+            raise PairError(f"its {type(layer).__name__} cannot be rolled back to before a rejected token")
+        return self.attention[-1]
 
     def commit(self, count: int) -> None:
-        """`count` tokens were fed to every row."""
-        self.rewind([length + count for length in self.lengths.host])
+        """`count` tokens were fed to every row, and stay."""
+        self.settle([length + count for length in self.lengths.host])
+
+    def settle(self, lengths: Sequence[int]) -> None:
+        """Set every row's length for good: no row will be taken back before it."""
+        self.rewind(lengths)
+        self._settled = self.lengths.host
+        for layer in self.states:
+            layer.settle()
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Set every row's length; what lies behind is forgotten."""
+        """Set every row's length, to what was settled or more; what lies behind is forgotten."""
+        if self.states:
+            self._rewind_states(lengths)
         self.lengths.set(lengths)
-        for layer in self.layers:
+        for layer in self.attention:
             layer.ahead = 0
+
+    def _rewind_states(self, lengths: Sequence[int]) -> None:
+        counts = [wanted - settled for wanted, settled in zip(lengths, self._settled, strict=True)]
+        fed = self.states[0].fed
+        if min(counts, default=0) < 0:
+            raise ValueError("a recurrent state was settled and cannot be taken back before that")
+        if all(count == fed for count in counts):
+            return
+        for layer in self.states:
+            if max(counts) > fed:
+                # Measurements say that positions are held which never were read.
+                layer.settle()
+            else:
+                layer.rewind(counts)
+        self._settled = list(lengths)
 
     def join(self, others: Sequence[RowCache]) -> None:
         """Append other caches' rows (of the same model) to this batch."""
         caches = [self, *others]
         counts = [len(cache.lengths.host) for cache in caches]
-        for i, mine in enumerate(self.layers):
-            mine.keys = stacked([cache.layers[i].keys for cache in caches], counts)
-            mine.values = stacked([cache.layers[i].values for cache in caches], counts)
-        self.rewind([length for cache in caches for length in cache.lengths.host])
+        for i, mine in enumerate(self.attention):
+            mine.keys = stacked([cache.attention[i].keys for cache in caches], counts)
+            mine.values = stacked([cache.attention[i].values for cache in caches], counts)
+        for i, state in enumerate(self.states):
+            state.join([cache.states[i] for cache in others], counts)
+        self._hold([length for cache in caches for length in cache.lengths.host])
 
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order, and give back the room only the others needed."""
         lengths = [self.lengths.host[row] for row in rows]
         top = -(-max(lengths, default=0) // STEP) * STEP
         picked = mx.array(list(rows), dtype=mx.int32)
-        for layer in self.layers:
+        for layer in self.attention:
             if layer.keys is not None and layer.values is not None:
                 layer.keys = layer.keys[picked][:, :, :top] if top else None
                 layer.values = layer.values[picked][:, :, :top] if top else None
-        self.rewind(lengths)
+        for state in self.states:
+            state.keep(rows, len(self.lengths.host))
+        self._hold(lengths)
+
+    def _hold(self, lengths: Sequence[int]) -> None:
+        """Other rows than before, all of them settled."""
+        self.lengths.set(lengths)
+        self._settled = self.lengths.host
+        for layer in self.attention:
+            layer.ahead = 0
 
     def arrays(self) -> list[mx.array]:
         """Everything held, for evaluation."""
-        return [a for layer in self.layers for a in (layer.keys, layer.values) if a is not None]
+        held = [a for layer in self.attention for a in (layer.keys, layer.values)]
+        held += [a for layer in self.states for a in layer.cache]
+        return [a for a in held if a is not None]
 
 
 def stacked(held: Sequence[mx.array | None], rows: Sequence[int]) -> mx.array | None:

@@ -265,10 +265,10 @@ class Decoder:
         ]
         if not np.array(usable).all():
             self._put_draft_aside()
-        self.cache.rewind([len(row.tokens) - 1 for row in rows])
+        self.cache.settle([len(row.tokens) - 1 for row in rows])
         if self.drafter is not None:
             read = self.drafter.cache.lengths.host
-            self.drafter.cache.rewind([min(n, len(row.tokens) - 1) for n, row in zip(read, rows, strict=True)])
+            self.drafter.cache.settle([min(n, len(row.tokens) - 1) for n, row in zip(read, rows, strict=True)])
         ended = [row for row in rows if row.finish is not None]
         if ended:
             self.leave(ended)

@@ -1,7 +1,7 @@
 """A Draft: the bare draft model, or the same with one adapter version. Immutable; a new version is a new object.
 
-An adapter is checked to the last name before anything of it is used, then folded into copies of the weights it touches (no
-cost per step) where the base is not quantised, and kept as LoRA layers where it is. All other arrays stay the base's own.
+An adapter is checked to the last name before anything of it is used, then folded into copies of the weights it touches. All
+other arrays stay the base's own.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
-from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, ModelError
 from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
+from service.models.folding import fold
 from service.models.heads import cut, twin
 from service.models.pair import Loaded
 
@@ -84,12 +84,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
             raise AdapterRefused(f"adapter {ref.id}: {name} holds values that are not finite")
     yield None
     model.load_weights(list(weights.items()), strict=False)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoRALinear) and isinstance(cast("object", module.linear), nn.Linear):
-            folded = module.fuse()
-            mx.eval(folded.parameters())
-            _replace(model, name, folded)
-            yield None
+    yield from fold(model)
     try:
         # Without a list of its own it keeps the base's.
         if (kept := vocabulary.read(ref.folder)) is not None:
@@ -107,14 +102,6 @@ def load(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Draft:
         if draft is not None:
             return draft
     raise AdapterRefused(f"adapter {ref.id}: nothing was loaded")
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    *path, leaf = name.split(".")
-    node: Any = model
-    for part in path:
-        node = node[int(part)] if part.isdigit() else getattr(node, part)
-    setattr(node, leaf, module)
 
 
 def read_config(ref: AdapterRef, fingerprint: str) -> dict[str, Any]:

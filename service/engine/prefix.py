@@ -62,7 +62,7 @@ class PrefixCache:
 
     def fill(self, owner: Owner, tokens: Sequence[int], cache: RowCache) -> int:
         """Give an empty cache of one row the longest beginning of `tokens` that is held, and room for them all. Returns its
-        length."""
+        length, 0 for a model with recurrent layers."""
         chain = self._chain(owner, tokens)
         if chain:
             self._use(chain[-1])
@@ -70,7 +70,10 @@ class PrefixCache:
         return cache.lengths.host[0]
 
     def enter(self, owner: Owner, tokens: Sequence[int], cache: RowCache, row: int = 0) -> None:
-        """Copy what `row` holds for the beginning of `tokens`: the blocks that are new and whole, as many as fit."""
+        """Copy what `row` holds for the beginning of `tokens`: the blocks that are new and whole, as many as fit. A state is
+        that of its last position alone and cannot be cut into blocks: a model that keeps one leaves nothing here."""
+        if cache.states:
+            return
         whole = min(len(tokens), cache.lengths.host[row]) // BLOCK
         chain = self._chain(owner, tokens[: whole * BLOCK])
         last = chain[-1] if chain else self._roots[owner]
@@ -78,7 +81,7 @@ class PrefixCache:
         missing = whole - len(chain)
         if not missing:
             return
-        held = [array for layer in cache.layers for array in (layer.keys, layer.values)]
+        held = [array for layer in cache.attention for array in (layer.keys, layer.values)]
         groups = _groups(held)
         size = sum(a.shape[1] * BLOCK * a.shape[3] * a.dtype.size for a in held if a is not None)
         fit = min(missing, self._free(missing * size, last) // size)
@@ -161,7 +164,7 @@ def _restore(chain: Sequence[Block], cache: RowCache, room: int) -> None:
         padding = mx.zeros((1, heads, spare, dims), dtype=arrays[0].dtype)
         for place, index in enumerate(members):
             whole = mx.concatenate([*(a[place : place + 1] for a in arrays), padding], axis=2)
-            layer = cache.layers[index // 2]
+            layer = cache.attention[index // 2]
             if index % 2:
                 layer.values = whole
             else:

@@ -11,13 +11,15 @@ from mlx_lm.models.cache import make_prompt_cache
 from service.core import PairError
 from service.engine.cache import RowCache
 
-_ROWS = ((11, 7, 19, 5, 3, 2, 13), (4, 17, 6))
+_ROWS = ((11, 7, 19, 5, 3, 2, 13, 8, 9), (4, 17, 6, 12, 7), (21, 9, 3, 10))
+"""All but the last four tokens are read before they meet: nothing of the last row."""
 _TOLERANCE = 0.02
 """Of the logits' range, in half precision; float32 must be a hundred times closer."""
 
 
 def check_rows(model: nn.Module, role: str) -> None:
-    """Decode two rows of unlike length together, roll one token back, and compare logits with mlx-lm's decode of each alone.
+    """Decode rows of unlike length together, roll unlike numbers of tokens back, and compare logits with mlx-lm's decode of
+    each alone.
 
     Raises PairError naming the family: better refused at start than subtly wrong (or broken) at the first request.
     """
@@ -69,11 +71,15 @@ def _together(model: nn.Module) -> list[mx.array]:
     batch = RowCache(model, 0)
     for row in _ROWS:
         own = RowCache(model, 1)
-        model(mx.array([row[:-2]]), cache=own.layers)
-        own.commit(len(row) - 2)
+        if read := row[:-4]:
+            model(mx.array([read]), cache=own.layers)
+            own.commit(len(read))
         batch.join([own])
-    # Two tokens each, of which the second is wrong and taken back; then the right one.
-    model(mx.array([[row[-2], 1] for row in _ROWS]), cache=batch.layers)
-    batch.rewind([len(row) - 1 for row in _ROWS])
-    logits = model(mx.array([row[-1:] for row in _ROWS]), cache=batch.layers)
-    return [logits[i, -1] for i in range(len(_ROWS))]
+    # Three tokens each, of which rows keep one, two and all, the others being wrong and taken back; then what is missing.
+    kept = [1 + i % 3 for i in range(len(_ROWS))]
+    fed = [[*row[-4:][:n], 1, 1][:3] for row, n in zip(_ROWS, kept, strict=True)]
+    model(mx.array(fed), cache=batch.layers)
+    batch.settle([len(row) - 4 + n for row, n in zip(_ROWS, kept, strict=True)])
+    fed = [[*row[len(row) - 4 + n :], 1, 1][:3] for row, n in zip(_ROWS, kept, strict=True)]
+    logits = model(mx.array(fed), cache=batch.layers)
+    return [logits[i, 3 - n] for i, n in enumerate(kept)]

@@ -21,8 +21,8 @@ def export_adapter(ref: AdapterRef, folder: Path) -> None:
 
 
 def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
-    """Write the draft with the adapter folded into its weights, as a standard model folder. A quantised draft keeps its
-    LoRA apart when it serves; here the folded layers are quantised again, which costs a little of what was learnt.
+    """Write the draft with the adapter folded into its weights, as a standard model folder. Where a quantised draft serves,
+    folded layers are not quantised; here they are again, which costs some of what was learnt: a small change is rounded away.
     Raises AdapterRefused when the adapter was altered or belongs to another draft."""
     from mlx.utils import tree_unflatten
     from mlx_lm.tuner.lora import LoRALinear

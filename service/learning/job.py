@@ -32,7 +32,7 @@ from service.learning.scoring import choose_held_out, score
 from service.learning.spec import ScoreJob, TrainJob, parse
 from service.learning.trainer import TrainReport
 from service.models import vocabulary
-from service.models.heads import cut, uncut
+from service.models.folding import as_served
 from service.models.pair import Loaded, load_model
 from service.models.weights import bytes_in_memory
 from service.store.database import Database
@@ -193,17 +193,15 @@ class _Training:
         )
         width = _shared_width(job)
 
-        def scored() -> list[Score]:
-            return score(draft.model, held_out.generations, k=job.k, vocabulary=width, between=self.channel.hold)
+        def scored(ids: list[int] | None) -> list[Score]:
+            model = as_served(draft.model, ids)
+            return score(model, held_out.generations, k=job.k, vocabulary=width, between=self.channel.hold)
 
-        # Training sees the whole head; what is compared is what would serve.
-        _keep(draft.model, self.kept)
-        scores = {CANDIDATE: scored()}
+        scores = {CANDIDATE: scored(self.kept)}
         lora.detach(draft.model)
         if job.parent is not None:
             lora.attach(draft.model, job.parent, job.provenance.draft)
-        _keep(draft.model, _kept(job, job.parent))
-        scores[str(job.parent_id)] = scored()
+        scores[str(job.parent_id)] = scored(_kept(job, job.parent))
         self.channel.send("scores", {"scores": _plain(scores), "golden": held_out.golden})
 
 
@@ -216,8 +214,8 @@ def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
     for name, folder in job.adapters.items():
         if folder is not None:
             lora.attach(draft.model, folder, job.provenance.draft)
-        _keep(draft.model, _kept(job, folder))
-        scores[name] = score(draft.model, usable, k=job.k, vocabulary=_shared_width(job), between=channel.hold)
+        model = as_served(draft.model, _kept(job, folder))
+        scores[name] = score(model, usable, k=job.k, vocabulary=_shared_width(job), between=channel.hold)
         lora.detach(draft.model)
     channel.send("scores", {"scores": _plain(scores), "golden": False})
 
@@ -226,13 +224,6 @@ def _kept(job: TrainJob | ScoreJob, adapter: Path | None) -> list[int] | None:
     """The vocabulary an adapter (None: the bare draft) serves with: its own, else the draft's."""
     own = vocabulary.read(adapter) if adapter is not None else None
     return own if own is not None else vocabulary.read(job.draft)
-
-
-def _keep(model: nn.Module, ids: list[int] | None) -> None:
-    if ids is None:
-        uncut(model)
-    else:
-        cut(model, ids)
 
 
 def _plain(scores: dict[str, list[Score]]) -> dict[str, list[dict[str, object]]]:

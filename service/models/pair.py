@@ -10,7 +10,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
-from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load
 
@@ -91,9 +91,9 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
 def check_cache(model: nn.Module, role: str) -> None:
     """Refuse a model whose state the engine cannot keep in rows and roll back.
 
-    The engine replaces the model's caches by its own, which stand in for full and sliding-window attention exactly.
-    Recurrent states, chunked, quantised or sink-keeping caches have no such stand-in yet. Raises PairError naming the
-    family and the cache.
+    The engine replaces the model's caches by its own, which stand in for full and sliding-window attention and for recurrent
+    states exactly. Chunked, quantised or sink-keeping caches have no such stand-in. Raises PairError naming the family and the
+    cache.
     """
     family = getattr(model, "model_type", type(model).__module__.rsplit(".", 1)[-1])
     first, *rest = inspect.signature(model.__call__).parameters.values()
@@ -103,10 +103,13 @@ def check_cache(model: nn.Module, role: str) -> None:
         wants = ", ".join([first.name, *needed])
         raise PairError(f"the {role} ({family}) is called with ({wants}), not with tokens and a cache alone")
     for layer, cache in enumerate(cast("list[object]", make_prompt_cache(model))):
-        if type(cache) is KVCache or (type(cache) is RotatingKVCache and cache.keep == 0):
-            continue
-        kind = "RotatingKVCache that keeps its first tokens" if type(cache) is RotatingKVCache else type(cache).__name__
-        raise PairError(f"the {role} ({family}) keeps a {kind} in layer {layer}, which cannot be rolled back")
+        for part in cast("tuple[object, ...]", cache.caches) if isinstance(cache, CacheList) else (cache,):
+            if type(part) in {KVCache, ArraysCache} or (type(part) is RotatingKVCache and part.keep == 0):
+                continue
+            kind = (
+                "RotatingKVCache that keeps its first tokens" if type(part) is RotatingKVCache else type(part).__name__
+            )
+            raise PairError(f"the {role} ({family}) keeps a {kind} in layer {layer}, which cannot be rolled back")
 
 
 def _check_tokenizers(target: TokenizerWrapper, draft: TokenizerWrapper) -> None:

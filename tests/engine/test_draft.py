@@ -14,6 +14,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
 from oracle import tiny_llama
 
@@ -22,6 +23,7 @@ from service.engine.draft import load
 from service.learning import lora
 from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
+from service.models.folding import as_served
 from service.models.heads import cut
 
 DRAFT = "d" * 64
@@ -67,8 +69,10 @@ def test_it_computes_what_was_trained_and_leaves_the_base_alone(tmp_path: Path, 
     assert not np.allclose(np.array(expected), before, atol=1e-2), "the adapter does something"
     assert np.array_equal(np.array(base(TOKENS)), before)
     assert {name: id(array) for name, array in tree_flatten(base.parameters())} == held
-    kept = [name for name, _ in draft.model.named_modules() if name.endswith(".linear")]
-    assert bool(kept) is quantised, "only a quantised base keeps its LoRA layers apart"
+    assert not any(isinstance(module, LoRALinear) for module in draft.model.modules()), "a step costs nothing more"
+    kinds = {type(module) for module in draft.model.layers[0].modules()}
+    assert nn.Linear in kinds and nn.QuantizedLinear not in kinds, "four bits would round the adapter away"
+    assert type(draft.model.lm_head) is type(base.lm_head), "what it does not touch stays as it is"
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["folded", "quantised"])
@@ -82,6 +86,19 @@ def test_it_proposes_from_its_own_vocabulary_else_from_its_bases(tmp_path: Path,
     assert mx.allclose(found[..., mx.array([4, 96])], expected[..., mx.array([4, 96])], atol=1e-4)
     assert np.isfinite(np.array(found)).sum() == 2 * TOKENS.size
     assert np.isfinite(np.array(base(TOKENS))).sum() == 3 * TOKENS.size
+
+
+@pytest.mark.parametrize("ids", [None, [96, 4, 3]], ids=["whole", "cut"])
+@pytest.mark.parametrize("quantised", [False, True], ids=["folded", "quantised"])
+def test_the_gate_scores_the_very_model_that_serves(tmp_path: Path, quantised: bool, ids: list[int] | None) -> None:
+    base, ref, _ = make(tmp_path / "a", quantised)
+    if ids is not None:
+        vocabulary.write(ids, ref.folder)
+    serving = load(base, replace(ref, sha256=folder_sha256(ref.folder)), DRAFT).model
+    lora.attach(base, ref.folder, DRAFT)
+    apart = as_served(base, ids)
+    assert mx.array_equal(apart(TOKENS), serving(TOKENS))
+    assert not mx.array_equal(base(TOKENS), serving(TOKENS)), "folding rounds differently, so it must be what is scored"
 
 
 def _config(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:

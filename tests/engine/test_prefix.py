@@ -307,7 +307,7 @@ def test_a_prompt_longer_than_the_budget_keeps_its_beginning(budget: int) -> Non
 def written(tokens: Sequence[int], dims: tuple[int, int] = (8, 8)) -> RowCache:
     """A row of one layer and one head that holds `tokens`, with room for many more."""
     held = RowCache(tiny_llama(0, layers=1), 1)
-    held.layers[0].keys, held.layers[0].values = (mx.random.normal((1, 1, 4096, n)) for n in dims)
+    held.attention[0].keys, held.attention[0].values = (mx.random.normal((1, 1, 4096, n)) for n in dims)
     mx.eval(held.arrays())
     held.rewind([len(tokens)])
     return held

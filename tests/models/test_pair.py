@@ -11,7 +11,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    CacheList,
+    ConcatenateKVCache,
+    KVCache,
+    QuantizedKVCache,
+    RotatingKVCache,
+)
 
 from service.core import ModelError, PairError
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint
@@ -99,7 +106,7 @@ def test_other_special_tokens_are_refused(make_model: MakeModel) -> None:
         load_pair(make_model("target"), make_model("draft", special=("</s>", "<s>", "!")))
 
 
-def test_a_draft_that_cannot_be_rolled_back_is_refused(make_model: MakeModel) -> None:
+def test_a_draft_may_be_recurrent(make_model: MakeModel) -> None:
     mamba = make_model(
         "mamba",
         model_type="mamba",
@@ -109,8 +116,7 @@ def test_a_draft_that_cannot_be_rolled_back_is_refused(make_model: MakeModel) ->
         use_conv_bias=True,
         time_step_rank=4,
     )
-    with pytest.raises(PairError, match=r"draft \(mamba\) keeps a ArraysCache in layer 0"):
-        load_pair(make_model("target"), mamba)
+    assert load_pair(make_model("target"), mamba).draft is not None
 
 
 class _Custom(nn.Module):
@@ -143,8 +149,8 @@ class _OwnCache(KVCache):
     """Looks like a KVCache, may do anything."""
 
 
-def test_full_and_sliding_attention_are_accepted() -> None:
-    check_cache(_Custom(KVCache(), RotatingKVCache(max_size=8)), "target")
+def test_attention_and_states_are_accepted() -> None:
+    check_cache(_Custom(KVCache(), RotatingKVCache(max_size=8), CacheList(ArraysCache(2), KVCache())), "target")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +162,7 @@ def test_full_and_sliding_attention_are_accepted() -> None:
         ),
         (_Custom(_OwnCache()), "_OwnCache"),
         (_Custom(ConcatenateKVCache()), "ConcatenateKVCache"),
+        (_Custom(KVCache(), CacheList(ArraysCache(2), QuantizedKVCache())), "QuantizedKVCache in layer 1"),
         (_Pictured(KVCache()), r"called with \(tokens, pixels\)"),
         (_Stateless(KVCache()), r"called with \(tokens\)"),
     ],
