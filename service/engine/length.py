@@ -15,8 +15,9 @@ PROBE = 32
 """Rounds after which a resting draft drafts again at the latest: what it would be worth stays known, and what it gets wrong
 stays logged, so that it goes on learning."""
 PROBING = 0.015
-"""Share of the time that may be lost by that: the closer it is to paying, the sooner it is tried. Where the reading alone costs
-a draft more, as in a full batch on a CPU, it rests altogether."""
+"""Share of the time that may be lost by that: the closer it is to paying, the sooner it is tried. Where reading alone costs a
+draft more, as in a full batch on a CPU, it stops that too, and is tried when it has rested for so long that catching up costs
+no more."""
 REPAID = 64
 """Rounds in which what a draft must read before it can draft must have paid."""
 STAY = 1.03
@@ -178,8 +179,8 @@ class DraftLength:
             probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(load, k, k))
             lost = self.seconds(load, probe, probe) / plain - draft[probe]
             patience = PROBE if k else min(max(lost / PROBING, 2), PROBE)
+            # Begun anew when it has drafted: one that fell behind may read for some rounds first.
             if self._rested >= max(patience, reading / plain / PROBING):
-                self._rested = 0
                 return Choice(probe, nothing)
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches))
 
@@ -217,6 +218,8 @@ class DraftLength:
         A cost is corrected against another one seen a round before or after: what slows the whole machine, such as a
         training run beside, slows both.
         """
+        if choice.drafted:
+            self._rested = 0
         for match, count, accepted in zip(matches, choice.looked_up, kept, strict=True):
             if count and match is not None:
                 self._looked_up[match.length].observe(count, accepted)
