@@ -41,7 +41,8 @@ def serve_and_train(
         folder,
         {
             "models": settings.models.model_dump(exclude_none=True),
-            "engine": {"max_rows": CLIENTS},
+            # Always drafting: cases are wanted here, and a draft that does not pay for a full batch leaves none.
+            "engine": {"max_rows": CLIENTS, "adaptive": False},
             "training": training,
             "gate": settings.gate.model_dump(exclude_unset=True),
         },
