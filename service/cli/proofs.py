@@ -1,0 +1,111 @@
+"""`eval gate` and `eval poison`: whether what guards the draft does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from service.cli.console import stages, table, write_json
+from service.cli.evaluate import MaxTokens, Rows, eval_, folders
+from service.cli.options import Config, Draft, Json, Target, again, settings_from
+
+Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
+
+
+@eval_.command()
+def gate(
+    context: typer.Context,
+    train: Annotated[Path, typer.Option(help="Prompts: four in five to learn from, the others for the gate.")],
+    test: Annotated[Path, typer.Option(help="Other prompts, to measure on what each adapter is worth.")],
+    keep: Annotated[Path, typer.Option(help="Folder of the adapters; those that are there are not trained again.")],
+    count: Annotated[int, typer.Option(min=1, help="Adapters of either kind to train.")] = 20,
+    noisy: Annotated[int, typer.Option(min=0, help="Copies with noise to judge.")] = 100,
+    cases: Annotated[int, typer.Option(min=1, help="Generations that each learns from.")] = 400,
+    test_limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many other prompts.")] = None,
+    max_tokens: MaxTokens = 128,
+    rows: Rows = 16,
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Does the gate pass adapters that learnt something, and refuse those trained on shuffled targets or changed by noise?"""
+    from service.evaluation.bench import host
+    from service.evaluation.bench.report import Report, publish
+    from service.evaluation.gating import COLUMNS, Judged, cells, run_gate
+    from service.evaluation.prompts import read_prompts
+
+    settings = settings_from(config, models__target=target, models__draft=draft)
+    models, general = folders(settings)
+    command, found = again(context), list[Judged]()
+    with stages("gate") as on_step:
+        for one in run_gate(
+            settings,
+            models,
+            general,
+            read_prompts(train),
+            read_prompts(test, limit=test_limit),
+            keep,
+            count=count,
+            noisy=noisy,
+            cases=cases,
+            max_tokens=max_tokens,
+            rows=rows,
+            on_step=on_step,
+        ):
+            found.append(one)
+            head = {"command": command, "machine": host.describe(), "gate": settings.gate.model_dump()}
+            write_json(json, head | {"judged": [each.plain() for each in found]})
+    title = f"The gate on adapters of {train.name.removesuffix('.jsonl')}, {cases} generations"
+    table(title, COLUMNS, cells(found))
+    publish(Report("gate", title, command, COLUMNS, cells(found), {}, {}), json=None, png=None, markdown=markdown)
+
+
+@eval_.command()
+def poison(
+    context: typer.Context,
+    honest: Annotated[Path, typer.Option(help="Honest prompts, one in ten of the requests.")],
+    test: Annotated[Path, typer.Option(help="Honest prompts to measure on, which no run sees.")],
+    requests: Annotated[int, typer.Option(min=10, help="Requests of one attack.")] = 400,
+    test_limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many to measure on.")] = None,
+    max_tokens: MaxTokens = 128,
+    rows: Rows = 16,
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    json: Json = None,
+    markdown: Markdown = None,
+) -> None:
+    """Let nine in ten requests be hostile and see what the loop makes of the draft for the others."""
+    from service.evaluation.bench import host
+    from service.evaluation.bench.report import Report, publish
+    from service.evaluation.poison import COLUMNS, Poisoned, run_poison
+    from service.evaluation.prompts import read_prompts
+
+    settings = settings_from(config, models__target=target, models__draft=draft)
+    models, general = folders(settings)
+    command, found = again(context), list[Poisoned]()
+    with stages("poison") as on_step:
+        for one in run_poison(
+            settings,
+            models,
+            general,
+            read_prompts(honest),
+            read_prompts(test, limit=test_limit),
+            requests=requests,
+            max_tokens=max_tokens,
+            rows=rows,
+            on_step=on_step,
+        ):
+            found.append(one)
+            head = {"command": command, "machine": host.describe(), "training": settings.training.model_dump()}
+            write_json(json, head | {"attacks": {each.attack: each.plain() for each in found}})
+    title = (
+        f"Hostile traffic beside {honest.name.removesuffix('.jsonl')}, measured on {test.name.removesuffix('.jsonl')}"
+    )
+    rows_ = [one.cells() for one in found]
+    table(title, COLUMNS, rows_)
+    publish(Report("poison", title, command, COLUMNS, rows_, {}, {}), json=None, png=None, markdown=markdown)

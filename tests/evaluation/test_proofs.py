@@ -1,0 +1,85 @@
+"""The gate and poisoned traffic at the size of a toy."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_house import prompts
+
+from service.core import BadRequest
+from service.evaluation.gating import COLUMNS, NOISES, Kind, cells, run_gate, shuffled
+from service.evaluation.poison import run_poison
+from service.learning.dataset import Example
+from service.learning.lora import WEIGHTS
+from service.settings import GateSettings, Settings, TrainingSettings
+
+
+@pytest.fixture
+def quick(settings: Settings) -> Settings:
+    training = TrainingSettings(min_cases=20, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
+    return settings.model_copy(
+        update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}
+    )
+
+
+def test_shuffled_targets_are_the_same_ones_elsewhere() -> None:
+    rng = np.random.default_rng(0)
+    examples = [
+        Example(
+            tokens=np.arange(n + 2, dtype=np.int32),
+            start=2,
+            ids=rng.integers(0, 99, (n, 4)).astype(np.int32),
+            logprobs=rng.normal(size=(n, 4)).astype(np.float32),
+            tail=rng.normal(size=n).astype(np.float32),
+            weight=np.ones(n, dtype=np.float32),
+        )
+        for n in (3, 50, 7)
+    ]
+    dealt = shuffled(examples, seed=1)
+
+    def rows(each: list[Example]) -> list[tuple[float, ...]]:
+        return [(*ids, *p, t) for e in each for ids, p, t in zip(e.ids, e.logprobs, e.tail, strict=True)]
+
+    assert sorted(rows(dealt)) == sorted(rows(examples))
+    assert rows(dealt) != rows(examples)
+    assert [e.positions for e in dealt] == [3, 50, 7]
+    assert all((a.tokens == b.tokens).all() for a, b in zip(dealt, examples, strict=True))
+
+
+def test_the_gate_on_adapters_of_every_kind(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
+    learn, other = list(prompts(60, 1)), list(prompts(30, 2))
+    sizes = {"count": 2, "noisy": 2 * len(NOISES), "cases": 30, "max_tokens": 16}
+    found = list(run_gate(quick, models, None, learn, other, tmp_path, **sizes))
+    by_kind = {kind: [one for one in found if one.candidate.kind is kind] for kind in Kind}
+    assert [len(each) for each in by_kind.values()] == [2, 2, 8]
+    assert all(one.verdict.promoted and one.worth > 0 for one in by_kind[Kind.BETTER])
+    assert not any(one.verdict.promoted for one in by_kind[Kind.SHUFFLED])
+    noisy = by_kind[Kind.NOISY]
+    assert abs(noisy[0].worth) <= 0.05, "1 % of noise changes next to nothing"
+    assert len({one.verdict.gain for one in noisy}) > 1, "and noise of another strength something else"
+    assert all(len(row) == len(COLUMNS) for row in cells(found))
+
+    # What was trained is taken as it is: an adapter that lost its weights' values is not made again.
+    before = (tmp_path / "better-2" / WEIGHTS).stat().st_mtime_ns
+    again = list(run_gate(quick, models, None, learn, other, tmp_path, **(sizes | {"noisy": 0})))
+    assert [one.verdict for one in again] == [one.verdict for one in found[: len(again)]]
+    assert (tmp_path / "better-2" / WEIGHTS).stat().st_mtime_ns == before
+
+
+def test_the_gate_needs_texts_enough(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(BadRequest, match="too few"):
+        next(run_gate(quick, models, None, list(prompts(10, 1)), list(prompts(5, 2)), tmp_path, cases=30, max_tokens=8))
+
+
+def test_hostile_traffic_goes_through_the_loop(quick: Settings, models: tuple[Path, Path]) -> None:
+    honest, test = list(prompts(12, 1)), list(prompts(20, 3))
+    found = list(run_poison(quick, models, None, honest, test, requests=60, max_tokens=16))
+    assert [one.attack for one in found] == ["random tokens", "repeated strings", "both, from one client"]
+    for one in found:
+        assert one.requests >= 55 and len(one.course.tokens) == one.requests
+        assert len(one.candidates) == len(one.course.runs) > 0
+        if not any(run.promoted for run in one.course.runs):
+            assert one.serving == one.bare
+        assert 0 < one.bare[0] < 1 and 0 < one.bare[1] <= 1
+    with pytest.raises(BadRequest, match="fewer"):
+        next(run_poison(quick, models, None, honest, test, requests=600))
