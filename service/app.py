@@ -12,8 +12,10 @@ from service.settings import Settings
 from service.store.adapters import Adapters
 from service.store.database import Database, upgrade
 from service.store.generations import Generations
+from service.store.quarantine import Quarantine
 from service.store.replay import Replay
 from service.store.runs import Runs
+from service.store.unseen import Unseen
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +29,8 @@ class Stores:
     runs: Runs
     adapters: Adapters
     replay: Replay
+    unseen: Unseen
+    quarantine: Quarantine
 
     def close(self) -> None:
         self.database.close()
@@ -37,7 +41,15 @@ def open_stores(settings: Settings, *, create: bool = False) -> Stores:
     if create:
         upgrade(settings.database_url)
     database = Database(settings.database_url)
-    return Stores(database, Generations(database), Runs(database), Adapters(database), Replay(database))
+    return Stores(
+        database,
+        Generations(database),
+        Runs(database),
+        Adapters(database),
+        Replay(database),
+        Unseen(database),
+        Quarantine(database),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,6 +134,9 @@ METRICS: tuple[Definition, ...] = (
     _gauge("training_grad_norm", "Latest gradient norm; 0 before the first step."),
     _gauge("training_tokens_per_second", "Training tokens per second; 0 before the first step."),
     _gauge("training_seconds_left", "Estimated rest of the latest run; 0 when unknown."),
+    _counter(
+        "cases_supplied_total", "Failure cases worked out afterwards, from generations on which no draft was tried."
+    ),
     _counter("recorder_dropped_total", "Finished generations that could not be remembered."),
 )
 
@@ -295,6 +298,9 @@ class Metrics:
 
     def recorder_dropped(self, generations: int) -> None:
         self._series("recorder_dropped_total").inc(generations)
+
+    def cases_supplied(self, cases: int) -> None:
+        self._series("cases_supplied_total").inc(cases)
 
     def training(self, run: TrainingRun) -> None:
         """Show the latest run: its state and how far it is."""

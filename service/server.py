@@ -84,6 +84,7 @@ class Application:
             adapters=self.stores.adapters,
             generations=self.stores.generations,
             replay=self.stores.replay,
+            unseen=self.stores.unseen,
             switching=Switching(self.worker, self.stores.adapters, serving.pair.provenance.draft, self.metrics),
             launcher=ProcessLauncher(
                 settings.home / "training.log",
@@ -175,6 +176,7 @@ class Application:
             "training": settings.training.model_dump(),
             "gate": settings.gate.model_dump(),
             "k": settings.engine.num_draft_tokens,
+            "tie_margin": settings.engine.tie_margin,
             "provenance": asdict(serving.pair.provenance),
         }
         return Rules(

@@ -80,6 +80,38 @@ def purge(
     out.print(f"{gone} generations deleted")
 
 
+@cases.command()
+def quarantined(config: Config = None) -> None:
+    """What was put aside: cases of adapters that were taken back, and those that runs crashed over."""
+    from service.app import open_stores
+
+    stores = open_stores(settings_from(config))
+    try:
+        rows = [
+            ("crashes" if h.run is None else f"adapter {h.adapter} taken back", h.run or "", h.cases, h.generations)
+            for h in stores.quarantine.held()
+        ]
+    finally:
+        stores.close()
+    table("put aside", ("after", "run", "failure cases", "generations"), rows)
+
+
+@cases.command()
+def release(
+    config: Config = None,
+    run: Annotated[int | None, typer.Option(min=1, help="Only what this run's adapter had learnt from.")] = None,
+) -> None:
+    """Let runs learn again from cases that were put aside."""
+    from service.app import open_stores
+
+    stores = open_stores(settings_from(config))
+    try:
+        free = stores.quarantine.release(run)
+    finally:
+        stores.close()
+    out.print(f"{free} failure cases released")
+
+
 @db.command("upgrade")
 def upgrade_database(config: Config = None) -> None:
     """Create the database, or bring it to this version's revision."""

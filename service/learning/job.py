@@ -1,6 +1,6 @@
 """What the child process does: `python -m service.learning.job`, the job on one line of stdin (see spec).
 
-Messages on stdout are one JSON object a line: progress, candidate, scores, then done, or failed with a reason; either
+Messages on stdout are one JSON object a line: progress, candidate, scores, cases, then done, or failed with a reason; either
 ends with status 0, anything else is a crash. stdin carries pause and resume; at its end the child exits at once. Only
 the main thread touches MLX. Nothing is written to the database: rows are the parent's.
 """
@@ -21,15 +21,16 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.core import Progress, RedraftError, Score, TrainingFailed
+from service.core import BARE_DRAFT, Progress, RedraftError, Score, TrainingFailed
 from service.learning import budget, lora
 from service.learning.buffer import GeneralSet, lesson
 from service.learning.channel import Channel
 from service.learning.dataset import Dataset, Example, build, padded
 from service.learning.fitting import fit
 from service.learning.rescore import TargetCache, with_targets
+from service.learning.rounds import logged
 from service.learning.scoring import choose_held_out, score
-from service.learning.spec import ScoreJob, TrainJob, parse
+from service.learning.spec import CasesJob, JobSpec, ScoreJob, TrainJob, parse
 from service.learning.trainer import TrainReport
 from service.models import vocabulary
 from service.models.folding import as_served
@@ -44,6 +45,8 @@ from service.store.runs import Runs
 log = logging.getLogger(__name__)
 
 CANDIDATE = "candidate"
+PIECE = 16
+"""Generations whose cases are told in one message."""
 CACHE_BYTES = 2**30
 """Freed memory MLX may keep for reuse."""
 
@@ -57,8 +60,10 @@ def run(channel: Channel) -> None:
     try:
         if isinstance(job, TrainJob):
             _Training(job, channel, database).run()
-        else:
+        elif isinstance(job, ScoreJob):
             _score(job, channel, database)
+        else:
+            _cases(job, channel, database)
     finally:
         database.close()
 
@@ -220,7 +225,31 @@ def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
     channel.send("scores", {"scores": _plain(scores), "golden": False})
 
 
-def _kept(job: TrainJob | ScoreJob, adapter: Path | None) -> list[int] | None:
+def _cases(job: CasesJob, channel: Channel, database: Database) -> None:
+    """A `cases` job. What cannot be looked at is told too, without cases."""
+    draft = _load_draft(job)
+    if job.adapter is not None:
+        lora.attach(draft.model, job.adapter, job.provenance.draft)
+    model, width = as_served(draft.model, _kept(job, job.adapter)), _shared_width(job)
+    for start in range(0, len(job.generations), PIECE):
+        found = Generations(database).by_ids(job.generations[start : start + PIECE])
+        usable = [g for g in found if g.prompt.tokens and g.targets and g.targets.positions == len(g.output)]
+        # Whose rounds they would have been nobody asks: only the cases are told.
+        drafted = logged(
+            model,
+            usable,
+            k=job.k,
+            adapter=BARE_DRAFT,
+            vocabulary=width,
+            tie_margin=job.tie_margin,
+            between=channel.hold,
+        )
+        cases: dict[str, list[dict[str, object]]] = {generation.id: [] for generation in found}
+        cases |= {one.generation.id: [asdict(case) for case in one.generation.cases] for one in drafted}
+        channel.send("cases", {"cases": cases})
+
+
+def _kept(job: JobSpec, adapter: Path | None) -> list[int] | None:
     """The vocabulary an adapter (None: the bare draft) serves with: its own, else the draft's."""
     own = vocabulary.read(adapter) if adapter is not None else None
     return own if own is not None else vocabulary.read(job.draft)
@@ -239,7 +268,7 @@ def lower_priority(niceness: int) -> None:
             os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), niceness))
 
 
-def _load_draft(job: TrainJob | ScoreJob) -> Loaded:
+def _load_draft(job: JobSpec) -> Loaded:
     draft = load_model(job.draft)
     if draft.fingerprint != job.provenance.draft:
         raise TrainingFailed(f"the draft in {job.draft.name} is not the one that serves: its files changed")
@@ -255,7 +284,7 @@ def _load_target(job: TrainJob) -> tuple[nn.Module, int]:
     return target.model, _shared_width(job)
 
 
-def _shared_width(job: TrainJob | ScoreJob) -> int:
+def _shared_width(job: JobSpec) -> int:
     """Logits' width that target and draft share: the noise of seeded rows depends on it."""
     return min(_width(job.target), _width(job.draft))
 

@@ -1,5 +1,7 @@
-"""The rounds a draft would have had on a greedy text, and the cases they would have left: what the engine logs at a fixed draft
-length, without decoding. Greedy text is the same whatever drafted it, so one teacher-forced pass of the draft tells."""
+"""The rounds a draft would have had on a greedy or seeded text, and the cases they would have left: what the engine logs at a
+fixed draft length, without decoding. Such a text is the same whatever drafted it, and the draft's choice at every position is
+too (under a seed by the same noise), so one teacher-forced pass of the draft tells. Under rejection neither the draft's choice
+nor the target's word on it is settled by the text: such texts have no one course of rounds."""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from numpy.typing import NDArray
 
-from service.core import FailureCase, Generation, Round
+from service.core import AcceptRule, FailureCase, Generation, Round
+from service.engine.sampling import SamplingBatch, choose, shared_noise, transform
 from service.learning.dataset import unpack
-from service.learning.forced import response_logits
+from service.learning.forced import Span, response_logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,26 +51,39 @@ def logged(
     tie_margin: float = 1e-3,
     between: Callable[[], None] = lambda: None,
 ) -> list[Drafted]:
-    """Greedy generations with targets, as they would be had `model` drafted `k` tokens a round.
+    """Greedy and seeded generations with targets, as they would be had `model` drafted `k` tokens a round.
 
-    A case's p is 0 where its token is not among the target's stored ones. Raises ValueError for a generation that is not
-    greedy or has no targets.
+    A case's p is 0 where its token is not among the target's stored ones. Raises ValueError for a generation that is sampled
+    without a seed or has no targets.
     """
-    if any(not g.prompt.sampling.greedy or g.targets is None for g in generations):
-        raise ValueError("only greedy generations with targets have one course of rounds")
+    if any(g.prompt.sampling.rule is not AcceptRule.MATCH or g.targets is None for g in generations):
+        raise ValueError("only greedy and seeded generations with targets have one course of rounds")
     guesses = [np.zeros(len(g.output), dtype=np.int64) for g in generations]
     sure = [np.zeros(len(g.output)) for g in generations]
-    texts = [(g.prompt.tokens, g.output) for g in generations]
-    for span in response_logits(model, texts, vocabulary=vocabulary, between=between):
-        best = mx.argmax(span.logits, axis=-1)
-        q = mx.exp(span.logits.max(axis=-1) - mx.logsumexp(span.logits, axis=-1))
-        mx.eval(best, q)
-        for text, at, token, mass in zip(span.text, span.position, np.array(best), np.array(q), strict=True):
-            guesses[text][at], sure[text][at] = token, mass
+    for greedy in (True, False):
+        # Apart: noise over the vocabulary costs more than the rest.
+        members = [i for i, g in enumerate(generations) if g.prompt.sampling.greedy is greedy]
+        texts = [(generations[i].prompt.tokens, generations[i].output) for i in members]
+        for span in response_logits(model, texts, vocabulary=vocabulary, between=between):
+            chosen, q = _choice(span, [generations[members[text]] for text in span.text])
+            for text, at, token, mass in zip(span.text, span.position, chosen, q, strict=True):
+                guesses[members[text]][at], sure[members[text]][at] = token, mass
     return [
         _told(g, guess.tolist(), q.tolist(), k, adapter, tie_margin)
         for g, guess, q in zip(generations, guesses, sure, strict=True)
     ]
+
+
+def _choice(span: Span, owners: Sequence[Generation]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """What the draft would have proposed at every position of a span, and its probability at T = 1."""
+    width = span.logits.shape[-1]
+    batch = SamplingBatch.of([owner.prompt.sampling for owner in owners], width)
+    law = transform(span.logits[:, None], batch)
+    chosen = choose(law, shared_noise(batch, span.position, 1, width))
+    taken = mx.take_along_axis(span.logits, chosen, axis=-1)[:, 0]
+    q = mx.exp(taken - mx.logsumexp(span.logits, axis=-1))
+    mx.eval(chosen, q)
+    return np.array(chosen[:, 0], dtype=np.int64), np.array(q)
 
 
 def _told(g: Generation, guess: list[int], q: list[float], k: int, adapter: int, tie_margin: float) -> Drafted:

@@ -53,7 +53,23 @@ class ScoreJob:
     provenance: Provenance
 
 
-JobSpec: TypeAlias = TrainJob | ScoreJob
+@dataclass(frozen=True, slots=True)
+class CasesJob:
+    """Work out the cases that the draft with `adapter` (None: bare) would have left on logged generations at draft length
+    `k`. tie_margin: the engine's."""
+
+    url: str
+    target: Path
+    draft: Path
+    adapter: Path | None
+    generations: tuple[str, ...]
+    training: TrainingSettings
+    k: int
+    tie_margin: float
+    provenance: Provenance
+
+
+JobSpec: TypeAlias = TrainJob | ScoreJob | CasesJob
 
 
 def parse(line: str) -> JobSpec:
@@ -87,6 +103,13 @@ def parse(line: str) -> JobSpec:
                 **common,
                 adapters={str(name): _folder(folder) for name, folder in spec["adapters"].items()},
                 generations=tuple(map(str, spec["generations"])),
+            )
+        if spec["kind"] == "cases":
+            return CasesJob(
+                **common,
+                adapter=_folder(spec["adapter"]),
+                generations=tuple(map(str, spec["generations"])),
+                tie_margin=float(spec["tie_margin"]),
             )
     except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
         raise TrainingFailed(f"the job description is incomplete or wrong: {error!r}") from error

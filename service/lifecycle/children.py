@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TypeAlias, cast
 
-from service.core import JobHandle, Progress, Score
+from service.core import FailureCase, JobHandle, Progress, Score
 
 GRACE_SECONDS = 5.0
 
@@ -35,6 +35,13 @@ class Scores:
 
 
 @dataclass(frozen=True, slots=True)
+class Cases:
+    """by_generation: id to the cases that the draft would have left there."""
+
+    by_generation: Mapping[str, Sequence[FailureCase]]
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """All that was asked has been said."""
 
@@ -54,7 +61,7 @@ class Crashed:
 
 
 Ending: TypeAlias = Done | GaveUp | Crashed
-Message: TypeAlias = Progress | Candidate | Scores | Ending
+Message: TypeAlias = Progress | Candidate | Scores | Cases | Ending
 
 
 def parse(message: Mapping[str, object]) -> Message:
@@ -83,6 +90,9 @@ def parse(message: Mapping[str, object]) -> Message:
                 {name: tuple(_score(item) for item in _list(by_adapter, name)) for name in by_adapter},
                 message.get("golden") is True,
             )
+        case "cases":
+            by_generation = _object(message.get("cases"), "cases")
+            return Cases({name: tuple(_case(item) for item in _list(by_generation, name)) for name in by_generation})
         case "failed":
             return GaveUp(_text(message, "reason"))
         case "done":
@@ -218,4 +228,17 @@ def _score(value: object) -> Score:
         agreed=_integer(item, "agreed"),
         calls=_number(item, "calls"),
         k=_integer(item, "k"),
+    )
+
+
+def _case(value: object) -> FailureCase:
+    item = _object(value, "case")
+    return FailureCase(
+        position=_integer(item, "position"),
+        drafted=_integer(item, "drafted"),
+        target=_integer(item, "target"),
+        p=_number(item, "p"),
+        q=_number(item, "q"),
+        margin=_number(item, "margin"),
+        tie=item.get("tie") is True,
     )

@@ -16,6 +16,7 @@ from service.store.adapters import Adapters
 from service.store.generations import Generations
 from service.store.replay import Replay
 from service.store.runs import Runs
+from service.store.unseen import Unseen
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,7 @@ class Parts:
     adapters: Adapters
     generations: Generations
     replay: Replay
+    unseen: Unseen
     switching: Switching
     launcher: Launcher
     events: Events

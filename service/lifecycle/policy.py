@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from enum import StrEnum
 
 from service.core import TrainingRun, Trigger, Verdict
 from service.store.generations import UntrainedCounts
@@ -13,6 +14,12 @@ from service.store.generations import UntrainedCounts
 DRIFT_SHARE = 0.25
 """After drift this share of the usual cases and tokens is enough: what is new has to be learnt soon, but not from nothing."""
 MAX_DOUBLINGS = 5
+
+
+class Chore(StrEnum):
+    """SUPPLY: no run yet; first the cases of generations on which no draft was tried are worked out."""
+
+    SUPPLY = "supply"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +49,20 @@ def decide(
     min_cases: int,
     min_tokens: int,
     cooldown_seconds: float,
+    unseen: int = 0,
     enabled: bool = True,
     watching: bool = False,
     drifted: bool = False,
     waiting: Backoff | None = None,
     strain: str | None = None,
-) -> Trigger | str:
-    """A trigger when a run should start now, else the reason why not.
+) -> Trigger | Chore | str:
+    """A trigger when a run should start now, a chore that may lead to one, else the reason why not.
 
-    counts: untied, untrained failure cases and the output tokens of the generations that hold them. last_run: the
-    newest run, over or not. watching: the active adapter is still being compared on live traffic; a run on top of it would
-    be measured against a parent that may be about to go. drifted: the serving draft keeps less than it used to. strain: what
-    the machine cannot spare.
+    counts: untied, untrained failure cases and the output tokens of the generations that hold them. unseen: output tokens of
+    generations on which no draft was tried; when they alone are as many as a run needs, it is they that lack cases.
+    last_run: the newest run, over or not. watching: the active adapter is still being compared on live traffic; a run on top
+    of it would be measured against a parent that may be about to go. drifted: the serving draft keeps less than it used to.
+    strain: what the machine cannot spare.
 
     A run that lost at the gate marked its cases trained, so the same thresholds already demand that many new ones; after
     drift it takes fewer.
@@ -77,10 +86,12 @@ def decide(
     if drifted:
         min_cases, min_tokens = math.ceil(min_cases * DRIFT_SHARE), math.ceil(min_tokens * DRIFT_SHARE)
     if counts.cases < min_cases:
-        return f"{counts.cases} of {min_cases} failure cases"
-    if counts.tokens < min_tokens:
-        return f"{counts.tokens} of {min_tokens} tokens"
-    return Trigger.DRIFT
+        lacking = f"{counts.cases} of {min_cases} failure cases"
+    elif counts.tokens < min_tokens:
+        lacking = f"{counts.tokens} of {min_tokens} tokens"
+    else:
+        return Trigger.DRIFT
+    return Chore.SUPPLY if unseen >= min_tokens else lacking
 
 
 def _left(now: datetime, since: datetime, seconds: float) -> float:

@@ -31,6 +31,7 @@ from service.core import (
 )
 from service.lifecycle import policy, training
 from service.lifecycle.parts import Job, Parts, Rules
+from service.lifecycle.supply import Supply, SupplyJob
 from service.lifecycle.surroundings import Surroundings
 from service.lifecycle.switching import Events, Switching
 from service.lifecycle.traffic import Traffic
@@ -40,6 +41,7 @@ from service.store.files import sweep
 from service.store.generations import Generations
 from service.store.replay import Replay
 from service.store.runs import Runs
+from service.store.unseen import Unseen
 
 __all__ = ["Rules", "Supervisor"]
 
@@ -66,6 +68,7 @@ class Supervisor:
         adapters: Adapters,
         generations: Generations,
         replay: Replay,
+        unseen: Unseen,
         switching: Switching,
         launcher: Launcher,
         events: Events,
@@ -75,8 +78,9 @@ class Supervisor:
         strain: Callable[[], str | None] | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        self._parts = Parts(runs, adapters, generations, replay, switching, launcher, events, rules, who, now)
+        self._parts = Parts(runs, adapters, generations, replay, unseen, switching, launcher, events, rules, who, now)
         self._watch = Watch(self._parts)
+        self._supply = Supply(self._parts)
         self._traffic = Traffic(self._parts)
         self._busy = busy
         self._strain = strain or Surroundings.here(rules.training)
@@ -186,6 +190,7 @@ class Supervisor:
             min_cases=rules.min_cases,
             min_tokens=rules.min_tokens,
             cooldown_seconds=rules.cooldown_seconds,
+            unseen=self._supply.tokens() if rules.enabled else 0,
             enabled=rules.enabled,
             watching=self._watch.pending() is not None,
             drifted=rules.enabled and self._traffic.drift().alarm,
@@ -194,7 +199,9 @@ class Supervisor:
             ),
             strain=self._strain(),
         )
-        if isinstance(decision, Trigger) and (run := training.claim(self._parts, decision, None)) is not None:
+        if decision is policy.Chore.SUPPLY:
+            self._job = self._supply.begin()
+        elif isinstance(decision, Trigger) and (run := training.claim(self._parts, decision, None)) is not None:
             self._begin(run)
 
     def _begin(self, run: TrainingRun) -> None:
@@ -221,11 +228,16 @@ class Supervisor:
                 return known
             if self._stopped or not self._parts.who.draft:
                 raise Conflict("shutting down" if self._stopped else "this server runs without a draft model")
-            if self._job is not None or runs.current() is not None:
+            supplying = self._job if isinstance(self._job, SupplyJob) else None
+            if self._job is not supplying or runs.current() is not None:
                 raise Conflict("a training run or a comparison is under way")
             run = training.claim(self._parts, Trigger.MANUAL, idempotency_key)
             if run is None:
                 raise BadRequest("nothing has been recorded yet that a run could learn from")
+            if supplying is not None:
+                self._job = None
+                supplying.child.stop()
+                supplying.abandon("a run was asked for")
             self._begin(run)
             return runs.get(run.id)
 

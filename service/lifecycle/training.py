@@ -18,7 +18,7 @@ from service.core import (
     Verdict,
 )
 from service.lifecycle import gate
-from service.lifecycle.children import Candidate, Child, Crashed, Done, GaveUp, Message, Scores
+from service.lifecycle.children import Candidate, Cases, Child, Crashed, Done, GaveUp, Message, Scores
 from service.lifecycle.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -97,6 +97,8 @@ class TrainingJob:
                 self._fail(reason)
             case Crashed(reason):
                 self._parts.crash(runs.get(run.id), reason)
+            case Cases():
+                log.warning("a child that trains has no use for Cases")
 
     def abandon(self, reason: str) -> None:
         self._parts.crash(self._parts.runs.get(self._run.id), reason, blameless=True)

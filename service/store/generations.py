@@ -15,7 +15,15 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, inser
 from service.core import FailureCase, Generation, Provenance, Round
 from service.store.database import Database
 from service.store.rows import case_of, generation_of, id_bytes, logprob_bytes, rounds_of, target_bytes, utc
-from service.store.tables import failure_cases, generation_targets, generations, replay_buffer, replay_domains
+from service.store.tables import (
+    failure_cases,
+    generation_targets,
+    generations,
+    replay_buffer,
+    replay_domains,
+    unseen,
+)
+from service.store.unseen import untried
 
 TRAIN, HELD_OUT = "train", "held_out"
 _CASE = tuple(failure_cases.c[field.name] for field in fields(FailureCase))
@@ -274,6 +282,7 @@ def _remove(connection: Connection, *where: ColumnElement[bool]) -> int:
 
 def _insert(connection: Connection, made: Generation) -> None:
     prompt_bytes = id_bytes(made.prompt.tokens)
+    split = split_of(made.prompt.first_user or prompt_bytes.hex())
     row = connection.execute(
         insert(generations).values(
             id=made.id,
@@ -292,7 +301,7 @@ def _insert(connection: Connection, made: Generation) -> None:
             tokenizer=made.provenance.tokenizer,
             draft=made.provenance.draft,
             prompt_hash=hashlib.sha256(prompt_bytes).hexdigest(),
-            split=split_of(made.prompt.first_user or prompt_bytes.hex()),
+            split=split,
             created_at=made.created_at,
         )
     )
@@ -302,3 +311,5 @@ def _insert(connection: Connection, made: Generation) -> None:
         connection.execute(insert(generation_targets).values(seq=seq, top=targets.top, blob=target_bytes(targets)))
     if made.cases:
         connection.execute(insert(failure_cases), [{"seq": seq, **asdict(case)} for case in made.cases])
+    if split == TRAIN and untried(made):
+        connection.execute(insert(unseen).values(seq=seq))

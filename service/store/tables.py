@@ -85,6 +85,13 @@ failure_cases = Table(
     Index(None, "trained_run", "claimed_run", "quarantined", "tie", "seq"),
 )
 
+unseen = Table(
+    "unseen",
+    metadata,
+    Column("seq", ForeignKey("generations.seq", ondelete="CASCADE"), primary_key=True),
+)
+"""Generations on which no draft was tried, until their cases are supplied."""
+
 replay_buffer = Table(
     "replay_buffer",
     metadata,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
@@ -24,14 +25,31 @@ from oracle import naive
 from tiny_house import prompts, register_adapters, say, tiny_server, write_pair
 from typer.testing import CliRunner
 
+from service.app import open_stores
 from service.cli import console, main
 from service.cli.root import app
-from service.core import AdapterRef, Sampling
+from service.core import (
+    BARE_DRAFT,
+    AdapterRef,
+    FailureCase,
+    FinishReason,
+    Generation,
+    Prompt,
+    Provenance,
+    RunState,
+    Sampling,
+    TrainingRun,
+    Trigger,
+    Verdict,
+)
 from service.evaluation.server import LocalServer
 from service.models.catalog import entries
 from service.models.pair import load_model
 from service.models.text import TextEncoder
+from service.settings import load_settings
 from service.store.database import head, revision
+from service.store.generations import split_of
+from service.store.runs import MAX_CRASHES
 
 TREE = typer.main.get_command(app)
 
@@ -153,6 +171,73 @@ def test_the_database_is_created_once(tmp_path: Path, redraft: Redraft) -> None:
     stats = redraft("cases", "stats", "--config", config)
     assert stats.status == 0
     assert {count for _, count in cells(stats.out)} == {"0"}
+
+
+def put_aside(config: Path) -> int:
+    """Two cases that a run's adapter had learnt from, which was taken back, and one that runs crashed over; which run."""
+    stores = open_stores(load_settings(config))
+    runs, who = stores.runs, Provenance("target", "tokenizer", "draft")
+    words = [name for name in (f"question {i}" for i in range(99)) if split_of(name) == "train"]
+
+    def claimed(cases: int) -> TrainingRun:
+        found = tuple(FailureCase(at, 1, 2, 0.5, 0.5, 1.0, False) for at in range(cases))
+        prompt = Prompt((1, 2), Sampling(), first_user=words[cases])
+        made = Generation(
+            words[cases], prompt, (3, 4), FinishReason.LENGTH, (), found, (0.0,) * 2, (0.0,) * 2, None, who, datetime.now(UTC)
+        )  # fmt: skip
+        stores.generations.add([made]).result()
+        run = runs.claim(trigger=Trigger.CASES, who=who, parent=BARE_DRAFT, limit=9)
+        assert run is not None
+        return run
+
+    learnt = claimed(2)
+    ref = stores.adapters.add(
+        run_id=learnt.id,
+        fencing=learnt.fencing,
+        folder=Path("a"),
+        sha256="",
+        rank=1,
+        scale=1.0,
+        keys=[],
+        draft=who.draft,
+        parent=BARE_DRAFT,
+    )
+    for state in (RunState.TRAINING, RunState.SCORING, RunState.STAGING):
+        runs.move(learnt.id, learnt.fencing, state)
+    said = Verdict(True, "", 9, 9, 0.1, 0.1, 0.1)
+    runs.promote(learnt.id, learnt.fencing, ref.id, said)
+    stores.adapters.take_back(ref.id, BARE_DRAFT, said)
+    run = claimed(1)
+    for _ in range(MAX_CRASHES):
+        runs.move(run.id, run.fencing, RunState.CRASHED)
+        run = runs.claim(trigger=Trigger.CASES, who=who, parent=BARE_DRAFT, limit=9) or run
+    stores.close()
+    return learnt.id
+
+
+def test_what_was_put_aside_is_shown_and_released(tmp_path: Path, redraft: Redraft) -> None:
+    config = tmp_path / "settings.toml"
+    config.write_text(f"home = {json.dumps(str(tmp_path))}\n")
+    assert redraft("db", "upgrade", "--config", config).status == 0
+    run = put_aside(config)
+
+    def shown() -> list[list[str]]:
+        done = redraft("cases", "quarantined", "--config", config)
+        assert (done.status, done.err) == (0, "")
+        return cells(done.out)
+
+    crashed = ["crashes", "", "1", "1"]
+    assert shown() == [["adapter 1 taken back", str(run), "2", "1"], crashed]
+    done = redraft("cases", "release", "--run", 99, "--config", config)
+    one_sentence(done)
+    assert (done.status, done.err) == (1, "redraft: no training run 99\n")
+    done = redraft("cases", "release", "--run", run, "--config", config)
+    assert (done.status, done.out) == (0, "2 failure cases released\n")
+    assert shown() == [crashed]
+    for count in (1, 0):
+        done = redraft("cases", "release", "--config", config)
+        assert (done.status, done.out) == (0, f"{count} failure cases released\n")
+    assert shown() == []
 
 
 # ---------------------------------------------------------------------------------------------------- in a tiny house
@@ -372,6 +457,7 @@ def one_sentence(done: Outcome) -> None:
         (("adapters", "list"), "run `redraft db upgrade`"),
         (("adapters", "export", "1", "{empty}/out"), "run `redraft db upgrade`"),
         (("cases", "purge", "--everything"), "run `redraft db upgrade`"),
+        (("cases", "release"), "run `redraft db upgrade`"),
         (("serve", "--host", "0.0.0.0"), "server.allow_remote"),
         (("serve", "--port", "70000"), "server.port"),
         (("serve", "--num-draft-tokens", "99"), "engine.num_draft_tokens"),
@@ -398,6 +484,7 @@ def test_bad_input_is_answered_with_one_sentence(
         (("cases", "purge"), "say one of --keep"),
         (("cases", "purge", "--keep", "1", "--everything"), "say one of --keep"),
         (("cases", "list", "--limit", "0"), "--limit"),
+        (("cases", "release", "--run", "0"), "--run"),
         (("adapters", "activate", "x"), "integer"),
         (("make-draft", "--target", "a", "--out", "b", "--layers", "a,b"), "separated by commas"),
         (("make-draft", "--target", "a", "--out", "b", "--dtype", "int8"), "float32 or bfloat16"),

@@ -18,9 +18,10 @@ from logged import VOCABULARY, served
 from mlx_lm.tuner.utils import load_adapters
 from oracle import relative, tiny_llama
 
-from service.core import Generation, Provenance, RunState, Sampling, Score, TrainingFailed, Trigger
+from service.core import AcceptRule, Generation, Provenance, RunState, Sampling, Score, TrainingFailed, Trigger
 from service.learning.buffer import GeneralSet
 from service.learning.channel import ORPHANED
+from service.learning.rounds import logged
 from service.learning.scoring import score
 from service.learning.spec import TrainJob, parse
 from service.models import vocabulary
@@ -288,6 +289,27 @@ def test_a_second_run_goes_on_from_the_first_and_reads_what_it_scored(home: Home
         texts = Generations(home.database).by_ids(ids)
         expected = score(model, texts, k=3, vocabulary=VOCABULARY)
         assert [s["calls"] for s in scored[name]] == pytest.approx([s.calls for s in expected], rel=1e-4)
+
+    # What the first would have drafted where nobody did; what cannot be looked at is told too.
+    settled = [g for g in rig.logged if g.prompt.sampling.rule is AcceptRule.MATCH][:20]
+    ids = [g.id for g in settled]
+    asked = {"kind": "cases", "adapter": first["folder"], "generations": [*ids, "gone"], "tie_margin": 0.5}
+    with child({**job, **asked}) as running:
+        messages = running.rest()
+    assert [message["type"] for message in messages] == ["cases", "cases", "done"]
+    told = {name: cases for message in messages[:2] for name, cases in message["cases"].items()}
+    assert told.keys() == set(ids)
+    model = load_adapters(load_model(rig.draft).model, first["folder"])
+    cut(model, vocabulary.read(Path(first["folder"])) or [])
+    usable = [g for g in settled if g.targets is not None]
+    assert 0 < len(usable) < len(settled)
+    for one in logged(model, usable, k=3, adapter=0, vocabulary=VOCABULARY, tie_margin=0.5):
+        mine, theirs = one.generation.cases, told.pop(one.generation.id)
+        assert [(c.position, c.drafted, c.target, c.p, c.margin, c.tie) for c in mine] == [
+            tuple(c[name] for name in ("position", "drafted", "target", "p", "margin", "tie")) for c in theirs
+        ]
+        assert [c["q"] for c in theirs] == pytest.approx([c.q for c in mine], rel=1e-3)
+    assert all(cases == [] for cases in told.values())
 
 
 def test_it_makes_way_holds_still_and_dies_with_its_parent(home: Home) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
@@ -29,6 +29,7 @@ from service.core import (
     RunState,
     Sampling,
     Staged,
+    Targets,
     TrainingRun,
     Unavailable,
 )
@@ -42,6 +43,7 @@ from service.store.files import folder_sha256
 from service.store.generations import Generations, split_of
 from service.store.replay import Replay
 from service.store.runs import Runs
+from service.store.unseen import Unseen
 
 T = TypeVar("T")
 
@@ -69,6 +71,14 @@ def generation(
         provenance=WHO,
         created_at=datetime.now(UTC),
     )
+
+
+def undrafted(name: str, *, tokens: int = 12) -> Generation:
+    """Decoded while the draft rested, with the target's word on every position."""
+    made = generation(name, cases=tokens // 4)
+    rounds = tuple(Round(BARE_DRAFT, at, 0, 0, 1) for at in range(tokens))
+    words = Targets(1, bytes(4 * tokens), bytes(2 * tokens), bytes(2 * tokens))
+    return replace(made, rounds=rounds, cases=(), targets=words)
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,7 @@ class Launcher(ProcessLauncher):
     def __init__(self, log: Path, command: tuple[str, ...]) -> None:
         super().__init__(log, command=command)
         self.started: list[Process] = []
+        self.kinds: list[str] = []
         self.missing = False
 
     def launch(self, spec):  # pyright: ignore[reportMissingParameterType, reportUnknownParameterType]
@@ -122,6 +133,7 @@ class Launcher(ProcessLauncher):
             raise FileNotFoundError("no such interpreter")
         process = super().launch(spec)  # pyright: ignore[reportUnknownArgumentType]
         self.started.append(process)
+        self.kinds.append(spec["kind"])  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
         return process
 
 
@@ -133,6 +145,7 @@ class Told:
     over: list[RunState] = field(default_factory=list[RunState])
     promotions: int = 0
     rollbacks: int = 0
+    supplied: int = 0
     serving_now: int = BARE_DRAFT
 
     def training(self, run: TrainingRun) -> None:
@@ -141,6 +154,9 @@ class Told:
 
     def training_ended(self, state: RunState) -> None:
         self.over.append(state)
+
+    def cases_supplied(self, cases: int) -> None:
+        self.supplied += cases
 
     def promoted(self) -> None:
         self.promotions += 1
@@ -161,7 +177,7 @@ class Server:
     def __init__(self, world: "World", **training: object) -> None:
         self.db = MortalDatabase(world.url)
         self.generations, self.runs, self.adapters = Generations(self.db), Runs(self.db), Adapters(self.db)
-        self.replay = Replay(self.db)
+        self.replay, self.unseen = Replay(self.db), Unseen(self.db)
         self.engine, self.told = SmallEngine(), Told()
         self.launcher = Launcher(
             world.home / "child.log", (str(Path(__file__).with_name("scripted_child.py")), str(world.plan))
@@ -174,6 +190,7 @@ class Server:
             adapters=self.adapters,
             generations=self.generations,
             replay=self.replay,
+            unseen=self.unseen,
             switching=Switching(self.engine, self.adapters, WHO.draft, self.told),
             launcher=self.launcher,
             events=self.told,
@@ -199,6 +216,12 @@ class Server:
     def traffic(self, count: int = ENOUGH, *, cases: int = 3) -> None:
         """Generations come in; without cases they only feed a watch."""
         self.generations.add([generation(os.urandom(8).hex(), cases=cases) for _ in range(count)]).result(10)
+
+    def rested(self, count: int = ENOUGH) -> list[str]:
+        """Generations come in that the draft had no part in; their names."""
+        made = [undrafted(os.urandom(8).hex()) for _ in range(count)]
+        self.generations.add(made).result(10)
+        return [one.id for one in made]
 
     def tick_until(self, done: Callable[[], bool], seconds: float = 10.0) -> None:
         end = time.monotonic() + seconds
@@ -250,9 +273,9 @@ class World:
         upgrade(self.url)
         self.act()
 
-    def act(self, train: str = "pass", score: str = "fair") -> None:
+    def act(self, train: str = "pass", score: str = "fair", cases: str = "tell") -> None:
         """What the next children do."""
-        self.plan.write_text(json.dumps({"train": train, "score": score}))
+        self.plan.write_text(json.dumps({"train": train, "score": score, "cases": cases}))
 
     @contextmanager
     def server(self, *, start: bool = True, **training: object) -> Generator[Server]:

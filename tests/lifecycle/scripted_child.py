@@ -92,10 +92,35 @@ def score(job: dict[str, object], act: str) -> None:
     say("done")
 
 
+def cases(job: dict[str, object], act: str) -> None:
+    """Three cases a generation, told in two messages."""
+    if act == "kill":
+        die()
+    if act == "give up":
+        return say("failed", reason="the draft is gone")
+    if act == "hang":
+        sys.stdin.read()
+        sys.exit(75)
+    if act == "wait":
+        assert sys.stdin.readline() == "pause\n"
+        assert sys.stdin.readline() == "resume\n"
+    names: list[str] = job["generations"]  # pyright: ignore[reportAssignmentType]
+    case = {"drafted": 1, "target": 2, "p": 0.5, "q": 0.5, "margin": 1.0, "tie": False}
+    for part in (names[: len(names) // 2], names[len(names) // 2 :]):
+        if act != "silent":
+            say("cases", cases={name: [{"position": 4 * i, **case} for i in range(3)] for name in part})
+        if act == "kill half way":
+            die()
+        if act == "hang half way":
+            sys.stdin.read()
+            sys.exit(75)
+    say("done")
+
+
 def main() -> None:
     job = json.loads(sys.stdin.readline())
     act = json.loads(Path(sys.argv[1]).read_text())[job["kind"]]
-    (train if job["kind"] == "train" else score)(job, act)
+    {"train": train, "score": score, "cases": cases}[job["kind"]](job, act)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from service.core import Progress, Score
-from service.lifecycle.children import Candidate, Child, Crashed, Done, GaveUp, Scores, parse
+from service.core import FailureCase, Progress, Score
+from service.lifecycle.children import Candidate, Cases, Child, Crashed, Done, GaveUp, Scores, parse
 from service.lifecycle.launcher import Process, ProcessLauncher
 
 SCORE = {"generation": "g", "domain": "", "tokens": 40, "agreed": 20, "calls": 20, "k": 3}
 CANDIDATE = {"type": "candidate", "folder": "/a/b", "sha256": "ff", "rank": 4, "scale": 2, "keys": ["q"], "frozen": 9}
+CASE = {"position": 3, "drafted": 5, "target": 6, "p": 0.25, "q": 0.5, "margin": 1.5, "tie": True}
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -22,6 +23,9 @@ def test_every_message_of_the_protocol_is_understood() -> None:
     assert parse(CANDIDATE) == Candidate(Path("/a/b"), "ff", 4, 2.0, ("q",))
     assert parse({"type": "scores", "scores": {"0": [SCORE]}, "golden": True}) == Scores(
         {"0": (Score("g", "", 40, 20, 20.0, 3),)}, True
+    )
+    assert parse({"type": "cases", "cases": {"g": [CASE], "h": []}}) == Cases(
+        {"g": (FailureCase(3, 5, 6, 0.25, 0.5, 1.5, True),), "h": ()}
     )
     assert parse({"type": "failed", "reason": "no"}) == GaveUp("no")
     assert parse({"type": "done"}) == Done()
@@ -44,6 +48,11 @@ def test_every_message_of_the_protocol_is_understood() -> None:
         *({"type": "scores", "scores": {"0": [{**SCORE, name: None}]}} for name in SCORE),
         {"type": "scores", "scores": {"0": [{**SCORE, "calls": float("nan")}]}},
         {"type": "scores", "scores": {"0": [{**SCORE, "tokens": -1}]}},
+        {"type": "cases"},
+        {"type": "cases", "cases": {"g": CASE}},
+        *({"type": "cases", "cases": {"g": [{**CASE, name: None}]}} for name in CASE if name != "tie"),
+        {"type": "cases", "cases": {"g": [{**CASE, "position": -1}]}},
+        {"type": "cases", "cases": {"g": [{**CASE, "q": float("nan")}]}},
         *({**CANDIDATE, name: None} for name in ("folder", "sha256", "rank", "scale", "keys")),
         {**CANDIDATE, "scale": float("inf")},
     ],

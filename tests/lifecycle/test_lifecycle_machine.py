@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from circle import WHO, SmallEngine, Told, generation
+from circle import WHO, SmallEngine, Told, generation, undrafted
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -37,7 +37,16 @@ from service.store.files import folder_sha256
 from service.store.generations import Generations
 from service.store.replay import Replay
 from service.store.runs import Runs
-from service.store.tables import adapters, evaluations, failure_cases, replay_buffer, training_runs
+from service.store.tables import (
+    adapters,
+    evaluations,
+    failure_cases,
+    generations,
+    replay_buffer,
+    training_runs,
+    unseen,
+)
+from service.store.unseen import Unseen
 
 WATCH = 16
 CALLS = {"better": 0.8, "same": 1.0, "worse": 1.25}
@@ -71,6 +80,11 @@ class Scripted:
     def finish(self, quality: str) -> None:
         """Everything a child says that comes to its end."""
         share = CALLS[quality]
+        if self.spec["kind"] == "cases":
+            self.tell(self.spec["generations"])
+            self.say("done")
+            self.code = 0
+            return
         if self.spec["kind"] == "score":
             newest = max(self.spec["adapters"], key=int)
             names = self.spec["generations"]
@@ -86,6 +100,10 @@ class Scripted:
         self.say("scores", scores=found)
         self.say("done")
         self.code = 0
+
+    def tell(self, names: list[str]) -> None:
+        case = {"drafted": 1, "target": 2, "p": 0.5, "q": 0.5, "margin": 1.0, "tie": False}
+        self.say("cases", cases={name: [{"position": 4 * i, **case} for i in range(3)] for name in names})
 
 
 def _scores(names: list[str], share: float) -> list[dict[str, object]]:
@@ -134,6 +152,7 @@ class Machine(RuleBasedStateMachine):
             adapters=self.adapters,
             generations=self.generations,
             replay=Replay(self.db),
+            unseen=Unseen(self.db),
             switching=Switching(self.engine, self.adapters, WHO.draft, self.told),
             launcher=self.children,
             events=self.told,
@@ -191,6 +210,13 @@ class Machine(RuleBasedStateMachine):
         made = [replace(one, rounds=tuple(replace(r, adapter=adapter) for r in one.rounds)) for one in made]
         self.generations.add(made).result(10)
 
+    @rule(count=st.integers(1, WATCH))
+    def draft_rests(self, count: int) -> None:
+        adapter = self.engine.active
+        made = [undrafted(f"rested {os.urandom(8).hex()}") for _ in range(count)]
+        made = [replace(one, rounds=tuple(replace(r, adapter=adapter) for r in one.rounds)) for one in made]
+        self.generations.add(made).result(10)
+
     @precondition(lambda self: not self.drifted)
     @rule()
     def drift(self) -> None:
@@ -215,7 +241,7 @@ class Machine(RuleBasedStateMachine):
             self.supervisor.tick()
             self.legal()
 
-    @rule(how=st.sampled_from(["progress", "give up", "garbage", "silent", "killed"]))
+    @rule(how=st.sampled_from(["progress", "give up", "garbage", "half", "silent", "killed"]))
     def child_does_something_else(self, how: str) -> None:
         child = self.child
         if child is None:
@@ -228,6 +254,9 @@ class Machine(RuleBasedStateMachine):
                 child.code = 0
             case "garbage":
                 child.say("hello")
+            case "half" if child.spec["kind"] == "cases":
+                child.tell(child.spec["generations"][::2])
+                child.code = -9
             case "silent":
                 child.code = 0
             case _:
@@ -315,6 +344,10 @@ class Machine(RuleBasedStateMachine):
             cases = connection.execute(select(failure_cases)).all()
             kept = set(connection.execute(select(replay_buffer.c.seq)).scalars())
             judged = connection.execute(select(evaluations)).all()
+            waiting = set(connection.execute(select(unseen.c.seq)).scalars())
+            rested = set(
+                connection.execute(select(generations.c.seq).where(generations.c.id.startswith("rested"))).scalars()
+            )
         under_way = [run for run in runs if not RunState(run.state).over]
         assert len(under_way) <= 1, "two runs under way"
         assert all((run.finished_at is not None) == RunState(run.state).over for run in runs)
@@ -330,6 +363,10 @@ class Machine(RuleBasedStateMachine):
             assert not (case.trained_run and case.claimed_run), "a case is trained on twice"
             before = self.taught.setdefault(case.id, case.trained_run) if case.trained_run else None
             assert case.trained_run == before, "a case was trained on twice"
+        told = Counter(case.seq for case in cases if case.seq in rested)
+        assert set(told.values()) <= {3}, "cases of one text were told twice, or in part"
+        assert waiting <= rested and not waiting & told.keys(), "what is told waits no longer"
+        self.happened["supplied"] += len(told)
         for ref in refs:
             if self.states.get(ref.id) != ref.state:
                 self.happened[ref.state] += 1
@@ -360,5 +397,7 @@ def test_any_order_of_events_keeps_the_lifecycle_legal(tmp_path: Path, examples:
         ),
     )
     seen = {AdapterState.ACTIVE, AdapterState.REJECTED, AdapterState.ROLLED_BACK, AdapterState.RETIRED}
-    assert all(Here.happened[what] for what in (*seen, Trigger.CASES, "manual", "death", "aside")), Here.happened
+    assert all(Here.happened[what] for what in (*seen, Trigger.CASES, "manual", "death", "aside", "supplied")), (
+        Here.happened
+    )
     assert examples < 100 or Here.happened[Trigger.DRIFT], Here.happened

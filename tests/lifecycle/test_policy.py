@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from service.core import Progress, RunState, TrainingRun, Trigger, Verdict
-from service.lifecycle.policy import MAX_DOUBLINGS, Backoff, backoff, decide
+from service.lifecycle.policy import MAX_DOUBLINGS, Backoff, Chore, backoff, decide
 from service.store.generations import UntrainedCounts
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -94,6 +94,41 @@ def test_drift_needs_less_and_waits_as_long(
     settings: dict[str, object] = {"min_cases": 100, "min_tokens": 1000, "cooldown_seconds": 60.0, **changes}
     decision = decide(counts, last, NOW, **settings)  # pyright: ignore[reportArgumentType]
     assert decision is expected if expected else not isinstance(decision, Trigger) and decision
+
+
+NOTHING = UntrainedCounts(0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("counts", "unseen", "last", "changes", "due"),
+    [
+        (NOTHING, 1000, None, {}, True),
+        (NOTHING, 999, None, {}, False),
+        (replace(ENOUGH, cases=99), 1000, None, {}, True),
+        (replace(ENOUGH, tokens=999), 1000, None, {}, True),
+        # A few cases here and there: what waits must be worth a child.
+        (QUARTER, 250, None, {}, False),
+        (replace(QUARTER, cases=24), 250, None, {"drifted": True}, True),
+        (replace(QUARTER, cases=24), 249, None, {"drifted": True}, False),
+        # A run that can start goes first.
+        (ENOUGH, 9999, None, {}, False),
+        (QUARTER, 9999, None, {"drifted": True}, False),
+        # Whatever a run waits for, its cases can wait for too.
+        (NOTHING, 9999, None, {"enabled": False}, False),
+        (NOTHING, 9999, None, {"watching": True}, False),
+        (NOTHING, 9999, None, {"strain": "on battery"}, False),
+        (NOTHING, 9999, None, {"waiting": ago(99, hold=100)}, False),
+        (NOTHING, 9999, run(RunState.TRAINING, None), {}, False),
+        (NOTHING, 9999, run(RunState.REJECTED, 59), {}, False),
+        (NOTHING, 9999, run(RunState.REJECTED, 61), {}, True),
+    ],
+)
+def test_what_no_draft_was_tried_on_is_looked_at_where_a_run_lacks_cases(
+    counts: UntrainedCounts, unseen: int, last: TrainingRun | None, changes: dict[str, object], due: bool
+) -> None:
+    settings: dict[str, object] = {"min_cases": 100, "min_tokens": 1000, "cooldown_seconds": 60.0, **changes}
+    decision = decide(counts, last, NOW, unseen=unseen, **settings)  # pyright: ignore[reportArgumentType]
+    assert (decision is Chore.SUPPLY) is due
 
 
 def test_the_reason_names_what_is_waited_for() -> None:

@@ -1,0 +1,225 @@
+"""A draft that rests must not starve learning: its cases are worked out afterwards, once, whatever happens on the way."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from circle import ENOUGH, WHO, Server, World, check_legal, generation
+from sqlalchemy import text
+
+from service.core import RunState, StoreError, Trigger
+from service.lifecycle.supply import ATTEMPTS
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+RULES = {"min_cases": 3 * ENOUGH, "min_tokens": 12 * ENOUGH}
+
+
+def cases_each(server: Server) -> list[int]:
+    """Cases of every generation."""
+    query = text("select count(c.id) from generations g left join failure_cases c on c.seq = g.seq group by g.seq")
+    with server.db.read() as connection:
+        return list(connection.execute(query).scalars())
+
+
+def settle(server: Server, children: int) -> None:
+    """Until so many children have been started and the last has ended, and nothing more comes of it."""
+    launcher = server.launcher
+    server.tick_until(lambda: len(launcher.started) >= children and launcher.started[-1].exit_code() is not None)
+    for _ in range(5):
+        server.supervisor.tick()
+    assert len(launcher.started) == children
+
+
+def test_generations_without_drafts_get_their_cases_and_a_run_follows(world: World) -> None:
+    with world.server(**RULES) as server:
+        names = server.rested()
+        server.supervisor.tick()
+        assert server.launcher.kinds == ["cases"]
+        assert not server.runs.latest(9) and not server.told.states, "it is no training run"
+        before = [g.rounds for g in server.generations.by_ids(names)]
+        server.tick_until(server.ended(RunState.PROMOTED))
+        assert server.launcher.kinds == ["cases", "train"]
+        assert server.told.supplied == 3 * ENOUGH
+        (run,) = server.runs.latest(9)
+        assert (run.trigger, run.generations, run.cases) == (Trigger.CASES, ENOUGH, 3 * ENOUGH)
+        assert [g.rounds for g in server.generations.by_ids(names)] == before, "rounds are history"
+        assert cases_each(server) == [3] * ENOUGH
+        check_legal(server)
+
+
+def test_too_few_wait_until_there_are_more(world: World) -> None:
+    with world.server(**RULES) as server:
+        server.rested(ENOUGH - 1)
+        for _ in range(5):
+            server.supervisor.tick()
+        assert not server.launcher.started
+        server.rested(1)
+        server.supervisor.tick()
+        assert server.launcher.kinds == ["cases"]
+
+
+@pytest.mark.parametrize("act", ["kill", "give up"])
+def test_a_child_that_always_fails_is_started_three_times(world: World, act: str) -> None:
+    world.act(cases=act)
+    with world.server(**RULES) as server:
+        server.rested()
+        settle(server, ATTEMPTS)
+        assert cases_each(server) == [0] * ENOUGH and not server.runs.latest(9)
+        world.act()
+        server.rested()
+        server.tick_until(server.ended(RunState.PROMOTED))
+        assert sorted(cases_each(server)) == [0] * ENOUGH + [3] * ENOUGH, "those that came later are not to blame"
+        check_legal(server)
+
+
+def test_a_child_that_cannot_be_started_is_tried_three_times(world: World) -> None:
+    with world.server(**RULES) as server:
+        server.rested()
+        server.launcher.missing = True
+        for _ in range(ATTEMPTS):
+            assert server.unseen.tokens(WHO)
+            server.supervisor.tick()
+        assert not server.unseen.tokens(WHO)
+
+
+def test_what_a_child_leaves_out_is_not_asked_again(world: World) -> None:
+    world.act(cases="silent")
+    with world.server(**RULES) as server:
+        server.rested()
+        settle(server, 1)
+        assert not server.unseen.tokens(WHO)
+
+
+def test_a_child_that_dies_half_way_is_followed_by_one_for_the_rest(world: World) -> None:
+    world.act(cases="kill half way")
+    with world.server(**{**RULES, "min_tokens": 12 * ENOUGH // 2}) as server:
+        server.rested()
+        server.tick_until(lambda: server.told.supplied == 3 * ENOUGH // 2)
+        world.act()
+        server.tick_until(server.ended(RunState.PROMOTED))
+        assert server.launcher.kinds == ["cases", "cases", "train"]
+        assert cases_each(server) == [3] * ENOUGH and server.told.supplied == 3 * ENOUGH
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_server_that_ends_half_way_is_followed_by_one_for_the_rest(world: World, killed: bool) -> None:
+    world.act(cases="hang half way")
+    rules = {**RULES, "min_tokens": 12 * ENOUGH // 2}
+    with world.server(**rules) as server:
+        server.rested()
+        server.tick_until(lambda: server.told.supplied > 0)
+        child = server.launcher.started[0]
+        if killed:
+            server.die()
+        else:
+            server.supervisor.stop()
+        assert child.exit_code() is not None
+    world.act()
+    with world.server(**rules) as heir:
+        heir.tick_until(heir.ended(RunState.PROMOTED))
+        assert heir.told.supplied == 3 * ENOUGH // 2
+        assert cases_each(heir) == [3] * ENOUGH
+        check_legal(heir)
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_database_that_is_away_for_a_moment_costs_nothing(world: World, after: bool) -> None:
+    """Failing before the commit, and after it."""
+    with world.server(**RULES) as server:
+        server.rested()
+        server.supervisor.tick()
+        server.db.arm(1, after=after, error=StoreError("away"))
+        with pytest.raises(StoreError):
+            server.tick_until(lambda: False)
+        server.tick_until(server.ended(RunState.PROMOTED))
+        assert server.launcher.kinds == ["cases", "train"]
+        assert cases_each(server) == [3] * ENOUGH
+
+
+def test_two_servers_of_one_database_do_it_once(world: World) -> None:
+    with world.server(**RULES) as one, world.server(start=False, **RULES) as other:
+        one.rested()
+        one.supervisor.tick()
+        other.supervisor.tick()
+        assert one.launcher.kinds == other.launcher.kinds == ["cases"]
+        for process in (*one.launcher.started, *other.launcher.started):
+            one.tick_until(lambda process=process: process.exit_code() is not None)
+        for _ in range(3):
+            other.supervisor.tick()
+            one.supervisor.tick()
+        assert one.told.supplied + other.told.supplied == 3 * ENOUGH
+        assert cases_each(one) == [3] * ENOUGH
+
+
+def test_it_holds_still_while_serving_is_busy(world: World) -> None:
+    world.act(cases="wait")
+    with world.server(**RULES) as server:
+        server.rested()
+        server.busy = True
+        for _ in range(5):
+            server.supervisor.tick()
+        world.ahead = timedelta(hours=2)  # longer than a child may take
+        server.supervisor.tick()
+        assert server.launcher.kinds == ["cases"] and not server.told.supplied
+        server.busy = False
+        server.tick_until(server.ended(RunState.PROMOTED))
+
+
+def test_a_run_that_can_start_goes_first(world: World) -> None:
+    with world.server(**RULES) as server:
+        server.rested()
+        server.traffic()
+        server.tick_until(server.ended(RunState.PROMOTED))
+        assert server.launcher.kinds == ["train"]
+        assert server.unseen.tokens(WHO) == 12 * ENOUGH
+
+
+def test_the_watch_goes_first(world: World) -> None:
+    with world.server(**RULES) as server:
+        ref = server.promote()
+        server.rested()
+        server.tick_until(server.watched(ref.id))
+        server.tick_until(lambda: len(server.launcher.kinds) == 3)
+        assert server.launcher.kinds == ["train", "score", "cases"]
+
+
+def test_a_run_that_somebody_asks_for_does_not_wait_for_it(world: World) -> None:
+    world.act(cases="hang half way")
+    with world.server(**RULES) as server:
+        server.rested()
+        server.tick_until(lambda: server.told.supplied > 0)
+        run = server.supervisor.request_training(None)
+        assert (run.state, run.generations) == (RunState.TRAINING, ENOUGH // 2)
+        assert server.launcher.started[0].exit_code() is not None
+        assert server.unseen.tokens(WHO) == 12 * ENOUGH // 2
+        server.tick_until(server.ended(RunState.PROMOTED))
+        check_legal(server)
+
+
+def test_a_text_that_a_run_has_had_does_not_come_back(world: World) -> None:
+    """One case of its own was enough for a run to learn from all of it."""
+    with world.server(**RULES) as server:
+        server.rested()
+        change = text("insert into failure_cases (seq, position, drafted, target, p, q, margin, tie, crashes, quarantined)"
+                      " select seq, 1, 2, 3, 0.5, 0.5, 1.0, 0, 0, 0 from generations")  # fmt: skip
+        server.db.write(lambda connection: connection.execute(change)).result(10)
+        server.supervisor.request_training(None)
+        server.tick_until(server.ended(RunState.PROMOTED))
+        server.supervisor.activate(server.adapters.all()[0].id)  # no watch
+        for _ in range(5):
+            server.supervisor.tick()
+        assert server.launcher.kinds == ["train"] and cases_each(server) == [1] * ENOUGH
+
+
+def test_training_that_is_switched_off_needs_no_cases(world: World) -> None:
+    with world.server(**RULES, enabled=False) as server:
+        server.rested()
+        server.generations.add([generation("other")]).result(10)
+        for _ in range(5):
+            server.supervisor.tick()
+        assert not server.launcher.started

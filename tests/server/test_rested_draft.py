@@ -1,0 +1,93 @@
+"""A whole server whose log holds nothing but generations that no draft was tried on: it learns from them all the same."""
+
+import random
+import re
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import pytest
+from batches import decode
+from tiny_house import tiny_server, write_pair
+
+from service.app import open_stores
+from service.core import FailureCase, Prompt, Sampling
+from service.learning.rounds import logged
+from service.models.pair import load_pair
+from service.settings import load_settings
+
+SAMPLINGS = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=5, max_tokens=24), Sampling(temperature=0.8)]
+
+
+def same(one: FailureCase, other: FailureCase) -> bool:
+    """Two processes on different numbers of threads round differently."""
+    settled = (one.position, one.drafted, one.target, one.tie) == (
+        other.position,
+        other.drafted,
+        other.target,
+        other.tie,
+    )
+    return settled and (one.p, one.q, one.margin) == pytest.approx((other.p, other.q, other.margin), rel=1e-3, abs=1e-5)
+
+
+def test_what_was_never_drafted_is_learnt_from(tmp_path: Path) -> None:
+    folders = write_pair(tmp_path)
+    pair = load_pair(*folders)
+    assert pair.draft is not None
+    draft = pair.draft
+    rng = random.Random(1)
+    prompts = [
+        Prompt(
+            tuple(rng.randrange(2, pair.vocabulary) for _ in range(rng.randint(2, 20))),
+            replace(SAMPLINGS[i % 3], max_tokens=24),
+            first_user=f"question {i}",
+        )
+        for i in range(60)
+    ]
+    rows = decode(pair.target.model, draft.model, prompts, k=0, vocabulary=pair.vocabulary, collect=True)
+    made = [row.generation(pair.provenance) for row in rows]
+    generations = [replace(g, id=f"g{i}") for i, g in enumerate(made) if g is not None]
+    assert not [case for g in generations for case in g.cases]
+
+    rules = {"enabled": True, "min_cases": 100, "min_tokens": 400, "cooldown_seconds": 0.0}
+    server = tiny_server(tmp_path, folders, training=rules)
+    stores = open_stores(load_settings(server.config), create=True)
+    stores.generations.add(generations).result()
+    waiting = set(stores.unseen.names(pair.provenance, 100))
+    assert len(waiting) > 25, "the training split, greedy and seeded"
+
+    server.start()
+    try:
+        end = time.monotonic() + 60
+        while not stores.runs.latest(1) or not stores.runs.latest(1)[0].state.over:
+            assert time.monotonic() < end, server.tail()
+            time.sleep(0.1)
+        metrics = httpx.get(f"{server.url}/metrics").text
+    finally:
+        assert server.stop() == 0
+
+    found = {g.id: g for g in stores.generations.by_ids([g.id for g in generations])}
+    expected = logged(
+        draft.model,
+        [g for g in generations if g.id in waiting],
+        k=load_settings(server.config).engine.num_draft_tokens,
+        adapter=0,
+        vocabulary=pair.vocabulary,
+    )
+    wanted = {one.generation.id: one.generation.cases for one in expected}
+    agreeing = [
+        name
+        for name, cases in wanted.items()
+        if len(cases) == len(found[name].cases) and all(map(same, cases, found[name].cases))
+    ]
+    assert len(agreeing) >= len(waiting) - 1, "a near-tie of the draft may fall either way"
+    assert not [g for name, g in found.items() if name not in waiting and g.cases], "held out, or of no one course"
+    assert all(found[g.id].rounds == g.rounds for g in generations)
+
+    told = re.search(r"^redraft:cases_supplied_total (\S+)", metrics, re.MULTILINE)
+    assert told is not None and float(told[1]) == sum(len(g.cases) for g in found.values()) >= 100
+    (run,) = stores.runs.latest(9)
+    assert run.cases == float(told[1]), "the one run there was learnt from them"
+    assert run.error is None, run.error
+    stores.close()
