@@ -103,6 +103,8 @@ class TrainingSettings(Section):
     cooldown_seconds: float = Field(default=300.0, ge=0)
     max_generations: int = Field(default=800, ge=1)
     """Newest untrained generations a single run trains on."""
+    window: int = Field(default=350, ge=0)
+    """Generations a run learns from at least: where fewer are new, the newest before them come along; 0: the new ones alone."""
     replay: Share = 0.4
     """Share of the training examples that come from the replay buffer."""
     rank: int = Field(default=16, ge=1, le=256)

@@ -81,13 +81,15 @@ class Course:
 
 
 class Learner:
-    """The loop of one arm, in a folder of its own. replay: the share of its runs. The pair's draft is lent to it: between its
-    calls it is bare."""
+    """The loop of one arm, in a folder of its own. forgetful: its runs learn from what is new alone. The pair's draft is lent
+    to it: between its calls it is bare."""
 
-    def __init__(self, settings: Settings, pair: Pair, folder: Path, general: Path | None, *, replay: float) -> None:
+    def __init__(
+        self, settings: Settings, pair: Pair, folder: Path, general: Path | None, *, forgetful: bool = False
+    ) -> None:
         assert pair.draft is not None
         self.settings = settings
-        self.training = settings.training.model_copy(update={"replay": replay})
+        self.training = settings.training.model_copy(update={"replay": 0.0, "window": 0} if forgetful else {})
         self.pair = pair
         self.draft: nn.Module = pair.draft.model
         self.folder = folder
@@ -165,9 +167,10 @@ class Learner:
     def _train(self, run: TrainingRun) -> AdapterRef:
         """What the child process does up to its candidate, but for the vocabulary: the whole head is scored."""
         who = self.pair.provenance
-        fresh = self.replay.labelled(self.generations.claimed(run.id))
+        fresh = self.generations.claimed(run.id)
+        earlier = self.generations.earlier(who, run.id, self.training.window - len(fresh))
         chosen = lesson(
-            fresh,
+            self.replay.labelled([*fresh, *earlier]),
             share=self.training.replay,
             general=self.general.generations(who, golden=False) if self.general is not None else [],
             reservoir=lambda count: self.replay.sample(who, count, run.id),

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -271,7 +271,7 @@ def _disturb(draft: nn.Module, share: float, seed: int) -> None:
     """Noise on every matrix of the adapter, of `share` times its own deviation. Drawn by numpy: the same on any machine."""
     rng = np.random.default_rng(seed)
     noisy: list[tuple[str, mx.array]] = []
-    for name, array in tree_flatten(draft.parameters()):
+    for name, array in cast("list[tuple[str, mx.array]]", tree_flatten(draft.parameters())):
         if name.rsplit(".", 1)[-1] in ("lora_a", "lora_b"):
             held = np.array(array.astype(mx.float32))
             noise = rng.standard_normal(held.shape) * share * held.std()

@@ -123,7 +123,7 @@ def run_poison(
         random.Random(i).shuffle(mixed)
         named = [replace(g, id=f"{attack}-{n}") for n, g in enumerate(mixed)]
         with tempfile.TemporaryDirectory(prefix="redraft-poison-") as scratch:
-            learner, course = Learner(settings, pair, Path(scratch), general, replay=settings.training.replay), Course()
+            learner, course = Learner(settings, pair, Path(scratch), general), Course()
             try:
                 learner.take(named, course)
                 made = [ref.folder for ref in learner.adapters.all()]

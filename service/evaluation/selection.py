@@ -28,7 +28,7 @@ def selected(examples: Sequence[Example], gains: Sequence[Doubles], share: float
 
 
 def position_losses(model: nn.Module, examples: Sequence[Example], batch_size: int) -> list[Doubles]:
-    """Forward KL at every position of every example."""
+    """What a run minimises, at every position of every example."""
     loss = TargetDivergence(model)
     order = sorted(range(len(examples)), key=lambda i: len(examples[i].tokens))
     found: dict[int, Doubles] = {}

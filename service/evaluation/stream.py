@@ -1,7 +1,8 @@
 """`redraft eval stream`: traffic whose topic changes, and what the loop makes of it, against drafts that stay as they are.
 
-Three arms draft the same requests: static, the bare draft; online, the loop; no_replay, the loop without replay. Beside them,
-for each topic, stands its best: one adapter trained at once on all of its requests, measured on those no run may learn from.
+Three arms draft the same requests: static, the bare draft; online, the loop; no_replay, the loop whose runs learn from what is
+new alone. Beside them, for each topic, stands its best: one adapter trained at once on all of its requests, measured on those
+no run may learn from.
 """
 
 from __future__ import annotations
@@ -227,10 +228,12 @@ def run_stream(
         plain.add(one)
     static = measured(None)
     courses, after = {STATIC: plain}, {STATIC: [static] * len(parts)}
-    shares = {ONLINE: settings.training.replay, NO_REPLAY: 0.0}
     with tempfile.TemporaryDirectory(prefix="redraft-stream-") as scratch:
-        for arm, share in shares.items():
-            learner, course = Learner(settings, pair, Path(scratch) / arm, general, replay=share), Course()
+        for arm in (ONLINE, NO_REPLAY):
+            learner, course = (
+                Learner(settings, pair, Path(scratch) / arm, general, forgetful=arm == NO_REPLAY),
+                Course(),
+            )
             try:
                 for i, each in enumerate(requests):
                     on_step(f"{arm}: {parts[i].topic}", i, len(parts))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from service.core import BadRequest
-from service.learning.objectives import Objective
+from service.learning.objectives import LEARNT, Objective
 from service.settings import TrainingSettings
 
 KEPT = 0.4
@@ -28,13 +28,13 @@ class Positions(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """temperature: of the texts learnt from and measured on. cases: generations learnt from, of the new ones. full: KL to the
-    target's whole distribution, computed beside, instead of the stored top and tail."""
+    """temperature: of the texts learnt from and measured on. cases: generations learnt from, of the new ones. full: forward KL
+    to the target's whole distribution, computed beside, instead of the objective over the stored top and tail."""
 
     training: TrainingSettings
     cases: int
     temperature: float = 0.0
-    objective: Objective = Objective.KL
+    objective: Objective = LEARNT
     positions: Positions = Positions.ALL
     full: bool = False
 
@@ -59,6 +59,7 @@ class Table:
 def tables(base: Recipe, available: int, only: Sequence[str] | None = None) -> list[Table]:
     """All of them, or those named. available: generations that can be learnt from. Raises BadRequest naming an unknown one."""
     rate = base.training.learning_rate
+    kl = replace(base, objective=Objective.KL)
     positions = {
         "all": base,
         Positions.REJECTIONS.value: replace(base, positions=Positions.REJECTIONS),
@@ -74,7 +75,7 @@ def tables(base: Recipe, available: int, only: Sequence[str] | None = None) -> l
         Table("rank", "Rank", {str(n): base.having(rank=n) for n in RANKS}),
         Table("rate", "Learning rate", {f"{rate * r:g}": base.having(learning_rate=rate * r) for r in RATES}),
         Table("replay", "Replay share", {f"{share:.0%}": base.having(replay=share) for share in REPLAYS}),
-        Table("targets", "What is learnt towards", {"top 32 and tail": base, "all logits": replace(base, full=True)}),
+        Table("targets", "What is learnt towards", {"top 32 and tail": kl, "all logits": replace(kl, full=True)}),
         Table("cases", "Generations learnt from", {str(n): replace(base, cases=n) for n in cases}),
     ]
     if only is None:

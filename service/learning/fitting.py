@@ -30,7 +30,7 @@ def fit(
     should_pause: Callable[[], bool] = lambda: False,
     hold: Callable[[], None] = lambda: None,
 ) -> TrainReport:
-    """Train a wrapped model in place. loss: forward KL to the stored targets unless said. hold: called before every batch of a
+    """Train a wrapped model in place. loss: what runs minimise, unless said. hold: called before every batch of a
     validation, to wait in. Raises TrainingFailed."""
     loss = loss or TargetDivergence(model)
     aside = min(MAX_VALIDATION, int(len(examples) * VALIDATION_SHARE))

@@ -7,7 +7,6 @@ the main thread touches MLX. Nothing is written to the database: rows are the pa
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -16,7 +15,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,14 +25,15 @@ from service.learning.buffer import GeneralSet, lesson
 from service.learning.channel import Channel
 from service.learning.dataset import Dataset, Example, build, padded
 from service.learning.fitting import fit
+from service.learning.loading import kept, load_draft, load_target, shared_width
 from service.learning.rescore import TargetCache, with_targets
 from service.learning.rounds import logged
 from service.learning.scoring import choose_held_out, score
-from service.learning.spec import CasesJob, JobSpec, ScoreJob, TrainJob, parse
+from service.learning.spec import CasesJob, ScoreJob, TrainJob, parse
 from service.learning.trainer import TrainReport
 from service.models import vocabulary
 from service.models.folding import as_served
-from service.models.pair import Loaded, load_model
+from service.models.pair import Loaded
 from service.models.weights import bytes_in_memory
 from service.store.database import Database
 from service.store.files import publish
@@ -85,7 +84,7 @@ class _Training:
         job = self.job
         self._check_current()
         data = self._dataset()
-        draft = _load_draft(job)
+        draft = load_draft(job)
         self._check_budget(draft, data)
         shape = lora.wrap(draft.model, rank=job.training.rank, scale=job.training.scale, seed=job.run)
         if job.parent is not None:
@@ -118,10 +117,11 @@ class _Training:
 
     def _dataset(self) -> Dataset:
         job, who = self.job, self.job.provenance
-        old = Replay(self.database)
-        fresh = old.labelled(Generations(self.database).claimed(job.run))
+        old, stored = Replay(self.database), Generations(self.database)
+        fresh = stored.claimed(job.run)
+        earlier = stored.earlier(who, job.run, job.training.window - len(fresh))
         chosen = lesson(
-            fresh,
+            old.labelled([*fresh, *earlier]),
             share=job.training.replay,
             general=self.general.generations(who, golden=False) if self.general is not None else [],
             reservoir=lambda count: old.sample(who, count, job.run),
@@ -130,7 +130,7 @@ class _Training:
         scored = with_targets(
             chosen,
             cache=TargetCache(job.cache, who.target),
-            load_target=lambda: _load_target(job),
+            load_target=lambda: load_target(job),
             between=self.channel.hold,
         )
         # Prompts too: answers take up their words.
@@ -139,9 +139,15 @@ class _Training:
             scored,
             max_length=job.training.max_length,
             reject_weight=job.training.reject_weight,
-            vocabulary=_shared_width(job),
+            vocabulary=shared_width(job),
         )
-        log.info("%d generations of %d new ones and replayed ones, skipped %s", len(chosen), len(fresh), data.skipped)
+        log.info(
+            "%d generations: of %d new ones, %d before them, and replayed ones; skipped %s",
+            len(chosen),
+            len(fresh),
+            len(earlier),
+            data.skipped,
+        )
         if not data.examples:
             raise TrainingFailed(f"no example to learn from: {data.skipped or 'the run claimed nothing'}")
         return data
@@ -156,7 +162,7 @@ class _Training:
 
     def _vocabulary(self, draft: Loaded) -> list[int] | None:
         """The parent's list, with what this run learns from moved to its front."""
-        held = _kept(self.job, self.job.parent)
+        held = kept(self.job, self.job.parent)
         return None if held is None else vocabulary.adapted(held, self.texts, sorted(draft.tokenizer.eos_token_ids))
 
     def _train(self, model: nn.Module, examples: Sequence[Example]) -> TrainReport:
@@ -196,7 +202,7 @@ class _Training:
             min_tokens=job.gate.min_tokens,
             max_prompts=job.gate.max_prompts,
         )
-        width = _shared_width(job)
+        width = shared_width(job)
 
         def scored(ids: list[int] | None) -> list[Score]:
             model = as_served(draft.model, ids)
@@ -206,7 +212,7 @@ class _Training:
         lora.detach(draft.model)
         if job.parent is not None:
             lora.attach(draft.model, job.parent, job.provenance.draft)
-        scores[str(job.parent_id)] = scored(_kept(job, job.parent))
+        scores[str(job.parent_id)] = scored(kept(job, job.parent))
         self.channel.send("scores", {"scores": _plain(scores), "golden": held_out.golden})
 
 
@@ -214,23 +220,23 @@ def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
     """A `score` job."""
     found = Generations(database).by_ids(job.generations)
     usable = [generation for generation in found if generation.output and generation.prompt.tokens]
-    draft = _load_draft(job)
+    draft = load_draft(job)
     scores: dict[str, list[Score]] = {}
     for name, folder in job.adapters.items():
         if folder is not None:
             lora.attach(draft.model, folder, job.provenance.draft)
-        model = as_served(draft.model, _kept(job, folder))
-        scores[name] = score(model, usable, k=job.k, vocabulary=_shared_width(job), between=channel.hold)
+        model = as_served(draft.model, kept(job, folder))
+        scores[name] = score(model, usable, k=job.k, vocabulary=shared_width(job), between=channel.hold)
         lora.detach(draft.model)
     channel.send("scores", {"scores": _plain(scores), "golden": False})
 
 
 def _cases(job: CasesJob, channel: Channel, database: Database) -> None:
     """A `cases` job. What cannot be looked at is told too, without cases."""
-    draft = _load_draft(job)
+    draft = load_draft(job)
     if job.adapter is not None:
         lora.attach(draft.model, job.adapter, job.provenance.draft)
-    model, width = as_served(draft.model, _kept(job, job.adapter)), _shared_width(job)
+    model, width = as_served(draft.model, kept(job, job.adapter)), shared_width(job)
     for start in range(0, len(job.generations), PIECE):
         found = Generations(database).by_ids(job.generations[start : start + PIECE])
         usable = [g for g in found if g.prompt.tokens and g.targets and g.targets.positions == len(g.output)]
@@ -249,12 +255,6 @@ def _cases(job: CasesJob, channel: Channel, database: Database) -> None:
         channel.send("cases", {"cases": cases})
 
 
-def _kept(job: JobSpec, adapter: Path | None) -> list[int] | None:
-    """The vocabulary an adapter (None: the bare draft) serves with: its own, else the draft's."""
-    own = vocabulary.read(adapter) if adapter is not None else None
-    return own if own is not None else vocabulary.read(job.draft)
-
-
 def _plain(scores: dict[str, list[Score]]) -> dict[str, list[dict[str, object]]]:
     return {name: [asdict(one) for one in each] for name, each in scores.items()}
 
@@ -266,35 +266,6 @@ def lower_priority(niceness: int) -> None:
         with suppress(ProcessLookupError):
             # Only downwards: going back up is not for everyone to do.
             os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), niceness))
-
-
-def _load_draft(job: JobSpec) -> Loaded:
-    draft = load_model(job.draft)
-    if draft.fingerprint != job.provenance.draft:
-        raise TrainingFailed(f"the draft in {job.draft.name} is not the one that serves: its files changed")
-    return draft
-
-
-def _load_target(job: TrainJob) -> tuple[nn.Module, int]:
-    widen = mx.default_device().type == mx.cpu
-    budget.check(budget.loading_bytes(bytes_in_memory(job.target, widen=widen)), least_gb=0.0)
-    target = load_model(job.target)
-    if target.fingerprint != job.provenance.target:
-        raise TrainingFailed(f"the target in {job.target.name} is not the one that serves: its files changed")
-    return target.model, _shared_width(job)
-
-
-def _shared_width(job: JobSpec) -> int:
-    """Logits' width that target and draft share: the noise of seeded rows depends on it."""
-    return min(_width(job.target), _width(job.draft))
-
-
-def _width(folder: Path) -> int:
-    config = cast("dict[str, Any]", json.loads((folder / "config.json").read_text(encoding="utf-8")))
-    for part in (config, cast("dict[str, Any]", config.get("text_config") or {})):
-        if isinstance(width := part.get("vocab_size"), int):
-            return width
-    raise TrainingFailed(f"{folder.name}/config.json names no vocab_size")
 
 
 def main() -> int:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.nn.utils import checkpoint
 
 from service.learning.dataset import Batch
-from service.learning.objectives import Objective, each, forward_kl
+from service.learning.objectives import LEARNT, Objective, each, forward_kl
 from service.models.heads import split
 
 CHUNK = 512
@@ -49,7 +49,7 @@ class TargetDivergence:
     The head, most of a small draft's work, runs on response positions only where the model family can be split exactly.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective = Objective.KL) -> None:
+    def __init__(self, model: nn.Module, objective: Objective = LEARNT) -> None:
         self.parts = split(model)
         self.objective = objective
 

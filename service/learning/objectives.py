@@ -33,6 +33,10 @@ class Objective(StrEnum):
     ARGMAX = "argmax"
 
 
+LEARNT = Objective.LK
+"""What a run minimises (docs/learning.md has the tables)."""
+
+
 def each(objective: Objective, logp: mx.array, logq: mx.array) -> mx.array:
     match objective:
         case Objective.KL:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select
 
 from service.core import FailureCase, Generation, Provenance, Round
 from service.store.database import Database
@@ -26,6 +26,8 @@ from service.store.tables import (
 from service.store.unseen import untried
 
 TRAIN, HELD_OUT = "train", "held_out"
+LOOKED_THROUGH = 4
+"""Generations looked at for each that is wanted."""
 _CASE = tuple(failure_cases.c[field.name] for field in fields(FailureCase))
 
 
@@ -108,6 +110,20 @@ class Generations:
     def claimed(self, run_id: int) -> list[Generation]:
         """What a run trains on, newest first."""
         return self._load(generations.c.seq.in_(_claimed(run_id)), limit=None)
+
+    def earlier(self, who: Provenance, run_id: int, limit: int) -> list[Generation]:
+        """The newest `limit` that a run may learn from beside its own: of this target and tokenizer, none of it held out or put
+        aside. Newest first."""
+        if limit <= 0:
+            return []
+        columns = (generations.c.seq, generations.c.split, generations.c.output_tokens)
+        rows = self._newest(LOOKED_THROUGH * limit, *columns)
+        ours = [r.seq for r in rows if r.split == TRAIN and r.output_tokens and _like(r, who)]
+        case = failure_cases.c
+        barred = select(case.seq).where(or_(case.claimed_run == run_id, case.quarantined.is_(True))).distinct()
+        with self._db.read() as connection:
+            not_these = set(connection.execute(barred).scalars())
+        return self._load(generations.c.seq.in_([seq for seq in ours if seq not in not_these][:limit]), limit=None)
 
     def claimed_names(self, run_id: int) -> list[tuple[str, str | None]]:
         """(id, domain) of what a run trains on, newest first."""
@@ -241,9 +257,14 @@ def _of(who: Provenance) -> ColumnElement[bool]:
     return and_(generations.c.target == who.target, generations.c.tokenizer == who.tokenizer)
 
 
+def _like(row: Row[Any], who: Provenance) -> bool:
+    """Whether it is a sample of this target."""
+    return (row.target, row.tokenizer) == (who.target, who.tokenizer)
+
+
 def _same(row: Row[Any], who: Provenance) -> bool:
     """Whether this very pair made it."""
-    return (row.target, row.tokenizer, row.draft) == (who.target, who.tokenizer, who.draft)
+    return _like(row, who) and row.draft == who.draft
 
 
 def _untrained() -> ColumnElement[bool]:

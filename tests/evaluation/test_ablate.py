@@ -135,7 +135,7 @@ def test_all_logits_say_what_a_whole_top_says(pair: Pair, tmp_path: Path) -> Non
     batch = collate(build(told, max_length=256, reject_weight=1.0, vocabulary=pair.vocabulary).examples)
     assert pair.draft is not None
     draft = pair.draft.model
-    stored = TargetDivergence(draft)(draft, batch).item()
+    stored = TargetDivergence(draft, Objective.KL)(draft, batch).item()
     whole = WholeDivergence(draft, pair.target.model, pair.vocabulary)(draft, batch).item()
     assert stored <= whole + 1e-3, "merging what is outside the top can only lose"
     assert WholeDivergence(draft, draft, pair.vocabulary)(draft, batch).item() == pytest.approx(0, abs=1e-5)

@@ -11,6 +11,7 @@ from oracle import tiny_llama
 from service.learning import lora
 from service.learning.dataset import Batch, build, collate
 from service.learning.loss import TargetDivergence, divergence
+from service.learning.objectives import Objective
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -130,7 +131,7 @@ def naive_loss(model: nn.Module, batch: Batch) -> float:
 
 
 def test_the_loss_is_the_weighted_mean_over_response_positions(model: nn.Module, batch: Batch) -> None:
-    loss = TargetDivergence(model)
+    loss = TargetDivergence(model, Objective.KL)
     assert loss.parts is not None
     assert loss(model, batch).item() == pytest.approx(naive_loss(model, batch), rel=1e-4)
 
@@ -149,7 +150,7 @@ def test_a_model_that_cannot_be_split_gets_the_same_loss(model: nn.Module, batch
             return self.inner.layers
 
     whole = Whole()
-    loss = TargetDivergence(whole)
+    loss = TargetDivergence(whole, Objective.KL)
     assert loss.parts is None
     assert loss(whole, batch).item() == pytest.approx(naive_loss(model, batch), rel=1e-4)
 
@@ -173,7 +174,7 @@ def counted_rows(model: nn.Module) -> list[int]:
 
 def test_the_head_runs_on_response_positions_only(model: nn.Module, batch: Batch) -> None:
     rows = counted_rows(model)
-    loss = TargetDivergence(model)
+    loss = TargetDivergence(model, Objective.KL)
     rows.clear()
     loss(model, batch)
     assert rows == [batch.at.shape[0]]
@@ -184,7 +185,7 @@ def test_logits_of_many_positions_never_exist_at_once(
     model: nn.Module, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = counted_rows(model)
-    loss = TargetDivergence(model)
+    loss = TargetDivergence(model, Objective.KL)
     rows.clear()
     monkeypatch.setattr("service.learning.loss.CHUNK", 17)
     loss(model, batch)
@@ -197,7 +198,7 @@ def test_many_positions_in_chunks_give_the_same_loss_and_gradients(
 ) -> None:
     lora.wrap(model, rank=4, scale=2.0, seed=0)
     model.lm_head.unfreeze()
-    loss = TargetDivergence(model)
+    loss = TargetDivergence(model, Objective.KL)
     step = nn.value_and_grad(model, loss)
     value, grads = step(model, batch)
     monkeypatch.setattr("service.learning.loss.CHUNK", 17)
@@ -214,7 +215,7 @@ def test_nothing_to_learn_is_zero_and_not_nan(model: nn.Module, batch: Batch) ->
         batch.tokens, batch.at, batch.ids, batch.logprobs, batch.tail, mx.zeros_like(batch.weight), batch.count
     )
     none = Batch(batch.tokens, *(a[:0] for a in (batch.at, batch.ids, batch.logprobs, batch.tail, batch.weight)), 0)
-    loss = TargetDivergence(model)
+    loss = TargetDivergence(model, Objective.KL)
     for nothing in (empty, none):
         value, grads = nn.value_and_grad(model, loss)(model, nothing)
         assert value.item() == 0.0

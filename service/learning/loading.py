@@ -1,0 +1,52 @@
+"""What a job loads: the draft that serves, the target where it is needed, and how wide they are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from service.core import TrainingFailed
+from service.learning import budget
+from service.learning.spec import JobSpec, TrainJob
+from service.models import vocabulary
+from service.models.pair import Loaded, load_model
+from service.models.weights import bytes_in_memory
+
+
+def kept(job: JobSpec, adapter: Path | None) -> list[int] | None:
+    """The vocabulary an adapter (None: the bare draft) serves with: its own, else the draft's."""
+    own = vocabulary.read(adapter) if adapter is not None else None
+    return own if own is not None else vocabulary.read(job.draft)
+
+
+def load_draft(job: JobSpec) -> Loaded:
+    draft = load_model(job.draft)
+    if draft.fingerprint != job.provenance.draft:
+        raise TrainingFailed(f"the draft in {job.draft.name} is not the one that serves: its files changed")
+    return draft
+
+
+def load_target(job: TrainJob) -> tuple[nn.Module, int]:
+    widen = mx.default_device().type == mx.cpu
+    budget.check(budget.loading_bytes(bytes_in_memory(job.target, widen=widen)), least_gb=0.0)
+    target = load_model(job.target)
+    if target.fingerprint != job.provenance.target:
+        raise TrainingFailed(f"the target in {job.target.name} is not the one that serves: its files changed")
+    return target.model, shared_width(job)
+
+
+def shared_width(job: JobSpec) -> int:
+    """Logits' width that target and draft share: the noise of seeded rows depends on it."""
+    return min(_width(job.target), _width(job.draft))
+
+
+def _width(folder: Path) -> int:
+    config = cast("dict[str, Any]", json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    for part in (config, cast("dict[str, Any]", config.get("text_config") or {})):
+        if isinstance(width := part.get("vocab_size"), int):
+            return width
+    raise TrainingFailed(f"{folder.name}/config.json names no vocab_size")

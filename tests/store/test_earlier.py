@@ -1,0 +1,73 @@
+"""What a run learns from again beside what is new."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from stored import HELD_OUT_TEXT, LOST, WHO, WON, case, generation
+
+from service.core import RunState, Trigger
+from service.store.adapters import Adapters
+from service.store.database import Database
+from service.store.generations import Generations
+from service.store.runs import Runs
+
+
+def run_on_all(database: Database) -> int:
+    run = Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=100)
+    assert run is not None
+    return run.id
+
+
+def ended(database: Database, run_id: int, *, taken_back: bool) -> None:
+    runs, adapters = Runs(database), Adapters(database)
+    run = runs.get(run_id)
+    for state in (RunState.TRAINING, RunState.SCORING):
+        runs.move(run.id, run.fencing, state)
+    ref = adapters.add(
+        run_id=run.id,
+        fencing=run.fencing,
+        folder=Path(f"/adapters/{run.id}"),
+        sha256="5" * 64,
+        rank=8,
+        scale=2.0,
+        keys=["a"],
+        draft=WHO.draft,
+        parent=0,
+    )
+    if taken_back:
+        runs.move(run.id, run.fencing, RunState.STAGING)
+        runs.promote(run.id, run.fencing, ref.id, WON)
+        adapters.take_back(ref.id, 0, LOST)
+    else:
+        runs.reject(run.id, run.fencing, ref.id, LOST)
+
+
+def test_the_newest_before_come_along_whatever_became_of_their_run(database: Database) -> None:
+    store = Generations(database)
+    old = [generation() for _ in range(5)]
+    store.add([*old, generation(first_user=HELD_OUT_TEXT), generation(who=replace(WHO, target="x" * 64))]).result()
+    ended(database, run_on_all(database), taken_back=False)
+    well = generation(cases=[])
+    new = [generation() for _ in range(2)]
+    store.add([well, generation(output=()), *new]).result()
+    run = run_on_all(database)
+    assert {g.id for g in store.claimed(run)} == {g.id for g in new}
+    wanted = [well.id, *(g.id for g in reversed(old))]
+    assert [g.id for g in store.earlier(WHO, run, 50)] == wanted
+    assert [g.id for g in store.earlier(WHO, run, 3)] == wanted[:3]
+    assert store.earlier(WHO, run, 0) == store.earlier(WHO, run, -7) == []
+    assert [g.id for g in store.earlier(replace(WHO, draft="y" * 64), run, 50)] == wanted, "whatever drafted them"
+
+
+def test_what_was_put_aside_is_not_learnt_from_again(database: Database) -> None:
+    store = Generations(database)
+    bad = [generation(cases=[case(0)]) for _ in range(3)]
+    store.add(bad).result()
+    ended(database, run_on_all(database), taken_back=True)
+    good = generation()
+    store.add([good]).result()
+    run = run_on_all(database)
+    assert [g.id for g in store.claimed(run)] == [good.id]
+    assert store.earlier(WHO, run, 50) == []
