@@ -10,6 +10,7 @@ from pathlib import Path
 from service.models.catalog import default_draft, general_set, resolve
 from service.settings import Settings
 from service.store.adapters import Adapters
+from service.store.cases import Cases
 from service.store.database import Database, upgrade
 from service.store.generations import Generations
 from service.store.quarantine import Quarantine
@@ -26,6 +27,7 @@ class Stores:
 
     database: Database
     generations: Generations
+    cases: Cases
     runs: Runs
     adapters: Adapters
     replay: Replay
@@ -42,13 +44,14 @@ def open_stores(settings: Settings, *, create: bool = False) -> Stores:
         upgrade(settings.database_url)
     database = Database(settings.database_url)
     return Stores(
-        database,
-        Generations(database),
-        Runs(database),
-        Adapters(database),
-        Replay(database),
-        Unseen(database),
-        Quarantine(database),
+        database=database,
+        generations=Generations(database),
+        cases=Cases(database),
+        runs=Runs(database),
+        adapters=Adapters(database),
+        replay=Replay(database),
+        unseen=Unseen(database),
+        quarantine=Quarantine(database),
     )
 
 

@@ -22,9 +22,10 @@ from service.blas import set_blas_threads
 from service.core import Unavailable
 from service.engine.decoder import Decoder
 from service.engine.draft import served
+from service.engine.engine import Engine
 from service.engine.prefix import PrefixCache
 from service.engine.probe import check_rows
-from service.engine.worker import Engine, Worker
+from service.engine.worker import Worker
 from service.lifecycle.clock import Clock
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.recorder import Recorder

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.console import err, stages, table
+from service.cli.console import stages, table
+from service.cli.models import model_folders
 from service.cli.options import Config, Draft, Json, Target, again, settings_from
 from service.core import BadRequest
 from service.settings import Settings
@@ -73,8 +74,9 @@ def decode(
         f", K = {k}" if k else ""
     )
     with stages("bench decode") as on_step, _adapter(settings, adapter, adapt_on, adapt_limit, on_step) as adapted:
+        folders = model_folders(settings)
         report = run_decode(
-            _folders(settings),
+            (folders.target, folders.draft),
             settings.engine,
             task,
             title=title + _adapted(adapted),
@@ -120,9 +122,10 @@ def serve(
     load.cells()
     title = f"{clients} clients over HTTP: {_about(prompts, domain, limit, max_tokens)}"
     with stages("bench serve") as on_step, _adapter(settings, adapter, adapt_on, adapt_limit, on_step) as adapted:
+        folders = model_folders(settings)
         report = run_serve(
             settings,
-            _folders(settings),
+            (folders.target, folders.draft),
             load,
             title=title + _adapted(adapted),
             command=again(context),
@@ -139,13 +142,6 @@ def show(report: Report, json: Path | None, png: Path | None, markdown: Path | N
 
     table(report.title, report.columns, report.rows)
     publish(report, json=json, png=png, markdown=markdown)
-
-
-def _folders(settings: Settings) -> tuple[Path, Path | None]:
-    from service.app import resolve_models
-
-    folders = resolve_models(settings, lambda step: err.print(step, highlight=False))
-    return folders.target, folders.draft
 
 
 @contextmanager

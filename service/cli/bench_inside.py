@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from service.cli.bench import Markdown, Png, bench, show
-from service.cli.console import err, stages
+from service.cli.console import stages
+from service.cli.models import pair_folders
 from service.cli.options import Config, Draft, Json, Target, settings_from
-from service.core import RedraftError
-from service.settings import Settings
 
 
 @bench.command()
@@ -34,7 +33,7 @@ def train(
     from service.evaluation.bench.train import run_train
 
     settings = settings_from(config, models__target=target, models__draft=draft)
-    models = _pair(settings)
+    models = pair_folders(settings)
     with stages("bench train") as on_step:
         found = run_train(
             settings,
@@ -65,7 +64,7 @@ def swap(
     from service.evaluation.bench.swap import run_swap
 
     settings = settings_from(config, models__target=target, models__draft=draft)
-    models = _pair(settings)
+    models = pair_folders(settings)
     with stages("bench swap") as on_step:
         found = run_swap(settings, models, clients=clients, swaps=swaps, turns=turns, on_step=on_step)
     show(found, json, png, markdown)
@@ -88,16 +87,7 @@ def store(
     from service.evaluation.bench.store import run_store
 
     settings = settings_from(config, models__target=target, models__draft=draft)
-    models = _pair(settings)
+    models = pair_folders(settings)
     with stages("bench store") as on_step:
         found = run_store(settings, models, cases=cases, turns=turns, scrapes=scrapes, keep=keep, on_step=on_step)
     show(found, json, png, markdown)
-
-
-def _pair(settings: Settings) -> tuple[Path, Path]:
-    from service.app import resolve_models
-
-    folders = resolve_models(settings, lambda step: err.print(step, highlight=False))
-    if folders.draft is None:
-        raise RedraftError(f"no draft for {settings.models.target}: name one with --draft, or make one (make-draft)")
-    return folders.target, folders.draft

@@ -27,7 +27,7 @@ def list_cases(
         rows = [
             (r.generation[:12], r.domain or "", r.case.position, r.case.drafted, r.case.target, f"{r.case.p:.3f}",
              f"{r.case.q:.3f}", "tie" if r.case.tie else "", r.trained_run or "")
-            for r in stores.generations.cases(limit, offset)
+            for r in stores.cases.newest(limit, offset)
         ]  # fmt: skip
     finally:
         stores.close()

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli.console import err, out, progress, stages, table, write_json
+from service.cli.models import pair_folders
 from service.cli.options import Config, Draft, Json, Target, settings_from
-from service.core import BARE_DRAFT, BadRequest, RedraftError
-from service.settings import Settings
+from service.core import BARE_DRAFT, BadRequest
 
 if TYPE_CHECKING:
     from service.evaluation.prompts import PromptLine
@@ -21,20 +21,6 @@ Prompts = Annotated[Path, typer.Option(help="JSON lines with id, domain, prompt.
 
 Rows = Annotated[int, typer.Option(min=1, help="Prompts the target answers together; an accelerator takes hundreds.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt, at most.")]
-
-
-def pair_folders(settings: Settings) -> tuple[Path, Path]:
-    return folders(settings)[0]
-
-
-def folders(settings: Settings) -> tuple[tuple[Path, Path], Path | None]:
-    """Target and draft, and the general replay set."""
-    from service.app import resolve_models
-
-    folders = resolve_models(settings, lambda step: err.print(step, highlight=False))
-    if folders.draft is None:
-        raise RedraftError(f"no draft for {settings.models.target}: name one with --draft, or make one (make-draft)")
-    return (folders.target, folders.draft), folders.general
 
 
 def test_prompts(files: list[Path], limit: int | None) -> dict[str, list[PromptLine]]:

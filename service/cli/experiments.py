@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli.console import progress, stages, table, write_json
-from service.cli.evaluate import MaxTokens, Rows, eval_, folders, pair_folders, test_prompts
+from service.cli.evaluate import MaxTokens, Rows, eval_, test_prompts
+from service.cli.models import pair_and_general, pair_folders
 from service.cli.options import Config, Draft, Json, Target, again, settings_from
 from service.core import BARE_DRAFT, BadRequest
 
@@ -43,7 +44,7 @@ def ablate(
     from service.evaluation.prompts import read_prompts
 
     settings = settings_from(config, models__target=target, models__draft=draft)
-    models, general = folders(settings)
+    models, general = pair_and_general(settings)
     names = None if only is None else [name.strip() for name in only.split(",")]
     command = again(context)
     head = {"command": command, "machine": host.describe(), "training": settings.training.model_dump()}
@@ -93,7 +94,7 @@ def stream(
     from service.evaluation.stream import parts_of, run_stream
 
     settings = settings_from(config, models__target=target, models__draft=draft)
-    models, general = folders(settings)
+    models, general = pair_and_general(settings)
     with stages("stream") as on_step:
         found = run_stream(
             settings,

@@ -10,7 +10,8 @@ from typing import Annotated, Any, cast
 import httpx
 import typer
 
-from service.cli.console import err, out, progress, table
+from service.cli.console import out, progress, table
+from service.cli.models import model_folders
 from service.cli.options import LOCAL, Config, Url, settings_from
 from service.core import RedraftError, Unavailable
 
@@ -87,7 +88,7 @@ def export(
     config: Config = None,
 ) -> None:
     """Write an adapter for mlx-lm: for `--adapter-path`, or with --fuse for `--draft-model`."""
-    from service.app import open_stores, resolve_models
+    from service.app import open_stores
     from service.learning.export import export_adapter, export_fused
 
     settings = settings_from(config)
@@ -99,7 +100,7 @@ def export(
     if not fuse:
         export_adapter(ref, folder)
     else:
-        draft = resolve_models(settings, lambda step: err.print(step, highlight=False)).draft
+        draft = model_folders(settings).draft
         if draft is None:
             raise RedraftError("these settings name no draft model to fold the adapter into")
         export_fused(ref, draft, folder)

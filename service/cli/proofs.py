@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from service.cli.console import stages, table, write_json
-from service.cli.evaluate import MaxTokens, Rows, eval_, folders
+from service.cli.evaluate import MaxTokens, Rows, eval_
+from service.cli.models import folders
 from service.cli.options import Config, Draft, Json, Target, again, settings_from
 
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
@@ -106,6 +107,6 @@ def poison(
     title = (
         f"Hostile traffic beside {honest.name.removesuffix('.jsonl')}, measured on {test.name.removesuffix('.jsonl')}"
     )
-    rows_ = [one.cells() for one in found]
+    rows_ = tuple(one.cells() for one in found)
     table(title, COLUMNS, rows_)
     publish(Report("poison", title, command, COLUMNS, rows_, {}, {}), json=None, png=None, markdown=markdown)

@@ -8,6 +8,7 @@ from typing import Annotated, NamedTuple
 import typer
 
 from service.cli.console import err, out
+from service.cli.models import model_folders
 from service.cli.options import Config, Draft, Target, settings_from
 from service.core import Delta, Finished, Prompt, Sampling
 
@@ -24,7 +25,7 @@ class Talker(NamedTuple):
 
 
 def _load(config: Config, target: str | None, draft: str | None, k: int | None) -> Talker:
-    from service.app import open_stores, resolve_models
+    from service.app import open_stores
     from service.core import StoreError
     from service.engine.decoder import Decoder
     from service.engine.draft import load, served
@@ -34,7 +35,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
     from service.models.text import TextEncoder
 
     settings = settings_from(config, models__target=target, models__draft=draft, engine__num_draft_tokens=k)
-    folders = resolve_models(settings, lambda step: err.print(step, highlight=False))
+    folders = model_folders(settings)
     pair = load_pair(folders.target, folders.draft)
     drafting = served(pair.draft) if pair.draft is not None else None
     if drafting is not None:

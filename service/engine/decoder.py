@@ -24,8 +24,9 @@ from service.engine.evidence import Evidence, gather
 from service.engine.length import Choice, DraftLength, Load, Match
 from service.engine.lookup import Found, Lookup
 from service.engine.prefix import Owner, PrefixCache
+from service.engine.reading import Prefill, advance
 from service.engine.row import Row
-from service.engine.sampling import SamplingBatch, choose, shared_noise, transform
+from service.engine.sampling import SamplingBatch, shared_noise, transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,22 +37,6 @@ class RoundReport:
     deltas: tuple[Delta, ...]
     rounds: tuple[Round, ...]
     seconds: float
-
-
-@dataclass(slots=True)
-class Prefill:
-    """A prompt being read, in chunks, in caches of its own."""
-
-    row: Row
-    target: RowCache
-    drafter: RowCache | None
-    epoch: int
-    """The decoder's when the draft began to read it; what another draft read, or one that failed since, is worth nothing."""
-
-    @property
-    def left(self) -> int:
-        """Tokens the target has still to read, unless a kept beginning saves some."""
-        return len(self.row.prompt.tokens) - 1 - self.target.lengths.longest
 
 
 class Decoder:
@@ -132,31 +117,16 @@ class Decoder:
         """Read the next chunk; True when the row is ready to join. Target and draft go on from what each of them holds, which
         differs when the draft is newer than a kept beginning."""
         row, drafter = prefill.row, self.drafter
-        more = self._advance(Owner.TARGET, self.target, prefill.target, row)
+        size, prefix = self.prefill_chunk, self.prefix
+        more = advance(Owner.TARGET, self.target, prefill.target, row, size=size, prefix=prefix)
         if drafter is not None and not self.failed and (prefill.drafter is not None or self._follows()):
             if prefill.drafter is None or prefill.epoch != self.epoch:
                 prefill.drafter, prefill.epoch = RowCache(drafter.draft.model, 1), self.epoch
             try:
-                more |= self._advance(Owner.DRAFT, drafter.draft.model, prefill.drafter, row)
+                more |= advance(Owner.DRAFT, drafter.draft.model, prefill.drafter, row, size=size, prefix=prefix)
             except Exception:
                 self._put_draft_aside()
         return not more
-
-    def _advance(self, owner: Owner, model: nn.Module, cache: RowCache, row: Row) -> bool:
-        """Take over what is kept of a prompt, once, and read the next chunk. True while there is more."""
-        prompt = row.prompt.tokens[:-1]
-        if self.prefix is not None and cache.lengths.host[0] == 0:
-            held = self.prefix.fill(owner, prompt, cache)
-            row.reused = held if owner is Owner.TARGET else row.reused
-        done = cache.lengths.host[0]
-        chunk = mx.array([prompt[done : done + self.prefill_chunk]], dtype=mx.int32)
-        if chunk.size:
-            model(chunk, cache=cache.layers)
-            mx.eval(cache.arrays())
-            cache.commit(chunk.shape[1])
-            if self.prefix is not None and row.prompt.store:
-                self.prefix.enter(owner, prompt, cache)
-        return cache.lengths.host[0] < len(prompt)
 
     def join(self, ready: Sequence[Prefill]) -> None:
         """Take rows whose prompts were read into the batch, all at once: the whole batch is copied for it."""
@@ -237,7 +207,7 @@ class Decoder:
             fed = mx.concatenate([fed, proposal.tokens], axis=1)
         logits = self.target(fed, cache=self.cache.layers)[..., : self.vocabulary]
         law = transform(logits, batch)
-        accepted, following = self._accept(law, batch, noise, proposal, verify_key)
+        accepted, following = verify.accept(law, batch, noise, proposal, verify_key)
         emitted = following[:, None]
         if proposal is not None:
             padded = mx.concatenate([proposal.tokens, emitted.astype(proposal.tokens.dtype)], axis=1)
@@ -301,7 +271,7 @@ class Decoder:
         if self.lookup is not None:
             found = [self.lookup.find(row.tokens, row.grams) for row in rows]
         matches = [None if f is None else Match(f.length, len(f.tokens)) for f in found]
-        return self.length.choose(load, matches), found, matches
+        return self.length.choose(load, matches, drafts=not self.failed), found, matches
 
     def _propose(
         self, rows: Sequence[Row], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
@@ -322,28 +292,3 @@ class Decoder:
         self._next_epoch()
         if self.drafter is not None:
             self.drafter.cache = RowCache(self.drafter.draft.model, len(self.rows))
-
-    def _accept(
-        self,
-        law: mx.array,
-        batch: SamplingBatch,
-        noise: mx.array | None,
-        proposal: Proposal | None,
-        key: mx.array,
-    ) -> tuple[mx.array, mx.array]:
-        """law: (rows, positions, vocabulary) the target's log-probabilities after the sampling transform."""
-        chosen = choose(law, None if noise is None else noise[:, : law.shape[1]])
-        if proposal is None:
-            accepted, following = mx.zeros((law.shape[0],), dtype=mx.int32), chosen[:, 0]
-        else:
-            accepted, following = verify.match(chosen, proposal.tokens.astype(chosen.dtype), proposal.usable)
-        if not batch.unseeded:
-            return accepted, following
-        if proposal is None or proposal.logq is None:
-            drawn = mx.random.categorical(law[:, 0], axis=-1, key=key)
-            return accepted, mx.where(batch.rejection, drawn.astype(following.dtype), following)
-        kept, drawn = verify.reject(law, proposal.logq, proposal.tokens, proposal.usable, key)
-        return (
-            mx.where(batch.rejection, kept.astype(accepted.dtype), accepted),
-            mx.where(batch.rejection, drawn.astype(following.dtype), following),
-        )

@@ -144,9 +144,10 @@ class DraftLength:
         self._current = self.drafted
         self._rested = self._busy = 0
 
-    def choose(self, load: Load, matches: Sequence[Match | None]) -> Choice:
-        """What to propose in the coming round. matches: one entry a row."""
-        draft = self._draft.expected()
+    def choose(self, load: Load, matches: Sequence[Match | None], *, drafts: bool = True) -> Choice:
+        """What to propose in the coming round. matches: one entry a row. drafts: False while the draft is put aside,
+        which ends with a `restart`: it is as if there were none."""
+        draft = self._draft.expected() if drafts else [1.0]
         tables = {length: found.expected() for length, found in self._looked_up.items()}
         nothing = (0,) * load.rows
 
@@ -159,7 +160,7 @@ class DraftLength:
             seconds = self.seconds(load, k, k) + reading / REPAID
             rates.append(sum(max(draft[k], worth(m, k)) for m in matches) / seconds)
         best = max(range(len(rates)), key=rates.__getitem__)
-        if rates[best] > STAY * rates[self._current] or rates[0] > rates[self._current]:
+        if not drafts or rates[best] > STAY * rates[self._current] or rates[0] > rates[self._current]:
             self._current = best
         k, rate = self._current, rates[self._current]
         longest = max((m.available for m in matches if m), default=0)
@@ -175,7 +176,7 @@ class DraftLength:
             self._rested = 0
             return Choice(k, tuple(min(k, m.available) if m and worth(m, k) > draft[k] else 0 for m in matches))
         self._rested += 1
-        if self.drafted:
+        if len(draft) > 1:
             probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(load, k, k))
             lost = self.seconds(load, probe, probe) / plain - draft[probe]
             patience = PROBE if k else min(max(lost / PROBING, 2), PROBE)

@@ -1,4 +1,4 @@
-"""The two exact accept rules: pure functions of arrays.
+"""The two exact accept rules, and which row is under which: pure functions of arrays.
 
 Whatever the draft proposed, what comes out has the target's law. The match rule also makes it the target's very tokens:
 the target's own choice at each position, of which the draft merely guessed some in advance.
@@ -7,6 +7,34 @@ the target's own choice at each position, of which the draft merely guessed some
 from __future__ import annotations
 
 import mlx.core as mx
+
+from service.engine.drafting import Proposal
+from service.engine.sampling import SamplingBatch, choose
+
+
+def accept(
+    law: mx.array, batch: SamplingBatch, noise: mx.array | None, proposal: Proposal | None, key: mx.array
+) -> tuple[mx.array, mx.array]:
+    """What is kept of a proposal of K tokens a row (None: of 0), and the token after it, by each row's own rule.
+
+    law: (B, K+1, V) the target's log-probabilities after the sampling transform. noise: (B, >= K+1, V), shared with the
+    draft, None where no row is seeded. Returns accepted (B,) in 0..K and next (B,).
+    """
+    chosen = choose(law, None if noise is None else noise[:, : law.shape[1]])
+    if proposal is None:
+        accepted, following = mx.zeros((law.shape[0],), dtype=mx.int32), chosen[:, 0]
+    else:
+        accepted, following = match(chosen, proposal.tokens.astype(chosen.dtype), proposal.usable)
+    if not batch.unseeded:
+        return accepted, following
+    if proposal is None or proposal.logq is None:
+        drawn = mx.random.categorical(law[:, 0], axis=-1, key=key)
+        return accepted, mx.where(batch.rejection, drawn.astype(following.dtype), following)
+    kept, drawn = reject(law, proposal.logq, proposal.tokens, proposal.usable, key)
+    return (
+        mx.where(batch.rejection, kept.astype(accepted.dtype), accepted),
+        mx.where(batch.rejection, drawn.astype(following.dtype), following),
+    )
 
 
 def match(chosen: mx.array, drafted: mx.array, usable: mx.array) -> tuple[mx.array, mx.array]:

@@ -6,41 +6,34 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
 from service.core import (
     BARE_DRAFT,
     AdapterRef,
-    BadRequest,
     EngineStatus,
     Failed,
     FinishReason,
     GenerationSink,
     Overloaded,
     Prompt,
-    Provenance,
     RedraftError,
     RoundObserver,
     Sink,
     Staged,
     Unavailable,
 )
-from service.engine.decoder import Decoder, Prefill
-from service.engine.draft import Draft, load_steps
-from service.engine.row import Detokenizer, Row, TextStream
+from service.engine.draft import Draft
+from service.engine.engine import Engine
+from service.engine.reading import Prefill
+from service.engine.row import Row
+from service.engine.staging import Staging
 from service.engine.ticket import Ticket
+from service.engine.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Staging:
-    """An adapter being loaded a step at a time between rounds."""
-
-    steps: Iterator[Draft | None]
-    future: Future[Staged]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +42,6 @@ class Command:
 
     run: Callable[[Engine], None]
     future: Future[Staged] | Future[None]
-
-
-@dataclass(frozen=True, slots=True)
-class Engine:
-    """What the thread runs, built on that thread."""
-
-    decoder: Decoder
-    base: Draft | None
-    eos: frozenset[int]
-    context: int
-    provenance: Provenance
-    detokenizer: Callable[[], Detokenizer]
 
 
 class Worker:
@@ -86,22 +67,24 @@ class Worker:
         self._max_waiting = max_waiting
         self._recorder = recorder
         self._observer = observer
-        self._hang_seconds = hang_seconds
-        self._on_fatal = on_fatal
         self._engine: Engine | None = None
         self._waiting: deque[Ticket] = deque()
         self._reading: list[tuple[Ticket, Prefill]] = []
         self._running: list[Ticket] = []
         self._commands: deque[Command] = deque()
-        self._staging: deque[Staging] = deque()
+        self._staging = Staging()
         self._gate = threading.Condition()
         self._stopping = False
         self._draining = False
-        self._dead: str | None = None
-        self._beat = time.monotonic()
         self._reported_failures = 0
         self._thread = threading.Thread(target=self._run, name="redraft-mlx", daemon=True)
-        self._watchdog = threading.Thread(target=self._watch, name="redraft-watchdog", daemon=True)
+        self._watchdog = Watchdog(
+            self._thread,
+            hang_seconds=hang_seconds,
+            busy=self._busy,
+            give_up=lambda reason: self._fail_everyone(Unavailable(reason)),
+            on_fatal=on_fatal,
+        )
 
     # ------------------------------------------------------------------------------------------- from any other thread
 
@@ -116,20 +99,12 @@ class Worker:
     def submit(self, prompt: Prompt, sink: Sink) -> Ticket:
         engine = self._engine
         if engine is None:
-            raise Unavailable(self._dead or "the server is starting")
-        room = engine.context - len(prompt.tokens)
-        if not prompt.tokens:
-            raise BadRequest("the prompt is empty", field="prompt")
-        if room < prompt.sampling.max_tokens:
-            raise BadRequest(
-                f"prompt ({len(prompt.tokens)} tokens) and max_tokens ({prompt.sampling.max_tokens}) exceed the context "
-                f"of {engine.context} tokens",
-                field="max_tokens" if room > 0 else "prompt",
-            )
+            raise Unavailable(self._watchdog.dead or "the server is starting")
+        engine.check(prompt)
         ticket = Ticket(prompt, sink)
         with self._gate:
-            if self._dead or self._draining or self._stopping:
-                raise Unavailable(self._dead or "the server is shutting down")
+            if self._watchdog.dead or self._draining or self._stopping:
+                raise Unavailable(self._watchdog.dead or "the server is shutting down")
             if len(self._waiting) >= self._max_waiting + max(0, self._max_rows - self._taken()):
                 raise Overloaded("the queue is full", retry_after=5)
             self._waiting.append(ticket)
@@ -138,17 +113,16 @@ class Worker:
 
     def status(self) -> EngineStatus:
         engine = self._engine
-        busy = bool(self._waiting or self._reading or self._running or self._staging)
-        idle = time.monotonic() - self._beat if busy else 0.0
-        reason = self._dead or ("" if engine is not None else "loading")
+        idle = self._watchdog.idle_seconds
+        reason = self._watchdog.dead or ("" if engine is not None else "loading")
         if not reason and self._draining:
             reason = "draining"
-        if not reason and idle > self._hang_seconds / 2:
+        if not reason and idle > self._watchdog.hang_seconds / 2:
             reason = f"no progress for {idle:.0f} s"
         return EngineStatus(
             ready=not reason,
             reason=reason or "serving",
-            rows=len(self._running) + len(self._reading),
+            rows=self._taken(),
             waiting=len(self._waiting),
             idle_seconds=idle,
             adapter=self.active,
@@ -161,17 +135,7 @@ class Worker:
 
     def stage(self, ref: AdapterRef | None) -> Future[Staged]:
         future: Future[Staged] = Future()
-
-        def begin(engine: Engine) -> None:
-            if engine.base is None:
-                future.set_exception(Unavailable("this server runs without a draft model"))
-            elif ref is None:
-                future.set_result(engine.base)
-            else:
-                steps = load_steps(engine.base.model, ref, engine.provenance.draft)
-                self._staging.append(Staging(steps, future))
-
-        self._command(begin, future)
+        self._command(lambda engine: self._staging.begin(engine.base, ref, engine.provenance.draft, future), future)
         return future
 
     def switch(self, staged: Staged) -> Future[None]:
@@ -191,24 +155,25 @@ class Worker:
         """Refuse new requests and wait for the running ones; False when some were still running."""
         self._draining = True
         end = time.monotonic() + seconds
-        while time.monotonic() < end and (self._waiting or self._reading or self._running) and not self._dead:
+        while time.monotonic() < end and (self._waiting or self._reading or self._running) and not self._watchdog.dead:
             time.sleep(0.02)
         return not (self._waiting or self._reading or self._running)
 
     def stop(self) -> None:
         """End the thread; whatever still runs fails with Unavailable."""
+        self._watchdog.stop()
         with self._gate:
             self._stopping = True
             self._gate.notify()
         if self._thread.is_alive():
             # A thread that was given up will not come back.
-            self._thread.join(timeout=self._hang_seconds if self._dead is None else 0.1)
+            self._thread.join(timeout=self._watchdog.hang_seconds if self._watchdog.dead is None else 0.1)
         self._fail_everyone(Unavailable("the server shut down"))
 
     def _command(self, run: Callable[[Engine], None], future: Future[Staged] | Future[None]) -> None:
         with self._gate:
-            if self._dead or self._stopping:
-                future.set_exception(Unavailable(self._dead or "the server is shutting down"))
+            if self._watchdog.dead or self._stopping:
+                future.set_exception(Unavailable(self._watchdog.dead or "the server is shutting down"))
                 return
             self._commands.append(Command(run, future))
             self._gate.notify()
@@ -216,28 +181,31 @@ class Worker:
     def _taken(self) -> int:
         return len(self._running) + len(self._reading)
 
+    def _busy(self) -> bool:
+        return bool(self._waiting or self._reading or self._running or self._staging)
+
     # ---------------------------------------------------------------------------------------------------- the MLX thread
 
     def _run(self) -> None:
         try:
             self._engine = self._build()
-            while not self._stopping and self._dead is None:
+            while not self._stopping and self._watchdog.dead is None:
                 self._turn(self._engine)
         except Exception as error:
-            if self._dead is not None:
+            if self._watchdog.dead is not None:
                 # The watchdog gave it up, told everyone, and emptied the lists under it.
                 return
             # What the error says is enough where it is one of ours, such as a model that is not there.
             log.error("the engine stopped: %s", error, exc_info=not isinstance(error, RedraftError))
-            self._dead = f"the engine stopped: {type(error).__name__}: {error}"
-            self._fail_everyone(error if isinstance(error, RedraftError) else Unavailable(self._dead))
+            self._watchdog.dead = f"the engine stopped: {type(error).__name__}: {error}"
+            self._fail_everyone(error if isinstance(error, RedraftError) else Unavailable(self._watchdog.dead))
 
     def _turn(self, engine: Engine) -> None:
         """Everything between two rounds, then one round: changes asked for, one loading step, one chunk of prompts."""
-        self._beat = time.monotonic()
+        self._watchdog.beat()
         while self._commands:
             self._commands.popleft().run(engine)
-        self._step_staging()
+        self._staging.step()
         self._drop_cancelled(engine)
         self._admit(engine)
         self._read_chunk(engine)
@@ -247,21 +215,6 @@ class Worker:
             with self._gate:
                 if not self._waiting and not self._commands and not self._stopping:
                     self._gate.wait(timeout=0.5)
-
-    def _step_staging(self) -> None:
-        if not self._staging:
-            return
-        staging = self._staging[0]
-        try:
-            draft = next(staging.steps)
-        except Exception as error:
-            self._staging.popleft()
-            refused = error if isinstance(error, RedraftError) else Unavailable(f"loading the adapter failed: {error}")
-            staging.future.set_exception(refused)
-            return
-        if draft is not None:
-            self._staging.popleft()
-            staging.future.set_result(draft)
 
     def _drop_cancelled(self, engine: Engine) -> None:
         with self._gate:
@@ -287,8 +240,7 @@ class Worker:
                 if not self._waiting:
                     return
                 ticket = self._waiting[0]
-                text = TextStream(engine.detokenizer(), ticket.prompt.sampling.stop)
-                ticket.row = Row(ticket.id, ticket.prompt, engine.eos, text)
+                ticket.row = engine.row(ticket.id, ticket.prompt)
                 self._reading.append((ticket, engine.decoder.begin(ticket.row)))
                 self._waiting.popleft()
 
@@ -335,24 +287,10 @@ class Worker:
             tickets = [*self._waiting, *(ticket for ticket, _ in self._reading), *self._running]
             self._waiting.clear()
             self._reading, self._running = [], []
-            pending = [*self._commands, *self._staging]
+            promised = [*(command.future for command in self._commands), *self._staging.give_up()]
             self._commands.clear()
-            self._staging.clear()
         for ticket in tickets:
             ticket.tell(Failed(error))
-        for item in pending:
-            if not item.future.done():
-                item.future.set_exception(error)
-
-    def _watch(self) -> None:
-        """Native code can block or die where no exception is seen; someone outside must notice."""
-        while not self._stopping:
-            time.sleep(min(1.0, self._hang_seconds / 4))
-            if self._dead is None and self._engine is not None and not self._thread.is_alive() and not self._stopping:
-                self._dead = "the engine's thread is gone"
-            if self._dead is None and self._engine is not None and self.status().idle_seconds > self._hang_seconds:
-                self._dead = f"the engine made no progress for {self._hang_seconds:.0f} s"
-                self._fail_everyone(Unavailable(self._dead))
-            if self._dead is not None:
-                self._on_fatal(self._dead)
-                return
+        for future in promised:
+            if not future.done():
+                future.set_exception(error)

@@ -26,6 +26,7 @@ from service.core import (
     Trigger,
     Verdict,
 )
+from service.evaluation.candidates import register
 from service.learning import lora
 from service.learning.buffer import GeneralSet, lesson
 from service.learning.dataset import Example, build
@@ -39,7 +40,6 @@ from service.models.pair import Pair
 from service.settings import Settings, sqlite_url
 from service.store.adapters import Adapters
 from service.store.database import Database, upgrade
-from service.store.files import publish
 from service.store.generations import Generations
 from service.store.replay import Replay
 from service.store.runs import Runs
@@ -182,20 +182,7 @@ class Learner:
             if self.serving is not None:
                 lora.warm_start(self.draft, shape, self.serving, who.draft)
             fit(self.draft, examples, self.training, seed=run.id)
-            final = self.folder / "adapters" / f"run-{run.id}"
-            scratch = final.with_name(f".{final.name}.part")
-            lora.save(self.draft, shape, scratch, draft=who.draft, target=who.target)
-            return self.adapters.add(
-                run_id=run.id,
-                fencing=run.fencing,
-                folder=final,
-                sha256=publish(scratch, final),
-                rank=shape.rank,
-                scale=shape.scale,
-                keys=shape.keys,
-                draft=who.draft,
-                parent=run.parent,
-            )
+            return register(self.adapters, run, self.draft, shape, self.folder / "adapters" / f"run-{run.id}", who)
         finally:
             lora.detach(self.draft)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -220,7 +220,7 @@ class _Bench:
         (self.folder / TRUTHS).write_text(json.dumps(truths, indent=1) + "\n", encoding="utf-8")
 
     @contextmanager
-    def _wearing(self, candidate: Candidate | None) -> Iterator[None]:
+    def _wearing(self, candidate: Candidate | None) -> Generator[None]:
         """The pair's draft with the candidate on it for a while."""
         assert self.pair.draft is not None
         worn = Candidate(Kind.BETTER, 1) if candidate and candidate.kind is Kind.NOISY else candidate

@@ -14,7 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, inser
 
 from service.core import FailureCase, Generation, Provenance, Round
 from service.store.database import Database
-from service.store.rows import case_of, generation_of, id_bytes, logprob_bytes, rounds_of, target_bytes, utc
+from service.store.rows import generation_of, id_bytes, logprob_bytes, rounds_of, target_bytes, utc
 from service.store.tables import (
     failure_cases,
     generation_targets,
@@ -49,15 +49,6 @@ class CaseStats:
     trained: int
     quarantined: int
     domains: Mapping[str, int]
-
-
-@dataclass(frozen=True, slots=True)
-class CaseRow:
-    generation: str
-    domain: str | None
-    case: FailureCase
-    trained_run: int | None
-    created_at: datetime
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,21 +174,6 @@ class Generations:
                 select(generations.c.domain, func.count()).group_by(generations.c.domain)
             ).all()
         return CaseStats(total, int(tokens), cases, ties, trained, quarantined, {str(d or ""): n for d, n in domains})
-
-    def cases(self, limit: int, offset: int = 0) -> list[CaseRow]:
-        """Failure cases, newest first."""
-        query = (
-            select(failure_cases, generations.c.id.label("generation"), generations.c.domain, generations.c.created_at)
-            .join_from(failure_cases, generations, generations.c.seq == failure_cases.c.seq)
-            .order_by(failure_cases.c.id.desc())
-            .limit(limit)
-            .offset(offset)
-        )
-        with self._db.read() as connection:
-            return [
-                CaseRow(row.generation, row.domain, case_of(row), row.trained_run, utc(row.created_at))
-                for row in connection.execute(query)
-            ]
 
     def purge(self, keep: int) -> Future[int]:
         """Delete all but the newest `keep` generations, with everything that hangs on them; how many went."""

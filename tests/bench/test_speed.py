@@ -11,11 +11,13 @@ import pytest
 
 from service.app import resolve_models
 from service.core import TOP_TARGETS, Delta, Event, Generation, Prompt, Round, Sampling
-from service.engine.decoder import Decoder, Prefill
+from service.engine.decoder import Decoder
 from service.engine.draft import served
+from service.engine.engine import Engine
 from service.engine.prefix import PrefixCache
+from service.engine.reading import Prefill
 from service.engine.row import Row
-from service.engine.worker import Engine, Worker
+from service.engine.worker import Worker
 from service.evaluation.templates import traffic
 from service.learning import lora
 from service.learning.dataset import Example, batches

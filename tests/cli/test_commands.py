@@ -74,9 +74,7 @@ Redraft = Callable[..., Outcome]
 
 @pytest.fixture
 def redraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Redraft:
-    """redraft("cases", "list", …) -> what the entry point does, in this process; nothing of the environment's settings."""
-    for name in [name for name in os.environ if name.startswith("REDRAFT_")]:
-        monkeypatch.delenv(name)
+    """redraft("cases", "list", …) -> what the entry point does, in this process."""
     for shown in (console.out, console.err):
         monkeypatch.setattr(shown, "_width", 240)
 
@@ -96,13 +94,12 @@ def redraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 def child(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
     """The same as a process of its own."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("REDRAFT_")}
     return subprocess.run(
         [sys.executable, "-m", "service.cli", *map(str, words)],
         capture_output=True,
         text=True,
         timeout=120,
-        env=inherited | environment,
+        env=os.environ | environment,
     )
 
 

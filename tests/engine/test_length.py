@@ -248,6 +248,22 @@ def test_without_a_draft_only_look_ups_are_chosen() -> None:
     assert length.choose(ONE, [Match(4, 4)]).looked_up == (4,)
 
 
+@pytest.mark.parametrize("kept", [0, 3], ids=["resting", "drafting"])
+def test_a_draft_that_is_put_aside_is_neither_tried_nor_missed(kept: int) -> None:
+    of = replace(costs(one_stream, 0.009), read=0.001)
+    length, without = DraftLength(3, 4, of), DraftLength(0, 4, of)
+    for _ in range(100):
+        length.observe(ONE, Choice(3, (0,)), [None], [kept], None)
+    assert (length.choose(ONE, [None]).drafted > 0) is (kept > 0)
+    found = [Match(8, 4), None, Match(4, 2)]
+    rounds = [(Load(1, turn, unread=8), [found[turn % 3]]) for turn in range(6 * PROBE)]
+    chosen = [length.choose(load, matches, drafts=False) for load, matches in rounds]
+    assert chosen == [without.choose(load, matches) for load, matches in rounds]
+    assert sum(choice.most > 0 for choice in chosen) > 0.6 * len(chosen)
+    length.restart()
+    assert length.choose(ONE, [None]).drafted > 0
+
+
 class Anything(DraftLength):
     """Every choice gets its turn, with rows that fell behind in between."""
 
@@ -255,7 +271,7 @@ class Anything(DraftLength):
         super().__init__(4, 6, measured({(1, 1): 1.0}, {1: 0.1}))
         self.rng = random.Random(seed)
 
-    def choose(self, load: Load, matches: Sequence[Match | None]) -> Choice:
+    def choose(self, load: Load, matches: Sequence[Match | None], *, drafts: bool = True) -> Choice:
         drafted = self.rng.choice([0, 0, 1, 2, 4])
         most = [min(drafted or 6, m.available) if m and self.rng.random() < 0.5 else 0 for m in matches]
         return Choice(drafted, tuple(self.rng.randint(0, n) for n in most))

@@ -4,6 +4,7 @@ import random
 from collections import Counter
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from batches import decode
 from oracle import naive, relative, tempered, tiny_llama
@@ -11,8 +12,9 @@ from scipy.stats import chisquare
 
 from service.core import Prompt, Sampling, Source
 from service.engine.decoder import Decoder
+from service.engine.draft import bare
 from service.engine.drafting import joined, looked_up
-from service.engine.length import Costs, DraftLength
+from service.engine.length import PROBE, Costs, DraftLength
 from service.engine.lookup import REMEMBERED, Found, Grams, Lookup
 from service.engine.row import Row
 
@@ -93,6 +95,37 @@ def test_with_look_ups_the_tokens_are_the_targets_own(drafted: int, seeded: bool
         }
         assert {case.position for case in row.cases} <= drafts
         assert {round.adapter for round in row.rounds} == {0}
+
+
+class Broken(nn.Module):
+    """A draft that raises."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def __call__(self, tokens: mx.array, cache: list[object] | None = None) -> mx.array:
+        raise RuntimeError("broken draft")
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.inner.layers
+
+
+def test_look_ups_go_on_after_a_draft_that_rested_broke() -> None:
+    target = tiny_llama(0)
+    decoder = Decoder(target, bare(Broken(target)), vocabulary=VOCABULARY, k=3, adaptive=True, lookup=4)
+    # A draft step as dear as a call never pays.
+    decoder.length = DraftLength(3, 4, Costs({(1, 1): 1.0, (1, 5): 1.0}, {1: 1.0}, {1: 0.0}, 0.0, 0.0))
+    row = Row("a", Prompt((5, 6, 7) * 4, Sampling(max_tokens=800)), frozenset(), None)
+    decoder.admit(row)
+    while decoder.rows:
+        decoder.round()
+    assert decoder.draft_failures == 1
+    late = row.rounds[2 * PROBE :]
+    assert len(late) > 2 * PROBE and sum(round.drafted > 0 for round in late) > 0.8 * len(late)
+    assert {round.source for round in late if round.drafted} == {Source.LOOKUP}
+    assert row.output == naive(target, row.prompt.tokens, row.prompt.sampling)
 
 
 def test_unseeded_sampling_with_look_ups_has_the_targets_law() -> None:

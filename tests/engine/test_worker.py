@@ -44,8 +44,9 @@ from service.core import (
 )
 from service.engine.decoder import Decoder
 from service.engine.draft import bare
+from service.engine.engine import Engine
 from service.engine.prefix import BLOCK, PrefixCache
-from service.engine.worker import Engine, Worker
+from service.engine.worker import Worker
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
 

@@ -70,7 +70,7 @@ class Whims(DraftLength):
         super().__init__(4, 4, Costs({(1, 1): 1.0, (1, 5): 1.0}, cost, cost, 0.0, 0.0))
         self.rng = random.Random(seed)
 
-    def choose(self, load: Load, matches: Sequence[Match | None]) -> Choice:
+    def choose(self, load: Load, matches: Sequence[Match | None], *, drafts: bool = True) -> Choice:
         drafted = self.rng.randrange(5)
         most = drafted or self.rng.randrange(5)
         return Choice(drafted, tuple(min(m.available, most) if m and self.rng.random() < 0.5 else 0 for m in matches))

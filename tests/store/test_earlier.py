@@ -51,7 +51,7 @@ def test_the_newest_before_come_along_whatever_became_of_their_run(database: Dat
     ended(database, run_on_all(database), taken_back=False)
     well = generation(cases=[])
     new = [generation() for _ in range(2)]
-    store.add([well, generation(output=()), *new]).result()
+    store.add([well, generation(output=(), cases=[]), *new]).result()
     run = run_on_all(database)
     assert {g.id for g in store.claimed(run)} == {g.id for g in new}
     wanted = [well.id, *(g.id for g in reversed(old))]

@@ -19,6 +19,7 @@ from service.core import BARE_DRAFT, AdapterRef, RedraftError, Trigger
 from service.evaluation.bench.log import fill
 from service.evaluation.bench.recording import OFF, ON, measure_recording
 from service.evaluation.bench.report import Report, ratios
+from service.evaluation.candidates import register
 from service.evaluation.server import LocalServer
 from service.evaluation.templates import traffic
 from service.evaluation.traffic import Answer, Traffic
@@ -26,7 +27,6 @@ from service.learning import lora
 from service.models import vocabulary
 from service.models.pair import Pair, load_model, load_pair
 from service.settings import Settings, sqlite_url
-from service.store.files import publish
 
 SWAP, QUIET = "swap", "quiet"
 SETTLE_SECONDS = 0.5
@@ -175,21 +175,7 @@ def _adapters(settings: Settings, folder: Path, pair: Pair, draft: Path) -> list
                 if name.endswith("lora_b")
             ]
             model.load_weights(noisy, strict=False)
-            scratch, final = folder / f"made-{seed}.part", folder / "adapters" / f"made-{seed}"
-            lora.save(model, shape, scratch, draft=who.draft, target=who.target)
-            if kept is not None:
-                vocabulary.write(kept, scratch)
-            ref = stores.adapters.add(
-                run_id=run.id,
-                fencing=run.fencing,
-                folder=final,
-                sha256=publish(scratch, final),
-                rank=shape.rank,
-                scale=shape.scale,
-                keys=shape.keys,
-                draft=who.draft,
-                parent=BARE_DRAFT,
-            )
+            ref = register(stores.adapters, run, model, shape, folder / "adapters" / f"made-{seed}", who, kept)
             # Only what has served once may be activated.
             stores.adapters.activate(ref.id, who.draft)
             made.append(ref)

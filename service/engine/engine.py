@@ -1,0 +1,38 @@
+"""What the engine's thread runs: the decoder, and what the models say about prompts and their answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from service.core import BadRequest, Prompt, Provenance
+from service.engine.decoder import Decoder
+from service.engine.draft import Draft
+from service.engine.row import Detokenizer, Row, TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Built on that thread. context: tokens of a prompt and its answer, at most."""
+
+    decoder: Decoder
+    base: Draft | None
+    eos: frozenset[int]
+    context: int
+    provenance: Provenance
+    detokenizer: Callable[[], Detokenizer]
+
+    def check(self, prompt: Prompt) -> None:
+        """From any thread. Raises BadRequest for what cannot be decoded."""
+        room = self.context - len(prompt.tokens)
+        if not prompt.tokens:
+            raise BadRequest("the prompt is empty", field="prompt")
+        if room < prompt.sampling.max_tokens:
+            raise BadRequest(
+                f"prompt ({len(prompt.tokens)} tokens) and max_tokens ({prompt.sampling.max_tokens}) exceed the context "
+                f"of {self.context} tokens",
+                field="max_tokens" if room > 0 else "prompt",
+            )
+
+    def row(self, id: str, prompt: Prompt) -> Row:
+        return Row(id, prompt, self.eos, TextStream(self.detokenizer(), prompt.sampling.stop))
