@@ -9,7 +9,7 @@ import typer
 
 from service.cli.console import stages, table, write_json
 from service.cli.evaluate import MaxTokens, Rows, eval_
-from service.cli.models import folders
+from service.cli.models import pair_and_general
 from service.cli.options import Config, Draft, Json, Target, again, settings_from
 
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
@@ -40,7 +40,7 @@ def gate(
     from service.evaluation.prompts import read_prompts
 
     settings = settings_from(config, models__target=target, models__draft=draft)
-    models, general = folders(settings)
+    models, general = pair_and_general(settings)
     command, found = again(context), list[Judged]()
     with stages("gate") as on_step:
         for one in run_gate(
@@ -87,7 +87,7 @@ def poison(
     from service.evaluation.prompts import read_prompts
 
     settings = settings_from(config, models__target=target, models__draft=draft)
-    models, general = folders(settings)
+    models, general = pair_and_general(settings)
     command, found = again(context), list[Poisoned]()
     with stages("poison") as on_step:
         for one in run_poison(

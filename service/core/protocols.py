@@ -72,6 +72,11 @@ class DraftSwitch(Protocol):
         """Serve with it from the next round on."""
         ...
 
+    def round_seconds(self) -> tuple[float, ...] | None:
+        """What a round of one request costs here that drafts 1, 2, ... tokens, as measured; None where the draft length is
+        fixed or nothing has been measured. Callable from any thread."""
+        ...
+
 
 class Staged(Protocol):
     """A draft that is loaded and checked, not yet serving."""

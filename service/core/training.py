@@ -121,8 +121,9 @@ class TrainingRun:
 class Score:
     """How one adapter would have done on one logged generation, from a teacher-forced pass of the draft alone.
 
-    calls: expected target calls to emit `tokens` output tokens at draft length `k`. Exact for greedy and seeded rows, but
-    for the one round in which a prompt of a single token joins: nobody in the batch drafts then.
+    calls: expected target calls to emit `tokens` output tokens, by draft length: calls[K - 1] with K drafted a round, up to the
+    longest that is served. Without drafts every token is a call, whoever rests. Exact for greedy and seeded rows, but for the
+    one round in which a prompt of a single token joins: nobody in the batch drafts then.
     agreed: positions where the draft's argmax is the emitted token.
     """
 
@@ -130,14 +131,14 @@ class Score:
     domain: str
     tokens: int
     agreed: int
-    calls: float
-    k: int
+    calls: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the gate, or a watch, said. gain: relative change of predicted tokens per second, candidate over active (watched
-    over what it is compared with), with its two-sided 90 % bootstrap interval over prompts. domains: the same per domain."""
+    """What the gate, or a watch, said. gain: relative change of predicted tokens per second while drafting, candidate over
+    active (watched over what it is compared with), with its two-sided 90 % bootstrap interval over prompts. domains: the same
+    per domain."""
 
     promoted: bool
     reason: str

@@ -29,6 +29,8 @@ LOOKED_UP = {8: 0.8, 4: 0.6, 2: 0.4}
 """Acceptance taken for granted before anything was seen, rather too high than too low, for what is tried is soon known: of
 drafts, and of look-ups by how many tokens matched at least."""
 PRIOR_WEIGHT = 4.0
+HELD = 200
+"""Positions that a row is taken to hold where costs are asked for without a batch at hand."""
 PLAIN = 64
 """Rounds with proposals after which one has none, so that what they are compared with stays measured."""
 SLOW, TRUSTED = 0.05, 8
@@ -64,6 +66,9 @@ class Costs:
 
     def draft(self, load: Load) -> float:
         return _line(self.step, load.rows) + load.rows * load.held * self.step_held
+
+    def round(self, load: Load, drafted: int) -> float:
+        return self.call(load, drafted + 1) + (drafted * self.draft(load) if drafted else 0.0)
 
     def _of(self, size: int) -> dict[int, float]:
         return {tokens: seconds for (rows, tokens), seconds in self.verify.items() if rows == size}
@@ -184,6 +189,10 @@ class DraftLength:
             if self._rested >= max(patience, reading / plain / PROBING):
                 return Choice(probe, nothing)
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches))
+
+    def round_seconds(self) -> tuple[float, ...]:
+        """Of a round over one row by the tokens drafted, from one on, as measured at start."""
+        return tuple(self._costs.round(Load(1, HELD), k) for k in range(1, self.drafted + 1))
 
     def follows(self, load: Load) -> bool:
         """Whether the draft should go on reading what the target reads and says."""

@@ -197,7 +197,7 @@ class _Workbench:
                 matched = float(np.concatenate(overlap(self.draft, told, vocabulary=self.pair.vocabulary)).mean())
             else:
                 matched = sum(one.agreed for one in scores) / tokens
-            found[name] = Figures(matched, tokens / sum(one.calls for one in scores))
+            found[name] = Figures(matched, tokens / sum(one.calls[K - 1] for one in scores))
         return found
 
     def _said(self, name: str, temperature: float) -> list[Generation]:

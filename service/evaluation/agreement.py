@@ -42,7 +42,7 @@ def measure(model: nn.Module, generations: Sequence[Generation], vocabulary: int
     return (
         Agreement(
             agreement=sum(one.agreed for one in scores) / tokens,
-            tokens_per_call=tokens / sum(one.calls for one in scores),
+            tokens_per_call=tokens / sum(one.calls[K - 1] for one in scores),
             overlap=float(np.concatenate(shared).mean()),
             tokens=tokens,
             prompts=len(scores),

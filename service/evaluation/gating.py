@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from service.core import BadRequest, Generation, Score, Verdict
+from service.engine import length, profile
+from service.engine.length import Load
 from service.evaluation.courses import adapted, lessons
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.prompts import PromptLine
@@ -65,11 +68,12 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """worth: relative change of tokens per target call, at the settings' draft length, on the separate prompts."""
+    """worth: relative change of tokens per target call, at the settings' draft length, on the separate prompts; not measured of
+    what has noise."""
 
     candidate: Candidate
     verdict: Verdict
-    worth: float
+    worth: float | None
 
     def plain(self) -> dict[str, Any]:
         verdict = self.verdict
@@ -101,9 +105,10 @@ def cells(judged: Sequence[Judged]) -> tuple[tuple[object, ...], ...]:
         mine = [one for one in judged if one.candidate.kind is kind]
         if not mine:
             continue
-        good = [one for one in mine if one.worth >= 0.02]
-        kept = f"{len(good)}, promoted {sum(one.verdict.promoted for one in good)}"
-        spread = (_spread([one.verdict.gain for one in mine]), _spread([one.worth for one in mine]))
+        worth = [one.worth for one in mine if one.worth is not None]
+        good = [one for one in mine if one.worth is not None and one.worth >= 0.02]
+        kept = f"{len(good)}, promoted {sum(one.verdict.promoted for one in good)}" if worth else ""
+        spread = (_spread([one.verdict.gain for one in mine]), _spread(worth) if worth else "")
         found.append((kind.value, len(mine), sum(one.verdict.promoted for one in mine), *spread, kept))
     return tuple(found)
 
@@ -136,30 +141,38 @@ def run_gate(
     """
     mx.set_cache_limit(CACHE_BYTES)
     pair = load_pair(*models)
-    texts = {
-        name: [g for g in _told(pair, lines, settings, max_tokens, rows, name, on_step) if g.output]
-        for name, lines in (("texts to learn from", learn), ("other prompts", test))
-    }
-    fresh, other = texts.values()
-    learnt = [g for g in fresh if split_of(g.prompt.first_user) != HELD_OUT]
-    held = [g for g in fresh if split_of(g.prompt.first_user) == HELD_OUT][: settings.gate.max_prompts]
+    assert pair.draft is not None
+    held = [line for line in learn if split_of(line.prompt) == HELD_OUT][: settings.gate.max_prompts]
+    learnt = [line for line in learn if split_of(line.prompt) != HELD_OUT]
     if len(learnt) < cases or len(held) < settings.gate.min_prompts:
-        raise BadRequest(f"{len(learnt)} texts to learn from and {len(held)} held out are too few", field="train")
-    bench = _Bench(settings, pair, models[1], general, learnt, cases, held, other, folder)
+        raise BadRequest(f"{len(learnt)} prompts to learn from and {len(held)} held out are too few", field="train")
+    k = settings.engine.num_draft_tokens
+    costs = profile.measure(pair.target.model, pair.draft.model, rows=[1], most=k)
+
+    def told(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
+        home = settings.home
+        found = greedy_generations(
+            pair, lines, home, max_tokens=max_tokens, rows=rows, on_step=lambda done, of: on_step(stage, done, of)
+        )
+        return [g for g in found if g.output]
+
+    bench = _Bench(
+        settings,
+        pair,
+        models[1],
+        general,
+        cases,
+        seconds=[costs.round(Load(1, length.HELD), n) for n in range(1, k + 1)],
+        held=told("held-out texts", held),
+        texts=cache(lambda: told("texts to learn from", learnt)),
+        other=cache(lambda: told("other prompts", test)),
+        folder=folder,
+    )
     trained = [Candidate(kind, seed) for seed in range(1, count + 1) for kind in (Kind.BETTER, Kind.SHUFFLED)]
     order = [*trained, *(Candidate(Kind.NOISY, seed) for seed in range(1, noisy + 1))]
     for i, candidate in enumerate(order):
         on_step(candidate.kind, i, len(order))
         yield bench.judged(candidate)
-
-
-def _told(
-    pair: Pair, lines: Sequence[PromptLine], settings: Settings, max_tokens: int, rows: int, name: str, on_step: Step
-) -> list[Generation]:
-    home = settings.home
-    return greedy_generations(
-        pair, lines, home, max_tokens=max_tokens, rows=rows, on_step=lambda done, of: on_step(name, done, of)
-    )
 
 
 @dataclass(slots=True)
@@ -170,54 +183,51 @@ class _Bench:
     pair: Pair
     draft_folder: Path
     general: Path | None
-    learnt: Sequence[Generation]
     cases: int
+    seconds: Sequence[float]
     held: Sequence[Generation]
-    other: Sequence[Generation]
+    texts: Callable[[], Sequence[Generation]]
+    other: Callable[[], Sequence[Generation]]
     folder: Path
-    _compared: dict[str, tuple[list[Score], float]] = field(default_factory=dict[str, tuple[list[Score], float]])
+    _scores_of: dict[str, list[Score]] = field(default_factory=dict[str, list[Score]])
 
     def judged(self, candidate: Candidate) -> Judged:
-        rules = self.settings.gate
-        active = Candidate(Kind.BETTER, 1) if candidate.kind is Kind.NOISY else None
-        name = active.name if active else "bare"
-        if name not in self._compared:
-            self._compared[name] = self._scored(active)
-        scores, per_call = self._scored(candidate)
-        compared, before = self._compared[name]
+        rules, noisy = self.settings.gate, candidate.kind is Kind.NOISY
+        active = Candidate(Kind.BETTER, 1) if noisy else None
+        if (name := _name(active)) not in self._scores_of:
+            self._scores_of[name] = self._scored(active)
         verdict = gate.judge(
-            scores,
-            compared,
+            self._scored(candidate),
+            self._scores_of[name],
+            seconds=self.seconds,
             min_prompts=rules.min_prompts,
             min_tokens=rules.min_tokens,
             domain_tolerance=rules.domain_tolerance,
             resamples=rules.bootstrap,
             seed=candidate.seed,
         )
-        return Judged(candidate, verdict, per_call / before - 1.0)
+        return Judged(candidate, verdict, None if noisy else self._per_call(candidate) / self._per_call(None) - 1.0)
 
-    def _scored(self, candidate: Candidate | None) -> tuple[list[Score], float]:
-        """What the gate sees of it (None: of the bare draft), and its tokens per call on the other prompts."""
+    def _scored(self, candidate: Candidate | None, told: Sequence[Generation] | None = None) -> list[Score]:
+        """Of the held-out texts unless said. None: the bare draft."""
         assert self.pair.draft is not None
-        name = candidate.name if candidate else "bare"
         with self._wearing(candidate):
             model = as_served(self.pair.draft.model, vocabulary.read(self.draft_folder))
-            known = self._truths()
-            if name not in known:
-                scores = self._scores(model, self.other)
-                self._know(known | {name: sum(s.tokens for s in scores) / sum(s.calls for s in scores)})
-            return self._scores(model, self.held), self._truths()[name]
+            k = self.settings.engine.num_draft_tokens
+            return score(model, told or self.held, k=k, vocabulary=self.pair.vocabulary)
 
-    def _scores(self, model: nn.Module, told: Sequence[Generation]) -> list[Score]:
-        return score(model, told, k=self.settings.engine.num_draft_tokens, vocabulary=self.pair.vocabulary)
+    def _per_call(self, candidate: Candidate | None) -> float:
+        name, known = _name(candidate), self._truths()
+        if name not in known:
+            scores = self._scored(candidate, self.other())
+            known[name] = sum(s.tokens for s in scores) / sum(s.calls[-1] for s in scores)
+            self.folder.mkdir(parents=True, exist_ok=True)
+            (self.folder / TRUTHS).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+        return known[name]
 
     def _truths(self) -> dict[str, float]:
         path = self.folder / TRUTHS
         return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-    def _know(self, truths: dict[str, float]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / TRUTHS).write_text(json.dumps(truths, indent=1) + "\n", encoding="utf-8")
 
     @contextmanager
     def _wearing(self, candidate: Candidate | None) -> Generator[None]:
@@ -236,7 +246,7 @@ class _Bench:
         assert self.pair.draft is not None
         draft, training, who = self.pair.draft.model, self.settings.training, self.pair.provenance
         chosen = lesson(
-            random.Random(candidate.seed).sample(self.learnt, self.cases),
+            random.Random(candidate.seed).sample(self.texts(), self.cases),
             share=training.replay,
             general=GeneralSet.load(self.general).generations(who, golden=False) if self.general is not None else [],
             reservoir=lambda count: [],
@@ -251,6 +261,10 @@ class _Bench:
             lora.save(draft, shape, path, draft=who.draft, target=who.target)
         finally:
             lora.detach(draft)
+
+
+def _name(candidate: Candidate | None) -> str:
+    return candidate.name if candidate else "bare"
 
 
 def shuffled(examples: Sequence[Example], seed: int) -> list[Example]:

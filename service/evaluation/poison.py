@@ -144,5 +144,5 @@ def _worth(settings: Settings, pair: Pair, folder: Path | None, told: Sequence[G
     k = settings.engine.num_draft_tokens
     with adapted(pair.draft.model, folder, pair.provenance.draft) as draft:
         scores = score(draft, told, k=k, vocabulary=pair.vocabulary)
-    tokens, calls = sum(one.tokens for one in scores), sum(one.calls for one in scores)
+    tokens, calls = sum(one.tokens for one in scores), sum(one.calls[-1] for one in scores)
     return sum(one.agreed for one in scores) / tokens, (tokens - calls) / (k * calls)

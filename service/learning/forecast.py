@@ -7,11 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.engine.length import Costs, Load
+from service.engine.length import HELD, Costs, Load
 from service.learning.offpolicy import Acceptance, expected_calls, expected_positions
-
-HELD = 200
-"""Positions that a row is taken to hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,5 +32,5 @@ def forecast(found: Sequence[Acceptance], k: int, costs: Costs | None = None, ro
         here = expected_positions(one.rates, k)
         tested, kept = tested + here[0], kept + here[1]
     rates = tuple((kept / np.maximum(tested, 1e-12)).tolist())
-    seconds = None if costs is None else costs.call(load, k + 1) + (k * costs.draft(load) if k else 0.0)
+    seconds = None if costs is None else costs.round(load, k)
     return Forecast(k, per_call, rates, None if seconds is None else rows * per_call / seconds)

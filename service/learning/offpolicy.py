@@ -40,14 +40,20 @@ def expected_calls(rates: Sequence[float] | Doubles, k: int) -> float:
     a_t .. a_{t+k-1}, and emits one token more than it keeps, never past the end. With r(t) the probability that some
     round starts at t (r(0) = 1), the calls are the sum of r.
     """
-    return float(_starts(np.asarray(rates, dtype=np.float64), k).sum())
+    return float(_starts(np.asarray(rates, dtype=np.float64), [k]).sum())
+
+
+def calls_by_length(rates: Sequence[float] | Doubles, k: int) -> tuple[float, ...]:
+    """expected_calls with 1, 2, ... k drafted a round, in the time of one."""
+    lengths = range(1, k + 1)
+    return tuple(_starts(np.asarray(rates, dtype=np.float64), lengths).sum(axis=1).tolist()) if lengths else ()
 
 
 def expected_positions(rates: Sequence[float] | Doubles, k: int) -> tuple[Doubles, Doubles]:
     """How often each of the k positions of a proposal is expected to be tested, and to be kept, (k,) each: position i is tested
     where all before it were kept and the text goes on."""
     a = np.asarray(rates, dtype=np.float64)
-    starts = _starts(a, k)
+    starts = _starts(a, [k])[0]
     tested, kept = np.zeros(k), np.zeros(k)
     reach = starts.copy()
     for i in range(k):
@@ -58,18 +64,21 @@ def expected_positions(rates: Sequence[float] | Doubles, k: int) -> tuple[Double
     return tested, kept
 
 
-def _starts(a: Doubles, k: int) -> Doubles:
-    """r(t) at every output position."""
-    count = len(a)
+def _starts(a: Doubles, lengths: Sequence[int]) -> Doubles:
+    """r(t) at every output position, by draft length, (lengths, tokens)."""
+    count, most = len(a), max(lengths)
     # Beyond the end nothing matters: whatever is kept there, the request is over.
-    a = np.concatenate([a, np.zeros(k)])
-    starts = np.zeros(count + k + 1)
-    starts[:1] = 1.0
+    ahead = np.lib.stride_tricks.sliding_window_view(np.concatenate([a, np.zeros(most + 1)]), most + 1)[:count]
+    kept = np.concatenate([np.ones((count, 1)), np.cumprod(ahead[:, :most], axis=1)], axis=1)
+    # Probability that a round which starts at t keeps just so many: no more follows k.
+    just = np.stack([kept * np.where(np.arange(most + 1) == k, 1.0, 1.0 - ahead) for k in lengths])
+    for row, k in zip(just, lengths, strict=True):
+        row[:, k + 1 :] = 0.0
+    starts = np.zeros((len(lengths), count + most + 1))
+    starts[:, :1] = 1.0
     for t in range(count):
-        kept = np.concatenate([[1.0], np.cumprod(a[t : t + k])])
-        stops = np.concatenate([1.0 - a[t : t + k], [1.0]])
-        starts[t + 1 : t + k + 2] += starts[t] * kept * stops
-    return starts[:count]
+        starts[:, t + 1 : t + most + 2] += starts[:, t, None] * just[:, t]
+    return starts[:, :count]
 
 
 def acceptance(

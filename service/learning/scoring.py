@@ -9,7 +9,7 @@ import mlx.nn as nn
 
 from service.core import Generation, Score
 from service.learning.buffer import limited
-from service.learning.offpolicy import acceptance, expected_calls
+from service.learning.offpolicy import acceptance, calls_by_length
 
 UNTAGGED = "untagged"
 """Domain of requests that named none."""
@@ -48,7 +48,7 @@ def score(
     vocabulary: int,
     between: Callable[[], None] = lambda: None,
 ) -> list[Score]:
-    """How `model` would have drafted each generation at draft length `k`."""
+    """How `model` would have drafted each generation at draft lengths 1 to k."""
     found = acceptance(model, generations, vocabulary=vocabulary, between=between)
     return [
         Score(
@@ -56,8 +56,7 @@ def score(
             domain=generation.prompt.domain or UNTAGGED,
             tokens=len(generation.output),
             agreed=result.agreed,
-            calls=expected_calls(result.rates, k),
-            k=k,
+            calls=calls_by_length(result.rates, k),
         )
         for generation, result in zip(generations, found, strict=True)
     ]

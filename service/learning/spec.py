@@ -20,7 +20,7 @@ class TrainJob:
 
     url: of the database. fencing: the run's token when the job was started. parent: its adapter folder, None for the
     bare draft (parent_id 0). out: where adapter folders live. general: the general replay set, None where there is
-    none. cache: where re-scored targets are kept. k: draft length to score at.
+    none. cache: where re-scored targets are kept. k: longest draft length to score at.
     """
 
     url: str

@@ -202,7 +202,10 @@ def _integer(message: Mapping[str, object], name: str) -> int:
 
 
 def _number(message: Mapping[str, object], name: str) -> float:
-    value = message.get(name)
+    return _finite(message.get(name), name)
+
+
+def _finite(value: object, name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name} is not a finite number")
     return float(value)
@@ -226,8 +229,7 @@ def _score(value: object) -> Score:
         domain=domain,
         tokens=_integer(item, "tokens"),
         agreed=_integer(item, "agreed"),
-        calls=_number(item, "calls"),
-        k=_integer(item, "k"),
+        calls=tuple(_finite(each, "calls") for each in _list(item, "calls")),
     )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from service.core import BARE_DRAFT, Score, Verdict
-from service.lifecycle.gate import MIN_SPEAKERS, domains, interval, paired, told
+from service.lifecycle.comparison import MIN_SPEAKERS, Comparison
 
 ALPHA = 0.05
 
@@ -36,44 +36,39 @@ def look(
     serving: Sequence[Score],
     others: Mapping[int, Sequence[Score]],
     *,
+    seconds: Sequence[float] | None = None,
     parent: int,
     count: int,
     last: bool,
     resamples: int,
     seed: int,
 ) -> Look:
-    """Compare the adapter that serves with `others` (its parent among them), by live generations.
+    """Compare the adapter that serves with `others` (its parent among them), by live generations. seconds: as in gate.judge.
 
     It goes as soon as its whole interval against one of them lies below 0, back to the best of those. It has proven itself
     as soon as every interval lies above 0; after the `last` of `count` looks it stays. The verdict holds the two-sided 90 %
     interval of the comparison that decided, else of that with its parent. Raises ValueError like gate.judge.
     """
-    pairs = {other: paired(serving, scores) for other, scores in others.items()}
-    tokens = sum(score.tokens for score, _ in pairs[parent])
-    if len(pairs[parent]) < MIN_SPEAKERS or not tokens:
-        few = f"only {len(pairs[parent])} generations to compare on"
-        return Look(Verdict(True, f"stays: {few}", len(pairs[parent]), tokens, 0.0, 0.0, 0.0), last)
-    tail = ALPHA / (count * len(pairs))
-    strict = {other: interval(both, resamples, seed, tail) for other, both in pairs.items()}
-    worse = [other for other, (_, _, high) in strict.items() if high < 0]
-    # Of those it is proven worse than, what needed the fewest calls; the parent where they are alike.
-    back_to = min(worse, key=lambda other: (strict[other][0], other != parent)) if worse else None
+    both = {other: Comparison(serving, scores, seconds) for other, scores in others.items()}
+    generations, tokens = both[parent].generations, both[parent].tokens
+    if generations < MIN_SPEAKERS or both[parent].empty:
+        few = f"stays: {generations} generations and {tokens} tokens are too few to compare on"
+        return Look(Verdict(True, few, generations, tokens, 0.0, 0.0, 0.0), last)
+    tail = ALPHA / (count * len(both))
+    strict = {other: each.gain(resamples, seed, tail) for other, each in both.items()}
+    worse = [other for other, gain in strict.items() if gain.high < 0]
+    # Of those it is proven worse than, the fastest; the parent where they are alike.
+    back_to = min(worse, key=lambda other: (strict[other].gain, other != parent)) if worse else None
     opponent = parent if back_to is None else back_to
     name = "the bare draft" if opponent == BARE_DRAFT else f"adapter {opponent}"
-    whole = interval(pairs[opponent], resamples, seed)
-    proven = all(low > 0 for _, low, _ in strict.values())
+    whole = both[opponent].gain(resamples, seed)
+    proven = all(gain.low > 0 for gain in strict.values())
     if back_to is not None:
-        reason = f"worse than {name}: {told(whole)}"
+        reason = f"worse than {name}: {whole}"
     elif proven:
-        reason = f"stays: proven better than {name}: {told(whole)}"
+        reason = f"stays: proven better than {name}: {whole}"
     else:
-        reason = f"{'stays' if last else 'undecided'}: against {name} {told(whole)}"
-    verdict = Verdict(
-        back_to is None,
-        reason,
-        len(pairs[opponent]),
-        tokens,
-        *whole,
-        domains=domains(pairs[opponent], resamples, seed),
-    )
+        reason = f"{'stays' if last else 'undecided'}: against {name} {whole}"
+    domains = {domain: each.gain(resamples, seed).interval for domain, each in both[opponent].domains().items()}
+    verdict = Verdict(back_to is None, reason, generations, tokens, *whole.interval, domains=domains)
     return Look(verdict, back_to is not None or proven or last, back_to)

@@ -61,6 +61,10 @@ class Switching:
         self._events.swapped(time.perf_counter() - begun)
         self._events.serving(ref)
 
+    def round_seconds(self) -> tuple[float, ...] | None:
+        """As core.DraftSwitch has it."""
+        return self._engine.round_seconds()
+
     def behind(self) -> bool:
         """Whether the engine serves something else than the rows say."""
         ref = self._adapters.active(self._draft)

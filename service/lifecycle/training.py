@@ -167,6 +167,7 @@ class TrainingJob:
         verdict = gate.judge(
             candidate,
             compared,
+            seconds=self._parts.switching.round_seconds(),
             min_prompts=rules.min_prompts,
             min_tokens=rules.min_tokens,
             domain_tolerance=rules.domain_tolerance,

@@ -109,6 +109,7 @@ class WatchJob:
             found = look(
                 scores.get(str(ref.id), ()),
                 {other: scores.get(str(other), ()) for other in (ref.parent, BARE_DRAFT)},
+                seconds=self._parts.switching.round_seconds(),
                 parent=ref.parent,
                 count=len(looks(rules.watch_generations)),
                 last=self._last,

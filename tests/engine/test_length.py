@@ -75,6 +75,17 @@ def test_it_settles_on_what_pays(accept: float, cost: Cost, least: int, most: in
     assert least <= usual(play(length, 1000, accept=accept, cost=cost)) <= most
 
 
+def test_what_a_round_costs_is_told_by_the_tokens_drafted() -> None:
+    """For one row that holds 200 positions: the call over one token more, and a step for each."""
+    told = Costs({(1, 1): 0.05, (1, 2): 0.06, (1, 5): 0.09}, {1: 0.01}, {1: 1e-5, 5: 5e-5}, 2e-6, 1e-4)
+    expected = [0.05 + 0.01 * k + 200 * 1e-5 * (k + 1) + k * (0.01 + 200 * 2e-6) for k in range(1, 5)]
+    assert DraftLength(4, 8, told).round_seconds() == pytest.approx(tuple(expected))
+    assert DraftLength(0, 8, told).round_seconds() == (), "look-ups alone"
+    length = DraftLength(4, 0, told)
+    play(length, 200, accept=0.5, cost=one_stream, pace=3.0)
+    assert length.round_seconds() == pytest.approx(tuple(expected)), "as measured at start"
+
+
 @pytest.mark.parametrize("accept", [0.0, 0.3, 0.5, 0.7, 0.95])
 @pytest.mark.parametrize("cost", [one_stream, full_batch])
 def test_what_was_measured_brings_it_near_the_best_fixed_length_within_an_answer(accept: float, cost: Cost) -> None:

@@ -306,6 +306,29 @@ def decoding(fed: mx.array) -> bool:
     return fed.shape[1] in (1, K + 1)
 
 
+class Measuring(House):
+    """One that measures what rounds cost before it serves."""
+
+    def build(self) -> Engine:
+        engine = super().build()
+        engine.decoder.adaptive = True
+        engine.decoder.profile(1)
+        return engine
+
+
+def test_what_rounds_cost_is_told_once_it_is_measured() -> None:
+    house = Measuring()
+    assert house.worker.round_seconds() is None, "not loaded yet"
+    with house:
+        costs = house.worker.round_seconds()
+        assert costs is not None and len(costs) == K
+        assert all(0 < seconds < 1 for seconds in costs)
+        assert house.ask(prompt(1)).finished()
+        assert house.worker.round_seconds() == costs
+    with House() as house:
+        assert house.worker.round_seconds() is None, "its draft length is fixed"
+
+
 # ------------------------------------------------------------------------------------------------------------ the queue
 
 

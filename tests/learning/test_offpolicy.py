@@ -14,7 +14,7 @@ from oracle import relative, tiny_llama
 
 from service.core import Generation, Sampling
 from service.learning.dataset import unpack
-from service.learning.offpolicy import acceptance, expected_calls, overlap
+from service.learning.offpolicy import acceptance, calls_by_length, expected_calls, overlap
 
 GREEDY = Sampling(max_tokens=24)
 SEEDED = Sampling(temperature=0.9, seed=1, max_tokens=24)
@@ -46,6 +46,12 @@ def enumerated(rates: list[float], k: int, start: int = 0) -> float:
 @given(st.lists(st.floats(0, 1), max_size=9), st.integers(0, 6))
 def test_calls_are_those_of_every_course_of_events(rates: list[float], k: int) -> None:
     assert expected_calls(rates, k) == pytest.approx(enumerated(rates, k), rel=1e-9)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0, 1), max_size=9), st.integers(0, 6))
+def test_calls_of_all_lengths_are_those_of_each(rates: list[float], k: int) -> None:
+    assert calls_by_length(rates, k) == pytest.approx([enumerated(rates, j) for j in range(1, k + 1)], rel=1e-9)
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])

@@ -87,12 +87,14 @@ class Loaded:
 
 
 class SmallEngine:
-    """core.DraftSwitch on a thread of its own, as strict about folders as the real one. dead: it answers no more."""
+    """core.DraftSwitch on a thread of its own, as strict about folders as the real one. dead: it answers no more. costs: what
+    it has measured that rounds cost."""
 
     def __init__(self) -> None:
         self.active = BARE_DRAFT
         self.dead = False
         self.switch_dead = False
+        self.costs: tuple[float, ...] | None = None
         self.served: list[int] = []
         self._thread = ThreadPoolExecutor(1)
 
@@ -114,6 +116,9 @@ class SmallEngine:
             self.served.append(staged.adapter)
 
         return self._thread.submit(apply)
+
+    def round_seconds(self) -> tuple[float, ...] | None:
+        return self.costs
 
     def close(self) -> None:
         self._thread.shutdown()

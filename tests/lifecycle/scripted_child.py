@@ -1,7 +1,8 @@
 """A real child process that says what its plan says instead of training: `scripted_child.py PLAN`, the job on stdin.
 
 PLAN is a JSON file: kind of job -> act. A trained adapter is a folder whose file holds one number, the share of calls
-it needs; scores are computed from it, so that whoever compares adapters finds what the folders say.
+it needs, and after it the draft length from which on it needs so few, 1 unless it says so; scores are computed from it, so
+that whoever compares adapters finds what the folders say.
 """
 
 import json
@@ -23,9 +24,14 @@ def die() -> None:
 
 
 def scores(folder: str | None, names: list[str]) -> list[dict[str, object]]:
-    share = 1.0 if folder is None else float((Path(folder) / "adapters.safetensors").read_text())
+    text = "1.0" if folder is None else (Path(folder) / "adapters.safetensors").read_text()
+    share, first = (*map(float, text.split()), 1.0)[:2]
+
+    def calls(at_three: float) -> list[float]:
+        return [at_three * more * (share if k >= first else 1.0) for k, more in ((1, 1.4), (2, 1.2), (3, 1.0))]
+
     return [
-        {"generation": name, "domain": "a", "tokens": 40, "agreed": 20, "calls": (20 + i % 3) * share, "k": 3}
+        {"generation": name, "domain": "a", "tokens": 40, "agreed": 20, "calls": calls(20 + i % 3)}
         for i, name in enumerate(names)
     ]
 
@@ -54,7 +60,7 @@ def train(job: dict[str, object], act: str) -> None:
     scratch, final = out / f".run-{job['run']}.part", out / f"run-{job['run']}-{job['fencing']}"
     scratch.mkdir(parents=True)
     # "better": by a fifth than whatever it starts from.
-    share = {"lose": 1.05, "broken": 0.6, "better": 0.8 ** int(str(job["run"]))}.get(act, 0.8)
+    share = {"lose": 1.05, "broken": 0.6, "better": 0.8 ** int(str(job["run"])), "long": "0.8 3"}.get(act, 0.8)
     (scratch / "adapters.safetensors").write_text(str(share))
     if act == "kill before publishing":
         die()
@@ -87,7 +93,7 @@ def score(job: dict[str, object], act: str) -> None:
     if act == "worse":
         newest = max(adapters, key=int)
         for item in found[newest]:
-            item["calls"] = float(str(item["calls"])) * 2
+            item["calls"] = [2 * calls for calls in item["calls"]]  # pyright: ignore
     say("scores", scores=found)
     say("done")
 

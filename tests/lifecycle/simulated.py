@@ -9,14 +9,16 @@ LONGEST, K = 256, 3
 
 
 def target_calls(kept: NDArray[np.bool_], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Target calls to emit each text with K drafted a round. kept: (texts, LONGEST), whether a token would have been kept."""
+    """Target calls to emit each text with 1 .. K drafted a round, (texts, K). kept: (texts, LONGEST), whether a token would
+    have been kept."""
     ahead = np.zeros((len(kept), LONGEST + 1), dtype=np.int64)
     for t in reversed(range(LONGEST)):
         ahead[:, t] = np.where(kept[:, t], ahead[:, t + 1] + 1, 0)
-    at, calls, rows = np.zeros_like(tokens), np.zeros_like(tokens), np.arange(len(kept))
-    while (going := at < tokens).any():
-        at = np.where(going, at + np.minimum(ahead[rows, np.minimum(at, LONGEST - 1)], K) + 1, at)
-        calls += going
+    lengths, rows = np.arange(1, K + 1), np.arange(len(kept))[:, None]
+    at = calls = np.zeros((len(kept), K), dtype=np.int64)
+    while (going := at < tokens[:, None]).any():
+        at = np.where(going, at + np.minimum(ahead[rows, np.minimum(at, LONGEST - 1)], lengths) + 1, at)
+        calls = calls + going
     return calls
 
 
@@ -38,9 +40,11 @@ def pair(
     new = np.where(old, luck >= (differ - better) / 2 / usual, luck < (differ + better) / 2 / (1 - usual))
 
     def scores(flags: NDArray[np.bool_]) -> list[Score]:
-        found = target_calls(flags, tokens)
+        found = target_calls(flags, tokens).astype(np.float64)
         return [
-            Score(f"g{i}", f"d{i % domains}", int(tokens[i]), int(flags[i, : tokens[i]].sum()), float(found[i]), K)
+            Score(
+                f"g{i}", f"d{i % domains}", int(tokens[i]), int(flags[i, : tokens[i]].sum()), tuple(found[i].tolist())
+            )
             for i in range(texts)
         ]
 

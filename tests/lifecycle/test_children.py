@@ -11,7 +11,7 @@ from service.core import FailureCase, Progress, Score
 from service.lifecycle.children import Candidate, Cases, Child, Crashed, Done, GaveUp, Scores, parse
 from service.lifecycle.launcher import Process, ProcessLauncher
 
-SCORE = {"generation": "g", "domain": "", "tokens": 40, "agreed": 20, "calls": 20, "k": 3}
+SCORE = {"generation": "g", "domain": "", "tokens": 40, "agreed": 20, "calls": [30, 20]}
 CANDIDATE = {"type": "candidate", "folder": "/a/b", "sha256": "ff", "rank": 4, "scale": 2, "keys": ["q"], "frozen": 9}
 CASE = {"position": 3, "drafted": 5, "target": 6, "p": 0.25, "q": 0.5, "margin": 1.5, "tie": True}
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -22,7 +22,7 @@ def test_every_message_of_the_protocol_is_understood() -> None:
     assert parse({"type": "progress", "step": 1, "steps": 2, "grad_norm": float("inf")}) == Progress(1, 2)
     assert parse(CANDIDATE) == Candidate(Path("/a/b"), "ff", 4, 2.0, ("q",))
     assert parse({"type": "scores", "scores": {"0": [SCORE]}, "golden": True}) == Scores(
-        {"0": (Score("g", "", 40, 20, 20.0, 3),)}, True
+        {"0": (Score("g", "", 40, 20, (30.0, 20.0)),)}, True
     )
     assert parse({"type": "cases", "cases": {"g": [CASE], "h": []}}) == Cases(
         {"g": (FailureCase(3, 5, 6, 0.25, 0.5, 1.5, True),), "h": ()}
@@ -46,7 +46,9 @@ def test_every_message_of_the_protocol_is_understood() -> None:
         {"type": "scores", "scores": [SCORE]},
         {"type": "scores", "scores": {"0": SCORE}},
         *({"type": "scores", "scores": {"0": [{**SCORE, name: None}]}} for name in SCORE),
-        {"type": "scores", "scores": {"0": [{**SCORE, "calls": float("nan")}]}},
+        {"type": "scores", "scores": {"0": [{**SCORE, "calls": 20}]}},
+        {"type": "scores", "scores": {"0": [{**SCORE, "calls": [30, None]}]}},
+        {"type": "scores", "scores": {"0": [{**SCORE, "calls": [30, float("nan")]}]}},
         {"type": "scores", "scores": {"0": [{**SCORE, "tokens": -1}]}},
         {"type": "cases"},
         {"type": "cases", "cases": {"g": CASE}},

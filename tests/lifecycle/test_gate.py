@@ -11,14 +11,30 @@ from simulated import pair
 from service.core import Score, Verdict
 from service.lifecycle.gate import judge
 
+FEWER = (1.4, 1.2, 1.0)
+"""Calls by draft length, against those at the longest."""
+LEVEL = (1.0, 1.242, 1.394)
+"""Costs at which what `pair` simulates is about as fast at every length."""
+
 
 def scores(calls: Iterable[float], *, tokens: int = 100, domain: str = "a", start: int = 0) -> list[Score]:
-    return [Score(f"g{start + i}", domain, tokens, 50, float(value), 3) for i, value in enumerate(calls)]
+    """calls: at three drafted tokens."""
+    return by_length(([value * more for more in FEWER] for value in calls), tokens=tokens, domain=domain, start=start)
 
 
-def decide(candidate: Sequence[Score], active: Sequence[Score], **changes: float) -> Verdict:
+def by_length(calls: Iterable[Sequence[float]], *, tokens: int = 100, domain: str = "a", start: int = 0) -> list[Score]:
+    """calls: at one, two and three drafted tokens."""
+    return [
+        Score(f"g{start + i}", domain, tokens, 50, tuple(float(value) for value in each))
+        for i, each in enumerate(calls)
+    ]
+
+
+def decide(
+    candidate: Sequence[Score], active: Sequence[Score], costs: Sequence[float] | None = None, **changes: float
+) -> Verdict:
     rules = {"min_prompts": 30, "min_tokens": 2000, "domain_tolerance": 0.02, "resamples": 400, "seed": 1, **changes}
-    return judge(candidate, active, **rules)  # pyright: ignore[reportArgumentType]
+    return judge(candidate, active, seconds=costs, **rules)  # pyright: ignore[reportArgumentType]
 
 
 def noisy(rng: np.random.Generator, count: int, gain: float) -> tuple[list[Score], list[Score]]:
@@ -55,7 +71,7 @@ def test_the_interval_is_the_paired_bootstrap_of_scipy() -> None:
     candidate, active = noisy(np.random.default_rng(3), 80, 0.05)
     ours = decide(candidate, active, resamples=20_000)
     theirs = stats.bootstrap(
-        ([s.calls for s in candidate], [s.calls for s in active]),
+        ([s.calls[-1] for s in candidate], [s.calls[-1] for s in active]),
         lambda new, old, axis: old.sum(axis) / new.sum(axis) - 1,
         paired=True,
         vectorized=True,
@@ -134,9 +150,9 @@ GOOD = scores([40] * 40)
         [*GOOD, GOOD[0]],
         [*GOOD[1:], replace(GOOD[0], tokens=99)],
         [*GOOD[1:], replace(GOOD[0], domain="b")],
-        [*GOOD[1:], replace(GOOD[0], k=4)],
-        [*GOOD[1:], replace(GOOD[0], calls=0.0)],
-        [*GOOD[1:], replace(GOOD[0], calls=float("nan"))],
+        [*GOOD[1:], replace(GOOD[0], calls=(60.0, 50.0, 45.0, 40.0))],
+        [*GOOD[1:], replace(GOOD[0], calls=(0.0, 50.0, 40.0))],
+        [*GOOD[1:], replace(GOOD[0], calls=(60.0, 50.0, float("nan")))],
     ],
 )
 def test_scores_that_do_not_match_are_an_error(candidate: list[Score]) -> None:
@@ -147,10 +163,11 @@ def test_scores_that_do_not_match_are_an_error(candidate: list[Score]) -> None:
 @given(st.lists(st.floats(1, 100), min_size=30, max_size=60), st.integers(0, 2**32), st.randoms())
 def test_the_verdict_depends_on_neither_order_nor_repetition(calls: list[float], seed: int, random) -> None:  # pyright: ignore
     candidate, active = scores(calls), scores(list(reversed(calls)))
-    first = decide(candidate, active, seed=seed)
-    random.shuffle(candidate)
-    random.shuffle(active)
-    assert decide(candidate, active, seed=seed) == first
+    for costs in (None, (1.0, 1.2, 1.4)):
+        first = decide(candidate, active, costs, seed=seed)
+        random.shuffle(candidate)
+        random.shuffle(active)
+        assert decide(candidate, active, costs, seed=seed) == first
     assert first.low90 <= first.high90
 
 
@@ -186,19 +203,128 @@ def test_domains_are_not_blocked_by_chance_the_more_there_are() -> None:
     assert passed >= 87
 
 
+@pytest.mark.parametrize("costs", [None, LEVEL], ids=["calls", "costs"])
 @pytest.mark.parametrize("differ", [0.01, 0.1], ids=["hardly any noise", "much"])
 @pytest.mark.parametrize("texts", [30, 200])
-def test_of_100_candidates_that_are_only_noise_ten_at_most_are_promoted(differ: float, texts: int) -> None:
+def test_of_100_candidates_that_are_only_noise_ten_at_most_are_promoted(
+    differ: float, texts: int, costs: Sequence[float] | None
+) -> None:
+    """Even where the best length is a toss-up, and so chosen in each adapter's favour."""
     rng = np.random.default_rng(6)
-    assert sum(decide(*pair(rng, texts, differ=differ, domains=3), min_tokens=500).promoted for _ in range(100)) <= 10
+    each = [decide(*pair(rng, texts, differ=differ, domains=3), costs, min_tokens=500) for _ in range(100)]
+    assert sum(one.promoted for one in each) <= 10
 
 
-@pytest.mark.parametrize("differ", [0.04, 0.1])
-def test_of_20_candidates_that_are_truly_two_per_cent_better_19_pass(differ: float) -> None:
+@pytest.mark.parametrize(("differ", "costs"), [(0.04, None), (0.1, None), (0.1, LEVEL)])
+def test_of_20_candidates_that_are_truly_two_per_cent_better_19_pass(
+    differ: float, costs: Sequence[float] | None
+) -> None:
     """Acceptance 0.0135 higher is 2 % more tokens a call; the gate's 200 prompts of three domains."""
     many = pair(np.random.default_rng(7), 20_000, better=0.0135, differ=differ)
-    calls = [sum(score.calls for score in each) for each in many]
-    assert calls[1] / calls[0] - 1 == pytest.approx(0.02, abs=0.002)
+    assert decide(*many, costs, resamples=100).gain == pytest.approx(0.02, abs=0.002)
     rng = np.random.default_rng(8)
     trials = 100
-    assert sum(decide(*pair(rng, 200, better=0.0135, differ=differ, domains=3)).promoted for _ in range(trials)) >= 95
+    passed = sum(
+        decide(*pair(rng, 200, better=0.0135, differ=differ, domains=3), costs).promoted for _ in range(trials)
+    )
+    assert passed >= 95
+
+
+# ------------------------------------------------------------------------------------------------ measured costs
+
+SHORT, LONG = (1.0, 2.0, 3.0), (1.0, 1.1, 1.2)
+"""Costs at which one drafted token is best, and at which three are, for everything below."""
+
+
+@pytest.mark.parametrize(
+    ("candidate", "active", "costs", "gain", "said"),
+    [
+        # Better at three drafted tokens alone.
+        ((60, 50, 36), (60, 50, 40), None, 40 / 36 - 1, "better: +11.1% tokens/s at K = 3,"),
+        ((60, 50, 36), (60, 50, 40), LONG, 40 / 36 - 1, "better: +11.1% tokens/s at K = 3,"),
+        ((60, 50, 36), (60, 50, 40), SHORT, 0.0, "not proven better: +0.0% tokens/s at K = 1,"),
+        # Better at one, worse at three.
+        ((50, 48, 44), (60, 50, 40), LONG, 48 / 50 - 1, "not proven better: -4.0% tokens/s at K = 1 against K = 3,"),
+        ((50, 48, 44), (60, 50, 40), SHORT, 0.2, "better: +20.0% tokens/s at K = 1,"),
+        # The one is best where the other is not.
+        ((60, 50, 30), (60, 50, 40), (1.0, 1.4, 1.8), 60 / 54 - 1, "better: +11.1% tokens/s at K = 3 against K = 1,"),
+        ((60, 50, 40), (60, 50, 30), (1.0, 1.4, 1.8), 54 / 60 - 1, "-10.0% tokens/s at K = 1 against K = 3,"),
+        ((60, 40, 39), (50, 45, 40), (1.0, 1.3, 1.8), 50 / 52 - 1, "-3.8% tokens/s at K = 2 against K = 1,"),
+        # No draft pays: plain decoding takes 100 calls of 1, less than either at any length. Still the better one is better.
+        ((80, 70, 65), (90, 85, 80), (3.0, 5.0, 7.0), 90 / 80 - 1, "better: +12.5% tokens/s at K = 1,"),
+    ],
+)
+def test_each_is_taken_at_the_length_that_pays_best(
+    candidate: Sequence[float], active: Sequence[float], costs: Sequence[float] | None, gain: float, said: str
+) -> None:
+    verdict = decide(by_length([candidate] * 40), by_length([active] * 40), costs)
+    assert (verdict.gain, verdict.low90, verdict.high90) == pytest.approx((gain,) * 3)
+    assert said in verdict.reason
+    assert verdict.promoted is (gain > 0)
+
+
+def test_equal_costs_give_the_verdict_that_calls_give() -> None:
+    rng = np.random.default_rng(9)
+    for better in (-0.02, 0.0, 0.02, 0.05):
+        both = pair(rng, 60, better=better, domains=2)
+        only = [[replace(score, calls=score.calls[-1:]) for score in each] for each in both]
+        calls = decide(*both)
+        for found in (decide(*both, (0.04,) * 3), decide(*only), decide(*only, (0.7,))):
+            assert found.reason.replace("K = 1", "K = 3") == calls.reason
+            same(found, calls)
+
+
+def test_the_unit_of_costs_does_not_matter() -> None:
+    both = pair(np.random.default_rng(10), 60, better=0.03)
+    same(decide(*both, (1.0, 1.25, 1.5)), decide(*both, (0.03, 0.0375, 0.045)))
+
+
+def same(one: Verdict, other: Verdict) -> None:
+    """But for the last digits."""
+    assert one.promoted is other.promoted
+    assert (one.gain, one.low90, one.high90) == pytest.approx((other.gain, other.low90, other.high90))
+    assert one.domains.keys() == other.domains.keys()
+    assert all(each == pytest.approx(other.domains[name]) for name, each in one.domains.items())
+
+
+def test_the_length_is_chosen_for_all_texts_together_and_for_each_domain_alone() -> None:
+    easy, hard = [(55, 38, 30)] * 20, [(90, 85, 80)] * 20
+    active = by_length(easy, domain="easy") + by_length(hard, domain="hard", start=20)
+    candidate = by_length([(55, 38, 25)] * 20, domain="easy") + by_length(hard, domain="hard", start=20)
+    costs = (1.0, 1.25, 1.6)
+    verdict = decide(candidate, active, costs)
+    # Together: 145, 153.75 and 176 before; 145, 153.75 and 168 now. Had each text a length of its own: 137.5 to 130.
+    assert verdict.gain == 0.0 and "at K = 1," in verdict.reason
+    assert verdict.domains["easy"] == pytest.approx((47.5 / 40 - 1,) * 3), "at K = 3 against K = 2"
+    assert verdict.domains["hard"] == (0.0, 0.0, 0.0)
+
+
+def test_the_interval_chooses_lengths_anew_in_every_resample() -> None:
+    candidate, active = pair(np.random.default_rng(11), 80, better=0.02, differ=0.2)
+    ours = decide(candidate, active, LEVEL, resamples=20_000)
+
+    def gain(new: np.ndarray, old: np.ndarray) -> np.ndarray:
+        return old.sum(-2).min(-1) / new.sum(-2).min(-1) - 1
+
+    spent = [np.array([score.calls for score in each]) * LEVEL for each in (candidate, active)]
+    drawn = np.random.default_rng(12).integers(80, size=(20_000, 80))
+    low, high = np.percentile(gain(spent[0][drawn], spent[1][drawn]), (5, 95))
+    assert ours.gain == pytest.approx(gain(*spent))
+    assert ours.low90 == pytest.approx(low, abs=0.03 * (high - low))
+    assert ours.high90 == pytest.approx(high, abs=0.03 * (high - low))
+    best = [np.bincount(each[drawn].sum(1).argmin(1), minlength=3) for each in spent]
+    assert all((counts > 0).sum() > 1 for counts in best), "or choosing once would do"
+
+
+@pytest.mark.parametrize(
+    "costs", [(), (1.0, 1.1), (1.0, 1.1, 1.2, 1.3), (1.0, 0.0, 1.2), (1.0, -1.0, 1.2), (1.0, float("nan"), 1.2)]
+)
+def test_costs_that_cannot_be_are_an_error(costs: Sequence[float]) -> None:
+    with pytest.raises(ValueError):
+        decide(GOOD, GOOD, costs)
+
+
+@pytest.mark.parametrize("costs", [None, ()])
+def test_a_draft_that_may_propose_nothing_has_nothing_to_compare(costs: Sequence[float] | None) -> None:
+    none = by_length([()] * 40)
+    assert decide(none, none, costs).reason == "nothing to compare on"

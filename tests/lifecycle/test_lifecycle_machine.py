@@ -51,6 +51,8 @@ from service.store.unseen import Unseen
 WATCH = 16
 CALLS = {"better": 0.8, "same": 1.0, "worse": 1.25}
 """Of what is scored, against everything it is compared with."""
+LENGTHS = (1.4, 1.2, 1.0)
+"""Calls by draft length, against those at the longest."""
 
 
 class Scripted:
@@ -108,7 +110,13 @@ class Scripted:
 
 def _scores(names: list[str], share: float) -> list[dict[str, object]]:
     return [
-        {"generation": n, "domain": "a", "tokens": 40, "agreed": 20, "calls": (20 + i % 3) * share, "k": 3}
+        {
+            "generation": n,
+            "domain": "a",
+            "tokens": 40,
+            "agreed": 20,
+            "calls": [(20 + i % 3) * share * more for more in LENGTHS],
+        }
         for i, n in enumerate(names)
     ]
 
@@ -262,6 +270,10 @@ class Machine(RuleBasedStateMachine):
             case _:
                 child.code = -9
         self.supervisor.tick()
+
+    @rule(costs=st.sampled_from([None, (1.0, 1.1, 1.2), (1.0, 2.0, 3.0)]))
+    def costs_are_measured(self, costs: tuple[float, ...] | None) -> None:
+        self.engine.costs = costs
 
     @rule(minutes=st.sampled_from([2, 120]))
     def time_passes(self, minutes: int) -> None:

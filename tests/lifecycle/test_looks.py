@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 from simulated import pair
-from test_gate import scores
+from test_gate import LEVEL, by_length, scores
 
 from service.core import BARE_DRAFT, Score
 from service.lifecycle.looks import ALPHA, Look, look, looks
@@ -31,9 +31,14 @@ def test_looks_come_at_a_quarter_a_half_and_all(generations: int, expected: tupl
 
 
 def at(
-    serving: Sequence[Score], others: Mapping[int, Sequence[Score]], *, last: bool = False, resamples: int = 400
+    serving: Sequence[Score],
+    others: Mapping[int, Sequence[Score]],
+    *,
+    costs: Sequence[float] | None = None,
+    last: bool = False,
+    resamples: int = 400,
 ) -> Look:
-    return look(serving, others, parent=PARENT, count=3, last=last, resamples=resamples, seed=1)
+    return look(serving, others, seconds=costs, parent=PARENT, count=3, last=last, resamples=resamples, seed=1)
 
 
 HALF, LESS, SAME, MORE = (scores([calls] * 20) for calls in (20, 36, 40, 44))
@@ -80,6 +85,30 @@ def test_too_few_generations_decide_nothing(last: bool) -> None:
     assert at(scores([80] * 5), {PARENT: scores([40] * 5), BARE_DRAFT: scores([40] * 5)}).back_to == PARENT
 
 
+@pytest.mark.parametrize(
+    ("costs", "over", "back_to", "said"),
+    [
+        (None, True, PARENT, "worse than adapter 4: -16.7% tokens/s at K = 3,"),
+        ((1.0, 1.0, 1.0), True, PARENT, "worse than adapter 4: -16.7% tokens/s at K = 3,"),
+        ((1.0, 1.1, 1.2), True, PARENT, "worse than adapter 4: -4.0% tokens/s at K = 1 against K = 3,"),
+        ((1.0, 1.5, 2.5), True, None, "proven better than adapter 4: +10.0% tokens/s at K = 1,"),
+    ],
+)
+def test_costs_decide_at_which_lengths_is_looked(
+    costs: Sequence[float] | None, over: bool, back_to: int | None, said: str
+) -> None:
+    serving = by_length([(50, 49, 48)] * 20)
+    parent, bare = by_length([(55, 48, 40)] * 20), by_length([(60, 60, 60)] * 20)
+    found = at(serving, {PARENT: parent, BARE_DRAFT: bare}, costs=costs)
+    assert (found.over, found.back_to) == (over, back_to)
+    assert said in found.verdict.reason
+
+
+def test_a_draft_that_may_propose_nothing_decides_nothing() -> None:
+    none = by_length([()] * 20)
+    assert at(none, {PARENT: none, BARE_DRAFT: none}).back_to is None
+
+
 def test_scores_of_other_texts_are_an_error() -> None:
     with pytest.raises(ValueError):
         at(SAME, {PARENT: SAME, BARE_DRAFT: SAME[1:]})
@@ -87,26 +116,34 @@ def test_scores_of_other_texts_are_an_error() -> None:
         at(SAME, {PARENT: [*SAME[1:], replace(SAME[0], tokens=1)], BARE_DRAFT: SAME})
 
 
-def watched(rng: np.random.Generator, better: float, differ: float) -> tuple[Look, int]:
+def watched(
+    rng: np.random.Generator, better: float, differ: float, costs: Sequence[float] | None = None
+) -> tuple[Look, int]:
     """One adapter through its whole watch, against a parent and a bare draft that are as good as each other."""
     serving, parent = pair(rng, 200, better=better, differ=differ)
     # The bare draft's calls vary about the parent's from text to text.
     noise = rng.normal(1.0, 0.06, 200)
-    bare = [replace(score, calls=score.calls * float(n)) for score, n in zip(parent, noise, strict=True)]
+    bare = [
+        replace(score, calls=tuple(calls * float(n) for calls in score.calls))
+        for score, n in zip(parent, noise, strict=True)
+    ]
     due = looks(200)
     for number, count in enumerate(due, start=1):
         others = {PARENT: parent[:count], BARE_DRAFT: bare[:count]}
-        found = at(serving[:count], others, last=number == len(due), resamples=600)
+        found = at(serving[:count], others, costs=costs, last=number == len(due), resamples=600)
         if found.over:
             return found, count
     raise AssertionError("the last look decides")
 
 
-def test_an_adapter_as_good_as_both_is_rarely_taken_back_however_often_is_looked() -> None:
-    """Of 1,000 such watches 38 ended so."""
+@pytest.mark.parametrize("costs", [None, LEVEL], ids=["calls", "costs"])
+def test_an_adapter_as_good_as_both_is_rarely_taken_back_however_often_is_looked(costs: Sequence[float] | None) -> None:
+    """Of 1,000 such watches 38 ended so by calls."""
     rng = np.random.default_rng(21)
     trials = 120
-    back = sum(watched(rng, 0.0, differ)[0].back_to is not None for differ in (0.03, 0.12) for _ in range(trials // 2))
+    back = sum(
+        watched(rng, 0.0, differ, costs)[0].back_to is not None for differ in (0.03, 0.12) for _ in range(trials // 2)
+    )
     # Looking at 90 % intervals six times instead takes back 20 % of them.
     assert back <= stats.binom.ppf(0.99, trials, ALPHA)
 

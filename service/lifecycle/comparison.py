@@ -1,0 +1,145 @@
+"""Two adapters by predicted tokens per second, from scores on the same generations. Pure functions of values.
+
+The engine drafts as many tokens as pay, so each adapter is taken at the draft length that is best for it on these texts, by
+what the engine measured that rounds cost; without such costs, at the longest, where a target call costs the same whoever
+drafted and the ratio of calls is the ratio of tokens per second. Costs are those of one row: a verdict must not hang on how
+many requests happened to run when it was asked for, nor the watch's differ from the gate's for that. Look-ups, which are the
+same for both, are left out.
+
+Not drafting at all is no choice here. Where a draft does not pay it rests, whichever adapter it is, and no candidate would
+ever be better; but loads pass, and only a better draft makes drafting pay. So they are compared as they would draft.
+
+Intervals are percentile intervals of a paired bootstrap over generations (Efron & Tibshirani 1993, ch. 13): a resample draws
+generations with replacement and takes both adapters' calls on them, so what makes one text easier than another cancels out. The
+best lengths are chosen anew in each, since that choice is part of what is estimated. They are expanded as Hesterberg (2015,
+sec. 3.3) has it, because plain ones are too short where there are few generations, which would let chance decide more often
+than is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core import Score
+
+MIN_SPEAKERS = 5
+"""Fewer generations than this have no interval worth the name."""
+TAIL = 0.05
+"""What lies beyond either end of a two-sided 90 % interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """Relative change of tokens per second, new over old, and the ends of its two-sided interval. lengths: the draft lengths at
+    which the two were compared, the new one's first."""
+
+    gain: float
+    low: float
+    high: float
+    lengths: tuple[int, int]
+
+    @property
+    def interval(self) -> tuple[float, float, float]:
+        return self.gain, self.low, self.high
+
+    def __str__(self) -> str:
+        new, old = self.lengths
+        at = f"K = {new}" if new == old else f"K = {new} against K = {old}"
+        return f"{self.gain:+.1%} tokens/s at {at}, 90 % interval {self.low:+.1%} to {self.high:+.1%}"
+
+
+class Comparison:
+    """The scores of two adapters, generation by generation. seconds: what a round costs that drafts 1, 2, ... tokens; None
+    where that is not known or the length is fixed.
+
+    Raises ValueError when the scores are not about the same texts and the same draft lengths, or are none.
+    """
+
+    def __init__(self, new: Sequence[Score], old: Sequence[Score], seconds: Sequence[float] | None = None) -> None:
+        self._pairs = _paired(new, old)
+        lengths = {len(score.calls) for pair in self._pairs for score in pair}
+        if len(lengths) > 1:
+            raise ValueError("scores at different draft lengths do not compare")
+        self._longest = max(lengths, default=0)
+        if seconds is not None and lengths and len(seconds) != self._longest:
+            raise ValueError(f"costs of {len(seconds)} draft lengths, scores at {self._longest}")
+        if seconds is not None and not all(math.isfinite(each) and each > 0 for each in seconds):
+            raise ValueError("rounds that cost nothing, or nothing finite")
+        self._seconds = seconds
+
+    @property
+    def generations(self) -> int:
+        return len(self._pairs)
+
+    @property
+    def tokens(self) -> int:
+        return sum(score.tokens for score, _ in self._pairs)
+
+    @property
+    def empty(self) -> bool:
+        """No token, or a draft that may propose none."""
+        return not (self.tokens and self._longest)
+
+    def domains(self) -> Mapping[str, Comparison]:
+        """Those that have generations enough to speak. Each is compared at lengths of its own: the engine would come to them
+        where such texts are what it serves."""
+        groups: dict[str, tuple[list[Score], list[Score]]] = {}
+        for new, old in self._pairs:
+            ours, theirs = groups.setdefault(new.domain, ([], []))
+            ours.append(new)
+            theirs.append(old)
+        return {name: Comparison(*both, self._seconds) for name, both in groups.items() if len(both[0]) >= MIN_SPEAKERS}
+
+    def gain(self, resamples: int, seed: int, tail: float = TAIL) -> Gain:
+        """Of all these texts together, which must not be empty. tail: share beyond either end of the interval."""
+        spent, count = self._spent(), self.generations
+        draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1.0 / count), size=resamples)
+        least = np.tensordot(draws.astype(np.float64), spent, axes=1).min(axis=2)
+        beyond = 100 * _expanded(tail, count)
+        low, high = np.percentile(least[:, 1] / least[:, 0] - 1.0, (beyond, 100 - beyond))
+        whole = spent.sum(axis=0)
+        new, old = whole.min(axis=1)
+        # The longest of those considered is the last, whether all are or that one alone.
+        first = self._longest - whole.shape[1] + 1
+        lengths = (first + int(whole[0].argmin()), first + int(whole[1].argmin()))
+        return Gain(float(old / new - 1.0), float(low), float(high), lengths)
+
+    def _spent(self) -> NDArray[np.float64]:
+        """Seconds, or calls, of (generation, adapter, draft length)."""
+        calls = np.array([[new.calls, old.calls] for new, old in self._pairs], dtype=np.float64)
+        return calls[:, :, -1:] if self._seconds is None else calls * np.array(self._seconds)
+
+
+def _paired(new: Sequence[Score], old: Sequence[Score]) -> list[tuple[Score, Score]]:
+    """Both scores of every generation, in the order of the ids."""
+    ours, theirs = {score.generation: score for score in new}, {score.generation: score for score in old}
+    if len(ours) != len(new) or len(theirs) != len(old):
+        raise ValueError("a generation was scored twice")
+    if ours.keys() != theirs.keys():
+        raise ValueError("the two adapters were scored on different generations")
+    pairs = [(ours[name], theirs[name]) for name in sorted(ours)]
+    for one, other in pairs:
+        if (one.tokens, one.domain) != (other.tokens, other.domain):
+            raise ValueError(f"generation {one.generation} was scored as two different texts")
+        for score in (one, other):
+            if score.tokens < 0 or not all(math.isfinite(calls) and calls > 0 for calls in score.calls):
+                raise ValueError(f"generation {score.generation} has no usable score")
+    return pairs
+
+
+def _expanded(tail: float, count: int) -> float:
+    """Share of the resamples to leave out at either end, so that `tail` of the truth is: as much wider as Student's t is than
+    the normal distribution, and a sample's deviation than a resample's."""
+    if count < 2:
+        return 0.0
+    z, v = -NormalDist().inv_cdf(tail), count - 1
+    # Quantile of Student's t (Abramowitz & Stegun 26.7.5).
+    t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
+    t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
+    return NormalDist().cdf(-t * math.sqrt(count / v))

@@ -1,0 +1,60 @@
+"""What the engine measured decides at which draft lengths adapters are compared, in the gate and in the watch."""
+
+from pathlib import Path
+
+import pytest
+from circle import World, check_legal
+
+from service.core import RunState
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """Children train adapters that need a fifth fewer calls, but only where three tokens are drafted."""
+    world = World(tmp_path)
+    world.act(train="long")
+    return world
+
+
+# Calls at 1, 2 and 3 drafted tokens are as 1.4, 1.2 and 1, the candidate's as 1.4, 1.2 and 0.8.
+@pytest.mark.parametrize(
+    ("costs", "gain", "said"),
+    [
+        (None, 0.25, "at K = 3,"),
+        ((1.0, 1.0, 1.0), 0.25, "at K = 3,"),
+        ((1.0, 1.1, 1.2), 0.25, "at K = 3,"),
+        ((1.0, 1.3, 1.7), 1.4 / (0.8 * 1.7) - 1, "at K = 3 against K = 1,"),
+        ((1.0, 2.0, 3.0), 0.0, "at K = 1,"),
+    ],
+)
+def test_a_candidate_that_is_better_at_three_serves_where_three_pay(
+    world: World, costs: tuple[float, ...] | None, gain: float, said: str
+) -> None:
+    with world.server() as server:
+        server.engine.costs = costs
+        server.traffic()
+        server.tick_until(server.ended(RunState.PROMOTED if gain else RunState.REJECTED))
+        verdict = server.runs.latest(1)[0].verdict
+        assert verdict is not None
+        assert verdict.gain == pytest.approx(gain)
+        assert said in verdict.reason
+        check_legal(server)
+
+
+def test_costs_of_other_draft_lengths_are_nobody_s_verdict(world: World) -> None:
+    with world.server() as server:
+        server.engine.costs = (1.0, 1.1)
+        server.traffic()
+        server.tick_until(server.ended(RunState.FAILED))
+        assert "costs of 2 draft lengths" in (server.runs.latest(1)[0].error or "")
+
+
+def test_the_watch_goes_by_costs_too(world: World) -> None:
+    with world.server() as server:
+        ref = server.promote()
+        server.engine.costs = (1.0, 2.0, 3.0)
+        server.traffic(cases=0)
+        server.tick_until(server.watched(ref.id))
+        ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
+        assert verdict.promoted and verdict.gain == 0.0
+        assert "at K = 1," in verdict.reason
