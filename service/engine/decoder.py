@@ -21,7 +21,7 @@ from service.engine.cache import RowCache
 from service.engine.draft import Draft
 from service.engine.drafting import ModelDrafter, Proposal, joined, looked_up
 from service.engine.evidence import Evidence, gather
-from service.engine.length import Choice, DraftLength, Load, Match
+from service.engine.length import Acceptance, Choice, DraftLength, Load, Match
 from service.engine.lookup import Found, Lookup
 from service.engine.prefix import Owner, PrefixCache
 from service.engine.reading import Prefill, advance
@@ -97,6 +97,8 @@ class Decoder:
         self._next_epoch()
         if self.length is not None:
             self.length.restart()
+        for row in self.rows:
+            row.acceptance = Acceptance(self.drafted)
 
     def profile(self, rows: int) -> None:
         """Measure what rounds of up to so many rows cost here, for lengths to be chosen by; left undone, the first round does
@@ -137,6 +139,7 @@ class Decoder:
             self.drafter.cache.join([RowCache(model, 1) if held is None else held for held in fresh])
         for prefill in ready:
             prefill.row.joined_at = time.perf_counter()
+            prefill.row.acceptance = Acceptance(self.drafted)
             self.rows.append(prefill.row)
             self._epochs.append(prefill.epoch)
 
@@ -244,7 +247,8 @@ class Decoder:
             self.leave(ended)
         seconds = time.perf_counter() - begun
         if self.length is not None and (drafted is not None or not choice.drafted):
-            self.length.observe(load, choice, matches, kept, None if behind else seconds)
+            own = [row.acceptance for row in rows]
+            self.length.observe(load, choice, matches, kept, None if behind else seconds, own)
         return RoundReport(
             rows=tuple(rows),
             deltas=tuple(deltas),
@@ -271,7 +275,8 @@ class Decoder:
         if self.lookup is not None:
             found = [self.lookup.find(row.tokens, row.grams) for row in rows]
         matches = [None if f is None else Match(f.length, len(f.tokens)) for f in found]
-        return self.length.choose(load, matches, drafts=not self.failed), found, matches
+        own = [row.acceptance for row in rows]
+        return self.length.choose(load, matches, own, drafts=not self.failed), found, matches
 
     def _propose(
         self, rows: Sequence[Row], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array

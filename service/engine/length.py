@@ -29,6 +29,9 @@ LOOKED_UP = {8: 0.8, 4: 0.6, 2: 0.4}
 """Acceptance taken for granted before anything was seen, rather too high than too low, for what is tried is soon known: of
 drafts, and of look-ups by how many tokens matched at least."""
 PRIOR_WEIGHT = 4.0
+USUAL_WEIGHT = 6.0
+"""Rounds of a row's own that what is usual lately counts for: texts differ more than an hour's traffic does, and a row whose
+draft fails it is told after a few."""
 HELD = 200
 """Positions that a row is taken to hold where costs are asked for without a batch at hand."""
 PLAIN = 64
@@ -108,7 +111,7 @@ class Choice:
 class Acceptance:
     """How often each position of a proposal is kept, lately."""
 
-    def __init__(self, most: int, prior: float) -> None:
+    def __init__(self, most: int, prior: float = DRAFTED) -> None:
         self.prior = prior
         self._kept = [0.0] * most
         self._tested = [0.0] * most
@@ -119,15 +122,32 @@ class Acceptance:
             self._kept[position] = MEMORY * self._kept[position] + (tested and position < kept)
             self._tested[position] = MEMORY * self._tested[position] + tested
 
-    def expected(self) -> list[float]:
-        """Expected tokens of a round by how many are proposed, from none. A position seldom tested is taken to be like the
-        one before."""
-        totals, reached, rate = [1.0], 1.0, self.prior
+    def rates(self) -> list[float]:
+        """A position seldom tested is taken to be like the one before."""
+        found, rate = list[float](), self.prior
         for kept, tested in zip(self._kept, self._tested, strict=True):
             rate = (kept + PRIOR_WEIGHT * rate) / (tested + PRIOR_WEIGHT)
-            reached *= rate
-            totals.append(totals[-1] + reached)
-        return totals
+            found.append(rate)
+        return found
+
+    def rates_beside(self, usual: Sequence[float]) -> list[float]:
+        """Of one row, where others' are so and so. A position seldom tested is taken to differ from what is usual as much as
+        the one before."""
+        found, share = list[float](), 1.0
+        for mean, kept, tested in zip(usual, self._kept, self._tested, strict=True):
+            rate = (kept + USUAL_WEIGHT * min(mean * share, 1.0)) / (tested + USUAL_WEIGHT)
+            share = rate / mean
+            found.append(rate)
+        return found
+
+
+def expected(rates: Sequence[float]) -> list[float]:
+    """Tokens of a round by how many are proposed, from none. rates: how often each position is kept when all before it were."""
+    totals, reached = [1.0], 1.0
+    for rate in rates:
+        reached *= rate
+        totals.append(totals[-1] + reached)
+    return totals
 
 
 class DraftLength:
@@ -145,15 +165,26 @@ class DraftLength:
 
     def restart(self) -> None:
         """Forget what the last draft was worth: another one drafts. What rounds cost and look-ups are worth stays true."""
-        self._draft = Acceptance(self.drafted, DRAFTED)
+        self._draft = Acceptance(self.drafted)
         self._current = self.drafted
         self._rested = self._busy = 0
 
-    def choose(self, load: Load, matches: Sequence[Match | None], *, drafts: bool = True) -> Choice:
-        """What to propose in the coming round. matches: one entry a row. drafts: False while the draft is put aside,
-        which ends with a `restart`: it is as if there were none."""
-        draft = self._draft.expected() if drafts else [1.0]
-        tables = {length: found.expected() for length, found in self._looked_up.items()}
+    def choose(
+        self,
+        load: Load,
+        matches: Sequence[Match | None],
+        own: Sequence[Acceptance] | None = None,
+        *,
+        drafts: bool = True,
+    ) -> Choice:
+        """What to propose in the coming round. matches: one entry a row. own: what each row's drafts were worth; None: nothing
+        is known of these rows. drafts: False while the draft is put aside, which ends with a `restart`: it is as if there
+        were none."""
+        usual = self._draft.rates() if drafts else []
+        rows = [each.rates_beside(usual) for each in own] if own and drafts else [usual] * load.rows
+        by_row = [expected(rates) for rates in rows]
+        draft = [sum(each) / load.rows for each in zip(*by_row, strict=True)]
+        tables = {length: expected(found.rates()) for length, found in self._looked_up.items()}
         nothing = (0,) * load.rows
 
         def worth(match: Match | None, count: int) -> float:
@@ -163,7 +194,7 @@ class DraftLength:
         rates = [load.rows / plain]
         for k in range(1, len(draft)):
             seconds = self.seconds(load, k, k) + reading / REPAID
-            rates.append(sum(max(draft[k], worth(m, k)) for m in matches) / seconds)
+            rates.append(sum(max(mine[k], worth(m, k)) for mine, m in zip(by_row, matches, strict=True)) / seconds)
         best = max(range(len(rates)), key=rates.__getitem__)
         if not drafts or rates[best] > STAY * rates[self._current] or rates[0] > rates[self._current]:
             self._current = best
@@ -179,7 +210,8 @@ class DraftLength:
             return Choice(0, nothing)
         if k > 0:
             self._rested = 0
-            return Choice(k, tuple(min(k, m.available) if m and worth(m, k) > draft[k] else 0 for m in matches))
+            better = [m if m and worth(m, k) > mine[k] else None for mine, m in zip(by_row, matches, strict=True)]
+            return Choice(k, tuple(min(k, m.available) if m else 0 for m in better))
         self._rested += 1
         if len(draft) > 1:
             probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(load, k, k))
@@ -222,19 +254,22 @@ class DraftLength:
         matches: Sequence[Match | None],
         kept: Sequence[int],
         seconds: float | None,
+        own: Sequence[Acceptance] | None = None,
     ) -> None:
-        """What a round did. kept: per row. seconds: None where the round did other work besides.
+        """What a round did. kept: per row. own: as they were chosen by; they learn of it too. seconds: None where the round did
+        other work besides.
 
         A cost is corrected against another one seen a round before or after: what slows the whole machine, such as a
         training run beside, slows both.
         """
         if choice.drafted:
             self._rested = 0
-        for match, count, accepted in zip(matches, choice.looked_up, kept, strict=True):
+        for row, (match, count, accepted) in enumerate(zip(matches, choice.looked_up, kept, strict=True)):
             if count and match is not None:
                 self._looked_up[match.length].observe(count, accepted)
             elif choice.drafted and not count:
-                self._draft.observe(choice.drafted, accepted)
+                for found in (self._draft, *([own[row]] if own else [])):
+                    found.observe(choice.drafted, accepted)
         if seconds is None:
             self._last = None
             return

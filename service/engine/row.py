@@ -21,6 +21,7 @@ from service.core import (
     Timings,
 )
 from service.engine.evidence import Evidence
+from service.engine.length import Acceptance
 from service.engine.lookup import Grams
 from service.engine.targets import pack
 
@@ -88,6 +89,8 @@ class Row:
     cases: list[FailureCase] = field(default_factory=list[FailureCase])
     evidence: list[tuple[Evidence, int]] = field(default_factory=list[tuple[Evidence, int]])
     grams: Grams = field(default_factory=Grams)
+    acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
+    """What the present draft was worth here."""
     asked_at: float = field(default_factory=time.perf_counter)
     joined_at: float = 0.0
     """When the prompt had been read and decoding began."""

@@ -11,7 +11,7 @@ from oracle import naive, relative, tiny_llama
 
 from service.core import Prompt, Sampling, Source
 from service.engine.decoder import Decoder
-from service.engine.length import PROBE, Choice, Costs, DraftLength, Load, Match
+from service.engine.length import PROBE, Acceptance, Choice, Costs, DraftLength, Load, Match
 
 Cost = Callable[[int, int], float]
 """Seconds of a round by rows and tokens drafted."""
@@ -84,6 +84,42 @@ def test_what_a_round_costs_is_told_by_the_tokens_drafted() -> None:
     length = DraftLength(4, 0, told)
     play(length, 200, accept=0.5, cost=one_stream, pace=3.0)
     assert length.round_seconds() == pytest.approx(tuple(expected)), "as measured at start"
+
+
+def test_a_text_that_the_draft_does_not_know_is_soon_told_from_the_others() -> None:
+    """Texts of forty rounds, of which the draft knows every other: by what it is worth to each row, and to all alike."""
+
+    def rate(accept: float, k: int) -> float:
+        return sum(accept**i for i in range(k + 1)) / one_stream(1, k)
+
+    def share(apart: bool, seed: int) -> float:
+        length, rng, nothing = DraftLength(3, 0, costs(one_stream, 0.009)), random.Random(seed), [None]
+        got = best = 0.0
+        for text in range(20):
+            accept, own = (0.85, 0.15)[text % 2], [Acceptance(3)]
+            for _ in range(40):
+                choice = length.choose(ONE, nothing, own if apart else None)
+                k = choice.drafted
+                kept = next((i for i in range(k) if rng.random() >= accept), k)
+                length.observe(ONE, choice, nothing, [kept], one_stream(1, k), own if apart else None)
+                got += rate(accept, k)
+                best += max(rate(accept, j) for j in range(4))
+        return got / best
+
+    apart, alike = (sum(share(each, seed) for seed in range(5)) / 5 for each in (True, False))
+    assert apart > 0.95 and apart > alike + 0.02, (apart, alike)
+
+
+def test_rows_are_weighed_each_by_its_own() -> None:
+    """One row's draft is always right, seven others' never: together it does not pay; alone, for the first, it does."""
+    length = DraftLength(3, 0, costs(one_stream, 0.009))
+    own = [Acceptance(3) for _ in range(8)]
+    load, kept = Load(8, 0), [3] + [0] * 7
+    for _ in range(30):
+        length.observe(load, Choice(3, (0,) * 8), [None] * 8, kept, None, own)
+    assert length.choose(load, [None] * 8, own).drafted == 0
+    assert length.choose(ONE, [None], own[:1]).drafted == 3
+    assert length.choose(ONE, [None], own[1:2]).drafted == 0
 
 
 @pytest.mark.parametrize("accept", [0.0, 0.3, 0.5, 0.7, 0.95])
@@ -282,7 +318,14 @@ class Anything(DraftLength):
         super().__init__(4, 6, measured({(1, 1): 1.0}, {1: 0.1}))
         self.rng = random.Random(seed)
 
-    def choose(self, load: Load, matches: Sequence[Match | None], *, drafts: bool = True) -> Choice:
+    def choose(
+        self,
+        load: Load,
+        matches: Sequence[Match | None],
+        own: Sequence[Acceptance] | None = None,
+        *,
+        drafts: bool = True,
+    ) -> Choice:
         drafted = self.rng.choice([0, 0, 1, 2, 4])
         most = [min(drafted or 6, m.available) if m and self.rng.random() < 0.5 else 0 for m in matches]
         return Choice(drafted, tuple(self.rng.randint(0, n) for n in most))

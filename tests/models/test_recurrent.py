@@ -15,7 +15,7 @@ from service.core import Prompt, Sampling
 from service.engine.cache import RowCache
 from service.engine.decoder import Decoder
 from service.engine.draft import Draft
-from service.engine.length import Choice, Costs, DraftLength, Load, Match
+from service.engine.length import Acceptance, Choice, Costs, DraftLength, Load, Match
 from service.engine.row import Row
 from service.engine.state import StateLayer
 
@@ -70,7 +70,14 @@ class Whims(DraftLength):
         super().__init__(4, 4, Costs({(1, 1): 1.0, (1, 5): 1.0}, cost, cost, 0.0, 0.0))
         self.rng = random.Random(seed)
 
-    def choose(self, load: Load, matches: Sequence[Match | None], *, drafts: bool = True) -> Choice:
+    def choose(
+        self,
+        load: Load,
+        matches: Sequence[Match | None],
+        own: Sequence[Acceptance] | None = None,
+        *,
+        drafts: bool = True,
+    ) -> Choice:
         drafted = self.rng.randrange(5)
         most = drafted or self.rng.randrange(5)
         return Choice(drafted, tuple(min(m.available, most) if m and self.rng.random() < 0.5 else 0 for m in matches))
