@@ -159,6 +159,9 @@ def cycle(
     replay: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Another replay share than the settings'.")
     ] = None,
+    beside: Annotated[
+        bool, typer.Option("--beside", help="Let one client go on asking, and tell what that costs it.")
+    ] = False,
     keep: Annotated[Path | None, typer.Option(help="Leave the server's log, database and adapters here.")] = None,
     config: Config = None,
     json: Json = None,
@@ -176,6 +179,7 @@ def cycle(
             read_prompts(train, limit=train_limit),
             tests,
             replay=replay,
+            beside=beside,
             keep=keep,
             on_step=on_step,
         )
@@ -193,4 +197,7 @@ def cycle(
     out.print(
         f"{found['state']}: {verdict['reason'] if verdict else ''}; {found['train_seconds']:.0f} s", highlight=False
     )
+    if beside:
+        before, during = (found["beside"][when] for when in ("before", "during"))
+        out.print(f"one client: {before:.1f} tokens/s before, {during:.1f} during the run", highlight=False)
     write_json(json, found)

@@ -23,17 +23,21 @@ def run_cycle(
     tests: dict[str, list[PromptLine]],
     *,
     replay: float | None = None,
+    beside: bool = False,
     max_tokens: int = 128,
     keep: Path | None = None,
     on_step: Step = lambda stage, done, of: None,
 ) -> dict[str, Any]:
     """tests{name{before, after}}, verdict, train_seconds. models: target and draft folders. replay: another replay share.
+    beside: one client goes on asking, and its tokens per second before and during the run are told.
 
     keep: folder to leave database, adapters and log in. Raises RedraftError when a request or the run fails.
     """
     with tempfile.TemporaryDirectory(prefix="redraft-cycle-") as scratch:
         folder = keep or Path(scratch)
-        run, adapter = serve_and_train(settings, train, folder, replay=replay, max_tokens=max_tokens, on_step=on_step)
+        run, adapter = serve_and_train(
+            settings, train, folder, replay=replay, beside=beside, max_tokens=max_tokens, on_step=on_step
+        )
         pair = load_pair(*models)
         assert pair.draft is not None and pair.provenance.draft == adapter.draft
         generations = {
@@ -55,4 +59,5 @@ def run_cycle(
         "replay": settings.training.replay if replay is None else replay,
         "train_seconds": run["train_seconds"],
         "training": settings.training.model_dump(),
+        **({"beside": dict(zip(("before", "during"), run["beside"], strict=True))} if beside else {}),
     }

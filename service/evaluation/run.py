@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,23 @@ Step = Callable[[str, int, int], None]
 """stage, done, of."""
 
 
+ALONE = 16
+"""Requests of one client before a run, to compare with."""
+
+
 def serve_and_train(
     settings: Settings,
     train: Sequence[PromptLine],
     folder: Path,
     *,
     replay: float | None = None,
+    beside: bool = False,
     max_tokens: int = 128,
     on_step: Step = lambda stage, done, of: None,
 ) -> tuple[dict[str, Any], AdapterRef]:
     """The finished run as the API tells it, with `train_seconds`, and its adapter, whatever the gate said of it. `folder` keeps
-    database, adapters and log. replay: another replay share. Raises RedraftError when a request or the run fails."""
+    database, adapters and log. replay: another replay share. beside: one client goes on asking; the run then has `beside`, its
+    tokens per second before the run and during it. Raises RedraftError when a request or the run fails."""
     training = settings.training.model_dump(exclude_unset=True) | {"min_cases": NEVER, "tick_seconds": 0.5}
     if replay is not None:
         training["replay"] = replay
@@ -52,15 +59,25 @@ def serve_and_train(
     try:
         traffic = Traffic(server.url, iter(train), clients=CLIENTS, max_tokens=max_tokens)
         traffic.wait(lambda done: on_step("serving", done, len(train)))
-        if failed := [answer.error for answer in traffic.answers if answer.error]:
-            raise RedraftError(f"{len(failed)} of {len(train)} requests failed: {failed[0]}")
+        _check(traffic)
+        speeds: list[float] = []
+        meanwhile: Traffic | None = None
+        if beside:
+            alone = Traffic(server.url, iter(train[:ALONE]), clients=1, max_tokens=max_tokens)
+            alone.wait(lambda done: on_step("one client, alone", done, ALONE))
+            speeds.append(_speed(alone, 0.0, time.monotonic()))
+            meanwhile = Traffic(server.url, cycle(train), clients=1, max_tokens=max_tokens)
         run = server.post("/train")
         begun = time.monotonic()
         while run["state"] not in OVER:
             time.sleep(0.5)
             run = server.get(f"/train/{run['id']}")
             on_step(run["state"], run["progress"]["step"], run["progress"]["steps"] or 1)
-        run["train_seconds"] = time.monotonic() - begun
+        over = time.monotonic()
+        run["train_seconds"] = over - begun
+        if meanwhile is not None:
+            meanwhile.stop()
+            run["beside"] = [*speeds, _speed(meanwhile, begun, over)]
     finally:
         server.stop()
     if run["adapter"] is None:
@@ -70,3 +87,16 @@ def serve_and_train(
         return run, Adapters(database).get(run["adapter"])
     finally:
         database.close()
+
+
+def _check(traffic: Traffic) -> None:
+    if failed := [answer.error for answer in traffic.answers if answer.error]:
+        raise RedraftError(f"{len(failed)} of {len(traffic.answers)} requests failed: {failed[0]}")
+
+
+def _speed(traffic: Traffic, after: float, before: float) -> float:
+    """Tokens per second of requests that were asked and answered between two moments; 0 without any."""
+    _check(traffic)
+    inside = [answer for answer in traffic.answers if after <= answer.begun and answer.ended <= before]
+    seconds = sum(answer.ended - answer.begun for answer in inside)
+    return sum(answer.count for answer in inside) / seconds if seconds else 0.0
