@@ -110,11 +110,13 @@ class Generations:
         columns = (generations.c.seq, generations.c.split, generations.c.output_tokens)
         rows = self._newest(LOOKED_THROUGH * limit, *columns)
         ours = [r.seq for r in rows if r.split == TRAIN and r.output_tokens and _like(r, who)]
-        case = failure_cases.c
-        barred = select(case.seq).where(or_(case.claimed_run == run_id, case.quarantined.is_(True))).distinct()
+        case, barred = failure_cases.c, set[int]()
+        not_these = or_(case.claimed_run == run_id, case.quarantined.is_(True))
         with self._db.read() as connection:
-            not_these = set(connection.execute(barred).scalars())
-        return self._load(generations.c.seq.in_([seq for seq in ours if seq not in not_these][:limit]), limit=None)
+            for start in range(0, len(ours), 500):
+                query = select(case.seq).where(case.seq.in_(ours[start : start + 500]), not_these)
+                barred |= set(connection.execute(query).scalars())
+        return self._load(generations.c.seq.in_([seq for seq in ours if seq not in barred][:limit]), limit=None)
 
     def claimed_names(self, run_id: int) -> list[tuple[str, str | None]]:
         """(id, domain) of what a run trains on, newest first."""
