@@ -16,6 +16,23 @@ from service.core import BARE_DRAFT, BadRequest
 if TYPE_CHECKING:
     from service.app import Stores
 
+Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
+
+
+def tell(
+    name: str,
+    title: str,
+    command: str,
+    columns: tuple[str, ...],
+    rows: tuple[tuple[object, ...], ...],
+    markdown: Path | None,
+) -> None:
+    """A finished experiment's table, and a document's section of that name."""
+    from service.evaluation.bench.report import Report, publish
+
+    table(title, columns, rows)
+    publish(Report(name, title, command, columns, rows, {}, {}), json=None, png=None, markdown=markdown)
+
 
 @eval_.command()
 def ablate(
@@ -84,12 +101,11 @@ def stream(
     draft: Draft = None,
     json: Json = None,
     png: Annotated[Path | None, typer.Option("--png", help="Also draw the result.")] = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")] = None,
+    markdown: Markdown = None,
 ) -> None:
     """Traffic whose topic changes, through the loop's own store, policy, training and gate: static draft, loop, loop without
     replay, and the best of each topic. Nothing is served: greedy text is the same whatever drafts it."""
     from service.evaluation.bench import host
-    from service.evaluation.bench.report import Report, publish
     from service.evaluation.chart import draw_lines
     from service.evaluation.stream import parts_of, run_stream
 
@@ -110,11 +126,8 @@ def stream(
     title = "Stream " + ", ".join(f"{part.topic} ({len(part.lines)})" for part in found.parts)
     command = again(context)
     head = {"command": command, "machine": host.describe(), "training": settings.training.model_dump()}
-    table(title, found.columns, found.cells())
     write_json(json, head | found.plain())
-    publish(
-        Report("stream", title, command, found.columns, found.cells(), {}, {}), json=None, png=None, markdown=markdown
-    )
+    tell("stream", title, command, found.columns, found.cells(), markdown)
     if png is not None:
         levels = [(part.topic, len(part.lines), found.best[part.topic][0]) for part in found.parts]
         lines = {arm: found.moving(arm) for arm in found.courses}

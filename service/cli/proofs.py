@@ -7,12 +7,11 @@ from typing import Annotated
 
 import typer
 
-from service.cli.console import stages, table, write_json
-from service.cli.evaluate import MaxTokens, Rows, eval_
+from service.cli.console import stages, write_json
+from service.cli.evaluate import MaxTokens, Rows
+from service.cli.experiments import Markdown, eval_, tell
 from service.cli.models import pair_and_general
 from service.cli.options import Config, Draft, Json, Target, again, settings_from
-
-Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
 
 
 @eval_.command()
@@ -35,7 +34,6 @@ def gate(
 ) -> None:
     """Does the gate pass adapters that learnt something, and refuse those trained on shuffled targets or changed by noise?"""
     from service.evaluation.bench import host
-    from service.evaluation.bench.report import Report, publish
     from service.evaluation.gating import COLUMNS, Judged, cells, run_gate
     from service.evaluation.prompts import read_prompts
 
@@ -61,8 +59,7 @@ def gate(
             head = {"command": command, "machine": host.describe(), "gate": settings.gate.model_dump()}
             write_json(json, head | {"judged": [each.plain() for each in found]})
     title = f"The gate on adapters of {train.name.removesuffix('.jsonl')}, {cases} generations"
-    table(title, COLUMNS, cells(found))
-    publish(Report("gate", title, command, COLUMNS, cells(found), {}, {}), json=None, png=None, markdown=markdown)
+    tell("gate", title, command, COLUMNS, cells(found), markdown)
 
 
 @eval_.command()
@@ -82,7 +79,6 @@ def poison(
 ) -> None:
     """Let nine in ten requests be hostile and see what the loop makes of the draft for the others."""
     from service.evaluation.bench import host
-    from service.evaluation.bench.report import Report, publish
     from service.evaluation.poison import COLUMNS, Poisoned, run_poison
     from service.evaluation.prompts import read_prompts
 
@@ -107,6 +103,4 @@ def poison(
     title = (
         f"Hostile traffic beside {honest.name.removesuffix('.jsonl')}, measured on {test.name.removesuffix('.jsonl')}"
     )
-    rows_ = tuple(one.cells() for one in found)
-    table(title, COLUMNS, rows_)
-    publish(Report("poison", title, command, COLUMNS, rows_, {}, {}), json=None, png=None, markdown=markdown)
+    tell("poison", title, command, COLUMNS, tuple(one.cells() for one in found), markdown)

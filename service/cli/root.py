@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from service.cli import bench_inside, data, drafts, evaluate, experiments, operate, proofs, serving, talk
+from service.cli import bench_inside, data, drafts, evaluate, operate, proofs, serving, talk
 
 app = typer.Typer(
     name="redraft",
@@ -21,9 +21,7 @@ app.command("make-draft")(drafts.make_draft)
 app.command()(talk.generate)
 app.command()(talk.chat)
 app.command()(operate.train)
-# The same group: experiments and proofs add their commands to what evaluate began.
-assert experiments.eval_ is proofs.eval_ is evaluate.eval_
-app.add_typer(evaluate.eval_, name="eval")
+app.add_typer(proofs.eval_, name="eval")
 app.add_typer(bench_inside.bench, name="bench")
 app.add_typer(data.cases, name="cases")
 app.add_typer(operate.adapters, name="adapters")

@@ -268,8 +268,9 @@ class DraftLength:
             if count and match is not None:
                 self._looked_up[match.length].observe(count, accepted)
             elif choice.drafted and not count:
-                for found in (self._draft, *([own[row]] if own else [])):
-                    found.observe(choice.drafted, accepted)
+                self._draft.observe(choice.drafted, accepted)
+                if own:
+                    own[row].observe(choice.drafted, accepted)
         if seconds is None:
             self._last = None
             return

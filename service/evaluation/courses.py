@@ -27,6 +27,9 @@ from service.core import (
     Verdict,
 )
 from service.evaluation.candidates import register
+from service.evaluation.outputs import greedy_generations
+from service.evaluation.prompts import PromptLine
+from service.evaluation.run import Step
 from service.learning import lora
 from service.learning.buffer import GeneralSet, lesson
 from service.learning.dataset import Example, build
@@ -200,15 +203,7 @@ class Learner:
             with adapted(self.draft, folder, who.draft):
                 k = self.settings.engine.num_draft_tokens
                 scores.append(score(self.draft, held_out.generations, k=k, vocabulary=self.pair.vocabulary))
-        return gate.judge(
-            scores[0],
-            scores[1],
-            min_prompts=rules.min_prompts,
-            min_tokens=rules.min_tokens,
-            domain_tolerance=rules.domain_tolerance,
-            resamples=rules.bootstrap,
-            seed=run.id,
-        )
+        return gate.judge(scores[0], scores[1], rules, seed=run.id)
 
 
 def lessons(pair: Pair, settings: Settings, chosen: Sequence[Generation]) -> list[Example]:
@@ -223,6 +218,28 @@ def lessons(pair: Pair, settings: Settings, chosen: Sequence[Generation]) -> lis
     if not data.examples:
         raise TrainingFailed(f"no example to learn from: {data.skipped}")
     return list(data.examples)
+
+
+def one_run(
+    settings: Settings, pair: Pair, general: Path | None, fresh: Sequence[Generation], seed: int
+) -> list[Example]:
+    """What a service's first run would learn from: these texts and general ones."""
+    training = settings.training
+    held = GeneralSet.load(general).generations(pair.provenance, golden=False) if general is not None else []
+    return lessons(
+        pair, settings, lesson(fresh, share=training.replay, general=held, reservoir=lambda count: [], seed=seed)
+    )
+
+
+def answered(
+    settings: Settings, pair: Pair, stage: str, lines: Sequence[PromptLine], max_tokens: int, rows: int, on_step: Step
+) -> list[Generation]:
+    """The target's greedy answers that are not empty."""
+    home = settings.home
+    found = greedy_generations(
+        pair, lines, home, max_tokens=max_tokens, rows=rows, on_step=lambda done, of: on_step(stage, done, of)
+    )
+    return [generation for generation in found if generation.output]
 
 
 @contextmanager

@@ -16,22 +16,19 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from service.core import BadRequest, Generation, Score, Verdict
 from service.engine import length, profile
 from service.engine.length import Load
-from service.evaluation.courses import adapted, lessons
-from service.evaluation.outputs import greedy_generations
+from service.evaluation.courses import adapted, answered, one_run
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import Step
 from service.learning import lora
-from service.learning.buffer import GeneralSet, lesson
 from service.learning.dataset import Example
 from service.learning.fitting import fit
 from service.learning.job import CACHE_BYTES
@@ -150,11 +147,7 @@ def run_gate(
     costs = profile.measure(pair.target.model, pair.draft.model, rows=[1], most=k)
 
     def told(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
-        home = settings.home
-        found = greedy_generations(
-            pair, lines, home, max_tokens=max_tokens, rows=rows, on_step=lambda done, of: on_step(stage, done, of)
-        )
-        return [g for g in found if g.output]
+        return answered(settings, pair, stage, lines, max_tokens, rows, on_step)
 
     bench = _Bench(
         settings,
@@ -192,18 +185,15 @@ class _Bench:
     _scores_of: dict[str, list[Score]] = field(default_factory=dict[str, list[Score]])
 
     def judged(self, candidate: Candidate) -> Judged:
-        rules, noisy = self.settings.gate, candidate.kind is Kind.NOISY
+        noisy = candidate.kind is Kind.NOISY
         active = Candidate(Kind.BETTER, 1) if noisy else None
         if (name := _name(active)) not in self._scores_of:
             self._scores_of[name] = self._scored(active)
         verdict = gate.judge(
             self._scored(candidate),
             self._scores_of[name],
+            self.settings.gate,
             seconds=self.seconds,
-            min_prompts=rules.min_prompts,
-            min_tokens=rules.min_tokens,
-            domain_tolerance=rules.domain_tolerance,
-            resamples=rules.bootstrap,
             seed=candidate.seed,
         )
         return Judged(candidate, verdict, None if noisy else self._per_call(candidate) / self._per_call(None) - 1.0)
@@ -245,14 +235,8 @@ class _Bench:
     def _train(self, candidate: Candidate, path: Path) -> None:
         assert self.pair.draft is not None
         draft, training, who = self.pair.draft.model, self.settings.training, self.pair.provenance
-        chosen = lesson(
-            random.Random(candidate.seed).sample(self.texts(), self.cases),
-            share=training.replay,
-            general=GeneralSet.load(self.general).generations(who, golden=False) if self.general is not None else [],
-            reservoir=lambda count: [],
-            seed=candidate.seed,
-        )
-        examples = lessons(self.pair, self.settings, chosen)
+        fresh = random.Random(candidate.seed).sample(self.texts(), self.cases)
+        examples = one_run(self.settings, self.pair, self.general, fresh, candidate.seed)
         if candidate.kind is Kind.SHUFFLED:
             examples = shuffled(examples, candidate.seed)
         shape = lora.wrap(draft, rank=training.rank, scale=training.scale, seed=candidate.seed)
@@ -285,9 +269,8 @@ def _disturb(draft: nn.Module, share: float, seed: int) -> None:
     """Noise on every matrix of the adapter, of `share` times its own deviation. Drawn by numpy: the same on any machine."""
     rng = np.random.default_rng(seed)
     noisy: list[tuple[str, mx.array]] = []
-    for name, array in cast("list[tuple[str, mx.array]]", tree_flatten(draft.parameters())):
-        if name.rsplit(".", 1)[-1] in ("lora_a", "lora_b"):
-            held = np.array(array.astype(mx.float32))
-            noise = rng.standard_normal(held.shape) * share * held.std()
-            noisy.append((name, mx.array((held + noise).astype(np.float32)).astype(array.dtype)))
+    for name, array in lora.weights_of(draft).items():
+        held = np.array(array.astype(mx.float32))
+        noise = rng.standard_normal(held.shape) * share * held.std()
+        noisy.append((name, mx.array((held + noise).astype(np.float32)).astype(array.dtype)))
     draft.load_weights(noisy, strict=False)

@@ -18,8 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from service.core import BadRequest, Generation
-from service.evaluation.courses import Course, Learner, adapted
-from service.evaluation.outputs import greedy_generations
+from service.evaluation.courses import Course, Learner, adapted, answered
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import Step
 from service.learning.job import CACHE_BYTES
@@ -107,11 +106,7 @@ def run_poison(
     pair = load_pair(*models)
 
     def told(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
-        home = settings.home
-        each = greedy_generations(
-            pair, lines, home, max_tokens=max_tokens, rows=rows, on_step=lambda done, of: on_step(stage, done, of)
-        )
-        return [_from(g, None) for g in each if g.output]
+        return [_from(g, None) for g in answered(settings, pair, stage, lines, max_tokens, rows, on_step)]
 
     served, unseen = told("honest requests", honest[:good]), told("honest prompts to measure on", test)
     attacks = {name: told(name, lines) for name, lines in hostile(pair, bad, seed=1).items()}

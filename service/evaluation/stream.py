@@ -18,12 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core import BadRequest, Generation
-from service.evaluation.courses import Course, Learner, adapted, lessons
+from service.evaluation.courses import Course, Learner, adapted, one_run
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.prompts import PromptLine, read_prompts
 from service.evaluation.run import Step
 from service.learning import lora
-from service.learning.buffer import GeneralSet, lesson
 from service.learning.fitting import fit
 from service.learning.job import CACHE_BYTES
 from service.learning.rounds import logged
@@ -255,9 +254,7 @@ def _best(
     """Agreement on `kept` after one run on all of a topic at once, from the bare draft."""
     assert pair.draft is not None
     draft, training = pair.draft.model, settings.training
-    held = GeneralSet.load(general).generations(pair.provenance, golden=False) if general is not None else []
-    chosen = lesson(learnt, share=training.replay, general=held, reservoir=lambda count: [], seed=1)
-    examples = lessons(pair, settings, chosen)
+    examples = one_run(settings, pair, general, learnt, seed=1)
     lora.wrap(draft, rank=training.rank, scale=training.scale, seed=1)
     try:
         fit(draft, examples, training, seed=1)

@@ -71,6 +71,11 @@ def counts(model: nn.Module) -> Counts:
     return Counts(trainable, int(get_total_parameters(model)))
 
 
+def weights_of(model: nn.Module) -> dict[str, mx.array]:
+    """What a wrapped model holds of LoRA, by name."""
+    return {name: array for name, array in _flat(model.parameters()) if name.rsplit(".", 1)[-1] in _LEAVES}
+
+
 def warm_start(model: nn.Module, shape: Shape, parent: Path, draft: str) -> None:
     """Begin from a parent adapter's function: the wrapped model then computes what the parent does.
 
@@ -102,8 +107,7 @@ def warm_start(model: nn.Module, shape: Shape, parent: Path, draft: str) -> None
 def save(model: nn.Module, shape: Shape, folder: Path, *, draft: str, target: str) -> None:
     """Write the adapter folder that mlx-lm loads. `draft` and `target` are the fingerprints it was trained for."""
     folder.mkdir(parents=True, exist_ok=True)
-    weights = {name: array for name, array in _flat(model.parameters()) if name.rsplit(".", 1)[-1] in _LEAVES}
-    mx.save_safetensors(str(folder / WEIGHTS), weights, metadata={"format": "mlx"})
+    mx.save_safetensors(str(folder / WEIGHTS), weights_of(model), metadata={"format": "mlx"})
     config = {
         "fine_tune_type": "lora",
         "num_layers": shape.layers,
@@ -132,8 +136,7 @@ def attach(model: nn.Module, folder: Path, draft: str) -> None:
     """Put an adapter on a bare model, unmerged. Raises TrainingFailed when it does not fit."""
     shape, weights = read(folder, draft)
     linear_to_lora_layers(model, shape.layers, shape.parameters())
-    expected = {n: a for n, a in _flat(model.parameters()) if n.rsplit(".", 1)[-1] in _LEAVES}
-    _match(folder, weights, {name: array.shape for name, array in expected.items()})
+    _match(folder, weights, {name: array.shape for name, array in weights_of(model).items()})
     model.load_weights(list(weights.items()), strict=False)
     model.eval()
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from service.core import Score, Verdict
 from service.lifecycle.comparison import TAIL, Comparison
+from service.settings import GateSettings
 
 WORTHWHILE = 0.005
 """A candidate that seems to gain less than this is not worth a swap: what was read ahead with the old draft is lost, and the
@@ -16,12 +17,9 @@ next run waits for the watch. It also keeps out candidates that differ from the 
 def judge(
     candidate: Sequence[Score],
     active: Sequence[Score],
+    rules: GateSettings,
     *,
     seconds: Sequence[float] | None = None,
-    min_prompts: int,
-    min_tokens: int,
-    domain_tolerance: float,
-    resamples: int,
     seed: int,
 ) -> Verdict:
     """Whether `candidate` may replace `active`. seconds: what a round costs that drafts 1, 2, ... tokens; None: both are
@@ -37,15 +35,15 @@ def judge(
     both = Comparison(candidate, active, seconds)
     if both.empty:
         return Verdict(False, "nothing to compare on", 0, 0, 0.0, 0.0, 0.0)
-    whole = both.gain(resamples, seed)
+    whole = both.gain(rules.bootstrap, seed)
     domains = both.domains()
-    parts = {name: each.gain(resamples, seed) for name, each in domains.items()}
-    surely = {name: each.gain(resamples, seed, TAIL / len(domains)).high < 0 for name, each in domains.items()}
-    blocked = [name for name in sorted(parts) if parts[name].gain < -domain_tolerance and surely[name]]
-    if both.generations < min_prompts:
-        promoted, reason = False, f"{both.generations} of {min_prompts} prompts"
-    elif both.tokens < min_tokens:
-        promoted, reason = False, f"{both.tokens} of {min_tokens} tokens"
+    parts = {name: each.gain(rules.bootstrap, seed) for name, each in domains.items()}
+    surely = {name: each.gain(rules.bootstrap, seed, TAIL / len(domains)).high < 0 for name, each in domains.items()}
+    blocked = [name for name in sorted(parts) if parts[name].gain < -rules.domain_tolerance and surely[name]]
+    if both.generations < rules.min_prompts:
+        promoted, reason = False, f"{both.generations} of {rules.min_prompts} prompts"
+    elif both.tokens < rules.min_tokens:
+        promoted, reason = False, f"{both.tokens} of {rules.min_tokens} tokens"
     elif whole.low <= 0:
         promoted, reason = False, f"not proven better: {whole}"
     elif whole.gain < WORTHWHILE:

@@ -167,11 +167,8 @@ class TrainingJob:
         verdict = gate.judge(
             candidate,
             compared,
+            rules,
             seconds=self._parts.switching.round_seconds(),
-            min_prompts=rules.min_prompts,
-            min_tokens=rules.min_tokens,
-            domain_tolerance=rules.domain_tolerance,
-            resamples=rules.bootstrap,
             seed=self._run.id,
         )
         if scores.golden:

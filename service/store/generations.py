@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields
@@ -14,7 +13,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, inser
 
 from service.core import FailureCase, Generation, Provenance, Round
 from service.store.database import Database
-from service.store.rows import generation_of, id_bytes, logprob_bytes, rounds_of, target_bytes, utc
+from service.store.rows import generation_of, rounds_of, target_bytes, utc, values_of
 from service.store.tables import (
     failure_cases,
     generation_targets,
@@ -280,30 +279,9 @@ def _remove(connection: Connection, *where: ColumnElement[bool]) -> int:
 
 
 def _insert(connection: Connection, made: Generation) -> None:
-    prompt_bytes = id_bytes(made.prompt.tokens)
-    split = split_of(made.prompt.first_user or prompt_bytes.hex())
-    row = connection.execute(
-        insert(generations).values(
-            id=made.id,
-            prompt=prompt_bytes,
-            output=id_bytes(made.output),
-            output_tokens=len(made.output),
-            sampling=json.dumps(asdict(made.prompt.sampling)),
-            domain=made.prompt.domain,
-            client=made.prompt.client,
-            first_user=made.prompt.first_user,
-            finish=made.finish.value,
-            rounds=json.dumps([[r.adapter, r.start, r.drafted, r.accepted, r.emitted, r.source] for r in made.rounds]),
-            logprobs=logprob_bytes(made.logprobs),
-            sampled_logprobs=logprob_bytes(made.sampled_logprobs),
-            target=made.provenance.target,
-            tokenizer=made.provenance.tokenizer,
-            draft=made.provenance.draft,
-            prompt_hash=hashlib.sha256(prompt_bytes).hexdigest(),
-            split=split,
-            created_at=made.created_at,
-        )
-    )
+    values = values_of(made)
+    split = split_of(made.prompt.first_user or values["prompt"].hex())
+    row = connection.execute(insert(generations).values(**values, split=split))
     assert row.inserted_primary_key is not None
     seq = row.inserted_primary_key[0]
     if (targets := made.targets) is not None:

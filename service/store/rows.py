@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
@@ -23,6 +25,30 @@ def logprob_bytes(logprobs: Sequence[float]) -> bytes:
 
 def target_bytes(targets: Targets) -> bytes:
     return targets.ids + targets.logprobs + targets.tail
+
+
+def values_of(made: Generation) -> dict[str, Any]:
+    """Columns of a row of generations, but for its split."""
+    prompt = id_bytes(made.prompt.tokens)
+    return {
+        "id": made.id,
+        "prompt": prompt,
+        "output": id_bytes(made.output),
+        "output_tokens": len(made.output),
+        "sampling": json.dumps(asdict(made.prompt.sampling)),
+        "domain": made.prompt.domain,
+        "client": made.prompt.client,
+        "first_user": made.prompt.first_user,
+        "finish": made.finish.value,
+        "rounds": json.dumps([[r.adapter, r.start, r.drafted, r.accepted, r.emitted, r.source] for r in made.rounds]),
+        "logprobs": logprob_bytes(made.logprobs),
+        "sampled_logprobs": logprob_bytes(made.sampled_logprobs),
+        "target": made.provenance.target,
+        "tokenizer": made.provenance.tokenizer,
+        "draft": made.provenance.draft,
+        "prompt_hash": hashlib.sha256(prompt).hexdigest(),
+        "created_at": made.created_at,
+    }
 
 
 def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:

@@ -10,6 +10,7 @@ from simulated import pair
 
 from service.core import Score, Verdict
 from service.lifecycle.gate import judge
+from service.settings import GateSettings
 
 FEWER = (1.4, 1.2, 1.0)
 """Calls by draft length, against those at the longest."""
@@ -34,7 +35,10 @@ def decide(
     candidate: Sequence[Score], active: Sequence[Score], costs: Sequence[float] | None = None, **changes: float
 ) -> Verdict:
     rules = {"min_prompts": 30, "min_tokens": 2000, "domain_tolerance": 0.02, "resamples": 400, "seed": 1, **changes}
-    return judge(candidate, active, seconds=costs, **rules)  # pyright: ignore[reportArgumentType]
+    seed, resamples = int(rules.pop("seed")), rules.pop("resamples")
+    return judge(
+        candidate, active, GateSettings.model_validate(rules | {"bootstrap": resamples}), seconds=costs, seed=seed
+    )
 
 
 def noisy(rng: np.random.Generator, count: int, gain: float) -> tuple[list[Score], list[Score]]:
