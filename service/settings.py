@@ -103,15 +103,15 @@ class TrainingSettings(Section):
     cooldown_seconds: float = Field(default=300.0, ge=0)
     max_generations: int = Field(default=800, ge=1)
     """Newest untrained generations a single run trains on."""
-    window: int = Field(default=350, ge=0)
+    window: int = Field(default=700, ge=0)
     """Generations a run learns from at least: where fewer are new, the newest before them come along; 0: the new ones alone."""
-    replay: Share = 0.4
+    replay: Share = 0.2
     """Share of the training examples that come from the replay buffer."""
     rank: int = Field(default=16, ge=1, le=256)
     scale: float = Field(default=2.0, gt=0)
     """LoRA scale: what the low-rank product is multiplied by."""
     learning_rate: float = Field(default=1e-3, gt=0)
-    epochs: int = Field(default=4, ge=1)
+    epochs: int = Field(default=2, ge=1)
     batch_size: int = Field(default=8, ge=1)
     accumulate: int = Field(default=1, ge=1)
     max_length: int = Field(default=512, ge=8)

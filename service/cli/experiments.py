@@ -104,7 +104,7 @@ def stream(
     markdown: Markdown = None,
 ) -> None:
     """Traffic whose topic changes, through the loop's own store, policy, training and gate: static draft, loop, loop without
-    replay, and the best of each topic. Nothing is served: greedy text is the same whatever drafts it."""
+    replay, and the best that one run could be. Nothing is served: greedy text is the same whatever drafts it."""
     from service.evaluation.bench import host
     from service.evaluation.chart import draw_lines
     from service.evaluation.stream import parts_of, run_stream
@@ -129,7 +129,7 @@ def stream(
     write_json(json, head | found.plain())
     tell("stream", title, command, found.columns, found.cells(), markdown)
     if png is not None:
-        levels = [(part.topic, len(part.lines), found.best[part.topic][0]) for part in found.parts]
+        levels = [(part.topic, len(part.lines), best) for part, (best, _) in zip(found.parts, found.best, strict=True)]
         lines = {arm: found.moving(arm) for arm in found.courses}
         draw_lines(png, lines, levels, title, f"agreement, mean over {window} requests")
 

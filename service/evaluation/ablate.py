@@ -184,7 +184,7 @@ class _Workbench:
 
     def _loss(self, recipe: Recipe) -> Callable[[nn.Module, Any], mx.array]:
         if recipe.full:
-            return WholeDivergence(self.draft, self.pair.target.model, self.pair.vocabulary)
+            return WholeDivergence(self.draft, self.pair.target.model, self.pair.vocabulary, recipe.objective)
         return TargetDivergence(self.draft, recipe.objective)
 
     def _measured(self, temperature: float) -> dict[str, Figures]:

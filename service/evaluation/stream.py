@@ -1,8 +1,8 @@
 """`redraft eval stream`: traffic whose topic changes, and what the loop makes of it, against drafts that stay as they are.
 
 Three arms draft the same requests: static, the bare draft; online, the loop; no_replay, the loop whose runs learn from what is
-new alone. Beside them, for each topic, stands its best: one adapter trained at once on all of its requests, measured on those
-no run may learn from.
+new alone. Beside them, for each part, stands the best to be had by its end: one adapter trained at once on all requests on its
+topic so far, measured on those no run may learn from.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ from service.settings import Settings
 from service.store.generations import HELD_OUT, split_of
 
 STATIC, ONLINE, NO_REPLAY, BEST = "static", "online", "no_replay", "best"
+LEARNING = (ONLINE, NO_REPLAY)
 BACK = 0.9
-"""Share of a topic's gain that counts as having it back."""
+"""Share of a part's best gain that counts as having it back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +47,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """What happened. courses: by arm. best: agreement of each topic's best on the requests that nobody learns from, and
+    """What happened. courses: by arm. best: by part, agreement of its best on the topic's requests that nobody learns from, and
     static's there. after: arm -> after each part, agreement on every topic's such requests."""
 
     parts: tuple[Part, ...]
     window: int
     courses: Mapping[str, Course]
-    best: Mapping[str, tuple[float, float]]
+    best: Sequence[tuple[float, float]]
     after: Mapping[str, Sequence[Mapping[str, float]]]
 
     def moving(self, arm: str) -> list[float]:
@@ -71,12 +72,11 @@ class Stream:
         return found
 
     def recovered(self, arm: str) -> list[int | None]:
-        """Requests into each part after which the arm had `BACK` of the topic's best gain over static, on the window that ends
-        there; None where it never had, or there is none to have."""
+        """Requests into each part after which the arm had `BACK` of its best's gain over static, on the window that ends there;
+        None where it never had, or there is none to have."""
         course, static, found, start = self.courses[arm], self.courses[STATIC], list[int | None](), 0
-        for part in self.parts:
+        for part, (best, plain) in zip(self.parts, self.best, strict=True):
             here = slice(start, start + len(part.lines))
-            best, plain = self.best[part.topic]
             gained = [a - b for a, b in zip(course.agreed[here], static.agreed[here], strict=True)]
             moving = _moving(gained, course.tokens[here], self.window)
             wanted = BACK * (best - plain)
@@ -84,6 +84,15 @@ class Stream:
             found.append(next((i + 1 for i in whole if best > plain and moving[i] >= wanted), None))
             start += len(part.lines)
         return found
+
+    def gained(self, arm: str) -> list[float | None]:
+        """Share of each part's best gain that the arm had when the part ended, on the requests nobody learns from; None where
+        there is none to have."""
+        after = [found[part.topic] for found, part in zip(self.after[arm], self.parts, strict=True)]
+        return [
+            (mine - plain) / (best - plain) if best > plain else None
+            for mine, (best, plain) in zip(after, self.best, strict=True)
+        ]
 
     def backward(self, arm: str) -> float | None:
         """Backward transfer: what agreement on a part's topic changed by from its end to when the topic came back, or to the
@@ -98,18 +107,31 @@ class Stream:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return ("", *self.courses, "best, static on held-out", f"requests to {BACK:.0%} of the gain")
+        held_out = "held-out: static, best, " + ", ".join(f"{arm} at the end (of the gain)" for arm in LEARNING)
+        return ("", *self.courses, held_out, f"requests to {BACK:.0%} of the gain")
 
     def cells(self) -> tuple[tuple[object, ...], ...]:
         """Agreement by part, over all of it and over its last window; then the arms' sums."""
         means = {arm: self.part_means(arm) for arm in self.courses}
-        back = {arm: self.recovered(arm) for arm in (ONLINE, NO_REPLAY)}
+        back = {arm: self.recovered(arm) for arm in LEARNING}
+        gained = {arm: self.gained(arm) for arm in LEARNING}
         found: list[tuple[object, ...]] = []
         for i, part in enumerate(self.parts):
-            best, static = self.best[part.topic]
+            best, static = self.best[i]
+            then = (
+                f"{self.after[arm][i][part.topic]:.3f} ({'none' if share is None else format(share, '.0%')})"
+                for arm, share in ((arm, each[i]) for arm, each in gained.items())
+            )
             when = ", ".join(f"{arm} {'never' if each[i] is None else each[i]}" for arm, each in back.items())
             mine = (f"{means[arm][i][0]:.3f} ({means[arm][i][1]:.3f} at its end)" for arm in self.courses)
-            found.append((f"{part.topic}, {len(part.lines)} requests", *mine, f"{best:.3f}, {static:.3f}", when))
+            found.append(
+                (
+                    f"{part.topic}, {len(part.lines)} requests",
+                    *mine,
+                    ", ".join((f"{static:.3f}, {best:.3f}", *then)),
+                    when,
+                )
+            )
         changes = {arm: self.backward(arm) for arm in self.courses}
         return (
             *found,
@@ -120,13 +142,16 @@ class Stream:
 
     def plain(self) -> dict[str, Any]:
         return {
-            "parts": [{"topic": part.topic, "requests": len(part.lines)} for part in self.parts],
+            "parts": [
+                {"topic": part.topic, "requests": len(part.lines), "best": best, "static": plain}
+                for part, (best, plain) in zip(self.parts, self.best, strict=True)
+            ],
             "window": self.window,
-            "best": {topic: {"agreement": best, "static": static} for topic, (best, static) in self.best.items()},
             "arms": {
                 arm: {
                     "parts": [{"agreement": mean, "at_its_end": end} for mean, end in self.part_means(arm)],
                     "recovered_after": self.recovered(arm),
+                    "share_of_best_gain": self.gained(arm),
                     "backward_transfer": self.backward(arm),
                     "after": [dict(found) for found in self.after[arm]],
                     "training_seconds": course.seconds,
@@ -228,7 +253,7 @@ def run_stream(
     static = measured(None)
     courses, after = {STATIC: plain}, {STATIC: [static] * len(parts)}
     with tempfile.TemporaryDirectory(prefix="redraft-stream-") as scratch:
-        for arm in (ONLINE, NO_REPLAY):
+        for arm in LEARNING:
             learner, course = (
                 Learner(settings, pair, Path(scratch) / arm, general, forgetful=arm == NO_REPLAY),
                 Course(),
@@ -240,18 +265,20 @@ def run_stream(
             finally:
                 learner.close()
             courses[arm], after[arm] = course, [measured(adapter) for adapter in course.serving]
-    best: dict[str, tuple[float, float]] = {}
-    for i, (topic, each) in enumerate(topics.items()):
-        on_step(BEST, i, len(topics))
-        learnt = [g for g in each if split_of(g.prompt.first_user) != HELD_OUT]
-        best[topic] = _best(settings, pair, general, learnt, kept[topic]), static[topic]
+    best: list[tuple[float, float]] = []
+    so_far: dict[str, list[Generation]] = {}
+    for i, (part, each) in enumerate(zip(parts, requests, strict=True)):
+        on_step(BEST, i, len(parts))
+        learnt = so_far.setdefault(part.topic, [])
+        learnt += [g for g in each if split_of(g.prompt.first_user) != HELD_OUT]
+        best.append((_best(settings, pair, general, learnt, kept[part.topic]), static[part.topic]))
     return Stream(tuple(parts), window, courses, best, after)
 
 
 def _best(
     settings: Settings, pair: Pair, general: Path | None, learnt: Sequence[Generation], kept: Sequence[Generation]
 ) -> float:
-    """Agreement on `kept` after one run on all of a topic at once, from the bare draft."""
+    """Agreement on `kept` after one run on all of these at once, from the bare draft."""
     assert pair.draft is not None
     draft, training = pair.draft.model, settings.training
     examples = one_run(settings, pair, general, learnt, seed=1)

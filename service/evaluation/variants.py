@@ -13,6 +13,7 @@ from service.settings import TrainingSettings
 KEPT = 0.4
 """Share of positions that AdaSPEC keeps (Hu et al., yuezhouhu/adaspec)."""
 RANKS, REPLAYS, CASES = (4, 16, 64), (0.0, 0.2, 0.4, 0.5), (50, 200, 800)
+EPOCHS = (1, 2, 4)
 RATES = (0.25, 0.5, 1.0, 2.0)
 """Times the settings' learning rate."""
 
@@ -28,8 +29,8 @@ class Positions(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """temperature: of the texts learnt from and measured on. cases: generations learnt from, of the new ones. full: forward KL
-    to the target's whole distribution, computed beside, instead of the objective over the stored top and tail."""
+    """temperature: of the texts learnt from and measured on. cases: generations learnt from, of the new ones. full: the
+    objective over the target's whole distribution, computed beside, instead of the stored top and tail."""
 
     training: TrainingSettings
     cases: int
@@ -59,7 +60,6 @@ class Table:
 def tables(base: Recipe, available: int, only: Sequence[str] | None = None) -> list[Table]:
     """All of them, or those named. available: generations that can be learnt from. Raises BadRequest naming an unknown one."""
     rate = base.training.learning_rate
-    kl = replace(base, objective=Objective.KL)
     positions = {
         "all": base,
         Positions.REJECTIONS.value: replace(base, positions=Positions.REJECTIONS),
@@ -74,8 +74,9 @@ def tables(base: Recipe, available: int, only: Sequence[str] | None = None) -> l
         Table("positions", "Positions learnt from", positions),
         Table("rank", "Rank", {str(n): base.having(rank=n) for n in RANKS}),
         Table("rate", "Learning rate", {f"{rate * r:g}": base.having(learning_rate=rate * r) for r in RATES}),
+        Table("epochs", "Epochs", {str(n): base.having(epochs=n) for n in EPOCHS}),
         Table("replay", "Replay share", {f"{share:.0%}": base.having(replay=share) for share in REPLAYS}),
-        Table("targets", "What is learnt towards", {"top 32 and tail": kl, "all logits": replace(kl, full=True)}),
+        Table("targets", "What is learnt towards", {"top 32 and tail": base, "all logits": replace(base, full=True)}),
         Table("cases", "Generations learnt from", {str(n): replace(base, cases=n) for n in cases}),
     ]
     if only is None:

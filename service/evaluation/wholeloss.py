@@ -1,4 +1,4 @@
-"""Forward KL to all of the target's logits, made anew for every batch: what the stored top and tail stand in for."""
+"""An objective over all of the target's logits, made anew for every batch: what the stored top and tail stand in for."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mlx.nn.utils import checkpoint
 
 from service.learning.dataset import Batch
 from service.learning.loss import CHUNK
-from service.learning.objectives import forward_kl
+from service.learning.objectives import Objective, each
 from service.models.heads import Backbone, Head, split
 
 Parts: TypeAlias = tuple[Backbone, Head] | None
@@ -20,11 +20,12 @@ Parts: TypeAlias = tuple[Backbone, Head] | None
 class WholeDivergence:
     """The loss for `trainer.train`, as TargetDivergence but with the target beside. vocabulary: width of both's logits."""
 
-    def __init__(self, model: nn.Module, target: nn.Module, vocabulary: int) -> None:
+    def __init__(self, model: nn.Module, target: nn.Module, vocabulary: int, objective: Objective) -> None:
         self.parts = split(model)
         self.target = target
         self.target_parts = split(target)
         self.vocabulary = vocabulary
+        self.objective = objective
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
         ours = self._states(model, self.parts, batch)
@@ -36,7 +37,7 @@ class WholeDivergence:
             weight = batch.weight[chosen]
 
             def part(states: mx.array, logp: mx.array = logp, weight: mx.array = weight) -> mx.array:
-                return (forward_kl(logp, self._law(states, self.parts)) * weight).sum()
+                return (each(self.objective, logp, self._law(states, self.parts)) * weight).sum()
 
             again = cast("Callable[[mx.array], mx.array]", checkpoint(model, part))
             total = total + again(ours[chosen])
@@ -49,4 +50,6 @@ class WholeDivergence:
     def _law(self, states: mx.array, parts: Parts) -> mx.array:
         logits = states if parts is None else parts[1](states)
         logits = logits[:, : self.vocabulary].astype(mx.float32)
-        return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        law = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        # Nothing is outside: an objective's last column is what the others leave.
+        return mx.concatenate([law, mx.full((law.shape[0], 1), -float("inf"))], axis=-1)

@@ -33,8 +33,8 @@ class Objective(StrEnum):
     ARGMAX = "argmax"
 
 
-LEARNT = Objective.LK
-"""What a run minimises (docs/learning.md has the tables)."""
+LEARNT = Objective.JSD
+"""What a run minimises (docs/learning.md has the tables, docs/decisions.md the streams)."""
 
 
 def each(objective: Objective, logp: mx.array, logq: mx.array) -> mx.array:

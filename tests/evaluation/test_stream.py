@@ -45,7 +45,7 @@ def test_what_is_told_of_a_stream() -> None:
         parts,
         2,
         {STATIC: arm(static), ONLINE: arm(online), NO_REPLAY: arm(static)},
-        {"a": (0.7, 0.5), "b": (0.5, 0.5)},
+        [(0.7, 0.5), (0.5, 0.5), (0.7, 0.5)],
         {
             STATIC: [{"a": 0.5, "b": 0.5}] * 3,
             ONLINE: [{"a": 0.7, "b": 0.5}, {"a": 0.6, "b": 0.55}, {"a": 0.7, "b": 0.5}],
@@ -57,6 +57,8 @@ def test_what_is_told_of_a_stream() -> None:
     # Of b there is nothing to gain; the second a is there at once, as soon as there is a whole window.
     assert found.recovered(ONLINE) == [6, None, 2]
     assert found.recovered(NO_REPLAY) == [None, None, None]
+    assert found.gained(ONLINE) == [pytest.approx(1.0), None, pytest.approx(1.0)]
+    assert found.gained(NO_REPLAY) == [0.0, None, 0.0]
     # a lost 0.1 until it came back, b lost 0.05 until the end; nothing followed the last part.
     assert found.backward(ONLINE) == pytest.approx(-0.075)
     assert all(len(cells) == len(found.columns) for cells in found.cells())
@@ -85,9 +87,9 @@ def test_a_stream_learns_what_it_sees(
     draw_lines(
         tmp_path / "s.png",
         {name: found.moving(name) for name in found.courses},
-        [(part.topic, len(part.lines), found.best[part.topic][0]) for part in parts],
+        [(part.topic, len(part.lines), best) for part, (best, _) in zip(parts, found.best, strict=True)],
         "Stream",
         "agreement",
     )
     assert (tmp_path / "s.png").stat().st_size > 5000
-    assert found.best["a"][0] > found.best["a"][1]
+    assert found.best[0][0] > found.best[0][1]
