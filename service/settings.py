@@ -57,10 +57,11 @@ class ModelSettings(Section):
 class EngineSettings(Section):
     """How tokens are made."""
 
-    num_draft_tokens: int = Field(default=3, ge=0, le=16)
+    num_draft_tokens: int = Field(default=8, ge=0, le=16)
     """Tokens drafted per round, at most; 0: the draft model rests."""
     adaptive: bool = True
-    """Draft as many as pay for the batch at hand, down to none; false: always num_draft_tokens."""
+    """Draft as many as pay for the batch at hand, by how sure the draft is of each, down to none; false: always
+    num_draft_tokens."""
     num_lookup_tokens: int = Field(default=8, ge=0, le=32)
     """Tokens looked up per round, at most, in what was said before, where that promises more; 0, or not adaptive: none."""
     max_rows: int = Field(default=16, ge=1, le=256)

@@ -18,15 +18,17 @@ import numpy as np
 from service.core import BARE_DRAFT, Delta, Round, Source
 from service.engine import profile, verify
 from service.engine.cache import RowCache
+from service.engine.confidence import Steps
+from service.engine.costs import Load
 from service.engine.draft import Draft
-from service.engine.drafting import ModelDrafter, Proposal, joined, looked_up
+from service.engine.drafting import ModelDrafter, Proposal, instead
 from service.engine.evidence import Evidence, gather
-from service.engine.length import Acceptance, Choice, DraftLength, Load, Match
+from service.engine.length import Acceptance, Choice, DraftLength, Match
 from service.engine.lookup import Found, Lookup
 from service.engine.prefix import Owner, PrefixCache
 from service.engine.reading import Prefill, advance
 from service.engine.row import Row
-from service.engine.sampling import SamplingBatch, shared_noise, transform
+from service.engine.sampling import SamplingBatch, SharedNoise, transform
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,18 +192,19 @@ class Decoder:
         self.key, draft_key, verify_key = mx.random.split(self.key, 3)
         load = self._load()
         choice, found, matches = self._choose(rows, load)
-        k = choice.most
-        noise = shared_noise(batch, [row.emitted for row in rows], k + 1, self.vocabulary)
+        noise = SharedNoise(batch, [row.emitted for row in rows], self.vocabulary)
         tokens = [row.tokens for row in rows]
         behind = choice.drafted > 0 and self.drafter is not None and self.drafter.behind(tokens)
-        drafted = self._propose(rows, choice.drafted, batch, noise, draft_key)
-        proposal, counts = drafted, [0 if drafted is None else choice.drafted] * len(rows)
-        if any(choice.looked_up):
-            told = [f.tokens[:n] if f else [] for f, n in zip(found, choice.looked_up, strict=True)]
-            proposal = looked_up(told, k, self.vocabulary, batch.unseeded)
-            if drafted is not None:
-                proposal = joined(drafted, proposal, [n > 0 for n in choice.looked_up])
-            counts = [n or count for n, count in zip(choice.looked_up, counts, strict=True)]
+        steps = Steps(choice.drafted)
+        if self.length is not None and choice.drafted:
+            steps = self.length.steps(load, choice, [row.prompt.sampling.greedy for row in rows])
+        drafted = self._propose(rows, steps, batch, noise, draft_key)
+        if drafted is not None:
+            choice = choice.having(drafted.tokens.shape[1])
+        k = choice.most
+        told = [f.tokens[:n] if f else [] for f, n in zip(found, choice.looked_up, strict=True)]
+        proposal = instead(drafted, told, k, self.vocabulary, batch.unseeded)
+        counts = [len(tokens) or (0 if drafted is None else choice.drafted) for tokens in told]
         k = 0 if proposal is None else k
         adapter = self.adapter
 
@@ -210,7 +213,7 @@ class Decoder:
             fed = mx.concatenate([fed, proposal.tokens], axis=1)
         logits = self.target(fed, cache=self.cache.layers)[..., : self.vocabulary]
         law = transform(logits, batch)
-        accepted, following = verify.accept(law, batch, noise, proposal, verify_key)
+        accepted, following = verify.accept(law, batch, noise.first(k + 1), proposal, verify_key)
         emitted = following[:, None]
         if proposal is not None:
             padded = mx.concatenate([proposal.tokens, emitted.astype(proposal.tokens.dtype)], axis=1)
@@ -249,12 +252,8 @@ class Decoder:
         if self.length is not None and (drafted is not None or not choice.drafted):
             own = [row.acceptance for row in rows]
             self.length.observe(load, choice, matches, kept, None if behind else seconds, own)
-        return RoundReport(
-            rows=tuple(rows),
-            deltas=tuple(deltas),
-            rounds=tuple(row.rounds[-1] for row in rows),
-            seconds=seconds,
-        )
+            steps.observe(kept)
+        return RoundReport(tuple(rows), tuple(deltas), tuple(row.rounds[-1] for row in rows), seconds)
 
     def _follows(self) -> bool:
         """Whether the draft should read what one row more is asked."""
@@ -279,12 +278,12 @@ class Decoder:
         return self.length.choose(load, matches, own, drafts=not self.failed), found, matches
 
     def _propose(
-        self, rows: Sequence[Row], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
+        self, rows: Sequence[Row], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
     ) -> Proposal | None:
-        if self.drafter is None or self.failed or k == 0 or any(len(row.tokens) < 2 for row in rows):
+        if self.drafter is None or self.failed or steps.most == 0 or any(len(row.tokens) < 2 for row in rows):
             return None
         try:
-            return self.drafter.propose([row.tokens for row in rows], k, batch, noise, key)
+            return self.drafter.propose([row.tokens for row in rows], steps, batch, noise, key)
         except Exception:
             # Whatever went wrong in the draft costs speed only.
             self._put_draft_aside()

@@ -10,9 +10,10 @@ import mlx.core as mx
 import numpy as np
 
 from service.engine.cache import RowCache
+from service.engine.confidence import Steps
 from service.engine.draft import Draft
-from service.engine.sampling import SamplingBatch, draw, transform
-from service.models.heads import Backbone, Head, cut_head, split
+from service.engine.sampling import SamplingBatch, SharedNoise, draw, normaliser, transform
+from service.models.heads import Backbone, CutHead, Head, cut_head, split
 from service.models.vocabulary import own
 
 WIDE = 8
@@ -60,12 +61,22 @@ def joined(drafted: Proposal, found: Proposal, rows: Sequence[bool]) -> Proposal
     )
 
 
+def instead(
+    drafted: Proposal | None, told: Sequence[Sequence[int]], k: int, vocabulary: int, unseeded: bool
+) -> Proposal | None:
+    """What was drafted, k tokens a row, and for rows that have something looked up that instead."""
+    if not any(told):
+        return drafted
+    found = looked_up(told, k, vocabulary, unseeded)
+    return found if drafted is None else joined(drafted, found, [len(row) > 0 for row in told])
+
+
 class Drafter(Protocol):
     def propose(
-        self, rows: Sequence[Sequence[int]], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
+        self, rows: Sequence[Sequence[int]], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
     ) -> Proposal | None:
-        """Propose k tokens after each row's tokens (at least two each); None: not yet. noise: (B, >= k, V) shared with the
-        target."""
+        """Propose as many tokens after each row's tokens (at least two each) as `steps` says; None: not yet. noise: shared with
+        the target."""
         ...
 
 
@@ -90,38 +101,46 @@ class ModelDrafter:
         self._looked = False
 
     def propose(
-        self, rows: Sequence[Sequence[int]], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
+        self, rows: Sequence[Sequence[int]], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
     ) -> Proposal | None:
         if not self.catch_up(rows):
             return None
         head = cut_head(self.draft.model)
         if head is None:
-            return self._propose(rows, k, batch, noise, key)
+            return self._propose(rows, steps, batch, noise, key, head)
         # A cut head proposes what the row itself has shown besides: names and words of its topic come back.
         head.also(mx.array(own(rows, head.keeps)))
         try:
-            return self._propose(rows, k, batch, noise, key)
+            return self._propose(rows, steps, batch, noise, key, head)
         finally:
             head.also(None)
 
     def _propose(
-        self, rows: Sequence[Sequence[int]], k: int, batch: SamplingBatch, noise: mx.array | None, key: mx.array
+        self,
+        rows: Sequence[Sequence[int]],
+        steps: Steps,
+        batch: SamplingBatch,
+        noise: SharedNoise,
+        key: mx.array,
+        head: CutHead | None,
     ) -> Proposal:
         unread = [row[have:] for row, have in zip(rows, self.cache.lengths.host, strict=True)]
         feed = _ragged(unread)
         tokens: list[mx.array] = []
         kept_logits: list[mx.array] = []
         laws: list[mx.array] = []
-        for step in range(k):
-            logits = self._after(feed, [len(tokens) - 1 for tokens in unread] if step == 0 else None)
-            logits = logits[..., : self.vocabulary]
+        for step in range(steps.most):
+            whole = self._after(feed, [len(tokens) - 1 for tokens in unread] if step == 0 else None)
+            logits = whole[..., : self.vocabulary]
             self.cache.rewind([len(row) + step for row in rows])
             law = transform(logits, batch)
             key, step_key = mx.random.split(key)
-            feed = draw(law, batch, None if noise is None else noise[:, step : step + 1], step_key).astype(mx.int32)
+            feed = draw(law, batch, noise.at(step), step_key).astype(mx.int32)
             tokens.append(feed)
             kept_logits.append(logits)
             laws.append(law)
+            if steps.asks and step + 1 < steps.most and not steps.more(confidence(whole, feed, head)):
+                break
         return Proposal(
             tokens=mx.concatenate(tokens, axis=1),
             logq=mx.concatenate(laws, axis=1) if batch.unseeded else None,
@@ -164,6 +183,15 @@ class ModelDrafter:
         mx.eval(self.cache.arrays())
         self.cache.rewind([have + len(tokens) for have, tokens in zip(held, missing, strict=True)])
         return not self.behind(rows)
+
+
+def confidence(logits: mx.array, drawn: mx.array, head: CutHead | None) -> list[float]:
+    """The probability of each row's token at T = 1. Where the head is cut, over what it keeps and the token: exponentials are
+    dear on a CPU, and what a row has shown besides changes little."""
+    narrow = logits if head is None else head.narrowed(logits)
+    own = mx.take_along_axis(logits, drawn[..., None], axis=-1).astype(mx.float32)
+    sure = mx.minimum(mx.exp(own - normaliser(narrow)), 1.0)
+    return np.array(sure[:, 0, 0]).tolist()
 
 
 def _ragged(texts: Sequence[Sequence[int]]) -> mx.array:

@@ -8,8 +8,11 @@ clock of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from service.engine.confidence import Steps, Trust
+from service.engine.costs import HELD, Costs, Load, line
 
 PROBE = 32
 """Rounds after which a resting draft drafts again at the latest: what it would be worth stays known, and what it gets wrong
@@ -32,59 +35,13 @@ PRIOR_WEIGHT = 4.0
 USUAL_WEIGHT = 6.0
 """Rounds of a row's own that what is usual lately counts for: texts differ more than an hour's traffic does, and a row whose
 draft fails it is told after a few."""
-HELD = 200
-"""Positions that a row is taken to hold where costs are asked for without a batch at hand."""
+ASKING = 0.015
+"""Share of a round's time from which on it does not pay to ask a draft step how sure it is: two or three are asked a round, and
+what is heard makes rounds 4 to 15 % better."""
 PLAIN = 64
 """Rounds with proposals after which one has none, so that what they are compared with stays measured."""
 SLOW, TRUSTED = 0.05, 8
 """Least weight of a new time in a cost's correction, and how many such times the measurement at start is worth."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What a round is over: so many rows, the longest of which holds so many positions (all rows are read that far). unread:
-    tokens of all rows that the draft must read before it can draft."""
-
-    rows: int
-    held: int
-    unread: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Seconds, as measured: a target call by (rows, tokens of each), a draft step by rows, both over empty rows; and what they
-    take more for each position of each row, a target call by its tokens. Between and beyond, lines. read: what the draft takes
-    for a token, one of many, that it only reads."""
-
-    verify: Mapping[tuple[int, int], float]
-    step: Mapping[int, float]
-    verify_held: Mapping[int, float]
-    step_held: float
-    read: float
-
-    def call(self, load: Load, tokens: int) -> float:
-        sizes = sorted({size for size, _ in self.verify})
-        empty = _line({size: _line(self._of(size), tokens) for size in sizes}, load.rows)
-        return empty + load.rows * load.held * _line(self.verify_held, tokens)
-
-    def draft(self, load: Load) -> float:
-        return _line(self.step, load.rows) + load.rows * load.held * self.step_held
-
-    def round(self, load: Load, drafted: int) -> float:
-        return self.call(load, drafted + 1) + (drafted * self.draft(load) if drafted else 0.0)
-
-    def _of(self, size: int) -> dict[int, float]:
-        return {tokens: seconds for (rows, tokens), seconds in self.verify.items() if rows == size}
-
-
-def _line(points: Mapping[int, float], at: int) -> float:
-    """Linear between the neighbouring points, and on beyond the ends; a single point is a constant."""
-    known = sorted(points)
-    if len(known) == 1 or at in points:
-        return points.get(at, points[known[0]])
-    above = min(max(next((i for i, x in enumerate(known) if x > at), len(known)), 1), len(known) - 1)
-    low, high = known[above - 1], known[above]
-    return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +55,15 @@ class Match:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Tokens the draft proposes for every row that has nothing better (0: it rests), and those looked up by row (0: none; no
-    more than the draft's where it drafts)."""
+    more than the draft's where it drafts). pace: tokens per second that it promises."""
 
     drafted: int
     looked_up: tuple[int, ...]
+    pace: float = field(default=0.0, compare=False)
+
+    def having(self, drafted: int) -> Choice:
+        """When so many were drafted in the end."""
+        return replace(self, drafted=drafted, looked_up=tuple(min(n, drafted) for n in self.looked_up))
 
     @property
     def most(self) -> int:
@@ -166,6 +128,7 @@ class DraftLength:
     def restart(self) -> None:
         """Forget what the last draft was worth: another one drafts. What rounds cost and look-ups are worth stays true."""
         self._draft = Acceptance(self.drafted)
+        self._trusts = {greedy: Trust() for greedy in (True, False)}
         self._current = self.drafted
         self._rested = self._busy = 0
 
@@ -207,11 +170,11 @@ class DraftLength:
         self._busy = self._busy + 1 if k else 0
         if self._busy >= PLAIN:
             self._busy = 0
-            return Choice(0, nothing)
+            return Choice(0, nothing, rate)
         if k > 0:
             self._rested = 0
             better = [m if m and worth(m, k) > mine[k] else None for mine, m in zip(by_row, matches, strict=True)]
-            return Choice(k, tuple(min(k, m.available) if m else 0 for m in better))
+            return Choice(k, tuple(min(k, m.available) if m else 0 for m in better), rate)
         self._rested += 1
         if len(draft) > 1:
             probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(load, k, k))
@@ -219,8 +182,34 @@ class DraftLength:
             patience = PROBE if k else min(max(lost / PROBING, 2), PROBE)
             # Begun anew when it has drafted: one that fell behind may read for some rounds first.
             if self._rested >= max(patience, reading / plain / PROBING):
-                return Choice(probe, nothing)
-        return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches))
+                return Choice(probe, nothing, rate)
+        return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches), rate)
+
+    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool]) -> Steps:
+        """For a round that drafts: on from how sure the draft is, where `choose` went by what is usual, unless asking is dearer
+        than it is worth. greedy: by row; a token that was drawn is kept by another rule than the likeliest one."""
+        asked = self._costs.asked
+        if asked and line(asked, load.rows) > ASKING * self.seconds(load, choice.drafted, choice.most):
+            return Steps(choice.drafted)
+        rates = self._draft.rates()
+        # Not what `seconds` says: its corrections are as large as the difference that a token makes.
+        step, *calls = (
+            empty + load.held * held for empty, held in self._lines.get(load.rows) or self._drawn(load.rows)
+        )
+
+        def worth(drafted: int, reach: Sequence[float]) -> bool:
+            # One more token may be dear and another after it cheap: products come in tiles.
+            kept, gain = sum(reach), 0.0
+            for k in range(drafted, self.drafted):
+                kept *= rates[k]
+                gain += kept
+                if gain > choice.pace * ((k + 1 - drafted) * step + calls[k + 1] - calls[drafted]):
+                    return True
+            return False
+
+        looked_up = choice.looked_up
+        trusts = [None if n else self._trusts[likeliest] for n, likeliest in zip(looked_up, greedy, strict=True)]
+        return Steps(self.drafted, trusts, worth)
 
     def round_seconds(self) -> tuple[float, ...]:
         """Of a round over one row by the tokens drafted, from one on, as measured at start."""

@@ -11,7 +11,8 @@ import mlx.nn as nn
 import numpy as np
 
 from service.engine.cache import RowCache
-from service.engine.length import Costs
+from service.engine.costs import Costs, line
+from service.engine.drafting import confidence
 from service.models.heads import cut_head
 
 HELD = (64, 512)
@@ -22,6 +23,11 @@ OWN = 256
 """Tokens that a row of some length has shown and the ranked list lacks."""
 READ = 16
 """Tokens beside one, from which the cost of reading one more is told."""
+FEW = 2
+"""Rows up to which calls of every length are timed: products come in tiles of some four positions, and a call over four costs
+hardly more than one over three. With more rows lines between a few lengths do."""
+ASKED = 3
+"""Draft steps in a row that are asked how sure they are."""
 TURNS, SPENT = 3, 0.15
 """A call is timed at least so often, and for so many seconds in all."""
 
@@ -35,22 +41,28 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
     """Costs for batches of these sizes and up to `most` proposed tokens. The least of several, after one that compiles:
     whatever else runs beside can only add."""
     lengths = sorted({1, 2, (most + 1) // 2 + 1, most + 1})
-    verify = {size: _times(target, size, HELD[0], lengths) for size in rows}
-    held = _per_position(verify.get(1) or _times(target, 1, HELD[0], lengths), _times(target, 1, HELD[1], lengths))
-    step, step_held, read = {1: 0.0}, 0.0, 0.0
+    every = range(1, most + 2)
+    verify = {size: _times(target, size, HELD[0], every if size <= FEW else lengths) for size in rows}
+    few = verify.get(1) or _times(target, 1, HELD[0], lengths)
+    held = _per_position({n: few[n] for n in lengths}, _times(target, 1, HELD[1], lengths))
+    step, step_held, read, asked = {1: 0.0}, 0.0, 0.0, dict[int, float]()
     if draft is not None:
         step = {size: _step(draft, size) for size in rows}
+        asked = {size: _asked(draft, size) for size in {min(rows), max(rows)}}
         step_held = _per_position(_times(draft, 1, HELD[0], [1]), _times(draft, 1, HELD[1], [1]))[1]
         told = _times(draft, 1, HELD[0], [1, 1 + READ], head=False)
         read = max(told[1 + READ] - told[1], 0.0) / READ
     return Costs(
         verify={
-            (size, n): seconds - size * HELD[0] * held[n] for size, of in verify.items() for n, seconds in of.items()
+            (size, n): seconds - size * HELD[0] * line(held, n)
+            for size, of in verify.items()
+            for n, seconds in of.items()
         },
         step={size: seconds - size * HELD[0] * step_held for size, seconds in step.items()},
         verify_held=held,
         step_held=step_held,
         read=read,
+        asked=asked,
     )
 
 
@@ -69,6 +81,25 @@ def _step(draft: nn.Module, rows: int) -> float:
     finally:
         if head is not None:
             head.also(None)
+
+
+def _asked(draft: nn.Module, rows: int) -> float:
+    """Seconds that it takes to hear after a draft step how sure it is, beside steps that nobody waits for."""
+    cache, head = RowCache(draft, rows), cut_head(draft)
+
+    def steps(ask: bool) -> None:
+        drawn, asked = mx.ones((rows, 1), dtype=mx.int32), list[mx.array]()
+        for _ in range(ASKED + 1):
+            logits = draft(drawn, cache=cache.layers)
+            drawn = mx.argmax(logits, axis=-1).astype(mx.int32)
+            if ask and len(asked) < ASKED:
+                confidence(logits, drawn, head)
+            asked.append(drawn)
+        mx.eval(asked, cache.arrays())
+        cache.rewind([HELD[0]] * rows)
+
+    steps(False)
+    return max(_seconds(lambda: steps(True)) - _seconds(lambda: steps(False)), 0.0) / ASKED
 
 
 def _times(model: nn.Module, rows: int, held: int, lengths: Sequence[int], *, head: bool = True) -> dict[int, float]:

@@ -111,6 +111,25 @@ def gumbel(keys: Sequence[tuple[int, int]], vocabulary: int) -> mx.array:
     return draw(mx.array(np.array(keys, dtype=np.uint32)))
 
 
+class SharedNoise:
+    """`shared_noise` of a round, made as far as it is asked for: how far a draft goes is not known before."""
+
+    def __init__(self, batch: SamplingBatch, starts: Sequence[int], vocabulary: int) -> None:
+        self._made: list[mx.array | None] = []
+        self._next = lambda i: shared_noise(batch, [start + i for start in starts], 1, vocabulary)
+
+    def at(self, position: int) -> mx.array | None:
+        """(B, 1, V), of the round's position counted from 0."""
+        while len(self._made) <= position:
+            self._made.append(self._next(len(self._made)))
+        return self._made[position]
+
+    def first(self, count: int) -> mx.array | None:
+        """(B, count, V)."""
+        parts = [part for part in map(self.at, range(count)) if part is not None]
+        return mx.concatenate(parts, axis=1) if parts else None
+
+
 def shared_noise(batch: SamplingBatch, starts: Sequence[int], count: int, vocabulary: int) -> mx.array | None:
     """Noise (B, count, V) for output positions starts[b] .. starts[b] + count - 1; zero for rows without a seed or greedy,
     None when no row needs any. Draft and target use the same array, which is what couples them."""

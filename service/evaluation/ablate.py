@@ -20,6 +20,7 @@ import numpy as np
 
 from service.core import BARE_DRAFT, BadRequest, Generation, TrainingFailed
 from service.evaluation.agreement import K
+from service.evaluation.courses import DRAFTED
 from service.evaluation.outputs import generations
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import Step
@@ -248,8 +249,7 @@ class _Workbench:
 
     def _drafted(self, told: Sequence[Generation]) -> list[Generation]:
         """With the cases that the untrained draft would have left."""
-        k = self.settings.engine.num_draft_tokens
-        found = logged(self.draft, told, k=k, adapter=BARE_DRAFT, vocabulary=self.pair.vocabulary)
+        found = logged(self.draft, told, k=DRAFTED, adapter=BARE_DRAFT, vocabulary=self.pair.vocabulary)
         return [one.generation for one in found]
 
     def _selected(self, examples: Sequence[Example], recipe: Recipe) -> list[Example]:

@@ -47,6 +47,8 @@ from service.store.generations import Generations
 from service.store.replay import Replay
 from service.store.runs import Runs
 
+DRAFTED = 3
+"""Tokens drafted a round, here where no engine chooses."""
 BLOCK = 32
 """Requests that are scored together; those behind a switch are scored anew."""
 
@@ -64,7 +66,7 @@ class Run:
 
 @dataclass(slots=True)
 class Course:
-    """What an arm did. agreed, tokens, calls: by request, in order, at the settings' draft length. serving: the adapter
+    """What an arm did. agreed, tokens, calls: by request, in order, at DRAFTED tokens a round. serving: the adapter
     folder after each part of the stream, None for the bare draft."""
 
     agreed: list[int] = field(default_factory=list[int])
@@ -123,9 +125,8 @@ class Learner:
         course.serving.append(self.serving)
 
     def _drafted(self, block: Sequence[Generation]) -> list[Drafted]:
-        k = self.settings.engine.num_draft_tokens
         with adapted(self.draft, self.serving, self.pair.provenance.draft):
-            return logged(self.draft, block, k=k, adapter=self.active, vocabulary=self.pair.vocabulary)
+            return logged(self.draft, block, k=DRAFTED, adapter=self.active, vocabulary=self.pair.vocabulary)
 
     def _due(self) -> Trigger | None:
         """Without a cool-down: a stream has no clock."""
@@ -201,8 +202,7 @@ class Learner:
         scores: list[list[Score]] = []
         for folder in (candidate, self.serving):
             with adapted(self.draft, folder, who.draft):
-                k = self.settings.engine.num_draft_tokens
-                scores.append(score(self.draft, held_out.generations, k=k, vocabulary=self.pair.vocabulary))
+                scores.append(score(self.draft, held_out.generations, k=DRAFTED, vocabulary=self.pair.vocabulary))
         return gate.judge(scores[0], scores[1], rules, seed=run.id)
 
 

@@ -23,9 +23,9 @@ import mlx.nn as nn
 import numpy as np
 
 from service.core import BadRequest, Generation, Score, Verdict
-from service.engine import length, profile
-from service.engine.length import Load
-from service.evaluation.courses import adapted, answered, one_run
+from service.engine import profile
+from service.engine.costs import HELD, Load
+from service.evaluation.courses import DRAFTED, adapted, answered, one_run
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import Step
 from service.learning import lora
@@ -65,7 +65,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """worth: relative change of tokens per target call, at the settings' draft length, on the separate prompts; not measured of
+    """worth: relative change of tokens per target call, at DRAFTED tokens a round, on the separate prompts; not measured of
     what has noise."""
 
     candidate: Candidate
@@ -143,8 +143,7 @@ def run_gate(
     learnt = [line for line in learn if split_of(line.prompt) != HELD_OUT]
     if len(learnt) < cases or len(held) < settings.gate.min_prompts:
         raise BadRequest(f"{len(learnt)} prompts to learn from and {len(held)} held out are too few", field="train")
-    k = settings.engine.num_draft_tokens
-    costs = profile.measure(pair.target.model, pair.draft.model, rows=[1], most=k)
+    costs = profile.measure(pair.target.model, pair.draft.model, rows=[1], most=DRAFTED)
 
     def told(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
         return answered(settings, pair, stage, lines, max_tokens, rows, on_step)
@@ -155,7 +154,7 @@ def run_gate(
         models[1],
         general,
         cases,
-        seconds=[costs.round(Load(1, length.HELD), n) for n in range(1, k + 1)],
+        seconds=[costs.round(Load(1, HELD), n) for n in range(1, DRAFTED + 1)],
         held=told("held-out texts", held),
         texts=cache(lambda: told("texts to learn from", learnt)),
         other=cache(lambda: told("other prompts", test)),
@@ -203,8 +202,7 @@ class _Bench:
         assert self.pair.draft is not None
         with self._wearing(candidate):
             model = as_served(self.pair.draft.model, vocabulary.read(self.draft_folder))
-            k = self.settings.engine.num_draft_tokens
-            return score(model, told or self.held, k=k, vocabulary=self.pair.vocabulary)
+            return score(model, told or self.held, k=DRAFTED, vocabulary=self.pair.vocabulary)
 
     def _per_call(self, candidate: Candidate | None) -> float:
         name, known = _name(candidate), self._truths()

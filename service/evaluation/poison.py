@@ -18,7 +18,7 @@ from typing import Any, cast
 import mlx.core as mx
 
 from service.core import BadRequest, Generation
-from service.evaluation.courses import Course, Learner, adapted, answered
+from service.evaluation.courses import DRAFTED, Course, Learner, adapted, answered
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import Step
 from service.learning.job import CACHE_BYTES
@@ -41,7 +41,7 @@ COLUMNS = (
 @dataclass(frozen=True, slots=True)
 class Poisoned:
     """How one attack ended. agreement: with honest text that no run saw, of the bare draft, of what serves in the end, and of
-    each run's candidate. kept: accepted over drafted tokens at the settings' draft length, of the first two."""
+    each run's candidate. kept: accepted over drafted tokens at DRAFTED tokens a round, of the first two."""
 
     attack: str
     requests: int
@@ -136,8 +136,7 @@ def _from(generation: Generation, client: str | None) -> Generation:
 def _worth(settings: Settings, pair: Pair, folder: Path | None, told: Sequence[Generation]) -> tuple[float, float]:
     """Agreement, and accepted over drafted tokens."""
     assert pair.draft is not None
-    k = settings.engine.num_draft_tokens
     with adapted(pair.draft.model, folder, pair.provenance.draft) as draft:
-        scores = score(draft, told, k=k, vocabulary=pair.vocabulary)
+        scores = score(draft, told, k=DRAFTED, vocabulary=pair.vocabulary)
     tokens, calls = sum(one.tokens for one in scores), sum(one.calls[-1] for one in scores)
-    return sum(one.agreed for one in scores) / tokens, (tokens - calls) / (k * calls)
+    return sum(one.agreed for one in scores) / tokens, (tokens - calls) / (DRAFTED * calls)

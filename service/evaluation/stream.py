@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core import BadRequest, Generation
-from service.evaluation.courses import Course, Learner, adapted, one_run
+from service.evaluation.courses import DRAFTED, Course, Learner, adapted, one_run
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.prompts import PromptLine, read_prompts
 from service.evaluation.run import Step
@@ -247,8 +247,7 @@ def run_stream(
     draft = pair.draft.model
     on_step("static", 0, 1)
     plain = Course()
-    k = settings.engine.num_draft_tokens
-    for one in logged(draft, told, k=k, adapter=0, vocabulary=pair.vocabulary):
+    for one in logged(draft, told, k=DRAFTED, adapter=0, vocabulary=pair.vocabulary):
         plain.add(one)
     static = measured(None)
     courses, after = {STATIC: plain}, {STATIC: [static] * len(parts)}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.engine.length import HELD, Costs, Load
+from service.engine.costs import HELD, Costs, Load
 from service.learning.offpolicy import Acceptance, expected_calls, expected_positions
 
 

@@ -86,6 +86,7 @@ class CutHead(nn.Module):
         self.at = mx.array(at)
         """Where each id's logit is among the kept ones; behind the last for those that have none."""
         mx.eval(self.rows.parameters(), self.at)
+        self._ids = mx.array(kept)
         # Not arrays of the model: names that begin so are left out of its parameters.
         self._keeps = at < len(kept)
         self._also: tuple[mx.array, mx.array, mx.array | None] | None = None
@@ -95,6 +96,10 @@ class CutHead(nn.Module):
     def keeps(self) -> NDArray[np.bool_]:
         """(width,) whether an id is kept."""
         return self._keeps
+
+    def narrowed(self, logits: mx.array) -> mx.array:
+        """Of logits (..., width) those of the kept ids."""
+        return mx.take(logits, self._ids, axis=-1)
 
     def also(self, ids: mx.array | None) -> None:
         """Until told otherwise, give row b of a batch logits at ids[b] besides. ids: (B, n), where doubles and kept ones do no

@@ -10,8 +10,10 @@ from batches import decode
 from oracle import naive, relative, tiny_llama
 
 from service.core import Prompt, Sampling, Source
+from service.engine.confidence import Steps, Trust
+from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
-from service.engine.length import PROBE, Acceptance, Choice, Costs, DraftLength, Load, Match
+from service.engine.length import PROBE, Acceptance, Choice, DraftLength, Match
 
 Cost = Callable[[int, int], float]
 """Seconds of a round by rows and tokens drafted."""
@@ -329,6 +331,9 @@ class Anything(DraftLength):
         drafted = self.rng.choice([0, 0, 1, 2, 4])
         most = [min(drafted or 6, m.available) if m and self.rng.random() < 0.5 else 0 for m in matches]
         return Choice(drafted, tuple(self.rng.randint(0, n) for n in most))
+
+    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool]) -> Steps:
+        return Steps(self.drafted, [Trust() for _ in greedy], lambda drafted, reach: self.rng.random() < 0.6)
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])

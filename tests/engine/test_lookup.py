@@ -11,10 +11,11 @@ from oracle import naive, relative, tempered, tiny_llama
 from scipy.stats import chisquare
 
 from service.core import Prompt, Sampling, Source
+from service.engine.costs import Costs
 from service.engine.decoder import Decoder
 from service.engine.draft import bare
 from service.engine.drafting import joined, looked_up
-from service.engine.length import PROBE, Costs, DraftLength
+from service.engine.length import PROBE, DraftLength
 from service.engine.lookup import REMEMBERED, Found, Grams, Lookup
 from service.engine.row import Row
 

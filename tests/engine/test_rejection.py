@@ -103,3 +103,28 @@ def test_acceptance_is_the_overlap() -> None:
     overlap = float(np.minimum(np.array(mx.exp(logp))[0, 0], np.array(mx.exp(logq))[0, 0]).sum())
     error = math.sqrt(overlap * (1 - overlap) / DRAWS)
     assert abs(float(np.array(accepted).mean()) - overlap) < 5 * error
+
+
+def test_a_draft_that_stops_where_it_is_in_doubt_leaves_the_law() -> None:
+    """The second token is drafted only where the draft was sure of the first: that one is verified in any case."""
+    p, q = laws(3)
+    batch = SamplingBatch.of([Sampling(temperature=1.0)] * DRAWS, VOCABULARY)
+    logp = mx.broadcast_to(transform(p[None], batch), (DRAWS, 3, VOCABULARY))
+    logq = mx.broadcast_to(transform(q[None], batch), (DRAWS, 2, VOCABULARY))
+    drafted = draw(logq, batch, None, mx.random.key(1)).astype(mx.int32)
+    sure = np.array(mx.take_along_axis(logq, drafted[..., None], axis=-1))[:, 0, 0]
+    far = sure >= np.median(sure)
+    first, second = np.empty(DRAWS, dtype=np.int64), np.full(DRAWS, -1)
+    for k, rows in ((2, np.flatnonzero(far)), (1, np.flatnonzero(~far))):
+        at = mx.array(rows)
+        told = drafted[at, :k]
+        fine = mx.ones(told.shape, dtype=mx.bool_)
+        kept, after = verify.reject(logp[at, : k + 1], logq[at, :k], told, fine, mx.random.key(k + 5))
+        n, then, said = (np.array(a).astype(np.int64) for a in (kept, after, told))
+        first[rows] = np.where(n > 0, said[:, 0], then)
+        second[rows] = np.where(n > 1, said[:, -1], np.where(n == 1, then, -1))
+    law = np.array(mx.exp(logp[0]))
+    assert p_value(np.bincount(first, minlength=VOCABULARY), law[0]) > 1e-4
+    for part in (far, ~far):
+        assert p_value(np.bincount(second[part & (second >= 0)], minlength=VOCABULARY), law[1]) > 1e-4
+    assert p_value(np.bincount(first[far], minlength=VOCABULARY), law[0]) < 1e-4, "the test would see a token left out"

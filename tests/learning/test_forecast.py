@@ -10,7 +10,7 @@ from logged import VOCABULARY, served
 from oracle import relative, tiny_llama
 
 from service.core import Generation, Sampling
-from service.engine.length import Costs
+from service.engine.costs import Costs
 from service.learning.forecast import forecast
 from service.learning.offpolicy import Acceptance, acceptance, expected_calls, expected_positions
 

@@ -13,9 +13,11 @@ from oracle import naive, tiny_llama
 
 from service.core import Prompt, Sampling
 from service.engine.cache import RowCache
+from service.engine.confidence import Steps, Trust
+from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.draft import Draft
-from service.engine.length import Acceptance, Choice, Costs, DraftLength, Load, Match
+from service.engine.length import Acceptance, Choice, DraftLength, Match
 from service.engine.row import Row
 from service.engine.state import StateLayer
 
@@ -81,6 +83,9 @@ class Whims(DraftLength):
         drafted = self.rng.randrange(5)
         most = drafted or self.rng.randrange(5)
         return Choice(drafted, tuple(min(m.available, most) if m and self.rng.random() < 0.5 else 0 for m in matches))
+
+    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool]) -> Steps:
+        return Steps(self.drafted, [Trust() for _ in greedy], lambda drafted, reach: self.rng.random() < 0.6)
 
     def follows(self, load: Load) -> bool:
         return self.rng.random() < 0.5

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from service.core import Prompt, Sampling
+from service.engine import profile
 from service.engine.decoder import Decoder
 from service.engine.draft import served
+from service.engine.length import DraftLength
 from service.engine.row import Row
 from service.evaluation.templates import traffic
 from service.lifecycle.recorder import Recorder
@@ -35,7 +37,7 @@ def measure_recording(
     """Tokens per second of `rows` streams of `tokens` tokens, prompts read beforehand, one entry a turn for each way.
 
     With recording the time ends when the database (made in `folder`) has everything: in a server most of that goes on
-    behind the next answers. As many tokens are drafted either way, at most what the settings allow.
+    behind the next answers. What is drafted is chosen as in a server, in either way by the same costs.
     """
     assert pair.draft is not None
     encoder, draft = TextEncoder(pair.target.tokenizer), served(pair.draft)
@@ -44,17 +46,24 @@ def measure_recording(
     database = Database(url)
     recorder = Recorder(Generations(database))
     rates: dict[str, list[float]] = {ON: [], OFF: []}
+    k, costs = engine.num_draft_tokens, None
+    if engine.adaptive and k:
+        costs = profile.measure(pair.target.model, draft.model, rows=profile.sizes(rows), most=k)
 
     def run(prompts: Sequence[tuple[int, ...]], record: bool, name: str) -> float:
         decoder = Decoder(
             pair.target.model,
             draft,
             vocabulary=pair.vocabulary,
-            k=engine.num_draft_tokens,
+            k=k,
             prefill_chunk=engine.prefill_chunk,
             tie_margin=engine.tie_margin,
             collect=record,
+            adaptive=engine.adaptive,
         )
+        if costs is not None:
+            # As served; and both arms by the same costs, or the ratio would be one of two measurements of them.
+            decoder.length = DraftLength(k, 0, costs)
         # No end token: every stream is equally long.
         made = [
             Row(f"{name}-{i}", Prompt(prompt, Sampling(max_tokens=tokens)), frozenset(), None)

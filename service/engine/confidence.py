@@ -1,0 +1,79 @@
+"""How long a draft goes on in one round: as long as its next token promises more than it costs.
+
+A draft's own probability of a token says how likely the target keeps it. With reach(b) the probability that all of row b's
+tokens so far are kept, one token more is worth the sum over b of reach(b) times how often a next one is kept, and costs a draft
+step and one position more of the target's call: worth it where that, or that of some more, beats the tokens per second to be
+had otherwise (the stopping rule of a ratio of sums; drafts by threshold: Zhang et al., arXiv 2309.08168; Li et al., arXiv
+2406.16858).
+
+Whether to go on is settled before the next token is drawn, by tokens that are verified in any case: no token's chance of being
+kept depends on it, so that what comes out keeps the target's law.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Callable, Sequence
+
+EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+"""Between probabilities that are told apart."""
+MEMORY = 0.995
+"""What an observation weighs after one more of its kind."""
+PRIOR_WEIGHT = 8.0
+
+
+class Trust:
+    """How often a token of some probability is kept when all before it were, lately."""
+
+    def __init__(self) -> None:
+        self._kept = [0.0] * (len(EDGES) + 1)
+        self._tested = [0.0] * (len(EDGES) + 1)
+
+    def rate(self, sure: float) -> float:
+        """sure: the draft's probability of the token at T = 1. Before anything was seen, a draft is somewhat better than it
+        thinks."""
+        i = bisect(EDGES, sure)
+        return (self._kept[i] + PRIOR_WEIGHT * (0.2 + 0.78 * sure)) / (self._tested[i] + PRIOR_WEIGHT)
+
+    def observe(self, sure: float, kept: bool) -> None:
+        i = bisect(EDGES, sure)
+        self._kept[i] = MEMORY * self._kept[i] + kept
+        self._tested[i] = MEMORY * self._tested[i] + 1.0
+
+
+class Steps:
+    """The draft steps of one round: `most`, or fewer where their worth is asked for. trusts: one a row, None for a row whose
+    tokens are looked up. worth: by the tokens drafted and each row's reach, whether one more is worth it."""
+
+    def __init__(
+        self,
+        most: int,
+        trusts: Sequence[Trust | None] = (),
+        worth: Callable[[int, Sequence[float]], bool] | None = None,
+    ) -> None:
+        self.most = most
+        self._trusts = trusts
+        self._worth = worth
+        self._reach = [0.0 if trust is None else 1.0 for trust in trusts]
+        self._sure: list[Sequence[float]] = []
+
+    @property
+    def asks(self) -> bool:
+        """Whether it matters how sure the draft is."""
+        return self._worth is not None
+
+    def more(self, sure: Sequence[float]) -> bool:
+        """Whether to draft another token after one of these probabilities, by row."""
+        if self._worth is None:
+            return True
+        self._sure.append(sure)
+        pairs = zip(self._reach, self._trusts, sure, strict=True)
+        self._reach = [reach * trust.rate(q) if trust is not None else 0.0 for reach, trust, q in pairs]
+        return self._worth(len(self._sure), self._reach)
+
+    def observe(self, kept: Sequence[int]) -> None:
+        """kept: tokens by row. Of the last that could be drafted nothing was asked."""
+        for step, sure in enumerate(self._sure):
+            for trust, q, count in zip(self._trusts, sure, kept, strict=True):
+                if trust is not None and count >= step:
+                    trust.observe(q, count > step)
