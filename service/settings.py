@@ -57,7 +57,7 @@ class ModelSettings(Section):
 class EngineSettings(Section):
     """How tokens are made."""
 
-    num_draft_tokens: int = Field(default=8, ge=0, le=16)
+    num_draft_tokens: int = Field(default=7, ge=0, le=16)
     """Tokens drafted per round, at most; 0: the draft model rests."""
     adaptive: bool = True
     """Draft as many as pay for the batch at hand, by how sure the draft is of each, down to none; false: always

@@ -20,6 +20,9 @@ EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 MEMORY = 0.995
 """What an observation weighs after one more of its kind."""
 PRIOR_WEIGHT = 8.0
+STOPS = (1, 3, 7, 15)
+"""Tokens after which a draft may stop. Asking after every one costs more than it gains; and a call over one more than these
+fills the tiles of four positions in which products come."""
 
 
 class Trust:
@@ -43,7 +46,7 @@ class Trust:
 
 class Steps:
     """The draft steps of one round: `most`, or fewer where their worth is asked for. trusts: one a row, None for a row whose
-    tokens are looked up. worth: by the tokens drafted and each row's reach, whether one more is worth it."""
+    tokens are looked up. worth: by the tokens drafted and each row's reach, whether more are worth it."""
 
     def __init__(
         self,
@@ -52,27 +55,23 @@ class Steps:
         worth: Callable[[int, Sequence[float]], bool] | None = None,
     ) -> None:
         self.most = most
+        self.stops = tuple(stop for stop in STOPS if stop < most) if worth is not None else ()
+        """After how many tokens `more` is to be asked."""
         self._trusts = trusts
         self._worth = worth
         self._reach = [0.0 if trust is None else 1.0 for trust in trusts]
         self._sure: list[Sequence[float]] = []
 
-    @property
-    def asks(self) -> bool:
-        """Whether it matters how sure the draft is."""
-        return self._worth is not None
-
-    def more(self, sure: Sequence[float]) -> bool:
-        """Whether to draft another token after one of these probabilities, by row."""
-        if self._worth is None:
-            return True
-        self._sure.append(sure)
-        pairs = zip(self._reach, self._trusts, sure, strict=True)
-        self._reach = [reach * trust.rate(q) if trust is not None else 0.0 for reach, trust, q in pairs]
-        return self._worth(len(self._sure), self._reach)
+    def more(self, sure: Sequence[Sequence[float]]) -> bool:
+        """Whether to draft on after tokens of these probabilities, by token since it was asked last and by row."""
+        for told in sure:
+            pairs = zip(self._reach, self._trusts, told, strict=True)
+            self._reach = [reach * trust.rate(q) if trust is not None else 0.0 for reach, trust, q in pairs]
+        self._sure += sure
+        return self._worth is None or self._worth(len(self._sure), self._reach)
 
     def observe(self, kept: Sequence[int]) -> None:
-        """kept: tokens by row. Of the last that could be drafted nothing was asked."""
+        """kept: tokens by row. Of those behind the last stop nothing was asked."""
         for step, sure in enumerate(self._sure):
             for trust, q, count in zip(self._trusts, sure, kept, strict=True):
                 if trust is not None and count >= step:

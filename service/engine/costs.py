@@ -23,7 +23,7 @@ class Load:
 class Costs:
     """Seconds, as measured: a target call by (rows, tokens of each), a draft step by rows, both over empty rows; and what they
     take more for each position of each row, a target call by its tokens. Between and beyond, lines. read: what the draft takes
-    for a token, one of many, that it only reads. asked: by rows, what it takes to hear after a draft step how sure it is."""
+    for a token, one of many, that it only reads. asked: by rows, what it takes to hear once how sure the draft is."""
 
     verify: Mapping[tuple[int, int], float]
     step: Mapping[int, float]

@@ -129,6 +129,7 @@ class ModelDrafter:
         tokens: list[mx.array] = []
         kept_logits: list[mx.array] = []
         laws: list[mx.array] = []
+        unheard: list[mx.array] = []
         for step in range(steps.most):
             whole = self._after(feed, [len(tokens) - 1 for tokens in unread] if step == 0 else None)
             logits = whole[..., : self.vocabulary]
@@ -139,8 +140,12 @@ class ModelDrafter:
             tokens.append(feed)
             kept_logits.append(logits)
             laws.append(law)
-            if steps.asks and step + 1 < steps.most and not steps.more(confidence(whole, feed, head)):
-                break
+            if steps.stops and step < steps.stops[-1]:
+                unheard.append(confidence(whole, feed, head))
+            if step + 1 in steps.stops:
+                if not steps.more(heard(unheard)):
+                    break
+                unheard.clear()
         return Proposal(
             tokens=mx.concatenate(tokens, axis=1),
             logq=mx.concatenate(laws, axis=1) if batch.unseeded else None,
@@ -185,13 +190,17 @@ class ModelDrafter:
         return not self.behind(rows)
 
 
-def confidence(logits: mx.array, drawn: mx.array, head: CutHead | None) -> list[float]:
-    """The probability of each row's token at T = 1. Where the head is cut, over what it keeps and the token: exponentials are
-    dear on a CPU, and what a row has shown besides changes little."""
+def confidence(logits: mx.array, drawn: mx.array, head: CutHead | None) -> mx.array:
+    """The probability (B, 1) of each row's token at T = 1. Where the head is cut, over what it keeps: exponentials are dear on
+    a CPU, and what a row has shown besides changes little."""
     narrow = logits if head is None else head.narrowed(logits)
     own = mx.take_along_axis(logits, drawn[..., None], axis=-1).astype(mx.float32)
-    sure = mx.minimum(mx.exp(own - normaliser(narrow)), 1.0)
-    return np.array(sure[:, 0, 0]).tolist()
+    return mx.minimum(mx.exp(own - normaliser(narrow)), 1.0)[..., 0]
+
+
+def heard(sure: Sequence[mx.array]) -> list[list[float]]:
+    """What the draft was waited for: probabilities (B, 1) of some steps, by step and row."""
+    return np.array(mx.concatenate(list(sure), axis=1)).T.tolist()
 
 
 def _ragged(texts: Sequence[Sequence[int]]) -> mx.array:

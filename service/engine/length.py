@@ -35,8 +35,8 @@ PRIOR_WEIGHT = 4.0
 USUAL_WEIGHT = 6.0
 """Rounds of a row's own that what is usual lately counts for: texts differ more than an hour's traffic does, and a row whose
 draft fails it is told after a few."""
-ASKING = 0.015
-"""Share of a round's time from which on it does not pay to ask a draft step how sure it is: two or three are asked a round, and
+ASKING = 0.02
+"""Share of a round's time from which on it does not pay to ask a draft how sure it is: it is asked once or twice a round, and
 what is heard makes rounds 4 to 15 % better."""
 PLAIN = 64
 """Rounds with proposals after which one has none, so that what they are compared with stays measured."""

@@ -11,8 +11,9 @@ import mlx.nn as nn
 import numpy as np
 
 from service.engine.cache import RowCache
+from service.engine.confidence import STOPS
 from service.engine.costs import Costs, line
-from service.engine.drafting import confidence
+from service.engine.drafting import confidence, heard
 from service.models.heads import cut_head
 
 HELD = (64, 512)
@@ -26,8 +27,6 @@ READ = 16
 FEW = 2
 """Rows up to which calls of every length are timed: products come in tiles of some four positions, and a call over four costs
 hardly more than one over three. With more rows lines between a few lengths do."""
-ASKED = 3
-"""Draft steps in a row that are asked how sure they are."""
 TURNS, SPENT = 3, 0.15
 """A call is timed at least so often, and for so many seconds in all."""
 
@@ -84,22 +83,24 @@ def _step(draft: nn.Module, rows: int) -> float:
 
 
 def _asked(draft: nn.Module, rows: int) -> float:
-    """Seconds that it takes to hear after a draft step how sure it is, beside steps that nobody waits for."""
+    """Seconds that it takes to hear once how sure a draft is, beside steps that nobody waits for."""
     cache, head = RowCache(draft, rows), cut_head(draft)
 
     def steps(ask: bool) -> None:
-        drawn, asked = mx.ones((rows, 1), dtype=mx.int32), list[mx.array]()
-        for _ in range(ASKED + 1):
+        drawn, unheard = mx.ones((rows, 1), dtype=mx.int32), list[mx.array]()
+        for step in range(1, STOPS[1] + 2):
             logits = draft(drawn, cache=cache.layers)
             drawn = mx.argmax(logits, axis=-1).astype(mx.int32)
-            if ask and len(asked) < ASKED:
-                confidence(logits, drawn, head)
-            asked.append(drawn)
-        mx.eval(asked, cache.arrays())
+            if ask:
+                unheard.append(confidence(logits, drawn, head))
+            if ask and step in STOPS:
+                heard(unheard)
+                unheard.clear()
+        mx.eval(drawn, cache.arrays())
         cache.rewind([HELD[0]] * rows)
 
     steps(False)
-    return max(_seconds(lambda: steps(True)) - _seconds(lambda: steps(False)), 0.0) / ASKED
+    return max(_seconds(lambda: steps(True)) - _seconds(lambda: steps(False)), 0.0) / 2
 
 
 def _times(model: nn.Module, rows: int, held: int, lengths: Sequence[int], *, head: bool = True) -> dict[int, float]:

@@ -9,7 +9,7 @@ from oracle import tempered
 from scipy import stats
 
 from service.core import Sampling
-from service.engine.sampling import SamplingBatch, gumbel, noise_key, shared_noise, transform
+from service.engine.sampling import SamplingBatch, SharedNoise, gumbel, noise_key, shared_noise, transform
 from service.engine.targets import tail_mass, top_logits
 
 
@@ -56,6 +56,13 @@ def test_noise_is_a_function_of_seed_and_position() -> None:
     assert (held[1] == 0).all()
     assert (held[0, 0] != held[0, 1]).any()
     assert shared_noise(SamplingBatch.of([Sampling()], 33), [0], 3, 33) is None
+    # Made as far as it is asked for, it is the same.
+    made = SharedNoise(SamplingBatch.of(rows, 33), [4, 0, 6], 33)
+    later = made.at(1)
+    assert later is not None and mx.array_equal(later, noise[:, 1:2])
+    whole = made.first(3)
+    assert whole is not None and mx.array_equal(whole, noise)
+    assert SharedNoise(SamplingBatch.of([Sampling()], 33), [0], 33).first(3) is None
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])
