@@ -21,8 +21,8 @@ MEMORY = 0.995
 """What an observation weighs after one more of its kind."""
 PRIOR_WEIGHT = 8.0
 STOPS = (1, 3, 7, 15)
-"""Tokens after which a draft may stop. Asking after every one costs more than it gains; and a call over one more than these
-fills the tiles of four positions in which products come."""
+"""Tokens after which a draft may stop. Asking after every one costs more than it gains; and a call over one more than three or
+seven fills the tiles of four positions in which products come."""
 
 
 class Trust:
@@ -46,16 +46,17 @@ class Trust:
 
 class Steps:
     """The draft steps of one round: `most`, or fewer where their worth is asked for. trusts: one a row, None for a row whose
-    tokens are looked up. worth: by the tokens drafted and each row's reach, whether more are worth it."""
+    tokens are looked up; without any nothing is asked. worth: by the tokens drafted and each row's reach, whether more are
+    worth it."""
 
     def __init__(
         self,
         most: int,
         trusts: Sequence[Trust | None] = (),
-        worth: Callable[[int, Sequence[float]], bool] | None = None,
+        worth: Callable[[int, Sequence[float]], bool] = lambda drafted, reach: True,
     ) -> None:
         self.most = most
-        self.stops = tuple(stop for stop in STOPS if stop < most) if worth is not None else ()
+        self.stops = tuple(stop for stop in STOPS if stop < most) if trusts else ()
         """After how many tokens `more` is to be asked."""
         self._trusts = trusts
         self._worth = worth
@@ -68,7 +69,7 @@ class Steps:
             pairs = zip(self._reach, self._trusts, told, strict=True)
             self._reach = [reach * trust.rate(q) if trust is not None else 0.0 for reach, trust, q in pairs]
         self._sure += sure
-        return self._worth is None or self._worth(len(self._sure), self._reach)
+        return self._worth(len(self._sure), self._reach)
 
     def observe(self, kept: Sequence[int]) -> None:
         """kept: tokens by row. Of those behind the last stop nothing was asked."""

@@ -194,8 +194,8 @@ def confidence(logits: mx.array, drawn: mx.array, head: CutHead | None) -> mx.ar
     """The probability (B, 1) of each row's token at T = 1. Where the head is cut, over what it keeps: exponentials are dear on
     a CPU, and what a row has shown besides changes little."""
     narrow = logits if head is None else head.narrowed(logits)
-    own = mx.take_along_axis(logits, drawn[..., None], axis=-1).astype(mx.float32)
-    return mx.minimum(mx.exp(own - normaliser(narrow)), 1.0)[..., 0]
+    said = mx.take_along_axis(logits, drawn[..., None], axis=-1).astype(mx.float32)
+    return mx.minimum(mx.exp(said - normaliser(narrow)), 1.0)[..., 0]
 
 
 def heard(sure: Sequence[mx.array]) -> list[list[float]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from service.engine.confidence import Steps, Trust
+from service.engine.confidence import STOPS, Steps, Trust
 from service.engine.costs import HELD, Costs, Load, line
 
 PROBE = 32
@@ -55,11 +55,13 @@ class Match:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Tokens the draft proposes for every row that has nothing better (0: it rests), and those looked up by row (0: none; no
-    more than the draft's where it drafts). pace: tokens per second that it promises."""
+    more than the draft's where it drafts). pace: tokens per second that it promises. rates: by row, where it drafts, how often
+    each position is kept when all before it were."""
 
     drafted: int
     looked_up: tuple[int, ...]
     pace: float = field(default=0.0, compare=False)
+    rates: tuple[Sequence[float], ...] = field(default=(), compare=False)
 
     def having(self, drafted: int) -> Choice:
         """When so many were drafted in the end."""
@@ -110,6 +112,13 @@ def expected(rates: Sequence[float]) -> list[float]:
         reached *= rate
         totals.append(totals[-1] + reached)
     return totals
+
+
+def _kind(load: Load, drafted: int, most: int) -> tuple[int, int, int]:
+    """Rounds whose costs are corrected together. A draft that is asked goes on to its next stop, and lengths between two of
+    them would never be corrected by themselves."""
+    drafts, proposes = ((next((stop for stop in STOPS if stop >= n), n) if drafted else n) for n in (drafted, most))
+    return load.rows.bit_length(), drafts, proposes
 
 
 class DraftLength:
@@ -174,7 +183,7 @@ class DraftLength:
         if k > 0:
             self._rested = 0
             better = [m if m and worth(m, k) > mine[k] else None for mine, m in zip(by_row, matches, strict=True)]
-            return Choice(k, tuple(min(k, m.available) if m else 0 for m in better), rate)
+            return Choice(k, tuple(min(k, m.available) if m else 0 for m in better), rate, tuple(rows))
         self._rested += 1
         if len(draft) > 1:
             probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(load, k, k))
@@ -182,33 +191,38 @@ class DraftLength:
             patience = PROBE if k else min(max(lost / PROBING, 2), PROBE)
             # Begun anew when it has drafted: one that fell behind may read for some rounds first.
             if self._rested >= max(patience, reading / plain / PROBING):
-                return Choice(probe, nothing, rate)
+                return Choice(probe, nothing, rate, tuple(rows))
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches), rate)
 
-    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool]) -> Steps:
+    def steps(self, load: Load, choice: Choice, matches: Sequence[Match | None], greedy: Sequence[bool]) -> Steps:
         """For a round that drafts: on from how sure the draft is, where `choose` went by what is usual, unless asking is dearer
         than it is worth. greedy: by row; a token that was drawn is kept by another rule than the likeliest one."""
         asked = self._costs.asked
         if asked and line(asked, load.rows) > ASKING * self.seconds(load, choice.drafted, choice.most):
             return Steps(choice.drafted)
-        rates = self._draft.rates()
         # Not what `seconds` says: its corrections are as large as the difference that a token makes.
         step, *calls = (
             empty + load.held * held for empty, held in self._lines.get(load.rows) or self._drawn(load.rows)
         )
 
+        # What was looked up is cut to as much as is drafted.
+        found = [
+            (n, expected(self._looked_up[match.length].rates()))
+            for n, match in zip(choice.looked_up, matches, strict=True)
+            if n and match is not None
+        ]
+
         def worth(drafted: int, reach: Sequence[float]) -> bool:
-            # One more token may be dear and another after it cheap: products come in tiles.
-            kept, gain = sum(reach), 0.0
+            kept, gain = list(reach), 0.0
             for k in range(drafted, self.drafted):
-                kept *= rates[k]
-                gain += kept
-                if gain > choice.pace * ((k + 1 - drafted) * step + calls[k + 1] - calls[drafted]):
+                kept = [chance * rates[k] for chance, rates in zip(kept, choice.rates, strict=True)]
+                gain += sum(kept) + sum(tokens[k + 1] - tokens[k] for n, tokens in found if n > k)
+                dearer = (k + 1 - drafted) * step + calls[k + 1] - calls[drafted]
+                if (k + 1 in STOPS or k + 1 == self.drafted) and gain > choice.pace * dearer:
                     return True
             return False
 
-        looked_up = choice.looked_up
-        trusts = [None if n else self._trusts[likeliest] for n, likeliest in zip(looked_up, greedy, strict=True)]
+        trusts = [None if n else self._trusts[likeliest] for n, likeliest in zip(choice.looked_up, greedy, strict=True)]
         return Steps(self.drafted, trusts, worth)
 
     def round_seconds(self) -> tuple[float, ...]:
@@ -225,7 +239,7 @@ class DraftLength:
         empty, held = lines[most + 1]
         if drafted:
             empty, held = empty + drafted * lines[0][0], held + drafted * lines[0][1]
-        return (empty + load.held * held) * self._fixes.get((load.rows.bit_length(), drafted, most), (1.0, 0))[0]
+        return (empty + load.held * held) * self._fixes.get(_kind(load, drafted, most), (1.0, 0))[0]
 
     def _drawn(self, rows: int) -> list[tuple[float, float]]:
         """Seconds over empty rows, and more for each position held: of a draft step, then of a call over 1, 2, ... tokens.
@@ -263,7 +277,7 @@ class DraftLength:
         if seconds is None:
             self._last = None
             return
-        key = (load.rows.bit_length(), choice.drafted, choice.most)
+        key = _kind(load, choice.drafted, choice.most)
         surprise = seconds / self.seconds(load, choice.drafted, choice.most)
         if self._last is not None and self._last[0] != key:
             before, other = self._last

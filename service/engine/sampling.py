@@ -115,19 +115,20 @@ class SharedNoise:
     """`shared_noise` of a round, made as far as it is asked for: how far a draft goes is not known before."""
 
     def __init__(self, batch: SamplingBatch, starts: Sequence[int], vocabulary: int) -> None:
-        self._made: list[mx.array | None] = []
-        self._next = lambda i: shared_noise(batch, [start + i for start in starts], 1, vocabulary)
+        self._made: mx.array | None = None
+        self._more = lambda at, n: shared_noise(batch, [start + at for start in starts], n, vocabulary)
 
     def at(self, position: int) -> mx.array | None:
         """(B, 1, V), of the round's position counted from 0."""
-        while len(self._made) <= position:
-            self._made.append(self._next(len(self._made)))
-        return self._made[position]
+        made = self.first(position + 1)
+        return None if made is None else made[:, -1:]
 
     def first(self, count: int) -> mx.array | None:
-        """(B, count, V)."""
-        parts = [part for part in map(self.at, range(count)) if part is not None]
-        return mx.concatenate(parts, axis=1) if parts else None
+        """(B, count, V), what is missing made at once."""
+        have = 0 if self._made is None else self._made.shape[1]
+        if have < count and (more := self._more(have, count - have)) is not None:
+            self._made = more if self._made is None else mx.concatenate([self._made, more], axis=1)
+        return None if self._made is None else self._made[:, :count]
 
 
 def shared_noise(batch: SamplingBatch, starts: Sequence[int], count: int, vocabulary: int) -> mx.array | None:

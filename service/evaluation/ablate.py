@@ -20,10 +20,9 @@ import numpy as np
 
 from service.core import BARE_DRAFT, BadRequest, Generation, TrainingFailed
 from service.evaluation.agreement import K
-from service.evaluation.courses import DRAFTED
 from service.evaluation.outputs import generations
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step
+from service.evaluation.run import DRAFTED, Step
 from service.evaluation.selection import position_losses, rejections_only, selected
 from service.evaluation.variants import KEPT, Positions, Recipe, Table, tables
 from service.evaluation.wholeloss import WholeDivergence

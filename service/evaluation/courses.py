@@ -29,7 +29,7 @@ from service.core import (
 from service.evaluation.candidates import register
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step
+from service.evaluation.run import DRAFTED, Step
 from service.learning import lora
 from service.learning.buffer import GeneralSet, lesson
 from service.learning.dataset import Example, build
@@ -47,8 +47,6 @@ from service.store.generations import Generations
 from service.store.replay import Replay
 from service.store.runs import Runs
 
-DRAFTED = 3
-"""Tokens drafted a round, here where no engine chooses."""
 BLOCK = 32
 """Requests that are scored together; those behind a switch are scored anew."""
 

@@ -25,9 +25,9 @@ import numpy as np
 from service.core import BadRequest, Generation, Score, Verdict
 from service.engine import profile
 from service.engine.costs import HELD, Load
-from service.evaluation.courses import DRAFTED, adapted, answered, one_run
+from service.evaluation.courses import adapted, answered, one_run
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step
+from service.evaluation.run import DRAFTED, Step
 from service.learning import lora
 from service.learning.dataset import Example
 from service.learning.fitting import fit

@@ -18,9 +18,9 @@ from typing import Any, cast
 import mlx.core as mx
 
 from service.core import BadRequest, Generation
-from service.evaluation.courses import DRAFTED, Course, Learner, adapted, answered
+from service.evaluation.courses import Course, Learner, adapted, answered
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step
+from service.evaluation.run import DRAFTED, Step
 from service.learning.job import CACHE_BYTES
 from service.learning.scoring import score
 from service.models.pair import Pair, load_pair

@@ -17,6 +17,8 @@ from service.store.adapters import Adapters
 from service.store.database import Database
 
 CLIENTS = 16
+DRAFTED = 3
+"""Tokens drafted a round, in experiments where no engine chooses."""
 NEVER = 10**9
 OVER = {"promoted", "rejected", "failed", "crashed"}
 
@@ -49,7 +51,7 @@ def serve_and_train(
         {
             "models": settings.models.model_dump(exclude_none=True),
             # Always drafting: cases are wanted here, and a draft that does not pay for a full batch leaves none.
-            "engine": {"max_rows": CLIENTS, "adaptive": False},
+            "engine": {"max_rows": CLIENTS, "adaptive": False, "num_draft_tokens": DRAFTED},
             "training": training,
             "gate": settings.gate.model_dump(exclude_unset=True),
         },

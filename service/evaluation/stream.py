@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core import BadRequest, Generation
-from service.evaluation.courses import DRAFTED, Course, Learner, adapted, one_run
+from service.evaluation.courses import Course, Learner, adapted, one_run
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.prompts import PromptLine, read_prompts
-from service.evaluation.run import Step
+from service.evaluation.run import DRAFTED, Step
 from service.learning import lora
 from service.learning.fitting import fit
 from service.learning.job import CACHE_BYTES
@@ -239,6 +239,11 @@ def run_stream(
     kept = {topic: [g for g in each if split_of(g.prompt.first_user) == HELD_OUT] for topic, each in topics.items()}
     if short := [topic for topic, each in kept.items() if not each]:
         raise BadRequest(f"too few prompts of {short[0]} to hold any out", field="files")
+    first = {part.topic: each for part, each in reversed(list(zip(parts, requests, strict=True)))}
+    if short := [
+        topic for topic, each in first.items() if all(split_of(g.prompt.first_user) == HELD_OUT for g in each)
+    ]:
+        raise BadRequest(f"too few prompts of {short[0]} at first to learn from", field="files")
 
     def measured(adapter: Path | None) -> dict[str, float]:
         with adapted(draft, adapter, pair.provenance.draft):

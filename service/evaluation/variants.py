@@ -19,7 +19,7 @@ RATES = (0.25, 0.5, 1.0, 2.0)
 
 
 class Positions(StrEnum):
-    """Where is learnt: at every response position, where a draft of the settings' length was first rejected, or where AdaSPEC's
+    """Where is learnt: at every response position, where a draft of three tokens was first rejected, or where AdaSPEC's
     selection says."""
 
     ALL = "all"

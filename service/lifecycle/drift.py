@@ -32,8 +32,8 @@ LEAST_DEVIATION = 0.02
 def rate(rounds: Iterable[Round], adapter: int) -> float | None:
     """Share of the tested tokens of this adapter's own drafts that were kept; None when too few were tested.
 
-    Tested are the tokens up to and with the first rejection: unlike the share of all drafted ones it does not depend on how
-    many are drafted at a time."""
+    Tested are the tokens up to and with the first rejection: unlike the share of all drafted ones it depends little on how many
+    are drafted at a time (a draft goes on where it is sure, so that of what is tested then somewhat more is kept)."""
     own = [r for r in rounds if r.adapter == adapter and r.source is Source.DRAFT]
     tested = sum(min(r.drafted, r.accepted + 1) for r in own)
     return sum(r.accepted for r in own) / tested if tested >= LEAST_TESTED else None

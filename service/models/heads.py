@@ -86,8 +86,8 @@ class CutHead(nn.Module):
         self.at = mx.array(at)
         """Where each id's logit is among the kept ones; behind the last for those that have none."""
         mx.eval(self.rows.parameters(), self.at)
-        self._ids = mx.array(kept)
         # Not arrays of the model: names that begin so are left out of its parameters.
+        self._ids = mx.array(kept)
         self._keeps = at < len(kept)
         self._also: tuple[mx.array, mx.array, mx.array | None] | None = None
         self._open = False

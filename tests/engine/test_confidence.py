@@ -4,13 +4,19 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 
+import mlx.core as mx
+import numpy as np
 import pytest
+from oracle import tiny_llama
 
 from service.engine.confidence import Steps, Trust
 from service.engine.costs import Costs, Load
-from service.engine.length import Choice, DraftLength
+from service.engine.drafting import confidence, heard
+from service.engine.length import Choice, DraftLength, Match
+from service.models.heads import cut, cut_head
 
 ONE = Load(1, 0)
+USUAL = ((0.8,) * 8,)
 COSTS = Costs({(1, 1): 0.048, (1, 9): 0.084}, {1: 0.0063}, {1: 0.0}, 0.0, 0.0)
 """As on 2 CPU cores: a call over nine tokens costs 1.75 of one over one, a draft step an eighth of it."""
 
@@ -38,36 +44,50 @@ def test_what_was_seen_of_a_probability_goes_before_what_it_says() -> None:
 
 def test_a_draft_stops_where_it_is_in_doubt() -> None:
     def drafted(*sure: float, pace: float = 30.0) -> int:
-        return gone(DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), pace), [True]), sure)
+        return gone(DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), pace, USUAL), [None], [True]), sure)
 
     assert drafted(*[0.99] * 8) == 8
     assert drafted(0.1, *[0.99] * 7) == 1
     assert drafted(0.99, 0.99, 0.1, *[0.99] * 5) == drafted(0.99, 0.1, *[0.99] * 6) == 3
     # Doubts add up, and what is in doubt depends on what else the time is worth.
-    assert drafted(*[0.5] * 8) == 3 and drafted(*[0.7] * 8) == 7
+    assert drafted(*[0.7] * 8) == 3 and drafted(*[0.85] * 8) == 7
     assert drafted(*[0.5] * 8, pace=0.1) == 8 and drafted(*[0.99] * 8, pace=200.0) == 1
+
+
+def test_a_row_is_gone_on_with_by_what_its_own_drafts_are_worth() -> None:
+    """As sure of a token as elsewhere, in a text where what follows is seldom kept."""
+    goes_on = [
+        DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), 30.0, ((rate,) * 8,)), [None], [True]).more([[0.6]])
+        for rate in (0.8, 0.4)
+    ]
+    assert goes_on == [True, False]
 
 
 def test_a_batch_goes_on_for_the_rows_that_are_sure() -> None:
     costs = Costs({(4, 1): 0.060, (4, 9): 0.140}, {4: 0.012}, {1: 0.0}, 0.0, 0.0)
 
     def goes_on(*sure: float, looked_up: tuple[int, ...] = (0, 0, 0, 0)) -> bool:
-        return DraftLength(8, 8, costs).steps(Load(4, 0), Choice(3, looked_up, 100.0), [True] * 4).more([sure])
+        length, found = DraftLength(8, 8, costs), [Match(8, n) if n else None for n in looked_up]
+        return length.steps(Load(4, 0), Choice(3, looked_up, 80.0, 4 * USUAL), found, [True] * 4).more([sure])
 
     assert goes_on(0.99, 0.99, 0.99, 0.1) and not goes_on(0.99, 0.1, 0.1, 0.1)
-    assert not goes_on(0.99, 0.99, 0.99, 0.1, looked_up=(2, 2, 2, 0)), "what is looked up needs no draft step"
+    # What is looked up would be cut to as much as is drafted; what ends there anyway needs no draft step.
+    assert goes_on(0.1, 0.1, 0.1, 0.1, looked_up=(3, 3, 3, 0))
+    assert not goes_on(0.99, 0.99, 0.99, 0.1, looked_up=(1, 1, 1, 0))
 
 
 def test_greedy_and_drawn_tokens_are_trusted_apart() -> None:
     length = DraftLength(8, 0, COSTS)
     for _ in range(300):
-        steps = length.steps(ONE, Choice(3, (0,), 30.0), [True])
+        steps = length.steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [True])
         steps.more([[0.6]])
         steps.observe([0])
-    assert not length.steps(ONE, Choice(3, (0,), 30.0), [True]).more([[0.6]])
-    assert length.steps(ONE, Choice(3, (0,), 30.0), [False]).more([[0.6]])
+    assert not length.steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [True]).more([[0.6]])
+    assert length.steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [False]).more([[0.6]])
     length.restart()
-    assert length.steps(ONE, Choice(3, (0,), 30.0), [True]).more([[0.6]]), "another draft, another confidence"
+    assert length.steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [True]).more([[0.6]]), (
+        "another draft, another confidence"
+    )
 
 
 def test_what_was_never_reached_is_not_counted() -> None:
@@ -82,10 +102,24 @@ def test_what_was_never_reached_is_not_counted() -> None:
     )
 
 
-def test_without_a_worth_nothing_is_asked() -> None:
+def test_a_fixed_length_is_not_asked_about() -> None:
     steps = Steps(5)
     assert steps.stops == () and steps.most == 5
     steps.observe([3, 2])
+
+
+def test_confidence_is_the_softmax_over_what_the_head_keeps() -> None:
+    model = tiny_llama(0)
+    kept = list(range(4, 60, 3))
+    cut(model, kept)
+    head = cut_head(model)
+    assert head is not None
+    logits = model(mx.array([[5, 9], [7, 8]]))[:, -1:]
+    law = np.exp(np.array(logits[:, 0, mx.array(kept)]))
+    law /= law.sum(axis=-1, keepdims=True)
+    drawn = mx.array([[kept[3]], [kept[7]]])
+    told = heard([confidence(logits, drawn, head), confidence(logits, drawn, None)])
+    assert np.allclose(told, [[law[0, 3], law[1, 7]]] * 2, atol=1e-5)
 
 
 @pytest.mark.parametrize("doubtful", [0.3, 0.6])
@@ -108,7 +142,7 @@ def test_it_beats_every_fixed_length_where_confidence_tells(doubtful: float) -> 
         told, choice = world(i), length.choose(ONE, [None])
         k = choice.drafted
         if k:
-            steps = length.steps(ONE, choice, [True])
+            steps = length.steps(ONE, choice, [None], [True])
             k = gone(steps, [sure for sure, _ in told])
             choice = choice.having(k)
         kept = kept_of(told, k)
@@ -123,7 +157,7 @@ def test_it_beats_every_fixed_length_where_confidence_tells(doubtful: float) -> 
 def test_where_asking_is_dear_the_length_is_the_usual_one() -> None:
     """As on an accelerator whose rounds take a few milliseconds."""
     costs = replace(COSTS, asked={1: 0.03 * COSTS.round(ONE, 3)})
-    steps = DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0), [True])
+    steps = DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [True])
     assert steps.most == 3 and not steps.stops
     costs = replace(COSTS, asked={1: 0.01 * COSTS.round(ONE, 3)})
-    assert DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0), [True]).stops == (1, 3, 7)
+    assert DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [True]).stops == (1, 3, 7)

@@ -37,7 +37,8 @@ def measure_recording(
     """Tokens per second of `rows` streams of `tokens` tokens, prompts read beforehand, one entry a turn for each way.
 
     With recording the time ends when the database (made in `folder`) has everything: in a server most of that goes on
-    behind the next answers. What is drafted is chosen as in a server, in either way by the same costs.
+    behind the next answers. What is drafted is chosen as in a server (nothing is looked up), in either way by the same
+    costs.
     """
     assert pair.draft is not None
     encoder, draft = TextEncoder(pair.target.tokenizer), served(pair.draft)
