@@ -56,7 +56,7 @@ class Match:
 class Choice:
     """Tokens the draft proposes for every row that has nothing better (0: it rests), and those looked up by row (0: none; no
     more than the draft's where it drafts). pace: tokens per second that it promises. rates: by row, where it drafts, how often
-    each position is kept when all before it were."""
+    each position is kept at least when all before it were."""
 
     drafted: int
     looked_up: tuple[int, ...]
@@ -155,6 +155,8 @@ class DraftLength:
         usual = self._draft.rates() if drafts else []
         rows = [each.rates_beside(usual) for each in own] if own and drafts else [usual] * load.rows
         by_row = [expected(rates) for rates in rows]
+        # Far positions are seldom tested, and a row that did well so far does not make them better than usual.
+        lower = tuple([min(pair) for pair in zip(rates, usual, strict=True)] for rates in rows)
         draft = [sum(each) / load.rows for each in zip(*by_row, strict=True)]
         tables = {length: expected(found.rates()) for length, found in self._looked_up.items()}
         nothing = (0,) * load.rows
@@ -183,7 +185,7 @@ class DraftLength:
         if k > 0:
             self._rested = 0
             better = [m if m and worth(m, k) > mine[k] else None for mine, m in zip(by_row, matches, strict=True)]
-            return Choice(k, tuple(min(k, m.available) if m else 0 for m in better), rate, tuple(rows))
+            return Choice(k, tuple(min(k, m.available) if m else 0 for m in better), rate, lower)
         self._rested += 1
         if len(draft) > 1:
             probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(load, k, k))
@@ -191,7 +193,7 @@ class DraftLength:
             patience = PROBE if k else min(max(lost / PROBING, 2), PROBE)
             # Begun anew when it has drafted: one that fell behind may read for some rounds first.
             if self._rested >= max(patience, reading / plain / PROBING):
-                return Choice(probe, nothing, rate, tuple(rows))
+                return Choice(probe, nothing, rate, lower)
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches), rate)
 
     def steps(self, load: Load, choice: Choice, matches: Sequence[Match | None], greedy: Sequence[bool]) -> Steps:
