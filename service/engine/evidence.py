@@ -40,27 +40,32 @@ def gather(
 ) -> list[Evidence]:
     """logits: (B, K+1, V) the target's, evaluated; law: (B, K+1, V) after the sampling transform. emitted: the tokens of
     each row's round. rejected: its first rejected draft token."""
-    rows = np.concatenate([[i] * len(tokens) for i, tokens in enumerate(emitted)])
-    at = np.concatenate([range(len(tokens)) for tokens in emitted])
-    where, tokens = (mx.array(rows), mx.array(at)), mx.array(np.concatenate(emitted).astype(np.int32))[:, None]
-    seen = logits[where].astype(mx.float32)
+    counts = np.array([len(tokens) for tokens in emitted])
+    ends = np.cumsum(counts)
+    rows = np.repeat(np.arange(len(counts)), counts)
+    at = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
+    where, tokens = (mx.array(rows), mx.array(at)), mx.array([token for new in emitted for token in new])[:, None]
+    # Where every position was emitted, as in rounds without a proposal, nothing needs to be copied.
+    every = len(rows) == logits.shape[0] * logits.shape[1]
+    seen = (logits.reshape(-1, logits.shape[-1]) if every else logits[where]).astype(mx.float32)
+    ids, top = top_logits(seen)
     mass = log_mass(seen)
     logprobs = mx.take_along_axis(seen, tokens, axis=-1)[:, 0] - mass
     sampled = mx.zeros_like(mass)
     if batch.sampled:
         drawn = mx.take_along_axis(law[where], tokens, axis=-1)[:, 0]
         sampled = mx.where(batch.greedy[where[0]], 0.0, drawn)
-    ids, top = top_logits(seen)
     top = top - mass[:, None]
     # The rejected token stood where the row's last one was emitted.
-    last = np.cumsum([len(row) for row in emitted]) - 1
-    wrong = mx.array([token or 0 for token in rejected])
-    p = mx.exp(seen[mx.array(last), wrong] - mass[mx.array(last)])
-    parts = [np.array(a) for a in (logprobs, sampled, ids, top, tail_mass(top), p)]
+    last, wrong = mx.array(ends - 1), mx.array([token or 0 for token in rejected])
+    p = mx.exp(seen[last, wrong] - mass[last])
+    told = (logprobs, sampled, ids, top, tail_mass(top), p)
+    mx.eval(told)
+    parts = [np.array(a) for a in told]
     q = _draft_probabilities(proposal, [len(row) - 1 for row in emitted], rejected)
     found: list[Evidence] = []
-    for i, end in enumerate(last.tolist()):
-        own = slice(end + 1 - len(emitted[i]), end + 1)
+    for i, (end, count) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True)):
+        own = slice(end - count, end)
         found.append(
             Evidence(
                 *(part[own] for part in parts[:5]), p=float(parts[5][i]) if rejected[i] is not None else 0.0, q=q[i]
@@ -86,11 +91,14 @@ def _draft_probabilities(
 
 def log_mass(logits: mx.array) -> mx.array:
     """log of the sum of exponentials (n, V) -> (n,). On the CPU by NumPy, whose exponential works on vectors there: MLX's takes
-    10 ns an element, which at 16 rows was a fifth of a round."""
+    10 ns an element, which at 16 rows was a fifth of a round. Row by row in one row's memory, which stays in the processor:
+    fresh memory for all of them is dearer to get than the exponentials are."""
     if mx.default_device().type != mx.cpu:
         return mx.logsumexp(logits, axis=-1)
     mx.eval(logits)
-    values = np.asarray(logits)
-    most = values.max(axis=-1, keepdims=True)
-    spread = values - most
-    return mx.array(most[:, 0] + np.log(np.exp(spread, out=spread).sum(axis=-1)))
+    rows = np.asarray(logits)
+    found, spread = np.empty(rows.shape[0], dtype=np.float32), np.empty(rows.shape[1], dtype=np.float32)
+    for i, (values, most) in enumerate(zip(rows, rows.max(axis=-1), strict=True)):
+        np.subtract(values, most, out=spread)
+        found[i] = most + np.log(np.exp(spread, out=spread).sum())
+    return mx.array(found)

@@ -9,14 +9,15 @@ import numpy as np
 
 from service.core import TOP_TARGETS, Targets
 
-_BLOCK = 64
+_BLOCK = 32
 
 
 def top_logits(logits: mx.array, count: int = TOP_TARGETS) -> tuple[mx.array, mx.array]:
     """The `count` largest along the last axis, descending: ids uint32 and values, both (..., min(count, V)).
 
     Exact two-stage selection: every one of the largest lies in one of the `count` blocks with the largest maxima, so only
-    those are searched, which saves most of a partition over a wide vocabulary.
+    those are searched, which saves most of a partition over a wide vocabulary. A block is every so-manieth token: maxima of
+    columns are taken many at a time, those of runs are not.
     """
     *lead, vocabulary = logits.shape
     count = min(count, vocabulary)
@@ -27,10 +28,10 @@ def top_logits(logits: mx.array, count: int = TOP_TARGETS) -> tuple[mx.array, mx
         padding = -vocabulary % _BLOCK
         if padding:
             logits = mx.concatenate([logits, mx.full((*lead, padding), -float("inf"), dtype=logits.dtype)], axis=-1)
-        blocks = logits.reshape(*lead, -1, _BLOCK)
-        best = mx.argpartition(-blocks.max(axis=-1), kth=count - 1, axis=-1)[..., :count]
-        inside = mx.take_along_axis(blocks, best[..., None], axis=-2).reshape(*lead, -1)
-        where = (best[..., None] * _BLOCK + mx.arange(_BLOCK)).reshape(*lead, -1)
+        blocks = logits.reshape(*lead, _BLOCK, -1)
+        best = mx.argpartition(-blocks.max(axis=-2), kth=count - 1, axis=-1)[..., None, :count]
+        inside = mx.take_along_axis(blocks, best, axis=-1).reshape(*lead, -1)
+        where = (mx.arange(_BLOCK)[:, None] * blocks.shape[-1] + best).reshape(*lead, -1)
         picked = mx.argpartition(-inside, kth=count - 1, axis=-1)[..., :count]
         candidates = mx.take_along_axis(inside, picked, axis=-1)
         ids = mx.take_along_axis(where, picked, axis=-1)

@@ -80,11 +80,15 @@ def measure_recording(
         recorder.flush(FLUSH_SECONDS)
         return sum(row.emitted for row in made) / (time.perf_counter() - begun)
 
+    def texts(seed: int) -> list[tuple[int, ...]]:
+        return [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in traffic(rows, seed=seed)]
+
     try:
+        # Who comes first would pay for what happens once.
+        run(texts(turns), True, f"{rows}-warm")
         for turn in range(turns):
             on_step(turn, turns)
-            lines = traffic(rows, seed=turn)
-            prompts = [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in lines]
+            prompts = texts(turn)
             for name in (ON, OFF) if turn % 2 == 0 else (OFF, ON):
                 rates[name].append(run(prompts, name == ON, f"{rows}-{turn}"))
     finally:
