@@ -15,11 +15,14 @@ from __future__ import annotations
 from bisect import bisect
 from collections.abc import Callable, Sequence
 
+from service.engine.share import Share
+
 EDGES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
 """Between probabilities that are told apart."""
-MEMORY = 0.995
-"""What an observation weighs after one more of its kind."""
-PRIOR_WEIGHT = 8.0
+TOKEN_MEMORY = 0.995
+"""What an observation weighs after one more of a token as probable."""
+OWN_WORD = 8.0
+"""Observations that the draft's own probability counts for."""
 STOPS = (1, 3, 7, 15)
 """Tokens after which a draft may stop. Asking after every one costs more than it gains; and a call over one more than three or
 seven fills the tiles of four positions in which products come."""
@@ -29,19 +32,15 @@ class Trust:
     """How often a token of some probability is kept when all before it were, lately."""
 
     def __init__(self) -> None:
-        self._kept = [0.0] * (len(EDGES) + 1)
-        self._tested = [0.0] * (len(EDGES) + 1)
+        self._shares = [Share(TOKEN_MEMORY) for _ in range(len(EDGES) + 1)]
 
     def rate(self, sure: float) -> float:
         """sure: the draft's probability of the token at T = 1. Before anything was seen, a draft is somewhat better than it
         thinks."""
-        i = bisect(EDGES, sure)
-        return (self._kept[i] + PRIOR_WEIGHT * (0.2 + 0.78 * sure)) / (self._tested[i] + PRIOR_WEIGHT)
+        return self._shares[bisect(EDGES, sure)].rate(0.2 + 0.78 * sure, OWN_WORD)
 
     def observe(self, sure: float, kept: bool) -> None:
-        i = bisect(EDGES, sure)
-        self._kept[i] = MEMORY * self._kept[i] + kept
-        self._tested[i] = MEMORY * self._tested[i] + 1.0
+        self._shares[bisect(EDGES, sure)].observe(kept)
 
 
 class Steps:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-HELD = 200
+USUALLY_HELD = 200
 """Positions that a row is taken to hold where costs are asked for without a batch at hand."""
 
 

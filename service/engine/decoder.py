@@ -197,7 +197,7 @@ class Decoder:
         behind = choice.drafted > 0 and self.drafter is not None and self.drafter.behind(tokens)
         steps = Steps(choice.drafted)
         if self.length is not None and choice.drafted:
-            steps = self.length.steps(load, choice, matches, [row.prompt.sampling.greedy for row in rows])
+            steps = self.length.steps(load, choice, [row.prompt.sampling.greedy for row in rows])
         if not steps.stops:
             noise.first(steps.most + 1)
         drafted = self._propose(rows, steps, batch, noise, draft_key)

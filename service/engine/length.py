@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from service.engine.confidence import STOPS, Steps, Trust
-from service.engine.costs import HELD, Costs, Load, line
+from service.engine.costs import USUALLY_HELD, Costs, Load, line
+from service.engine.share import Share
 
 PROBE = 32
 """Rounds after which a resting draft drafts again at the latest: what it would be worth stays known, and what it gets wrong
@@ -25,8 +26,8 @@ REPAID = 64
 """Rounds in which what a draft must read before it can draft must have paid."""
 STAY = 1.03
 """Another draft length must promise so many times the tokens per second; none at all only as many."""
-MEMORY = 0.98
-"""What an observation of acceptance weighs after one more."""
+ROUND_MEMORY = 0.98
+"""What an observation of acceptance weighs a round later."""
 DRAFTED = 0.8
 LOOKED_UP = {8: 0.8, 4: 0.6, 2: 0.4}
 """Acceptance taken for granted before anything was seen, rather too high than too low, for what is tried is soon known: of
@@ -55,13 +56,15 @@ class Match:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Tokens the draft proposes for every row that has nothing better (0: it rests), and those looked up by row (0: none; no
-    more than the draft's where it drafts). pace: tokens per second that it promises. rates: by row, where it drafts, how often
-    each position is kept at least when all before it were."""
+    more than the draft's where it drafts). pace: tokens per second that it promises. Where it drafts, by row: rates: how often
+    each position is kept at least when all before it were; found: what a look-up is worth by how many tokens of it are
+    proposed, for rows that have one."""
 
     drafted: int
     looked_up: tuple[int, ...]
     pace: float = field(default=0.0, compare=False)
     rates: tuple[Sequence[float], ...] = field(default=(), compare=False)
+    found: tuple[Sequence[float] | None, ...] = field(default=(), compare=False)
 
     def having(self, drafted: int) -> Choice:
         """When so many were drafted in the end."""
@@ -77,30 +80,27 @@ class Acceptance:
 
     def __init__(self, most: int, prior: float = DRAFTED) -> None:
         self.prior = prior
-        self._kept = [0.0] * most
-        self._tested = [0.0] * most
+        self._shares = [Share(ROUND_MEMORY) for _ in range(most)]
 
     def observe(self, proposed: int, kept: int) -> None:
-        for position in range(len(self._kept)):
-            tested = position < min(kept + 1, proposed)
-            self._kept[position] = MEMORY * self._kept[position] + (tested and position < kept)
-            self._tested[position] = MEMORY * self._tested[position] + tested
+        for position, share in enumerate(self._shares):
+            share.observe(position < kept, tested=position < min(kept + 1, proposed))
 
     def rates(self) -> list[float]:
         """A position seldom tested is taken to be like the one before."""
         found, rate = list[float](), self.prior
-        for kept, tested in zip(self._kept, self._tested, strict=True):
-            rate = (kept + PRIOR_WEIGHT * rate) / (tested + PRIOR_WEIGHT)
+        for share in self._shares:
+            rate = share.rate(rate, PRIOR_WEIGHT)
             found.append(rate)
         return found
 
     def rates_beside(self, usual: Sequence[float]) -> list[float]:
         """Of one row, where others' are so and so. A position seldom tested is taken to differ from what is usual as much as
         the one before."""
-        found, share = list[float](), 1.0
-        for mean, kept, tested in zip(usual, self._kept, self._tested, strict=True):
-            rate = (kept + USUAL_WEIGHT * min(mean * share, 1.0)) / (tested + USUAL_WEIGHT)
-            share = rate / mean
+        found, differs = list[float](), 1.0
+        for mean, share in zip(usual, self._shares, strict=True):
+            rate = share.rate(min(mean * differs, 1.0), USUAL_WEIGHT)
+            differs = rate / mean
             found.append(rate)
         return found
 
@@ -155,14 +155,16 @@ class DraftLength:
         usual = self._draft.rates() if drafts else []
         rows = [each.rates_beside(usual) for each in own] if own and drafts else [usual] * load.rows
         by_row = [expected(rates) for rates in rows]
-        # Far positions are seldom tested, and a row that did well so far does not make them better than usual.
-        lower = tuple([min(pair) for pair in zip(rates, usual, strict=True)] for rates in rows)
         draft = [sum(each) / load.rows for each in zip(*by_row, strict=True)]
         tables = {length: expected(found.rates()) for length, found in self._looked_up.items()}
         nothing = (0,) * load.rows
 
         def worth(match: Match | None, count: int) -> float:
             return 1.0 if match is None else tables[match.length][min(count, match.available)]
+
+        def lower() -> tuple[Sequence[float], ...]:
+            # Far positions are seldom tested, and a row that did well so far does not make them better than usual.
+            return tuple([min(pair) for pair in zip(rates, usual, strict=True)] for rates in rows)
 
         plain, reading = self.seconds(load, 0, 0), load.unread * self._costs.read
         rates = [load.rows / plain]
@@ -185,7 +187,8 @@ class DraftLength:
         if k > 0:
             self._rested = 0
             better = [m if m and worth(m, k) > mine[k] else None for mine, m in zip(by_row, matches, strict=True)]
-            return Choice(k, tuple(min(k, m.available) if m else 0 for m in better), rate, lower)
+            counts = tuple(min(k, m.available) if m else 0 for m in better)
+            return Choice(k, counts, rate, lower(), tuple(tables[m.length] if m else None for m in better))
         self._rested += 1
         if len(draft) > 1:
             probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(load, k, k))
@@ -193,10 +196,10 @@ class DraftLength:
             patience = PROBE if k else min(max(lost / PROBING, 2), PROBE)
             # Begun anew when it has drafted: one that fell behind may read for some rounds first.
             if self._rested >= max(patience, reading / plain / PROBING):
-                return Choice(probe, nothing, rate, lower)
+                return Choice(probe, nothing, rate, lower(), (None,) * load.rows)
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches), rate)
 
-    def steps(self, load: Load, choice: Choice, matches: Sequence[Match | None], greedy: Sequence[bool]) -> Steps:
+    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool]) -> Steps:
         """For a round that drafts: on from how sure the draft is, where `choose` went by what is usual, unless asking is dearer
         than it is worth. greedy: by row; a token that was drawn is kept by another rule than the likeliest one."""
         asked = self._costs.asked
@@ -208,11 +211,7 @@ class DraftLength:
         )
 
         # What was looked up is cut to as much as is drafted.
-        found = [
-            (n, expected(self._looked_up[match.length].rates()))
-            for n, match in zip(choice.looked_up, matches, strict=True)
-            if n and match is not None
-        ]
+        found = [(n, tokens) for n, tokens in zip(choice.looked_up, choice.found, strict=True) if n and tokens]
 
         def worth(drafted: int, reach: Sequence[float]) -> bool:
             kept, gain = list(reach), 0.0
@@ -229,7 +228,7 @@ class DraftLength:
 
     def round_seconds(self) -> tuple[float, ...]:
         """Of a round over one row by the tokens drafted, from one on, as measured at start."""
-        return tuple(self._costs.round(Load(1, HELD), k) for k in range(1, self.drafted + 1))
+        return tuple(self._costs.round(Load(1, USUALLY_HELD), k) for k in range(1, self.drafted + 1))
 
     def follows(self, load: Load) -> bool:
         """Whether the draft should go on reading what the target reads and says."""

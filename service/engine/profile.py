@@ -10,10 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from service.core import Sampling
 from service.engine.cache import RowCache
-from service.engine.confidence import STOPS
+from service.engine.confidence import STOPS, Steps, Trust
 from service.engine.costs import Costs, line
-from service.engine.drafting import confidence, heard
+from service.engine.draft import bare
+from service.engine.drafting import ModelDrafter
+from service.engine.sampling import SamplingBatch, SharedNoise
 from service.models.heads import cut_head
 
 HELD = (64, 512)
@@ -84,23 +87,22 @@ def _step(draft: nn.Module, rows: int) -> float:
 
 def _asked(draft: nn.Module, rows: int) -> float:
     """Seconds that it takes to hear once how sure a draft is, beside steps that nobody waits for."""
-    cache, head = RowCache(draft, rows), cut_head(draft)
+    vocabulary = int(draft(mx.ones((1, 1), dtype=mx.int32)).shape[-1])
+    drafter, batch = ModelDrafter(bare(draft), vocabulary), SamplingBatch.of([Sampling()] * rows, vocabulary)
+    drafter.cache = RowCache(draft, rows)
+    tokens, noise, key = [[1] * (HELD[0] + 1)] * rows, SharedNoise(batch, [0] * rows, vocabulary), mx.random.key(0)
 
-    def steps(ask: bool) -> None:
-        drawn, unheard = mx.ones((rows, 1), dtype=mx.int32), list[mx.array]()
-        for step in range(1, STOPS[1] + 2):
-            logits = draft(drawn, cache=cache.layers)
-            drawn = mx.argmax(logits, axis=-1).astype(mx.int32)
-            if ask:
-                unheard.append(confidence(logits, drawn, head))
-            if ask and step in STOPS:
-                heard(unheard)
-                unheard.clear()
-        mx.eval(drawn, cache.arrays())
-        cache.rewind([HELD[0]] * rows)
+    def seconds(trusts: Sequence[Trust]) -> float:
+        def propose() -> None:
+            drafter.cache.rewind([HELD[0]] * rows)
+            proposal = drafter.propose(tokens, Steps(STOPS[1] + 1, trusts), batch, noise, key)
+            mx.eval([] if proposal is None else proposal.tokens, drafter.cache.arrays())
 
-    steps(False)
-    return max(_seconds(lambda: steps(True)) - _seconds(lambda: steps(False)), 0.0) / 2
+        return _seconds(propose)
+
+    draft(mx.ones((rows, 1), dtype=mx.int32), cache=drafter.cache.layers)
+    told = seconds([Trust()] * rows)
+    return max(told - seconds([]), 0.0) / 2
 
 
 def _times(model: nn.Module, rows: int, held: int, lengths: Sequence[int], *, head: bool = True) -> dict[int, float]:

@@ -24,7 +24,7 @@ import numpy as np
 
 from service.core import BadRequest, Generation, Score, Verdict
 from service.engine import profile
-from service.engine.costs import HELD, Load
+from service.engine.costs import USUALLY_HELD, Load
 from service.evaluation.courses import adapted, answered, one_run
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import DRAFTED, Step
@@ -154,7 +154,7 @@ def run_gate(
         models[1],
         general,
         cases,
-        seconds=[costs.round(Load(1, HELD), n) for n in range(1, DRAFTED + 1)],
+        seconds=[costs.round(Load(1, USUALLY_HELD), n) for n in range(1, DRAFTED + 1)],
         held=told("held-out texts", held),
         texts=cache(lambda: told("texts to learn from", learnt)),
         other=cache(lambda: told("other prompts", test)),

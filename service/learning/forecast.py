@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from service.engine.costs import HELD, Costs, Load
+from service.engine.costs import USUALLY_HELD, Costs, Load
 from service.learning.offpolicy import Acceptance, expected_calls, expected_positions
 
 
@@ -24,7 +24,7 @@ class Forecast:
 
 def forecast(found: Sequence[Acceptance], k: int, costs: Costs | None = None, rows: int = 1) -> Forecast:
     """Of texts with at least one token together. costs: of target and draft where the draft would serve, `rows` at a time."""
-    load = Load(rows, HELD)
+    load = Load(rows, USUALLY_HELD)
     tokens = sum(len(one.rates) for one in found)
     per_call = tokens / sum(expected_calls(one.rates, k) for one in found)
     tested, kept = np.zeros(k), np.zeros(k)

@@ -1,22 +1,30 @@
 """How far a draft goes by how sure it is: a rule held to tables, and in worlds where its confidence says something."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from oracle import tiny_llama
+from oracle import relative, tempered, tiny_llama
+from scipy.stats import chisquare
 
+from service.core import Prompt, Sampling
 from service.engine.confidence import Steps, Trust
 from service.engine.costs import Costs, Load
+from service.engine.decoder import Decoder
+from service.engine.draft import bare
 from service.engine.drafting import confidence, heard
-from service.engine.length import Choice, DraftLength, Match
+from service.engine.length import Acceptance, Choice, DraftLength, Match, expected
+from service.engine.row import Row
 from service.models.heads import cut, cut_head
 
-ONE = Load(1, 0)
+ONE, VOCABULARY = Load(1, 0), 97
 USUAL = ((0.8,) * 8,)
+ALONE = (None,)
+"""No look-up beside the draft."""
 COSTS = Costs({(1, 1): 0.048, (1, 9): 0.084}, {1: 0.0063}, {1: 0.0}, 0.0, 0.0)
 """As on 2 CPU cores: a call over nine tokens costs 1.75 of one over one, a draft step an eighth of it."""
 
@@ -44,7 +52,7 @@ def test_what_was_seen_of_a_probability_goes_before_what_it_says() -> None:
 
 def test_a_draft_stops_where_it_is_in_doubt() -> None:
     def drafted(*sure: float, pace: float = 30.0) -> int:
-        return gone(DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), pace, USUAL), [None], [True]), sure)
+        return gone(DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), pace, USUAL, ALONE), [True]), sure)
 
     assert drafted(*[0.99] * 8) == 8
     assert drafted(0.1, *[0.99] * 7) == 1
@@ -57,7 +65,7 @@ def test_a_draft_stops_where_it_is_in_doubt() -> None:
 def test_a_row_is_gone_on_with_by_what_its_own_drafts_are_worth() -> None:
     """As sure of a token as elsewhere, in a text where what follows is seldom kept."""
     goes_on = [
-        DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), 30.0, ((rate,) * 8,)), [None], [True]).more([[0.6]])
+        DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), 30.0, ((rate,) * 8,), ALONE), [True]).more([[0.6]])
         for rate in (0.8, 0.4)
     ]
     assert goes_on == [True, False]
@@ -67,8 +75,9 @@ def test_a_batch_goes_on_for_the_rows_that_are_sure() -> None:
     costs = Costs({(4, 1): 0.060, (4, 9): 0.140}, {4: 0.012}, {1: 0.0}, 0.0, 0.0)
 
     def goes_on(*sure: float, looked_up: tuple[int, ...] = (0, 0, 0, 0)) -> bool:
-        length, found = DraftLength(8, 8, costs), [Match(8, n) if n else None for n in looked_up]
-        return length.steps(Load(4, 0), Choice(3, looked_up, 80.0, 4 * USUAL), found, [True] * 4).more([sure])
+        found = tuple(expected([0.8] * 8) if n else None for n in looked_up)
+        choice = Choice(3, looked_up, 80.0, 4 * USUAL, found)
+        return DraftLength(8, 8, costs).steps(Load(4, 0), choice, [True] * 4).more([sure])
 
     assert goes_on(0.99, 0.99, 0.99, 0.1) and not goes_on(0.99, 0.1, 0.1, 0.1)
     # What is looked up would be cut to as much as is drafted; what ends there anyway needs no draft step.
@@ -79,13 +88,13 @@ def test_a_batch_goes_on_for_the_rows_that_are_sure() -> None:
 def test_greedy_and_drawn_tokens_are_trusted_apart() -> None:
     length = DraftLength(8, 0, COSTS)
     for _ in range(300):
-        steps = length.steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [True])
+        steps = length.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
         steps.more([[0.6]])
         steps.observe([0])
-    assert not length.steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [True]).more([[0.6]])
-    assert length.steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [False]).more([[0.6]])
+    assert not length.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).more([[0.6]])
+    assert length.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [False]).more([[0.6]])
     length.restart()
-    assert length.steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [True]).more([[0.6]]), (
+    assert length.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).more([[0.6]]), (
         "another draft, another confidence"
     )
 
@@ -142,7 +151,7 @@ def test_it_beats_every_fixed_length_where_confidence_tells(doubtful: float) -> 
         told, choice = world(i), length.choose(ONE, [None])
         k = choice.drafted
         if k:
-            steps = length.steps(ONE, choice, [None], [True])
+            steps = length.steps(ONE, choice, [True])
             k = gone(steps, [sure for sure, _ in told])
             choice = choice.having(k)
         kept = kept_of(told, k)
@@ -157,7 +166,51 @@ def test_it_beats_every_fixed_length_where_confidence_tells(doubtful: float) -> 
 def test_where_asking_is_dear_the_length_is_the_usual_one() -> None:
     """As on an accelerator whose rounds take a few milliseconds."""
     costs = replace(COSTS, asked={1: 0.03 * COSTS.round(ONE, 3)})
-    steps = DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [True])
+    steps = DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
     assert steps.most == 3 and not steps.stops
     costs = replace(COSTS, asked={1: 0.01 * COSTS.round(ONE, 3)})
-    assert DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL), [None], [True]).stops == (1, 3, 7)
+    assert DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).stops == (1, 3, 7)
+
+
+class Doubting(DraftLength):
+    """Drafts three tokens where it is sure of the first, else that one alone."""
+
+    def choose(
+        self,
+        load: Load,
+        matches: Sequence[Match | None],
+        own: Sequence[Acceptance] | None = None,
+        *,
+        drafts: bool = True,
+    ) -> Choice:
+        return Choice(3, (0,) * load.rows)
+
+    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool]) -> Steps:
+        return Steps(3, [Trust()] * load.rows, lambda drafted, reach: reach[0] > Trust().rate(0.15))
+
+
+def test_unseeded_sampling_keeps_its_law_where_the_draft_stops_by_what_it_drew() -> None:
+    """Both tokens of an answer, jointly: whether the second was drafted depends on the first."""
+    target, draws, sampling = tiny_llama(4), 1200, Sampling(temperature=1.0, top_k=3, max_tokens=2)
+    decoder = Decoder(
+        target, bare(relative(target, 5, 0.1)), vocabulary=VOCABULARY, k=3, adaptive=True, key=mx.random.key(3)
+    )
+    decoder.length = Doubting(3, 0, COSTS)
+
+    def law(tokens: Sequence[int]) -> dict[int, float]:
+        told: list[float] = mx.exp(tempered(target(mx.array([list(tokens)]))[0, -1:], sampling)[0]).tolist()
+        return {i: p / sum(told) for i, p in enumerate(told) if p > 0}
+
+    text = (5, 9, 11, 7)
+    p = {(a, b): x * y for a, x in law(text).items() for b, y in law((*text, a)).items()}
+    counts, drafted = Counter[tuple[int, int]](), Counter[int]()
+    for i in range(draws):
+        row = Row(str(i), Prompt(text, sampling), frozenset(), None)
+        decoder.admit(row)
+        while row.finish is None:
+            decoder.round()
+        counts[row.output[0], row.output[1]] += 1
+        drafted[row.rounds[0].drafted] += 1
+    assert drafted.keys() == {1, 3} and min(drafted.values()) > draws / 10
+    assert counts.keys() <= p.keys()
+    assert chisquare([counts[pair] for pair in p], [draws * share for share in p.values()]).pvalue > 1e-4
