@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from statistics import median
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -32,6 +33,8 @@ FEW = 2
 hardly more than one over three. With more rows lines between a few lengths do."""
 TURNS, SPENT = 3, 0.15
 """A call is timed at least so often, and for so many seconds in all."""
+SPENT_ASKING = 0.6
+"""The same for asking, a small difference of two times."""
 
 
 def sizes(rows: int) -> list[int]:
@@ -92,17 +95,14 @@ def _asked(draft: nn.Module, rows: int) -> float:
     drafter.cache = RowCache(draft, rows)
     tokens, noise, key = [[1] * (HELD[0] + 1)] * rows, SharedNoise(batch, [0] * rows, vocabulary), mx.random.key(0)
 
-    def seconds(trusts: Sequence[Trust]) -> float:
-        def propose() -> None:
-            drafter.cache.rewind([HELD[0]] * rows)
-            proposal = drafter.propose(tokens, Steps(STOPS[1] + 1, trusts), batch, noise, key)
-            mx.eval([] if proposal is None else proposal.tokens, drafter.cache.arrays())
-
-        return _seconds(propose)
+    def propose(trusts: Sequence[Trust]) -> None:
+        drafter.cache.rewind([HELD[0]] * rows)
+        proposal = drafter.propose(tokens, Steps(STOPS[1] + 1, trusts), batch, noise, key)
+        mx.eval([] if proposal is None else proposal.tokens, drafter.cache.arrays())
 
     draft(mx.ones((rows, 1), dtype=mx.int32), cache=drafter.cache.layers)
-    told = seconds([Trust()] * rows)
-    return max(told - seconds([]), 0.0) / 2
+    told, untold = _timed(lambda: propose([Trust()] * rows), lambda: propose([]), spent=SPENT_ASKING)
+    return max(median(a - b for a, b in zip(told, untold, strict=True)), 0.0) / 2
 
 
 def _times(model: nn.Module, rows: int, held: int, lengths: Sequence[int], *, head: bool = True) -> dict[int, float]:
@@ -121,10 +121,17 @@ def _times(model: nn.Module, rows: int, held: int, lengths: Sequence[int], *, he
 
 
 def _seconds(run: Callable[[], None]) -> float:
-    run()
-    times: list[float] = []
-    while len(times) < TURNS or sum(times) < SPENT:
-        begun = time.perf_counter()
+    return min(_timed(run, spent=SPENT)[0])
+
+
+def _timed(*runs: Callable[[], None], spent: float) -> list[list[float]]:
+    """Of each, taken in turn, in seconds: what is compared has had the same moments."""
+    for run in runs:
         run()
-        times.append(time.perf_counter() - begun)
-    return min(times)
+    times: list[list[float]] = [[] for _ in runs]
+    while len(times[0]) < TURNS or sum(times[0]) < spent:
+        for run, taken in zip(runs, times, strict=True):
+            begun = time.perf_counter()
+            run()
+            taken.append(time.perf_counter() - begun)
+    return times

@@ -165,10 +165,10 @@ def test_it_beats_every_fixed_length_where_confidence_tells(doubtful: float) -> 
 
 def test_where_asking_is_dear_the_length_is_the_usual_one() -> None:
     """As on an accelerator whose rounds take a few milliseconds."""
-    costs = replace(COSTS, asked={1: 0.03 * COSTS.round(ONE, 3)})
+    costs = replace(COSTS, asked={1: 0.04 * COSTS.round(ONE, 3)})
     steps = DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
     assert steps.most == 3 and not steps.stops
-    costs = replace(COSTS, asked={1: 0.01 * COSTS.round(ONE, 3)})
+    costs = replace(COSTS, asked={1: 0.02 * COSTS.round(ONE, 3)})
     assert DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).stops == (1, 3, 7)
 
 
