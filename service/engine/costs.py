@@ -12,11 +12,13 @@ USUALLY_HELD = 200
 @dataclass(frozen=True, slots=True)
 class Load:
     """What a round is over: so many rows, the longest of which holds so many positions (all rows are read that far). unread:
-    tokens of all rows that the draft must read before it can draft."""
+    tokens of all rows that the draft must read before it can draft. prompted: tokens of prompts that are read for each token
+    that may be said."""
 
     rows: int
     held: int
     unread: int = 0
+    prompted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from service.engine.length import Acceptance, Choice, DraftLength, Match
 from service.engine.lookup import Found, Lookup
 from service.engine.prefix import Owner, PrefixCache
 from service.engine.reading import Prefill, advance
-from service.engine.row import Row
+from service.engine.row import Row, prompted
 from service.engine.sampling import SamplingBatch, SharedNoise, transform
 
 
@@ -117,13 +117,13 @@ class Decoder:
         """Start reading a row's prompt, all but its last token."""
         return Prefill(row, RowCache(self.target, 1), None, self.epoch)
 
-    def read(self, prefill: Prefill) -> bool:
-        """Read the next chunk; True when the row is ready to join. Target and draft go on from what each of them holds, which
-        differs when the draft is newer than a kept beginning."""
+    def read(self, prefill: Prefill, coming: int = 1) -> bool:
+        """Read the next chunk; True when the row is ready to join. coming: rows that are to join, this one among them. Target
+        and draft go on from what each of them holds, which differs when the draft is newer than a kept beginning."""
         row, drafter = prefill.row, self.drafter
         size, prefix = self.prefill_chunk, self.prefix
         more = advance(Owner.TARGET, self.target, prefill.target, row, size=size, prefix=prefix)
-        if drafter is not None and not self.failed and (prefill.drafter is not None or self._follows()):
+        if drafter is not None and not self.failed and (prefill.drafter is not None or self._follows(row, coming)):
             if prefill.drafter is None or prefill.epoch != self.epoch:
                 prefill.drafter, prefill.epoch = RowCache(drafter.draft.model, 1), self.epoch
             try:
@@ -257,14 +257,14 @@ class Decoder:
             steps.observe(kept)
         return RoundReport(tuple(rows), tuple(deltas), tuple(row.rounds[-1] for row in rows), seconds)
 
-    def _follows(self) -> bool:
-        """Whether the draft should read what one row more is asked."""
-        longest = max(self.cache.lengths.longest, 1)
-        return self.length is None or self.length.follows(Load(len(self.rows) + 1, longest))
+    def _follows(self, row: Row, coming: int) -> bool:
+        """Whether the draft should read what this row is asked."""
+        load = Load(len(self.rows) + coming, max(self.cache.lengths.longest, 1), prompted=prompted([row]))
+        return self.length is None or self.length.follows(load)
 
     def _load(self) -> Load:
         unread = self.drafter.unread([row.tokens for row in self.rows]) if self.drafter is not None else 0
-        return Load(len(self.rows), self.cache.lengths.longest, unread)
+        return Load(len(self.rows), self.cache.lengths.longest, unread, prompted(self.rows))
 
     def _choose(self, rows: Sequence[Row], load: Load) -> tuple[Choice, list[Found | None], list[Match | None]]:
         """What to propose this round, and what was looked up for each row."""

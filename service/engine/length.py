@@ -169,8 +169,8 @@ class DraftLength:
         plain, reading = self.seconds(load, 0, 0), load.unread * self._costs.read
         rates = [load.rows / plain]
         for k in range(1, len(draft)):
-            seconds = self.seconds(load, k, k) + reading / REPAID
-            rates.append(sum(max(mine[k], worth(m, k)) for mine, m in zip(by_row, matches, strict=True)) / seconds)
+            tokens = sum(max(mine[k], worth(m, k)) for mine, m in zip(by_row, matches, strict=True))
+            rates.append(self._pace(load, k, tokens))
         best = max(range(len(rates)), key=rates.__getitem__)
         if not drafts or rates[best] > STAY * rates[self._current] or rates[0] > rates[self._current]:
             self._current = best
@@ -231,8 +231,16 @@ class DraftLength:
         return tuple(self._costs.round(Load(1, USUALLY_HELD), k) for k in range(1, self.drafted + 1))
 
     def follows(self, load: Load) -> bool:
-        """Whether the draft should go on reading what the target reads and says."""
-        return self._current > 0 or load.rows * self._costs.read <= PROBING * self.seconds(load, 0, 0)
+        """Whether the draft should read what rows are asked, in such a batch."""
+        tokens, plain = expected(self._draft.rates()), self.seconds(load, 0, 0)
+        pays = any(self._pace(load, k, load.rows * tokens[k]) > load.rows / plain for k in range(1, len(tokens)))
+        return pays or load.rows * self._costs.read <= PROBING * plain
+
+    def _pace(self, load: Load, drafted: int, tokens: float) -> float:
+        """Tokens per second of rounds that draft so many and say so many, what the draft reads for it included. Prompts that it
+        has read are paid for, but others come after them: short answers to long ones may not repay it."""
+        read = max(load.unread / REPAID, tokens * load.prompted) * self._costs.read
+        return tokens / (self.seconds(load, drafted, drafted) + read)
 
     def seconds(self, load: Load, drafted: int, most: int) -> float:
         """Expected time of a round that drafts so many and proposes at most so many, but for how fast the machine is now."""

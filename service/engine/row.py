@@ -191,3 +191,9 @@ class Row:
             provenance=who,
             created_at=datetime.now(UTC),
         )
+
+
+def prompted(rows: Sequence[Row]) -> float:
+    """Tokens of prompts that had to be read, for each that may be said."""
+    read = sum(len(row.prompt.tokens) - row.reused for row in rows)
+    return read / max(sum(row.prompt.sampling.max_tokens for row in rows), 1)

@@ -258,7 +258,7 @@ class Worker:
             if wanted > left:
                 break
             left -= wanted
-            if not engine.decoder.read(prefill):
+            if not engine.decoder.read(prefill, len(self._reading)):
                 break
             ready.append(prefill)
             self._observer.prompt_read(len(ticket.prompt.tokens), prefill.row.reused)

@@ -96,9 +96,9 @@ def test_a_shared_beginning_of_a_thousand_tokens_is_read_once(pair: Pair) -> Non
 class Timed(Decoder):
     """Notes how long each chunk of a prompt took to read."""
 
-    def read(self, prefill: Prefill) -> bool:
+    def read(self, prefill: Prefill, coming: int = 1) -> bool:
         begun = time.perf_counter()
-        done = super().read(prefill)
+        done = super().read(prefill, coming)
         self.chunks.append(time.perf_counter() - begun)
         return done
 

@@ -223,6 +223,17 @@ def test_what_a_draft_would_have_to_read_first_must_pay_too() -> None:
     assert length.choose(near, [None]).drafted > 0 and length.choose(far, [None]).drafted == 0
 
 
+def test_prompts_that_answers_do_not_repay_are_not_read_for() -> None:
+    """Sixteen rows, of which the draft gains a little: not where it must read four tokens for each that is said."""
+    of = measured({(16, 1): 0.075, (16, 2): 0.097, (16, 5): 0.165}, {16: 0.014})
+    length = DraftLength(3, 0, replace(of, read=0.00025))
+    for _ in range(100):
+        length.observe(Load(16, 0), Choice(1, (0,) * 16), [None] * 16, [1, 1, 1, 0] * 4, None)
+    loads = [Load(16, 0, 0, prompted) for prompted in (0.1, 4.0)]
+    assert [length.follows(load) for load in loads] == [True, False]
+    assert [length.choose(load, [None] * 16).drafted for load in loads] == [1, 0]
+
+
 def test_in_a_full_batch_a_draft_that_rests_stops_reading_and_is_seldom_tried() -> None:
     length, load = DraftLength(3, 0, replace(costs(full_batch, 0.009), read=0.0005)), Load(8, 100)
     assert length.follows(load)
