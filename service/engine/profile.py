@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import mlx.core as mx
@@ -22,8 +23,11 @@ from service.models.heads import cut_head
 
 HELD = (64, 512)
 """Positions that a row holds already, whose keys and values a call must read: of those that give the costs of rows, and of
-those that tell, on one row, what more of them cost. On a CPU that is mostly the exponentials of the softmax: 5 us a position
-for one token of the default target, 18 us for five."""
+those that tell what more of them cost. On a CPU that is mostly the exponentials of the softmax: 5 us a position for one token
+of the default target, 18 us for five."""
+TELLING = 8
+"""Rows on which that is told, or as many as there may be: on one, 450 positions are 2 ms of 45, which is no more than two
+calls differ by chance."""
 OWN = 256
 """Tokens that a row of some length has shown and the ranked list lacks."""
 READ = 16
@@ -31,8 +35,9 @@ READ = 16
 FEW = 2
 """Rows up to which calls of every length are timed: products come in tiles of some four positions, and a call over four costs
 hardly more than one over three. With more rows lines between a few lengths do."""
-TURNS, SPENT = 3, 0.15
-"""A call is timed at least so often, and for so many seconds in all."""
+TURNS, SPENT = 5, 0.15
+"""A call is timed at least so often, and for so many seconds in all; calls that are compared with one another in turn, so that
+they have had the same moments."""
 SPENT_ASKING = 0.6
 """The same for asking, a small difference of two times."""
 
@@ -47,15 +52,15 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
     whatever else runs beside can only add."""
     lengths = sorted({1, 2, (most + 1) // 2 + 1, most + 1})
     every = range(1, most + 2)
-    verify = {size: _times(target, size, HELD[0], every if size <= FEW else lengths) for size in rows}
-    few = verify.get(1) or _times(target, 1, HELD[0], lengths)
-    held = _per_position({n: few[n] for n in lengths}, _times(target, 1, HELD[1], lengths))
+    verify = {size: _times(target, size, every if size <= FEW else lengths) for size in rows}
+    telling = max(size for size in rows if size <= TELLING or size == min(rows))
+    held = _per_position(target, telling, lengths)
     step, step_held, read, asked = {1: 0.0}, 0.0, 0.0, dict[int, float]()
     if draft is not None:
         step = {size: _step(draft, size) for size in rows}
         asked = {size: _asked(draft, size) for size in {min(rows), max(rows)}}
-        step_held = _per_position(_times(draft, 1, HELD[0], [1]), _times(draft, 1, HELD[1], [1]))[1]
-        told = _times(draft, 1, HELD[0], [1, 1 + READ], head=False)
+        step_held = _per_position(draft, telling, [1])[1]
+        told = _times(draft, 1, [1, 1 + READ], head=False)
         read = max(told[1 + READ] - told[1], 0.0) / READ
     return Costs(
         verify={
@@ -71,9 +76,14 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
     )
 
 
-def _per_position(few: dict[int, float], many: dict[int, float]) -> dict[int, float]:
-    """Seconds for each position more, by tokens. Never less than nothing, nor so much that nothing is left for the rest."""
-    return {n: min(max(many[n] - few[n], 0.0) / (HELD[1] - HELD[0]), few[n] / (2 * HELD[0])) for n in few}
+def _per_position(model: nn.Module, rows: int, lengths: Sequence[int]) -> dict[int, float]:
+    """Seconds for each position of each row more, by tokens. Never less than nothing, nor so much that nothing is left for the
+    rest."""
+    calls, found = [_caller(model, rows, held) for held in HELD], dict[int, float]()
+    for tokens in lengths:
+        few, many = (min(each) for each in _timed(*(partial(call, tokens) for call in calls), spent=SPENT))
+        found[tokens] = min(max(many - few, 0.0) / (HELD[1] - HELD[0]), few / (2 * HELD[0])) / rows
+    return found
 
 
 def _step(draft: nn.Module, rows: int) -> float:
@@ -82,7 +92,7 @@ def _step(draft: nn.Module, rows: int) -> float:
     if head is not None:
         head.also(mx.array(np.tile(np.arange(OWN, dtype=np.int32) % len(head.keeps), (rows, 1))))
     try:
-        return _times(draft, rows, HELD[0], [1])[1]
+        return _times(draft, rows, [1])[1]
     finally:
         if head is not None:
             head.also(None)
@@ -105,8 +115,15 @@ def _asked(draft: nn.Module, rows: int) -> float:
     return max(median(a - b for a, b in zip(told, untold, strict=True)), 0.0) / 2
 
 
-def _times(model: nn.Module, rows: int, held: int, lengths: Sequence[int], *, head: bool = True) -> dict[int, float]:
+def _times(model: nn.Module, rows: int, lengths: Sequence[int], *, head: bool = True) -> dict[int, float]:
     """Seconds of one call over n tokens of each row. head: with what comes of it, not only keys and values."""
+    call = _caller(model, rows, HELD[0], head=head)
+    times = _timed(*(partial(call, n) for n in lengths), spent=SPENT)
+    return {tokens: min(taken) for tokens, taken in zip(lengths, times, strict=True)}
+
+
+def _caller(model: nn.Module, rows: int, held: int, *, head: bool = True) -> Callable[[int], None]:
+    """Calls over so many tokens of each row, all of which hold so many."""
     cache = RowCache(model, rows)
 
     def call(tokens: int) -> None:
@@ -117,15 +134,11 @@ def _times(model: nn.Module, rows: int, held: int, lengths: Sequence[int], *, he
 
     # What is held need not have been read to cost what it costs: zeros do.
     call(1)
-    return {tokens: _seconds(lambda tokens=tokens: call(tokens)) for tokens in lengths}
-
-
-def _seconds(run: Callable[[], None]) -> float:
-    return min(_timed(run, spent=SPENT)[0])
+    return call
 
 
 def _timed(*runs: Callable[[], None], spent: float) -> list[list[float]]:
-    """Of each, taken in turn, in seconds: what is compared has had the same moments."""
+    """Seconds of each, taken in turn, after one of each that compiles."""
     for run in runs:
         run()
     times: list[list[float]] = [[] for _ in runs]
