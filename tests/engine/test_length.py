@@ -13,7 +13,9 @@ from service.core import Prompt, Sampling, Source
 from service.engine.confidence import Steps, Trust
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
+from service.engine.draft import bare
 from service.engine.length import PROBE, Acceptance, Choice, DraftLength, Match
+from service.engine.row import Row
 
 Cost = Callable[[int, int], float]
 """Seconds of a round by rows and tokens drafted."""
@@ -232,6 +234,19 @@ def test_prompts_that_answers_do_not_repay_are_not_read_for() -> None:
     loads = [Load(16, 0, 0, prompted) for prompted in (0.1, 4.0)]
     assert [length.follows(load) for load in loads] == [True, False]
     assert [length.choose(load, [None] * 16).drafted for load in loads] == [1, 0]
+
+
+@pytest.mark.parametrize(("coming", "answer", "reads"), [(1, 48, True), (1, 1, False), (16, 48, False)])
+def test_a_draft_reads_a_prompt_by_the_batch_that_it_will_be_in(coming: int, answer: int, reads: bool) -> None:
+    """Alone it pays if there is something to say; where sixteen come together it does not."""
+    target = tiny_llama(0)
+    decoder = Decoder(target, bare(relative(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
+    told = measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
+    decoder.length = DraftLength(3, 0, replace(told, read=0.002))
+    prefill = decoder.begin(Row("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=answer)), frozenset(), None))
+    while not decoder.read(prefill, coming):
+        pass
+    assert (prefill.drafter is not None) == reads
 
 
 def test_in_a_full_batch_a_draft_that_rests_stops_reading_and_is_seldom_tried() -> None:
