@@ -12,9 +12,11 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
-from mlx_lm.utils import load
+from mlx_lm.utils import load, load_config, load_tokenizer
+from mlx_lm.utils import load_model as load_weights
 
 from service.core import ModelError, PairError, Provenance
+from service.models import eagle
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint, vocabulary_fingerprint
 
 
@@ -50,7 +52,11 @@ def load_model(folder: Path) -> Loaded:
     """
     fingerprint = model_fingerprint(folder)
     try:
-        model, tokenizer, config = load(str(folder), lazy=True, return_config=True)  # pyright: ignore[reportAssignmentType]
+        if eagle.described(load_config(folder)):
+            model, config = load_weights(folder, lazy=True, get_model_classes=eagle.classes)
+            tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
+        else:
+            model, tokenizer, config = load(str(folder), lazy=True, return_config=True)  # pyright: ignore[reportAssignmentType]
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         raise ModelError(f"{folder} cannot be loaded by mlx-lm: {error}") from error
     if mx.default_device().type == mx.cpu:
@@ -75,6 +81,7 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
         check_cache(follower.model, "draft")
         _check_tokenizers(leader.tokenizer, follower.tokenizer)
         _share_embeddings(leader.model, follower.model)
+        eagle.bound(follower.model, leader.model)
     widths = [_logits_width(loaded.model) for loaded in (leader, follower) if loaded is not None]
     needed = max(_vocabulary(leader.tokenizer).values()) + 1
     if min(widths) < needed:
