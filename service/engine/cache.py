@@ -12,6 +12,7 @@ from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from service.core import PairError
@@ -74,6 +75,12 @@ class RowLayer:
         top = self.lengths.longest + self.ahead
         return self.keys[:, :, :top], self.values[:, :, :top]
 
+    def note(self, states: mx.array) -> None:
+        """Append (B, N, width) to every row, as keys without values."""
+        new = states[:, None]
+        self.keys = self._written(self.keys, new, self.lengths.longest + self.ahead + new.shape[2])
+        self.ahead += new.shape[2]
+
     def _written(self, held: mx.array | None, new: mx.array, top: int) -> mx.array:
         held = grown(held, new, top)
         start = self.offset
@@ -125,11 +132,16 @@ class RowCache:
     Raises PairError when the model keeps a state that cannot be rolled back.
     """
 
-    def __init__(self, model: nn.Module, rows: int) -> None:
+    def __init__(self, model: nn.Module, rows: int, *, features: bool = False) -> None:
         self.lengths = Lengths([0] * rows)
         self.attention: list[RowLayer] = []
         self.states: list[StateLayer] = []
         self.layers = [self._layer(layer) for layer in make_prompt_cache(model)]
+        self.features: RowLayer | None = None
+        """Not a layer of the model, but joined, kept and rolled back with its layers."""
+        if features:
+            self.features = RowLayer(self.lengths, None)
+            self.attention.append(self.features)
         self._settled = self.lengths.host
         if self.states:
             record(model)
@@ -147,6 +159,25 @@ class RowCache:
         else:
             raise PairError(f"its {type(layer).__name__} cannot be rolled back to before a rejected token")
         return self.attention[-1]
+
+    def note(self, features: mx.array) -> None:
+        """Hold the features (B, N, width) of the tokens just fed."""
+        assert self.features is not None
+        self.features.note(features)
+
+    def before(self, starts: Sequence[int], count: int) -> mx.array | None:
+        """Features (B, count, width) of the positions before each of row b's positions from starts[b] on, zeros before the
+        first; None where nothing was noted yet. Beyond what a row holds they are anything."""
+        held = self.features.keys if self.features is not None else None
+        if held is None:
+            return None
+        first, room = starts[0] - 1, held.shape[2]
+        if min(starts) == max(starts) and first >= 0 and first + count <= room:
+            return held[:, 0, first : first + count]
+        at = np.array(starts)[:, None] - 1 + np.arange(count)
+        picked = mx.array(np.clip(at, 0, room - 1).astype(np.int32))[..., None]
+        known = mx.array((at >= 0).tolist())[..., None]
+        return mx.where(known, mx.take_along_axis(held[:, 0], picked, axis=1), 0.0)
 
     def commit(self, count: int) -> None:
         """`count` tokens were fed to every row, and stay."""
@@ -199,9 +230,8 @@ class RowCache:
         top = -(-max(lengths, default=0) // STEP) * STEP
         picked = mx.array(list(rows), dtype=mx.int32)
         for layer in self.attention:
-            if layer.keys is not None and layer.values is not None:
-                layer.keys = layer.keys[picked][:, :, :top] if top else None
-                layer.values = layer.values[picked][:, :, :top] if top else None
+            layer.keys = layer.keys[picked][:, :, :top] if top and layer.keys is not None else None
+            layer.values = layer.values[picked][:, :, :top] if top and layer.values is not None else None
         for state in self.states:
             state.keep(rows, len(self.lengths.host))
         self._hold(lengths)

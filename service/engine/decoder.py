@@ -9,36 +9,28 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from service.core import BARE_DRAFT, Delta, Round, Source
+from service.core import BARE_DRAFT, Source
 from service.engine import profile, verify
 from service.engine.cache import RowCache
 from service.engine.confidence import Steps
 from service.engine.costs import Load
 from service.engine.draft import Draft
-from service.engine.drafting import ModelDrafter, Proposal, instead
+from service.engine.drafting import Proposal, instead
+from service.engine.eagle import drafter
 from service.engine.evidence import Evidence, gather
 from service.engine.length import Acceptance, Choice, DraftLength, Match
 from service.engine.lookup import Found, Lookup
 from service.engine.prefix import Owner, PrefixCache
-from service.engine.reading import Prefill, advance
+from service.engine.reading import Prefill, follow, lead
+from service.engine.report import RoundReport
 from service.engine.row import Row, prompted
 from service.engine.sampling import SamplingBatch, SharedNoise, transform
-
-
-@dataclass(frozen=True, slots=True)
-class RoundReport:
-    """What one round did: the new tokens of every row, in the rows' order before finished ones left."""
-
-    rows: tuple[Row, ...]
-    deltas: tuple[Delta, ...]
-    rounds: tuple[Round, ...]
-    seconds: float
+from service.engine.target import Target
 
 
 class Decoder:
@@ -65,7 +57,7 @@ class Decoder:
         prefix: PrefixCache | None = None,
         key: mx.array | None = None,
     ) -> None:
-        self.target = target
+        self.target = Target.of(target, draft)
         self.vocabulary = vocabulary
         self.prefill_chunk = prefill_chunk
         self.tie_margin = tie_margin
@@ -75,8 +67,8 @@ class Decoder:
         self.adaptive = adaptive and (self.drafted > 0 or self.lookup is not None)
         self.length: DraftLength | None = None
         self.key = mx.random.key(secrets.randbits(63)) if key is None else key
-        self.cache = RowCache(target, 0)
-        self.drafter = ModelDrafter(draft, vocabulary) if draft is not None else None
+        self.cache = self.target.cache(0)
+        self.drafter = drafter(draft, vocabulary, self.cache) if draft is not None else None
         self.failed = False
         self.draft_failures = 0
         self.rows: list[Row] = []
@@ -108,26 +100,29 @@ class Decoder:
         if self.adaptive:
             draft = self.drafter.draft.model if self.drafter is not None and self.drafted else None
             looked_up = self.lookup.most if self.lookup is not None else 0
-            costs = profile.measure(self.target, draft, rows=profile.sizes(rows), most=max(self.drafted, looked_up))
+            costs = profile.measure(
+                self.target.model, draft, rows=profile.sizes(rows), most=max(self.drafted, looked_up)
+            )
             self.length = DraftLength(self.drafted, looked_up, costs)
 
     # ------------------------------------------------------------------------------------------------ rows come and go
 
     def begin(self, row: Row) -> Prefill:
         """Start reading a row's prompt, all but its last token."""
-        return Prefill(row, RowCache(self.target, 1), None, self.epoch)
+        return Prefill(row, self.target.cache(1), None, self.epoch)
 
     def read(self, prefill: Prefill, coming: int = 1) -> bool:
         """Read the next chunk; True when the row is ready to join. coming: rows that are to join, this one among them. Target
         and draft go on from what each of them holds, which differs when the draft is newer than a kept beginning."""
-        row, drafter = prefill.row, self.drafter
-        size, prefix = self.prefill_chunk, self.prefix
-        more = advance(Owner.TARGET, self.target, prefill.target, row, size=size, prefix=prefix)
-        if drafter is not None and not self.failed and (prefill.drafter is not None or self._follows(row, coming)):
+        size, prefix, drafter = self.prefill_chunk, self.prefix, self.drafter
+        more = lead(self.target, prefill, size=size, prefix=prefix)
+        if prefill.follows is None:
+            prefill.follows = drafter is not None and self._follows(prefill.row, coming)
+        if drafter is not None and not self.failed and prefill.follows:
             if prefill.drafter is None or prefill.epoch != self.epoch:
                 prefill.drafter, prefill.epoch = RowCache(drafter.draft.model, 1), self.epoch
             try:
-                more |= advance(Owner.DRAFT, drafter.draft.model, prefill.drafter, row, size=size, prefix=prefix)
+                more |= follow(drafter, prefill, size=size, prefix=prefix)
             except Exception:
                 self._put_draft_aside()
         return not more
@@ -213,7 +208,7 @@ class Decoder:
         fed = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
         if proposal is not None:
             fed = mx.concatenate([fed, proposal.tokens], axis=1)
-        logits = self.target(fed, cache=self.cache.layers)[..., : self.vocabulary]
+        logits = self.target(fed, self.cache)[..., : self.vocabulary]
         law = transform(logits, batch)
         accepted, following = verify.accept(law, batch, noise.first(k + 1), proposal, verify_key)
         emitted = following[:, None]
@@ -259,7 +254,8 @@ class Decoder:
 
     def _follows(self, row: Row, coming: int) -> bool:
         """Whether the draft should read what this row is asked."""
-        load = Load(len(self.rows) + coming, max(self.cache.lengths.longest, 1), prompted=prompted([row]))
+        held = max(self.cache.lengths.longest, len(row.prompt.tokens))
+        load = Load(len(self.rows) + coming, held, prompted=prompted([row]))
         return self.length is None or self.length.follows(load)
 
     def _load(self) -> Load:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -81,15 +82,16 @@ class Drafter(Protocol):
 
 
 class ModelDrafter:
-    """Drafts with a model of its own, whose KV rows run in step with the batch.
+    """Drafts with a model of its own, whose KV rows run in step with the batch. target: the target's cache of that batch.
 
     The first step of a round takes in what each row has not shown yet: its new token, before it the last draft when all were
     kept, and what a row that fell behind has missed. Only after the last of them is anything proposed, so the head runs there
     alone where the family lets it.
     """
 
-    def __init__(self, draft: Draft, vocabulary: int) -> None:
+    def __init__(self, draft: Draft, vocabulary: int, target: RowCache) -> None:
         self.vocabulary = vocabulary
+        self.target = target
         self.cache = RowCache(draft.model, 0)
         self.switch(draft)
 
@@ -159,10 +161,19 @@ class ModelDrafter:
             # Not when it was switched to: whatever is wrong with a draft shows where it is caught.
             self._parts, self._looked = split(self.draft.model), True
         backbone, head = self._parts or (None, None)
-        out = self.draft.model(feed, cache=self.cache.layers) if backbone is None else backbone(feed, self.cache.layers)
+        out = self.feed(feed, self.cache, self.target) if backbone is None else backbone(feed, self.cache.layers)
         if last is not None and feed.shape[1] > 1:
             out = mx.take_along_axis(out, mx.array(last)[:, None, None], axis=1)
         return out if head is None else head(out)
+
+    def feed(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
+        """Read tokens (B, N) behind what `cache` holds; target: the target's cache of the same rows. (B, N, ...), of which only
+        the model itself knows more."""
+        return self.draft.model(tokens, cache=cache.layers)
+
+    def readable(self, target: RowCache) -> int:
+        """Positions of a prompt that can be read when the target holds what is in its cache of one row."""
+        return sys.maxsize
 
     def unread(self, rows: Sequence[Sequence[int]]) -> int:
         """Tokens that were not read, but for each row's last."""
@@ -184,7 +195,7 @@ class ModelDrafter:
         held = self.cache.lengths.host
         share = max(READING // len(rows), WIDE)
         missing = [row[have : min(len(row) - 1, have + share)] for row, have in zip(rows, held, strict=True)]
-        self.draft.model(_ragged(missing), cache=self.cache.layers)
+        self.feed(_ragged(missing), self.cache, self.target)
         mx.eval(self.cache.arrays())
         self.cache.rewind([have + len(tokens) for have, tokens in zip(held, missing, strict=True)])
         return not self.behind(rows)

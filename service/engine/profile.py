@@ -17,7 +17,7 @@ from service.engine.cache import RowCache
 from service.engine.confidence import STOPS, Steps, Trust
 from service.engine.costs import Costs, line
 from service.engine.draft import bare
-from service.engine.drafting import ModelDrafter
+from service.engine.eagle import drafter as drafter_of
 from service.engine.sampling import SamplingBatch, SharedNoise
 from service.models.heads import cut_head
 
@@ -58,7 +58,7 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
     step, step_held, read, asked = {1: 0.0}, 0.0, 0.0, dict[int, float]()
     if draft is not None:
         step = {size: _step(draft, size) for size in rows}
-        asked = {size: _asked(draft, size) for size in {min(rows), max(rows)}}
+        asked = {size: _asked(target, draft, size) for size in {min(rows), max(rows)}}
         step_held = _per_position(draft, telling, [1])[1]
         told = _times(draft, 1, [1, 1 + READ], head=False)
         read = max(told[1 + READ] - told[1], 0.0) / READ
@@ -98,10 +98,12 @@ def _step(draft: nn.Module, rows: int) -> float:
             head.also(None)
 
 
-def _asked(draft: nn.Module, rows: int) -> float:
+def _asked(target: nn.Module, draft: nn.Module, rows: int) -> float:
     """Seconds that it takes to hear once how sure a draft is, beside steps that nobody waits for."""
     vocabulary = int(draft(mx.ones((1, 1), dtype=mx.int32)).shape[-1])
-    drafter, batch = ModelDrafter(bare(draft), vocabulary), SamplingBatch.of([Sampling()] * rows, vocabulary)
+    batch = SamplingBatch.of([Sampling()] * rows, vocabulary)
+    # The target's hidden states cost nothing to have here: whatever stands for them costs the same to read.
+    drafter = drafter_of(bare(draft), vocabulary, RowCache(target, rows, features=True))
     drafter.cache = RowCache(draft, rows)
     tokens, noise, key = [[1] * (HELD[0] + 1)] * rows, SharedNoise(batch, [0] * rows, vocabulary), mx.random.key(0)
 

@@ -1,0 +1,48 @@
+"""Drafting with a head that reads the target's hidden states."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import mlx.core as mx
+
+from service.engine.cache import RowCache
+from service.engine.draft import Draft
+from service.engine.drafting import ModelDrafter
+from service.models import eagle
+
+
+class EagleDrafter(ModelDrafter):
+    """As a ModelDrafter, but that an entry is a token and what the target made of the one before: `target`, the batch's cache,
+    holds that for all the target has read. From there on each step reads the hidden state of the one before."""
+
+    def __init__(self, draft: Draft, vocabulary: int, target: RowCache) -> None:
+        super().__init__(draft, vocabulary, target)
+        self._state: mx.array | None = None
+
+    def feed(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
+        return self._model.model(tokens, cache.layers, target.before(cache.lengths.host, tokens.shape[1]))
+
+    def readable(self, target: RowCache) -> int:
+        return target.lengths.longest + 1
+
+    def _after(self, feed: mx.array, last: list[int] | None) -> mx.array:
+        if last is None:
+            hidden = self._model.model(feed, self.cache.layers, self._state)
+        else:
+            hidden = self.feed(feed, self.cache, self.target)
+            if feed.shape[1] > 1:
+                hidden = mx.take_along_axis(hidden, mx.array(last)[:, None, None], axis=1)
+        self._state = hidden
+        return self._model.logits(hidden)
+
+    @property
+    def _model(self) -> eagle.Model:
+        return cast("eagle.Model", self.draft.model)
+
+
+def drafter(draft: Draft, vocabulary: int, target: RowCache) -> ModelDrafter:
+    """Who drafts with a draft of this kind. target: the batch's cache."""
+    if isinstance(draft.model, eagle.Model):
+        return EagleDrafter(draft, vocabulary, target)
+    return ModelDrafter(draft, vocabulary, target)
