@@ -1,0 +1,167 @@
+"""A head that reads hidden states, through the decoder: it proposes what it would after each row alone, read afresh."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from batches import decode, serve
+from mlx_lm.models.llama import Model as Llama
+from oracle import naive, tiny_llama
+
+from service.core import PairError, Prompt, Sampling
+from service.engine.cache import RowCache
+from service.engine.confidence import Steps
+from service.engine.decoder import Decoder
+from service.engine.draft import Draft, bare
+from service.engine.drafting import Proposal
+from service.engine.eagle import EagleDrafter
+from service.engine.prefix import PrefixCache
+from service.engine.sampling import SamplingBatch, SharedNoise
+from service.models.eagle import Model, ModelArgs
+from service.models.heads import cut, twin
+
+VOCABULARY, K = 97, 3
+EOS = frozenset({3})
+CLOSE = 1e-3
+"""Logits so close to one another may come out in either order."""
+
+
+@cache
+def target() -> Llama:
+    return tiny_llama(0)
+
+
+@cache
+def head(seed: int = 1) -> Model:
+    """Random, so that nearly everything it proposes is refused."""
+    args = target().args
+    mx.random.seed(seed)
+    made = Model(
+        ModelArgs(
+            model_type="llama",
+            hidden_size=args.hidden_size,
+            num_hidden_layers=1,
+            intermediate_size=args.intermediate_size,
+            num_attention_heads=args.num_attention_heads,
+            num_key_value_heads=args.num_key_value_heads,
+            rms_norm_eps=args.rms_norm_eps,
+            vocab_size=args.vocab_size,
+            taps=(0, len(target().layers) - 1),
+        )
+    )
+    made.bind(target())
+    mx.eval(made.parameters())
+    return made
+
+
+class Overheard(EagleDrafter):
+    """Keeps what was proposed, and after what."""
+
+    heard: list[tuple[list[int], list[int]]]
+
+    def propose(
+        self, rows: Sequence[Sequence[int]], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
+    ) -> Proposal | None:
+        proposal = super().propose(rows, steps, batch, noise, key)
+        if proposal is not None:
+            guessed = np.array(proposal.tokens).tolist()
+            self.heard += [(list(row), tokens) for row, tokens in zip(rows, guessed, strict=True)]
+        return proposal
+
+
+def overheard(model: Model, **kept: object) -> tuple[Decoder, list[tuple[list[int], list[int]]]]:
+    decoder = Decoder(target(), bare(model), vocabulary=VOCABULARY, k=K, prefill_chunk=16, **kept)  # pyright: ignore[reportArgumentType]
+    drafter = Overheard(bare(model), VOCABULARY, decoder.cache)
+    drafter.heard = []
+    decoder.drafter = drafter
+    return decoder, drafter.heard
+
+
+def alone(model: Model, tokens: list[int], guesses: list[int]) -> bool:
+    """Whether these guesses follow tokens: the whole text read at once, then step by step on the head's own states."""
+    features = model.features(mx.array([tokens]))
+    cache, fed = RowCache(model, 1), mx.array([tokens])
+    for guess in guesses:
+        hidden = model.model(fed, cache.layers, features)[:, -1:]
+        logits = np.array(model.logits(hidden))[0, 0]
+        cache.commit(fed.shape[1])
+        if logits.max() - logits[guess] > CLOSE:
+            return False
+        fed, features = mx.array([[guess]]), hidden
+    return True
+
+
+def prompts(rng: random.Random, count: int) -> list[Prompt]:
+    def one() -> Prompt:
+        length = rng.choice([1, 2, rng.randint(4, 60), rng.randint(100, 200)])
+        return Prompt(
+            tuple(rng.randrange(4, VOCABULARY) for _ in range(length)), Sampling(max_tokens=rng.choice([2, 40]))
+        )
+
+    return [one() for _ in range(count)]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_every_proposal_is_the_one_that_the_row_alone_would_get(rows: int) -> None:
+    rng = random.Random(rows)
+    decoder, heard = overheard(head())
+
+    def between(decoder: Decoder) -> None:
+        # Rows that are decoded plainly for some, or many, rounds fall behind and catch up.
+        decoder.drafted = K if rng.random() < 0.4 or len(decoder.rows) < 2 else 0
+
+    asked = prompts(rng, 12)
+    served = serve(decoder, asked, eos=EOS, max_rows=rows, seed=rows, between=between)
+    assert [row.output for row in served] == [naive(target(), p.tokens, p.sampling, EOS) for p in asked]
+    assert len(heard) > 20 and any(len(tokens) > 100 for tokens, _ in heard)
+    assert all(alone(head(), tokens, guesses) for tokens, guesses in heard)
+    # The check can fail: the states of the target matter.
+    assert not all(alone(head(2), tokens, guesses) for tokens, guesses in heard)
+
+
+def test_beginnings_that_were_kept_bring_their_hidden_states() -> None:
+    rng, prefix = random.Random(5), PrefixCache(2**24)
+    shared = tuple(rng.randrange(4, VOCABULARY) for _ in range(70))
+    asked = [
+        Prompt((*shared, *(rng.randrange(4, VOCABULARY) for _ in range(20))), Sampling(max_tokens=8)) for _ in range(4)
+    ]
+    decoder, heard = overheard(head(), prefix=prefix)
+    first = serve(decoder, asked[:1], eos=EOS)
+    # Another version reads what the target need not: from the hidden states that were kept with it.
+    decoder.switch(Draft(1, twin(head())))
+    rest = serve(decoder, asked[1:], eos=EOS, max_rows=2)
+    assert first[0].reused == 0 and all(row.reused == 64 for row in rest)
+    assert [row.output for row in (*first, *rest)] == [naive(target(), p.tokens, p.sampling, EOS) for p in asked]
+    assert heard and all(alone(head(), tokens, guesses) for tokens, guesses in heard)
+
+
+def test_text_is_the_targets_whatever_the_head_its_cut_or_a_switch() -> None:
+    rng = random.Random(9)
+    small = twin(head(3))
+    cut(small, list(range(0, VOCABULARY, 2)))
+    versions = [Draft(1, head(2)), Draft(2, small)]
+    asked = prompts(rng, 10)
+    asked += [Prompt(p.tokens, Sampling(temperature=0.8, seed=i, max_tokens=20)) for i, p in enumerate(asked)]
+
+    def between(decoder: Decoder) -> None:
+        if rng.random() < 0.3:
+            decoder.switch(rng.choice(versions))
+
+    for adaptive in (False, True):
+        rows = decode(
+            target(), head(), asked, k=K, vocabulary=VOCABULARY, eos=EOS, max_rows=4, adaptive=adaptive, between=between
+        )
+        assert [row.output for row in rows] == [naive(target(), p.tokens, p.sampling, EOS) for p in asked]
+
+
+def test_a_head_for_other_layers_is_refused_by_name() -> None:
+    other = Model(replace(head().args, taps=(0, 99)))
+    with pytest.raises(PairError, match=r"reads layers \[0, 99\] of its target"):
+        other.bind(target())
+    wide = Model(replace(head().args, hidden_size=2 * head().args.hidden_size))
+    with pytest.raises(PairError, match="width"):
+        wide.bind(target())
