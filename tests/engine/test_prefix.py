@@ -76,7 +76,7 @@ def whole(count: int) -> int:
 def held(decoder: Decoder, owner: Owner, tokens: Sequence[int]) -> int:
     """How much of `tokens` is kept, which must be what the model makes of them, now and alone."""
     assert decoder.prefix is not None and decoder.drafter is not None
-    model = decoder.target if owner is Owner.TARGET else decoder.drafter.draft.model
+    model = decoder.target.model if owner is Owner.TARGET else decoder.drafter.draft.model
     kept, read = RowCache(model, 1), RowCache(model, 1)
     count = decoder.prefix.fill(owner, tokens, kept)
     assert count == kept.lengths.host[0]
