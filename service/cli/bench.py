@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from service.cli.console import stages, table
-from service.cli.models import model_folders
+from service.cli.models import model_folders, pair_folders
 from service.cli.options import Config, Draft, Json, Target, again, settings_from
 from service.core import BadRequest
 from service.settings import Settings
@@ -34,6 +34,12 @@ AdaptOn = Annotated[
     Path | None, typer.Option(help="Train the adapter first: serve these prompts through the real loop.")
 ]
 AdaptLimit = Annotated[int | None, typer.Option(min=1, help="Serve only the first so many of them.")]
+Theirs = Annotated[
+    str | None,
+    typer.Option(
+        "--mlx-lm-draft", help="What mlx-lm drafts with, where it cannot run our draft or is to have another."
+    ),
+]
 Arms = Annotated[str | None, typer.Option(help="Only these, separated by commas; plain always takes part.")]
 Png = Annotated[Path | None, typer.Option("--png", help="Also draw the result.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
@@ -57,13 +63,14 @@ def decode(
     config: Config = None,
     target: Target = None,
     draft: Draft = None,
+    mlx_lm_draft: Theirs = None,
     json: Json = None,
     png: Png = None,
     markdown: Markdown = None,
 ) -> None:
     """One stream: this engine plain, with its draft, with the adapted draft, and mlx-lm on the same weights at its best K."""
     from service.evaluation.bench.arms import ARMS, choose
-    from service.evaluation.bench.decode import Task, run_decode
+    from service.evaluation.bench.decode import Peer, Task, run_decode
     from service.evaluation.prompts import read_prompts
 
     settings = settings_from(config, models__target=target, models__draft=draft)
@@ -73,7 +80,15 @@ def decode(
     title = f"One stream: {_about(prompts, domain, limit, max_tokens)}, T = {temperature:g}" + (
         f", K = {k}" if k else ""
     )
-    with stages("bench decode") as on_step, _adapter(settings, adapter, adapt_on, adapt_limit, on_step) as adapted:
+    with ExitStack() as open_until_done:
+        on_step = open_until_done.enter_context(stages("bench decode"))
+        adapted = open_until_done.enter_context(_adapter(settings, adapter, adapt_on, adapt_limit, on_step))
+        peer = None
+        if mlx_lm_draft is not None:
+            others = settings_from(config, models__target=target, models__draft=mlx_lm_draft)
+            # It learns from the same prompts; a version of ours is no version of it.
+            learnt = open_until_done.enter_context(_adapter(others, None, adapt_on, adapt_limit, on_step))
+            peer = Peer(pair_folders(others)[1], learnt)
         folders = model_folders(settings)
         report = run_decode(
             (folders.target, folders.draft),
@@ -83,6 +98,7 @@ def decode(
             command=again(context),
             arms=names,
             adapter=adapted,
+            peer=peer,
             on_step=on_step,
         )
     show(report, json, png, markdown)
@@ -104,6 +120,7 @@ def serve(
     config: Config = None,
     target: Target = None,
     draft: Draft = None,
+    mlx_lm_draft: Theirs = None,
     json: Json = None,
     png: Png = None,
     markdown: Markdown = None,
@@ -123,6 +140,8 @@ def serve(
     title = f"{clients} clients over HTTP: {_about(prompts, domain, limit, max_tokens)}"
     with stages("bench serve") as on_step, _adapter(settings, adapter, adapt_on, adapt_limit, on_step) as adapted:
         folders = model_folders(settings)
+        others = settings_from(config, models__target=target, models__draft=mlx_lm_draft)
+        theirs = pair_folders(others)[1] if mlx_lm_draft is not None else None
         report = run_serve(
             settings,
             (folders.target, folders.draft),
@@ -131,6 +150,7 @@ def serve(
             command=again(context),
             arms=names,
             adapter=adapted,
+            theirs=theirs,
             on_step=on_step,
         )
     show(report, json, png, markdown)

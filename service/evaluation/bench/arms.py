@@ -18,12 +18,14 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, slots=True)
 class Contest:
-    """What arms are made of. k: exactly so many drafted tokens in every arm that drafts; None: what pays for this engine, and
-    mlx-lm's best K on the `probes`."""
+    """What arms are made of. theirs, theirs_adapted: what mlx-lm drafts with. k: exactly so many drafted tokens in every arm
+    that drafts; None: what pays for this engine, and mlx-lm's best K on the `probes`."""
 
     pair: Pair
     static: Draft | None
     adapted: Draft | None
+    theirs: Draft | None
+    theirs_adapted: Draft | None
     engine: EngineSettings
     k: int | None
     probes: Sequence[Prompt]
@@ -69,8 +71,8 @@ ARMS: dict[str, Callable[[Contest], Arm | None]] = {
     "adapted": lambda contest: contest.drafting(contest.adapted),
     "lookup": Contest.looking_up,
     "mlx_lm_plain": Contest.mlx_lm,
-    "mlx_lm_spec_static": lambda contest: contest.mlx_lm_drafting(contest.static),
-    "mlx_lm_spec_adapted": lambda contest: contest.mlx_lm_drafting(contest.adapted),
+    "mlx_lm_spec_static": lambda contest: contest.mlx_lm_drafting(contest.theirs),
+    "mlx_lm_spec_adapted": lambda contest: contest.mlx_lm_drafting(contest.theirs_adapted),
 }
 """Name -> what makes it; None where the draft or the adapter it needs is not at hand."""
 
@@ -98,5 +100,9 @@ def make(contest: Contest, names: Sequence[str] | None) -> dict[str, Arm]:
 def missing(name: str) -> str:
     if name == "lookup":
         return "the arm lookup needs engine.num_lookup_tokens above 0, and no --k"
+    if name.startswith("mlx_lm"):
+        return f"the arm {name} needs a draft that mlx-lm runs: give --mlx-lm-draft" + (
+            ", and --adapt-on" if name.endswith("adapted") else ""
+        )
     needs = "an adapter: give --adapter or --adapt-on" if name.endswith("adapted") else "a draft"
     return f"the arm {name} needs {needs}"

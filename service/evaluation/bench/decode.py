@@ -12,9 +12,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from service.core import BadRequest, Prompt, Sampling
-from service.engine.draft import load, served
+from service.engine.draft import Draft, load, served
 from service.evaluation.bench.adapting import Adapter
 from service.evaluation.bench.arms import ARMS, PLAIN, Contest, make
+from service.evaluation.bench.peers import runs
 from service.evaluation.bench.report import Report, Spread, ratios, spread
 from service.evaluation.bench.turns import Arm, Decoded, take_turns
 from service.evaluation.check import naive_greedy
@@ -50,6 +51,15 @@ class Task:
         return [Prompt(encoder.encode_chat(chat), sampling) for chat in chats]
 
 
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """What mlx-lm drafts with where it cannot run what this engine drafts with, or is to be given something else: the folder of
+    a model, and an adapter of it."""
+
+    folder: Path
+    adapter: Adapter | None
+
+
 def run_decode(
     models: tuple[Path, Path | None],
     engine: EngineSettings,
@@ -59,9 +69,11 @@ def run_decode(
     command: str,
     arms: Sequence[str] | None = None,
     adapter: Adapter | None = None,
+    peer: Peer | None = None,
     on_step: Step = lambda stage, done, of: None,
 ) -> Report:
-    """models: folders of target and draft. arms: None for all that draft and adapter allow; the plain one always runs.
+    """models: folders of target and draft. peer: None for the same draft, where mlx-lm runs it. arms: None for all that draft
+    and adapter allow; the plain one always runs.
 
     JSON: arms{NAME{tokens_per_second, low, high, tokens_per_call, identical, tokens, …}}, ratios{"A/B"{median, low, high}},
     domains{NAME{arms, ratios}}, turns{NAME[tokens per second of each prompt]}, settings. Raises BadRequest for arms that
@@ -73,7 +85,7 @@ def run_decode(
     brief = replace(prompts[0].sampling, max_tokens=min(task.max_tokens, PROBE_TOKENS))
     probes = [replace(prompt, sampling=brief) for prompt in prompts[:: -(-len(prompts) // PROBES)]]
     on_step("making the arms, finding mlx-lm's best K", 0, 1)
-    made = make(_contest(pair, adapter, engine, task.k, probes), arms)
+    made = make(_contest(pair, adapter, peer, engine, task.k, probes), arms)
     on_step("warming up", 0, 1)
     take_turns(made, probes[:1])
     heard = take_turns(made, prompts, lambda done, of: on_step("decoding", done, of))
@@ -87,18 +99,29 @@ def run_decode(
         "engine": engine.model_dump(include={"num_draft_tokens", "num_lookup_tokens", "adaptive", "prefill_chunk"}),
         "dtype": _dtype(pair),
         "adapter": adapter.told if adapter else None,
+        "mlx_lm": {"draft": peer.folder.name, "adapter": peer.adapter.told if peer.adapter else None} if peer else None,
     }
     return _report(task.lines, made, heard, identical, title, command, settings)
 
 
 def _contest(
-    pair: Pair, adapter: Adapter | None, engine: EngineSettings, k: int | None, probes: list[Prompt]
+    pair: Pair, adapter: Adapter | None, peer: Peer | None, engine: EngineSettings, k: int | None, probes: list[Prompt]
 ) -> Contest:
+    static, adapted = _drafts(pair, adapter)
+    theirs, theirs_adapted = static, adapted
+    if peer is not None:
+        theirs, theirs_adapted = _drafts(load_pair(pair.target.folder, peer.folder), peer.adapter)
+    elif pair.draft is not None and not runs(pair.draft.folder):
+        theirs, theirs_adapted = None, None
+    return Contest(pair, static, adapted, theirs, theirs_adapted, engine, k, probes)
+
+
+def _drafts(pair: Pair, adapter: Adapter | None) -> tuple[Draft | None, Draft | None]:
+    """The bare draft and the adapted one, as they serve."""
     static = served(pair.draft) if pair.draft is not None else None
     if adapter is not None and static is None:
         raise BadRequest("an adapter needs the draft it belongs to, and there is none", field="draft")
-    adapted = load(static.model, adapter.ref, pair.provenance.draft) if static and adapter else None
-    return Contest(pair, static, adapted, engine, k, probes)
+    return static, load(static.model, adapter.ref, pair.provenance.draft) if static and adapter else None
 
 
 def _identical(pair: Pair, prompts: Sequence[Prompt], heard: Mapping[str, Sequence[Decoded]]) -> dict[str, bool]:

@@ -26,12 +26,14 @@ class House:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What servers are made of. draft, adapted: folders. folder: for their state. rows: clients at a time, at most."""
+    """What servers are made of. draft, adapted: folders. theirs: the draft that mlx_lm.server gets. folder: for their state.
+    rows: clients at a time, at most."""
 
     settings: Settings
     target: Path
     draft: Path | None
     adapted: Path | None
+    theirs: Path | None
     folder: Path
     rows: int
 
@@ -63,7 +65,7 @@ HOUSES: dict[str, Callable[[Plan], House | None]] = {
     "static": lambda plan: plan.ours("static", plan.draft) if plan.draft else None,
     "adapted": lambda plan: plan.ours("adapted", plan.adapted) if plan.adapted else None,
     "mlx_lm_server": lambda plan: plan.mlx_lm("mlx_lm_server", None),
-    "mlx_lm_server_draft": lambda plan: plan.mlx_lm("mlx_lm_server_draft", plan.draft) if plan.draft else None,
+    "mlx_lm_server_draft": lambda plan: plan.mlx_lm("mlx_lm_server_draft", plan.theirs) if plan.theirs else None,
 }
 """Name -> what makes it; None where the draft or the adapter it needs is not at hand."""
 

@@ -17,6 +17,7 @@ from service.core import BadRequest, RedraftError
 from service.evaluation.bench.adapting import Adapter
 from service.evaluation.bench.arms import PLAIN, choose, missing
 from service.evaluation.bench.houses import HOUSES, House, Plan, fused
+from service.evaluation.bench.peers import runs
 from service.evaluation.bench.report import Report, Spread, ratios, spread
 from service.evaluation.bench.turns import rotated
 from service.evaluation.prompts import PromptLine
@@ -71,9 +72,11 @@ def run_serve(
     command: str,
     arms: Sequence[str] | None = None,
     adapter: Adapter | None = None,
+    theirs: Path | None = None,
     on_step: Step = lambda stage, done, of: None,
 ) -> Report:
-    """models: folders of target and draft. arms: None for all that draft and adapter allow; the plain one always runs.
+    """models: folders of target and draft. theirs: the draft of mlx_lm.server; None for the same, where it runs that. arms:
+    None for all that draft and adapter allow; the plain one always runs.
 
     All servers run all the time; the ones that are not measured wait idle. JSON: clients{N{arms{NAME{tokens_per_second, low,
     high, tokens_per_call, identical, same_text, first_ms{p50, p95}, gap_ms{p50, p95}, …}}, ratios{"A/B"{median, low, high}}}};
@@ -88,7 +91,9 @@ def run_serve(
     with tempfile.TemporaryDirectory(prefix="redraft-bench-") as scratch, ExitStack() as running:
         folder = Path(scratch)
         adapted = fused(adapter, draft, folder / "fused") if adapter and draft else None
-        houses = _make(Plan(settings, target, draft, adapted, folder, max(load.clients)), arms)
+        if theirs is None and draft is not None and runs(draft):
+            theirs = draft
+        houses = _make(Plan(settings, target, draft, adapted, theirs, folder, max(load.clients)), arms)
         for number, (name, house) in enumerate(houses.items()):
             on_step("starting the servers", number, len(houses))
             running.callback(house.server.stop)
