@@ -96,23 +96,19 @@ class Distillation:
     def __call__(self, draft: nn.Module, batch: TextBatch) -> mx.array:
         """Mean over written positions, KL in nats; 0 for a batch without any. Of several steps: their weighted mean.
 
-        Nothing is learnt of the head of a draft that reads its target.
+        Memory: several arrays as wide as the target's logits in float32; with four steps about a dozen.
         """
         inputs = batch.tokens[:, :-1]
         law = Law.of(self.target(inputs))
         if not isinstance(draft, eagle.Model):
             return self._apart(self._cast(draft, draft, inputs), law, batch.written)
-
-        def of_step(state: mx.array, written: mx.array) -> mx.array:
-            return self._apart(self._cast(draft, draft.logits, state), law, written)
-
-        # A step's logits are made again for its gradient: all steps' at once would be tens of gigabytes.
-        apart = mx.checkpoint(of_step)
         # The call above has shown the target's layers already.
-        states = self._cast(draft, _unrolled, draft, inputs)
-        weights = [_FADING**step for step in range(len(states))]
-        steps = [apart(state, batch.written * begun(step, inputs)) for step, state in enumerate(states)]
-        return sum((w * loss for w, loss in zip(weights, steps, strict=True)), mx.array(0.0)) / sum(weights)
+        loss, weight, weights = mx.array(0.0), 1.0, 0.0
+        for step, logits in enumerate(self._cast(draft, _unrolled, draft, inputs)):
+            loss = loss + weight * self._apart(logits, law, batch.written * begun(step, inputs))
+            weights += weight
+            weight *= _FADING
+        return loss / weights
 
     def guesses(self, draft: nn.Module, tokens: mx.array) -> Iterator[mx.array]:
         """The draft's likeliest next tokens (B, L) in each step of a round that it learns, given the texts (B, L)."""
@@ -120,8 +116,8 @@ class Distillation:
             yield mx.argmax(self._cast(draft, draft, tokens), axis=-1)
             return
         self.target(tokens)
-        for state in self._cast(draft, _unrolled, draft, tokens):
-            yield mx.argmax(self._cast(draft, draft.logits, state), axis=-1)
+        for logits in self._cast(draft, _unrolled, draft, tokens):
+            yield mx.argmax(logits, axis=-1)
 
     def _apart(self, logits: mx.array, law: Law, written: mx.array) -> mx.array:
         """The loss of logits (B, L, V) over the positions of written (B, L)."""
@@ -154,5 +150,5 @@ def begun(step: int, tokens: mx.array) -> mx.array:
 
 
 def _unrolled(draft: eagle.Model, tokens: mx.array) -> list[mx.array]:
-    """The draft's hidden states (B, L, hidden) in each step, the target having just been called."""
-    return draft.model.unrolled(tokens, eagle.behind(draft.noted()), _UNROLLED)
+    """The draft's logits (B, L, V) in each step, the target having just been called."""
+    return [draft.logits(state) for state in draft.model.unrolled(tokens, eagle.behind(draft.noted()), _UNROLLED)]
