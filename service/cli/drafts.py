@@ -15,7 +15,16 @@ from service.cli.options import Config, Json, settings_from
 def make_draft(
     target: Annotated[str, typer.Option(help="The model to make a draft for: catalogue name, hub name, or folder.")],
     out_folder: Annotated[Path, typer.Option("--out", help="Folder to write the draft to.")],
-    layers: Annotated[str, typer.Option(help="Layers to keep, by index, negative ones from the end.")] = "0,1,-2,-1",
+    kind: Annotated[
+        str, typer.Option(help="layers: some of the target's; eagle: one layer that reads the target's hidden states.")
+    ] = "layers",
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="The target's layers to keep or, for eagle, to read, by index, negative ones from the end; else 0,1,-2,-1, or "
+            "the second, the middle one and the fourth from last."
+        ),
+    ] = None,
     tokens: Annotated[int, typer.Option(min=1, help="Tokens of training text the target writes.")] = 2_000_000,
     length: Annotated[int, typer.Option(min=32, help="Tokens of one text.")] = 384,
     rows: Annotated[int, typer.Option(min=1, help="Texts written at a time.")] = 64,
@@ -41,12 +50,13 @@ def make_draft(
         typer.Option("--blend", help="Learn from KL and total variation together, for a draft that is good already."),
     ] = False,
     package: Annotated[
-        Path | None, typer.Option(help="Also write the layers alone and the replay set, as they ship with a package.")
+        Path | None,
+        typer.Option(help="Also write its own weights alone and the replay set, as they ship with a package."),
     ] = None,
     config: Config = None,
     json: Json = None,
 ) -> None:
-    """Make a draft for any target: keep some of its layers, let it write its own training text, distil.
+    """Make a draft for any target: from some of its layers or as a head on it, which learns from text the target writes.
 
     Under mlx.launch the processes share the work.
     """
@@ -54,16 +64,19 @@ def make_draft(
     from service.learning.ranks import Ranks
     from service.models.catalog import resolve
 
+    if kind not in making.KINDS:
+        raise typer.BadParameter(" or ".join(making.KINDS), param_hint="--kind")
     if dtype not in {"float32", "bfloat16"}:
         raise typer.BadParameter("float32 or bfloat16", param_hint="--dtype")
     try:
-        kept = tuple(int(part) for part in layers.split(","))
+        named = tuple(int(part) for part in layers.split(",")) if layers is not None else None
     except ValueError:
         raise typer.BadParameter("indices separated by commas, such as 0,1,-2,-1", param_hint="--layers") from None
     settings = settings_from(config)
     folder = resolve(target, settings.home, revision=settings.models.revision)
     recipe = making.Recipe(
-        layers=kept,
+        layers=named,
+        kind=kind,
         tokens=tokens,
         length=length,
         rows=rows,

@@ -1,7 +1,8 @@
-"""`redraft make-draft`: a draft for any target, from the target alone: prune, let the target write, distil, measure."""
+"""`redraft make-draft`: a draft for any target, from the target alone: begin, let the target write, distil, measure."""
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -17,29 +18,36 @@ from mlx.utils import tree_flatten, tree_map
 
 from service.core import ModelError
 from service.learning.buffer import GeneralSet
-from service.learning.distil import Distillation, batch_count, batches, freeze_shared
-from service.learning.prune import prune, pruned_config, save
+from service.learning.distil import Distillation, batch_count, batches, begun, freeze_shared
+from service.learning.prune import prune, save
 from service.learning.ranks import Ranks
+from service.learning.sprout import sprout
 from service.learning.trainer import Optimiser, TrainReport, train
 from service.learning.writing import ANSWER, Text, write
-from service.models import vocabulary
+from service.models import eagle, vocabulary
 from service.models.heads import cut
 from service.models.pair import Loaded, load_model
 from service.models.shipped import GENERAL, extract
 
 Report = Callable[[str, int, int, str], None]
 """(stage, done, of, note)"""
+KINDS = ("layers", "eagle")
+_USUAL = (0, 1, -2, -1)
+"""Layers that are kept where none are named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """tokens: how many the target writes, in rows of `length`, `rows` at a time; several processes share them. greedy,
-    openings, turn: see `write`. blend: see `Distillation`. held_out: greedy rows kept for measuring. general: first
-    exchanges of greedy rows kept as the replay set. vocabulary: tokens the draft may propose, the most frequent ones of the
-    answers that the first process wrote (0: all)."""
+    """kind: "layers", some of the target's, or "eagle", one layer that reads the target's hidden states. layers: the target's
+    that are kept, or read; negative ones from the end; None: 0, 1, -2 and -1, or see `sprout.usual`. tokens: how many the
+    target writes, in rows of `length`, `rows` at a time; several processes share them. greedy, openings, turn: see `write`.
+    blend: see `Distillation`. held_out: greedy rows kept for measuring. general: first exchanges of greedy rows kept as the
+    replay set. vocabulary: tokens the draft may propose, the most frequent ones of the answers that the first process wrote
+    (0: all)."""
 
-    layers: tuple[int, ...]
+    layers: tuple[int, ...] | None
     tokens: int
+    kind: str = "layers"
     length: int = 384
     rows: int = 64
     epochs: int = 2
@@ -58,12 +66,14 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True)
 class DraftReport:
-    """agreement: share of held-out greedy answer tokens that the draft's argmax predicts, before and after distilling."""
+    """agreement: share of held-out greedy answer tokens that the draft's argmax predicts, before and after distilling; by_step:
+    after, in each step of a round that is learnt, had the steps before it been right. layers: counted from the first."""
 
     layers: tuple[int, ...]
     tokens: int
     agreement_before: float
     agreement: float
+    by_step: tuple[float, ...]
     held_out_tokens: int
     loss: float
     writing_seconds: float
@@ -83,11 +93,11 @@ def make_draft(
 ) -> DraftReport | None:
     """Write a standard model folder `out`.
 
-    start: go on from this draft instead of the target's bare layers. text_file: reuse the text kept there, or keep it there
-    once written. package: also write what ships with the package (layers in bfloat16 without embeddings, and the replay set).
-    ranks: the processes that make it together, each with a recipe like the first one's but for length, rows and batch; only
-    the first measures and writes the draft, the others return None. Raises ModelError, TrainingFailed; `out` appears only
-    when everything went well.
+    start: go on from this draft of the same kind and layers instead of the target's bare ones. text_file: reuse the text kept
+    there, or keep it there once written. package: also write what ships with the package (the draft's own weights in bfloat16,
+    and the replay set). ranks: the processes that make it together, each with a recipe like the first one's but for length,
+    rows and batch; only the first measures and writes the draft, the others return None. Raises ModelError, TrainingFailed;
+    `out` appears only when everything went well.
     """
     ranks = ranks or Ranks()
     if out.exists():
@@ -96,7 +106,10 @@ def make_draft(
     target = load_model(target_folder)
     scratch = out.with_name(f".{out.name}.partial{ranks.index or ''}")
     shutil.rmtree(scratch, ignore_errors=True)
-    prune(target, recipe.layers, scratch)
+    if recipe.kind == "eagle":
+        layers = sprout(target, recipe.layers, scratch)
+    else:
+        layers = prune(target, _USUAL if recipe.layers is None else recipe.layers, scratch)
     draft = load_model(scratch if start is None else start).model
     if start is not None:
         check_same_shape(draft, load_model(scratch).model, start)
@@ -105,6 +118,7 @@ def make_draft(
     precision = {name: array.dtype for name, array in _named(draft)}
     draft.update(tree_map(lambda array: array.astype(mx.float32), draft.trainable_parameters()))
     target.model.set_dtype(dtype)
+    eagle.bound(draft, target.model)
 
     begun = time.perf_counter()
     text = _text(target, recipe, text_file, ranks, report)
@@ -139,12 +153,11 @@ def make_draft(
     held_out = Text(*(a[: recipe.held_out] for a in (answers.tokens, answers.role, answers.temperature)))
     before, _ = agreement(draft, held_out, loss)
     trained = distil()
-    after, counted = agreement(draft, held_out, loss)
+    after, compared = agreement(draft, held_out, loss)
 
     weights = {name: array.astype(precision[name]) for name, array in _named(draft)}
-    depth = target.config["num_hidden_layers"]
-    kept = [index + depth if index < 0 else index for index in recipe.layers]
-    save(weights, pruned_config(target.config, kept, depth), target.folder, scratch)
+    config = json.loads((scratch / "config.json").read_text(encoding="utf-8"))
+    save(weights, config, target.folder, scratch)
     if recipe.vocabulary:
         answered = [tokens[role == ANSWER] for tokens, role in zip(text.tokens, text.role, strict=True)]
         width = max(target.tokenizer.get_vocab().values()) + 1
@@ -163,22 +176,28 @@ def make_draft(
             ends = frozenset(target.tokenizer.eos_token_ids)
             GeneralSet.of(first_exchanges(answers, recipe.held_out, ends)).save(package / GENERAL)
     return DraftReport(
-        layers=tuple(kept),
+        layers=tuple(layers),
         tokens=tokens,
-        agreement_before=before,
-        agreement=after,
-        held_out_tokens=counted,
+        agreement_before=before[0],
+        agreement=after[0],
+        by_step=tuple(after),
+        held_out_tokens=compared,
         loss=trained.loss,
         writing_seconds=written_at - begun,
         training_seconds=trained.seconds,
     )
 
 
-def check_same_shape(draft: nn.Module, pruned: nn.Module, start: Path) -> None:
-    """Raises ModelError when `start` is not a draft of the same layers."""
-    shapes = [{name: array.shape for name, array in _named(model)} for model in (draft, pruned)]
+def check_same_shape(draft: nn.Module, fresh: nn.Module, start: Path) -> None:
+    """Raises ModelError when `start` is not a draft of the same kind and number of layers, or reads others."""
+    shapes = [{name: array.shape for name, array in _named(model)} for model in (draft, fresh)]
     if shapes[0] != shapes[1]:
-        raise ModelError(f"{start.name} is no draft of this target with so many layers: its weights have other shapes")
+        raise ModelError(
+            f"{start.name} is no draft of this target of this kind with so many layers: its weights have other shapes"
+        )
+    read, wanted = ([*model.args.taps] if isinstance(model, eagle.Model) else [] for model in (draft, fresh))
+    if read != wanted:
+        raise ModelError(f"{start.name} reads layers {read} of its target, not {wanted}: name these with --layers")
 
 
 def _named(model: nn.Module) -> list[tuple[str, mx.array]]:
@@ -216,16 +235,21 @@ def _text(target: Loaded, recipe: Recipe, kept: Path | None, ranks: Ranks, repor
     return text
 
 
-def agreement(draft: nn.Module, text: Text, run: Distillation, rows: int = 16) -> tuple[float, int]:
-    """Share of the answers' tokens that are the draft's argmax, and how many tokens were compared."""
-    agreed = counted = 0
+def agreement(draft: nn.Module, text: Text, run: Distillation, rows: int = 16) -> tuple[list[float], int]:
+    """Share of the answers' tokens that are the draft's argmax, in each step of a round that it learns, the steps before taken
+    for right; and how many tokens were compared in the first."""
+    agreed, compared = list[int](), list[int]()
     for start in range(0, len(text.tokens), rows):
         tokens, role = text.tokens[start : start + rows], text.role[start : start + rows]
-        guess = np.array(mx.argmax(run.logits(draft, mx.array(tokens[:, :-1])), axis=-1))
-        answers = role[:, 1:] == ANSWER
-        agreed += int(((guess == tokens[:, 1:]) & answers).sum())
-        counted += int(answers.sum())
-    return agreed / max(counted, 1), counted
+        inputs = mx.array(tokens[:, :-1])
+        for step, guess in enumerate(run.guesses(draft, inputs)):
+            if step == len(agreed):
+                agreed.append(0)
+                compared.append(0)
+            answers = (role[:, 1:] == ANSWER) & np.array(begun(step, inputs))
+            agreed[step] += int(((np.array(guess) == tokens[:, 1:]) & answers).sum())
+            compared[step] += int(answers.sum())
+    return [right / max(of, 1) for right, of in zip(agreed, compared, strict=True)], compared[0]
 
 
 def first_exchanges(

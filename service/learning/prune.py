@@ -18,17 +18,16 @@ from service.models.pair import Loaded
 _LAYER = re.compile(r"^(?P<head>.*\blayers\.)(?P<index>\d+)(?P<tail>\..*)$")
 
 
-def prune(target: Loaded, layers: Sequence[int], folder: Path) -> None:
+def prune(target: Loaded, layers: Sequence[int], folder: Path) -> list[int]:
     """Write a model folder that keeps `layers` of the target (indices, negative ones from the end), everything else unchanged.
 
-    Raises ModelError when an index is out of range or the family does not keep its layers in one list.
+    Returns them counted from the first. Raises ModelError when an index is out of range or the family does not keep its
+    layers in one list.
     """
     depth = target.config.get("num_hidden_layers")
     if not isinstance(depth, int) or len(cast("list[object]", target.model.layers)) != depth:
         raise ModelError(f"cannot prune {target.folder.name}: its layers are not one list of num_hidden_layers")
-    kept = [index + depth if index < 0 else index for index in layers]
-    if not kept or sorted(set(kept)) != kept or kept[0] < 0 or kept[-1] >= depth:
-        raise ModelError(f"--layers must name layers 0..{depth - 1} in ascending order, each once: got {list(layers)}")
+    kept = counted(layers, depth)
     folder.mkdir(parents=True, exist_ok=True)
     weights: dict[str, mx.array] = {}
     for name, array in cast("list[tuple[str, mx.array]]", tree_flatten(target.model.parameters())):
@@ -38,6 +37,15 @@ def prune(target: Loaded, layers: Sequence[int], folder: Path) -> None:
         elif int(match["index"]) in kept:
             weights[f"{match['head']}{kept.index(int(match['index']))}{match['tail']}"] = array
     save(weights, pruned_config(target.config, kept, depth), target.folder, folder)
+    return kept
+
+
+def counted(layers: Sequence[int], depth: int) -> list[int]:
+    """Indices into `depth` layers, negative ones from the end, as counted from the first. Raises ModelError."""
+    found = [index + depth if index < 0 else index for index in layers]
+    if not found or sorted(set(found)) != found or found[0] < 0 or found[-1] >= depth:
+        raise ModelError(f"--layers must name layers 0..{depth - 1} in ascending order, each once: got {list(layers)}")
+    return found
 
 
 def pruned_config(config: Mapping[str, Any], kept: Sequence[int], depth: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from service.core import ModelError
-from service.learning.prune import save
+from service.learning.prune import counted, save
 from service.models.eagle import ARCHITECTURE, Model, ModelArgs
 from service.models.pair import Loaded
 from service.models.taps import Taps
@@ -40,19 +40,23 @@ _KEPT = (
 """What the head's config.json has from the target's."""
 
 
-def sprout(target: Loaded, layers: Sequence[int], folder: Path) -> None:
-    """Write the folder of a draft that reads these layers of the target (indices, negative ones from the end).
+def usual(depth: int) -> list[int]:
+    """The layers to read of a target of so many: the second, the middle one and the fourth from last (EAGLE-3's); fewer of a
+    target where these coincide."""
+    return sorted({min(1, depth - 1), max(depth // 2 - 1, 0), max(depth - 4, 0)})
 
-    It begins as the target's last layer over its deepest feature and a little of everything else. Raises ModelError when an
-    index is out of range, or where the target's last layer is not a Llama's.
+
+def sprout(target: Loaded, layers: Sequence[int] | None, folder: Path) -> list[int]:
+    """Write the folder of a draft that reads these layers of the target (indices, negative ones from the end; None: the usual).
+
+    It begins as the target's last layer over its deepest feature and a little of everything else. Returns the layers counted
+    from the first. Raises ModelError when an index is out of range, or where the target's last layer is not a Llama's.
     """
     depth = len(cast("list[object]", getattr(target.model, "layers", [])))
-    taps = [index + depth if index < 0 else index for index in layers]
-    if not taps or sorted(set(taps)) != taps or taps[0] < 0 or taps[-1] >= depth:
-        raise ModelError(f"--layers must name layers 0..{depth - 1} in ascending order, each once: got {list(layers)}")
+    taps = usual(depth) if layers is None and depth else counted(layers or (), depth)
     config = {name: target.config[name] for name in _KEPT if name in target.config}
     config |= {"model_type": "llama", "architectures": [ARCHITECTURE], "num_hidden_layers": 1, "taps": taps}
-    head = Model(cast("ModelArgs", ModelArgs.from_dict(config)))
+    head = Model(ModelArgs.from_dict(config))
     weights = dict(_named(head))
     width = int(config["hidden_size"])
     Taps(target.model, taps, width).take()
@@ -65,6 +69,8 @@ def sprout(target: Loaded, layers: Sequence[int], folder: Path) -> None:
     last = cast("list[nn.Module]", target.model.layers)[-1]
     _take(weights, "model.layers.0.", dict(_dense(last)))
     owner = cast("Any", target.model)
+    precision = owner.model.norm.weight.dtype
+    weights = {name: array.astype(precision) for name, array in weights.items()}
     for name, module in (("model.norm.", owner.model.norm), ("model.embed_tokens.", owner.model.embed_tokens)):
         weights |= {f"{name}{leaf}": array for leaf, array in _named(module)}
     if not config.get("tie_word_embeddings", True):
@@ -72,6 +78,7 @@ def sprout(target: Loaded, layers: Sequence[int], folder: Path) -> None:
     mx.eval(weights)
     folder.mkdir(parents=True, exist_ok=True)
     save(weights, config, target.folder, folder)
+    return taps
 
 
 def _take(weights: dict[str, mx.array], prefix: str, layer: dict[str, mx.array]) -> None:
