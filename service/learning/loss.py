@@ -73,18 +73,18 @@ class TargetDivergence:
         shares = fading(len(steps))
         if count * len(steps) <= CHUNK:
             totals = [
-                share * self._total(each[batch.at], batch, 0, count) for each, share in zip(steps, shares, strict=True)
+                share * self._total(step[batch.at], batch, 0, count) for step, share in zip(steps, shares, strict=True)
             ]
         else:
             # The head's parameters may be trainable, which is why the module is handed over to be differentiated
             # through.
             totals = list[mx.array]()
-            for each, share in zip(steps, shares, strict=True):
+            for step, share in zip(steps, shares, strict=True):
                 for start in range(0, count, CHUNK):
                     stop = min(start + CHUNK, count)
                     part = partial(self._total, batch=batch, start=start, stop=stop)
                     again = cast("Callable[[mx.array], mx.array]", checkpoint(model, part))
-                    totals.append(share * again(each[batch.at[start:stop]]))
+                    totals.append(share * again(step[batch.at[start:stop]]))
         return sum(totals, mx.array(0.0)) / mx.maximum(batch.weight.sum(), 1e-6)
 
     def positions(self, model: nn.Module, batch: Batch) -> mx.array:

@@ -1,8 +1,8 @@
 """The rounds a draft would have had on a greedy or seeded text, and the cases they would have left: what the engine logs at a
 fixed draft length, without decoding. Such a text is the same whatever drafted it, and the draft's choice at every position is
-too (under a seed by the same noise; of a draft that reads hidden states, by its depth in the round), so one teacher-forced
-pass of the draft tells. Under rejection neither the draft's choice
-nor the target's word on it is settled by the text: such texts have no one course of rounds."""
+too (under a seed by the same noise; of a draft that reads hidden states, by the token's place in its proposal), so one
+teacher-forced pass of the draft tells. Under rejection neither the draft's choice nor the target's word on it is settled by the
+text: such texts have no one course of rounds."""
 
 from __future__ import annotations
 
