@@ -80,7 +80,8 @@ def run_score(
         model = _model(pair, stores, version, kept, told)
         if rows is not None and costs is None:
             costs = profile.measure(pair.target.model, model, rows=[rows], most=max(1, *ks))
-        rates = dict(zip((g.id for g in told), acceptance(model, told, vocabulary=pair.vocabulary), strict=True))
+        kept_at = acceptance(model, told, vocabulary=pair.vocabulary, k=max(ks))
+        rates = dict(zip((g.id for g in told), kept_at, strict=True))
         for name, members in ({ALL: told} | (settings if len(settings) > 1 else {})).items():
             mine = [rates[g.id] for g in members]
             told_of = tuple(forecast(mine, k, costs, rows or 1) for k in ks)

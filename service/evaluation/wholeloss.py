@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.utils import checkpoint
 
 from service.learning.dataset import Batch
-from service.learning.loss import CHUNK
+from service.learning.loss import CHUNK, LEARNT_STEPS, fading
 from service.learning.objectives import Objective, each
-from service.models.heads import Backbone, Head, split
-
-Parts: TypeAlias = tuple[Backbone, Head] | None
+from service.learning.steps import Parts, states
+from service.models.heads import split
 
 
 class WholeDivergence:
@@ -28,27 +27,24 @@ class WholeDivergence:
         self.objective = objective
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
-        ours = self._states(model, self.parts, batch)
-        theirs = mx.stop_gradient(self._states(self.target, self.target_parts, batch))
+        steps = [found[batch.at] for found in states(model, self.parts, batch.tokens, LEARNT_STEPS)]
+        theirs = mx.stop_gradient(states(self.target, self.target_parts, batch.tokens, 1)[0][batch.at])
         total = mx.array(0.0)
         for start in range(0, batch.at.shape[0], CHUNK):
             chosen = slice(start, start + CHUNK)
             logp = mx.stop_gradient(self._law(theirs[chosen], self.target_parts))
             weight = batch.weight[chosen]
 
-            def part(states: mx.array, logp: mx.array = logp, weight: mx.array = weight) -> mx.array:
-                return (each(self.objective, logp, self._law(states, self.parts)) * weight).sum()
+            def part(ours: mx.array, logp: mx.array = logp, weight: mx.array = weight) -> mx.array:
+                return (each(self.objective, logp, self._law(ours, self.parts)) * weight).sum()
 
             again = cast("Callable[[mx.array], mx.array]", checkpoint(model, part))
-            total = total + again(ours[chosen])
+            for ours, share in zip(steps, fading(len(steps)), strict=True):
+                total = total + share * again(ours[chosen])
         return total / mx.maximum(batch.weight.sum(), 1e-6)
 
-    def _states(self, model: nn.Module, parts: Parts, batch: Batch) -> mx.array:
-        states = cast("mx.array", model(batch.tokens)) if parts is None else parts[0](batch.tokens, None)
-        return states.reshape(-1, states.shape[-1])[batch.at]
-
-    def _law(self, states: mx.array, parts: Parts) -> mx.array:
-        logits = states if parts is None else parts[1](states)
+    def _law(self, found: mx.array, parts: Parts) -> mx.array:
+        logits = found if parts is None else parts[1](found)
         logits = logits[:, : self.vocabulary].astype(mx.float32)
         law = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
         # Nothing is outside: an objective's last column is what the others leave.

@@ -17,9 +17,9 @@ scores; and copies of the logits in the loss. Counted for a Llama block."""
 _FLOAT = 4
 
 
-def training_bytes(config: Mapping[str, object], *, weights: int, rows: int, length: int) -> int:
-    """Bytes a run needs at its peak, estimated. config: the draft's config.json. weights: bytes of its weights in
-    memory. rows, length: of the largest batch, padding included."""
+def training_bytes(config: Mapping[str, object], *, weights: int, rows: int, length: int, steps: int = 1) -> int:
+    """Bytes a run needs at its peak, estimated. config: the draft's config.json. weights: bytes of all weights in
+    memory. rows, length: of the largest batch, padding included. steps: times the draft's blocks run over it."""
 
     def size(name: str, default: int) -> int:
         value = config.get(name)
@@ -30,7 +30,7 @@ def training_bytes(config: Mapping[str, object], *, weights: int, rows: int, len
     inner, vocabulary = size("intermediate_size", 4 * hidden), size("vocab_size", 2**17)
     token = _PER_HIDDEN * hidden + _PER_INNER * inner + _PER_SCORE * heads * length
     logits = _PER_LOGIT * min(CHUNK, rows * length) * vocabulary
-    return _BASE + weights + _FLOAT * (layers * rows * length * token + logits)
+    return _BASE + weights + _FLOAT * (steps * layers * rows * length * token + logits)
 
 
 def loading_bytes(weights: int) -> int:

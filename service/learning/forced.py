@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.learning.dataset import padded
+from service.learning.steps import states
 from service.models.heads import opened, split
 
 TOKENS = 2048
@@ -25,11 +25,12 @@ Tokens = Sequence[int]
 @dataclass(frozen=True, slots=True)
 class Span:
     """Some output positions of some texts: text[i] is an index into the texts, position[i] into that text's output, and
-    logits[i], (n, V), is what the model makes of it."""
+    logits[i], (n, V), is what the model makes of it. depth: which step of a round this is so in, 0 the first."""
 
     text: list[int]
     position: list[int]
     logits: mx.array
+    depth: int
 
 
 def response_logits(
@@ -38,15 +39,16 @@ def response_logits(
     *,
     vocabulary: int,
     between: Callable[[], None] = lambda: None,
+    depth: int = 1,
 ) -> Iterator[Span]:
     """Walk (prompt, output) pairs, prompts not empty, by length. vocabulary: width the logits are cut to. `between` is
-    called before every model call.
+    called before every model call. depth: steps of a round to tell apart (see `steps.depths`).
 
     A model whose head is cut proposes the ids it keeps and those its text has shown before the position, as when it serves;
     all others are -inf. (What it cannot propose is never drafted, so what a round of its own shows is no more than this.)
     """
     with opened(model) as keeps:
-        yield from _walk(model, texts, vocabulary, keeps, between)
+        yield from _walk(model, texts, vocabulary, keeps, between, depth)
 
 
 def _walk(
@@ -55,6 +57,7 @@ def _walk(
     vocabulary: int,
     keeps: NDArray[np.bool_] | None,
     between: Callable[[], None],
+    depth: int,
 ) -> Iterator[Span]:
     parts = split(model)
     order = sorted((i for i, (_, output) in enumerate(texts) if output), key=lambda i: _fed(texts[i]))
@@ -65,21 +68,21 @@ def _walk(
         for row, index in zip(tokens, group, strict=True):
             prompt, output = texts[index]
             row[: len(prompt) + len(output) - 1] = [*prompt, *output[:-1]]
-        fed = mx.array(tokens)
-        states = cast("mx.array", model(fed)) if parts is None else parts[0](fed, None)
-        states = states.reshape(-1, states.shape[-1])
         where = [(row, i, j) for row, i in enumerate(group) for j in range(len(texts[i][1]))]
-        states = states[mx.array([row * length + len(texts[i][0]) - 1 + j for row, i, j in where])]
-        mx.eval(states)
+        at = mx.array([row * length + len(texts[i][0]) - 1 + j for row, i, j in where])
+        found = [each[at] for each in states(model, parts, mx.array(tokens), depth)]
+        mx.eval(found)
         for start in range(0, len(where), POSITIONS):
             chosen = slice(start, start + POSITIONS)
-            logits = states[chosen] if parts is None else parts[1](states[chosen])
             text, position = [i for _, i, _ in where[chosen]], [j for _, _, j in where[chosen]]
-            logits = logits[:, :vocabulary].astype(mx.float32)
+            barred = None
             if keeps is not None:
-                barred = np.where(_allowed(texts, text, position, keeps)[:, :vocabulary], 0.0, -np.inf)
-                logits = logits + mx.array(barred.astype(np.float32))
-            yield Span(text, position, logits)
+                allowed = _allowed(texts, text, position, keeps)[:, :vocabulary]
+                barred = mx.array(np.where(allowed, 0.0, -np.inf).astype(np.float32))
+            for step, each in enumerate(found):
+                logits = each[chosen] if parts is None else parts[1](each[chosen])
+                logits = logits[:, :vocabulary].astype(mx.float32)
+                yield Span(text, position, logits if barred is None else logits + barred, step)
 
 
 def _allowed(

@@ -25,7 +25,7 @@ class Forecast:
 def forecast(found: Sequence[Acceptance], k: int, costs: Costs | None = None, rows: int = 1) -> Forecast:
     """Of texts with at least one token together. costs: of target and draft where the draft would serve, `rows` at a time."""
     load = Load(rows, USUALLY_HELD)
-    tokens = sum(len(one.rates) for one in found)
+    tokens = sum(one.rates.shape[-1] for one in found)
     per_call = tokens / sum(expected_calls(one.rates, k) for one in found)
     tested, kept = np.zeros(k), np.zeros(k)
     for one in found:

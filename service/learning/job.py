@@ -25,7 +25,7 @@ from service.learning.buffer import GeneralSet, lesson
 from service.learning.channel import Channel
 from service.learning.dataset import Dataset, Example, build, padded
 from service.learning.fitting import fit
-from service.learning.loading import kept, load_draft, load_target, shared_width
+from service.learning.loading import kept, load_draft, load_target, shared_width, training_bytes
 from service.learning.rescore import TargetCache, with_targets
 from service.learning.rounds import logged
 from service.learning.scoring import choose_held_out, score
@@ -34,7 +34,6 @@ from service.learning.trainer import TrainReport
 from service.models import vocabulary
 from service.models.folding import as_served
 from service.models.pair import Loaded
-from service.models.weights import bytes_in_memory
 from service.store.database import Database
 from service.store.files import publish
 from service.store.generations import Generations
@@ -84,8 +83,8 @@ class _Training:
         job = self.job
         self._check_current()
         data = self._dataset()
+        self._check_budget(data)
         draft = load_draft(job)
-        self._check_budget(draft, data)
         shape = lora.wrap(draft.model, rank=job.training.rank, scale=job.training.scale, seed=job.run)
         if job.parent is not None:
             lora.warm_start(draft.model, shape, job.parent, job.provenance.draft)
@@ -152,13 +151,11 @@ class _Training:
             raise TrainingFailed(f"no example to learn from: {data.skipped or 'the run claimed nothing'}")
         return data
 
-    def _check_budget(self, draft: Loaded, data: Dataset) -> None:
+    def _check_budget(self, data: Dataset) -> None:
         job = self.job
-        weights = bytes_in_memory(job.draft, widen=mx.default_device().type == mx.cpu)
         length = padded(max(len(example.tokens) for example in data.examples))
         rows = min(job.training.batch_size, len(data.examples))
-        needed = budget.training_bytes(draft.config, weights=weights, rows=rows, length=length)
-        budget.check(needed, least_gb=job.training.memory_gb)
+        budget.check(training_bytes(job, rows=rows, length=length), least_gb=job.training.memory_gb)
 
     def _vocabulary(self, draft: Loaded) -> list[int] | None:
         """The parent's list, with what this run learns from moved to its front."""

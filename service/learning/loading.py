@@ -1,4 +1,4 @@
-"""What a job loads: the draft that serves, the target where it is needed, and how wide they are."""
+"""What a job loads: the draft that serves, the target where it is needed, and what their config.json say."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ import mlx.nn as nn
 
 from service.core import TrainingFailed
 from service.learning import budget
-from service.learning.spec import JobSpec, TrainJob
-from service.models import vocabulary
+from service.learning.loss import LEARNT_STEPS
+from service.learning.spec import JobSpec
+from service.models import eagle, vocabulary
 from service.models.pair import Loaded, load_model
 from service.models.weights import bytes_in_memory
 
@@ -24,19 +25,32 @@ def kept(job: JobSpec, adapter: Path | None) -> list[int] | None:
 
 
 def load_draft(job: JobSpec) -> Loaded:
+    """The draft, bound to its target where it reads that one's hidden states. Raises TrainingFailed."""
     draft = load_model(job.draft)
     if draft.fingerprint != job.provenance.draft:
         raise TrainingFailed(f"the draft in {job.draft.name} is not the one that serves: its files changed")
+    if eagle.described(draft.config):
+        eagle.bound(draft.model, load_target(job)[0])
     return draft
 
 
-def load_target(job: TrainJob) -> tuple[nn.Module, int]:
-    widen = mx.default_device().type == mx.cpu
-    budget.check(budget.loading_bytes(bytes_in_memory(job.target, widen=widen)), least_gb=0.0)
+def load_target(job: JobSpec) -> tuple[nn.Module, int]:
+    """The target, and the width its logits are cut to. Raises TrainingFailed."""
+    budget.check(budget.loading_bytes(_bytes(job.target)), least_gb=0.0)
     target = load_model(job.target)
     if target.fingerprint != job.provenance.target:
         raise TrainingFailed(f"the target in {job.target.name} is not the one that serves: its files changed")
     return target.model, shared_width(job)
+
+
+def training_bytes(job: JobSpec, *, rows: int, length: int) -> int:
+    """Bytes that training takes at its peak, what `load_draft` loads among them; see `budget`."""
+    config = _config(job.draft)
+    weights = _bytes(job.draft)
+    if not eagle.described(config):
+        return budget.training_bytes(config, weights=weights, rows=rows, length=length)
+    weights += _bytes(job.target)
+    return budget.training_bytes(config, weights=weights, rows=rows, length=length, steps=LEARNT_STEPS)
 
 
 def shared_width(job: JobSpec) -> int:
@@ -45,8 +59,16 @@ def shared_width(job: JobSpec) -> int:
 
 
 def _width(folder: Path) -> int:
-    config = cast("dict[str, Any]", json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    config = _config(folder)
     for part in (config, cast("dict[str, Any]", config.get("text_config") or {})):
         if isinstance(width := part.get("vocab_size"), int):
             return width
     raise TrainingFailed(f"{folder.name}/config.json names no vocab_size")
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return cast("dict[str, Any]", json.loads((folder / "config.json").read_text(encoding="utf-8")))
+
+
+def _bytes(folder: Path) -> int:
+    return bytes_in_memory(folder, widen=mx.default_device().type == mx.cpu)

@@ -4,12 +4,16 @@ Decoding is lossless, so a logged output is a sample of the target whatever draf
 tokens x_t would have been an accepted draft token with a probability a_t that needs the draft alone: 1 or 0 under the
 match rule (its own choice equals x_t or not), min(1, q(x_t) / p(x_t)) under rejection. Rounds over those a_t form a
 renewal process whose expected number of target calls is exact.
+
+Rates are (depths, tokens), or (tokens,) where there is one depth: row i holds a_t for a token that is the (i + 1)-th of its
+proposal, the last row for all later ones too (see `steps`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,55 +24,63 @@ from service.core import AcceptRule, Generation, Sampling
 from service.engine.sampling import SamplingBatch, choose, shared_noise, transform
 from service.learning.dataset import unpack
 from service.learning.forced import Span, response_logits
+from service.learning.steps import UNROLLED, depths
 
 Doubles = NDArray[np.float64]
+Rates: TypeAlias = Sequence[float] | Doubles
 
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """rates: (tokens,) probability that each output token would have been kept, had it been drafted. agreed: how many
-    output tokens are the draft's argmax."""
+    """rates: (depths, tokens) probability that each output token would have been kept, had it been drafted. agreed: how many
+    output tokens are the draft's argmax, where it drafts them first."""
 
     rates: Doubles
     agreed: int
 
 
-def expected_calls(rates: Sequence[float] | Doubles, k: int) -> float:
+def expected_calls(rates: Rates, k: int) -> float:
     """Expected target calls to emit len(rates) tokens with k drafted a round.
 
     A round that starts at t keeps exactly j < k drafts with probability a_t .. a_{t+j-1} (1 - a_{t+j}), all k with
     a_t .. a_{t+k-1}, and emits one token more than it keeps, never past the end. With r(t) the probability that some
     round starts at t (r(0) = 1), the calls are the sum of r.
     """
-    return float(_starts(np.asarray(rates, dtype=np.float64), [k]).sum())
+    return float(_starts(_by_depth(rates), [k]).sum())
 
 
-def calls_by_length(rates: Sequence[float] | Doubles, k: int) -> tuple[float, ...]:
+def calls_by_length(rates: Rates, k: int) -> tuple[float, ...]:
     """expected_calls with 1, 2, ... k drafted a round, in the time of one."""
     lengths = range(1, k + 1)
-    return tuple(_starts(np.asarray(rates, dtype=np.float64), lengths).sum(axis=1).tolist()) if lengths else ()
+    return tuple(_starts(_by_depth(rates), lengths).sum(axis=1).tolist()) if lengths else ()
 
 
-def expected_positions(rates: Sequence[float] | Doubles, k: int) -> tuple[Doubles, Doubles]:
+def expected_positions(rates: Rates, k: int) -> tuple[Doubles, Doubles]:
     """How often each of the k positions of a proposal is expected to be tested, and to be kept, (k,) each: position i is tested
     where all before it were kept and the text goes on."""
-    a = np.asarray(rates, dtype=np.float64)
+    a = _by_depth(rates)
     starts = _starts(a, [k])[0]
     tested, kept = np.zeros(k), np.zeros(k)
     reach = starts.copy()
     for i in range(k):
-        reach = reach[: max(len(a) - i, 0)]
+        reach = reach[: max(a.shape[1] - i, 0)]
         tested[i] = reach.sum()
-        reach = reach * a[i : i + len(reach)]
+        reach = reach * a[min(i, len(a) - 1), i : i + len(reach)]
         kept[i] = reach.sum()
     return tested, kept
 
 
+def _by_depth(rates: Rates) -> Doubles:
+    return np.atleast_2d(np.asarray(rates, dtype=np.float64))
+
+
 def _starts(a: Doubles, lengths: Sequence[int]) -> Doubles:
-    """r(t) at every output position, by draft length, (lengths, tokens)."""
-    count, most = len(a), max(lengths)
+    """r(t) at every output position, by draft length, (lengths, tokens). a: (depths, tokens)."""
+    count, most = a.shape[1], max(lengths)
     # Beyond the end nothing matters: whatever is kept there, the request is over.
-    ahead = np.lib.stride_tricks.sliding_window_view(np.concatenate([a, np.zeros(most + 1)]), most + 1)[:count]
+    beyond = np.pad(a, ((0, 0), (0, most + 1)))
+    # (tokens, most + 1): the rates of a round that starts there.
+    ahead = np.stack([beyond[min(i, len(a) - 1), i : i + count] for i in range(most + 1)], axis=1)
     kept = np.concatenate([np.ones((count, 1)), np.cumprod(ahead[:, :most], axis=1)], axis=1)
     # Probability that a round which starts at t keeps just so many: no more follows k.
     just = np.stack([kept * np.where(np.arange(most + 1) == k, 1.0, 1.0 - ahead) for k in lengths])
@@ -86,15 +98,17 @@ def acceptance(
     generations: Sequence[Generation],
     *,
     vocabulary: int,
+    k: int = UNROLLED,
     between: Callable[[], None] = lambda: None,
 ) -> list[Acceptance]:
-    """a_t of every output token, from one teacher-forced pass of the draft.
+    """a_t of every output token at every depth of rounds of `k` tokens, from one teacher-forced pass of the draft.
 
     Greedy rows by argmax; seeded rows by the draft's choice under the same Gumbel noise; unseeded rows from the
     target's stored log-probability after the sampling transform. vocabulary: width of the logits the pair shares.
     between: called before every model call.
     """
-    rates = [np.zeros(len(generation.output)) for generation in generations]
+    depth = depths(model, k)
+    rates = [np.zeros((depth, len(generation.output))) for generation in generations]
     agreed = [0] * len(generations)
     # What one row's sampling needs is computed for its whole span: noise and sorting only where all rows want them.
     kinds: dict[tuple[bool, ...], list[int]] = {}
@@ -103,15 +117,16 @@ def acceptance(
     for members in kinds.values():
         alike = [generations[index] for index in members]
         texts = [(generation.prompt.tokens, generation.output) for generation in alike]
-        for span in response_logits(model, texts, vocabulary=vocabulary, between=between):
+        for span in response_logits(model, texts, vocabulary=vocabulary, between=between, depth=depth):
             kept, argmax = _span(span, alike)
             for text, position, a, same in zip(span.text, span.position, kept, argmax, strict=True):
-                rates[members[text]][position] = a
-                agreed[members[text]] += int(same)
+                rates[members[text]][span.depth, position] = a
+                if span.depth == 0:
+                    agreed[members[text]] += int(same)
     for generation, a in zip(generations, rates, strict=True):
         if len(generation.prompt.tokens) < 2:
             # The engine drafts only after two tokens.
-            a[:1] = 0.0
+            a[:, :1] = 0.0
     return [Acceptance(a, same) for a, same in zip(rates, agreed, strict=True)]
 
 
@@ -154,7 +169,8 @@ def overlap(
     vocabulary: int,
     between: Callable[[], None] = lambda: None,
 ) -> list[Doubles]:
-    """Sum of min(p, q) over the vocabulary at T = 1 at every output position: the acceptance of unfiltered sampling.
+    """Sum of min(p, q) over the vocabulary at T = 1 at every output position: the acceptance of unfiltered sampling, of the
+    first token of a proposal.
 
     From the stored targets: exact over the top, and min of both tails for the rest, which is the upper end of what the
     rest can hold. Raises ValueError when a generation has none.

@@ -1,7 +1,8 @@
 """The rounds a draft would have had on a greedy or seeded text, and the cases they would have left: what the engine logs at a
 fixed draft length, without decoding. Such a text is the same whatever drafted it, and the draft's choice at every position is
-too (under a seed by the same noise), so one teacher-forced pass of the draft tells. Under rejection neither the draft's choice
-nor the target's word on it is settled by the text: such texts have no one course of rounds."""
+too (under a seed by the same noise; of a draft that reads hidden states, by the token's place in its proposal), so one
+teacher-forced pass of the draft tells. Under rejection neither the draft's choice nor the target's word on it is settled by the
+text: such texts have no one course of rounds."""
 
 from __future__ import annotations
 
@@ -17,25 +18,29 @@ from service.core import AcceptRule, FailureCase, Generation, Round
 from service.engine.sampling import SamplingBatch, choose, shared_noise, transform
 from service.learning.dataset import unpack
 from service.learning.forced import Span, response_logits
+from service.learning.steps import depths
 
 
 @dataclass(frozen=True, slots=True)
 class Drafted:
-    """A generation with the rounds and cases that a draft would have left. agreed: output tokens that are its argmax."""
+    """A generation with the rounds and cases that a draft would have left. agreed: output tokens that are its choice, were each
+    the first of a proposal."""
 
     generation: Generation
     agreed: int
 
 
-def walk(kept: Sequence[bool], k: int, first: int) -> list[tuple[int, int, int, int]]:
-    """(start, drafted, accepted, emitted) of every round. kept: whether the draft's token at each output position is the one
-    that was emitted. first: tokens drafted in the first round, `k` in all others."""
+def walk(kept: NDArray[np.bool_], k: int, first: int) -> list[tuple[int, int, int, int]]:
+    """(start, drafted, accepted, emitted) of every round. kept: (depths, tokens) whether the draft's token at each output
+    position is the one that was emitted, by its place in a proposal, later ones as the last. first: tokens drafted in the first
+    round, `k` in all others."""
+    depth, count = kept.shape
     found: list[tuple[int, int, int, int]] = []
     start, drafted = 0, first
-    while start < len(kept):
-        tried = kept[start : start + drafted]
-        accepted = next((i for i, right in enumerate(tried) if not right), len(tried))
-        emitted = min(accepted + 1, len(kept) - start)
+    while start < count:
+        tried = min(drafted, count - start)
+        accepted = next((i for i in range(tried) if not kept[min(i, depth - 1), start + i]), tried)
+        emitted = min(accepted + 1, count - start)
         found.append((start, drafted, accepted, emitted))
         start, drafted = start + emitted, k
     return found
@@ -58,20 +63,18 @@ def logged(
     """
     if any(g.prompt.sampling.rule is not AcceptRule.MATCH or g.targets is None for g in generations):
         raise ValueError("only greedy and seeded generations with targets have one course of rounds")
-    guesses = [np.zeros(len(g.output), dtype=np.int64) for g in generations]
-    sure = [np.zeros(len(g.output)) for g in generations]
+    depth = depths(model, k)
+    guesses = [np.zeros((depth, len(g.output)), dtype=np.int64) for g in generations]
+    sure = [np.zeros((depth, len(g.output))) for g in generations]
     for greedy in (True, False):
         # Apart: noise over the vocabulary costs more than the rest.
         members = [i for i, g in enumerate(generations) if g.prompt.sampling.greedy is greedy]
         texts = [(generations[i].prompt.tokens, generations[i].output) for i in members]
-        for span in response_logits(model, texts, vocabulary=vocabulary, between=between):
+        for span in response_logits(model, texts, vocabulary=vocabulary, between=between, depth=depth):
             chosen, q = _choice(span, [generations[members[text]] for text in span.text])
             for text, at, token, mass in zip(span.text, span.position, chosen, q, strict=True):
-                guesses[members[text]][at], sure[members[text]][at] = token, mass
-    return [
-        _told(g, guess.tolist(), q.tolist(), k, adapter, tie_margin)
-        for g, guess, q in zip(generations, guesses, sure, strict=True)
-    ]
+                guesses[members[text]][span.depth, at], sure[members[text]][span.depth, at] = token, mass
+    return [_told(g, guess, q, k, adapter, tie_margin) for g, guess, q in zip(generations, guesses, sure, strict=True)]
 
 
 def _choice(span: Span, owners: Sequence[Generation]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
@@ -86,10 +89,13 @@ def _choice(span: Span, owners: Sequence[Generation]) -> tuple[NDArray[np.int64]
     return np.array(chosen[:, 0], dtype=np.int64), np.array(q)
 
 
-def _told(g: Generation, guess: list[int], q: list[float], k: int, adapter: int, tie_margin: float) -> Drafted:
+def _told(
+    g: Generation, guess: NDArray[np.int64], q: NDArray[np.float64], k: int, adapter: int, tie_margin: float
+) -> Drafted:
+    """guess, q: (depths, tokens)."""
     assert g.targets is not None
     ids, logprobs, _ = unpack(g.targets)
-    kept = [guessed == said for guessed, said in zip(guess, g.output, strict=True)]
+    kept = guess == np.array(g.output)
     rounds: list[Round] = []
     cases: list[FailureCase] = []
     # The engine drafts only after two tokens.
@@ -98,17 +104,18 @@ def _told(g: Generation, guess: list[int], q: list[float], k: int, adapter: int,
         at = start + accepted
         if accepted == drafted or emitted <= accepted:
             continue
-        known = np.flatnonzero(ids[at] == guess[at])
+        place = min(accepted, len(guess) - 1), at
+        known = np.flatnonzero(ids[at] == guess[place])
         margin = float(logprobs[at, 0] - logprobs[at, 1]) if ids.shape[1] > 1 else float("inf")
         cases.append(
             FailureCase(
                 position=at,
-                drafted=guess[at],
+                drafted=int(guess[place]),
                 target=g.output[at],
                 p=float(np.exp(logprobs[at, known[0]])) if len(known) else 0.0,
-                q=q[at],
+                q=float(q[place]),
                 margin=margin,
                 tie=margin < tie_margin,
             )
         )
-    return Drafted(replace(g, rounds=tuple(rounds), cases=tuple(cases)), sum(kept))
+    return Drafted(replace(g, rounds=tuple(rounds), cases=tuple(cases)), int(kept[0].sum()))

@@ -49,7 +49,7 @@ def score(
     between: Callable[[], None] = lambda: None,
 ) -> list[Score]:
     """How `model` would have drafted each generation at draft lengths 1 to k."""
-    found = acceptance(model, generations, vocabulary=vocabulary, between=between)
+    found = acceptance(model, generations, vocabulary=vocabulary, k=k, between=between)
     return [
         Score(
             generation=generation.id,

@@ -10,8 +10,10 @@ from mlx_lm.models.llama import Model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from service.models import eagle
 
-def save_model(model: Model, folder: Path) -> Path:
+
+def save_model(model: Model | eagle.Model, folder: Path) -> Path:
     """Weights, config and a tokenizer with one word for every id."""
     folder.mkdir(parents=True)
     args: dict[str, Any] = {
@@ -26,6 +28,8 @@ def save_model(model: Model, folder: Path) -> Path:
         "tie_word_embeddings": False,
         "max_position_embeddings": 512,
     }
+    if isinstance(model, eagle.Model):
+        args |= {"architectures": [eagle.ARCHITECTURE], "taps": list(model.args.taps)}
     (folder / "config.json").write_text(json.dumps(args))
     words = {f"w{i}": i for i in range(model.args.vocab_size)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))

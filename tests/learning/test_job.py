@@ -2,24 +2,21 @@
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
+from children import TRAINING, Child, Home, Message, Rig, child, of_type
 from folders import save_model
 from logged import VOCABULARY, served
 from mlx_lm.tuner.utils import load_adapters
 from oracle import relative, tiny_llama
 
-from service.core import AcceptRule, Generation, Provenance, RunState, Sampling, Score, TrainingFailed, Trigger
+from service.core import AcceptRule, Provenance, RunState, Sampling, Score, TrainingFailed
 from service.learning.buffer import GeneralSet
 from service.learning.channel import ORPHANED
 from service.learning.rounds import logged
@@ -29,27 +26,11 @@ from service.models import vocabulary
 from service.models.fingerprint import folder_sha256, model_fingerprint, tokenizer_fingerprint
 from service.models.heads import cut
 from service.models.pair import load_model
-from service.settings import GateSettings, TrainingSettings
-from service.store.database import Database, upgrade
 from service.store.generations import Generations, split_of
-from service.store.runs import Runs
 
-Message = dict[str, Any]
-GATE = {"min_prompts": 5, "min_tokens": 100}
-TRAINING = {"epochs": 6, "replay": 0.25, "learning_rate": 1e-2, "rank": 8, "max_length": 96, "niceness": 7}
 KEPT = list(range(VOCABULARY))[:1:-1][:60]
 """What the draft may propose before it learns."""
 LONG = {"epochs": 2000, "learning_rate": 1e-4}
-
-
-@dataclass
-class Rig:
-    root: Path
-    target: Path
-    draft: Path
-    general: Path
-    who: Provenance
-    logged: list[Generation]
 
 
 @pytest.fixture(scope="module")
@@ -80,111 +61,11 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     return Rig(root, *folders, root / "general.npz", who, logged)
 
 
-class Home:
-    """One installation: a database with the rig's log in it, and where adapters go."""
-
-    def __init__(self, rig: Rig, root: Path) -> None:
-        self.rig = rig
-        self.out = root / "adapters"
-        self.out.mkdir()
-        self.cache = root / "targets"
-        self.url = f"sqlite:///{root / 'redraft.db'}"
-        upgrade(self.url)
-        self.database = Database(self.url)
-        self.runs = Runs(self.database)
-        self.add(rig.logged)
-
-    def add(self, generations: list[Generation]) -> None:
-        Generations(self.database).add(generations).result()
-
-    def spec(self, *, training: Message | None = None, gate: Message | None = None, **changes: object) -> Message:
-        """A claimed run's job."""
-        run = self.runs.claim(trigger=Trigger.MANUAL, who=self.rig.who, parent=0, limit=30)
-        assert run is not None
-        self.runs.move(run.id, run.fencing, RunState.TRAINING)
-        spec: Message = {
-            "kind": "train",
-            "url": self.url,
-            "run": run.id,
-            "fencing": run.fencing,
-            "target": str(self.rig.target),
-            "draft": str(self.rig.draft),
-            "parent": None,
-            "parent_id": 0,
-            "out": str(self.out),
-            "general": str(self.rig.general),
-            "cache": str(self.cache),
-            "training": TrainingSettings(**(TRAINING | (training or {}))).model_dump(),
-            "gate": GateSettings(**(GATE | (gate or {}))).model_dump(),
-            "k": 3,
-            "provenance": asdict(self.rig.who),
-        }
-        return spec | changes
-
-    def published(self) -> list[str]:
-        return sorted(path.name for path in self.out.iterdir())
-
-
 @pytest.fixture
 def home(rig: Rig, tmp_path: Path) -> Iterator[Home]:
     made = Home(rig, tmp_path)
     yield made
     made.database.close()
-
-
-class Child:
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self.process = process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        self.stdin, self.stdout = process.stdin, process.stdout
-
-    def say(self, line: str) -> None:
-        self.stdin.write(line + "\n")
-        self.stdin.flush()
-
-    def message(self) -> Message:
-        line = self.stdout.readline()
-        assert line, f"the child ended: {self.process.wait(30)}"
-        return json.loads(line)
-
-    def rest(self) -> list[Message]:
-        """All messages up to a clean end."""
-        found = [json.loads(line) for line in self.stdout]
-        assert self.process.wait(30) == 0
-        return found
-
-    def until_training(self) -> Message:
-        message = self.message()
-        assert message["type"] == "progress", message
-        return message
-
-
-@contextmanager
-def child(spec: object) -> Iterator[Child]:
-    root = Path(__file__).resolve().parents[2]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "service.learning.job"],
-        cwd=root,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
-    )
-    try:
-        with process:
-            running = Child(process)
-            running.say(spec if isinstance(spec, str) else json.dumps(spec))
-            try:
-                yield running
-            finally:
-                process.kill()
-    finally:
-        assert process.poll() is not None
-
-
-def of_type(messages: list[Message], kind: str) -> list[Message]:
-    return [message for message in messages if message["type"] == kind]
 
 
 def test_a_run_from_claim_to_scores(home: Home, rig: Rig) -> None:

@@ -14,7 +14,7 @@ from oracle import relative, tiny_llama
 
 from service.core import Generation, Sampling
 from service.learning.dataset import unpack
-from service.learning.offpolicy import acceptance, calls_by_length, expected_calls, overlap
+from service.learning.offpolicy import acceptance, calls_by_length, expected_calls, expected_positions, overlap
 
 GREEDY = Sampling(max_tokens=24)
 SEEDED = Sampling(temperature=0.9, seed=1, max_tokens=24)
@@ -27,18 +27,21 @@ FILTERS = [
 ]
 
 
-def enumerated(rates: list[float], k: int, start: int = 0) -> float:
+def enumerated(rates: list[float] | np.ndarray, k: int, start: int = 0) -> float:
     """Expected calls by walking every possible course of events."""
-    if start >= len(rates):
+    rates = np.atleast_2d(rates)
+    depth, count = rates.shape
+    if start >= count:
         return 0.0
     total, reached = 1.0, 1.0
     for kept in range(k + 1):
         at = start + kept
-        if kept == k or at >= len(rates):
+        if kept == k or at >= count:
             total += reached * enumerated(rates, k, at + 1)
             break
-        total += reached * (1 - rates[at]) * enumerated(rates, k, at + 1)
-        reached *= rates[at]
+        rate = rates[min(kept, depth - 1), at]
+        total += reached * (1 - rate) * enumerated(rates, k, at + 1)
+        reached *= rate
     return total
 
 
@@ -52,6 +55,19 @@ def test_calls_are_those_of_every_course_of_events(rates: list[float], k: int) -
 @given(st.lists(st.floats(0, 1), max_size=9), st.integers(0, 6))
 def test_calls_of_all_lengths_are_those_of_each(rates: list[float], k: int) -> None:
     assert calls_by_length(rates, k) == pytest.approx([enumerated(rates, j) for j in range(1, k + 1)], rel=1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(*[st.floats(0, 1)] * 3), min_size=1, max_size=8), st.integers(1, 5))
+def test_calls_are_those_of_every_course_where_places_in_a_proposal_differ(
+    told: list[tuple[float, ...]], k: int
+) -> None:
+    for depth in (1, 2, 3):
+        rates = np.array(told).T[:depth]
+        expected = [enumerated(rates, j) for j in range(1, k + 1)]
+        assert calls_by_length(rates, k) == pytest.approx(expected, rel=1e-9)
+        _, kept = expected_positions(rates, k)
+        assert expected[-1] - 1 - 1e-9 <= len(told) - kept.sum() <= expected[-1] + 1e-9
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
@@ -94,9 +110,9 @@ def test_greedy_and_seeded_scores_are_exactly_what_was_decoded(k: int) -> None:
     logged = served(target, draft, samplings, k=k)
     found = acceptance(draft, logged, vocabulary=VOCABULARY)
     for g, result in zip(logged, found, strict=True):
-        assert set(result.rates) <= {0.0, 1.0}
+        assert set(result.rates.flat) <= {0.0, 1.0}
         assert expected_calls(result.rates, k) == len(g.rounds)
-    kept = np.concatenate([result.rates for result in found])
+    kept = np.concatenate([result.rates[0] for result in found])
     assert 0.1 < kept.mean() < 0.95
 
 
@@ -129,7 +145,7 @@ def test_agreement_counts_the_draft_s_argmax() -> None:
     for g, result in zip(texts, found, strict=True):
         expected = naive(model, g).argmax(-1) == np.array(g.output)
         assert result.agreed == expected.sum()
-        assert np.array_equal(result.rates, expected)
+        assert np.array_equal(result.rates, [expected])
 
 
 def test_scores_do_not_depend_on_the_company() -> None:
@@ -172,7 +188,7 @@ def test_nothing_is_drafted_after_a_single_prompt_token() -> None:
     first = int(mx.argmax(model(mx.array([[5]]))[0, -1]).item())
     (result,) = acceptance(model, [generation([5], [first, 3])], vocabulary=VOCABULARY)
     assert result.agreed >= 1
-    assert result.rates[0] == 0.0
+    assert result.rates[0, 0] == 0.0
 
 
 @pytest.mark.parametrize("vocabulary", [30, VOCABULARY])

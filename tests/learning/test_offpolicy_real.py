@@ -186,11 +186,11 @@ def test_rounds_of_another_draft_are_known_exactly(
         assert then.output == g.output, "decoding is lossless"
         assert predicted.calls[-1] == len(then.rounds)
         assert predicted.tokens == len(then.output)
-        assert rounds_of(rates.rates.tolist(), k) == [(r.start, r.accepted, r.emitted) for r in then.rounds]
+        assert rounds_of(rates.rates[0].tolist(), k) == [(r.start, r.accepted, r.emitted) for r in then.rounds]
     assert compared >= 0.9 * len(prompts)
     assert {g.finish for g in logged} == {"stop", "length"}, "both kinds of end are among them"
     # The question is not an easy one: this draft does other rounds than the one that was logged, at the same length too.
-    mean = np.concatenate([f.rates for f in found]).mean()
+    mean = np.concatenate([f.rates[0] for f in found]).mean()
     assert 0.1 < mean < 0.95
     ours = score(world.logger, logged, k=k, vocabulary=VOCABULARY)
     assert [s.calls for s in scores] != [s.calls for s in ours]

@@ -10,6 +10,7 @@ from logged import VOCABULARY, generation, served
 from oracle import relative, tiny_llama
 
 from service.core import Sampling
+from service.learning.offpolicy import expected_calls
 from service.learning.rounds import logged, walk
 
 
@@ -48,16 +49,21 @@ def test_they_are_what_the_engine_logs(k: int, sampling: Sampling) -> None:
     assert sum(len(g.cases) for g in real) > 20
 
 
-@given(st.lists(st.booleans(), max_size=40), st.integers(1, 6), st.booleans())
-def test_rounds_cover_the_text(kept: list[bool], k: int, waits: bool) -> None:
+@given(st.lists(st.tuples(*[st.booleans()] * 3), max_size=40), st.integers(1, 3), st.integers(1, 6), st.booleans())
+def test_rounds_cover_the_text(told: list[tuple[bool, ...]], depths: int, k: int, waits: bool) -> None:
+    kept = np.array(told, dtype=np.bool_).reshape(-1, 3).T[:depths]
     found = walk(kept, k, 0 if waits else k)
     assert [start for start, *_ in found] == np.cumsum([0, *(r[3] for r in found)])[:-1].tolist()
-    assert sum(r[3] for r in found) == len(kept)
+    assert sum(r[3] for r in found) == len(told)
     for i, (start, drafted, accepted, emitted) in enumerate(found):
         assert drafted == (0 if waits and i == 0 else k)
         assert accepted <= drafted and accepted <= emitted <= accepted + 1
-        assert all(kept[start : start + accepted])
-        assert accepted == drafted or start + accepted == len(kept) or not kept[start + accepted]
+        right = [kept[min(place, depths - 1), start + place] for place in range(min(drafted, len(told) - start))]
+        assert all(right[:accepted])
+        assert accepted == drafted or start + accepted == len(told) or not right[accepted]
+    if not waits:
+        # Each is a call, and the only course of events there is.
+        assert expected_calls(kept, k) == len(found)
 
 
 def test_only_a_text_that_is_the_same_whatever_drafted_has_one_course() -> None:

@@ -1,0 +1,39 @@
+"""Whole texts through a model as the steps of a round see them.
+
+An ordinary model makes the same of a position whichever token of a proposal it is. A draft that reads its target's hidden
+states does not: what the target has not read yet its own states stand in for, from its second step on.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from service.models import eagle
+from service.models.heads import Backbone, Head
+
+Parts: TypeAlias = tuple[Backbone, Head] | None
+"""What `split` finds."""
+
+UNROLLED = 4
+"""Steps of a round that are told apart. Later ones count as the last of these: not exact, but as exact as this is deep."""
+
+
+def depths(model: nn.Module, k: int) -> int:
+    """In how many ways a model is to be looked at that drafts `k` tokens a round."""
+    return max(1, min(k, UNROLLED)) if isinstance(model, eagle.Model) else 1
+
+
+def states(model: nn.Module, parts: Parts, tokens: mx.array, depth: int) -> list[mx.array]:
+    """Hidden states (B x N, hidden) over tokens (B, N) as each of the first `depth` steps of a round has them; one entry for
+    an ordinary model. Logits where the model is not split.
+
+    What the target says of the tokens is taken as given: no gradient goes there.
+    """
+    if isinstance(model, eagle.Model):
+        found = model.model.unrolled(tokens, mx.stop_gradient(model.features(tokens)), depth)
+    else:
+        found = [cast("mx.array", model(tokens)) if parts is None else parts[0](tokens, None)]
+    return [each.reshape(-1, each.shape[-1]) for each in found]

@@ -1,0 +1,131 @@
+"""Training jobs as they really run: a process of its own, a real database, models on disk."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from service.core import Generation, Provenance, RunState, Trigger
+from service.settings import GateSettings, TrainingSettings
+from service.store.database import Database, upgrade
+from service.store.generations import Generations
+from service.store.runs import Runs
+
+Message = dict[str, Any]
+GATE = {"min_prompts": 5, "min_tokens": 100}
+TRAINING = {"epochs": 6, "replay": 0.25, "learning_rate": 1e-2, "rank": 8, "max_length": 96, "niceness": 7}
+
+
+@dataclass
+class Rig:
+    root: Path
+    target: Path
+    draft: Path
+    general: Path
+    who: Provenance
+    logged: list[Generation]
+
+
+class Home:
+    """One installation: a database with the rig's log in it, and where adapters go."""
+
+    def __init__(self, rig: Rig, root: Path) -> None:
+        self.rig = rig
+        self.out = root / "adapters"
+        self.out.mkdir()
+        self.cache = root / "targets"
+        self.url = f"sqlite:///{root / 'redraft.db'}"
+        upgrade(self.url)
+        self.database = Database(self.url)
+        self.runs = Runs(self.database)
+        self.add(rig.logged)
+
+    def add(self, generations: list[Generation]) -> None:
+        Generations(self.database).add(generations).result()
+
+    def spec(self, *, training: Message | None = None, gate: Message | None = None, **changes: object) -> Message:
+        """A claimed run's job."""
+        run = self.runs.claim(trigger=Trigger.MANUAL, who=self.rig.who, parent=0, limit=30)
+        assert run is not None
+        self.runs.move(run.id, run.fencing, RunState.TRAINING)
+        spec: Message = {
+            "kind": "train",
+            "url": self.url,
+            "run": run.id,
+            "fencing": run.fencing,
+            "target": str(self.rig.target),
+            "draft": str(self.rig.draft),
+            "parent": None,
+            "parent_id": 0,
+            "out": str(self.out),
+            "general": str(self.rig.general),
+            "cache": str(self.cache),
+            "training": TrainingSettings(**(TRAINING | (training or {}))).model_dump(),
+            "gate": GateSettings(**(GATE | (gate or {}))).model_dump(),
+            "k": 3,
+            "provenance": asdict(self.rig.who),
+        }
+        return spec | changes
+
+    def published(self) -> list[str]:
+        return sorted(path.name for path in self.out.iterdir())
+
+
+class Child:
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        self.process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.stdin, self.stdout = process.stdin, process.stdout
+
+    def say(self, line: str) -> None:
+        self.stdin.write(line + "\n")
+        self.stdin.flush()
+
+    def message(self) -> Message:
+        line = self.stdout.readline()
+        assert line, f"the child ended: {self.process.wait(30)}"
+        return json.loads(line)
+
+    def rest(self) -> list[Message]:
+        """All messages up to a clean end."""
+        found = [json.loads(line) for line in self.stdout]
+        assert self.process.wait(30) == 0
+        return found
+
+    def until_training(self) -> Message:
+        message = self.message()
+        assert message["type"] == "progress", message
+        return message
+
+
+@contextmanager
+def child(spec: object) -> Iterator[Child]:
+    root = Path(__file__).resolve().parents[2]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "service.learning.job"],
+        cwd=root,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
+    )
+    try:
+        with process:
+            running = Child(process)
+            running.say(spec if isinstance(spec, str) else json.dumps(spec))
+            try:
+                yield running
+            finally:
+                process.kill()
+    finally:
+        assert process.poll() is not None
+
+
+def of_type(messages: list[Message], kind: str) -> list[Message]:
+    return [message for message in messages if message["type"] == kind]

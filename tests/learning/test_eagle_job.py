@@ -1,0 +1,145 @@
+"""The child where the draft reads its target's hidden states: it loads that one too, whatever the job."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+from children import Home, Rig, child, of_type
+from eagles import plain_llama, tiny_head
+from folders import save_model
+from logged import VOCABULARY, served
+from oracle import tiny_llama
+
+from service.core import AdapterRef, AdapterState, BadRequest, Provenance, Sampling, TrainingFailed
+from service.learning import budget, lora
+from service.learning.buffer import GeneralSet
+from service.learning.export import export_adapter, export_fused
+from service.learning.loading import load_draft, training_bytes
+from service.learning.rounds import logged
+from service.learning.scoring import score
+from service.learning.spec import parse
+from service.models.fingerprint import folder_sha256, model_fingerprint, tokenizer_fingerprint
+from service.models.pair import load_pair
+from service.models.weights import bytes_in_memory
+from service.store.generations import Generations
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
+    root = tmp_path_factory.mktemp("rig")
+    target = plain_llama(1, sharpness=8.0)
+    folders = save_model(target, root / "target"), save_model(tiny_head(target, 2), root / "draft")
+    who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
+    samplings = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=3, max_tokens=24)] * 15
+    logged = [
+        replace(
+            g,
+            id=f"g{i}",
+            prompt=replace(g.prompt, first_user=f"question {i}"),
+            provenance=who,
+            targets=None if i % 10 == 1 else g.targets,
+        )
+        for i, g in enumerate(served(target, tiny_llama(5), samplings, k=2))
+    ]
+    general = GeneralSet.of((g.prompt.tokens, g.output) for g in logged[:5])
+    general.save(root / "general.npz")
+    return Rig(root, *folders, root / "general.npz", who, logged)
+
+
+@pytest.fixture
+def home(rig: Rig, tmp_path: Path) -> Iterator[Home]:
+    made = Home(rig, tmp_path)
+    yield made
+    made.database.close()
+
+
+def test_a_run_and_what_is_asked_of_its_adapter(home: Home, rig: Rig) -> None:
+    spec = home.spec(training={"epochs": 4}, gate={"min_prompts": 1, "min_tokens": 1})
+    with child(spec) as running:
+        messages = running.rest()
+    assert messages[-1]["type"] == "done", messages[-1]
+    (candidate,), (scores,) = of_type(messages, "candidate"), of_type(messages, "scores")
+    assert "fuse" in candidate["keys"]
+    assert not scores["golden"]
+    folder = Path(candidate["folder"])
+    pair = load_pair(rig.target, rig.draft)
+    assert pair.draft is not None
+    model = pair.draft.model
+    held_out = Generations(home.database).held_out(rig.who, 100)
+
+    def calls(told: list[dict[str, list[float]]]) -> np.ndarray:
+        return np.array([s["calls"] for s in told])
+
+    def expected() -> np.ndarray:
+        return np.array([s.calls for s in score(model, held_out, k=3, vocabulary=VOCABULARY)])
+
+    assert np.allclose(calls(scores["scores"]["0"]), expected(), rtol=1e-4)
+    lora.attach(model, folder, rig.who.draft)
+    assert np.allclose(calls(scores["scores"]["candidate"]), expected(), rtol=1e-4)
+    assert (calls(scores["scores"]["candidate"]).sum(axis=0) < calls(scores["scores"]["0"]).sum(axis=0)).all()
+
+    job = {key: spec[key] for key in ("url", "draft", "target", "training", "k", "provenance")}
+    ids = [g.id for g in held_out]
+    asked = {"kind": "score", "adapters": {"0": None, "1": str(folder)}, "generations": ids}
+    with child({**job, **asked}) as running:
+        (again,) = of_type(running.rest(), "scores")
+    order = [[s["generation"] for s in again["scores"]["1"]].index(id) for id in ids]
+    assert np.allclose(calls(again["scores"]["1"])[order], expected(), rtol=1e-4)
+
+
+def test_every_kind_of_job_loads_the_target_beside(home: Home, rig: Rig, tmp_path: Path) -> None:
+    spec = home.spec()
+    other = save_model(plain_llama(7), tmp_path / "other")
+    for kind, extra in (
+        ("train", {}),
+        ("score", {"adapters": {"0": None}, "generations": ["g0"]}),
+        ("cases", {"adapter": None, "generations": ["g0"], "tie_margin": 0.1}),
+    ):
+        draft = load_draft(parse(json.dumps(spec | extra | {"kind": kind})))
+        usable = [g for g in rig.logged[:3] if g.targets is not None]
+        assert logged(draft.model, usable, k=3, adapter=0, vocabulary=VOCABULARY)
+        with pytest.raises(TrainingFailed, match="the target in other is not the one that serves"):
+            load_draft(parse(json.dumps(spec | extra | {"kind": kind, "target": str(other)})))
+
+
+def test_memory_counts_the_target_and_every_step(home: Home, rig: Rig) -> None:
+    job = parse(json.dumps(home.spec()))
+    both = sum(bytes_in_memory(folder, widen=True) for folder in (rig.target, rig.draft))
+    config = json.loads((rig.draft / "config.json").read_text())
+    steps = budget.training_bytes(config, weights=both, rows=4, length=64, steps=3)
+    assert training_bytes(job, rows=4, length=64) == steps
+    ordinary = replace(job, draft=rig.target)
+    config = json.loads((rig.target / "config.json").read_text())
+    alone = bytes_in_memory(rig.target, widen=True)
+    assert training_bytes(ordinary, rows=4, length=64) == budget.training_bytes(
+        config, weights=alone, rows=4, length=64
+    )
+
+
+def test_an_adapter_is_exported_but_no_fused_model(rig: Rig, tmp_path: Path) -> None:
+    pair = load_pair(rig.target, rig.draft)
+    assert pair.draft is not None
+    shape = lora.wrap(pair.draft.model, rank=2, scale=2.0, seed=0)
+    lora.save(pair.draft.model, shape, tmp_path / "made", draft=rig.who.draft, target=rig.who.target)
+    ref = AdapterRef(
+        id=1,
+        folder=tmp_path / "made",
+        sha256=folder_sha256(tmp_path / "made"),
+        rank=2,
+        scale=2.0,
+        keys=shape.keys,
+        draft=rig.who.draft,
+        parent=0,
+        run=None,
+        state=AdapterState.CANDIDATE,
+        created_at=datetime.now(UTC),
+    )
+    export_adapter(ref, tmp_path / "copy")
+    assert folder_sha256(tmp_path / "copy") == ref.sha256
+    with pytest.raises(BadRequest, match="reads its target's hidden states"):
+        export_fused(ref, rig.draft, tmp_path / "fused")
+    assert not (tmp_path / "fused").exists()

@@ -1,0 +1,136 @@
+"""What a draft that reads its target's hidden states learns, and that all of its adapter does."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from eagles import plain_llama, tiny_head
+from logged import VOCABULARY, random_texts, served, with_targets
+from mlx.utils import tree_flatten
+from mlx_lm.models.llama import Model
+from oracle import relative, tiny_llama
+
+from service.core import Sampling
+from service.evaluation.wholeloss import WholeDivergence
+from service.learning import budget, lora
+from service.learning.dataset import Batch, build, collate
+from service.learning.loss import LEARNT_STEPS, TargetDivergence, buckets
+from service.learning.objectives import Objective, each
+from service.learning.scoring import score
+from service.learning.trainer import Optimiser, train
+from service.models.eagle import Model as Head
+from service.models.folding import as_served
+
+KEYS = {"fuse"} | {f"self_attn.{n}_proj" for n in "qkvo"} | {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+WEIGHTS = np.array([1.0, 0.8, 0.64]) / 2.44
+
+
+@pytest.fixture
+def target() -> Model:
+    return plain_llama(1)
+
+
+@pytest.fixture
+def head(target: Model) -> Head:
+    return tiny_head(target, 2)
+
+
+def some_batch(target: Model, vocabulary: int = VOCABULARY) -> Batch:
+    texts = with_targets(target, random_texts(4, seed=2, vocabulary=vocabulary), vocabulary)
+    return collate(build(texts, max_length=128, reject_weight=2.0, vocabulary=vocabulary).examples)
+
+
+def by_step(head: Head, batch: Batch, objective: Objective) -> list[mx.array]:
+    """The objective (N,) at a batch's positions, step by step."""
+    logp = mx.concatenate([batch.logprobs, batch.tail[:, None]], axis=-1)
+    found = head.model.unrolled(batch.tokens, head.features(batch.tokens), LEARNT_STEPS)
+    logits = [head.logits(states).reshape(-1, VOCABULARY)[batch.at] for states in found]
+    return [each(objective, logp, buckets(some, batch.ids)) for some in logits]
+
+
+@pytest.mark.parametrize("chunk", [512, 17])
+@pytest.mark.parametrize("objective", [Objective.KL, Objective.JSD])
+def test_the_loss_is_a_weighted_mean_over_steps(
+    target: Model, head: Head, objective: Objective, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.learning.loss.CHUNK", chunk)
+    batch = some_batch(target)
+    loss, steps = TargetDivergence(head, objective), by_step(head, batch, objective)
+    means = np.array(mx.stack([(step * batch.weight).sum() / batch.weight.sum() for step in steps]))
+    assert len(set(means.round(4))) == LEARNT_STEPS
+    assert loss(head, batch).item() == pytest.approx(float(WEIGHTS @ means), rel=1e-4)
+    assert mx.allclose(loss.positions(head, batch), steps[0], atol=1e-5).item()
+
+
+def test_every_matrix_of_the_adapter_learns_from_the_first_step_on(
+    target: Model, head: Head, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = [array for _, array in tree_flatten(target.parameters())]
+    shape = lora.wrap(head, rank=4, scale=2.0, seed=0)
+    assert set(shape.keys) == KEYS
+    batch, loss = some_batch(target), TargetDivergence(head)
+    step = nn.value_and_grad(head, loss)
+    value, grads = step(head, batch)
+    found = dict(tree_flatten(grads))
+    assert set(found) == {f"model.layers.0.{key}.lora_{x}" for key in KEYS for x in "ab"}
+    for name, gradient in found.items():
+        assert (mx.abs(gradient).max().item() > 1e-6) == name.endswith("lora_b"), name
+    monkeypatch.setattr("service.learning.loss.CHUNK", 17)
+    again, chunked = step(head, batch)
+    assert again.item() == pytest.approx(value.item(), rel=1e-5)
+    for name, gradient in tree_flatten(chunked):
+        assert mx.allclose(gradient, found[name], rtol=1e-3, atol=1e-6).item(), name
+    report = train(head, [batch] * 20, loss_fn=loss, optimiser=Optimiser(1e-2, 20))
+    assert report.losses[-1] < 0.8 * report.losses[0]
+    assert all(mx.array_equal(a, b).item() for a, (_, b) in zip(before, tree_flatten(target.parameters()), strict=True))
+
+
+def test_what_is_learnt_is_served_and_scored_and_handed_on(target: Model, head: Head, tmp_path: Path) -> None:
+    texts = served(target, tiny_llama(5), [Sampling(max_tokens=24)] * 12, k=0)
+    data = build(texts, max_length=128, reject_weight=1.0, vocabulary=VOCABULARY)
+
+    def calls(model: nn.Module) -> np.ndarray:
+        return np.array([s.calls for s in score(model, texts, k=3, vocabulary=VOCABULARY)]).sum(axis=0)
+
+    bare = calls(head)
+    shape = lora.wrap(head, rank=8, scale=2.0, seed=0)
+    train(head, [collate(data.examples)] * 25, loss_fn=TargetDivergence(head), optimiser=Optimiser(1e-2, 25))
+    learnt = calls(head)
+    assert (learnt < bare - 5).all()
+    assert (calls(as_served(head, None)) == learnt).all()
+    lora.save(head, shape, tmp_path / "a", draft="d", target="t")
+    lora.detach(head)
+    assert (calls(head) == bare).all()
+    lora.attach(head, tmp_path / "a", "d")
+    assert (calls(head) == learnt).all()
+    child = tiny_head(target, 2)
+    lora.warm_start(child, lora.wrap(child, rank=12, scale=2.0, seed=1), tmp_path / "a", "d")
+    assert calls(child) == pytest.approx(learnt, abs=1)
+
+
+def test_all_logits_say_what_a_whole_top_says() -> None:
+    target = plain_llama(1, vocabulary=30)
+    head, batch = tiny_head(target, 2), some_batch(target, 30)
+    stored = TargetDivergence(head, Objective.JSD)(head, batch).item()
+    whole = WholeDivergence(head, target, 30, Objective.JSD)
+    assert whole(head, batch).item() == pytest.approx(stored, abs=2e-3)
+    lora.wrap(head, rank=4, scale=2.0, seed=0)
+    _, grads = nn.value_and_grad(head, whole)(head, batch)
+    assert all(mx.abs(g).max().item() > 0 for name, g in tree_flatten(grads) if name.endswith("lora_b"))
+
+
+def test_an_ordinary_draft_learns_as_ever() -> None:
+    target = tiny_llama(1)
+    draft, batch = relative(target, 2, 0.5), some_batch(target)
+    logp = mx.concatenate([batch.logprobs, batch.tail[:, None]], axis=-1)
+    logits = draft(batch.tokens).reshape(-1, VOCABULARY)[batch.at]
+    alone = (each(Objective.KL, logp, buckets(logits, batch.ids)) * batch.weight).sum() / batch.weight.sum()
+    assert TargetDivergence(draft, Objective.KL)(draft, batch).item() == pytest.approx(alone.item(), rel=1e-5)
+
+
+def test_memory_counts_every_step() -> None:
+    config = {"hidden_size": 576, "num_hidden_layers": 1}
+    one, two, three = (budget.training_bytes(config, weights=7, rows=8, length=160, steps=n) for n in (1, 2, 3))
+    assert one < two < three and three - two == two - one

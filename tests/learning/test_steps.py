@@ -1,0 +1,160 @@
+"""A draft that reads its target's hidden states: what a pass over a whole text says of it is what it does a step at a time."""
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from eagles import plain_llama, proposal, tiny_head
+from logged import VOCABULARY, served
+from mlx_lm.models.cache import KVCache
+from oracle import relative, tempered, tiny_llama
+
+from service.core import Generation, Round, Sampling
+from service.engine.sampling import gumbel, noise_key
+from service.learning.forced import response_logits
+from service.learning.offpolicy import acceptance, overlap
+from service.learning.rounds import logged
+from service.learning.scoring import score
+from service.learning.steps import UNROLLED, depths
+from service.models.eagle import Model as Head
+from service.models.folding import as_served
+
+GREEDY = [Sampling(max_tokens=n) for n in (1, 2, 7, 24)] * 4
+SEEDED = [Sampling(temperature=0.7, top_p=0.9, top_k=30, seed=i + 1, max_tokens=16) for i in range(10)]
+
+
+@pytest.fixture(scope="module")
+def head() -> Head:
+    return tiny_head(plain_llama(1), 2)
+
+
+def told(head: Head, samplings: list[Sampling]) -> list[Generation]:
+    """Texts of the head's own target, which nothing drafted."""
+    assert head._taps is not None
+    return served(head._taps.model, tiny_llama(5), samplings, k=0)
+
+
+def test_every_step_is_that_of_serving_with_a_cache(head: Head) -> None:
+    tokens = mx.random.randint(0, VOCABULARY, (2, 12), key=mx.random.key(0))
+    features = head.features(tokens)
+    found = head.model.unrolled(tokens, features, UNROLLED)
+    assert mx.allclose(head.model(tokens, None, features), found[0], atol=1e-5).item()
+    for start in range(12):
+        cache = [KVCache()]
+        hidden = head.model(tokens[:, : start + 1], cache, features[:, : start + 1])[:, -1:]
+        for step in range(min(UNROLLED, 12 - start)):
+            assert mx.allclose(hidden, found[step][:, start + step, None], atol=1e-5).item(), (start, step)
+            if start + step + 1 < 12:
+                hidden = head.model(tokens[:, start + step + 1, None], cache, hidden)
+
+
+def chooser(g: Generation, start: int) -> Callable[[int, mx.array], int]:
+    """What the draft's choice is in a round that begins at output position `start`."""
+
+    def choose(place: int, logits: mx.array) -> int:
+        sampling = g.prompt.sampling
+        if sampling.greedy:
+            return int(mx.argmax(logits).item())
+        assert sampling.seed is not None
+        noise = gumbel([noise_key(sampling.seed, start + place)], logits.shape[-1])
+        return int(mx.argmax(tempered(logits[None], sampling) + noise).item())
+
+    return choose
+
+
+def brute(head: Head, g: Generation, k: int) -> tuple[tuple[Round, ...], list[tuple[int, int, int, float]]]:
+    """Rounds and (position, drafted, target, q) of their cases, by really drafting."""
+    rounds, cases, start = list[Round](), list[tuple[int, int, int, float]](), 0
+    while start < len(g.output):
+        chosen, logits = proposal(head, [*g.prompt.tokens, *g.output[:start]], k, chooser(g, start))
+        ahead = g.output[start : start + k]
+        accepted = next((i for i, said in enumerate(ahead) if chosen[i] != said), len(ahead))
+        if accepted < len(ahead):
+            q = mx.softmax(logits[accepted], axis=-1)[chosen[accepted]].item()
+            cases.append((start + accepted, chosen[accepted], g.output[start + accepted], q))
+        emitted = min(accepted + 1, len(g.output) - start)
+        rounds.append(Round(0, start, k, accepted, emitted))
+        start += emitted
+    return tuple(rounds), cases
+
+
+@pytest.mark.parametrize("samplings", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_rounds_and_calls_are_those_of_drafting_step_by_step(head: Head, samplings: list[Sampling], k: int) -> None:
+    texts = told(head, samplings)
+    found = logged(head, texts, k=k, adapter=0, vocabulary=VOCABULARY)
+    scores = score(head, texts, k=k, vocabulary=VOCABULARY)
+    compared, deep = 0, 0
+    for g, mine, scored in zip(texts, found, scores, strict=True):
+        rounds, cases = brute(head, g, k)
+        if mine.generation.rounds != rounds:
+            continue  # a near-tie, which rounding decides
+        compared += 1
+        deep += sum(r.accepted > 1 for r in rounds)
+        assert scored.calls[k - 1] == len(rounds)
+        assert scored.agreed == mine.agreed or not g.prompt.sampling.greedy
+        assert [(c.position, c.drafted, c.target) for c in mine.generation.cases] == [case[:3] for case in cases]
+        assert [c.q for c in mine.generation.cases] == pytest.approx([case[3] for case in cases], rel=1e-3)
+    assert compared >= 0.9 * len(texts)
+    assert deep > 5 or k == 1
+    if k > 1:
+        # What it says first is not what it says later in a round.
+        rates = np.concatenate([a.rates for a in acceptance(head, texts, vocabulary=VOCABULARY, k=k)], axis=1)
+        assert len(rates) == k
+        assert (rates[0] != rates[1]).mean() > 0.05
+
+
+def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head) -> None:
+    texts = told(head, [Sampling(temperature=0.8, max_tokens=12)] * 6)
+    for g, a in zip(texts, acceptance(head, texts, vocabulary=VOCABULARY, k=9), strict=True):
+        assert a.rates.shape == (UNROLLED, len(g.output))
+        agreed = 0
+        for start in range(len(g.output)):
+            ahead = g.output[start : start + UNROLLED]
+            # Every token before was kept: the course in which this rate is asked for.
+            chosen, logits = proposal(head, [*g.prompt.tokens, *g.output[:start]], len(ahead), lambda i, _: ahead[i])  # noqa: B023
+            assert tuple(chosen) == ahead
+            agreed += int(mx.argmax(logits[0]).item()) == ahead[0]
+            for place, (token, row) in enumerate(zip(ahead, logits, strict=True)):
+                q = mx.softmax(row / 0.8)[token].item()
+                p = np.exp(g.sampled_logprobs[start + place])
+                assert a.rates[place, start + place] == pytest.approx(min(1.0, q / p), rel=1e-3)
+        assert a.agreed == agreed
+
+
+def test_a_cut_head_is_cut_in_every_step(head: Head) -> None:
+    short = as_served(head, range(0, VOCABULARY, 3))
+    texts = [(g.prompt.tokens, g.output) for g in told(head, GREEDY)]
+    spans = list(response_logits(short, texts, vocabulary=VOCABULARY, depth=2))
+    whole = list(response_logits(head, texts, vocabulary=VOCABULARY, depth=2))
+    assert [span.depth for span in spans] == [span.depth for span in whole] == [0, 1] * (len(spans) // 2)
+    for some, every in zip(spans, whole, strict=True):
+        barred = np.isinf(np.array(some.logits))
+        for row, (text, at) in enumerate(zip(some.text, some.position, strict=True)):
+            prompt, output = texts[text]
+            allowed = {*range(0, VOCABULARY, 3), *prompt, *output[:at]}
+            assert set(np.flatnonzero(~barred[row])) == allowed
+        assert np.allclose(np.array(some.logits)[~barred], np.array(every.logits)[~barred], atol=1e-5)
+
+
+def test_an_ordinary_draft_is_the_same_in_every_step(head: Head) -> None:
+    draft = relative(tiny_llama(1), 2, 0.35)
+    assert [depths(draft, k) for k in (0, 1, 9)] == [1, 1, 1]
+    assert [depths(head, k) for k in (0, 1, 3, 9)] == [1, 1, 3, UNROLLED]
+    (g,) = told(head, [Sampling(max_tokens=9)])
+    assert acceptance(draft, [g], vocabulary=VOCABULARY, k=5)[0].rates.shape == (1, 9)
+    (span,) = response_logits(draft, [(g.prompt.tokens, g.output)], vocabulary=VOCABULARY, depth=3)
+    assert span.depth == 0
+
+
+def test_overlap_is_of_the_first_step(head: Head) -> None:
+    (g,) = told(head, [Sampling(max_tokens=8)])
+    tokens = mx.array([[*g.prompt.tokens, *g.output[:-1]]])
+    q = mx.softmax(head(tokens, None, head.features(tokens))[0, len(g.prompt.tokens) - 1 :], axis=-1)
+    assert head._taps is not None
+    p = mx.softmax(head._taps.model(tokens)[0, len(g.prompt.tokens) - 1 :], axis=-1)
+    (found,) = overlap(head, [g], vocabulary=VOCABULARY)
+    exact = np.array(mx.minimum(p, q).sum(axis=-1))
+    assert (found >= exact - 2e-3).all()
+    assert found.mean() < exact.mean() + 0.1
