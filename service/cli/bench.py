@@ -86,8 +86,10 @@ def decode(
         peer = None
         if mlx_lm_draft is not None:
             others = settings_from(config, models__target=target, models__draft=mlx_lm_draft)
-            # It learns from the same prompts; a version of ours is no version of it.
-            learnt = open_until_done.enter_context(_adapter(others, None, adapt_on, adapt_limit, on_step))
+            learnt = None
+            if names is None or "mlx_lm_spec_adapted" in names:
+                # From the same prompts; a version of ours is no version of it.
+                learnt = open_until_done.enter_context(_adapter(others, None, adapt_on, adapt_limit, on_step))
             peer = Peer(pair_folders(others)[1], learnt)
         folders = model_folders(settings)
         report = run_decode(
