@@ -13,7 +13,7 @@ import typer
 from service.cli.console import out, progress, table
 from service.cli.models import model_folders
 from service.cli.options import LOCAL, Config, Url, settings_from
-from service.core import RedraftError, Unavailable
+from service.core import BadRequest, RedraftError, Unavailable
 
 adapters = typer.Typer(help="Adapter versions of the draft.", no_args_is_help=True)
 
@@ -90,6 +90,7 @@ def export(
     """Write an adapter for mlx-lm: for `--adapter-path`, or with --fuse for `--draft-model`."""
     from service.app import open_stores
     from service.learning.export import export_adapter, export_fused
+    from service.models.pair import mlx_lm_runs
 
     settings = settings_from(config)
     stores = open_stores(settings)
@@ -103,5 +104,9 @@ def export(
         draft = model_folders(settings).draft
         if draft is None:
             raise RedraftError("these settings name no draft model to fold the adapter into")
+        if not mlx_lm_runs(draft):
+            raise BadRequest(
+                "mlx-lm cannot draft with a head that reads hidden states: export without --fuse", field="fuse"
+            )
         export_fused(ref, draft, folder)
     out.print(f"adapter {adapter} written to {folder}", highlight=False, soft_wrap=True)

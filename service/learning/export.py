@@ -9,7 +9,6 @@ from mlx.utils import tree_flatten
 
 from service.core import AdapterRef, AdapterRefused, BadRequest
 from service.learning.prune import save
-from service.models import eagle
 from service.models.fingerprint import folder_sha256
 from service.models.pair import load_model
 
@@ -24,23 +23,15 @@ def export_adapter(ref: AdapterRef, folder: Path) -> None:
 def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
     """Write the draft with the adapter folded into its weights, as a standard model folder. Where a quantised draft serves,
     folded layers are not quantised; here they are again, which costs some of what was learnt: a small change is rounded away.
-    Raises AdapterRefused when the adapter was altered or belongs to another draft, BadRequest where mlx-lm could not run what
-    came out."""
+    Raises AdapterRefused when the adapter was altered or belongs to another draft."""
     from mlx.utils import tree_unflatten
     from mlx_lm.tuner.lora import LoRALinear
     from mlx_lm.tuner.utils import load_adapters
-    from mlx_lm.utils import load_config
 
     from service.engine.draft import read_config, read_header
 
     _fresh(folder)
     _unaltered(ref)
-    if eagle.described(load_config(draft)):
-        raise BadRequest(
-            "this draft reads its target's hidden states, which mlx-lm's draft models do not: there is no fused model to "
-            "export, only the adapter",
-            field="fuse",
-        )
     loaded = load_model(draft)
     read_config(ref, loaded.fingerprint)
     read_header(ref.folder / "adapters.safetensors")

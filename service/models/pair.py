@@ -52,7 +52,7 @@ def load_model(folder: Path) -> Loaded:
     """
     fingerprint = model_fingerprint(folder)
     try:
-        if eagle.described(load_config(folder)):
+        if not mlx_lm_runs(folder):
             model, config = load_weights(folder, lazy=True, get_model_classes=eagle.classes)
             tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
         else:
@@ -66,6 +66,11 @@ def load_model(folder: Path) -> Loaded:
     limits = [part.get("max_position_embeddings") for part in (config, config.get("text_config") or {})]
     context = next((limit for limit in limits if isinstance(limit, int)), None)
     return Loaded(model, tokenizer, config, folder, fingerprint, context)
+
+
+def mlx_lm_runs(folder: Path) -> bool:
+    """Whether mlx-lm knows what to do with a model folder: not with a head that reads its target's hidden states."""
+    return not eagle.described(load_config(folder))
 
 
 def load_pair(target: Path, draft: Path | None) -> Pair:

@@ -24,6 +24,7 @@ from service.evaluation.bench.houses import fused
 from service.evaluation.bench.peers import calls, whole
 from service.evaluation.bench.turns import rotated
 from service.learning import lora
+from service.learning.sprout import sprout
 from service.models import vocabulary
 from service.models.pair import load_model, load_pair
 from service.models.text import TextEncoder
@@ -304,3 +305,21 @@ def test_a_named_arm_that_lacks_something_is_refused(house: House, arm: str, sai
     models = (house.target, house.draft if arm == "adapted" else None)
     with pytest.raises(BadRequest, match=said):
         run_decode(models, EngineSettings(), Task(list(prompts(1)), 4), title="t", command="c", arms=[arm])
+
+
+def test_mlx_lm_drafts_with_a_model_where_ours_is_a_head(house: House, bench: Bench, tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    sprout(load_model(house.target), None, head)
+    words = ["decode", "--prompts", house.prompts, "--config", house.config, "--draft", head, "--max-tokens", 8]
+    words += ["--json", tmp_path / "told.json"]
+    status, _, err = bench(*words, "--arms", "static,mlx_lm_spec_static")
+    assert status == 1
+    assert "needs a draft that mlx-lm runs: give --mlx-lm-draft" in err
+    assert bench(*words)[0] == 0
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["arms"].keys() == {"plain", "static", "lookup", "mlx_lm_plain"}
+    assert bench(*words, "--arms", "static,mlx_lm_spec_static", "--mlx-lm-draft", house.draft)[0] == 0
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert told["arms"].keys() == {"plain", "static", "mlx_lm_spec_static"}
+    assert all(arm["identical"] for arm in told["arms"].values())
+    assert told["settings"]["mlx_lm"] == {"draft": house.draft.name, "adapter": None}

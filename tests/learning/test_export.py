@@ -11,6 +11,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from batches import decode
+from eagles import tiny_head
 from folders import save_model
 from logged import VOCABULARY, served
 from mlx.utils import tree_flatten
@@ -271,3 +272,13 @@ def test_fusing_needs_the_draft_that_was_trained(tmp_path: Path, plain_house: Ho
         assert status == 1
         assert said in err
         assert not (tmp_path / "out").exists()
+
+
+def test_mlx_lm_gets_no_draft_that_it_cannot_run(tmp_path: Path, plain_house: House, export: Export) -> None:
+    head = save_model(tiny_head(tiny_llama(1, hidden=64), 2), tmp_path / "head")
+    text = plain_house.config.read_text()
+    plain_house.config.write_text(text.replace(json.dumps(str(plain_house.draft)), json.dumps(str(head))))
+    status, err = export(plain_house, tmp_path / "out", "--fuse")
+    assert status == 1
+    assert "mlx-lm cannot draft with a head that reads hidden states" in err
+    assert not (tmp_path / "out").exists()

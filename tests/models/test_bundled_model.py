@@ -14,8 +14,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import generate
+from oracle import naive
 
-from service.core import ModelError
+from service.core import ModelError, Prompt, Sampling
+from service.engine.decoder import Decoder
+from service.engine.draft import served
+from service.engine.row import Row
 from service.models import catalog
 from service.models.pair import Loaded, load_model, load_pair
 from service.models.text import TextEncoder
@@ -136,6 +140,20 @@ def test_the_shipped_draft_is_assembled_once_and_again_when_it_changes(conversio
     assert load_model(folder).fingerprint != pair.draft.fingerprint
     left = {path.name for path in folder.parent.iterdir() if "lock" not in path.name}
     assert left == {"smollm2-135m", "smollm2-135m-draft"}
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-draft", "smollm2-135m-eagle"])
+def test_what_ships_guesses_well_and_leaves_the_text_alone(conversion: Conversion, name: str) -> None:
+    pair = load_pair(conversion.folder, catalog.resolve(name, conversion.home))
+    assert pair.draft is not None
+    asked = TextEncoder(pair.target.tokenizer).encode_chat([{"role": "user", "content": "Count from one to twenty."}])
+    decoder = Decoder(pair.target.model, served(pair.draft), vocabulary=pair.vocabulary, k=3)
+    row = Row("0", Prompt(asked, Sampling(max_tokens=48)), pair.eos, None)
+    decoder.admit(row)
+    while decoder.rows:
+        decoder.round()
+    assert row.output == naive(pair.target.model, asked, row.prompt.sampling, pair.eos)
+    assert row.emitted / len(row.rounds) > 2
 
 
 def test_an_older_conversion_is_made_again(tmp_path: Path) -> None:

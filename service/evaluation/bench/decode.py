@@ -15,13 +15,12 @@ from service.core import BadRequest, Prompt, Sampling
 from service.engine.draft import Draft, load, served
 from service.evaluation.bench.adapting import Adapter
 from service.evaluation.bench.arms import ARMS, PLAIN, Contest, make
-from service.evaluation.bench.peers import runs
 from service.evaluation.bench.report import Report, Spread, ratios, spread
 from service.evaluation.bench.turns import Arm, Decoded, take_turns
 from service.evaluation.check import naive_greedy
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import Step
-from service.models.pair import Pair, load_pair
+from service.models.pair import Pair, load_pair, mlx_lm_runs
 from service.models.text import TextEncoder
 from service.settings import EngineSettings
 
@@ -111,7 +110,7 @@ def _contest(
     theirs, theirs_adapted = static, adapted
     if peer is not None:
         theirs, theirs_adapted = _drafts(load_pair(pair.target.folder, peer.folder), peer.adapter)
-    elif pair.draft is not None and not runs(pair.draft.folder):
+    elif pair.draft is not None and not mlx_lm_runs(pair.draft.folder):
         theirs, theirs_adapted = None, None
     return Contest(pair, static, adapted, theirs, theirs_adapted, engine, k, probes)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,11 +13,9 @@ from mlx_lm.generate import generate_step, generation_stream, speculative_genera
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.lora import LoRALinear
-from mlx_lm.utils import load_config
 
 from service.core import Prompt
 from service.evaluation.bench.turns import Decoded, take_turns
-from service.models import eagle
 from service.models.heads import twin, uncut
 
 CHUNK = 512
@@ -94,11 +91,6 @@ def best_k(
     heard = take_turns({k: MlxLmArm(target, eos, draft, k) for k in ks}, prompts)
     rates = {k: sum(len(one.tokens) for one in told) / sum(one.seconds for one in told) for k, told in heard.items()}
     return dict(sorted(rates.items(), key=lambda item: -item[1]))
-
-
-def runs(draft: Path) -> bool:
-    """Whether mlx-lm can draft with the model in this folder."""
-    return not eagle.described(load_config(draft))
 
 
 def whole(served: nn.Module) -> nn.Module:

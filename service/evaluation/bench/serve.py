@@ -17,12 +17,12 @@ from service.core import BadRequest, RedraftError
 from service.evaluation.bench.adapting import Adapter
 from service.evaluation.bench.arms import PLAIN, choose, missing
 from service.evaluation.bench.houses import HOUSES, House, Plan, fused
-from service.evaluation.bench.peers import runs
 from service.evaluation.bench.report import Report, Spread, ratios, spread
 from service.evaluation.bench.turns import rotated
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import Step
 from service.evaluation.traffic import Answer, Traffic
+from service.models.pair import mlx_lm_runs
 from service.settings import Settings
 
 WARM_UP = PromptLine("warm-up", "warm-up", "Write one sentence about the weather.")
@@ -91,7 +91,7 @@ def run_serve(
     with tempfile.TemporaryDirectory(prefix="redraft-bench-") as scratch, ExitStack() as running:
         folder = Path(scratch)
         adapted = fused(adapter, draft, folder / "fused") if adapter and draft else None
-        if theirs is None and draft is not None and runs(draft):
+        if theirs is None and draft is not None and mlx_lm_runs(draft):
             theirs = draft
         houses = _make(Plan(settings, target, draft, adapted, theirs, folder, max(load.clients)), arms)
         for number, (name, house) in enumerate(houses.items()):

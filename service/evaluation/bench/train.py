@@ -33,7 +33,7 @@ from service.learning.dataset import Batch, Example, batches
 from service.learning.job import CACHE_BYTES
 from service.learning.loss import TargetDivergence
 from service.learning.trainer import Optimiser, train
-from service.models.pair import load_model
+from service.models.pair import load_model, mlx_lm_runs
 from service.settings import Settings
 
 OURS, THEIRS = "ours", "mlx_lm"
@@ -78,6 +78,8 @@ def run_train(
     response = length // 2 if response is None else response
     if not 0 < response < length:
         raise RedraftError(f"of {length} tokens between 1 and {length - 1} can be response, not {response}")
+    if not mlx_lm_runs(models[1]):
+        raise RedraftError("mlx-lm cannot train a head that reads hidden states: name another with --draft")
     training = settings.training
     task = Task(OURS, str(models[1]), steps, batch, length, response, training.rank, training.scale)
     rates: dict[str, list[float]] = {OURS: [], THEIRS: []}
