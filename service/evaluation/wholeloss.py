@@ -10,9 +10,9 @@ import mlx.nn as nn
 from mlx.nn.utils import checkpoint
 
 from service.learning.dataset import Batch
-from service.learning.loss import CHUNK, LEARNT_STEPS, fading
+from service.learning.loss import CHUNK
 from service.learning.objectives import Objective, each
-from service.learning.steps import Parts, states
+from service.learning.steps import Parts, learnt, states
 from service.models.heads import split
 
 
@@ -27,7 +27,7 @@ class WholeDivergence:
         self.objective = objective
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
-        steps = [found[batch.at] for found in states(model, self.parts, batch.tokens, LEARNT_STEPS)]
+        ours = learnt(model, self.parts, batch)
         theirs = mx.stop_gradient(states(self.target, self.target_parts, batch.tokens, 1)[0][batch.at])
         total = mx.array(0.0)
         for start in range(0, batch.at.shape[0], CHUNK):
@@ -35,12 +35,11 @@ class WholeDivergence:
             logp = mx.stop_gradient(self._law(theirs[chosen], self.target_parts))
             weight = batch.weight[chosen]
 
-            def part(ours: mx.array, logp: mx.array = logp, weight: mx.array = weight) -> mx.array:
-                return (each(self.objective, logp, self._law(ours, self.parts)) * weight).sum()
+            def part(found: mx.array, logp: mx.array = logp, weight: mx.array = weight) -> mx.array:
+                return (each(self.objective, logp, self._law(found, self.parts)) * weight).sum()
 
             again = cast("Callable[[mx.array], mx.array]", checkpoint(model, part))
-            for ours, share in zip(steps, fading(len(steps)), strict=True):
-                total = total + share * again(ours[chosen])
+            total = total + again(ours[chosen])
         return total / mx.maximum(batch.weight.sum(), 1e-6)
 
     def _law(self, found: mx.array, parts: Parts) -> mx.array:

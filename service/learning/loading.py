@@ -11,8 +11,8 @@ import mlx.nn as nn
 
 from service.core import TrainingFailed
 from service.learning import budget
-from service.learning.loss import LEARNT_STEPS
 from service.learning.spec import JobSpec
+from service.learning.steps import LEARNT_STEPS
 from service.models import eagle, vocabulary
 from service.models.pair import Loaded, load_model
 from service.models.weights import bytes_in_memory

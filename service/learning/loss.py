@@ -12,15 +12,11 @@ from mlx.nn.utils import checkpoint
 
 from service.learning.dataset import Batch
 from service.learning.objectives import LEARNT, Objective, each, forward_kl
-from service.learning.steps import states
+from service.learning.steps import learnt, states
 from service.models.heads import split
 
 CHUNK = 512
 """Positions whose logits exist at once: with a wide vocabulary they are most of a step's memory."""
-LEARNT_STEPS = 3
-"""Of a round, by a draft that is not the same in each of its steps."""
-_FADING = 0.8
-"""What a step weighs in the loss, of the one before (EAGLE-3's training-time test)."""
 _NOTHING = -1e30
 """A logit that has no share in any sum, finite so that a vocabulary inside the top leaves no NaN behind."""
 
@@ -48,15 +44,8 @@ def buckets(logits: mx.array, ids: mx.array) -> mx.array:
     return both - mx.logsumexp(both, axis=-1, keepdims=True)
 
 
-def fading(steps: int) -> list[float]:
-    """What each of so many steps counts for, one in all."""
-    shares = [_FADING**step for step in range(steps)]
-    return [share / sum(shares) for share in shares]
-
-
 class TargetDivergence:
-    """The loss for `trainer.train`: the weighted mean of an objective over a batch's response positions, 0 without any; where
-    steps of a round differ, over the first `LEARNT_STEPS` of them too.
+    """The loss for `trainer.train`: the weighted mean of an objective over a batch's response positions, 0 without any.
 
     The head, most of a small draft's work, runs on response positions only where the model family can be split exactly.
     """
@@ -69,23 +58,19 @@ class TargetDivergence:
         count = batch.at.shape[0]
         if count == 0:
             return mx.array(0.0)
-        steps = states(model, self.parts, batch.tokens, LEARNT_STEPS)
-        shares = fading(len(steps))
-        if count * len(steps) <= CHUNK:
-            totals = [
-                share * self._total(step[batch.at], batch, 0, count) for step, share in zip(steps, shares, strict=True)
-            ]
+        states = learnt(model, self.parts, batch)
+        if count <= CHUNK:
+            total = self._total(states, batch, 0, count)
         else:
             # The head's parameters may be trainable, which is why the module is handed over to be differentiated
             # through.
-            totals = list[mx.array]()
-            for step, share in zip(steps, shares, strict=True):
-                for start in range(0, count, CHUNK):
-                    stop = min(start + CHUNK, count)
-                    part = partial(self._total, batch=batch, start=start, stop=stop)
-                    again = cast("Callable[[mx.array], mx.array]", checkpoint(model, part))
-                    totals.append(share * again(step[batch.at[start:stop]]))
-        return sum(totals, mx.array(0.0)) / mx.maximum(batch.weight.sum(), 1e-6)
+            total = mx.array(0.0)
+            for start in range(0, count, CHUNK):
+                stop = min(start + CHUNK, count)
+                part = partial(self._total, batch=batch, start=start, stop=stop)
+                again = cast("Callable[[mx.array], mx.array]", checkpoint(model, part))
+                total = total + again(states[start:stop])
+        return total / mx.maximum(batch.weight.sum(), 1e-6)
 
     def positions(self, model: nn.Module, batch: Batch) -> mx.array:
         """The objective at each of the batch's positions, (N,), those that fill up among them; not weighted. In a round's first

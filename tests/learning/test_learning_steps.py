@@ -16,15 +16,16 @@ from service.core import Sampling
 from service.evaluation.wholeloss import WholeDivergence
 from service.learning import budget, lora
 from service.learning.dataset import Batch, build, collate
-from service.learning.loss import LEARNT_STEPS, TargetDivergence, buckets
+from service.learning.loss import TargetDivergence, buckets
 from service.learning.objectives import Objective, each
 from service.learning.scoring import score
+from service.learning.steps import LEARNT_STEPS
 from service.learning.trainer import Optimiser, train
 from service.models.eagle import Model as Head
 from service.models.folding import as_served
 
 KEYS = {"fuse"} | {f"self_attn.{n}_proj" for n in "qkvo"} | {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
-WEIGHTS = np.array([1.0, 0.8, 0.64]) / 2.44
+TURNS = np.array([0, 1, 0, 2, 0, 1, 2, 0, 1, 0, 1, 2])
 
 
 @pytest.fixture
@@ -52,15 +53,17 @@ def by_step(head: Head, batch: Batch, objective: Objective) -> list[mx.array]:
 
 @pytest.mark.parametrize("chunk", [512, 17])
 @pytest.mark.parametrize("objective", [Objective.KL, Objective.JSD])
-def test_the_loss_is_a_weighted_mean_over_steps(
+def test_every_position_is_learnt_in_one_step_of_a_round(
     target: Model, head: Head, objective: Objective, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.learning.loss.CHUNK", chunk)
     batch = some_batch(target)
     loss, steps = TargetDivergence(head, objective), by_step(head, batch, objective)
-    means = np.array(mx.stack([(step * batch.weight).sum() / batch.weight.sum() for step in steps]))
-    assert len(set(means.round(4))) == LEARNT_STEPS
-    assert loss(head, batch).item() == pytest.approx(float(WEIGHTS @ means), rel=1e-4)
+    every, turn, weight = np.array(mx.stack(steps)), TURNS[np.array(batch.at) % 12], np.array(batch.weight)
+    assert np.bincount(turn[weight > 0], minlength=3).min() > 0.15 * (weight > 0).sum()
+    mean = float((every[turn, np.arange(len(turn))] * weight).sum() / weight.sum())
+    assert loss(head, batch).item() == pytest.approx(mean, rel=1e-4)
+    assert all(abs(mean - float((step * weight).sum() / weight.sum())) > 1e-3 * mean for step in every)
     assert mx.allclose(loss.positions(head, batch), steps[0], atol=1e-5).item()
 
 
