@@ -77,19 +77,16 @@ class CutHead(nn.Module):
             raise ModelError("this head does not keep one row per token: it cannot be cut")
         if not ids or max(ids) >= width or min(ids) < 0:
             raise ModelError(f"a vocabulary names token ids that this draft does not have (it has {width})")
-        kept = np.sort(np.array(ids, dtype=np.int32))
-        at = np.full(width, len(kept), dtype=np.int32)
-        at[kept] = np.arange(len(kept), dtype=np.int32)
+        kept = np.unique(np.array(ids, dtype=np.int32))
         self.whole = whole
         self.rows = twin(whole)
         self.rows.update(tree_map(lambda array: array[mx.array(kept)], whole.parameters()))
-        self.at = mx.array(at)
-        """Where each id's logit is among the kept ones; behind the last for those that have none."""
-        mx.eval(self.rows.parameters(), self.at)
+        mx.eval(self.rows.parameters())
         # Not arrays of the model: names that begin so are left out of its parameters.
         self._ids = mx.array(kept)
-        self._keeps = at < len(kept)
+        self._keeps = np.isin(np.arange(width), kept)
         self._also: tuple[mx.array, mx.array, mx.array | None] | None = None
+        """Places (B, 1, kept + n) of the kept and the other logits, rows and biases of the others."""
         self._open = False
 
     @property
@@ -106,23 +103,24 @@ class CutHead(nn.Module):
         harm; None: the kept ones alone. Does nothing where the head is of a kind whose rows cannot be picked."""
         self._also = None
         if ids is not None and (picked := _picked(self.whole, ids)) is not None:
-            self._also = (ids, *picked)
+            kept = mx.broadcast_to(self._ids, (ids.shape[0], self._ids.size))
+            self._also = (mx.concatenate([kept, ids.astype(kept.dtype)], axis=-1)[:, None], *picked)
 
     def __call__(self, x: mx.array) -> mx.array:
         return cast("Any", self.whole)(x) if self._open else self._widened(x, cast("Any", self.rows)(x))
 
     def _widened(self, x: mx.array, logits: mx.array) -> mx.array:
         """x: (B, N, hidden). logits: (B, N, kept) -> (B, N, width)."""
-        never = mx.full((*logits.shape[:-1], 1), -float("inf"), dtype=logits.dtype)
-        wide = mx.take(mx.concatenate([logits, never], axis=-1), self.at, axis=-1)
-        if self._also is None:
-            return wide
-        ids, rows, bias = self._also
-        found = x @ rows.swapaxes(-1, -2)
-        if bias is not None:
-            found = found + bias[:, None]
-        at = mx.broadcast_to(ids[:, None], found.shape)
-        return mx.put_along_axis(wide, at, found.astype(wide.dtype), axis=-1)
+        places = self._ids
+        if self._also is not None:
+            places, rows, bias = self._also
+            found = x @ rows.swapaxes(-1, -2)
+            if bias is not None:
+                found = found + bias[:, None]
+            logits = mx.concatenate([logits, found.astype(logits.dtype)], axis=-1)
+        # Putting what there is where it belongs takes half of the time of looking up every id.
+        never = mx.full((*logits.shape[:-1], len(self._keeps)), -float("inf"), dtype=logits.dtype)
+        return mx.put_along_axis(never, mx.broadcast_to(places, logits.shape), logits, axis=-1)
 
 
 def _picked(whole: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | None] | None:
