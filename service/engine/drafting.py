@@ -107,6 +107,9 @@ class ModelDrafter:
     ) -> Proposal | None:
         if not self.catch_up(rows):
             return None
+        if not self._looked:
+            # Not when it was switched to: whatever is wrong with a draft shows where it is caught.
+            self._parts, self._looked = split(self.draft.model), True
         head = cut_head(self.draft.model)
         if head is None:
             return self._propose(rows, steps, batch, noise, key, head)
@@ -157,9 +160,6 @@ class ModelDrafter:
 
     def _after(self, feed: mx.array, last: list[int] | None) -> mx.array:
         """Logits (B, 1, V) after position last[b] of each row's feed (B, N); None: after the only one."""
-        if not self._looked:
-            # Not when it was switched to: whatever is wrong with a draft shows where it is caught.
-            self._parts, self._looked = split(self.draft.model), True
         backbone, head = self._parts or (None, None)
         out = self.feed(feed, self.cache, self.target) if backbone is None else backbone(feed, self.cache.layers)
         if last is not None and feed.shape[1] > 1:

@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from batches import decode
+from batches import decode, serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import naive, relative, tiny_llama
@@ -207,3 +207,10 @@ def test_a_new_draft_ends_the_degradation() -> None:
     assert True in seen and seen[-1] is False
     assert row.output == naive(target(), prompt.tokens, prompt.sampling)
     assert sum(r.accepted for r in row.rounds[10:]) > 0
+
+
+def test_a_cut_draft_serves_a_batch_from_its_first_round() -> None:
+    decoder = Decoder(target(), bare(draft("cut")), vocabulary=VOCABULARY, k=3)
+    rows = serve(decoder, [Prompt(tuple(range(5 + i, 15 + 2 * i)), Sampling(max_tokens=12)) for i in range(3)], eos=EOS)
+    assert decoder.draft_failures == 0
+    assert sum(round.accepted for row in rows for round in row.rounds) > 0
