@@ -7,7 +7,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from batches import decode, serve
+from batches import decode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import naive, relative, tiny_llama
@@ -15,6 +15,7 @@ from oracle import naive, relative, tiny_llama
 from service.core import Prompt, Sampling
 from service.engine.decoder import Decoder
 from service.engine.draft import Draft, bare
+from service.engine.row import Row
 from service.models.heads import cut
 
 VOCABULARY = 97
@@ -211,6 +212,11 @@ def test_a_new_draft_ends_the_degradation() -> None:
 
 def test_a_cut_draft_serves_a_batch_from_its_first_round() -> None:
     decoder = Decoder(target(), bare(draft("cut")), vocabulary=VOCABULARY, k=3)
-    rows = serve(decoder, [Prompt(tuple(range(5 + i, 15 + 2 * i)), Sampling(max_tokens=12)) for i in range(3)], eos=EOS)
+    asked = [Prompt(tuple(range(5 + i, 15 + 2 * i)), Sampling(max_tokens=12)) for i in range(3)]
+    rows = [Row(str(i), prompt, EOS, None) for i, prompt in enumerate(asked)]
+    for row in rows:
+        decoder.admit(row)
+    while decoder.rows:
+        decoder.round()
     assert decoder.draft_failures == 0
     assert sum(round.accepted for row in rows for round in row.rounds) > 0
