@@ -80,6 +80,7 @@ def decode(
     title = f"One stream: {_about(prompts, domain, limit, max_tokens)}, T = {temperature:g}" + (
         f", K = {k}" if k else ""
     )
+    title += _drafting(draft)
     with ExitStack() as open_until_done:
         on_step = open_until_done.enter_context(stages("bench decode"))
         adapted = open_until_done.enter_context(_adapter(settings, adapter, adapt_on, adapt_limit, on_step))
@@ -139,7 +140,7 @@ def serve(
     choose(names, list(HOUSES))
     load = Load(read_prompts(prompts, domain=domain, limit=limit), _counts(clients), turns, max_tokens)
     load.cells()
-    title = f"{clients} clients over HTTP: {_about(prompts, domain, limit, max_tokens)}"
+    title = f"{clients} clients over HTTP: {_about(prompts, domain, limit, max_tokens)}{_drafting(draft)}"
     with stages("bench serve") as on_step, _adapter(settings, adapter, adapt_on, adapt_limit, on_step) as adapted:
         folders = model_folders(settings)
         others = settings_from(config, models__target=target, models__draft=mlx_lm_draft)
@@ -187,6 +188,11 @@ def _adapter(
 def _about(prompts: Path, domain: str | None, limit: int | None, max_tokens: int) -> str:
     of = f"the first {limit} prompts" if limit else "all prompts"
     return f"{of} of {prompts.name}{f' ({domain})' if domain else ''}, up to {max_tokens} tokens"
+
+
+def _drafting(draft: str | None) -> str:
+    """A named draft is another measurement than the usual one's."""
+    return "" if draft is None else f", draft {Path(draft).name}"
 
 
 def _adapted(adapter: Adapter | None) -> str:

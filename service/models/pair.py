@@ -70,7 +70,7 @@ def load_model(folder: Path) -> Loaded:
 
 def mlx_lm_runs(folder: Path) -> bool:
     """Whether mlx-lm knows what to do with a model folder: not with a head that reads its target's hidden states."""
-    return not eagle.described(load_config(folder))
+    return not ((folder / "config.json").is_file() and eagle.described(load_config(folder)))
 
 
 def load_pair(target: Path, draft: Path | None) -> Pair:
