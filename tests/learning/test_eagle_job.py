@@ -1,7 +1,6 @@
 """The child where the draft reads its target's hidden states: it loads that one too, whatever the job."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -48,13 +47,6 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     general = GeneralSet.of((g.prompt.tokens, g.output) for g in logged[:5])
     general.save(root / "general.npz")
     return Rig(root, *folders, root / "general.npz", who, logged)
-
-
-@pytest.fixture
-def home(rig: Rig, tmp_path: Path) -> Iterator[Home]:
-    made = Home(rig, tmp_path)
-    yield made
-    made.database.close()
 
 
 def test_a_run_and_what_is_asked_of_its_adapter(home: Home, rig: Rig) -> None:

@@ -3,7 +3,7 @@
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -59,13 +59,6 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     )
     general.save(root / "general.npz")
     return Rig(root, *folders, root / "general.npz", who, logged)
-
-
-@pytest.fixture
-def home(rig: Rig, tmp_path: Path) -> Iterator[Home]:
-    made = Home(rig, tmp_path)
-    yield made
-    made.database.close()
 
 
 def test_a_run_from_claim_to_scores(home: Home, rig: Rig) -> None:
