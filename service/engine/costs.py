@@ -45,6 +45,12 @@ class Costs:
     def round(self, load: Load, drafted: int) -> float:
         return self.call(load, drafted + 1) + (drafted * self.draft(load) if drafted else 0.0)
 
+    def near(self, other: Costs, share: float) -> bool:
+        """Whether no call and no step differs by more than so much of itself."""
+        pairs = [(self.verify[at], other.verify.get(at, 0.0)) for at in self.verify]
+        pairs += [(self.step[size], other.step.get(size, 0.0)) for size in self.step]
+        return all(abs(mine - theirs) <= share * mine for mine, theirs in pairs)
+
     def _of(self, size: int) -> dict[int, float]:
         return {tokens: seconds for (rows, tokens), seconds in self.verify.items() if rows == size}
 

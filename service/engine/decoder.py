@@ -9,6 +9,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +17,7 @@ import numpy as np
 
 from service.core import BARE_DRAFT, Source
 from service.engine import profile, verify
+from service.engine.acceptance import Acceptance
 from service.engine.cache import RowCache
 from service.engine.confidence import Steps
 from service.engine.costs import Load
@@ -23,7 +25,7 @@ from service.engine.draft import Draft
 from service.engine.drafting import Proposal, instead
 from service.engine.eagle import drafter
 from service.engine.evidence import Evidence, gather
-from service.engine.length import Acceptance, Choice, DraftLength, Match
+from service.engine.length import Choice, DraftLength, Match
 from service.engine.lookup import Found, Lookup
 from service.engine.prefix import Owner, PrefixCache
 from service.engine.reading import Prefill, follow, lead
@@ -57,7 +59,7 @@ class Decoder:
         prefix: PrefixCache | None = None,
         key: mx.array | None = None,
     ) -> None:
-        self.target = Target.of(target, draft)
+        self.target = Target.of(target, draft.model if draft is not None else None)
         self.vocabulary = vocabulary
         self.prefill_chunk = prefill_chunk
         self.tie_margin = tie_margin
@@ -66,6 +68,7 @@ class Decoder:
         self.lookup = Lookup(lookup) if adaptive and lookup > 0 else None
         self.adaptive = adaptive and (self.drafted > 0 or self.lookup is not None)
         self.length: DraftLength | None = None
+        self._profile: profile.Profile | None = None
         self.key = mx.random.key(secrets.randbits(63)) if key is None else key
         self.cache = self.target.cache(0)
         self.drafter = drafter(draft, vocabulary, self.cache) if draft is not None else None
@@ -91,6 +94,8 @@ class Decoder:
         self._next_epoch()
         if self.length is not None:
             self.length.restart()
+        if self._profile is not None and self.drafted:
+            self._profile.draft = draft.model
         for row in self.rows:
             row.acceptance = Acceptance(self.drafted)
 
@@ -100,15 +105,20 @@ class Decoder:
         if self.adaptive:
             draft = self.drafter.draft.model if self.drafter is not None and self.drafted else None
             looked_up = self.lookup.most if self.lookup is not None else 0
-            costs = profile.measure(
-                self.target.model, draft, rows=profile.sizes(rows), most=max(self.drafted, looked_up)
-            )
-            self.length = DraftLength(self.drafted, looked_up, costs)
+            sizes, most = profile.sizes(rows), max(self.drafted, looked_up)
+            self._profile = profile.Profile(self.target.model, draft, rows=sizes, most=most)
+            self.length = DraftLength(self.drafted, looked_up, self._profile.measure())
+
+    def idle(self) -> bool:
+        """While there are no rows: measure a little of it again, where that is due. False: there is nothing to do."""
+        return self._profile is not None and not self.failed and self._profile.again()
 
     # ------------------------------------------------------------------------------------------------ rows come and go
 
     def begin(self, row: Row) -> Prefill:
         """Start reading a row's prompt, all but its last token."""
+        if self._profile is not None and self.length is not None and (costs := self._profile.settle()) is not None:
+            self.length.learn(costs)
         return Prefill(row, self.target.cache(1), None, self.epoch)
 
     def read(self, prefill: Prefill, coming: int = 1) -> bool:
@@ -178,17 +188,18 @@ class Decoder:
 
     # ------------------------------------------------------------------------------------------------------- one round
 
-    def round(self) -> RoundReport:
-        """One round for all rows; rows that finished are out of the batch when it returns."""
+    def round(self, coming: int = 0) -> RoundReport:
+        """One round for all rows; those that finished are out of the batch when it returns. coming: rows about to join."""
         begun = time.perf_counter()
         rows = list(self.rows)
         batch = SamplingBatch.of([row.prompt.sampling for row in rows], self.vocabulary)
         collect = self.collect and any(row.prompt.store for row in rows)
         self.key, draft_key, verify_key = mx.random.split(self.key, 3)
-        load = self._load()
-        choice, found, matches = self._choose(rows, load)
-        noise = SharedNoise(batch, [row.emitted for row in rows], self.vocabulary)
         tokens = [row.tokens for row in rows]
+        unread = self.drafter.unread(tokens) if self.drafter is not None else 0
+        load = Load(len(rows), self.cache.lengths.longest, unread, prompted(rows))
+        choice, found, matches = self._choose(rows, load, coming)
+        noise = SharedNoise(batch, [row.emitted for row in rows], self.vocabulary)
         behind = choice.drafted > 0 and self.drafter is not None and self.drafter.behind(tokens)
         steps = Steps(choice.drafted)
         if self.length is not None and choice.drafted:
@@ -211,30 +222,24 @@ class Decoder:
         logits = self.target(fed, self.cache)[..., : self.vocabulary]
         law = transform(logits, batch)
         accepted, following = verify.accept(law, batch, noise.first(k + 1), proposal, verify_key)
-        emitted = following[:, None]
-        if proposal is not None:
-            padded = mx.concatenate([proposal.tokens, emitted.astype(proposal.tokens.dtype)], axis=1)
-            emitted = mx.where(mx.arange(k + 1) < accepted[:, None], padded, emitted)
         proposed = proposal.tokens if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.int32)
+        padded = mx.concatenate([proposed, following[:, None].astype(proposed.dtype)], axis=1)
+        emitted = mx.where(mx.arange(k + 1) < accepted[:, None], padded, following[:, None])
         usable = drafted.usable if drafted is not None else mx.ones((len(rows), 1), dtype=mx.bool_)
         mx.eval(accepted, emitted, proposed, usable, self.cache.arrays(), self.key)
 
         kept: list[int] = np.array(accepted).tolist()
-        said, guessed = np.array(emitted), np.array(proposed)
-        news = [said[i, : n + 1].tolist() for i, n in enumerate(kept)]
-        guesses = [guessed[i, :n].tolist() for i, n in enumerate(counts)]
+        news = [new[: n + 1].tolist() for new, n in zip(np.array(emitted), kept, strict=True)]
+        guesses = [guess[:n].tolist() for guess, n in zip(np.array(proposed), counts, strict=True)]
         sources = [Source.LOOKUP if n else Source.DRAFT for n in choice.looked_up]
         shown: list[Evidence | None] = [None] * len(rows)
         if collect:
-            rejected = [
-                tried[n] if source is Source.DRAFT and n < len(tried) else None
-                for tried, n, source in zip(guesses, kept, sources, strict=True)
-            ]
-            found_out = gather(logits, law, batch, news, rejected, proposal)
-            shown = [seen if row.prompt.store else None for row, seen in zip(rows, found_out, strict=True)]
+            tried = [[] if source is Source.LOOKUP else tokens for tokens, source in zip(guesses, sources, strict=True)]
+            seen = gather(logits, law, batch, news, tried, proposal)
+            shown = [each if row.prompt.store else None for row, each in zip(rows, seen, strict=True)]
         deltas = [
-            row.take(new, tried, source, adapter, seen, self.tie_margin)
-            for row, new, tried, source, seen in zip(rows, news, guesses, sources, shown, strict=True)
+            row.take(new, guessed, source, adapter, seen, self.tie_margin)
+            for row, new, guessed, source, seen in zip(rows, news, guesses, sources, shown, strict=True)
         ]
         if not np.array(usable).all():
             self._put_draft_aside()
@@ -242,13 +247,13 @@ class Decoder:
         if self.drafter is not None:
             read = self.drafter.cache.lengths.host
             self.drafter.cache.settle([min(n, len(row.tokens) - 1) for n, row in zip(read, rows, strict=True)])
-        ended = [row for row in rows if row.finish is not None]
-        if ended:
+        if ended := [row for row in rows if row.finish is not None]:
             self.leave(ended)
         seconds = time.perf_counter() - begun
         if self.length is not None and (drafted is not None or not choice.drafted):
-            own = [row.acceptance for row in rows]
-            self.length.observe(load, choice, matches, kept, None if behind else seconds, own)
+            self.length.observe(
+                load, choice, matches, kept, None if behind else seconds, [row.acceptance for row in rows]
+            )
             steps.observe(kept)
         return RoundReport(tuple(rows), tuple(deltas), tuple(row.rounds[-1] for row in rows), seconds)
 
@@ -258,12 +263,11 @@ class Decoder:
         load = Load(len(self.rows) + coming, held, prompted=prompted([row]))
         return self.length is None or self.length.follows(load)
 
-    def _load(self) -> Load:
-        unread = self.drafter.unread([row.tokens for row in self.rows]) if self.drafter is not None else 0
-        return Load(len(self.rows), self.cache.lengths.longest, unread, prompted(self.rows))
-
-    def _choose(self, rows: Sequence[Row], load: Load) -> tuple[Choice, list[Found | None], list[Match | None]]:
-        """What to propose this round, and what was looked up for each row."""
+    def _choose(
+        self, rows: Sequence[Row], load: Load, coming: int
+    ) -> tuple[Choice, list[Found | None], list[Match | None]]:
+        """What to propose this round, and what was looked up for each row. Where others wait to join, nothing is drafted that
+        would not pay among them."""
         found: list[Found | None] = [None] * len(rows)
         if self.adaptive and self.length is None:
             self.profile(len(rows))
@@ -272,8 +276,8 @@ class Decoder:
         if self.lookup is not None:
             found = [self.lookup.find(row.tokens, row.grams) for row in rows]
         matches = [None if f is None else Match(f.length, len(f.tokens)) for f in found]
-        own = [row.acceptance for row in rows]
-        return self.length.choose(load, matches, own, drafts=not self.failed), found, matches
+        drafts = not self.failed and (not coming or self.length.pays(replace(load, rows=load.rows + coming)))
+        return self.length.choose(load, matches, [row.acceptance for row in rows], drafts=drafts), found, matches
 
     def _propose(
         self, rows: Sequence[Row], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array

@@ -35,11 +35,14 @@ def gather(
     law: mx.array,
     batch: SamplingBatch,
     emitted: Sequence[Sequence[int]],
-    rejected: Sequence[int | None],
+    drafted: Sequence[Sequence[int]],
     proposal: Proposal | None,
 ) -> list[Evidence]:
     """logits: (B, K+1, V) the target's, evaluated; law: (B, K+1, V) after the sampling transform. emitted: the tokens of
-    each row's round. rejected: its first rejected draft token."""
+    each row's round. drafted: the draft's tokens that were tried there."""
+    rejected = [
+        tried[len(new) - 1] if len(new) <= len(tried) else None for new, tried in zip(emitted, drafted, strict=True)
+    ]
     counts = np.array([len(tokens) for tokens in emitted])
     ends = np.cumsum(counts)
     rows = np.repeat(np.arange(len(counts)), counts)

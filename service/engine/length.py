@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from service.engine.acceptance import Acceptance, expected
 from service.engine.confidence import STOPS, Steps, Trust
 from service.engine.costs import USUALLY_HELD, Costs, Load, line
-from service.engine.share import Share
 
 PROBE = 32
 """Rounds after which a resting draft drafts again at the latest: what it would be worth stays known, and what it gets wrong
@@ -26,16 +26,8 @@ REPAID = 64
 """Rounds in which what a draft must read before it can draft must have paid."""
 STAY = 1.03
 """Another draft length must promise so many times the tokens per second; none at all only as many."""
-ROUND_MEMORY = 0.98
-"""What an observation of acceptance weighs a round later."""
-DRAFTED = 0.8
 LOOKED_UP = {8: 0.8, 4: 0.6, 2: 0.4}
-"""Acceptance taken for granted before anything was seen, rather too high than too low, for what is tried is soon known: of
-drafts, and of look-ups by how many tokens matched at least."""
-PRIOR_WEIGHT = 4.0
-USUAL_WEIGHT = 6.0
-"""Rounds of a row's own that what is usual lately counts for: texts differ more than an hour's traffic does, and a row whose
-draft fails it is told after a few."""
+"""Acceptance of look-ups taken for granted before anything was seen, by how many tokens matched at least."""
 ASKING = 0.03
 """Share of a round's time from which on it does not pay to ask a draft how sure it is: it is asked once or twice a round, and
 where that takes 2 % each what is heard still gains up to 18 %, 6 on the mean of five kinds of text."""
@@ -43,6 +35,8 @@ PLAIN = 64
 """Rounds with proposals after which one has none, so that what they are compared with stays measured."""
 SLOW, TRUSTED = 0.05, 8
 """Least weight of a new time in a cost's correction, and how many such times the measurement at start is worth."""
+NEWS = 0.05
+"""Share by which a cost must differ from the one gone by for a new measurement to count: corrections of the old are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,45 +69,6 @@ class Choice:
         return max(self.drafted, *self.looked_up)
 
 
-class Acceptance:
-    """How often each position of a proposal is kept, lately."""
-
-    def __init__(self, most: int, prior: float = DRAFTED) -> None:
-        self.prior = prior
-        self._shares = [Share(ROUND_MEMORY) for _ in range(most)]
-
-    def observe(self, proposed: int, kept: int) -> None:
-        for position, share in enumerate(self._shares):
-            share.observe(position < kept, tested=position < min(kept + 1, proposed))
-
-    def rates(self) -> list[float]:
-        """A position seldom tested is taken to be like the one before."""
-        found, rate = list[float](), self.prior
-        for share in self._shares:
-            rate = share.rate(rate, PRIOR_WEIGHT)
-            found.append(rate)
-        return found
-
-    def rates_beside(self, usual: Sequence[float]) -> list[float]:
-        """Of one row, where others' are so and so. A position seldom tested is taken to differ from what is usual as much as
-        the one before."""
-        found, differs = list[float](), 1.0
-        for mean, share in zip(usual, self._shares, strict=True):
-            rate = share.rate(min(mean * differs, 1.0), USUAL_WEIGHT)
-            differs = rate / mean
-            found.append(rate)
-        return found
-
-
-def expected(rates: Sequence[float]) -> list[float]:
-    """Tokens of a round by how many are proposed, from none. rates: how often each position is kept when all before it were."""
-    totals, reached = [1.0], 1.0
-    for rate in rates:
-        reached *= rate
-        totals.append(totals[-1] + reached)
-    return totals
-
-
 def _kind(load: Load, drafted: int, most: int) -> tuple[int, int, int]:
     """Rounds whose costs are corrected together. A draft that is asked goes on to its next stop, and lengths between two of
     them would never be corrected by themselves."""
@@ -140,6 +95,14 @@ class DraftLength:
         self._trusts = {greedy: Trust() for greedy in (True, False)}
         self._current = self.drafted
         self._rested = self._busy = 0
+
+    def learn(self, costs: Costs) -> None:
+        """Go by these from now on, where they are others."""
+        if not self._costs.near(costs, NEWS):
+            self._costs = costs
+            self._lines.clear()
+            self._fixes.clear()
+            self._last = None
 
     def choose(
         self,
@@ -232,9 +195,12 @@ class DraftLength:
 
     def follows(self, load: Load) -> bool:
         """Whether the draft should read what rows are asked, in such a batch."""
-        tokens, plain = expected(self._draft.rates()), self.seconds(load, 0, 0)
-        pays = any(self._pace(load, k, load.rows * tokens[k]) > load.rows / plain for k in range(1, len(tokens)))
-        return pays or load.rows * self._costs.read <= PROBING * plain
+        return self.pays(load) or load.rows * self._costs.read <= PROBING * self.seconds(load, 0, 0)
+
+    def pays(self, load: Load) -> bool:
+        """Whether drafts as usual promise more than none in such a batch."""
+        tokens, plain = expected(self._draft.rates()), load.rows / self.seconds(load, 0, 0)
+        return any(self._pace(load, k, load.rows * tokens[k]) > plain for k in range(1, len(tokens)))
 
     def _pace(self, load: Load, drafted: int, tokens: float) -> float:
         """Tokens per second of rounds that draft so many and say so many, what the draft reads for it included. Prompts that it

@@ -20,8 +20,8 @@ from service.core import (
     Source,
     Timings,
 )
+from service.engine.acceptance import Acceptance
 from service.engine.evidence import Evidence
-from service.engine.length import Acceptance
 from service.engine.lookup import Grams
 from service.engine.targets import pack
 

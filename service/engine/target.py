@@ -9,7 +9,6 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.engine.cache import RowCache
-from service.engine.draft import Draft
 from service.models import eagle
 
 
@@ -21,10 +20,9 @@ class Target:
     noted: Callable[[], mx.array] | None
 
     @classmethod
-    def of(cls, model: nn.Module, draft: Draft | None) -> Target:
+    def of(cls, model: nn.Module, draft: nn.Module | None) -> Target:
         """Adapters leave alone what reads the hidden states, so that versions of one draft may follow one another."""
-        reader = draft.model if draft is not None else None
-        return cls(model, reader.noted if isinstance(reader, eagle.Model) else None)
+        return cls(model, draft.noted if isinstance(draft, eagle.Model) else None)
 
     def cache(self, rows: int) -> RowCache:
         return RowCache(self.model, rows, features=self.noted is not None)

@@ -215,7 +215,7 @@ class Worker:
         self._read_chunk(engine)
         if engine.decoder.rows:
             self._decode(engine)
-        elif not (self._reading or self._staging):
+        elif not (self._reading or self._staging or engine.decoder.idle()):
             with self._gate:
                 if not self._waiting and not self._commands and not self._stopping:
                     self._gate.wait(timeout=0.5)
@@ -268,7 +268,7 @@ class Worker:
             engine.decoder.join(ready)
 
     def _decode(self, engine: Engine) -> None:
-        report = engine.decoder.round()
+        report = engine.decoder.round(len(self._reading))
         self._observer.observe(report.rounds, report.seconds)
         for _ in range(engine.decoder.draft_failures - self._reported_failures):
             self._observer.draft_failed(engine.decoder.adapter)

@@ -12,12 +12,13 @@ from oracle import relative, tempered, tiny_llama
 from scipy.stats import chisquare
 
 from service.core import Prompt, Sampling
+from service.engine.acceptance import Acceptance, expected
 from service.engine.confidence import Steps, Trust
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.draft import bare
 from service.engine.drafting import confidence, heard
-from service.engine.length import Acceptance, Choice, DraftLength, Match, expected
+from service.engine.length import Choice, DraftLength, Match
 from service.engine.row import Row
 from service.models.heads import cut, cut_head
 

@@ -10,11 +10,12 @@ from batches import decode
 from oracle import naive, relative, tiny_llama
 
 from service.core import Prompt, Sampling, Source
+from service.engine.acceptance import Acceptance
 from service.engine.confidence import Steps, Trust
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.draft import bare
-from service.engine.length import PROBE, Acceptance, Choice, DraftLength, Match
+from service.engine.length import PROBE, Choice, DraftLength, Match
 from service.engine.row import Row
 
 Cost = Callable[[int, int], float]
@@ -247,6 +248,18 @@ def test_a_draft_reads_a_prompt_by_the_batch_that_it_will_be_in(coming: int, ans
     while not decoder.read(prefill, coming):
         pass
     assert (prefill.drafter is not None) == reads
+
+
+@pytest.mark.parametrize(("coming", "drafts"), [(0, True), (15, False)])
+def test_nothing_is_drafted_that_would_not_pay_among_those_who_wait(coming: int, drafts: bool) -> None:
+    target = tiny_llama(0)
+    decoder = Decoder(target, bare(relative(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
+    decoder.length = DraftLength(
+        3, 0, measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
+    )
+    decoder.admit(Row("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=48)), frozenset(), None))
+    (done,) = decoder.round(coming).rounds
+    assert (done.drafted > 0) == drafts
 
 
 def test_in_a_full_batch_a_draft_that_rests_stops_reading_and_is_seldom_tried() -> None:

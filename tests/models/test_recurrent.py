@@ -12,12 +12,13 @@ from families import RECURRENT, V, build, likeness
 from oracle import naive, tiny_llama
 
 from service.core import Prompt, Sampling
+from service.engine.acceptance import Acceptance
 from service.engine.cache import RowCache
 from service.engine.confidence import Steps, Trust
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.draft import Draft
-from service.engine.length import Acceptance, Choice, DraftLength, Match
+from service.engine.length import Choice, DraftLength, Match
 from service.engine.row import Row
 from service.engine.state import StateLayer
 

@@ -1,0 +1,152 @@
+"""What calls cost is timed more than once: a machine that was busy for a moment is not taken for a slow one."""
+
+import time
+from collections.abc import Iterator
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from oracle import relative, tiny_llama
+
+from service.engine.costs import USUALLY_HELD, Costs, Load
+from service.engine.decoder import Decoder
+from service.engine.draft import bare
+from service.engine.length import Choice, DraftLength
+from service.engine.profile import Profile
+from service.models.heads import cut, twin
+
+SLOW = 0.03
+
+
+class Machine:
+    """Holds every call up while it is busy. calls: until it is so no more."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def work(self) -> None:
+        self.calls -= 1
+        if self.calls >= 0:
+            time.sleep(SLOW)
+
+
+class On(nn.Module):
+    """A model on such a machine."""
+
+    def __init__(self, model: nn.Module, machine: Machine) -> None:
+        super().__init__()
+        self.model = model
+        self._machine = machine
+
+    @property
+    def layers(self) -> object:
+        return self.model.layers
+
+    def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
+        self._machine.work()
+        return self.model(tokens, cache=cache)
+
+
+def pair(calls: int) -> tuple[nn.Module, nn.Module]:
+    target, machine = tiny_llama(0), Machine(calls)
+    return On(target, machine), On(relative(target, 1, 0.1), machine)
+
+
+def round_of(costs: Costs) -> float:
+    return costs.round(Load(1, USUALLY_HELD), 1)
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[float]:
+    """Seconds of a round of one drafted token on a machine that is not busy."""
+    yield round_of(Profile(*pair(0), rows=[1], most=1).measure())
+
+
+def test_a_busy_moment_at_the_start_is_forgotten(quiet: float) -> None:
+    """A pass is twenty calls at least."""
+    assert quiet < SLOW
+    assert round_of(Profile(*pair(20), rows=[1], most=1).measure()) < SLOW
+
+
+def test_what_was_measured_on_a_busy_machine_is_measured_again(quiet: float) -> None:
+    machine = Machine(10**6)
+    target = tiny_llama(0)
+    profile = Profile(On(target, machine), On(relative(target, 1, 0.1), machine), rows=[1], most=1, rest=0.05)
+    first = profile.measure()
+    assert round_of(first) > 2 * SLOW
+    assert profile.settle() is None, "nothing was timed since"
+    machine.calls = 0
+    while not profile.again():
+        time.sleep(0.01)
+    while profile.again():
+        pass
+    assert not profile.again(), "it is not due so soon"
+    costs = profile.settle()
+    assert costs is not None and round_of(costs) < SLOW
+    length = DraftLength(1, 0, first)
+    length.learn(costs)
+    assert length.round_seconds()[0] == round_of(costs)
+
+
+def test_work_that_comes_finds_the_draft_as_it_was() -> None:
+    """A step is timed with tokens of the rows' own, which the next row has not shown."""
+    target = tiny_llama(0)
+    draft = twin(relative(target, 1, 0.1))
+    cut(draft, list(range(0, 97, 2)))
+    token = mx.array([[5]])
+    before = draft(token)
+    profile = Profile(target, draft, rows=[1], most=1, rest=0.0)
+    profile.measure()
+    while mx.array_equal(draft(token), before):
+        assert profile.again()
+    assert profile.settle() is not None
+    assert mx.array_equal(draft(token), before)
+
+
+def test_costs_that_hardly_differ_leave_corrections_alone() -> None:
+    of = Costs({(1, 1): 0.05, (1, 3): 0.06}, {1: 0.01}, {1: 0.0}, 0.0, 0.0)
+    length = DraftLength(2, 0, of)
+    load = Load(1, 0)
+    for turn in range(200):
+        choice = Choice(2 * (turn % 2), (0,))
+        length.observe(load, choice, [None], [0], length.seconds(load, 0, 0) * (1.0 if not choice.drafted else 2.0))
+    corrected = length.seconds(load, 2, 2)
+    assert corrected > 1.1 * of.round(load, 2)
+    length.learn(Costs({(1, 1): 0.0495, (1, 3): 0.059}, {1: 0.0099}, {1: 0.0}, 0.0, 0.0))
+    assert length.seconds(load, 2, 2) == corrected
+    other = Costs({(1, 1): 0.05, (1, 3): 0.05}, {1: 0.005}, {1: 0.0}, 0.0, 0.0)
+    length.learn(other)
+    assert length.seconds(load, 2, 2) == pytest.approx(other.round(load, 2))
+
+
+def test_a_model_that_fails_while_nobody_asks_ends_nothing() -> None:
+    """Nor is it asked again and again."""
+
+    class Broken(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model, self._broken = model, False
+
+        @property
+        def layers(self) -> object:
+            return self.model.layers
+
+        def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
+            if self._broken:
+                raise RuntimeError("no memory")
+            return self.model(tokens, cache=cache)
+
+    target = Broken(tiny_llama(0))
+    profile = Profile(target, None, rows=[1], most=1, rest=0.01)
+    profile.measure()
+    target._broken = True
+    time.sleep(0.02)
+    assert not profile.again() and not profile.again()
+
+
+def test_a_decoder_without_rows_measures_in_time() -> None:
+    target = tiny_llama(0)
+    decoder = Decoder(target, bare(relative(target, 1, 0.1)), vocabulary=97, k=2, adaptive=True)
+    assert not decoder.idle(), "nothing was measured yet"
+    decoder.profile(1)
+    assert not decoder.idle(), "it was just measured"
