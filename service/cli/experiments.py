@@ -104,10 +104,12 @@ def stream(
     markdown: Markdown = None,
 ) -> None:
     """Traffic whose topic changes, through the loop's own store, policy, training and gate: static draft, loop, loop without
-    replay, and the best that one run could be. Nothing is served: greedy text is the same whatever drafts it."""
+    replay, that without a gate, and the best that one run could be. Nothing is served: greedy text is the same whatever drafts
+    it."""
     from service.evaluation.bench import host
     from service.evaluation.chart import draw_lines
-    from service.evaluation.stream import parts_of, run_stream
+    from service.evaluation.stream import parts_of
+    from service.evaluation.streaming import run_stream
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     models, general = pair_and_general(settings)
@@ -129,7 +131,9 @@ def stream(
     write_json(json, head | found.plain())
     tell("stream", title, command, found.columns, found.cells(), markdown)
     if png is not None:
-        levels = [(part.topic, len(part.lines), best) for part, (best, _) in zip(found.parts, found.best, strict=True)]
+        levels = [
+            (part.topic, len(part.lines), best.agreement) for part, best in zip(found.parts, found.best, strict=True)
+        ]
         lines = {arm: found.moving(arm) for arm in found.courses}
         draw_lines(png, lines, levels, title, f"agreement, mean over {window} requests")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -84,15 +84,23 @@ class Course:
 
 
 class Learner:
-    """The loop of one arm, in a folder of its own. forgetful: its runs learn from what is new alone. The pair's draft is lent
-    to it: between its calls it is bare."""
+    """The loop of one arm, in a folder of its own. forgetful: its runs learn from what is new alone. unguarded: what they made
+    serves, whatever the gate says of it. The pair's draft is lent to it: between its calls it is bare."""
 
     def __init__(
-        self, settings: Settings, pair: Pair, folder: Path, general: Path | None, *, forgetful: bool = False
+        self,
+        settings: Settings,
+        pair: Pair,
+        folder: Path,
+        general: Path | None,
+        *,
+        forgetful: bool = False,
+        unguarded: bool = False,
     ) -> None:
         assert pair.draft is not None
         self.settings = settings
         self.training = settings.training.model_copy(update={"replay": 0.0, "window": 0} if forgetful else {})
+        self.unguarded = unguarded
         self.pair = pair
         self.draft: nn.Module = pair.draft.model
         self.folder = folder
@@ -201,7 +209,8 @@ class Learner:
         for folder in (candidate, self.serving):
             with adapted(self.draft, folder, who.draft):
                 scores.append(score(self.draft, held_out.generations, k=DRAFTED, vocabulary=self.pair.vocabulary))
-        return gate.judge(scores[0], scores[1], rules, seed=run.id)
+        verdict = gate.judge(scores[0], scores[1], rules, seed=run.id)
+        return replace(verdict, promoted=True) if self.unguarded else verdict
 
 
 def lessons(pair: Pair, settings: Settings, chosen: Sequence[Generation]) -> list[Example]:

@@ -1,38 +1,27 @@
-"""`redraft eval stream`: traffic whose topic changes, and what the loop makes of it, against drafts that stay as they are.
+"""What `redraft eval stream` found: traffic whose topic changes, and what the loop makes of it, against drafts that stay as
+they are.
 
-Three arms draft the same requests: static, the bare draft; online, the loop; no_replay, the loop whose runs learn from what is
-new alone. Beside them, for each part, stands the best to be had by its end: one adapter trained at once on all requests on its
-topic so far, measured on those no run may learn from.
+Four arms draft the same requests: static, the bare draft; online, the loop; no_replay, the loop whose runs learn from what is
+new alone; unguarded, as that, but whatever was trained serves, unproven. Beside them, for each part, stands the best to be had
+by its end: one adapter trained at once on all requests on its topic so far, measured on those no run may learn from.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core import BadRequest, Generation
-from service.evaluation.courses import Course, Learner, adapted, one_run
-from service.evaluation.outputs import greedy_generations
+from service.core import BadRequest
+from service.evaluation.courses import Course
 from service.evaluation.prompts import PromptLine, read_prompts
-from service.evaluation.run import DRAFTED, Step
-from service.learning import lora
-from service.learning.fitting import fit
-from service.learning.job import CACHE_BYTES
-from service.learning.rounds import logged
-from service.learning.scoring import score
-from service.models.pair import Pair, load_pair
-from service.settings import Settings
-from service.store.generations import HELD_OUT, split_of
 
-STATIC, ONLINE, NO_REPLAY, BEST = "static", "online", "no_replay", "best"
-LEARNING = (ONLINE, NO_REPLAY)
+STATIC, ONLINE, NO_REPLAY, UNGUARDED = "static", "online", "no_replay", "unguarded"
+LEARNING = (ONLINE, NO_REPLAY, UNGUARDED)
 BACK = 0.9
 """Share of a part's best gain that counts as having it back."""
 
@@ -46,14 +35,29 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Best:
+    """agreement: of a part's best on the topic's requests that nobody learns from. static: of the bare draft there. low: of
+    what was gained, the lower end of its two-sided 90 % interval over requests."""
+
+    agreement: float
+    static: float
+    low: float
+
+    @property
+    def gain(self) -> float | None:
+        """None where it cannot be told from nothing: a share of it would be chance over chance."""
+        return self.agreement - self.static if self.low > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
-    """What happened. courses: by arm. best: by part, agreement of its best on the topic's requests that nobody learns from, and
-    static's there. after: arm -> after each part, agreement on every topic's such requests."""
+    """What happened. courses: by arm. best: by part. after: arm -> after each part, agreement on every topic's requests that
+    nobody learns from."""
 
     parts: tuple[Part, ...]
     window: int
     courses: Mapping[str, Course]
-    best: Sequence[tuple[float, float]]
+    best: Sequence[Best]
     after: Mapping[str, Sequence[Mapping[str, float]]]
 
     def moving(self, arm: str) -> list[float]:
@@ -75,13 +79,13 @@ class Stream:
         """Requests into each part after which the arm had `BACK` of its best's gain over static, on the window that ends there;
         None where it never had, or there is none to have."""
         course, static, found, start = self.courses[arm], self.courses[STATIC], list[int | None](), 0
-        for part, (best, plain) in zip(self.parts, self.best, strict=True):
+        for part, best in zip(self.parts, self.best, strict=True):
             here = slice(start, start + len(part.lines))
             gained = [a - b for a, b in zip(course.agreed[here], static.agreed[here], strict=True)]
             moving = _moving(gained, course.tokens[here], self.window)
-            wanted = BACK * (best - plain)
             whole = range(min(self.window, len(moving)) - 1, len(moving))
-            found.append(next((i + 1 for i in whole if best > plain and moving[i] >= wanted), None))
+            wanted = best.gain
+            found.append(next((i + 1 for i in whole if wanted is not None and moving[i] >= BACK * wanted), None))
             start += len(part.lines)
         return found
 
@@ -90,8 +94,8 @@ class Stream:
         there is none to have."""
         after = [found[part.topic] for found, part in zip(self.after[arm], self.parts, strict=True)]
         return [
-            (mine - plain) / (best - plain) if best > plain else None
-            for mine, (best, plain) in zip(after, self.best, strict=True)
+            None if best.gain is None else (mine - best.static) / best.gain
+            for mine, best in zip(after, self.best, strict=True)
         ]
 
     def backward(self, arm: str) -> float | None:
@@ -117,19 +121,20 @@ class Stream:
         gained = {arm: self.gained(arm) for arm in LEARNING}
         found: list[tuple[object, ...]] = []
         for i, part in enumerate(self.parts):
-            best, static = self.best[i]
+            best = self.best[i]
             then = (
-                f"{self.after[arm][i][part.topic]:.3f} ({'none' if share is None else format(share, '.0%')})"
+                f"{self.after[arm][i][part.topic]:.3f} ({'-' if share is None else format(share, '.0%')})"
                 for arm, share in ((arm, each[i]) for arm, each in gained.items())
             )
             when = ", ".join(f"{arm} {'never' if each[i] is None else each[i]}" for arm, each in back.items())
+            gain = f"{best.static:.3f}, {best.agreement:.3f} (gains {best.low:+.3f} at least)"
             mine = (f"{means[arm][i][0]:.3f} ({means[arm][i][1]:.3f} at its end)" for arm in self.courses)
             found.append(
                 (
                     f"{part.topic}, {len(part.lines)} requests",
                     *mine,
-                    ", ".join((f"{static:.3f}, {best:.3f}", *then)),
-                    when,
+                    ", ".join((gain, *then)),
+                    "-" if best.gain is None else when,
                 )
             )
         changes = {arm: self.backward(arm) for arm in self.courses}
@@ -143,8 +148,8 @@ class Stream:
     def plain(self) -> dict[str, Any]:
         return {
             "parts": [
-                {"topic": part.topic, "requests": len(part.lines), "best": best, "static": plain}
-                for part, (best, plain) in zip(self.parts, self.best, strict=True)
+                {"topic": part.topic, "requests": len(part.lines), "best": asdict(best)}
+                for part, best in zip(self.parts, self.best, strict=True)
             ],
             "window": self.window,
             "arms": {
@@ -193,108 +198,3 @@ def parts_of(files: Sequence[str]) -> list[Part]:
             raise BadRequest(f"{name} holds no more prompts for {item}", field="files")
         parts.append(Part(Path(name).name.removesuffix(".jsonl").removesuffix(".train"), lines))
     return parts
-
-
-def run_stream(
-    settings: Settings,
-    models: tuple[Path, Path],
-    general: Path | None,
-    parts: Sequence[Part],
-    *,
-    window: int = 50,
-    max_tokens: int = 128,
-    rows: int = 16,
-    tagged: bool = True,
-    on_step: Step = lambda stage, done, of: None,
-) -> Stream:
-    """models: target and draft folders. general: the shipped replay set. window: requests of a moving mean. rows: prompts the
-    target answers together. tagged: requests carry their file's domain; otherwise replay has to tell topics apart itself.
-
-    Raises RedraftError.
-    """
-    mx.set_cache_limit(CACHE_BYTES)
-    pair = load_pair(*models)
-    assert pair.draft is not None
-    asked = [line for part in parts for line in part.lines]
-    told = greedy_generations(
-        pair,
-        asked,
-        settings.home,
-        max_tokens=max_tokens,
-        rows=rows,
-        on_step=lambda done, of: on_step("what the target says", done, of),
-    )
-    if empty := sum(not g.output for g in told):
-        raise BadRequest(f"{empty} prompts were answered with nothing", field="files")
-    if not tagged:
-        told = [replace(g, prompt=replace(g.prompt, domain=None)) for g in told]
-    requests: list[list[Generation]] = []
-    for part in parts:
-        at = sum(map(len, requests))
-        requests.append(told[at : at + len(part.lines)])
-    topics = {
-        topic: [g for part, each in zip(parts, requests, strict=True) if part.topic == topic for g in each]
-        for topic in dict.fromkeys(part.topic for part in parts)
-    }
-    kept = {topic: [g for g in each if split_of(g.prompt.first_user) == HELD_OUT] for topic, each in topics.items()}
-    if short := [topic for topic, each in kept.items() if not each]:
-        raise BadRequest(f"too few prompts of {short[0]} to hold any out", field="files")
-    first = {part.topic: each for part, each in reversed(list(zip(parts, requests, strict=True)))}
-    if short := [
-        topic for topic, each in first.items() if all(split_of(g.prompt.first_user) == HELD_OUT for g in each)
-    ]:
-        raise BadRequest(f"too few prompts of {short[0]} at first to learn from", field="files")
-
-    def measured(adapter: Path | None) -> dict[str, float]:
-        with adapted(draft, adapter, pair.provenance.draft):
-            return {topic: _agreement(pair, each) for topic, each in kept.items()}
-
-    draft = pair.draft.model
-    on_step("static", 0, 1)
-    plain = Course()
-    for one in logged(draft, told, k=DRAFTED, adapter=0, vocabulary=pair.vocabulary):
-        plain.add(one)
-    static = measured(None)
-    courses, after = {STATIC: plain}, {STATIC: [static] * len(parts)}
-    with tempfile.TemporaryDirectory(prefix="redraft-stream-") as scratch:
-        for arm in LEARNING:
-            learner, course = (
-                Learner(settings, pair, Path(scratch) / arm, general, forgetful=arm == NO_REPLAY),
-                Course(),
-            )
-            try:
-                for i, each in enumerate(requests):
-                    on_step(f"{arm}: {parts[i].topic}", i, len(parts))
-                    learner.take(each, course)
-            finally:
-                learner.close()
-            courses[arm], after[arm] = course, [measured(adapter) for adapter in course.serving]
-    best: list[tuple[float, float]] = []
-    so_far: dict[str, list[Generation]] = {}
-    for i, (part, each) in enumerate(zip(parts, requests, strict=True)):
-        on_step(BEST, i, len(parts))
-        learnt = so_far.setdefault(part.topic, [])
-        learnt += [g for g in each if split_of(g.prompt.first_user) != HELD_OUT]
-        best.append((_best(settings, pair, general, learnt, kept[part.topic]), static[part.topic]))
-    return Stream(tuple(parts), window, courses, best, after)
-
-
-def _best(
-    settings: Settings, pair: Pair, general: Path | None, learnt: Sequence[Generation], kept: Sequence[Generation]
-) -> float:
-    """Agreement on `kept` after one run on all of these at once, from the bare draft."""
-    assert pair.draft is not None
-    draft, training = pair.draft.model, settings.training
-    examples = one_run(settings, pair, general, learnt, seed=1)
-    lora.wrap(draft, rank=training.rank, scale=training.scale, seed=1)
-    try:
-        fit(draft, examples, training, seed=1)
-        return _agreement(pair, kept)
-    finally:
-        lora.detach(draft)
-
-
-def _agreement(pair: Pair, told: Sequence[Generation]) -> float:
-    assert pair.draft is not None
-    scores = score(pair.draft.model, told, k=1, vocabulary=pair.vocabulary)
-    return sum(one.agreed for one in scores) / sum(one.tokens for one in scores)

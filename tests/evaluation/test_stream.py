@@ -10,7 +10,8 @@ from service.core import BadRequest
 from service.evaluation.chart import draw_lines
 from service.evaluation.courses import Course
 from service.evaluation.prompts import PromptLine
-from service.evaluation.stream import NO_REPLAY, ONLINE, STATIC, Part, Stream, parts_of, run_stream
+from service.evaluation.stream import NO_REPLAY, ONLINE, STATIC, UNGUARDED, Best, Part, Stream, parts_of
+from service.evaluation.streaming import run_stream
 from service.settings import GateSettings, Settings, TrainingSettings
 
 
@@ -44,17 +45,18 @@ def test_what_is_told_of_a_stream() -> None:
     found = Stream(
         parts,
         2,
-        {STATIC: arm(static), ONLINE: arm(online), NO_REPLAY: arm(static)},
-        [(0.7, 0.5), (0.5, 0.5), (0.7, 0.5)],
+        {STATIC: arm(static), ONLINE: arm(online), NO_REPLAY: arm(static), UNGUARDED: arm(static)},
+        [Best(0.7, 0.5, 0.1), Best(0.51, 0.5, -0.01), Best(0.7, 0.5, 0.1)],
         {
             STATIC: [{"a": 0.5, "b": 0.5}] * 3,
             ONLINE: [{"a": 0.7, "b": 0.5}, {"a": 0.6, "b": 0.55}, {"a": 0.7, "b": 0.5}],
             NO_REPLAY: [{"a": 0.5, "b": 0.5}] * 3,
+            UNGUARDED: [{"a": 0.5, "b": 0.5}] * 3,
         },
     )
     assert found.moving(ONLINE)[:6] == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.6, 0.7])
     assert found.part_means(ONLINE)[0] == pytest.approx((0.62, 0.7))
-    # Of b there is nothing to gain; the second a is there at once, as soon as there is a whole window.
+    # What b's best gains cannot be told from nothing; the second a is there as soon as there is a whole window.
     assert found.recovered(ONLINE) == [6, None, 2]
     assert found.recovered(NO_REPLAY) == [None, None, None]
     assert found.gained(ONLINE) == [pytest.approx(1.0), None, pytest.approx(1.0)]
@@ -87,9 +89,10 @@ def test_a_stream_learns_what_it_sees(
     draw_lines(
         tmp_path / "s.png",
         {name: found.moving(name) for name in found.courses},
-        [(part.topic, len(part.lines), best) for part, (best, _) in zip(parts, found.best, strict=True)],
+        [(part.topic, len(part.lines), best.agreement) for part, best in zip(parts, found.best, strict=True)],
         "Stream",
         "agreement",
     )
     assert (tmp_path / "s.png").stat().st_size > 5000
-    assert found.best[0][0] > found.best[0][1]
+    assert found.best[0].agreement > found.best[0].static and found.best[0].gain
+    assert all(run.promoted for run in found.courses[UNGUARDED].runs), "nobody asks a gate there"
