@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from service.engine.drafting import Proposal
 from service.engine.sampling import SamplingBatch
-from service.engine.targets import tail_mass, top_logits
+from service.engine.targets import Floats, Ids, log_mass, tail_mass, top_and_mass, top_logits
 
-Floats = NDArray[np.float32]
+Ints = NDArray[np.int64]
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class Evidence:
 
     logprobs: Floats
     sampled: Floats
-    top_ids: NDArray[np.uint32]
+    top_ids: Ids
     top_logprobs: Floats
     tails: Floats
     p: float
@@ -47,34 +47,40 @@ def gather(
     ends = np.cumsum(counts)
     rows = np.repeat(np.arange(len(counts)), counts)
     at = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-    where, tokens = (mx.array(rows), mx.array(at)), mx.array([token for new in emitted for token in new])[:, None]
-    # Where every position was emitted, as in rounds without a proposal, nothing needs to be copied.
-    every = len(rows) == logits.shape[0] * logits.shape[1]
-    seen = (logits.reshape(-1, logits.shape[-1]) if every else logits[where]).astype(mx.float32)
-    ids, top = top_logits(seen)
-    mass = log_mass(seen)
-    logprobs = mx.take_along_axis(seen, tokens, axis=-1)[:, 0] - mass
-    sampled = mx.zeros_like(mass)
-    if batch.sampled:
-        drawn = mx.take_along_axis(law[where], tokens, axis=-1)[:, 0]
-        sampled = mx.where(batch.greedy[where[0]], 0.0, drawn)
-    top = top - mass[:, None]
+    tokens, wrong = np.array([token for new in emitted for token in new]), np.array([token or 0 for token in rejected])
     # The rejected token stood where the row's last one was emitted.
-    last, wrong = mx.array(ends - 1), mx.array([token or 0 for token in rejected])
-    p = mx.exp(seen[last, wrong] - mass[last])
-    told = (logprobs, sampled, ids, top, tail_mass(top), p)
-    mx.eval(told)
-    parts = [np.array(a) for a in told]
+    ids, top, mass, said, against = _seen(logits, rows, at, tokens, ends - 1, wrong)
+    drawn: Floats = np.zeros_like(mass)
+    if batch.sampled:
+        where = mx.array(rows), mx.array(at)
+        chosen = mx.take_along_axis(law[where], mx.array(tokens)[:, None], axis=-1)[:, 0]
+        drawn = np.array(mx.where(batch.greedy[where[0]], 0.0, chosen))
+    top, logprobs, p = top - mass[:, None], said - mass, np.exp(against - mass[ends - 1])
+    tails: Floats = np.array(tail_mass(mx.array(top)))
     q = _draft_probabilities(proposal, [len(row) - 1 for row in emitted], rejected)
     found: list[Evidence] = []
     for i, (end, count) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True)):
         own = slice(end - count, end)
-        found.append(
-            Evidence(
-                *(part[own] for part in parts[:5]), p=float(parts[5][i]) if rejected[i] is not None else 0.0, q=q[i]
-            )
-        )
+        seen = logprobs[own], drawn[own], ids[own], top[own], tails[own]
+        found.append(Evidence(*seen, p=float(p[i]) if rejected[i] is not None else 0.0, q=q[i]))
     return found
+
+
+def _seen(
+    logits: mx.array, rows: Ints, at: Ints, tokens: Ints, last: Ints, wrong: Ints
+) -> tuple[Ids, Floats, Floats, Floats, Floats]:
+    """Of logits (B, K+1, V) at positions (rows[i], at[i]): ids and values (n, top) of the largest, log of the sum of
+    exponentials (n,), the value of tokens[i] (n,); and at last[b], one of the i, that of wrong[b] (B,)."""
+    if mx.default_device().type == mx.cpu:
+        host = np.asarray(logits.astype(mx.float32))
+        ids, top, mass = top_and_mass([host[place] for place in zip(rows, at, strict=True)])
+        return ids, top, mass, host[rows, at, tokens], host[rows[last], at[last], wrong]
+    seen = logits[mx.array(rows), mx.array(at)].astype(mx.float32)
+    ids, top = top_logits(seen)
+    said = mx.take_along_axis(seen, mx.array(tokens)[:, None], axis=-1)[:, 0]
+    mass, against = mx.logsumexp(seen, axis=-1), seen[mx.array(last), mx.array(wrong)]
+    mx.eval(ids, top, mass, said, against)
+    return np.array(ids), np.array(top), np.array(mass), np.array(said), np.array(against)
 
 
 def _draft_probabilities(
@@ -86,22 +92,16 @@ def _draft_probabilities(
         if rows:
             seen = logits[mx.array(rows), 0].astype(mx.float32)
             tokens = mx.array([rejected[i] or 0 for i in rows])[:, None]
-            q = mx.exp(mx.take_along_axis(seen, tokens, axis=-1)[:, 0] - log_mass(seen))
-            for i, value in zip(rows, np.array(q).tolist(), strict=True):
-                found[i] = value
+            said = np.array(mx.take_along_axis(seen, tokens, axis=-1)[:, 0])
+            for i, q in zip(rows, np.exp(said - _log_mass(seen)).tolist(), strict=True):
+                found[i] = q
     return found
 
 
-def log_mass(logits: mx.array) -> mx.array:
-    """log of the sum of exponentials (n, V) -> (n,). On the CPU by NumPy, whose exponential works on vectors there: MLX's takes
-    10 ns an element, which at 16 rows was a fifth of a round. Row by row in one row's memory, which stays in the processor:
-    fresh memory for all of them is dearer to get than the exponentials are."""
+def _log_mass(logits: mx.array) -> Floats:
+    """log of the sum of exponentials (n, V) -> (n,)."""
     if mx.default_device().type != mx.cpu:
-        return mx.logsumexp(logits, axis=-1)
-    mx.eval(logits)
+        return np.array(mx.logsumexp(logits, axis=-1))
     rows = np.asarray(logits)
-    found, spread = np.empty(rows.shape[0], dtype=np.float32), np.empty(rows.shape[1], dtype=np.float32)
-    for i, (values, most) in enumerate(zip(rows, rows.max(axis=-1), strict=True)):
-        np.subtract(values, most, out=spread)
-        found[i] = most + np.log(np.exp(spread, out=spread).sum())
-    return mx.array(found)
+    spread = np.empty(rows.shape[1], dtype=np.float32)
+    return np.array([log_mass(row, row.max(), spread) for row in rows], dtype=np.float32)
