@@ -143,8 +143,9 @@ def serve(
     title = f"{clients} clients over HTTP: {_about(prompts, domain, limit, max_tokens)}{_drafting(draft)}"
     with stages("bench serve") as on_step, _adapter(settings, adapter, adapt_on, adapt_limit, on_step) as adapted:
         folders = model_folders(settings)
-        others = settings_from(config, models__target=target, models__draft=mlx_lm_draft)
-        theirs = pair_folders(others)[1] if mlx_lm_draft is not None else None
+        theirs = None
+        if mlx_lm_draft is not None:
+            theirs = pair_folders(settings_from(config, models__target=target, models__draft=mlx_lm_draft))[1]
         report = run_serve(
             settings,
             (folders.target, folders.draft),

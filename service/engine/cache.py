@@ -62,11 +62,9 @@ class RowLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (B, heads, N, dims) to every row; returns views up to the longest row."""
-        count = keys.shape[2]
-        top = self.lengths.longest + self.ahead + count
-        self.keys = self._written(self.keys, keys, top)
-        self.values = self._written(self.values, values, top)
-        self.ahead += count
+        self.keys = self._written(self.keys, keys)
+        self.values = self._written(self.values, values)
+        self.ahead += keys.shape[2]
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
@@ -77,12 +75,11 @@ class RowLayer:
 
     def note(self, states: mx.array) -> None:
         """Append (B, N, width) to every row, as keys without values."""
-        new = states[:, None]
-        self.keys = self._written(self.keys, new, self.lengths.longest + self.ahead + new.shape[2])
-        self.ahead += new.shape[2]
+        self.keys = self._written(self.keys, states[:, None])
+        self.ahead += states.shape[1]
 
-    def _written(self, held: mx.array | None, new: mx.array, top: int) -> mx.array:
-        held = grown(held, new, top)
+    def _written(self, held: mx.array | None, new: mx.array) -> mx.array:
+        held = grown(held, new, self.lengths.longest + self.ahead + new.shape[2])
         start = self.offset
         if isinstance(start, int):
             held[:, :, start : start + new.shape[2]] = new

@@ -108,8 +108,9 @@ class ModelDrafter:
         if not self.catch_up(rows):
             return None
         if not self._looked:
-            # Not when it was switched to: whatever is wrong with a draft shows where it is caught.
-            self._parts, self._looked = split(self.draft.model), True
+            # Not when it was switched to: whatever is wrong with a draft shows where it is caught. Nor later: rows are about to
+            # name tokens of their own.
+            self._parts, self._looked = self.parts(), True
         head = cut_head(self.draft.model)
         if head is None:
             return self._propose(rows, steps, batch, noise, key, head)
@@ -159,12 +160,24 @@ class ModelDrafter:
         )
 
     def _after(self, feed: mx.array, last: list[int] | None) -> mx.array:
-        """Logits (B, 1, V) after position last[b] of each row's feed (B, N); None: after the only one."""
-        backbone, head = self._parts or (None, None)
-        out = self.feed(feed, self.cache, self.target) if backbone is None else backbone(feed, self.cache.layers)
+        """Logits (B, 1, V) after position last[b] of each row's feed (B, N); None: after the only one, which follows what was
+        drafted before it."""
+        out = self.run(feed, first=last is not None)
         if last is not None and feed.shape[1] > 1:
             out = mx.take_along_axis(out, mx.array(last)[:, None, None], axis=1)
-        return out if head is None else head(out)
+        return self.told(out)
+
+    def parts(self) -> tuple[Backbone, Head] | None:
+        """What is run instead of the whole, so that the head runs only where its logits are wanted; None: the whole."""
+        return split(self.draft.model)
+
+    def run(self, feed: mx.array, *, first: bool) -> mx.array:
+        """What the model makes of feed (B, N), the first of a round or one drafted token a row: (B, N, ...)."""
+        return self.feed(feed, self.cache, self.target) if self._parts is None else self._parts[0](feed, self.cache.layers)
+
+    def told(self, out: mx.array) -> mx.array:
+        """Logits (B, 1, V) from what `run` made of one position a row."""
+        return out if self._parts is None else self._parts[1](out)
 
     def feed(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
         """Read tokens (B, N) behind what `cache` holds; target: the target's cache of the same rows. (B, N, ...), of which only

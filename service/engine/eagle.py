@@ -26,15 +26,17 @@ class EagleDrafter(ModelDrafter):
     def readable(self, target: RowCache) -> int:
         return target.lengths.longest + 1
 
-    def _after(self, feed: mx.array, last: list[int] | None) -> mx.array:
-        if last is None:
-            hidden = self._model.model(feed, self.cache.layers, self._state)
-        else:
-            hidden = self.feed(feed, self.cache, self.target)
-            if feed.shape[1] > 1:
-                hidden = mx.take_along_axis(hidden, mx.array(last)[:, None, None], axis=1)
-        self._state = hidden
-        return self._model.logits(hidden)
+    def parts(self) -> None:
+        """It comes in two as it is."""
+
+    def run(self, feed: mx.array, *, first: bool) -> mx.array:
+        if first:
+            return self.feed(feed, self.cache, self.target)
+        return self._model.model(feed, self.cache.layers, self._state)
+
+    def told(self, out: mx.array) -> mx.array:
+        self._state = out
+        return self._model.logits(out)
 
     @property
     def _model(self) -> eagle.Model:

@@ -17,6 +17,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
 
+from service.learning.steps import UNROLLED
 from service.learning.writing import FORCED, Text
 from service.models import eagle
 
@@ -24,10 +25,8 @@ _SHARED = ("embed_tokens", "wte", "lm_head")
 """Modules that stay the target's own: the draft ships without them."""
 _STEEP = 3.0
 """How fast the blend leaves KL as the overlap grows: the paper's."""
-_UNROLLED = 4
-"""Steps of a round that are learnt."""
 _FADING = 0.8
-"""What each of them counts of the one before: it is reached only where that was right."""
+"""What a step of a round counts of the one before: it is reached only where that was right."""
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -151,4 +150,4 @@ def begun(step: int, tokens: mx.array) -> mx.array:
 
 def _unrolled(draft: eagle.Model, tokens: mx.array) -> list[mx.array]:
     """The draft's logits (B, L, V) in each step, the target having just been called."""
-    return [draft.logits(state) for state in draft.model.unrolled(tokens, eagle.behind(draft.noted()), _UNROLLED)]
+    return [draft.logits(state) for state in draft.model.unrolled(tokens, eagle.behind(draft.noted()), UNROLLED)]

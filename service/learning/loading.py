@@ -30,7 +30,7 @@ def load_draft(job: JobSpec) -> Loaded:
     if draft.fingerprint != job.provenance.draft:
         raise TrainingFailed(f"the draft in {job.draft.name} is not the one that serves: its files changed")
     if eagle.described(draft.config):
-        eagle.bound(draft.model, load_target(job)[0])
+        eagle.bind(draft.model, load_target(job)[0])
     return draft
 
 

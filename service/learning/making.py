@@ -118,7 +118,7 @@ def make_draft(
     precision = {name: array.dtype for name, array in _named(draft)}
     draft.update(tree_map(lambda array: array.astype(mx.float32), draft.trainable_parameters()))
     target.model.set_dtype(dtype)
-    eagle.bound(draft, target.model)
+    eagle.bind(draft, target.model)
 
     begun = time.perf_counter()
     text = _text(target, recipe, text_file, ranks, report)

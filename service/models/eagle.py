@@ -203,9 +203,7 @@ def described(config: Mapping[str, Any]) -> bool:
     return ARCHITECTURE in (config.get("architectures") or ())
 
 
-def bound(draft: nn.Module, target: nn.Module) -> bool:
-    """Bind a draft that reads its target's hidden states; False for one that does not."""
-    if not isinstance(draft, Model):
-        return False
-    draft.bind(target)
-    return True
+def bind(draft: nn.Module, target: nn.Module) -> None:
+    """Let a draft that reads its target's hidden states read this one's; nothing for one that does not."""
+    if isinstance(draft, Model):
+        draft.bind(target)

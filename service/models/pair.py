@@ -86,7 +86,7 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
         check_cache(follower.model, "draft")
         _check_tokenizers(leader.tokenizer, follower.tokenizer)
         _share_embeddings(leader.model, follower.model)
-        eagle.bound(follower.model, leader.model)
+        eagle.bind(follower.model, leader.model)
     widths = [_logits_width(loaded.model) for loaded in (leader, follower) if loaded is not None]
     needed = max(_vocabulary(leader.tokenizer).values()) + 1
     if min(widths) < needed:
