@@ -16,10 +16,8 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from service.core import PairError
+from service.engine.room import STEP, grown, joined, kept, written
 from service.engine.state import StateLayer, record
-
-STEP = 128
-"""Positions allocated at a time."""
 
 
 class Lengths:
@@ -43,7 +41,8 @@ class Lengths:
 
 
 class RowLayer:
-    """One layer's keys and values, (B, heads, capacity, dims); heads and dims may differ between the two."""
+    """One layer's keys and values, (R, heads, capacity, dims), R at least the batch's rows (see `room`); heads and dims may
+    differ between the two."""
 
     def __init__(self, lengths: Lengths, window: int | None) -> None:
         self.lengths = lengths
@@ -61,17 +60,17 @@ class RowLayer:
         return self.lengths.array + self.ahead if self.ahead else self.lengths.array
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append (B, heads, N, dims) to every row; returns views up to the longest row."""
+        """Append (B, heads, N, dims) to every row; returns views of the batch's rows up to the longest."""
         self.keys = self._written(self.keys, keys)
         self.values = self._written(self.values, values)
         self.ahead += keys.shape[2]
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Views up to the longest row; later layers that share this one's ask for them again (gemma3n)."""
+        """Views of the batch's rows up to the longest; later layers that share this one's ask for them again (gemma3n)."""
         assert self.keys is not None and self.values is not None
-        top = self.lengths.longest + self.ahead
-        return self.keys[:, :, :top], self.values[:, :, :top]
+        rows, top = len(self.lengths.host), self.lengths.longest + self.ahead
+        return self.keys[:rows, :, :top], self.values[:rows, :, :top]
 
     def note(self, states: mx.array) -> None:
         """Append (B, N, width) to every row, as keys without values."""
@@ -79,14 +78,7 @@ class RowLayer:
         self.ahead += states.shape[1]
 
     def _written(self, held: mx.array | None, new: mx.array) -> mx.array:
-        held = grown(held, new, self.lengths.longest + self.ahead + new.shape[2])
-        start = self.offset
-        if isinstance(start, int):
-            held[:, :, start : start + new.shape[2]] = new
-            return held
-        at = start[:, None] + mx.arange(new.shape[2])
-        at = mx.broadcast_to(at[:, None, :, None], new.shape)
-        return mx.put_along_axis(held, at, new.astype(held.dtype), axis=2)
+        return written(grown(held, new, self.lengths.longest + self.ahead + new.shape[2]), new, self.offset)
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """mlx-lm asks before the update. (1 or B, 1, N, longest + N) booleans; None or "causal" where that says it all.
@@ -110,16 +102,6 @@ class RowLayer:
         query = (start[:, None] + mx.arange(N))[:, None, :, None]
         mask = key <= query
         return mask if window is None else mask & (key > query - window)
-
-
-def grown(held: mx.array | None, like: mx.array, top: int) -> mx.array:
-    """`held` with room for `top` positions (new room is zeros), allocated in steps."""
-    capacity = 0 if held is None else held.shape[2]
-    if held is not None and top <= capacity:
-        return held
-    rows, heads, _, dims = like.shape
-    extra = mx.zeros((rows, heads, -(-top // STEP) * STEP - capacity, dims), dtype=like.dtype)
-    return extra if held is None else mx.concatenate([held, extra], axis=2)
 
 
 class RowCache:
@@ -168,6 +150,7 @@ class RowCache:
         held = self.features.keys if self.features is not None else None
         if held is None:
             return None
+        held = held[: len(starts)]
         first, room = starts[0] - 1, held.shape[2]
         if min(starts) == max(starts) and first >= 0 and first + count <= room:
             return held[:, 0, first : first + count]
@@ -215,20 +198,20 @@ class RowCache:
         caches = [self, *others]
         counts = [len(cache.lengths.host) for cache in caches]
         for i, mine in enumerate(self.attention):
-            mine.keys = stacked([cache.attention[i].keys for cache in caches], counts)
-            mine.values = stacked([cache.attention[i].values for cache in caches], counts)
+            mine.keys = joined([cache.attention[i].keys for cache in caches], counts)
+            mine.values = joined([cache.attention[i].values for cache in caches], counts)
         for i, state in enumerate(self.states):
             state.join([cache.states[i] for cache in others], counts)
         self._hold([length for cache in caches for length in cache.lengths.host])
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order, and give back the room only the others needed."""
+        """Keep these rows, in this order."""
         lengths = [self.lengths.host[row] for row in rows]
         top = -(-max(lengths, default=0) // STEP) * STEP
-        picked = mx.array(list(rows), dtype=mx.int32)
-        for layer in self.attention:
-            layer.keys = layer.keys[picked][:, :, :top] if top and layer.keys is not None else None
-            layer.values = layer.values[picked][:, :, :top] if top and layer.values is not None else None
+        keys = kept([layer.keys for layer in self.attention], rows, top)
+        values = kept([layer.values for layer in self.attention], rows, top)
+        for i, layer in enumerate(self.attention):
+            layer.keys, layer.values = keys[i], values[i]
         for state in self.states:
             state.keep(rows, len(self.lengths.host))
         self._hold(lengths)
@@ -245,17 +228,3 @@ class RowCache:
         held = [a for layer in self.attention for a in (layer.keys, layer.values)]
         held += [a for layer in self.states for a in layer.cache]
         return [a for a in held if a is not None]
-
-
-def stacked(held: Sequence[mx.array | None], rows: Sequence[int]) -> mx.array | None:
-    """Caches' arrays one below the other, padded to the longest; rows without any position yet are zeros."""
-    like = next((one for one in held if one is not None), None)
-    if like is None:
-        return None
-    top = max(one.shape[2] for one in held if one is not None)
-    parts: list[mx.array] = []
-    for one, count in zip(held, rows, strict=True):
-        if count:
-            room = mx.zeros((count, *like.shape[1:]), dtype=like.dtype) if one is None else one
-            parts.append(grown(room, room, top))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)

@@ -30,6 +30,7 @@ from service.engine.lookup import Found, Lookup
 from service.engine.prefix import Owner, PrefixCache
 from service.engine.reading import Prefill, follow, lead
 from service.engine.report import RoundReport
+from service.engine.room import closed
 from service.engine.row import Row, prompted
 from service.engine.sampling import SamplingBatch, SharedNoise, transform
 from service.engine.target import Target
@@ -138,7 +139,7 @@ class Decoder:
         return not more
 
     def join(self, ready: Sequence[Prefill]) -> None:
-        """Take rows whose prompts were read into the batch, all at once: the whole batch is copied for it."""
+        """Take rows whose prompts were read into the batch, all at once."""
         self.cache.join([prefill.target for prefill in ready])
         if self.drafter is not None:
             model = self.drafter.draft.model
@@ -159,27 +160,26 @@ class Decoder:
 
     def leave(self, gone: Sequence[Row]) -> None:
         """Take rows out of the batch, finished or not. What is verified of them is kept for those who go on from there."""
-        keep = [i for i, row in enumerate(self.rows) if not any(row is other for other in gone)]
-        if self.prefix is not None:
-            for i in set(range(len(self.rows))).difference(keep):
-                self._keep_beginning(self.prefix, i)
+        indices = {i for i, row in enumerate(self.rows) if any(row is other for other in gone)}
+        for i in indices:
+            self._keep_beginning(i)
+        keep = closed(len(self.rows), indices)
         self.cache.keep(keep)
         if self.drafter is not None:
             self.drafter.cache.keep(keep)
         self.rows = [self.rows[i] for i in keep]
         self._epochs = [self._epochs[i] for i in keep]
-        if self.lookup is not None:
-            for row in gone:
-                if row.prompt.store:
-                    self.lookup.remember(row.output)
+        for row in gone:
+            if self.lookup is not None and row.prompt.store:
+                self.lookup.remember(row.output)
 
-    def _keep_beginning(self, prefix: PrefixCache, index: int) -> None:
+    def _keep_beginning(self, index: int) -> None:
         row = self.rows[index]
-        if not row.prompt.store:
+        if self.prefix is None or not row.prompt.store:
             return
-        prefix.enter(Owner.TARGET, row.tokens, self.cache, index)
+        self.prefix.enter(Owner.TARGET, row.tokens, self.cache, index)
         if self.drafter is not None and self._epochs[index] == self.epoch:
-            prefix.enter(Owner.DRAFT, row.tokens, self.drafter.cache, index)
+            self.prefix.enter(Owner.DRAFT, row.tokens, self.drafter.cache, index)
 
     def _next_epoch(self) -> None:
         self.epoch += 1

@@ -173,7 +173,9 @@ class ModelDrafter:
 
     def run(self, feed: mx.array, *, first: bool) -> mx.array:
         """What the model makes of feed (B, N), the first of a round or one drafted token a row: (B, N, ...)."""
-        return self.feed(feed, self.cache, self.target) if self._parts is None else self._parts[0](feed, self.cache.layers)
+        return (
+            self.feed(feed, self.cache, self.target) if self._parts is None else self._parts[0](feed, self.cache.layers)
+        )
 
     def told(self, out: mx.array) -> mx.array:
         """Logits (B, 1, V) from what `run` made of one position a row."""

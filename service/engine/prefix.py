@@ -14,7 +14,8 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from service.engine.cache import STEP, RowCache
+from service.engine.cache import RowCache
+from service.engine.room import STEP
 
 BLOCK = 32
 """Positions of a block; what is left of a prefix beyond whole blocks is read again."""

@@ -249,9 +249,9 @@ class Worker:
                 self._waiting.popleft()
 
     def _read_chunk(self, engine: Engine) -> None:
-        """The next chunk of the prompt that has waited longest, and whole prompts behind it that fit into one chunk with it."""
+        """The next chunk of the oldest prompt, and whole ones behind it that fit (into two chunks where more wait than run)."""
         ready: list[Prefill] = []
-        left = engine.decoder.prefill_chunk
+        left = engine.decoder.prefill_chunk * (2 if len(self._reading) > len(self._running) else 1)
         while self._reading:
             ticket, prefill = self._reading[0]
             wanted = min(prefill.left, engine.decoder.prefill_chunk)

@@ -242,7 +242,8 @@ class House:
         assert self.engine is not None and self.engine.decoder.drafter is not None
         caches = (self.engine.decoder.cache, self.engine.decoder.drafter.cache)
         for held in caches:
-            assert all(array.shape[0] == len(held.lengths.host) > 0 for array in held.arrays())
+            assert all(0 < len(held.lengths.host) <= array.shape[0] for array in held.arrays())
+            assert all(array.shape[0] <= 2 * len(held.lengths.host) for array in held.arrays())
         return len(caches[0].lengths.host), len(caches[1].lengths.host)
 
     def __enter__(self) -> Self:
@@ -327,6 +328,19 @@ def test_what_rounds_cost_is_told_once_it_is_measured() -> None:
         assert house.worker.round_seconds() == costs
     with House() as house:
         assert house.worker.round_seconds() is None, "its draft length is fixed"
+
+
+def test_prompts_join_several_at_a_time_and_more_where_more_wait_than_run() -> None:
+    """Two of these fill a chunk. The first is read alone, for nobody else is there yet."""
+    hold = Hold(match=lambda fed: fed.shape[1] == CHUNK // 2)
+    with House(hold, None, rows=8) as house:
+        clients = [house.ask(prompt(0, CHUNK // 2 + 1))]
+        assert hold.reached.wait(PATIENCE)
+        clients += [house.ask(prompt(seed, CHUNK // 2 + 1)) for seed in range(1, 8)]
+        hold.release.set()
+        for client in clients:
+            client.finished()
+        assert [len(rounds) for rounds in house.observed[:4]] == [1, 5, 7, 8]
 
 
 # ------------------------------------------------------------------------------------------------------------ the queue

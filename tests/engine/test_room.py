@@ -1,0 +1,91 @@
+"""Rows come and go in place: what stays is what it was, whoever moved, and nothing else is copied."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from service.engine.room import SPARE, STEP, closed, joined, kept, written
+
+
+def filled(rows: int, capacity: int = STEP, first: int = 1) -> mx.array:
+    """Every row a number of its own, from `first` on."""
+    return mx.zeros((rows, 2, capacity, 4)) + mx.arange(first, first + rows)[:, None, None, None]
+
+
+def numbers(held: mx.array | None, rows: int) -> list[float]:
+    assert held is not None
+    seen = np.array(held)[:rows, 0, 0, 0]
+    assert (np.array(held)[:rows] == seen[:, None, None, None]).all(), "rows are whole"
+    return seen.tolist()
+
+
+@given(st.integers(0, 12).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, max(n - 1, 0)), max_size=n))))
+def test_those_at_the_end_come_into_the_places_of_those_who_go(case: tuple[int, set[int]]) -> None:
+    rows, gone = case[0], {row for row in case[1] if row < case[0]}
+    staying = closed(rows, gone)
+    assert sorted(staying) == [row for row in range(rows) if row not in gone]
+    moved = [row for place, row in enumerate(staying) if place != row]
+    assert len(moved) == sum(row < len(staying) for row in gone), "no more than there are holes"
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.one_of(st.integers(1, 5), st.sets(st.integers(0, 7), min_size=1)), max_size=12))
+def test_rows_that_come_and_go_stay_what_they_are(events: list[int | set[int]]) -> None:
+    held: mx.array | None = None
+    inside: list[float] = []
+    named = 1
+    for event in events:
+        if isinstance(event, int):
+            held = joined([held, filled(event, first=named)], [len(inside), event])
+            inside += range(named, named + event)
+            named += event
+        else:
+            staying = closed(len(inside), {row for row in event if row < len(inside)})
+            (held,) = kept([held], staying, STEP if staying else 0)
+            inside = [inside[row] for row in staying]
+        assert held is not None or not inside
+        if held is not None:
+            assert numbers(held, len(inside)) == inside
+            assert held.shape[0] <= max(2 * len(inside), len(inside) + len(inside) // SPARE)
+
+
+def test_room_is_used_and_given_back() -> None:
+    batch = joined([filled(8), filled(4, first=9)], [8, 4])
+    assert batch is not None and batch.shape[0] == 12 + 12 // SPARE
+    (held,) = kept([batch], closed(12, {2, 5}), STEP)
+    assert held is not None and held.shape[0] == 15 and numbers(held, 10) == [1, 2, 12, 4, 5, 11, 7, 8, 9, 10]
+    again = joined([held, filled(3, first=20)], [10, 3])
+    assert again is held, "there is room for them"
+    assert numbers(again, 13)[10:] == [20, 21, 22]
+    (few,) = kept([again], [12, 0], STEP)
+    assert few is not None and few.shape[0] == 2 and numbers(few, 2) == [22, 1]
+    wide = joined([filled(2, capacity=4 * STEP)], [2])
+    (short,) = kept([wide], [0, 1], STEP)
+    assert short is not None and short.shape[2] == STEP
+
+
+@pytest.mark.parametrize("starts", [3, mx.array([0, 7, 40])])
+def test_what_is_not_in_use_is_not_written_over(starts: int | mx.array) -> None:
+    """Three of five rows are in use; the others' next owners bring their own."""
+    new = mx.ones((3, 2, 2, 4)) * 9
+    held = np.array(written(filled(5), new, starts))
+    at = [3] * 3 if isinstance(starts, int) else starts.tolist()
+    for row, begin in enumerate(at):
+        assert (held[row, :, begin : begin + 2] == 9).all()
+        assert (np.delete(held[row], [begin, begin + 1], axis=1) == row + 1).all()
+
+
+def test_nothing_but_what_moves_is_copied() -> None:
+    """Memory at its peak stays below a second batch."""
+    batch = [filled(16, capacity=8 * STEP) for _ in range(8)]
+    mx.eval(batch)
+    size = sum(one.nbytes for one in batch)
+    mx.reset_peak_memory()
+    before = mx.get_active_memory()
+    left = kept(batch, closed(16, {3, 9}), 8 * STEP)
+    batch.clear()
+    mx.eval([one for one in left if one is not None])
+    assert mx.get_peak_memory() - before < 0.3 * size
+    assert numbers(left[0], 14)[3] == 16.0 and numbers(left[7], 14)[9] == 15.0
