@@ -43,7 +43,7 @@ FEW = 2
 hardly more than one over three. With more rows lines between a few lengths do."""
 PASSES = 2
 """Times that an engine goes through all calls when it starts: what slows the machine for a second or two has passed by then."""
-TURNS, SPENT = 3, 0.15
+TURNS, SPENT = 2, 0.15
 """A pass times calls that are compared with one another in turn, so that they have had the same moments: at least so often, and
 for so many seconds in all."""
 SPENT_ASKING, ASKINGS = 0.6, 256
