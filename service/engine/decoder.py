@@ -28,7 +28,7 @@ from service.engine.evidence import Evidence, gather
 from service.engine.length import Choice, DraftLength, Match
 from service.engine.lookup import Found, Lookup
 from service.engine.prefix import Owner, PrefixCache
-from service.engine.reading import Prefill, follow, lead
+from service.engine.reading import Prefill, follow, lead, together
 from service.engine.report import RoundReport
 from service.engine.room import closed
 from service.engine.row import Row, prompted
@@ -120,18 +120,21 @@ class Decoder:
         """Start reading a row's prompt, all but its last token."""
         if self._profile is not None and self.length is not None and (costs := self._profile.settle()) is not None:
             self.length.learn(costs)
-        return Prefill(row, self.target.cache(1), None, self.epoch)
+        return Prefill([row], self.target.cache(1), None, self.epoch)
+
+    def gather(self, waiting: Sequence[Prefill], room: int) -> Prefill:
+        """The first of these prompts, with others that can be read beside it in one call of `room` tokens."""
+        kinds = [self._follows(prefill, len(waiting)) for prefill in waiting]
+        return together(waiting, kinds, self.target, room=room, size=self.prefill_chunk, prefix=self.prefix)
 
     def read(self, prefill: Prefill, coming: int = 1) -> bool:
-        """Read the next chunk; True when the row is ready to join. coming: rows that are to join, this one among them. Target
+        """Read the next chunk; True when its rows are ready to join. coming: rows that are to join, these among them. Target
         and draft go on from what each of them holds, which differs when the draft is newer than a kept beginning."""
         size, prefix, drafter = self.prefill_chunk, self.prefix, self.drafter
         more = lead(self.target, prefill, size=size, prefix=prefix)
-        if prefill.follows is None:
-            prefill.follows = drafter is not None and self._follows(prefill.row, coming)
+        prefill.follows = self._follows(prefill, coming)
         if drafter is not None and not self.failed and prefill.follows:
-            if prefill.drafter is None or prefill.epoch != self.epoch:
-                prefill.drafter, prefill.epoch = RowCache(drafter.draft.model, 1), self.epoch
+            prefill.begin(drafter.draft.model, self.epoch)
             try:
                 more |= follow(drafter, prefill, size=size, prefix=prefix)
             except Exception:
@@ -142,14 +145,13 @@ class Decoder:
         """Take rows whose prompts were read into the batch, all at once."""
         self.cache.join([prefill.target for prefill in ready])
         if self.drafter is not None:
-            model = self.drafter.draft.model
-            fresh = [prefill.drafter if prefill.epoch == self.epoch else None for prefill in ready]
-            self.drafter.cache.join([RowCache(model, 1) if held is None else held for held in fresh])
+            self.drafter.cache.join([prefill.begin(self.drafter.draft.model, self.epoch) for prefill in ready])
         for prefill in ready:
-            prefill.row.joined_at = time.perf_counter()
-            prefill.row.acceptance = Acceptance(self.drafted)
-            self.rows.append(prefill.row)
-            self._epochs.append(prefill.epoch)
+            for row in prefill.rows:
+                row.joined_at = time.perf_counter()
+                row.acceptance = Acceptance(self.drafted)
+            self.rows += prefill.rows
+            self._epochs += [prefill.epoch] * len(prefill.rows)
 
     def admit(self, row: Row) -> None:
         """Read a row's prompt to its end, then take it into the batch."""
@@ -216,15 +218,12 @@ class Decoder:
         k = 0 if proposal is None else k
         adapter = self.adapter
 
-        fed = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
-        if proposal is not None:
-            fed = mx.concatenate([fed, proposal.tokens], axis=1)
-        logits = self.target(fed, self.cache)[..., : self.vocabulary]
+        latest = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
+        proposed = proposal.tokens if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.int32)
+        logits = self.target(mx.concatenate([latest, proposed], axis=1), self.cache)[..., : self.vocabulary]
         law = transform(logits, batch)
         accepted, following = verify.accept(law, batch, noise.first(k + 1), proposal, verify_key)
-        proposed = proposal.tokens if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.int32)
-        padded = mx.concatenate([proposed, following[:, None].astype(proposed.dtype)], axis=1)
-        emitted = mx.where(mx.arange(k + 1) < accepted[:, None], padded, following[:, None])
+        emitted = verify.emitted(accepted, following, proposed)
         usable = drafted.usable if drafted is not None else mx.ones((len(rows), 1), dtype=mx.bool_)
         mx.eval(accepted, emitted, proposed, usable, self.cache.arrays(), self.key)
 
@@ -257,11 +256,12 @@ class Decoder:
             steps.observe(kept)
         return RoundReport(tuple(rows), tuple(deltas), tuple(row.rounds[-1] for row in rows), seconds)
 
-    def _follows(self, row: Row, coming: int) -> bool:
-        """Whether the draft should read what this row is asked."""
-        held = max(self.cache.lengths.longest, len(row.prompt.tokens))
-        load = Load(len(self.rows) + coming, held, prompted=prompted([row]))
-        return self.length is None or self.length.follows(load)
+    def _follows(self, prefill: Prefill, coming: int) -> bool:
+        """Whether the draft should read what these rows are asked."""
+        if prefill.follows is not None or self.drafter is None or self.length is None:
+            return self.drafter is not None and prefill.follows is not False
+        held = max(self.cache.lengths.longest, *(len(row.prompt.tokens) for row in prefill.rows))
+        return self.length.follows(Load(len(self.rows) + coming, held, prompted=prompted(prefill.rows)))
 
     def _choose(
         self, rows: Sequence[Row], load: Load, coming: int

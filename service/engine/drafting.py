@@ -131,7 +131,7 @@ class ModelDrafter:
         head: CutHead | None,
     ) -> Proposal:
         unread = [row[have:] for row, have in zip(rows, self.cache.lengths.host, strict=True)]
-        feed = _ragged(unread)
+        feed = ragged(unread)
         tokens: list[mx.array] = []
         kept_logits: list[mx.array] = []
         laws: list[mx.array] = []
@@ -210,7 +210,7 @@ class ModelDrafter:
         held = self.cache.lengths.host
         share = max(READING // len(rows), WIDE)
         missing = [row[have : min(len(row) - 1, have + share)] for row, have in zip(rows, held, strict=True)]
-        self.feed(_ragged(missing), self.cache, self.target)
+        self.feed(ragged(missing), self.cache, self.target)
         mx.eval(self.cache.arrays())
         self.cache.rewind([have + len(tokens) for have, tokens in zip(held, missing, strict=True)])
         return not self.behind(rows)
@@ -229,7 +229,7 @@ def heard(sure: Sequence[mx.array]) -> list[list[float]]:
     return np.array(mx.concatenate(list(sure), axis=1)).T.tolist()
 
 
-def _ragged(texts: Sequence[Sequence[int]]) -> mx.array:
+def ragged(texts: Sequence[Sequence[int]]) -> mx.array:
     """(B, longest) with zeros behind the shorter ones, which the next write covers."""
     feed = np.zeros((len(texts), max(map(len, texts))), dtype=np.int32)
     for line, tokens in zip(feed, texts, strict=True):

@@ -61,14 +61,18 @@ class PrefixCache:
     def blocks(self) -> tuple[Block, ...]:
         return tuple(self._order)
 
-    def fill(self, owner: Owner, tokens: Sequence[int], cache: RowCache) -> int:
-        """Give an empty cache of one row the longest beginning of `tokens` that is held, and room for them all. Returns its
-        length, 0 for a model with recurrent layers."""
-        chain = self._chain(owner, tokens)
-        if chain:
-            self._use(chain[-1])
-            _restore(chain, cache, len(tokens))
-        return cache.lengths.host[0]
+    def held(self, owner: Owner, tokens: Sequence[int]) -> int:
+        """Positions of the longest beginning of `tokens` that is held, 0 for a model with recurrent layers."""
+        return len(self._chain(owner, tokens)) * BLOCK
+
+    def fill(self, owner: Owner, texts: Sequence[Sequence[int]], cache: RowCache) -> None:
+        """Give each row of an empty cache the longest beginning of its text that is held, and room for all of it."""
+        chains = [self._chain(owner, tokens) for tokens in texts]
+        for chain in chains:
+            if chain:
+                self._use(chain[-1])
+        if any(chains):
+            _restore(chains, cache, max(map(len, texts)))
 
     def enter(self, owner: Owner, tokens: Sequence[int], cache: RowCache, row: int = 0) -> None:
         """Copy what `row` holds for the beginning of `tokens`: the blocks that are new and whole, as many as fit. A state is
@@ -157,17 +161,21 @@ def _copies(groups: Groups, held: Sequence[mx.array | None], row: int, start: in
     return copies
 
 
-def _restore(chain: Sequence[Block], cache: RowCache, room: int) -> None:
-    spare = -(-room // STEP) * STEP - len(chain) * BLOCK
-    for group, members in enumerate(chain[0].groups):
-        arrays = [block.arrays[group] for block in chain]
-        _, heads, _, dims = arrays[0].shape
-        padding = mx.zeros((1, heads, spare, dims), dtype=arrays[0].dtype)
+def _restore(chains: Sequence[Sequence[Block]], cache: RowCache, room: int) -> None:
+    capacity = -(-room // STEP) * STEP
+    like = next(chain[0] for chain in chains if chain)
+    for group, (members, array) in enumerate(zip(like.groups, like.arrays, strict=True)):
+        _, heads, _, dims = array.shape
         for place, index in enumerate(members):
-            whole = mx.concatenate([*(a[place : place + 1] for a in arrays), padding], axis=2)
+            rows: list[mx.array] = []
+            for chain in chains:
+                parts = [block.arrays[group][place : place + 1] for block in chain]
+                spare = mx.zeros((1, heads, capacity - len(chain) * BLOCK, dims), dtype=array.dtype)
+                rows.append(mx.concatenate([*parts, spare], axis=2))
+            whole = rows[0] if len(rows) == 1 else mx.concatenate(rows)
             layer = cache.attention[index // 2]
             if index % 2:
                 layer.values = whole
             else:
                 layer.keys = whole
-    cache.rewind([len(chain) * BLOCK])
+    cache.rewind([len(chain) * BLOCK for chain in chains])

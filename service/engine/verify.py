@@ -37,6 +37,12 @@ def accept(
     )
 
 
+def emitted(accepted: mx.array, following: mx.array, drafted: mx.array) -> mx.array:
+    """Tokens (B, K+1) of which a row says its first accepted[b] + 1: the drafts (B, K) it keeps, then the token after them."""
+    padded = mx.concatenate([drafted, following[:, None].astype(drafted.dtype)], axis=1)
+    return mx.where(mx.arange(padded.shape[1]) < accepted[:, None], padded, following[:, None])
+
+
 def match(chosen: mx.array, drafted: mx.array, usable: mx.array) -> tuple[mx.array, mx.array]:
     """Keep drafts while they equal the target's own choices.
 

@@ -249,21 +249,21 @@ class Worker:
                 self._waiting.popleft()
 
     def _read_chunk(self, engine: Engine) -> None:
-        """The next chunk of the oldest prompt, and whole ones behind it that fit (into two chunks where more wait than run)."""
+        """The next chunk of the oldest prompt, and whole ones that fit beside it (into two chunks where more wait than run)."""
         ready: list[Prefill] = []
-        left = engine.decoder.prefill_chunk * (2 if len(self._reading) > len(self._running) else 1)
+        size = engine.decoder.prefill_chunk
+        left = size * (2 if len(self._reading) > len(self._running) else 1)
         while self._reading:
-            ticket, prefill = self._reading[0]
-            wanted = min(prefill.left, engine.decoder.prefill_chunk)
-            if wanted > left:
-                break
-            left -= wanted
-            if not engine.decoder.read(prefill, len(self._reading)):
+            prefill = engine.decoder.gather([waiting for _, waiting in self._reading], left)
+            left -= prefill.wanted(size)
+            if left < 0 or not engine.decoder.read(prefill, len(self._reading)):
                 break
             ready.append(prefill)
-            self._observer.prompt_read(len(ticket.prompt.tokens), prefill.row.reused)
-            self._running.append(ticket)
-            self._reading.pop(0)
+            done = [ticket for ticket, _ in self._reading if any(ticket.row is row for row in prefill.rows)]
+            self._reading = [(ticket, waiting) for ticket, waiting in self._reading if ticket not in done]
+            self._running += done
+            for row in prefill.rows:
+                self._observer.prompt_read(len(row.prompt.tokens), row.reused)
         if ready:
             engine.decoder.join(ready)
 

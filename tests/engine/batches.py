@@ -1,4 +1,4 @@
-"""Driving a Decoder in tests: rows that join at random moments, with whatever else is to happen between rounds."""
+"""Driving a Decoder in tests: rows that join at random moments, some at once, and whatever else happens between rounds."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -9,6 +9,7 @@ from service.core import Prompt
 from service.engine.decoder import Decoder
 from service.engine.draft import Draft, bare
 from service.engine.prefix import PrefixCache
+from service.engine.reading import Prefill
 from service.engine.row import Row
 
 
@@ -45,6 +46,18 @@ def decode(
     return serve(decoder, prompts, eos=eos, max_rows=max_rows, seed=seed, between=between)
 
 
+def take_in(decoder: Decoder, rows: Sequence[Row], room: int = 64) -> list[Prefill]:
+    """Read rows that came at once, as many in a call as go together; returns what was read together."""
+    waiting, read = [decoder.begin(row) for row in rows], list[Prefill]()
+    while waiting:
+        read.append(decoder.gather(waiting, room))
+        while not decoder.read(read[-1], len(waiting)):
+            pass
+        decoder.join([read[-1]])
+        waiting = [prefill for prefill in waiting if not any(prefill.rows[0] is row for row in read[-1].rows)]
+    return read
+
+
 def serve(
     decoder: Decoder,
     prompts: Sequence[Prompt],
@@ -59,8 +72,10 @@ def serve(
     rows = [Row(str(i), prompt, eos, None) for i, prompt in enumerate(prompts)]
     waiting = list(rows)
     while waiting or decoder.rows:
-        while waiting and len(decoder.rows) < max_rows and (not decoder.rows or rng.random() < 0.6):
-            decoder.admit(waiting.pop(0))
+        coming: list[Row] = []
+        while waiting and (taken := len(decoder.rows) + len(coming)) < max_rows and (not taken or rng.random() < 0.6):
+            coming.append(waiting.pop(0))
+        take_in(decoder, coming)
         between(decoder)
         if decoder.rows:
             decoder.round()

@@ -78,8 +78,9 @@ def held(decoder: Decoder, owner: Owner, tokens: Sequence[int]) -> int:
     assert decoder.prefix is not None and decoder.drafter is not None
     model = decoder.target.model if owner is Owner.TARGET else decoder.drafter.draft.model
     kept, read = RowCache(model, 1), RowCache(model, 1)
-    count = decoder.prefix.fill(owner, tokens, kept)
-    assert count == kept.lengths.host[0]
+    decoder.prefix.fill(owner, [tokens], kept)
+    count = kept.lengths.host[0]
+    assert count == decoder.prefix.held(owner, tokens)
     if count:
         model(mx.array([tokens[:count]]), cache=read.layers)
         for mine, theirs in zip(kept.arrays(), read.arrays(), strict=True):
@@ -326,8 +327,9 @@ def test_chains_lose_their_ends_and_a_chain_that_grows_loses_nothing() -> None:
     for tokens in (one, two):
         prefix.enter(Owner.TARGET, tokens, written(tokens))
     assert (found(prefix, one), found(prefix, two)) == (96, 64)
-    assert prefix.fill(Owner.TARGET, one, written(())) == 96
-    assert prefix.fill(Owner.TARGET, two, written(())) == 64
+    for tokens, count in ((one, 96), (two, 64)):
+        prefix.fill(Owner.TARGET, [tokens], again := written(()))
+        assert again.lengths.host == [count]
     longer = (*one, *three)
     prefix.enter(Owner.TARGET, longer, written(longer))
     assert (found(prefix, longer), found(prefix, two)) == (160, 0)

@@ -82,6 +82,7 @@ class Hold:
     def __init__(self, at: int = 1, match: Callable[[mx.array], bool] = lambda fed: True) -> None:
         self.at, self.match, self.calls = at, match, 0
         self.fed: list[tuple[int, ...]] = []
+        """Shapes (B, N)."""
         self.reached, self.release = threading.Event(), threading.Event()
 
     def __call__(self, fed: mx.array, logits: mx.array) -> mx.array:
@@ -341,6 +342,7 @@ def test_prompts_join_several_at_a_time_and_more_where_more_wait_than_run() -> N
         for client in clients:
             client.finished()
         assert [len(rounds) for rounds in house.observed[:4]] == [1, 5, 7, 8]
+    assert [rows for rows, tokens in hold.fed if tokens == CHUNK // 2] == [1, 4, 2, 1], "those that fit are one call"
 
 
 # ------------------------------------------------------------------------------------------------------------ the queue
