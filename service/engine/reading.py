@@ -70,7 +70,8 @@ def together(
     padding too."""
     first, drafted = waiting[0], follows[0]
     owners = [Owner.TARGET, Owner.DRAFT] if drafted else [Owner.TARGET]
-    chosen, longest, total = [first], _missing(first, owners, prefix), _missing(first, owners, prefix)
+    chosen = [first]
+    longest = total = _missing(first, owners, prefix)
     if 0 < longest <= size and first.new and not first.target.states:
         alike = [each for each, kind in zip(waiting, follows, strict=True) if each.new and kind == drafted]
         lengths = [(_missing(other, owners, prefix), other) for other in alike if other is not first]
@@ -83,7 +84,8 @@ def together(
     if len(chosen) > 1:
         rows = [each.rows[0] for each in chosen]
         first = Prefill(rows, target.cache(len(rows)), None, first.epoch, drafted)
-    _recall(Owner.TARGET, first.target, first.rows, prefix)
+    if min(longest, size) <= room:
+        _recall(Owner.TARGET, first.target, first.rows, prefix)
     return first
 
 
