@@ -134,7 +134,7 @@ class Decoder:
         more = lead(self.target, prefill, size=size, prefix=prefix)
         prefill.follows = self._follows(prefill, coming)
         if drafter is not None and not self.failed and prefill.follows:
-            prefill.begin(drafter.draft.model, self.epoch)
+            prefill.draft_cache(drafter.draft.model, self.epoch)
             try:
                 more |= follow(drafter, prefill, size=size, prefix=prefix)
             except Exception:
@@ -145,7 +145,7 @@ class Decoder:
         """Take rows whose prompts were read into the batch, all at once."""
         self.cache.join([prefill.target for prefill in ready])
         if self.drafter is not None:
-            self.drafter.cache.join([prefill.begin(self.drafter.draft.model, self.epoch) for prefill in ready])
+            self.drafter.cache.join([prefill.draft_cache(self.drafter.draft.model, self.epoch) for prefill in ready])
         for prefill in ready:
             for row in prefill.rows:
                 row.joined_at = time.perf_counter()

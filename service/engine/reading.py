@@ -47,7 +47,7 @@ class Prefill:
         )
         return len(self.rows) * min(size, max(left))
 
-    def begin(self, draft: nn.Module, epoch: int) -> RowCache:
+    def draft_cache(self, draft: nn.Module, epoch: int) -> RowCache:
         """The draft's cache, a new one where none or another draft has read."""
         if self.drafter is None or self.epoch != epoch:
             self.drafter, self.epoch = RowCache(draft, len(self.rows)), epoch
