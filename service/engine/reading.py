@@ -69,10 +69,12 @@ def together(
     Never two of which one had better wait for what the other will leave behind, nor one that keeps a state, which would take in
     padding too."""
     first, drafted = waiting[0], follows[0]
+    if not first.new or first.target.states:
+        return first
     owners = [Owner.TARGET, Owner.DRAFT] if drafted else [Owner.TARGET]
     chosen = [first]
     longest = total = _missing(first, owners, prefix)
-    if 0 < longest <= size and first.new and not first.target.states:
+    if 0 < longest <= size:
         alike = [each for each, kind in zip(waiting, follows, strict=True) if each.new and kind == drafted]
         lengths = [(_missing(other, owners, prefix), other) for other in alike if other is not first]
         for length, other in sorted(lengths, key=lambda pair: abs(pair[0] - total)):
