@@ -1,9 +1,21 @@
-"""What several rooms' tests share: tiny real models, and the naive decoder that everything is held against."""
+"""Set-up of every test process: the fast BLAS, one BLAS thread per worker, and none of the caller's settings."""
 
 import os
+
+import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several workers share the cores: BLAS threads that spin while they wait would make all of them slower.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import service  # noqa: F401  (loads the fast BLAS before anything imports mlx)
 
 # Settings of whoever runs the tests are not the tests'.
 for name in [name for name in os.environ if name.startswith("REDRAFT_") and name != "REDRAFT_BLAS"]:
     del os.environ[name]
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """One more than there are cores: tests also wait for processes, sockets and clocks."""
+    return (os.cpu_count() or 1) + 1

@@ -9,9 +9,10 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
-from echo import LIMITS, EchoEngine, House
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+from tests.support.echo_engine import LIMITS, EchoEngine, House
 
 JSON = {"content-type": "application/json"}
 HOUSE = settings(

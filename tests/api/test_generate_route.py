@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from echo import LIMITS, Broken, EchoEngine, House, wait_until
 
 from service.core import Sampling
+from tests.support.echo_engine import LIMITS, Broken, EchoEngine, House, wait_until
 
 
 @pytest.fixture(scope="module")

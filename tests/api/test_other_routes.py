@@ -10,10 +10,10 @@ from dataclasses import replace
 
 import httpx
 import pytest
-from echo import EchoEngine, House, Ledger, make_run
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from service.core import AdapterRef, AdapterRefused, Progress, RunState, StoreError, Verdict
+from tests.support.echo_engine import EchoEngine, House, Ledger, make_run
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
 from service.settings import Settings
 
-pytestmark = [pytest.mark.bench, pytest.mark.real]
+pytestmark = pytest.mark.bench
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,6 @@ import click
 import httpx
 import pytest
 import typer
-from oracle import naive
-from tiny_house import prompts, register_adapters, say, tiny_server, write_pair
 from typer.testing import CliRunner
 
 from service.app import open_stores
@@ -50,6 +48,8 @@ from service.settings import load_settings
 from service.store.database import head, revision
 from service.store.generations import split_of
 from service.store.runs import MAX_CRASHES
+from tests.support.oracle import naive
+from tests.support.tiny_server import prompts, register_adapters, say, tiny_server, write_pair
 
 TREE = typer.main.get_command(app)
 

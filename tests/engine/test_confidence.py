@@ -8,7 +8,6 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from oracle import relative, tempered, tiny_llama
 from scipy.stats import chisquare
 
 from service.core import Prompt, Sampling
@@ -21,6 +20,7 @@ from service.engine.drafting import confidence, heard
 from service.engine.length import Choice, DraftLength, Match
 from service.engine.row import Row
 from service.models.heads import cut, cut_head
+from tests.support.oracle import relative, tempered, tiny_llama
 
 ONE, VOCABULARY = Load(1, 0), 97
 USUAL = ((0.8,) * 8,)

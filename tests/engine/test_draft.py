@@ -16,7 +16,6 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
-from oracle import tiny_llama
 
 from service.core import AdapterRef, AdapterRefused, AdapterState
 from service.engine.draft import load
@@ -25,6 +24,7 @@ from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
 from service.models.folding import as_served
 from service.models.heads import cut
+from tests.support.oracle import tiny_llama
 
 DRAFT = "d" * 64
 TOKENS = mx.array([[5, 6, 7, 8]])

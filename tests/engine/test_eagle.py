@@ -8,9 +8,7 @@ from functools import cache
 import mlx.core as mx
 import numpy as np
 import pytest
-from batches import decode, serve
 from mlx_lm.models.llama import Model as Llama
-from oracle import naive, tiny_llama
 
 from service.core import PairError, Prompt, Sampling
 from service.engine.cache import RowCache
@@ -23,6 +21,8 @@ from service.engine.prefix import PrefixCache
 from service.engine.sampling import SamplingBatch, SharedNoise
 from service.models.eagle import Model, ModelArgs
 from service.models.heads import cut, twin
+from tests.support.batches import decode, serve
+from tests.support.oracle import naive, tiny_llama
 
 VOCABULARY, K = 97, 3
 EOS = frozenset({3})

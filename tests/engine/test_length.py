@@ -6,8 +6,6 @@ from dataclasses import replace
 from itertools import groupby
 
 import pytest
-from batches import decode
-from oracle import naive, relative, tiny_llama
 
 from service.core import Prompt, Sampling, Source
 from service.engine.acceptance import Acceptance
@@ -17,6 +15,8 @@ from service.engine.decoder import Decoder
 from service.engine.draft import bare
 from service.engine.length import PROBE, Choice, DraftLength, Match
 from service.engine.row import Row
+from tests.support.batches import decode
+from tests.support.oracle import naive, relative, tiny_llama
 
 Cost = Callable[[int, int], float]
 """Seconds of a round by rows and tokens drafted."""

@@ -6,8 +6,6 @@ from collections import Counter
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from batches import decode
-from oracle import naive, relative, tempered, tiny_llama
 from scipy.stats import chisquare
 
 from service.core import Prompt, Sampling, Source
@@ -18,6 +16,8 @@ from service.engine.drafting import joined, looked_up
 from service.engine.length import PROBE, DraftLength
 from service.engine.lookup import REMEMBERED, Found, Grams, Lookup
 from service.engine.row import Row
+from tests.support.batches import decode
+from tests.support.oracle import naive, relative, tempered, tiny_llama
 
 VOCABULARY = 97
 

@@ -7,16 +7,16 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from batches import decode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import naive, relative, tiny_llama
 
 from service.core import Prompt, Sampling
 from service.engine.decoder import Decoder
 from service.engine.draft import Draft, bare
 from service.engine.row import Row
 from service.models.heads import cut
+from tests.support.batches import decode
+from tests.support.oracle import naive, relative, tiny_llama
 
 VOCABULARY = 97
 EOS = frozenset({3})

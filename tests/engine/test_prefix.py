@@ -9,10 +9,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from batches import serve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import naive, relative, tiny_llama
 
 from service.core import Prompt, Sampling
 from service.engine.cache import RowCache
@@ -20,6 +18,8 @@ from service.engine.decoder import Decoder
 from service.engine.draft import Draft, bare
 from service.engine.prefix import BLOCK, Owner, PrefixCache
 from service.engine.row import Row
+from tests.support.batches import serve
+from tests.support.oracle import naive, relative, tiny_llama
 
 VOCABULARY, CHUNK, K = 97, 16, 3
 EOS = frozenset({3})

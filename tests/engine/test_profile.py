@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from oracle import relative, tiny_llama
 
 from service.engine.costs import USUALLY_HELD, Costs, Load
 from service.engine.decoder import Decoder
@@ -14,6 +13,7 @@ from service.engine.draft import bare
 from service.engine.length import Choice, DraftLength
 from service.engine.profile import Profile
 from service.models.heads import cut, twin
+from tests.support.oracle import relative, tiny_llama
 
 SLOW = 0.03
 

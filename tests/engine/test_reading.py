@@ -6,8 +6,6 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from batches import take_in
-from oracle import naive, relative, tiny_llama
 
 from service.core import Prompt, Sampling
 from service.engine.cache import RowCache
@@ -15,6 +13,8 @@ from service.engine.decoder import Decoder
 from service.engine.draft import bare
 from service.engine.prefix import PrefixCache
 from service.engine.row import Row
+from tests.support.batches import take_in
+from tests.support.oracle import naive, relative, tiny_llama
 
 VOCABULARY, CHUNK, EOS = 97, 32, frozenset({3})
 

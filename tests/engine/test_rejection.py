@@ -5,12 +5,12 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
-from oracle import tempered
 from scipy import stats
 
 from service.core import Sampling
 from service.engine import verify
 from service.engine.sampling import SamplingBatch, draw, transform
+from tests.support.oracle import tempered
 
 VOCABULARY = 10
 DRAWS = 100_000

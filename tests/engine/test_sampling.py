@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import tempered
 from scipy import stats
 
 from service.core import Sampling
 from service.engine.sampling import SamplingBatch, SharedNoise, gumbel, noise_key, shared_noise, transform
 from service.engine.targets import tail_mass, top_and_mass, top_logits
+from tests.support.oracle import tempered
 
 
 @settings(max_examples=60, deadline=None)

@@ -19,7 +19,6 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
-from oracle import naive, relative, tempered, tiny_llama
 
 from service.core import (
     BARE_DRAFT,
@@ -49,6 +48,7 @@ from service.engine.prefix import BLOCK, PrefixCache
 from service.engine.worker import Worker
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
+from tests.support.oracle import naive, relative, tempered, tiny_llama
 
 EOS = frozenset({3})
 WHO = Provenance(target="t" * 64, tokenizer="k" * 64, draft="d" * 64)

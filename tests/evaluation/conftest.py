@@ -3,9 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tiny_house import write_pair
 
 from service.settings import Settings
+from tests.support.tiny_server import write_pair
 
 
 @pytest.fixture(scope="session")

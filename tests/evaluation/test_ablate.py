@@ -6,7 +6,6 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from tiny_house import prompts
 
 from service.core import BadRequest
 from service.evaluation.ablate import run_ablate
@@ -21,6 +20,7 @@ from service.learning.loss import TargetDivergence
 from service.learning.objectives import Objective
 from service.models.pair import Pair, load_pair
 from service.settings import Settings, TrainingSettings
+from tests.support.tiny_server import prompts
 
 TINY = {"epochs": 2, "rank": 4, "learning_rate": 1e-2, "replay": 0.0}
 

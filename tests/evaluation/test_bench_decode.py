@@ -12,8 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
-from oracle import naive
-from tiny_house import prompts, write_pair
 
 from service.cli import main
 from service.core import BARE_DRAFT, AdapterRef, AdapterState, BadRequest, Sampling
@@ -30,6 +28,8 @@ from service.models.pair import load_model, load_pair
 from service.models.text import TextEncoder
 from service.settings import EngineSettings
 from service.store.files import publish
+from tests.support.oracle import naive
+from tests.support.tiny_server import prompts, write_pair
 
 K, TOKENS, COUNT = 3, 20, 4
 KEPT = 150

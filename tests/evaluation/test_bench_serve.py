@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_house import prompts, write_pair
 
 from service.core import BadRequest
 from service.evaluation.bench.serve import Load, rate, run_serve
 from service.evaluation.prompts import PromptLine
 from service.evaluation.traffic import Answer
 from service.settings import EngineSettings, Settings
+from tests.support.tiny_server import prompts, write_pair
 
 TOKENS = 10
 

@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from published import check_published
 
 from service.core import RedraftError
 from service.evaluation.bench.store import CHOOSING, run_store
 from service.settings import Settings, sqlite_url
 from service.store.database import Database, integrity
 from service.store.generations import Generations
+from tests.support.published import check_published
 
 
 def test_store_times_what_a_run_reads(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:

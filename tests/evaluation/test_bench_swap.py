@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from published import check_published
 
 from service.core import RedraftError
 from service.evaluation.bench.swap import run_swap
 from service.settings import Settings
+from tests.support.published import check_published
 
 
 def test_swap_measures_gaps_and_recording(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:

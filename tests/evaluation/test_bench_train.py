@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 from mlx_lm.tuner.trainer import default_loss, iterate_batches
-from published import check_published
 
 from service.core import RedraftError
 from service.evaluation.bench.train import OURS, THEIRS, Task, masked, random_example, run_train
 from service.learning.dataset import collate
 from service.models.pair import load_model
 from service.settings import Settings
+from tests.support.published import check_published
 
 
 def test_train_compares_both_trainers(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:

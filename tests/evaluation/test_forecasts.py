@@ -9,7 +9,6 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
-from tiny_house import prompts
 from typer.testing import CliRunner
 
 from service.app import Stores, open_stores
@@ -23,6 +22,7 @@ from service.learning.rounds import logged
 from service.models.pair import Pair, load_model, load_pair
 from service.settings import Settings
 from service.store.files import publish
+from tests.support.tiny_server import prompts
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_house import prompts
 
 from service.core import BadRequest
 from service.evaluation.gating import COLUMNS, NOISES, Kind, cells, run_gate, shuffled
@@ -12,6 +11,7 @@ from service.evaluation.poison import run_poison
 from service.learning.dataset import Example
 from service.learning.lora import WEIGHTS
 from service.settings import GateSettings, Settings, TrainingSettings
+from tests.support.tiny_server import prompts
 
 
 @pytest.fixture

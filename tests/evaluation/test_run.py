@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from tiny_house import prompts
-
 from service.evaluation.cycle import run_cycle
 from service.settings import GateSettings, Settings, TrainingSettings
+from tests.support.tiny_server import prompts
 
 
 def test_a_cycle_tells_what_a_run_costs_whoever_is_served_meanwhile(

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 
 import pytest
-from tiny_house import prompts
 
 from service.core import BadRequest
 from service.evaluation.chart import draw_lines
@@ -13,6 +12,7 @@ from service.evaluation.prompts import PromptLine
 from service.evaluation.stream import NO_REPLAY, ONLINE, STATIC, UNGUARDED, Best, Part, Stream, parts_of
 from service.evaluation.streaming import run_stream
 from service.settings import GateSettings, Settings, TrainingSettings
+from tests.support.tiny_server import prompts
 
 
 def lines(count: int, seed: int, domain: str) -> list[PromptLine]:

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from children import Home, Rig
+
+from tests.support.training_child import Home, Rig
 
 
 @pytest.fixture

@@ -5,11 +5,11 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
-from logged import VOCABULARY, case, generation, random_texts, with_targets
-from oracle import tiny_llama
 
 from service.core import Generation, Targets
 from service.learning.dataset import LENGTHS, Dataset, batches, build, collate, unpack
+from tests.support.logged_texts import VOCABULARY, case, generation, random_texts, with_targets
+from tests.support.oracle import tiny_llama
 
 
 @pytest.fixture(scope="module")

@@ -7,11 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from children import Home, Rig, child, of_type
-from eagles import plain_llama, tiny_head
-from folders import save_model
-from logged import VOCABULARY, served
-from oracle import tiny_llama
 
 from service.core import AdapterRef, AdapterState, Provenance, Sampling, TrainingFailed
 from service.learning import budget, lora
@@ -25,6 +20,11 @@ from service.models.fingerprint import folder_sha256, model_fingerprint, tokeniz
 from service.models.pair import load_pair, mlx_lm_runs
 from service.models.weights import bytes_in_memory
 from service.store.generations import Generations
+from tests.support.eagle_models import plain_llama, tiny_head
+from tests.support.logged_texts import VOCABULARY, served
+from tests.support.model_folders import save_model
+from tests.support.oracle import tiny_llama
+from tests.support.training_child import Home, Rig, child, of_type
 
 
 @pytest.fixture(scope="module")

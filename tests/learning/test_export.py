@@ -10,14 +10,9 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from batches import decode
-from eagles import tiny_head
-from folders import save_model
-from logged import VOCABULARY, served
 from mlx.utils import tree_flatten
 from mlx_lm import load as load_with_mlx_lm
 from mlx_lm.generate import speculative_generate_step
-from oracle import naive, tiny_llama
 
 from service.app import open_stores
 from service.cli import main
@@ -28,6 +23,11 @@ from service.models.fingerprint import folder_sha256
 from service.models.pair import load_model, load_pair
 from service.settings import load_settings
 from service.store.files import publish
+from tests.support.batches import decode
+from tests.support.eagle_models import tiny_head
+from tests.support.logged_texts import VOCABULARY, served
+from tests.support.model_folders import save_model
+from tests.support.oracle import naive, tiny_llama
 
 PROBE = mx.array([[1, 5, 9, 2, 77, 30], [8, 8, 0, 96, 41, 12]])
 PROMPT = [4, 19, 60, 33, 7]

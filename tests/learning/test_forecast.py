@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logged import VOCABULARY, served
-from oracle import relative, tiny_llama
 
 from service.core import Generation, Sampling
 from service.engine.costs import Costs
 from service.learning.forecast import forecast
 from service.learning.offpolicy import Acceptance, acceptance, expected_calls, expected_positions
+from tests.support.logged_texts import VOCABULARY, served
+from tests.support.oracle import relative, tiny_llama
 
 SETTINGS = {
     "greedy": [Sampling(max_tokens=24)] * 60,

@@ -10,11 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from children import TRAINING, Child, Home, Message, Rig, child, of_type
-from folders import save_model
-from logged import VOCABULARY, served
 from mlx_lm.tuner.utils import load_adapters
-from oracle import relative, tiny_llama
 
 from service.core import AcceptRule, Provenance, RunState, Sampling, Score, TrainingFailed
 from service.learning.buffer import GeneralSet
@@ -27,6 +23,10 @@ from service.models.fingerprint import folder_sha256, model_fingerprint, tokeniz
 from service.models.heads import cut
 from service.models.pair import load_model
 from service.store.generations import Generations, split_of
+from tests.support.logged_texts import VOCABULARY, served
+from tests.support.model_folders import save_model
+from tests.support.oracle import relative, tiny_llama
+from tests.support.training_child import TRAINING, Child, Home, Message, Rig, child, of_type
 
 KEPT = list(range(VOCABULARY))[:1:-1][:60]
 """What the draft may propose before it learns."""

@@ -6,11 +6,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from eagles import plain_llama, tiny_head
-from logged import VOCABULARY, random_texts, served, with_targets
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model
-from oracle import relative, tiny_llama
 
 from service.core import Sampling
 from service.evaluation.wholeloss import WholeDivergence
@@ -23,6 +20,9 @@ from service.learning.steps import LEARNT_STEPS
 from service.learning.trainer import Optimiser, train
 from service.models.eagle import Model as Head
 from service.models.folding import as_served
+from tests.support.eagle_models import plain_llama, tiny_head
+from tests.support.logged_texts import VOCABULARY, random_texts, served, with_targets
+from tests.support.oracle import relative, tiny_llama
 
 KEYS = {"fuse"} | {f"self_attn.{n}_proj" for n in "qkvo"} | {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
 TURNS = np.array([0, 1, 0, 2, 0, 1, 2, 0, 1, 0, 1, 2])

@@ -7,11 +7,9 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from logged import VOCABULARY, random_texts, with_targets
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
-from oracle import tiny_llama
 
 from service.core import AdapterRef, AdapterState, TrainingFailed
 from service.engine.draft import load
@@ -20,6 +18,8 @@ from service.learning.dataset import Batch, build, collate
 from service.learning.loss import TargetDivergence
 from service.learning.trainer import Optimiser, train
 from service.models.fingerprint import folder_sha256
+from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
+from tests.support.oracle import tiny_llama
 
 KEYS = {f"self_attn.{n}_proj" for n in "qkvo"} | {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
 PROBE = mx.array([[1, 5, 9, 2, 77, 30]])

@@ -4,14 +4,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from logged import VOCABULARY, random_texts, with_targets
 from mlx.utils import tree_flatten
-from oracle import tiny_llama
 
 from service.learning import lora
 from service.learning.dataset import Batch, build, collate
 from service.learning.loss import TargetDivergence, divergence
 from service.learning.objectives import Objective
+from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
+from tests.support.oracle import tiny_llama
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

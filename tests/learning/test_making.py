@@ -8,9 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from folders import save_model
 from mlx.utils import tree_flatten
-from oracle import tiny_llama
 
 from service.core import ModelError
 from service.learning.distil import Distillation, TextBatch, freeze_shared
@@ -18,6 +16,8 @@ from service.learning.making import Recipe, make_draft
 from service.learning.sprout import sprout, usual
 from service.models import eagle, vocabulary
 from service.models.pair import load_model, load_pair
+from tests.support.model_folders import save_model
+from tests.support.oracle import tiny_llama
 
 RECIPE = Recipe(
     layers=None, kind="eagle", tokens=3000, length=48, rows=16, epochs=8, batch=8, held_out=8, vocabulary=32, turn=12

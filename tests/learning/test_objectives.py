@@ -3,8 +3,6 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from logged import VOCABULARY, random_texts, with_targets
-from oracle import relative, tiny_llama
 
 from service.learning import lora
 from service.learning.dataset import build, collate
@@ -12,6 +10,8 @@ from service.learning.fitting import fit
 from service.learning.loss import TargetDivergence, buckets
 from service.learning.objectives import Objective, each
 from service.settings import TrainingSettings
+from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
+from tests.support.oracle import relative, tiny_llama
 
 
 def laws(seed: int, count: int = 50, width: int = 9) -> np.ndarray:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logged import VOCABULARY, generation, random_texts, served, with_targets
-from oracle import relative, tiny_llama
 
 from service.core import Generation, Sampling
 from service.learning.dataset import unpack
 from service.learning.offpolicy import acceptance, calls_by_length, expected_calls, expected_positions, overlap
+from tests.support.logged_texts import VOCABULARY, generation, random_texts, served, with_targets
+from tests.support.oracle import relative, tiny_llama
 
 GREEDY = Sampling(max_tokens=24)
 SEEDED = Sampling(temperature=0.9, seed=1, max_tokens=24)

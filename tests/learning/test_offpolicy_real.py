@@ -11,11 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from batches import decode
-from logged import VOCABULARY, WHO
 from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model
-from oracle import relative, tempered, tiny_llama
 
 from service.core import AdapterRef, AdapterState, Generation, Prompt, Sampling
 from service.engine.decoder import Decoder
@@ -26,6 +23,9 @@ from service.learning.offpolicy import acceptance, overlap
 from service.learning.scoring import score
 from service.models.fingerprint import folder_sha256
 from service.models.heads import cut
+from tests.support.batches import decode
+from tests.support.logged_texts import VOCABULARY, WHO
+from tests.support.oracle import relative, tempered, tiny_llama
 
 FILTERS = [
     {"temperature": 0.7},

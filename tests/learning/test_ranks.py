@@ -10,12 +10,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from folders import save_model
-from oracle import tiny_llama
 
 from service.learning.ranks import Ranks
 from service.learning.trainer import number
 from service.learning.writing import ANSWER, FORCED
+from tests.support.model_folders import save_model
+from tests.support.oracle import tiny_llama
 
 LENGTH, ROWS = 40, 4
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from logged import WHO, generation
 
 from service.core import Generation, TrainingFailed
 from service.learning.buffer import DOMAIN, GeneralSet, replay, replay_count
 from service.learning.scoring import choose_held_out
+from tests.support.logged_texts import WHO, generation
 
 Text = tuple[list[int], list[int]]
 

@@ -8,12 +8,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from logged import VOCABULARY, random_texts, served
-from oracle import relative, tiny_llama
 
 from service.core import Sampling
 from service.learning.dataset import unpack
 from service.learning.rescore import TargetCache, rescore, with_targets
+from tests.support.logged_texts import VOCABULARY, random_texts, served
+from tests.support.oracle import relative, tiny_llama
 
 
 def test_it_is_the_models_own_distribution() -> None:

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from logged import VOCABULARY, generation, served
-from oracle import relative, tiny_llama
 
 from service.core import Sampling
 from service.learning.offpolicy import expected_calls
 from service.learning.rounds import logged, walk
+from tests.support.logged_texts import VOCABULARY, generation, served
+from tests.support.oracle import relative, tiny_llama
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_p=0.9, top_k=30)])

@@ -6,12 +6,12 @@ from collections import Counter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from logged import generation
 
 from service.core import Generation
 from service.learning.buffer import LEAST, lesson, limited
 from service.store.likeness import template
 from service.store.reservoir import SHARE
+from tests.support.logged_texts import generation
 
 
 def text(number: int, client: str | None = None, said: str | None = None, domain: str | None = "d") -> Generation:

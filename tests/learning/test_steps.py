@@ -5,10 +5,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 import pytest
-from eagles import plain_llama, proposal, tiny_head
-from logged import VOCABULARY, served
 from mlx_lm.models.cache import KVCache
-from oracle import relative, tempered, tiny_llama
 
 from service.core import Generation, Round, Sampling
 from service.engine.sampling import gumbel, noise_key
@@ -19,6 +16,9 @@ from service.learning.scoring import score
 from service.learning.steps import UNROLLED, depths
 from service.models.eagle import Model as Head
 from service.models.folding import as_served
+from tests.support.eagle_models import plain_llama, proposal, tiny_head
+from tests.support.logged_texts import VOCABULARY, served
+from tests.support.oracle import relative, tempered, tiny_llama
 
 GREEDY = [Sampling(max_tokens=n) for n in (1, 2, 7, 24)] * 4
 SEEDED = [Sampling(temperature=0.7, top_p=0.9, top_k=30, seed=i + 1, max_tokens=16) for i in range(10)]

@@ -10,15 +10,15 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from logged import VOCABULARY, random_texts, with_targets
 from mlx.utils import tree_flatten
-from oracle import relative, tiny_llama
 
 from service.core import Progress, TrainingFailed
 from service.learning import lora
 from service.learning.dataset import Batch, batches, build, collate
 from service.learning.loss import TargetDivergence
 from service.learning.trainer import Optimiser, TrainReport, global_norm, number, train, update_count
+from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
+from tests.support.oracle import relative, tiny_llama
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,12 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-from folders import save_model
-from oracle import relative, tiny_llama
 
 from service.learning.distil import Distillation, TextBatch
 from service.learning.writing import ANSWER, FORCED, USER, Text, write
 from service.models.pair import Loaded, load_model
+from tests.support.model_folders import save_model
+from tests.support.oracle import relative, tiny_llama
 
 END, FIRST = 1, 2
 """Ids of the tiny tokenizer, which has no chat template: turns begin with the beginning-of-text token."""

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
-from circle import World, check_legal
 
 from service.core import RunState
+from tests.support.lifecycle_world import World, check_legal
 
 
 @pytest.fixture

@@ -1,18 +1,17 @@
 """When acceptance has fallen: tables, simulated traffic, and the same answer from the rows after a restart."""
 
 import math
-import os
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
-from circle import WHO, Server, World, generation
-from simulated import requests
 
-from service.core import BARE_DRAFT, Generation, Round, RunState, Source, Trigger, Verdict
+from service.core import BARE_DRAFT, Round, RunState, Source, Trigger, Verdict
 from service.lifecycle.drift import BASELINE, LIMIT, SLACK, Drift, follow, rate
+from tests.support.drift_traffic import drafted, record, usual
+from tests.support.lifecycle_world import WHO, Server, World
+from tests.support.simulated_scores import requests
 
 USUAL = [0.6, 0.7] * (BASELINE // 2)
 """Mean 0.65, deviation 0.05."""
@@ -130,25 +129,9 @@ def test_a_real_fall_is_found_soon(fallen: float, within: int, half: int) -> Non
 # ------------------------------------------------------------------------------------------------------- from rows
 
 
-def drafted(kept: float, adapter: int = BARE_DRAFT, *, cases: int = 0, ago: float = 0.0) -> Generation:
-    """20 rounds of 4 tokens; of the first tokens a share is kept, the others fall with them."""
-    whole = round(20 * kept)
-    rounds = tuple(Round(adapter, 5 * i, 4, 4 if i < whole else 0, 5) for i in range(20))
-    made = replace(generation(os.urandom(8).hex(), cases=cases), rounds=rounds)
-    return replace(made, created_at=datetime.now(UTC) - timedelta(seconds=ago))
-
-
-def record(server: Server, *made: Generation) -> None:
-    server.generations.add(list(made)).result(10)
-
-
 @pytest.fixture
 def world(tmp_path: Path) -> World:
     return World(tmp_path)
-
-
-def usual(adapter: int = BARE_DRAFT) -> list[Generation]:
-    return [drafted(0.65 + 0.1 * (-1) ** i, adapter) for i in range(BASELINE)]
 
 
 def follower(server: Server) -> Drift:

@@ -4,7 +4,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from circle import ENOUGH, WHO, World, check_legal
 
 from service.core import (
     BARE_DRAFT,
@@ -12,6 +11,7 @@ from service.core import (
     RunState,
     Unavailable,
 )
+from tests.support.lifecycle_world import ENOUGH, WHO, World, check_legal
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -6,29 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
-from simulated import pair
 
 from service.core import Score, Verdict
 from service.lifecycle.gate import judge
 from service.settings import GateSettings
-
-FEWER = (1.4, 1.2, 1.0)
-"""Calls by draft length, against those at the longest."""
-LEVEL = (1.0, 1.242, 1.394)
-"""Costs at which what `pair` simulates is about as fast at every length."""
-
-
-def scores(calls: Iterable[float], *, tokens: int = 100, domain: str = "a", start: int = 0) -> list[Score]:
-    """calls: at three drafted tokens."""
-    return by_length(([value * more for more in FEWER] for value in calls), tokens=tokens, domain=domain, start=start)
-
-
-def by_length(calls: Iterable[Sequence[float]], *, tokens: int = 100, domain: str = "a", start: int = 0) -> list[Score]:
-    """calls: at one, two and three drafted tokens."""
-    return [
-        Score(f"g{start + i}", domain, tokens, 50, tuple(float(value) for value in each))
-        for i, each in enumerate(calls)
-    ]
+from tests.support.simulated_scores import LEVEL, by_length, pair, scores
 
 
 def decide(

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from circle import WHO, SmallEngine, Told, generation, undrafted
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,9 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from mortal import Death, MortalDatabase
 from sqlalchemy import select
-from test_drift import drafted, usual
 
 from service.core import BARE_DRAFT, AdapterState, BadRequest, Conflict, RunState, Trigger
 from service.lifecycle.supervisor import Rules, Supervisor
@@ -47,6 +44,9 @@ from service.store.tables import (
     unseen,
 )
 from service.store.unseen import Unseen
+from tests.support.drift_traffic import drafted, usual
+from tests.support.lifecycle_world import WHO, SmallEngine, Told, generation, undrafted
+from tests.support.mortal_database import Death, MortalDatabase
 
 WATCH = 16
 CALLS = {"better": 0.8, "same": 1.0, "worse": 1.25}

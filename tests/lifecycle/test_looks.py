@@ -6,11 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy import stats
-from simulated import pair
-from test_gate import LEVEL, by_length, scores
 
 from service.core import BARE_DRAFT, Score
 from service.lifecycle.looks import ALPHA, Look, look, looks
+from tests.support.simulated_scores import LEVEL, by_length, pair, scores
 
 PARENT = 4
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from circle import generation
 
 from service.lifecycle.recorder import Recorder
 from service.store.database import Database, upgrade
 from service.store.generations import Generations
+from tests.support.lifecycle_world import generation
 
 
 class Log:

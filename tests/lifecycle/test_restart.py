@@ -5,10 +5,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from circle import WHO, Server, World, check_legal
-from mortal import Death
 
 from service.core import BARE_DRAFT, AdapterState, RunState, StoreError
+from tests.support.lifecycle_world import WHO, Server, World, check_legal
+from tests.support.mortal_database import Death
 
 
 @pytest.fixture

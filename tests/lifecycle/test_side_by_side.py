@@ -6,13 +6,13 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from circle import World, check_legal
 
 from service.core import (
     AdapterState,
     RunState,
 )
 from service.lifecycle.clock import Clock
+from tests.support.lifecycle_world import World, check_legal
 
 
 @pytest.fixture

@@ -4,11 +4,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from circle import ENOUGH, WHO, Server, World, check_legal, generation
 from sqlalchemy import text
 
 from service.core import RunState, StoreError, Trigger
 from service.lifecycle.supply import ATTEMPTS
+from tests.support.lifecycle_world import ENOUGH, WHO, Server, World, check_legal, generation
 
 
 @pytest.fixture

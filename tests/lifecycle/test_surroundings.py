@@ -6,7 +6,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from circle import World
 
 from service.core import RunState
 from service.lifecycle.surroundings import (
@@ -23,6 +22,7 @@ from service.lifecycle.surroundings import (
 )
 from service.metrics import Metrics
 from service.settings import TrainingSettings
+from tests.support.lifecycle_world import World
 
 BATTERY = {"type": "Battery", "status": "Discharging"}
 MOUSE = {"type": "Battery", "status": "Discharging", "scope": "Device"}

@@ -5,7 +5,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from circle import ENOUGH, WHO, Server, World, check_legal, generation
 from sqlalchemy import text
 
 from service.core import (
@@ -21,6 +20,7 @@ from service.core import (
     Verdict,
 )
 from service.store.files import folder_sha256
+from tests.support.lifecycle_world import ENOUGH, WHO, Server, World, check_legal, generation
 
 
 @pytest.fixture

@@ -14,7 +14,6 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx_lm import generate
-from oracle import naive
 
 from service.core import ModelError, Prompt, Sampling
 from service.engine.decoder import Decoder
@@ -23,6 +22,7 @@ from service.engine.row import Row
 from service.models import catalog
 from service.models.pair import Loaded, load_model, load_pair
 from service.models.text import TextEncoder
+from tests.support.oracle import naive
 
 pytestmark = pytest.mark.skipif(
     not catalog.entries()[0].installed, reason="the package with the bundled weights is not installed"

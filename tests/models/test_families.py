@@ -11,11 +11,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 import pytest
-from batches import decode
-from families import IDENTICAL, METAL, NOT_BUILT, RECURRENT, REFUSED, V, build, family_of, likeness
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
-from oracle import relative, tiny_llama
 
 from service.core import PairError, Prompt, Sampling
 from service.engine.cache import RowCache, RowLayer
@@ -23,6 +20,9 @@ from service.engine.prefix import PrefixCache
 from service.engine.probe import check_rows
 from service.engine.state import StateLayer
 from service.models.pair import check_cache
+from tests.support.batches import decode
+from tests.support.families import IDENTICAL, METAL, NOT_BUILT, RECURRENT, REFUSED, V, build, family_of, likeness
+from tests.support.oracle import relative, tiny_llama
 
 TOKENS = 48
 PROMPTS = (tuple(range(5, 90, 4)), (11, 7, 3), (60,))

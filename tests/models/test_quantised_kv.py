@@ -8,7 +8,6 @@ import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache
 from mlx_lm.models.llama import Model as Llama
-from oracle import tiny_llama
 from pydantic import ValidationError
 
 from service.api.schemas import GenerateRequest
@@ -16,6 +15,7 @@ from service.core import BadRequest, PairError
 from service.engine.cache import RowCache
 from service.models.pair import check_cache
 from service.settings import load_settings
+from tests.support.oracle import tiny_llama
 
 
 class Quantising(Llama):

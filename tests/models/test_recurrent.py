@@ -7,9 +7,6 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from batches import decode, serve
-from families import RECURRENT, V, build, likeness
-from oracle import naive, tiny_llama
 
 from service.core import Prompt, Sampling
 from service.engine.acceptance import Acceptance
@@ -21,6 +18,9 @@ from service.engine.draft import Draft
 from service.engine.length import Choice, DraftLength, Match
 from service.engine.row import Row
 from service.engine.state import StateLayer
+from tests.support.batches import decode, serve
+from tests.support.families import RECURRENT, V, build, likeness
+from tests.support.oracle import naive, tiny_llama
 
 EOS = frozenset({3})
 KINDS = ("lfm2", "granitemoehybrid", "falcon_h1", "jamba", "qwen3_5", "rwkv7")

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import httpx
-from tiny_house import prompts, say, tiny_server, write_pair
 
 from service.core import AdapterState, RunState
 from service.evaluation.server import LocalServer
@@ -15,6 +14,7 @@ from service.store.adapters import Adapters
 from service.store.database import Database, integrity
 from service.store.generations import Generations
 from service.store.runs import Runs
+from tests.support.tiny_server import prompts, say, tiny_server, write_pair
 
 SERVER_KILLS = 10
 CHILD_KILLS = 10

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from batches import decode
-from tiny_house import tiny_server, write_pair
 
 from service.app import open_stores
 from service.core import FailureCase, Prompt, Sampling
 from service.learning.rounds import logged
 from service.models.pair import load_pair
 from service.settings import load_settings
+from tests.support.batches import decode
+from tests.support.tiny_server import tiny_server, write_pair
 
 SAMPLINGS = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=5, max_tokens=24), Sampling(temperature=0.8)]
 

@@ -4,13 +4,13 @@ import itertools
 from pathlib import Path
 
 import pytest
-from oracle import naive
-from tiny_house import prompts, register_adapters, say, tiny_server, write_pair
 
 from service.core import Sampling
 from service.evaluation.traffic import Traffic
 from service.models.pair import load_model
 from service.models.text import TextEncoder
+from tests.support.oracle import naive
+from tests.support.tiny_server import prompts, register_adapters, say, tiny_server, write_pair
 
 
 def test_fifty_swaps_under_eight_streams(tmp_path: Path) -> None:

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from stored import copy_of, url_of
 
 from service.store.database import Database, upgrade
+from tests.support.store_rows import copy_of, url_of
 
 
 @pytest.fixture(scope="session")

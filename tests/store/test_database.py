@@ -14,14 +14,13 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, text
-from stored import copy_of, generation, url_of
 
 from service.core import IllegalMove, StoreError
 from service.store.database import Database, integrity, upgrade
 from service.store.generations import Generations
+from tests.support.store_rows import copy_of, generation, url_of
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_every_acknowledged_row_survives_kill_9(template: Path, tmp_path: Path) -> None:
@@ -30,10 +29,10 @@ def test_every_acknowledged_row_survives_kill_9(template: Path, tmp_path: Path) 
     acknowledged: set[str] = set()
     for attempt in range(5):
         child = subprocess.Popen(
-            [sys.executable, str(HERE / "write_until_killed.py"), url, f"w{attempt}"],
+            [sys.executable, "-m", "tests.support.write_until_killed", url, f"w{attempt}"],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(HERE)])},
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert child.stdout is not None
         acknowledged.add(child.stdout.readline().strip())

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from stored import HELD_OUT_TEXT, LOST, WHO, WON, case, generation
-
 from service.core import RunState, Trigger
 from service.store.adapters import Adapters
 from service.store.database import Database
 from service.store.generations import Generations
 from service.store.runs import Runs
+from tests.support.store_rows import HELD_OUT_TEXT, LOST, WHO, WON, case, generation
 
 
 def run_on_all(database: Database) -> int:

@@ -11,8 +11,7 @@ import pytest
 from service.core import StoreError
 from service.store.files import folder_sha256, publish, sweep
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent.parent
+ROOT = Path(__file__).parents[2]
 FILES = {"adapters.safetensors": b"\x00\x01" * 5000, "adapter_config.json": b'{"rank": 8}'}
 
 
@@ -64,7 +63,7 @@ def test_killed_at_any_step_there_is_the_whole_folder_or_none(tmp_path: Path) ->
     for step in range(1, 100):
         root = tmp_path / str(step)
         scratch, final = written(root / ".scratch"), root / "7"
-        command = [sys.executable, str(HERE / "publish_and_die.py"), str(scratch), str(final), str(step)]
+        command = [sys.executable, "-m", "tests.support.publish_and_die", str(scratch), str(final), str(step)]
         code = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
         assert final.exists() is not scratch.exists()
         if final.exists():

@@ -13,12 +13,12 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine
-from stored import WHO, generation, targets, url_of
 
 from service.core import StoreError
 from service.store.database import Database, head, migrations, revision, upgrade
 from service.store.generations import Generations
 from service.store.tables import metadata
+from tests.support.store_rows import WHO, generation, targets, url_of
 
 ROOT = Path(__file__).parent.parent.parent
 

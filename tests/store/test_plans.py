@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from sqlalchemy import Engine, event, text
-from stored import START, WHO, case, generation
 
 from service.core import Trigger
 from service.store.database import Database
 from service.store.generations import Generations, untrained_generations
 from service.store.runs import Runs
+from tests.support.store_rows import START, WHO, case, generation
 
 
 def plan(database: Database, query: Any) -> str:

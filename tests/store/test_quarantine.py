@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from stored import LOST, WHO, WON, case, generation
 
 from service.core import BARE_DRAFT, NotFound, RunState, TrainingRun, Trigger
 from service.store.adapters import Adapters
@@ -11,6 +10,7 @@ from service.store.database import Database
 from service.store.generations import Generations
 from service.store.quarantine import Held, Quarantine
 from service.store.runs import MAX_CRASHES, Runs
+from tests.support.store_rows import LOST, WHO, WON, case, generation
 
 
 class House:

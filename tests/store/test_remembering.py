@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import random
 
-from stored import HELD_OUT_TEXT, TRAIN_TEXT, WHO, case, generation, texts
-
 from service.core import Generation, RunState, Trigger
 from service.store.database import Database
 from service.store.generations import Generations
 from service.store.likeness import KINDS
 from service.store.replay import Replay
 from service.store.runs import Runs
+from tests.support.store_rows import HELD_OUT_TEXT, TRAIN_TEXT, WHO, case, generation, texts
 
 CAPACITY = 32
 

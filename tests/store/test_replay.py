@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 from scipy.stats import chi2
-from stored import WHO, copy_of, generation, texts
 
 from service.store.database import Database
 from service.store.generations import Generations
 from service.store.replay import Replay
+from tests.support.store_rows import WHO, copy_of, generation, texts
 
 
 def test_every_offer_is_held_with_the_same_probability(template: Path, tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from collections import Counter
 import pytest
 from scipy import stats
 from sqlalchemy import text
-from stored import HELD_OUT_TEXT, WHO, generation
 
 from service.store.database import Database
 from service.store.generations import Generations
 from service.store.replay import Replay
+from tests.support.store_rows import HELD_OUT_TEXT, WHO, generation
 
 
 def stored(database: Database, count: int, **attributes: str) -> list[str]:

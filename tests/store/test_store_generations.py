@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from stored import START, WHO, case, generation, targets, texts
 
 from service.core import Provenance, Trigger
 from service.store.database import Database
 from service.store.generations import Generations, UntrainedCounts, split_of
 from service.store.replay import Replay
 from service.store.runs import Runs
+from tests.support.store_rows import START, WHO, case, generation, targets, texts
 
 
 def test_a_generation_comes_back_as_it_went_in(database: Database) -> None:

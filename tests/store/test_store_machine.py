@@ -22,7 +22,6 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 from sqlalchemy import select
-from stored import LOST, WHO, WON, case, copy_of, generation
 
 from service.core import (
     ADAPTER_MOVES,
@@ -38,6 +37,7 @@ from service.store.database import Database, integrity
 from service.store.generations import Generations
 from service.store.runs import MAX_CRASHES, Runs
 from service.store.tables import adapters, evaluations, failure_cases, metadata, training_runs
+from tests.support.store_rows import LOST, WHO, WON, case, copy_of, generation
 
 T = TypeVar("T")
 

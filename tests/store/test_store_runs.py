@@ -4,7 +4,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from stored import LOST, WHO, WON, case, copy_of, generation
 
 from service.core import (
     RUN_MOVES,
@@ -22,6 +21,7 @@ from service.store.database import Database
 from service.store.generations import Generations, UntrainedCounts
 from service.store.replay import Replay
 from service.store.runs import Runs
+from tests.support.store_rows import LOST, WHO, WON, case, copy_of, generation
 
 PATHS = {
     RunState.CLAIMED: [],

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event
-from stored import HELD_OUT_TEXT, WHO, WON, case, copy_of, generation, targets
 
 from service.core import BARE_DRAFT, Generation, Round, RunState, Sampling, Source, Trigger
 from service.store.adapters import Adapters
@@ -14,6 +13,7 @@ from service.store.database import Database
 from service.store.generations import Generations
 from service.store.runs import Runs
 from service.store.unseen import Unseen, untried
+from tests.support.store_rows import HELD_OUT_TEXT, WHO, WON, case, copy_of, generation, targets
 
 GREEDY, SEEDED, UNSEEDED = Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0)
 PLAIN = tuple(Round(0, at, 0, 0, 1) for at in range(10))

@@ -3,10 +3,9 @@
 import itertools
 import sys
 
-from stored import case, generation, targets
-
 from service.store.database import Database
 from service.store.generations import Generations
+from tests.support.store_rows import case, generation, targets
 
 store = Generations(Database(sys.argv[1]))
 for number in itertools.count():

@@ -6,10 +6,10 @@ import mlx.core as mx
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache
 from mlx_lm.models.llama import Model
-from oracle import relative, tiny_llama
 
 from service.models.eagle import Model as Head
 from service.models.eagle import ModelArgs
+from tests.support.oracle import relative, tiny_llama
 
 TAPS = (0, 1)
 Choose = Callable[[int, mx.array], int]

@@ -12,7 +12,6 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TypeVar
 
-from mortal import MortalDatabase
 from sqlalchemy import text
 
 from service.core import (
@@ -44,6 +43,7 @@ from service.store.generations import Generations, split_of
 from service.store.replay import Replay
 from service.store.runs import Runs
 from service.store.unseen import Unseen
+from tests.support.mortal_database import MortalDatabase
 
 T = TypeVar("T")
 

@@ -1,11 +1,30 @@
 """Drafts that exist only as acceptance: texts of unlike length and difficulty, and two drafts that mostly agree on them."""
 
+from collections.abc import Iterable, Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
 from service.core import Score
 
 LONGEST, K = 256, 3
+FEWER = (1.4, 1.2, 1.0)
+"""Calls by draft length, against those at the longest."""
+LEVEL = (1.0, 1.242, 1.394)
+"""Costs at which what `pair` simulates is about as fast at every length."""
+
+
+def scores(calls: Iterable[float], *, tokens: int = 100, domain: str = "a", start: int = 0) -> list[Score]:
+    """calls: at three drafted tokens."""
+    return by_length(([value * more for more in FEWER] for value in calls), tokens=tokens, domain=domain, start=start)
+
+
+def by_length(calls: Iterable[Sequence[float]], *, tokens: int = 100, domain: str = "a", start: int = 0) -> list[Score]:
+    """calls: at one, two and three drafted tokens."""
+    return [
+        Score(f"g{start + i}", domain, tokens, 50, tuple(float(value) for value in each))
+        for i, each in enumerate(calls)
+    ]
 
 
 def target_calls(kept: NDArray[np.bool_], tokens: NDArray[np.int64]) -> NDArray[np.int64]:

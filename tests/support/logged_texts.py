@@ -6,10 +6,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import mlx.nn as nn
-from batches import decode
 
 from service.core import FailureCase, FinishReason, Generation, Prompt, Provenance, Sampling, Targets
 from service.learning.rescore import rescore
+from tests.support.batches import decode
 
 WHO = Provenance("target", "tokenizer", "draft")
 VOCABULARY = 97

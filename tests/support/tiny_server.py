@@ -9,7 +9,6 @@ from typing import Any
 import httpx
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from oracle import relative, tiny_llama
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
@@ -22,6 +21,7 @@ from service.store.adapters import Adapters
 from service.store.database import Database
 from service.store.files import publish
 from service.store.runs import Runs
+from tests.support.oracle import relative, tiny_llama
 
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }} {{ message['content'] }}</s>{% endfor %}"

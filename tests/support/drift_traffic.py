@@ -1,0 +1,25 @@
+"""Generations as the drift detector sees them: acceptance by request, at the usual rate or fallen."""
+
+import os
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+from service.core import BARE_DRAFT, Generation, Round
+from service.lifecycle.drift import BASELINE
+from tests.support.lifecycle_world import Server, generation
+
+
+def drafted(kept: float, adapter: int = BARE_DRAFT, *, cases: int = 0, ago: float = 0.0) -> Generation:
+    """20 rounds of 4 tokens; of the first tokens a share is kept, the others fall with them."""
+    whole = round(20 * kept)
+    rounds = tuple(Round(adapter, 5 * i, 4, 4 if i < whole else 0, 5) for i in range(20))
+    made = replace(generation(os.urandom(8).hex(), cases=cases), rounds=rounds)
+    return replace(made, created_at=datetime.now(UTC) - timedelta(seconds=ago))
+
+
+def record(server: Server, *made: Generation) -> None:
+    server.generations.add(list(made)).result(10)
+
+
+def usual(adapter: int = BARE_DRAFT) -> list[Generation]:
+    return [drafted(0.65 + 0.1 * (-1) ** i, adapter) for i in range(BASELINE)]
