@@ -1,23 +1,40 @@
 # All checks, as CI runs them.
-check: lint types arrows test
+check: lint types arrows wheel test
 
+# Format and style.
 lint:
     uv run ruff format --check .
     uv run ruff check .
 
+# Types of service/ and tests/.
 types:
     uv run basedpyright
 
+# Imports point down (docs/structure.md).
 arrows:
     uv run lint-imports
 
+# The wheel builds.
+wheel:
+    uv build --quiet --wheel --out-dir "$(mktemp -d)"
+
+# The tests of every day: `just test tests/engine -k lossless`.
 test *args:
     uv run pytest {{args}}
 
-# What measures speed is not part of the normal run.
-bench *args:
-    uv run pytest -m bench {{args}}
+# What takes minutes: every family at full length, kills, full-size experiments. Run it before an issue closes.
+nightly *args:
+    uv run pytest -m nightly --timeout 3600 {{args}}
 
+# One-line changes, each of which must fail a named test (tests/mutants.toml): `just mutants` or `just mutants NAME ...`.
+mutants *names:
+    uv run python -m tests.mutants {{names}}
+
+# What measures speed; alone on a quiet machine.
+bench *args:
+    uv run pytest -m bench -n 0 -s {{args}}
+
+# Format and mend what can be mended by itself.
 fix:
     uv run ruff format .
     uv run ruff check --fix .

@@ -16,7 +16,7 @@ from service.engine.draft import Draft, bare
 from service.engine.row import Row
 from service.models.heads import cut
 from tests.support.batches import decode
-from tests.support.oracle import naive, relative, tiny_llama
+from tests.support.oracle import forced, naive, relative, tiny_llama
 
 VOCABULARY = 97
 EOS = frozenset({3})
@@ -97,7 +97,10 @@ def swapper(rng: random.Random) -> object:
     return between
 
 
-def differences(kind: str, k: int, batch: int, seed: int, greedy: bool, count: int) -> tuple[int, list[str]]:
+def differences(
+    kind: str, k: int, batch: int, seed: int, greedy: bool, count: int, *, stepwise: bool = False
+) -> tuple[int, list[str]]:
+    """Tokens emitted, and what differs from the target's own. stepwise: the oracle decodes a token at a time."""
     rng = random.Random(seed)
     asked = prompts(rng, greedy, count)
     between = swapper(rng) if kind == "swapped" else lambda decoder: None
@@ -114,7 +117,10 @@ def differences(kind: str, k: int, batch: int, seed: int, greedy: bool, count: i
     )
     wrong: list[str] = []
     for row in rows:
-        expected = naive(target(), row.prompt.tokens, row.prompt.sampling, EOS)
+        asked_for = (row.prompt.tokens, row.prompt.sampling, EOS)
+        expected = (
+            naive(target(), *asked_for) if stepwise else forced(target(), asked_for[0], row.output, *asked_for[1:])
+        )
         if row.output != expected:
             wrong.append(f"{kind} k={k} batch={batch} seed={seed}: {row.output} is not {expected}")
     return sum(len(row.output) for row in rows), wrong
@@ -123,7 +129,7 @@ def differences(kind: str, k: int, batch: int, seed: int, greedy: bool, count: i
 KINDS = ("same", "random", "wrong", "adapter-a", "adapter-b", "swapped", "cut")
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     kind=st.sampled_from(KINDS),
     k=st.integers(0, 8),
@@ -132,25 +138,44 @@ KINDS = ("same", "random", "wrong", "adapter-a", "adapter-b", "swapped", "cut")
     greedy=st.booleans(),
 )
 def test_any_draft_any_batch(kind: str, k: int, batch: int, seed: int, greedy: bool) -> None:
-    _, wrong = differences(kind, k, batch, seed, greedy, count=8)
+    _, wrong = differences(kind, k, batch, seed, greedy, count=5)
     assert not wrong
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
-def test_ten_thousand_tokens(greedy: bool) -> None:
+@pytest.mark.parametrize(
+    ("count", "stepwise"),
+    [(1_500, False), (500, True), pytest.param(20_000, True, marks=pytest.mark.nightly)],
+    ids=["one pass", "stepwise", "20,000 stepwise"],
+)
+def test_thousands_of_tokens(count: int, stepwise: bool, greedy: bool) -> None:
+    """Every kind of draft in turn, over unlike draft lengths and batches."""
     tokens, wrong, seed = 0, [], 0
-    while tokens < 10_000:
+    while tokens < count or seed < len(KINDS):
         kind, k, batch = KINDS[seed % len(KINDS)], (seed * 5) % 9, 1 + (seed * 3) % 8
-        emitted, differing = differences(kind, k, batch, 50_000 + seed, greedy, count=24)
+        emitted, differing = differences(kind, k, batch, 50_000 + seed, greedy, count=8, stepwise=stepwise)
         tokens, wrong, seed = tokens + emitted, wrong + differing, seed + 1
     assert not wrong
+
+
+@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
+def test_one_pass_finds_what_stepwise_decoding_finds(greedy: bool) -> None:
+    """The oracles say the same of right answers, of a wrong token anywhere, and of an answer cut short or gone on too long."""
+    rng = random.Random(5)
+    for prompt in prompts(rng, greedy, 6):
+        right = naive(target(), prompt.tokens, prompt.sampling, EOS)
+        assert forced(target(), prompt.tokens, right, prompt.sampling, EOS) == right
+        place = rng.randrange(len(right))
+        changed = [*right[:place], (right[place] + 1) % VOCABULARY, *right[place + 1 :]]
+        for wrong in (changed, right[:-1], [*right, 5]):
+            assert forced(target(), prompt.tokens, wrong, prompt.sampling, EOS) != wrong
 
 
 def test_the_check_itself_can_fail() -> None:
     """A decoder that takes the draft's word unverified must be caught by the same comparison."""
     asked = prompts(random.Random(3), True, 4)
     rows = decode(draft("random"), None, asked, k=0, vocabulary=VOCABULARY, eos=EOS)
-    assert any(row.output != naive(target(), row.prompt.tokens, row.prompt.sampling, EOS) for row in rows)
+    assert any(row.output != forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS) for row in rows)
 
 
 class Broken(nn.Module):

@@ -30,6 +30,32 @@ def naive(target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: fro
     return out
 
 
+def forced(
+    target: nn.Module,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    sampling: Sampling,
+    eos: frozenset[int] = frozenset(),
+) -> list[int]:
+    """What `naive` would say at each position of `output`, from one pass over prompt and output.
+
+    `output == forced(...)` holds exactly where `output == naive(...)` does: the first position at which they part is the
+    same, and an answer that ends too soon or too late gets a token more or fewer. Not for recurrent models, whose one pass
+    over a text is other arithmetic than their steps.
+    """
+    text = [*prompt, *output]
+    logits = target(mx.array([text]), cache=make_prompt_cache(target))[0, len(prompt) - 1 :].astype(mx.float32)
+    if not sampling.greedy:
+        assert sampling.seed is not None
+        keys = [noise_key(sampling.seed, position) for position in range(len(output) + 1)]
+        logits = tempered(logits, sampling) + gumbel(keys, logits.shape[-1])
+    said: list[int] = mx.argmax(logits, axis=-1).tolist()  # pyright: ignore[reportAssignmentType]
+    for i, token in enumerate(said[: sampling.max_tokens]):
+        if token in eos:
+            return said[: i + 1]
+    return said[: sampling.max_tokens]
+
+
 def tempered(logits: mx.array, sampling: Sampling) -> mx.array:
     """mlx-lm's own filters in its own order, then the temperature: log-probabilities (N, V)."""
     logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
