@@ -24,7 +24,10 @@ from tests.support.batches import decode
 from tests.support.families import IDENTICAL, METAL, NOT_BUILT, RECURRENT, REFUSED, V, build, family_of, likeness
 from tests.support.oracle import relative, tiny_llama
 
-TOKENS = 48
+TOKENS, FULL = 24, 48
+"""Tokens decoded every day, and nightly."""
+CONTROLLED = ("llama", "gemma3_text", "lfm2")
+"""One family for each kind of cache (whole, sliding window, recurrent): there the comparison is shown to see what it must."""
 PROMPTS = (tuple(range(5, 90, 4)), (11, 7, 3), (60,))
 """Longer than the window, shorter, and a single token."""
 
@@ -45,12 +48,12 @@ def installed() -> frozenset[str]:
     return frozenset(found)
 
 
-def by_mlx_lm(model: nn.Module, prompt: tuple[int, ...]) -> list[int]:
-    return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=TOKENS)]
+def by_mlx_lm(model: nn.Module, prompt: tuple[int, ...], tokens: int = TOKENS) -> list[int]:
+    return [int(token) for token, _ in generate_step(mx.array(prompt), model, max_tokens=tokens)]
 
 
-def asked() -> list[Prompt]:
-    return [Prompt(tokens, Sampling(max_tokens=TOKENS)) for tokens in PROMPTS]
+def asked(tokens: int = TOKENS) -> list[Prompt]:
+    return [Prompt(prompt, Sampling(max_tokens=tokens)) for prompt in PROMPTS]
 
 
 def start(model: nn.Module) -> None:
@@ -65,32 +68,35 @@ def without_window(layer: RowLayer, N: int, return_array: bool = False, window_s
     return ordinary_mask(whole, N, return_array)
 
 
-def compare(name: str, needs: dict[str, Any]) -> None:
-    """The same tokens, in a comparison that would have seen a wrong rollback or a wrong window."""
+def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) -> None:
+    """The same tokens; controls: the comparison sees a sliding window that is not kept, and a state that is not rolled back."""
     target = build(name, needs)
     start(target)
-    expected = [by_mlx_lm(target, prompt) for prompt in PROMPTS]
+    expected = [by_mlx_lm(target, prompt, tokens) for prompt in PROMPTS]
     draft, prefix = likeness(name, needs, target), PrefixCache(2**24)
-    rows = decode(target, draft, asked(), k=3, vocabulary=V, prefix=prefix)
+    rows = decode(target, draft, asked(tokens), k=3, vocabulary=V, prefix=prefix)
     assert [row.output for row in rows] == expected
-    chat = Prompt((*PROMPTS[0], *expected[0][:40]), Sampling(max_tokens=TOKENS - 40))
+    said = tokens - 8
+    chat = Prompt((*PROMPTS[0], *expected[0][:said]), Sampling(max_tokens=tokens - said))
     (later,) = decode(target, draft, [chat], k=3, vocabulary=V, prefix=prefix)
     recurrent = bool(RowCache(target, 1).states)
-    assert (later.reused == 0) == recurrent and later.output == expected[0][40:]
+    assert (later.reused == 0) == recurrent and later.output == expected[0][said:]
     rounds = [round for row in rows for round in row.rounds]
     accepted, drafted = sum(r.accepted for r in rounds), sum(r.drafted for r in rounds)
     assert 0 < accepted < drafted, "accepting or rolling back was not tested"
+    if not controls:
+        return
     if any(isinstance(layer, RotatingKVCache) for layer in make_prompt_cache(target)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RowLayer, "make_mask", without_window)
-            blind = decode(target, None, asked(), k=0, vocabulary=V)
+            blind = decode(target, None, asked(tokens), k=0, vocabulary=V)
         assert any(row.output != tokens for row, tokens in zip(blind, expected, strict=True)), (
             "the window did not matter"
         )
     if recurrent:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StateLayer, "rewind", lambda layer, counts: layer.settle())
-            blind = decode(target, draft, asked(), k=3, vocabulary=V)
+            blind = decode(target, draft, asked(tokens), k=3, vocabulary=V)
             assert [row.output for row in blind] != expected, "what was rejected left no trace"
             with pytest.raises(PairError, match="gives other logits in a batch than alone"):
                 start(target)
@@ -105,7 +111,13 @@ def test_every_installed_family_is_listed_once() -> None:
 
 @pytest.mark.parametrize("name", IDENTICAL | RECURRENT)
 def test_decodes_as_mlx_lm_does(name: str) -> None:
-    compare(name, (IDENTICAL | RECURRENT)[name])
+    compare(name, (IDENTICAL | RECURRENT)[name], TOKENS, controls=name in CONTROLLED)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", IDENTICAL | RECURRENT)
+def test_decodes_as_mlx_lm_does_at_full_length(name: str) -> None:
+    compare(name, (IDENTICAL | RECURRENT)[name], FULL, controls=True)
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -121,7 +133,7 @@ def test_without_metal_its_kernels_are_named(name: str) -> None:
     """With Metal, identical and refused are both in order: which of them was not looked at yet."""
     if mx.metal.is_available():
         with contextlib.suppress(PairError):
-            compare(name, METAL[name])
+            compare(name, METAL[name], FULL, controls=True)
         return
     with pytest.raises(PairError, match=rf"^the target \({name}\) .*does not run on this device: .*No Metal back-end"):
         start(build(name, METAL[name]))

@@ -47,9 +47,22 @@ def asked(rng: random.Random, greedy: bool, count: int) -> list[Prompt]:
     return made
 
 
-@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("k", range(5))
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "k", "greedy"),
+    [
+        # Every day each kind once, and one kind at every draft length.
+        pytest.param(
+            name,
+            k,
+            greedy,
+            id=f"{name}-{k}-{'greedy' if greedy else 'seeded'}",
+            marks=() if (k == 3 and greedy == (i % 2 == 0)) or (i == 0 and greedy) else pytest.mark.nightly,
+        )
+        for i, name in enumerate(KINDS)
+        for k in range(5)
+        for greedy in (True, False)
+    ],
+)
 def test_rows_come_and_go(name: str, k: int, greedy: bool) -> None:
     rng = random.Random(f"{name} {k} {greedy}")
     versions = [Draft(i, draft(name, "alike")) for i in range(2)]
@@ -92,8 +105,14 @@ class Whims(DraftLength):
         return self.rng.random() < 0.5
 
 
-@pytest.mark.parametrize("kind", ["alike", "attention"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        pytest.param(name, kind, marks=() if ("alike", "attention").index(kind) == i % 2 else pytest.mark.nightly)
+        for i, name in enumerate(KINDS)
+        for kind in ("alike", "attention")
+    ],
+)
 def test_lengths_and_sources_may_change_every_round(name: str, kind: str) -> None:
     rng, whims = random.Random(kind), Whims(1)
     prompts = [Prompt(p.tokens * 3, Sampling(max_tokens=40)) for p in asked(rng, True, 6)]

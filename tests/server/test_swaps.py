@@ -1,4 +1,4 @@
-"""Fifty swaps under eight streaming clients: nobody notices."""
+"""Swaps under eight streaming clients: nobody notices."""
 
 import itertools
 from pathlib import Path
@@ -13,7 +13,8 @@ from tests.support.oracle import naive
 from tests.support.tiny_server import prompts, register_adapters, say, tiny_server, write_pair
 
 
-def test_fifty_swaps_under_eight_streams(tmp_path: Path) -> None:
+@pytest.mark.parametrize("swaps", [10, pytest.param(50, marks=pytest.mark.nightly)])
+def test_swaps_under_eight_streams(tmp_path: Path, swaps: int) -> None:
     pair = write_pair(tmp_path)
     server = tiny_server(tmp_path, pair)
     server.start()
@@ -28,7 +29,7 @@ def test_fifty_swaps_under_eight_streams(tmp_path: Path) -> None:
         endless = itertools.chain.from_iterable(prompts(200, seed) for seed in itertools.count())
         clients = Traffic(server.url, endless, clients=8, max_tokens=48)
         try:
-            for turn in range(50):
+            for turn in range(swaps):
                 wanted = (first, second)[turn % 2].id
                 assert server.post(f"/adapters/{wanted}/activate")["active"] == wanted
         finally:
