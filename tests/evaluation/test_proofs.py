@@ -73,15 +73,31 @@ def test_the_gate_needs_texts_enough(quick: Settings, models: tuple[Path, Path],
         next(run_gate(quick, models, None, list(prompts(10, 1)), list(prompts(5, 2)), tmp_path, cases=30, max_tokens=8))
 
 
-def test_hostile_traffic_goes_through_the_loop(quick: Settings, models: tuple[Path, Path]) -> None:
-    honest, test = list(prompts(12, 1)), list(prompts(20, 3))
-    found = list(run_poison(quick, models, None, honest, test, requests=60, max_tokens=16))
+@pytest.mark.nightly
+def test_the_gate_tells_adapters_apart_every_time(
+    quick: Settings, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """20 better ones promoted, 20 with shuffled targets refused, none of 100 with noise promoted that is worth nothing."""
+    learn, other = list(prompts(60, 1)), list(prompts(60, 2))
+    found = list(run_gate(quick, models, None, learn, other, tmp_path, count=20, noisy=100, cases=30, max_tokens=16))
+    by_kind = {kind: [one for one in found if one.candidate.kind is kind] for kind in Kind}
+    assert [len(each) for each in by_kind.values()] == [20, 20, 100]
+    assert all(one.verdict.promoted for one in by_kind[Kind.BETTER])
+    assert not any(one.verdict.promoted for one in by_kind[Kind.SHUFFLED])
+    # At a nominal 5 % of false promotions of what is worth nothing, 10 of 100 are seen once in forty nights.
+    assert sum(one.verdict.promoted for one in by_kind[Kind.NOISY]) < 10
+
+
+@pytest.mark.parametrize("requests", [60, pytest.param(240, marks=pytest.mark.nightly)])
+def test_hostile_traffic_goes_through_the_loop(quick: Settings, models: tuple[Path, Path], requests: int) -> None:
+    honest, test = list(prompts(requests // 5, 1)), list(prompts(20, 3))
+    found = list(run_poison(quick, models, None, honest, test, requests=requests, max_tokens=16))
     assert [one.attack for one in found] == ["random tokens", "repeated strings", "both, from one client"]
     for one in found:
-        assert one.requests >= 55 and len(one.course.tokens) == one.requests
+        assert one.requests >= requests - 5 and len(one.course.tokens) == one.requests
         assert len(one.candidates) == len(one.course.runs) > 0
         if not any(run.promoted for run in one.course.runs):
             assert one.serving == one.bare
         assert 0 < one.bare[0] < 1 and 0 < one.bare[1] <= 1
     with pytest.raises(BadRequest, match="fewer"):
-        next(run_poison(quick, models, None, honest, test, requests=600))
+        next(run_poison(quick, models, None, honest, test, requests=10 * requests))

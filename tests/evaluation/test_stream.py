@@ -67,7 +67,7 @@ def test_what_is_told_of_a_stream() -> None:
     json.dumps(found.plain())
 
 
-@pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.parametrize("tagged", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_a_stream_learns_what_it_sees(
     settings: Settings, models: tuple[Path, Path], tmp_path: Path, tagged: bool
 ) -> None:
