@@ -129,16 +129,27 @@ def differences(
 KINDS = ("same", "random", "wrong", "adapter-a", "adapter-b", "swapped", "cut")
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
+ANY = given(
     kind=st.sampled_from(KINDS),
     k=st.integers(0, 8),
     batch=st.integers(1, 8),
     seed=st.integers(0, 10_000),
     greedy=st.booleans(),
 )
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@ANY
 def test_any_draft_any_batch(kind: str, k: int, batch: int, seed: int, greedy: bool) -> None:
     _, wrong = differences(kind, k, batch, seed, greedy, count=5)
+    assert not wrong
+
+
+@pytest.mark.nightly
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@ANY
+def test_any_draft_any_batch_at_length(kind: str, k: int, batch: int, seed: int, greedy: bool) -> None:
+    _, wrong = differences(kind, k, batch, seed, greedy, count=8)
     assert not wrong
 
 

@@ -190,19 +190,19 @@ def test_an_adapter_is_trained_through_the_real_loop_first(house: House, bench: 
     config, out = tmp_path / "settings.toml", tmp_path / "found.json"
     small = "[training]\nepochs = 1\nrank = 4\nniceness = 0\nreplay = 0.0\n[gate]\nmin_prompts = 2\nmin_tokens = 20\n"
     config.write_text(house.config.read_text() + small)
-    lines = [{"id": p.id, "domain": "more", "prompt": p.prompt} for p in prompts(24, seed=5)]
+    lines = [{"id": p.id, "domain": "more", "prompt": p.prompt} for p in prompts(12, seed=5)]
     (tmp_path / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = ("--limit", 2, "--max-tokens", 6, "--arms", "adapted,mlx_lm_spec_adapted", "--json", out)
-    adapting = ("--adapt-on", tmp_path / "more.jsonl", "--adapt-limit", 20)
+    adapting = ("--adapt-on", tmp_path / "more.jsonl", "--adapt-limit", 8)
     status, _, err = bench("decode", "--prompts", house.prompts, *words, *adapting, "--config", config)
     assert status == 0, err
     told = json.loads(out.read_text())
     assert list(told["arms"]) == ["plain", "adapted", "mlx_lm_spec_adapted"]
     assert {arm["identical"] for arm in told["arms"].values()} == {True}
     adapter = told["settings"]["adapter"]
-    assert (adapter["trained_on"], adapter["prompts"]) == ("more.jsonl", 20)
+    assert (adapter["trained_on"], adapter["prompts"]) == ("more.jsonl", 8)
     assert adapter["state"] in {"promoted", "rejected"}
-    assert told["title"].endswith("adapted on 20 of more.jsonl")
+    assert told["title"].endswith("adapted on 8 of more.jsonl")
     assert "adapted/mlx_lm_spec_adapted" in told["ratios"]
 
 

@@ -36,9 +36,10 @@ def test_the_rate_is_of_all_streams_together() -> None:
     assert rate([first, second]) == 10.0
 
 
-def test_all_servers_say_the_same(tmp_path: Path) -> None:
+@pytest.mark.parametrize("turns", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_all_servers_say_the_same(tmp_path: Path, turns: int) -> None:
     pair = write_pair(tmp_path)
-    load = Load(list(prompts(6)), clients=[1, 2], turns=2, max_tokens=TOKENS)
+    load = Load(list(prompts(3 * turns)), clients=[1, 2], turns=turns, max_tokens=TOKENS)
     # Drafting always: whether it pays for so small a pair is a matter of the moment.
     settings = Settings(home=tmp_path / "home", engine=EngineSettings(adaptive=False))
     report = run_serve(settings, pair, load, title="t", command="c")
@@ -50,12 +51,12 @@ def test_all_servers_say_the_same(tmp_path: Path) -> None:
     for number, told in found["clients"].items():
         ((requests, _),) = {(arm["requests"], arm["prompt_tokens"]) for arm in told["arms"].values()}
         (tokens,) = {arm["tokens"] for name, arm in told["arms"].items() if name != "mlx_lm_server_draft"}
-        assert requests == 2 * int(number)
+        assert requests == turns * int(number)
         assert requests <= tokens <= requests * TOKENS
         for name, arm in told["arms"].items():
             # On this pair mlx_lm.server 0.32.2 with a draft answers otherwise where it goes on from a cached prefix.
             assert name == "mlx_lm_server_draft" or (arm["identical"], arm["same_text"]) == (True, 1.0), name
-            assert len(arm["turns"]) == 2
+            assert len(arm["turns"]) == turns
             assert arm["low"] <= arm["tokens_per_second"] <= arm["high"]
             assert 0 < arm["first_ms"]["p50"] <= arm["first_ms"]["p95"]
             # mlx-lm sends text alone, and random bytes seldom make any.

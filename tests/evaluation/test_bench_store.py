@@ -14,9 +14,9 @@ from tests.support.published import check_published
 
 def test_store_times_what_a_run_reads(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
     keep = tmp_path / "log"
-    report = run_store(settings, models, cases=5_000, turns=2, scrapes=5, streams=2, keep=keep)
+    report = run_store(settings, models, cases=1_000, turns=1, scrapes=3, streams=2, keep=keep)
     found = report.plain
-    assert found["settings"]["cases"] == 5_000 and found["settings"]["generations"] == 200
+    assert found["settings"]["cases"] == 1_000 and found["settings"]["generations"] == 40
     assert found["arms"].keys() == {"choose", "idle", "2 streams"}
     assert set(CHOOSING) < found["steps"].keys()
     assert 0 < found["arms"]["choose"]["seconds"]["median"] < 1.0
@@ -27,7 +27,7 @@ def test_store_times_what_a_run_reads(settings: Settings, models: tuple[Path, Pa
     try:
         assert integrity(database) == "ok"
         stats = Generations(database).stats()
-        assert stats.cases >= 5_000 and stats.trained == 0 and stats.quarantined == 0
+        assert stats.cases >= 1_000 and stats.trained == 0 and stats.quarantined == 0
     finally:
         database.close()
     with pytest.raises(RedraftError, match="already"):

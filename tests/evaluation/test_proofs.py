@@ -74,9 +74,7 @@ def test_the_gate_needs_texts_enough(quick: Settings, models: tuple[Path, Path],
 
 
 @pytest.mark.nightly
-def test_the_gate_tells_adapters_apart_every_time(
-    quick: Settings, models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_the_gate_tells_adapters_apart_every_time(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
     """20 better ones promoted, 20 with shuffled targets refused, none of 100 with noise promoted that is worth nothing."""
     learn, other = list(prompts(60, 1)), list(prompts(60, 2))
     found = list(run_gate(quick, models, None, learn, other, tmp_path, count=20, noisy=100, cases=30, max_tokens=16))
