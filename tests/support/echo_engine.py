@@ -36,6 +36,7 @@ from service.core import (
     Trigger,
     Unavailable,
 )
+from service.engine.ticket import Place
 from service.metrics import Metrics
 
 
@@ -89,11 +90,15 @@ class EchoEngine:
         self.tickets: list[EchoTicket] = []
         self.ended: dict[str, FinishReason] = {}
 
-    def submit(self, prompt: Prompt, sink: Sink) -> EchoTicket:
+    def reserve(self) -> Place:
         if self.full:
             raise Overloaded("the queue is full", retry_after=7)
         if self.dead:
             raise Unavailable(self.dead)
+        return Place(lambda: None)
+
+    def submit(self, prompt: Prompt, sink: Sink, place: object = None) -> EchoTicket:
+        self.reserve()
         ticket = EchoTicket(f"echo-{len(self.tickets)}", prompt, sink)
         self.tickets.append(ticket)
         threading.Thread(target=self._say, args=(ticket,), daemon=True).start()
@@ -193,6 +198,7 @@ class House:
     encoder: Codepoints = field(default_factory=Codepoints)
     metrics: Metrics = field(default_factory=lambda: Metrics(draft_tokens=3))
     limits: Limits = LIMITS
+    allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
 
     @property
     def app(self) -> FastAPI:
@@ -203,6 +209,7 @@ class House:
             metrics=self.metrics,
             limits=self.limits,
             model="echo",
+            allowed_hosts=self.allowed_hosts,
         )
 
     @contextmanager
