@@ -36,12 +36,15 @@ from service.metrics import Metrics
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.settings import Settings
+from service.store.files import make_private, private_folder
 
 log = logging.getLogger(__name__)
 
 FATAL_EXIT = 70
 """Exit status after the engine died or hung (EX_SOFTWARE): whoever supervises this process starts it again."""
 FATAL_SECONDS = 5.0
+TRAINING_LOG = "training.log"
+"""In the home folder: what training children write to stderr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Application:
     def __init__(self, settings: Settings, on_fatal: Callable[[str], None]) -> None:
         self.settings = settings
         self.stage = "fetching"
+        private_folder(settings.home)
+        make_private(settings.adapters_dir, settings.home / "targets", settings.home / TRAINING_LOG)
         self.stores = open_stores(settings, create=True)
         self.metrics = Metrics(max(settings.engine.num_draft_tokens, settings.engine.num_lookup_tokens))
         self.recorder = Recorder(self.stores.generations, on_drop=self.metrics.recorder_dropped)
@@ -100,7 +105,7 @@ class Application:
             unseen=self.stores.unseen,
             switching=Switching(self.worker, self.stores.adapters, serving.pair.provenance.draft, self.metrics),
             launcher=ProcessLauncher(
-                settings.home / "training.log",
+                settings.home / TRAINING_LOG,
                 settings.training.threads,
                 share=lambda cores: set_blas_threads(FAST_BLAS, cores),
             ),
@@ -281,7 +286,7 @@ def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
             server.should_exit = True
             return
         host, port = listener.getsockname()[:2]
-        on_ready(f"http://{host}:{port}")
+        on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
 
     listener = _listen(settings.server.host, settings.server.port)
     application = Application(settings, failed)
