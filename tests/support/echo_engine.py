@@ -14,6 +14,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
+from service import core
 from service.api import Limits, build_api
 from service.core import (
     AdapterRef,
@@ -87,6 +88,7 @@ class EchoEngine:
         self.break_after = break_after
         self.full = full
         self.dead = ""
+        self.reserved = 0
         self.tickets: list[EchoTicket] = []
         self.ended: dict[str, FinishReason] = {}
 
@@ -95,10 +97,14 @@ class EchoEngine:
             raise Overloaded("the queue is full", retry_after=7)
         if self.dead:
             raise Unavailable(self.dead)
-        return Place(lambda: None)
+        self.reserved += 1
+        return Place(self._release)
 
-    def submit(self, prompt: Prompt, sink: Sink, place: object = None) -> EchoTicket:
-        self.reserve()
+    def _release(self) -> None:
+        self.reserved -= 1
+
+    def submit(self, prompt: Prompt, sink: Sink, place: core.Place | None = None) -> EchoTicket:
+        (place or self.reserve()).release()
         ticket = EchoTicket(f"echo-{len(self.tickets)}", prompt, sink)
         self.tickets.append(ticket)
         threading.Thread(target=self._say, args=(ticket,), daemon=True).start()
