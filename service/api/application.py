@@ -14,7 +14,7 @@ from service.api.errors import ErrorAnswer, ErrorBoundary, install
 from service.api.generate import generate_routes
 from service.api.health import health_routes
 from service.api.hosts import HostGuard
-from service.api.limits import BodyLimit, Limits
+from service.api.limits import BodyLimit, Limits, QueueLimit
 from service.api.training import training_routes
 from service.core import Encoder, EngineStatus, GenerationService, Operator, Unavailable
 from service.metrics import Metrics
@@ -53,6 +53,7 @@ def build_api(
         app.include_router(router, responses=ERRORS)
     install(app, metrics)
     app.add_middleware(BodyLimit, limits=limits)
+    app.add_middleware(QueueLimit, service=service, metrics=metrics)
     app.add_middleware(HostGuard, allowed_hosts=allowed_hosts, metrics=metrics)
     app.add_middleware(ErrorBoundary, metrics=metrics)
     return app

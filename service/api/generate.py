@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
@@ -26,21 +24,8 @@ CLIENT_GONE = 499
 def generate_routes(
     service: GenerationService, encoder: Encoder, metrics: Metrics, limits: Limits, model: str
 ) -> APIRouter:
-    """POST /generate. What cannot be served is refused before it costs anything: while the queue is full before the body is
-    parsed, a prompt that cannot fit by its bytes before it is tokenised."""
-
-    class QueueRoute(StrictRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            handle = super().get_route_handler()
-
-            async def unless_full(request: Request) -> Response:
-                # Not held while the body arrives: a slow client would take up a place for as long as it likes.
-                service.reserve().release()
-                return await handle(request)
-
-            return unless_full
-
-    router = APIRouter(route_class=QueueRoute)
+    """POST /generate. A prompt that cannot fit by its bytes, or for which the queue has no place, is not tokenised."""
+    router = APIRouter(route_class=StrictRoute)
 
     @router.post(
         "/generate",

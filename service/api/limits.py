@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.errors import COUNTED, answer
+from service.core import GenerationService, RedraftError
+from service.metrics import Metrics
+
 LENGTH_DIGITS = 20
 
 
@@ -25,6 +29,30 @@ class Limits:
     max_tokens: int
     max_context: int
     max_prompt_bytes: int | None = None
+
+
+class QueueLimit:
+    """ASGI middleware that answers for the route while its queue is full, or it does not serve: before the body is read and
+    parsed, so that refusing many clients at once costs little.
+
+    A place is not held while the body arrives, or slow clients could take them all; the route reserves one after that.
+    """
+
+    def __init__(self, app: ASGIApp, service: GenerationService, metrics: Metrics) -> None:
+        self._app = app
+        self._service = service
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http" and scope["path"] == COUNTED and scope["method"] == "POST":
+            try:
+                self._service.reserve().release()
+            except RedraftError as error:
+                self._metrics.request_refused(error.code)
+                await answer(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:
