@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.models.catalog import default_draft, general_set, resolve
-from service.settings import Settings
+from service.settings import Settings, earlier_home
 from service.store.adapters import Adapters
 from service.store.cases import Cases
-from service.store.database import Database, upgrade
+from service.store.database import Database, shown, upgrade
 from service.store.generations import Generations
 from service.store.quarantine import Quarantine
 from service.store.replay import Replay
@@ -35,6 +35,7 @@ class Stores:
     quarantine: Quarantine
 
     def close(self) -> None:
+        """Write what is queued, then close the database."""
         self.database.close()
 
 
@@ -53,6 +54,21 @@ def open_stores(settings: Settings, *, create: bool = False) -> Stores:
         unseen=Unseen(database),
         quarantine=Quarantine(database),
     )
+
+
+def start_notices(settings: Settings) -> list[str]:
+    """What `serve` says at start: where its files are, what it records there, and how to turn that off."""
+    home = f"home: {settings.home}"
+    if settings.home == earlier_home():
+        home += " (from an earlier install, in the cache folder; set REDRAFT_HOME to keep it elsewhere)"
+    if not settings.store.record:
+        return [home, "recorded: nothing (store.record is false)"]
+    return [
+        home,
+        f"recorded for training: prompts, answers and their tokens' probabilities, in {shown(settings.database_url)}; "
+        f"adapters in {settings.adapters_dir}",
+        'to record nothing: store.record = false with training.enabled = false, or "store": false in a request',
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,14 +9,15 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service import FAST_BLAS
-from service.api import Limits, build_api
+from service.api import Limits, build_api, build_startup_api
 from service.app import Folders, open_stores, resolve_models
 from service.blas import set_blas_threads
 from service.core import Unavailable
@@ -33,14 +34,17 @@ from service.lifecycle.supervisor import Rules, Supervisor
 from service.lifecycle.switching import Switching
 from service.metrics import Metrics
 from service.models.pair import Pair, load_pair
-from service.models.text import TextEncoder
+from service.models.text import TextEncoder, bytes_per_token
 from service.settings import Settings
+from service.store.files import make_private, private_folder
 
 log = logging.getLogger(__name__)
 
 FATAL_EXIT = 70
 """Exit status after the engine died or hung (EX_SOFTWARE): whoever supervises this process starts it again."""
 FATAL_SECONDS = 5.0
+TRAINING_LOG = "training.log"
+"""In the home folder: what training children write to stderr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,10 +57,14 @@ class Serving:
 
 
 class Application:
-    """The server's parts, from the database to the HTTP application. `start` raises what makes serving impossible."""
+    """The server's parts, from the database to the ASGI application that it is. Until `start` is through, it answers that it
+    is starting, and at what `stage`: fetching (finding, downloading, converting models), loading, timing (rounds)."""
 
     def __init__(self, settings: Settings, on_fatal: Callable[[str], None]) -> None:
         self.settings = settings
+        self.stage = "fetching"
+        private_folder(settings.home)
+        make_private(settings.adapters_dir, settings.home / "targets", settings.home / TRAINING_LOG)
         self.stores = open_stores(settings, create=True)
         self.metrics = Metrics(max(settings.engine.num_draft_tokens, settings.engine.num_lookup_tokens))
         self.recorder = Recorder(self.stores.generations, on_drop=self.metrics.recorder_dropped)
@@ -70,12 +78,21 @@ class Application:
             on_fatal=on_fatal,
         )
         self.metrics.watch_engine(self.worker.status)
+        self._allowed_hosts = [*settings.server.allowed_hosts, settings.server.host]
+        self._api: ASGIApp = build_startup_api(
+            stage=lambda: self.stage, metrics=self.metrics, allowed_hosts=self._allowed_hosts
+        )
         self._serving: Serving | None = None
         self._supervisor: Supervisor | None = None
         self._clock: Clock | None = None
 
-    def start(self) -> FastAPI:
-        """Load the models, serve what the rows say, set the clock going. Returns the HTTP application."""
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        await self._api(scope, receive, send)
+
+    def start(self) -> None:
+        """Load the models, serve the adapter that the database says is active, start the clock, open the routes. Blocks;
+        raises what makes serving impossible."""
         settings = self.settings
         self.worker.start()
         serving = self._serving
@@ -88,7 +105,7 @@ class Application:
             unseen=self.stores.unseen,
             switching=Switching(self.worker, self.stores.adapters, serving.pair.provenance.draft, self.metrics),
             launcher=ProcessLauncher(
-                settings.home / "training.log",
+                settings.home / TRAINING_LOG,
                 settings.training.threads,
                 share=lambda cores: set_blas_threads(FAST_BLAS, cores),
             ),
@@ -102,9 +119,11 @@ class Application:
         clock = Clock(supervisor.tick, settings.training.tick_seconds)
         clock.start()
         self._supervisor, self._clock = supervisor, clock
-        return build_api(
+        tokenizer = serving.pair.target.tokenizer
+        token_bytes = bytes_per_token(tokenizer)
+        self._api = build_api(
             service=self.worker,
-            encoder=TextEncoder(serving.pair.target.tokenizer),
+            encoder=TextEncoder(tokenizer),
             operator=supervisor,
             metrics=self.metrics,
             limits=Limits(
@@ -113,8 +132,10 @@ class Application:
                 keepalive_seconds=settings.server.keepalive_seconds,
                 max_tokens=serving.context,
                 max_context=serving.context,
+                max_prompt_bytes=token_bytes * serving.context if token_bytes is not None else None,
             ),
             model=settings.models.target,
+            allowed_hosts=self._allowed_hosts,
         )
 
     def drain(self) -> None:
@@ -133,9 +154,10 @@ class Application:
         self.stores.close()
 
     def _build(self) -> Engine:
-        """On the engine's thread: models are found, converted, loaded and looked at there."""
+        """On the engine's thread: models are found, converted, loaded and checked there."""
         settings = self.settings
         folders = resolve_models(settings)
+        self.stage = "loading"
         pair = load_pair(folders.target, folders.draft)
         check_rows(pair.target.model, "target")
         if pair.draft is not None:
@@ -155,6 +177,7 @@ class Application:
             lookup=settings.engine.num_lookup_tokens,
             prefix=PrefixCache(settings.engine.prefix_cache_mb * 2**20),
         )
+        self.stage = "timing"
         decoder.profile(settings.engine.max_rows)
         return Engine(
             decoder=decoder,
@@ -190,11 +213,17 @@ class Application:
 
 
 class Server(uvicorn.Server):
-    """Uvicorn that lets running answers finish before it cuts connections."""
+    """Uvicorn that says when it listens, and lets running answers finish before it cuts connections."""
 
-    def __init__(self, config: uvicorn.Config, drain: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None], drain: Callable[[], None]) -> None:
         super().__init__(config)
+        self._on_listening = on_listening
         self._drain = drain
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's own; then `on_listening` is called, which must return at once."""
+        await super().startup(sockets)
+        self._on_listening()
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
@@ -208,6 +237,7 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Drain, then close connections as uvicorn does; at once after a second Ctrl-C."""
         if not self.force_exit:
             await asyncio.to_thread(self._drain)
         await super().shutdown(sockets)
@@ -228,9 +258,16 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
-    """Serve until a signal comes. Returns the exit status: FATAL_EXIT after the engine died."""
+    """Serve until a signal comes. Returns the exit status: FATAL_EXIT after the engine died.
+
+    HTTP answers at once, with 503 while the models load; on_ready is called with the URL, on another thread, when they have
+    been loaded. Raises what made serving impossible.
+    """
+    # The database, its log, adapters and logs hold what clients wrote: nothing of it is for other users of this machine.
+    os.umask(0o077)
     server: Server | None = None
     fatal: list[str] = []
+    unable: list[BaseException] = []
 
     def failed(reason: str) -> None:
         fatal.append(reason)
@@ -240,23 +277,47 @@ def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
         # A thread that hangs in native code cannot be joined: give the answers a moment to go out, then leave for good.
         threading.Timer(FATAL_SECONDS, os._exit, (FATAL_EXIT,)).start()
 
+    def started(start: Future[None]) -> None:
+        assert server is not None
+        if server.should_exit:
+            return  # Told to end meanwhile: whatever start-up ran into is the consequence.
+        if (error := start.exception()) is not None:
+            unable.append(error)
+            server.should_exit = True
+            return
+        host, port = listener.getsockname()[:2]
+        on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+
     listener = _listen(settings.server.host, settings.server.port)
     application = Application(settings, failed)
-    try:
-        api = application.start()
-        config = uvicorn.Config(
-            api,
-            host=settings.server.host,
-            port=settings.server.port,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            timeout_graceful_shutdown=5,
-        )
-        server = Server(config, application.drain)
-        host, port = listener.getsockname()[:2]
-        on_ready(f"http://{host}:{port}")
-        server.run(sockets=[listener])
-    finally:
-        application.stop()
+    with ThreadPoolExecutor(1, thread_name_prefix="redraft-start") as starter:
+        try:
+            config = uvicorn.Config(
+                application,
+                interface="asgi3",
+                ws="none",
+                host=settings.server.host,
+                port=settings.server.port,
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_graceful_shutdown=5,
+            )
+            server = Server(
+                config,
+                on_listening=lambda: starter.submit(application.start).add_done_callback(started),
+                drain=application.drain,
+            )
+            server.run(sockets=[listener])
+        finally:
+            application.worker.stop()
+            starter.shutdown()
+            application.stop()
+    if unable:
+        raise unable[0]
+    if application.worker.loading:
+        # The signal came while models were loading, in native code that cannot be stopped and must not run while the
+        # interpreter is taken down. All that was recorded is written, and half-made model folders are known for what they are.
+        logging.shutdown()
+        os._exit(0)
     return FATAL_EXIT if fatal else 0

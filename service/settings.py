@@ -6,13 +6,15 @@ Only `app` and `cli` read it; every other room is handed the values it needs. Un
 from __future__ import annotations
 
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from platformdirs import user_data_path
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -25,11 +27,20 @@ from service.core import BadRequest
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
+HOST_NAME = re.compile(r"[^\[\]/:@?#\s*]+|\[?[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\]?")
+
 
 def default_home() -> Path:
-    """Where models, adapters and the database live unless told otherwise: $REDRAFT_HOME, else the user's cache folder."""
+    """Where models, adapters and the database live by default: $REDRAFT_HOME; else the home of an earlier install, if
+    there is one; else the platform's folder for a user's data."""
     if home := os.environ.get("REDRAFT_HOME"):
         return Path(home).expanduser()
+    earlier = earlier_home()
+    return earlier if earlier.is_dir() else user_data_path("redraft", appauthor=False)
+
+
+def earlier_home() -> Path:
+    """The home of earlier installs: in the cache folder, which cleaners may empty."""
     cache = os.environ.get("XDG_CACHE_HOME")
     return (Path(cache).expanduser() if cache else Path.home() / ".cache") / "redraft"
 
@@ -40,6 +51,8 @@ def sqlite_url(path: Path) -> str:
 
 
 class Section(BaseModel):
+    """A table of the settings file: frozen, unknown names refused."""
+
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
@@ -154,8 +167,12 @@ class GateSettings(Section):
 
 
 class ServerSettings(Section):
+    """How the server is reached, and what one request may cost."""
+
     host: str = "127.0.0.1"
     port: int = Field(default=8321, ge=0, le=65535)
+    allowed_hosts: list[str] = ["localhost", "127.0.0.1", "::1"]
+    """Names and addresses by which clients may call this server (`Host`), without ports; `host` is always one of them."""
     max_body_bytes: int = Field(default=2**20, ge=1024)
     request_timeout: float = Field(default=600.0, gt=0)
     keepalive_seconds: float = Field(default=15.0, gt=0)
@@ -164,6 +181,14 @@ class ServerSettings(Section):
     """How long running requests may finish after SIGTERM."""
     allow_remote: bool = False
     """Listening beyond this machine must be said explicitly: there are no keys yet."""
+
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _host_names(cls, names: list[str]) -> list[str]:
+        for name in names:
+            if not HOST_NAME.fullmatch(name):
+                raise ValueError("names or addresses without scheme, port or wildcard")
+        return names
 
 
 class Settings(BaseSettings):
@@ -194,7 +219,7 @@ class Settings(BaseSettings):
         if self.server.host not in {"127.0.0.1", "localhost", "::1"} and not self.server.allow_remote:
             raise ValueError(
                 f"server.host is {self.server.host}: set server.allow_remote = true to listen beyond this machine "
-                "(there is no authentication; put a proxy in front)"
+                "(there is no authentication; put a proxy in front), and name in server.allowed_hosts what clients call it"
             )
         if self.training.enabled and not self.store.record:
             raise ValueError("training.enabled needs store.record: there is nothing to learn from unrecorded traffic")

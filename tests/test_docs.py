@@ -16,6 +16,7 @@ from service.api import Limits, build_api
 from service.cli.root import app
 from service.metrics import METRICS, Metrics
 from service.settings import Settings, load_settings
+from tests.support.echo_engine import EchoEngine
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -73,7 +74,15 @@ def test_every_metric_s_labels_are_in_the_table() -> None:
 def routes() -> set[tuple[str, str]]:
     nothing: Any = None
     limits = Limits(max_body_bytes=1024, request_timeout=1.0, keepalive_seconds=1.0, max_tokens=1, max_context=1)
-    api = build_api(service=nothing, encoder=nothing, operator=nothing, metrics=Metrics(3), limits=limits, model="m")
+    api = build_api(
+        service=EchoEngine(),
+        encoder=nothing,
+        operator=nothing,
+        metrics=Metrics(3),
+        limits=limits,
+        model="m",
+        allowed_hosts=(),
+    )
     found = {(method, route.path) for route in api.routes if isinstance(route, APIRoute) for method in route.methods}
     schema = {(method.upper(), path) for path, item in api.openapi()["paths"].items() for method in item}
     return found | schema

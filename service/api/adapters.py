@@ -1,4 +1,4 @@
-"""GET /adapters, POST /adapters/{id}/activate, POST /adapters/rollback: which adapter drafts."""
+"""GET /adapters, POST /adapters/{id}/activate, POST /adapters/rollback: the versions of the draft's adapter."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ AdapterId = Annotated[int, Path(alias="id", ge=0, lt=2**63)]
 
 
 def adapter_routes(service: GenerationService, operator: Operator, threads: CapacityLimiter) -> APIRouter:
+    """The routes that show adapter versions and change which one is active. threads: for calls that block."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.get("/adapters")
     async def adapters() -> AdaptersAnswer:
+        """Every adapter version, newest first, and which one is active."""
         known = await to_thread.run_sync(operator.adapters, limiter=threads)
         return AdaptersAnswer(
             active=service.status().adapter, adapters=[AdapterAnswer.model_validate(ref) for ref in known]
@@ -26,12 +28,12 @@ def adapter_routes(service: GenerationService, operator: Operator, threads: Capa
 
     @router.post("/adapters/{id}/activate")
     async def activate(adapter_id: AdapterId) -> SwitchAnswer:
-        """Draft with this version from the next round on; 0 is the bare draft."""
+        """Make this version the active one from the next round on; 0 is the bare draft."""
         return _switched(await to_thread.run_sync(operator.activate, adapter_id, limiter=threads))
 
     @router.post("/adapters/rollback")
     async def rollback() -> SwitchAnswer:
-        """Back to the version that the active one was trained on top of."""
+        """Roll back to the parent of the active version."""
         return _switched(await to_thread.run_sync(operator.rollback, limiter=threads))
 
     return router

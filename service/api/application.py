@@ -1,23 +1,27 @@
-"""The HTTP application, put together from its parts."""
+"""The HTTP applications, put together from their parts: one that serves, and one that answers while the models load."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any
 
 from anyio import CapacityLimiter
 from fastapi import FastAPI
+from starlette.types import Receive, Scope, Send
 
 from service.api.adapters import adapter_routes
 from service.api.errors import ErrorAnswer, ErrorBoundary, install
 from service.api.generate import generate_routes
 from service.api.health import health_routes
-from service.api.limits import BodyLimit, Limits
+from service.api.hosts import HostGuard
+from service.api.limits import BodyLimit, Limits, QueueLimit
 from service.api.training import training_routes
-from service.core import Encoder, GenerationService, Operator
+from service.core import Encoder, EngineStatus, GenerationService, Operator, Unavailable
 from service.metrics import Metrics
 
 OPERATOR_THREADS = 4
-"""Calls to the operator block while a draft loads: threads of their own keep them from taking up those that encode."""
+"""Calls to the operator block while a draft loads: threads of their own keep them from taking up those that tokenise."""
+START_RETRY_SECONDS = 5
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
 
@@ -30,10 +34,12 @@ def build_api(
     metrics: Metrics,
     limits: Limits,
     model: str,
+    allowed_hosts: Collection[str],
 ) -> FastAPI:
     """The ASGI application. It starts and stops nothing: that is its builder's business.
 
-    model: the name that answers carry.
+    model: the name that answers carry. allowed_hosts: names and addresses by which clients may call this server, without
+    ports.
     """
     # No documentation pages: they would load scripts from elsewhere. The schema itself is at /openapi.json.
     app = FastAPI(title="Redraft", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -42,10 +48,33 @@ def build_api(
         generate_routes(service, encoder, metrics, limits, model),
         training_routes(operator, threads),
         adapter_routes(service, operator, threads),
-        health_routes(service, metrics),
+        health_routes(service.status, metrics),
     ):
         app.include_router(router, responses=ERRORS)
     install(app, metrics)
     app.add_middleware(BodyLimit, limits=limits)
+    app.add_middleware(QueueLimit, service=service, metrics=metrics)
+    app.add_middleware(HostGuard, allowed_hosts=allowed_hosts, metrics=metrics)
+    app.add_middleware(ErrorBoundary, metrics=metrics)
+    return app
+
+
+def build_startup_api(*, stage: Callable[[], str], metrics: Metrics, allowed_hosts: Collection[str]) -> FastAPI:
+    """The ASGI application while the models load: alive, not ready, and 503 with Retry-After on every other route.
+
+    stage: what start-up is doing now, in a word; the message of every 503 ends with it.
+    """
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
+
+    def starting() -> EngineStatus:
+        raise Unavailable(f"the server is starting: {stage()}", retry_after=START_RETRY_SECONDS)
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        starting()
+
+    app.include_router(health_routes(starting, metrics))
+    app.router.default = refuse
+    install(app, metrics)
+    app.add_middleware(HostGuard, allowed_hosts=allowed_hosts, metrics=metrics)
     app.add_middleware(ErrorBoundary, metrics=metrics)
     return app

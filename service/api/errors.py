@@ -32,8 +32,9 @@ from service.metrics import Metrics
 log = logging.getLogger(__name__)
 
 COUNTED = "/generate"
-NAME_CHARS = 64
-LISTED = 5
+"""The route whose refusals `redraft:requests_refused` counts."""
+MAX_NAME_CHARS = 64
+MAX_PROBLEMS = 5
 
 
 class TimedOut(RedraftError):
@@ -42,8 +43,19 @@ class TimedOut(RedraftError):
     code = "timeout"
 
 
+class Forbidden(RedraftError):
+    """The request is not addressed to this server, or comes from another site's page; `field` is the header that says so."""
+
+    code = "forbidden"
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
 STATUS: Mapping[type[RedraftError], int] = {
     BadRequest: 400,
+    Forbidden: 403,
     NotFound: 404,
     Conflict: 409,
     AdapterRefused: 409,
@@ -52,7 +64,7 @@ STATUS: Mapping[type[RedraftError], int] = {
     Unavailable: 503,
     TimedOut: 504,
 }
-"""Classes not listed are the server's own trouble: 500, with a message that does not go into it."""
+"""Status by class. Classes not listed are the server's own trouble: 500, with a message that does not go into it."""
 
 HTTP_CODES: Mapping[int, str] = {
     400: "bad_request",
@@ -65,6 +77,8 @@ HTTP_CODES: Mapping[int, str] = {
 
 
 class ErrorDetail(BaseModel):
+    """What went wrong. `code` is stable, `message` one sentence, `field` the name of what is wrong in the request."""
+
     code: str
     message: str
     field: str | None = None
@@ -78,7 +92,7 @@ class ErrorAnswer(BaseModel):
 
 def printable(name: str) -> str:
     """A client's own name for something, made safe to send back: short, and encodable whatever it was."""
-    return name[:NAME_CHARS].encode("unicode_escape").decode("ascii")
+    return name[:MAX_NAME_CHARS].encode("unicode_escape").decode("ascii")
 
 
 def describe(error: RedraftError) -> ErrorAnswer:
@@ -92,7 +106,8 @@ def answer(error: RedraftError) -> JSONResponse:
     status = STATUS.get(type(error), 500)
     if status == 500:
         log.error("answered %s: %s", error.code, type(error).__name__)
-    headers = {"retry-after": str(error.retry_after)} if isinstance(error, Overloaded) else None
+    retry_after = error.retry_after if isinstance(error, Overloaded | Unavailable) else None
+    headers = {"retry-after": str(retry_after)} if retry_after is not None else None
     return JSONResponse(describe(error).model_dump(), status, headers)
 
 
@@ -100,7 +115,7 @@ def invalid(error: RequestValidationError) -> BadRequest:
     """What pydantic refused, naming every wrong field (five at most) and carrying the first as `field`."""
     problems: list[str] = []
     fields: list[str] = []
-    for item in error.errors()[:LISTED]:
+    for item in error.errors()[:MAX_PROBLEMS]:
         source, *path = item["loc"]
         fields.append(".".join(printable(str(part)) for part in path) or str(source))
         problems.append(f"{fields[-1]}: {item['msg']}")
@@ -146,6 +161,7 @@ class ErrorBoundary:
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
         started = False
 
         async def watched(message: Message) -> None:

@@ -18,11 +18,13 @@ from service.core import BadRequest, Delta, Encoder, Finished, GenerationService
 from service.metrics import Metrics
 
 CLIENT_GONE = 499
+"""nginx's status for a client that disconnected: nobody reads it."""
 
 
 def generate_routes(
     service: GenerationService, encoder: Encoder, metrics: Metrics, limits: Limits, model: str
 ) -> APIRouter:
+    """POST /generate. A prompt that cannot fit by its bytes, or for which the queue has no place, is not tokenised."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.post(
@@ -31,9 +33,12 @@ def generate_routes(
         responses={200: {"description": "The answer, or its stream.", "content": {"text/event-stream": {}}}},
     )
     async def generate(body: GenerateRequest, request: Request) -> Response:
+        """Generate text: one JSON answer, or server-sent events with `stream`."""
+        check_size(body, limits)
         exchange = Exchange(metrics, limits.request_timeout)
-        prompt = await to_thread.run_sync(to_prompt, body, encoder, limits)
-        exchange.submit(service, prompt)
+        with service.reserve() as place:
+            prompt = await to_thread.run_sync(to_prompt, body, encoder, limits)
+            exchange.submit(service, prompt, place)
         if body.stream:
             return EventStream(exchange, model, limits.keepalive_seconds, body.return_tokens)
         try:
@@ -51,26 +56,40 @@ def generate_routes(
     return router
 
 
+def check_size(body: GenerateRequest, limits: Limits) -> None:
+    """Raises BadRequest for a prompt that cannot fit by its bytes, which costs nothing to count."""
+    if limits.max_prompt_bytes is None:
+        return
+    # Chat templates may trim what they are given, and leave out system messages or earlier answers: neither is counted.
+    turns = [turn.content for turn in body.messages or () if turn.role == "user"]
+    size = sum(len(text.strip().encode()) for text in (body.prompt or "", *turns))
+    if size > limits.max_prompt_bytes:
+        field = "prompt" if body.messages is None else "messages"
+        raise BadRequest(
+            f"{field} is too long: {size} bytes cannot fit in a context of {limits.max_context} tokens", field=field
+        )
+
+
 def to_prompt(body: GenerateRequest, encoder: Encoder, limits: Limits) -> Prompt:
-    """The request as the engine takes it. Raises BadRequest naming the field when it asks for what cannot be had."""
+    """The request as the engine takes it, tokenised. Raises BadRequest naming the field that cannot be served."""
     if body.max_tokens is not None and body.max_tokens > limits.max_tokens:
         raise BadRequest(f"max_tokens is {limits.max_tokens} at most", field="max_tokens")
     field = "prompt" if body.messages is None else "messages"
     tokens, first_user = _encode(body, encoder)
-    room = limits.max_context - len(tokens)
-    if room < 1:
-        held = f"{len(tokens)} tokens leave no room in a context of {limits.max_context}"
-        raise BadRequest(f"{field} is too long: {held}", field=field)
-    if body.max_tokens is not None and body.max_tokens > room:
-        held = f"{len(tokens)} prompt tokens leave room for {room} in a context of {limits.max_context}"
-        raise BadRequest(f"max_tokens is too large: {held}", field="max_tokens")
+    left = limits.max_context - len(tokens)
+    if left < 1:
+        reason = f"{len(tokens)} tokens leave no room in a context of {limits.max_context}"
+        raise BadRequest(f"{field} is too long: {reason}", field=field)
+    if body.max_tokens is not None and body.max_tokens > left:
+        reason = f"{len(tokens)} prompt tokens leave room for {left} in a context of {limits.max_context}"
+        raise BadRequest(f"max_tokens is too large: {reason}", field="max_tokens")
     sampling = Sampling(
         temperature=body.temperature,
         top_p=body.top_p,
         top_k=body.top_k,
         min_p=body.min_p,
         seed=body.seed,
-        max_tokens=body.max_tokens or min(DEFAULTS.max_tokens, limits.max_tokens, room),
+        max_tokens=body.max_tokens or min(DEFAULTS.max_tokens, limits.max_tokens, left),
         stop=tuple(body.stop or ()),
     )
     return Prompt(tokens, sampling, body.domain, body.client, body.store, first_user)
@@ -93,7 +112,8 @@ def _encode(body: GenerateRequest, encoder: Encoder) -> tuple[tuple[int, ...], s
 
 
 async def _unless_gone(exchange: Exchange, request: Request) -> tuple[str, Finished] | None:
-    """The whole answer, or None as soon as the client is gone: a handler that does not write hears it only here."""
+    """The whole text and how it ended; None as soon as the client disconnects, which a handler that writes nothing learns
+    only by receiving."""
     answered = asyncio.create_task(_whole(exchange))
     gone = asyncio.create_task(_disconnected(request))
     try:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
 from service.api.schemas import LiveAnswer, ReadyAnswer
-from service.core import GenerationService, Unavailable
+from service.core import EngineStatus, Unavailable
 from service.metrics import Metrics
 
 
-def health_routes(service: GenerationService, metrics: Metrics) -> APIRouter:
+def health_routes(engine_status: Callable[[], EngineStatus], metrics: Metrics) -> APIRouter:
+    """The routes of probes and scrapers. engine_status: must return at once; may raise Unavailable with the reason."""
     router = APIRouter()
 
     @router.get("/health/live")
@@ -21,7 +24,7 @@ def health_routes(service: GenerationService, metrics: Metrics) -> APIRouter:
     @router.get("/health/ready")
     async def ready() -> ReadyAnswer:
         """200 while the engine serves; 503 with the reason while it loads, drains, hangs, or after it died."""
-        status = service.status()
+        status = engine_status()
         if not status.ready:
             raise Unavailable(status.reason)
         return ReadyAnswer(
@@ -34,6 +37,7 @@ def health_routes(service: GenerationService, metrics: Metrics) -> APIRouter:
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
     async def scrape(request: Request) -> Response:
+        """Every metric, in Prometheus' text format or in OpenMetrics', as the scraper accepts."""
         text, content_type = await to_thread.run_sync(metrics.exposition, request.headers.get("accept"))
         return Response(text, headers={"content-type": content_type})
 

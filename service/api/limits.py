@@ -8,25 +8,58 @@ from dataclasses import dataclass
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.errors import COUNTED, answer
+from service.core import GenerationService, RedraftError
+from service.metrics import Metrics
+
 LENGTH_DIGITS = 20
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request may cost. Times in seconds; max_tokens bounds an answer, max_context prompt and answer."""
+    """What a request may cost. Times in seconds; max_tokens bounds an answer, max_context prompt and answer together.
+
+    max_prompt_bytes: a prompt of more bytes (UTF-8) has more than max_context tokens, whatever it says, and is refused
+    before it is tokenised; None: unknown.
+    """
 
     max_body_bytes: int
     request_timeout: float
     keepalive_seconds: float
     max_tokens: int
     max_context: int
+    max_prompt_bytes: int | None = None
+
+
+class QueueLimit:
+    """ASGI middleware that answers for the route while its queue is full, or it does not serve: before the body is read and
+    parsed, so that refusing many clients at once costs little.
+
+    A place is not held while the body arrives, or slow clients could take them all; the route reserves one after that.
+    """
+
+    def __init__(self, app: ASGIApp, service: GenerationService, metrics: Metrics) -> None:
+        self._app = app
+        self._service = service
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http" and scope["path"] == COUNTED and scope["method"] == "POST":
+            try:
+                self._service.reserve().release()
+            except RedraftError as error:
+                self._metrics.request_refused(error.code)
+                await answer(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 class BodyLimit:
     """ASGI middleware that counts the bytes of a request's body, declared or chunked, as the application reads them.
 
     Too many bytes raise an HTTPException of status 413 out of `receive`, a body that is not complete within the request
-    timeout one of status 408; both reach the client in the one error shape. Nothing beyond the limit is ever held.
+    timeout one of status 408; both reach the client in the one error shape. No more than the limit is held in memory.
     """
 
     def __init__(self, app: ASGIApp, limits: Limits) -> None:
@@ -34,6 +67,7 @@ class BodyLimit:
         self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

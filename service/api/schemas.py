@@ -1,4 +1,4 @@
-"""What clients send and get: every field bounded, unknown ones refused."""
+"""Requests and responses: every field of a request is bounded, and unknown ones are refused."""
 
 from __future__ import annotations
 
@@ -24,45 +24,51 @@ Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]
 
 
-def _listed(value: object) -> object:
+def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _finite(value: object) -> object:
+def _finite_or_none(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 Stops = Annotated[
     list[StopString],
     Field(max_length=MAX_STOPS),
-    BeforeValidator(_listed, json_schema_input_type=StopString | list[StopString]),
+    BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString]),
 ]
-Finite = Annotated[float | None, BeforeValidator(_finite)]
+Finite = Annotated[float | None, BeforeValidator(_finite_or_none)]
 """JSON has no NaN: a figure that is not finite is sent as null."""
 
 
-class Asked(BaseModel):
+class RequestModel(BaseModel):
+    """What clients send. Errors must not quote it."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
-class Answered(BaseModel):
+class ResponseModel(BaseModel):
+    """What clients get, made from core's values."""
+
     model_config = ConfigDict(from_attributes=True)
 
 
-class ChatMessage(Asked):
+class ChatMessage(RequestModel):
+    """One turn of a chat."""
+
     role: Literal["system", "user", "assistant"]
     content: Text
 
 
-class GenerateRequest(Asked):
-    """Exactly one of `prompt` and `messages`. A prompt is one user turn, or plain text to go on from when
-    `chat_template` is false."""
+class GenerateRequest(RequestModel):
+    """The body of POST /generate: exactly one of `prompt` and `messages`. A prompt is one user turn, or plain text to
+    complete when `chat_template` is false."""
 
     prompt: Annotated[Text, Field(min_length=1)] | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     chat_template: Flag = True
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
-    """None: as many as the server gives when not told, or as fit."""
+    """Tokens of the answer, at most; None: 256, or as many as fit in the context. `finish_reason` is "length" where it cut."""
     temperature: Annotated[Number, Field(ge=0, le=10)] = DEFAULTS.temperature
     top_p: Annotated[Number, Field(gt=0, le=1)] = DEFAULTS.top_p
     top_k: Annotated[Whole, Field(ge=0, lt=2**31)] = DEFAULTS.top_k
@@ -74,19 +80,21 @@ class GenerateRequest(Asked):
     domain: Tag | None = None
     client: Tag | None = None
     store: Flag = True
-    """False: nothing of this request is remembered."""
+    """False: nothing of this request is recorded."""
     return_tokens: Flag = False
 
 
-class Usage(Answered):
+class Usage(ResponseModel):
+    """Tokens, by OpenAI's names."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
 
 
-class TimingsAnswer(Answered):
-    """llama.cpp's names; milliseconds of wall time. `adapters` drafted for this answer, in order of first use. `cache_n`: how
-    many of the prompt's tokens were not read anew."""
+class TimingsAnswer(ResponseModel):
+    """Where the time went, by llama.cpp's names; milliseconds of wall time. adapters: the versions that drafted for this
+    answer, in order of first use. cache_n: prompt tokens found in the prefix cache. rounds: speculative rounds."""
 
     prompt_n: int
     cache_n: int
@@ -100,8 +108,8 @@ class TimingsAnswer(Answered):
     adapters: list[int]
 
 
-class Summary(Answered):
-    """How a request ended: the last event of a stream, and all of a JSON answer but its text."""
+class Summary(ResponseModel):
+    """How a request ended: the last event of a stream, and a JSON answer but for its text."""
 
     id: str
     model: str
@@ -113,18 +121,22 @@ class Summary(Answered):
 
 
 class GenerateAnswer(Summary):
+    """The JSON answer."""
+
     text: str
 
 
-class DeltaAnswer(Answered):
-    """One event of a stream. drafted[i]: the draft proposed tokens[i]. Both only when asked for."""
+class DeltaAnswer(ResponseModel):
+    """One event of a stream. drafted[i]: the draft proposed tokens[i]. Both only with `return_tokens`."""
 
     text: str
     tokens: list[int] | None = None
     drafted: list[bool] | None = None
 
 
-class ProgressAnswer(Answered):
+class ProgressAnswer(ResponseModel):
+    """How far a training run is. seconds_left: estimated."""
+
     step: int
     steps: int
     loss: Finite
@@ -132,10 +144,13 @@ class ProgressAnswer(Answered):
     tokens_per_second: Finite
     seconds_left: Finite
     paused: str | None = None
-    """Why it waits, if it does."""
+    """Why it is paused, if it is."""
 
 
-class VerdictAnswer(Answered):
+class VerdictAnswer(ResponseModel):
+    """What the gate decided and on how much text. gain: relative change of predicted tokens per second over the active
+    version, with its 90 % interval; domains: (gain, low, high) of each."""
+
     promoted: bool
     reason: str
     prompts: int
@@ -146,7 +161,7 @@ class VerdictAnswer(Answered):
     domains: dict[str, tuple[Finite, Finite, Finite]]
 
 
-class RunAnswer(Answered):
+class RunAnswer(ResponseModel):
     """A training run."""
 
     id: int
@@ -163,7 +178,7 @@ class RunAnswer(Answered):
     finished_at: datetime | None
 
 
-class AdapterAnswer(Answered):
+class AdapterAnswer(ResponseModel):
     """An adapter version."""
 
     id: int
@@ -178,25 +193,30 @@ class AdapterAnswer(Answered):
     created_at: datetime
 
 
-class AdaptersAnswer(Answered):
+class AdaptersAnswer(ResponseModel):
     """`active`: the version that drafts now; 0 is the bare draft."""
 
     active: int
     adapters: list[AdapterAnswer]
 
 
-class SwitchAnswer(Answered):
+class SwitchAnswer(ResponseModel):
     """What serves after a switch; adapter is null for the bare draft."""
 
     active: int
     adapter: AdapterAnswer | None
 
 
-class LiveAnswer(Answered):
+class LiveAnswer(ResponseModel):
+    """The process answers."""
+
     status: Literal["alive"] = "alive"
 
 
-class ReadyAnswer(Answered):
+class ReadyAnswer(ResponseModel):
+    """The engine serves. rows, waiting: requests that run and that wait. idle_seconds: since the engine's last progress while
+    it has work. adapter: the active version."""
+
     status: Literal["ready"] = "ready"
     rows: int
     waiting: int

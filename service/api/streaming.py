@@ -1,4 +1,4 @@
-"""One request's way through the engine: events come from the engine's thread and are awaited on the event loop."""
+"""One request and its events: they come from the engine's thread and are awaited on the event loop."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from service.core import (
     Finished,
     FinishReason,
     GenerationService,
+    Place,
     Prompt,
     RedraftError,
     Ticket,
@@ -33,9 +34,9 @@ DONE = b"data: [DONE]\n\n"
 
 
 class Exchange:
-    """A request from its arrival to its end, on one event loop. Whoever submits must see that close() is called.
+    """A request from its arrival to its end, on one event loop. Whoever calls submit() must call close() as well.
 
-    seconds: how long the request may take from now on, all in all.
+    seconds: how long the request may take in all, from now on.
     """
 
     def __init__(self, metrics: Metrics, seconds: float) -> None:
@@ -48,16 +49,16 @@ class Exchange:
         self._ticket: Ticket | None = None
         self._counted = False
 
-    def submit(self, service: GenerationService, prompt: Prompt) -> None:
-        """Queue the request. Raises what GenerationService.submit raises."""
+    def submit(self, service: GenerationService, prompt: Prompt, place: Place) -> None:
+        """Queue the request in its place. Raises what GenerationService.submit raises."""
         self._prompt_tokens = len(prompt.tokens)
-        self._ticket = service.submit(prompt, self._receive)
+        self._ticket = service.submit(prompt, self._receive, place)
         self._metrics.request_started()
 
     async def events(self, patience: float) -> AsyncIterator[Delta | Finished | None]:
-        """The engine's events, the last one Finished; None after every `patience` seconds of silence.
+        """The engine's events, the last one Finished; None after every `patience` seconds without an event.
 
-        Raises the engine's error when the request failed, TimedOut when its time is over.
+        Raises the engine's error when the request failed, TimedOut when it took too long.
         """
         delivered: float | None = None
         while True:
@@ -87,13 +88,13 @@ class Exchange:
                     self._fail(event.error)
 
     def close(self) -> None:
-        """Give the engine's row back, unless the request is over. Idempotent."""
+        """Cancel the request in the engine, unless it is over. Idempotent."""
         if self._ticket is not None:
             self._ticket.cancel()
             self._finish(FinishReason.CANCELLED)
 
     def _receive(self, event: Event) -> None:
-        # On the engine's thread, which must not learn that the loop has closed: nobody waits for this event any more.
+        # On the engine's thread. When the event loop has closed nobody waits for this event any more.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (time.monotonic(), event))
 
@@ -109,8 +110,8 @@ class Exchange:
 
 
 class EventStream(StreamingResponse):
-    """A request's answer as server-sent events. The row is given back as soon as the client is gone, even when that was
-    before the first event."""
+    """A request's answer as server-sent events. The request is cancelled as soon as the client disconnects, even before the
+    first event."""
 
     def __init__(self, exchange: Exchange, model: str, keepalive_seconds: float, with_tokens: bool) -> None:
         super().__init__(
@@ -121,6 +122,7 @@ class EventStream(StreamingResponse):
         self._exchange = exchange
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -1,4 +1,4 @@
-"""Reading a request's body: JSON without the parts of it that two readers could understand differently."""
+"""Parsing a request's body: JSON without what two parsers could understand differently."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from service.core import BadRequest
 
 
 def parse_json(raw: bytes) -> object:
-    """UTF-8 JSON with unique keys and finite numbers. Raises BadRequest on anything else, whatever it is."""
+    """UTF-8 JSON with unique keys and finite numbers. Raises BadRequest on anything else."""
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_constant)
     except UnicodeDecodeError:
@@ -42,12 +42,13 @@ def _constant(name: str) -> Never:
 
 
 class StrictRequest(Request):
-    """A request whose JSON is read by parse_json, once."""
+    """A request whose JSON is parsed by parse_json, once."""
 
     _parsed: object = None
     _read: bool = False
 
     async def json(self) -> object:
+        """The parsed body. Raises BadRequest."""
         if not self._read:
             self._parsed = parse_json(await self.body())
             self._read = True
@@ -56,9 +57,10 @@ class StrictRequest(Request):
 
 class StrictRoute(APIRoute):
     """A route that refuses what it would otherwise ignore: query parameters, a body it does not take, and a body that
-    is not application/json (which also keeps other sites' pages from posting here without the browser asking first)."""
+    is not application/json."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler behind these checks."""
         handle = super().get_route_handler()
         takes_body = self.body_field is not None
 

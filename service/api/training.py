@@ -1,4 +1,4 @@
-"""POST /train and GET /train/{id}: ask for a training run, and see how far it is."""
+"""POST /train and GET /train/{id}: start a training run, and show its progress."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ IdempotencyKey = Annotated[
 
 
 def training_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
+    """The routes that start and show training runs. threads: for calls that block."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.post("/train", status_code=202)
@@ -29,6 +30,7 @@ def training_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
 
     @router.get("/train/{id}")
     async def show(run_id: RunId) -> RunAnswer:
+        """The run's state, progress and outcome."""
         return RunAnswer.model_validate(await to_thread.run_sync(operator.run, run_id, limiter=threads))
 
     return router

@@ -22,6 +22,7 @@ def serve(
     num_draft_tokens: Annotated[int | None, typer.Option(help="Tokens drafted per round; 0: no speculation.")] = None,
 ) -> None:
     """Serve POST /generate, and keep improving the draft while doing so."""
+    from service.app import start_notices
     from service.server import run_server
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -35,6 +36,8 @@ def serve(
         server__port=port,
         engine__num_draft_tokens=num_draft_tokens,
     )
+    for notice in start_notices(settings):
+        err.print(notice, highlight=False, soft_wrap=True)
     raise typer.Exit(run_server(settings, lambda url: err.print(f"redraft serves at {url}", highlight=False)))
 
 

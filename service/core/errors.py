@@ -21,10 +21,14 @@ class BadRequest(RedraftError):
 
 
 class NotFound(RedraftError):
+    """There is nothing of this id."""
+
     code = "not_found"
 
 
 class Conflict(RedraftError):
+    """What is asked for does not go with the present state."""
+
     code = "conflict"
 
 
@@ -39,9 +43,13 @@ class Overloaded(RedraftError):
 
 
 class Unavailable(RedraftError):
-    """Loading, draining, or the engine is dead."""
+    """Loading, draining, or the engine is dead. Where trying again helps, `retry_after` says in how many seconds."""
 
     code = "unavailable"
+
+    def __init__(self, message: str, retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class ModelError(RedraftError):

@@ -5,10 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 from service.core.generation import Generation, Prompt, Round, Sink
 from service.core.training import AdapterRef, TrainingRun
+
+
+class Place(Protocol):
+    """A place in the queue, held while a request is tokenised. As a context manager it is released at the end, unless
+    `submit` has used it."""
+
+    def release(self) -> bool:
+        """Free the place for another request. False when it was released or used before."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *raised: object) -> None: ...
 
 
 class Ticket(Protocol):
@@ -38,12 +51,19 @@ class EngineStatus:
 class GenerationService(Protocol):
     """What the API sees of the engine."""
 
-    def submit(self, prompt: Prompt, sink: Sink) -> Ticket:
-        """Queue a request. Raises Overloaded when the queue is full, Unavailable when not serving, BadRequest when the
-        prompt cannot fit."""
+    def reserve(self) -> Place:
+        """Ask for a place in the queue, before the work of tokenising. Raises Overloaded when the queue is full, Unavailable
+        when not serving."""
         ...
 
-    def status(self) -> EngineStatus: ...
+    def submit(self, prompt: Prompt, sink: Sink, place: Place | None = None) -> Ticket:
+        """Queue a request, in the place that was reserved for it if there is one. Raises BadRequest when the prompt cannot
+        fit, Unavailable when not serving, and without a place Overloaded when the queue is full."""
+        ...
+
+    def status(self) -> EngineStatus:
+        """Returns at once."""
+        ...
 
 
 class Encoder(Protocol):

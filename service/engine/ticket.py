@@ -1,12 +1,37 @@
-"""A request on its way through the engine."""
+"""A request on its way through the engine, and the place in the queue that it has before."""
 
 from __future__ import annotations
 
 import threading
 import uuid
+from collections.abc import Callable
+from typing import Self
 
 from service.core import Delta, Event, Prompt, Sink
 from service.engine.row import Row
+
+
+class Place:
+    """core.Place. on_release: called once, when the place is free or used."""
+
+    def __init__(self, on_release: Callable[[], None]) -> None:
+        self._on_release = on_release
+        self._lock = threading.Lock()
+        self._held = True
+
+    def release(self) -> bool:
+        """Idempotent; False from the second time on."""
+        with self._lock:
+            held, self._held = self._held, False
+        if held:
+            self._on_release()
+        return held
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.release()
 
 
 class Ticket:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from service import core
 from service.core import (
     BARE_DRAFT,
     AdapterRef,
@@ -30,10 +31,14 @@ from service.engine.engine import Engine
 from service.engine.reading import Prefill
 from service.engine.row import Row
 from service.engine.staging import Staging
-from service.engine.ticket import Ticket
+from service.engine.ticket import Place, Ticket
 from service.engine.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
+
+RETRY_SECONDS = 5
+ABANDON_SECONDS = 0.1
+"""How long a thread is waited for that was given up or still loads: in native code nothing can stop it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,7 @@ class Worker:
         self._observer = observer
         self._engine: Engine | None = None
         self._waiting: deque[Ticket] = deque()
+        self._reserved = 0
         self._reading: list[tuple[Ticket, Prefill]] = []
         self._running: list[Ticket] = []
         self._commands: deque[Command] = deque()
@@ -89,27 +95,52 @@ class Worker:
     # ------------------------------------------------------------------------------------------- from any other thread
 
     def start(self, timeout: float | None = None) -> None:
-        """Load the models and begin. Raises what loading raised."""
+        """Load the models and begin. Raises what loading raised, and Unavailable when `stop` was called meanwhile."""
         loaded: Future[None] = Future()
-        self._commands.append(Command(lambda engine: loaded.set_result(None), loaded))
+        self._command(lambda engine: loaded.set_result(None), loaded)
+        if loaded.done():
+            loaded.result()
         self._thread.start()
         self._watchdog.start()
         loaded.result(timeout)
 
-    def submit(self, prompt: Prompt, sink: Sink) -> Ticket:
-        engine = self._engine
-        if engine is None:
-            raise Unavailable(self._watchdog.dead or "the server is starting")
-        engine.check(prompt)
+    def reserve(self) -> Place:
+        """See core.GenerationService. Never waits for a round."""
+        with self._gate:
+            self._check_room()
+            self._reserved += 1
+        return Place(self._release)
+
+    def submit(self, prompt: Prompt, sink: Sink, place: core.Place | None = None) -> Ticket:
+        """See core.GenerationService. `sink` is called on the engine's thread."""
+        self._serving_engine().check(prompt)
         ticket = Ticket(prompt, sink)
         with self._gate:
-            if self._watchdog.dead or self._draining or self._stopping:
-                raise Unavailable(self._watchdog.dead or "the server is shutting down")
-            if len(self._waiting) >= self._max_waiting + max(0, self._max_rows - self._taken()):
-                raise Overloaded("the queue is full", retry_after=5)
+            # A place that was released meanwhile is no place.
+            if place is None or not place.release():
+                self._check_room()
+            else:
+                self._serving_engine()
             self._waiting.append(ticket)
             self._gate.notify()
         return ticket
+
+    def _release(self) -> None:
+        with self._gate:
+            self._reserved -= 1
+
+    def _check_room(self) -> None:
+        """Under the gate. Raises Unavailable when not serving, Overloaded when the queue is full."""
+        self._serving_engine()
+        if len(self._waiting) + self._reserved >= self._max_waiting + max(0, self._max_rows - self._taken()):
+            raise Overloaded("the queue is full", retry_after=RETRY_SECONDS)
+
+    def _serving_engine(self) -> Engine:
+        if self._engine is None:
+            raise Unavailable(self._watchdog.dead or "the server is starting")
+        if self._watchdog.dead or self._draining or self._stopping:
+            raise Unavailable(self._watchdog.dead or "the server is shutting down")
+        return self._engine
 
     def status(self) -> EngineStatus:
         engine = self._engine
@@ -170,9 +201,14 @@ class Worker:
             self._stopping = True
             self._gate.notify()
         if self._thread.is_alive():
-            # A thread that was given up will not come back.
-            self._thread.join(timeout=self._watchdog.hang_seconds if self._watchdog.dead is None else 0.1)
+            given_up = self._watchdog.dead is not None or self.loading
+            self._thread.join(timeout=ABANDON_SECONDS if given_up else self._watchdog.hang_seconds)
         self._fail_everyone(Unavailable("the server shut down"))
+
+    @property
+    def loading(self) -> bool:
+        """The thread finds, loads or times models."""
+        return self._engine is None and self._thread.is_alive()
 
     def _command(self, run: Callable[[Engine], None], future: Future[Staged] | Future[None]) -> None:
         with self._gate:
@@ -196,6 +232,9 @@ class Worker:
             while not self._stopping and self._watchdog.dead is None:
                 self._turn(self._engine)
         except Exception as error:
+            if self._engine is None:
+                # Whoever called start() gets the error, and ends the process in order.
+                self._watchdog.stop()
             if self._watchdog.dead is not None:
                 # The watchdog gave it up, told everyone, and emptied the lists under it.
                 return

@@ -12,6 +12,7 @@ PREFIX = "redraft:"
 OLDER = "older"
 CODES = (
     "bad_request",
+    "forbidden",
     "body_too_large",
     "unsupported_media_type",
     "overloaded",

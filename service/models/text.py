@@ -2,14 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
-from typing import cast
+from typing import Any, cast
 
 from jinja2 import TemplateError
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import pre_tokenizers
 
 from service.core import BadRequest
+
+KEEPING_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
+"""Kinds of normalizers and pre-tokenizers (of the tokenizers library) that drop no text; NFC may shrink it."""
+NFC_SHRINKS = 3
+"""Composing characters makes UTF-8 at most so many times shorter (three Hangul letters of 3 bytes, a syllable of 3)."""
+
+
+def bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
+    """How many bytes of UTF-8 text one token stands for at most; None where that is unknown, because the tokenizer may drop
+    text or have one token for any unknown word. A text of more than n times as many bytes has more than n tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return None
+    parts: dict[str, Any] = json.loads(backend.to_str())
+    model, added = parts["model"], parts["added_tokens"]
+    steps = [*_steps(parts["normalizer"]), *_steps(parts["pre_tokenizer"])]
+    kinds = {step["type"] for step in steps}
+    if model["type"] != "BPE" or not kinds <= KEEPING_STEPS or any(_drops(step) for step in steps):
+        return None
+    if any(token["lstrip"] or token["rstrip"] for token in added):
+        return None
+    vocabulary: dict[str, int] = model["vocab"]
+    if "ByteLevel" in kinds:
+        # One character of a token's name is one byte of text.
+        complete = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
+        longest = max(len(token) for token in vocabulary)
+    else:
+        complete = model["byte_fallback"] and vocabulary.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
+        longest = max(len(token.encode("utf-8", "replace")) for token in vocabulary)
+    if not complete:
+        return None
+    longest = max([longest, *(len(token["content"].encode()) for token in added)])
+    return longest * NFC_SHRINKS if "NFC" in kinds else longest
+
+
+def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if step is None:
+        return
+    if step["type"] != "Sequence":
+        yield step
+    for part in step.get("normalizers", step.get("pretokenizers", ())):
+        yield from _steps(part)
+
+
+def _drops(step: dict[str, Any]) -> bool:
+    if step["type"] == "Replace":
+        return (step["pattern"], step["content"]) != ({"String": " "}, "\u2581")
+    return step["type"] == "Split" and step["behavior"] == "Removed"
 
 
 class TextEncoder:

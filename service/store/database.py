@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import queue
 import sqlite3
 import threading
@@ -30,6 +31,7 @@ from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
 from service.core import RedraftError, StoreError
+from service.store.files import make_private, private_folder
 
 T = TypeVar("T")
 
@@ -61,11 +63,15 @@ def head() -> str:
 
 
 def upgrade(url: str) -> None:
-    """Create the database where there is none and bring it to the newest revision. Raises StoreError."""
+    """Create the database where there is none and bring it to the newest revision; SQLite's files are this user's alone
+    (0600). Raises StoreError."""
     path = sqlite_path(url)
     try:
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            private_folder(path.parent)
+            os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
+            # SQLite gives the log and the shared memory beside a database the database's own permissions.
+            make_private(path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm"))
         command.upgrade(_config(url), "head")
     except CommandError as error:
         raise StoreError(f"the database is of another, probably newer version: {_plain(error)}") from error
@@ -90,7 +96,14 @@ def revision(url: str) -> str | None:
         engine.dispose()
 
 
+def shown(url: str) -> str:
+    """The database as it may be shown: a file's path, or the URL without its password. Raises StoreError."""
+    path = sqlite_path(url)
+    return str(path) if path is not None else make_url(url).render_as_string(hide_password=True)
+
+
 def sqlite_path(url: str) -> Path | None:
+    """The file of an SQLite database, None for other kinds. Raises StoreError."""
     try:
         parsed = make_url(url)
     except ArgumentError as error:

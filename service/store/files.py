@@ -1,8 +1,9 @@
-"""Adapter folders: written aside, made durable, renamed into place, never written again."""
+"""Adapter folders: written aside, made durable, renamed into place, never written again. And which files are private."""
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Collection
@@ -11,11 +12,33 @@ from pathlib import Path
 from service.core import StoreError
 from service.models.fingerprint import folder_sha256
 
-__all__ = ["folder_sha256", "publish", "sweep"]
+__all__ = ["folder_sha256", "make_private", "private_folder", "publish", "sweep"]
+
+log = logging.getLogger(__name__)
 
 ADAPTER_FILES = ("adapters.safetensors", "adapter_config.json")
 UNFINISHED = {".part", ".partial"}
 """How the names of folders end that are being written or removed."""
+
+
+def private_folder(path: Path) -> None:
+    """Create a folder, and what is missing above it, for this user alone (0700). One that exists is left as it is."""
+    if not path.exists():
+        private_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def make_private(*paths: Path) -> None:
+    """Take group's and others' permissions from those files and folders that exist: older releases wrote by the umask."""
+    for path in paths:
+        try:
+            mode = path.stat().st_mode
+            if mode & 0o077:
+                path.chmod(mode & 0o700)
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            log.warning("others may read %s, which holds recorded text: %s", path, error.strerror or error)
 
 
 def publish(scratch: Path, final: Path) -> str:

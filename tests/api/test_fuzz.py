@@ -62,7 +62,7 @@ def ask(
 ) -> httpx.Response:
     async def sent() -> httpx.Response:
         transport = httpx.ASGITransport(on or app())
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             return await client.request(method, path, content=content, headers=headers)
 
     return asyncio.run(sent())

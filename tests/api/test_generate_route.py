@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from service.core import Sampling
-from tests.support.echo_engine import LIMITS, Broken, EchoEngine, House, wait_until
+from tests.support.echo_engine import LIMITS, Broken, Codepoints, EchoEngine, House, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -357,3 +357,73 @@ def test_no_prompt_text_in_errors_or_logs(caplog: pytest.LogCaptureFixture) -> N
     assert canary not in caplog.text
     assert "ValueError" in caplog.text
     assert house.value('redraft:requests_refused_total{code="internal_error"}') == 1
+
+
+# ------------------------------------------------------------------------------------- refused before it costs anything
+
+
+class Counting(Codepoints):
+    """Counts what it tokenises, and how many places in the queue were held meanwhile."""
+
+    def __init__(self) -> None:
+        self.engine = EchoEngine()
+        self.held: list[int] = []
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        self.held.append(self.engine.reserved)
+        return super().encode_text(text)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nothing_is_tokenised_while_the_queue_is_full(stream: bool) -> None:
+    encoder = Counting()
+    with House(engine=EchoEngine(full=True), encoder=encoder).served() as address:
+        refused = httpx.post(f"{address}/generate", json={"prompt": "x" * 3_000, "stream": stream})
+        assert_refused(refused, 503, "overloaded", None)
+        # Before the body is parsed, too.
+        broken = httpx.post(f"{address}/generate", content=b"{", headers={"content-type": "application/json"})
+        assert_refused(broken, 503, "overloaded", None)
+    assert encoder.held == []
+
+
+def test_a_place_is_held_while_a_prompt_is_tokenised_and_given_back_whatever_happens() -> None:
+    encoder = Counting()
+    with House(engine=encoder.engine, encoder=encoder).served() as address:
+        for asked, status in [
+            ({"prompt": "ab"}, 200),
+            ({"prompt": "ab", "stream": True}, 200),
+            ({"prompt": "x" * 4_000}, 400),
+            ({"prompt": "x" * 3_500, "max_tokens": 600}, 400),
+            ({"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, 400),
+        ]:
+            assert httpx.post(f"{address}/generate", json=asked).status_code == status
+            assert encoder.engine.reserved == 0
+    assert encoder.held == [1, 1, 1, 1]
+    with House(engine=encoder.engine, encoder=Broken()).served() as address:
+        assert httpx.post(f"{address}/generate", json={"prompt": "ab"}).status_code == 500
+    assert encoder.engine.reserved == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "status"),
+    [
+        ({"prompt": "ü" * 51}, 400),
+        ({"prompt": "ü" * 50}, 200),
+        ({"prompt": " " * 50 + "ü" * 50 + "\n" * 50}, 200),
+        ({"prompt": "ü" * 51, "chat_template": False}, 400),
+        ({"messages": [{"role": "user", "content": "x" * 60}, {"role": "user", "content": "x" * 41}]}, 400),
+        ({"messages": [{"role": "user", "content": "x" * 60}, {"role": "assistant", "content": "x" * 41}]}, 200),
+    ],
+)
+def test_a_prompt_that_cannot_fit_by_its_bytes_is_refused_untokenised(asked: dict[str, Any], status: int) -> None:
+    """Only what every chat template keeps counts."""
+    encoder = Counting()
+    with House(
+        engine=encoder.engine, encoder=encoder, limits=replace(LIMITS, max_prompt_bytes=100)
+    ).served() as address:
+        response = httpx.post(f"{address}/generate", json=asked)
+    assert response.status_code == status
+    if status == 400:
+        assert_refused(response, 400, "bad_request", next(iter(asked)))
+        assert "bytes" in response.json()["error"]["message"]
+    assert bool(encoder.held) == (status == 200)

@@ -34,6 +34,7 @@ from service.core import (
     Generation,
     Overloaded,
     PairError,
+    Place,
     Prompt,
     Provenance,
     Round,
@@ -233,9 +234,11 @@ class House:
     def draft_failed(self, adapter: int) -> None:
         self.failures.append(adapter)
 
-    def ask(self, prompt: Prompt, on_delta: Callable[[Client], None] = lambda client: None) -> Client:
+    def ask(
+        self, prompt: Prompt, on_delta: Callable[[Client], None] = lambda client: None, place: Place | None = None
+    ) -> Client:
         client = Client(prompt, on_delta)
-        client.ticket.set_result(self.worker.submit(prompt, client))
+        client.ticket.set_result(self.worker.submit(prompt, client, place))
         return client
 
     def rows_held(self) -> tuple[int, int]:
@@ -346,6 +349,79 @@ def test_prompts_join_several_at_a_time_and_more_where_more_wait_than_run() -> N
 
 
 # ------------------------------------------------------------------------------------------------------------ the queue
+
+
+def test_a_reserved_place_counts_until_it_is_used_or_released() -> None:
+    hold = Hold()
+    with House(hold, rows=1, waiting=2) as house:
+        clients = [house.ask(prompt(0))]
+        assert hold.reached.wait(PATIENCE)
+        first, second = house.worker.reserve(), house.worker.reserve()
+        for refused in (house.worker.reserve, lambda: house.ask(prompt(1))):
+            with pytest.raises(Overloaded):
+                refused()
+        # Released twice, it is one place.
+        assert (first.release(), first.release()) == (True, False)
+        third = house.worker.reserve()
+        with pytest.raises(Overloaded):
+            house.worker.reserve()
+        # Used, it is the request's, and nobody can give it back.
+        clients.append(house.ask(prompt(1), place=second))
+        assert not second.release()
+        with pytest.raises(Overloaded):
+            house.worker.reserve()
+        # A place that was used or released before is none.
+        with pytest.raises(Overloaded):
+            house.ask(prompt(2), place=second)
+        with pytest.raises(BadRequest), third:
+            house.ask(Prompt((), Sampling()), place=third)
+        with house.worker.reserve() as fourth:
+            clients.append(house.ask(prompt(3), place=fourth))
+        assert house.worker.status().waiting == 2
+        hold.release.set()
+        for client in clients:
+            client.finished()
+        for _ in range(3):
+            house.worker.reserve()
+        with pytest.raises(Overloaded):
+            house.worker.reserve()
+
+
+def test_a_worker_that_is_stopped_while_it_loads_ends_at_once() -> None:
+    loading, loaded = threading.Event(), threading.Event()
+
+    class Slow(House):
+        def build(self) -> Engine:
+            loading.set()
+            assert loaded.wait(PATIENCE)
+            return super().build()
+
+    house = Slow()
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(house.worker.start)
+        assert loading.wait(PATIENCE)
+        assert house.worker.loading
+        house.worker.stop()
+        with pytest.raises(Unavailable, match="shut"):
+            started.result(PATIENCE)
+        with pytest.raises(Unavailable):
+            house.worker.reserve()
+    loaded.set()
+    assert not house.fatal.done()
+
+
+def test_models_that_cannot_be_loaded_are_start_s_error_and_nothing_fatal() -> None:
+    class Without(House):
+        def build(self) -> Engine:
+            raise RuntimeError("no such model")
+
+    house = Without(hang_seconds=0.04)
+    with pytest.raises(Unavailable, match="no such model"):
+        house.worker.start(PATIENCE)
+    # The watchdog has looked by now, had it not been called off.
+    assert not house.worker._watchdog._thread.join(PATIENCE)
+    assert not house.fatal.done()
+    house.worker.stop()
 
 
 def test_a_full_queue_refuses_and_loses_nothing_it_took() -> None:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import sys
+import unicodedata
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
+from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from service.core import BadRequest
-from service.models.text import TextEncoder
+from service.models.text import TextEncoder, bytes_per_token
 
 MakeModel = Callable[..., Path]
 
@@ -36,3 +44,85 @@ def test_many_threads_get_what_one_gets(make_model: MakeModel) -> None:
     with ThreadPoolExecutor(8) as pool:
         together = list(pool.map(encoder.encode_chat, chats))
     assert together == alone
+
+
+# ------------------------------------------------------------------------------------------ how much text a token may be
+
+
+def wrapped(tokenizer: Tokenizer) -> TokenizerWrapper:
+    return TokenizerWrapper(PreTrainedTokenizerFast(tokenizer_object=tokenizer))
+
+
+def byte_level(*merged: str, complete: bool = True) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = [*(alphabet if complete else alphabet[1:]), *merged]
+    tokenizer = Tokenizer(BPE(vocab={token: number for number, token in enumerate(vocabulary)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+def sentence_piece(*, byte_fallback: bool) -> Tokenizer:
+    vocabulary = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "\u2581", "\u2581\u2581"]
+    model = BPE(
+        vocab={token: number for number, token in enumerate(vocabulary)},
+        merges=[("\u2581", "\u2581")],
+        unk_token="<unk>",
+        fuse_unk=True,
+        byte_fallback=byte_fallback,
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    return tokenizer
+
+
+def test_the_longest_token_bounds_what_fits() -> None:
+    assert bytes_per_token(wrapped(byte_level("\u0120\u0120", "abc"))) == 3
+    special = byte_level("abc")
+    special.add_special_tokens([AddedToken("<|end|>", special=True)])
+    assert bytes_per_token(wrapped(special)) == len("<|end|>")
+    assert bytes_per_token(wrapped(sentence_piece(byte_fallback=True))) == 6
+    composing = byte_level("abc")
+    composing.normalizer = normalizers.NFC()
+    assert bytes_per_token(wrapped(composing)) == 3 * 3
+
+
+def test_no_bound_where_a_tokenizer_may_drop_or_swallow_text() -> None:
+    assert bytes_per_token(wrapped(byte_level(complete=False))) is None
+    assert bytes_per_token(wrapped(sentence_piece(byte_fallback=False))) is None
+    stripping = byte_level()
+    stripping.normalizer = normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])
+    assert bytes_per_token(wrapped(stripping)) is None
+    dropping = byte_level()
+    dropping.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), dropping.pre_tokenizer])
+    assert bytes_per_token(wrapped(dropping)) is None
+    shrinking = byte_level()
+    shrinking.normalizer = normalizers.Replace("aa", "a")
+    assert bytes_per_token(wrapped(shrinking)) is None
+    swallowing = byte_level()
+    swallowing.add_special_tokens([AddedToken("<|end|>", special=True, rstrip=True)])
+    assert bytes_per_token(wrapped(swallowing)) is None
+    words = Tokenizer(WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    assert bytes_per_token(wrapped(words)) is None
+
+
+def test_composing_shrinks_text_at_most_threefold() -> None:
+    characters = [chr(point) for point in range(sys.maxunicode + 1) if not 0xD800 <= point < 0xE000]
+    written = ((unicodedata.normalize("NFD", one), one, unicodedata.normalize("NFC", one)) for one in characters)
+    assert max(max(len(d.encode()), len(o.encode())) / len(c.encode()) for d, o, c in written) <= 3
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(["a", "  ", "abc", "\u00e9", "e\u0301", "\u1112\u1161\u11ab", "\u96ea", "<|end|>"]), max_size=30
+    )
+)
+def test_no_text_has_fewer_tokens_than_its_bytes_say(parts: list[str]) -> None:
+    text = "".join(parts)
+    composing = byte_level("abc", "\u00ed\u0137\u013e")
+    composing.normalizer = normalizers.NFC()
+    composing.add_special_tokens([AddedToken("<|end|>", special=True)])
+    for tokenizer in (composing, sentence_piece(byte_fallback=True)):
+        most = bytes_per_token(wrapped(tokenizer))
+        assert most is not None
+        assert len(tokenizer.encode(text).ids) * most >= len(text.encode())

@@ -14,6 +14,7 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
+from service import core
 from service.api import Limits, build_api
 from service.core import (
     AdapterRef,
@@ -36,6 +37,7 @@ from service.core import (
     Trigger,
     Unavailable,
 )
+from service.engine.ticket import Place
 from service.metrics import Metrics
 
 
@@ -86,14 +88,23 @@ class EchoEngine:
         self.break_after = break_after
         self.full = full
         self.dead = ""
+        self.reserved = 0
         self.tickets: list[EchoTicket] = []
         self.ended: dict[str, FinishReason] = {}
 
-    def submit(self, prompt: Prompt, sink: Sink) -> EchoTicket:
+    def reserve(self) -> Place:
         if self.full:
             raise Overloaded("the queue is full", retry_after=7)
         if self.dead:
             raise Unavailable(self.dead)
+        self.reserved += 1
+        return Place(self._release)
+
+    def _release(self) -> None:
+        self.reserved -= 1
+
+    def submit(self, prompt: Prompt, sink: Sink, place: core.Place | None = None) -> EchoTicket:
+        (place or self.reserve()).release()
         ticket = EchoTicket(f"echo-{len(self.tickets)}", prompt, sink)
         self.tickets.append(ticket)
         threading.Thread(target=self._say, args=(ticket,), daemon=True).start()
@@ -193,6 +204,7 @@ class House:
     encoder: Codepoints = field(default_factory=Codepoints)
     metrics: Metrics = field(default_factory=lambda: Metrics(draft_tokens=3))
     limits: Limits = LIMITS
+    allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
 
     @property
     def app(self) -> FastAPI:
@@ -203,6 +215,7 @@ class House:
             metrics=self.metrics,
             limits=self.limits,
             model="echo",
+            allowed_hosts=self.allowed_hosts,
         )
 
     @contextmanager

@@ -1,0 +1,110 @@
+"""Which requests may reach the routes: those addressed to this server by a name of its own, and not sent by another
+site's page.
+
+There is no authentication, so a browser on the same machine must not become a way in. A page of another site can post to
+a loopback port without asking first (a form, a `fetch` without preflight), and by DNS rebinding its own host name can be
+made to resolve to this machine. Browsers put the name they called in `Host` and the page's origin in `Origin`, and pages
+cannot change either.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from ipaddress import ip_address
+from typing import NamedTuple
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.api.errors import COUNTED, Forbidden, answer
+from service.metrics import Metrics
+
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]/:@?#\s]+)(?::(\d{1,5}))?")
+_DEFAULT_PORTS = {"http": "80", "https": "443"}
+_OTHER_SITES = {"cross-site", "same-site"}
+"""Values of Sec-Fetch-Site for requests of pages that this server did not send (another port is the same site)."""
+
+
+class Authority(NamedTuple):
+    """A host and a port as `Host` and `Origin` carry them; port is empty where it is the scheme's default."""
+
+    host: str
+    port: str
+
+
+def parse_authority(text: str, scheme: str = "http") -> Authority | None:
+    """The parts of "name", "name:port" or "[v6]:port"; None for anything else.
+
+    Names compare without case and without the dot of a fully qualified name, addresses by value, and the default port of
+    `scheme` like no port.
+    """
+    matched = _AUTHORITY.fullmatch(text.strip().lower())
+    if matched is None:
+        return None
+    port = matched[2] or ""
+    return Authority(normalise_host(matched[1]), "" if port == _DEFAULT_PORTS.get(scheme) else port)
+
+
+def normalise_host(host: str) -> str:
+    """A host name or address in the one form that is compared; brackets around an IPv6 address are optional."""
+    name = host.lower().removesuffix(".")
+    try:
+        return str(ip_address(name.removeprefix("[").removesuffix("]")))
+    except ValueError:
+        return name
+
+
+class HostGuard:
+    """ASGI middleware in front of every route: 403 for a foreign `Host`, and for requests of other sites' pages.
+
+    A `Host` must carry one of `allowed_hosts` (names or addresses without a port). A request with an `Origin` must come
+    from a page of this very server: the same name and port as `Host`. So must one that a browser marks as another site's
+    (`Sec-Fetch-Site`), which covers what it sends without an `Origin`. Clients that are no browsers send neither header.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str], metrics: Metrics) -> None:
+        self._app = app
+        self._allowed = frozenset(normalise_host(host) for host in allowed_hosts)
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
+            if scope["path"] == COUNTED and scope["method"] == "POST":
+                self._metrics.request_refused(refusal.code)
+            await answer(refusal)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Forbidden | None:
+        hosts = _values(scope, b"host")
+        host = parse_authority(hosts[0]) if len(hosts) == 1 else None
+        if host is None or host.host not in self._allowed:
+            return Forbidden(
+                "the Host header names no host of this server: add the name that clients use to server.allowed_hosts",
+                field="Host",
+            )
+        if any(not _same_origin(origin, hosts[0]) for origin in _values(scope, b"origin")):
+            return Forbidden(
+                "pages of other sites may not call this server: Origin must be its own name and port, and the name one "
+                "of server.allowed_hosts",
+                field="Origin",
+            )
+        if any(site.strip().lower() in _OTHER_SITES for site in _values(scope, b"sec-fetch-site")):
+            return Forbidden(
+                "pages of other sites may not call this server, whose names are those of server.allowed_hosts",
+                field="Sec-Fetch-Site",
+            )
+        return None
+
+
+def _same_origin(origin: str, host: str) -> bool:
+    scheme, separator, authority = origin.strip().lower().partition("://")
+    if not separator or scheme not in _DEFAULT_PORTS:
+        return False  # "null": a sandboxed frame, a local file
+    page = parse_authority(authority, scheme)
+    return page is not None and page == parse_authority(host, scheme)
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]

@@ -1,0 +1,221 @@
+"""Who may call: clients that name this server, and no page of another site, whatever it sends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from http.client import HTTPConnection
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from service.core import BadRequest
+from service.settings import load_settings
+from tests.support.echo_engine import House
+
+EVIL = "https://evil.example"
+POSTS = ("/generate", "/train", "/adapters/2/activate", "/adapters/rollback")
+GETS = ("/train/1", "/adapters", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/nothing-here")
+
+# What a page may send without the browser asking first: forms, and fetch with what a form could send.
+BOUNDARY = "----WebKitFormBoundary7MA4YWxkTrZu0gW"
+PART = f'--{BOUNDARY}\r\ncontent-disposition: form-data; name="prompt"\r\n\r\na\r\n--{BOUNDARY}--\r\n'
+SIMPLE: list[tuple[str | None, bytes]] = [
+    (None, b""),
+    ("application/x-www-form-urlencoded", b""),
+    ("application/x-www-form-urlencoded", b"prompt=a"),
+    (f"multipart/form-data; boundary={BOUNDARY}", PART.encode()),
+    ("text/plain", b'{"prompt": "a"}'),
+    ("text/plain;charset=UTF-8", b"{}"),
+    # Not simple, so that the browser would ask first; refused all the same.
+    ("application/json", b'{"prompt": "a"}'),
+]
+
+
+@pytest.fixture(scope="module")
+def house() -> House:
+    return House()
+
+
+@pytest.fixture(scope="module")
+def place(house: House) -> Iterator[str]:
+    """host:port of a real server."""
+    with house.served() as address:
+        yield urlsplit(address).netloc
+
+
+def send(
+    place: str, method: str, path: str, headers: Mapping[str, str], body: bytes = b"", host: str | None = ""
+) -> tuple[int, dict[str, Any]]:
+    """One request with just these headers. host: "" is the server's own, None leaves the header out."""
+    connection = HTTPConnection(place, timeout=10)
+    connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
+    if host is not None:
+        connection.putheader("Host", host or place)
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    if method == "POST":
+        connection.putheader("Content-Length", str(len(body)))
+    connection.endheaders(body or None)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, json.loads(text) if text.startswith("{") else {}
+
+
+def assert_forbidden(answer: tuple[int, dict[str, Any]], field: str) -> None:
+    status, body = answer
+    assert status == 403, body
+    assert list(body) == ["error"]
+    assert sorted(body["error"]) == ["code", "field", "message"]
+    assert (body["error"]["code"], body["error"]["field"]) == ("forbidden", field)
+    assert "server.allowed_hosts" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(("media", "body"), SIMPLE, ids=lambda value: str(value)[:20])
+@pytest.mark.parametrize("path", POSTS)
+def test_a_page_of_another_site_is_refused_whatever_it_posts(
+    house: House, place: str, path: str, media: str | None, body: bytes
+) -> None:
+    headers = {"Origin": EVIL} | ({"Content-Type": media} if media else {})
+    assert_forbidden(send(place, "POST", path, headers, body), "Origin")
+    assert (house.operator.runs, len(house.operator.known), house.engine.tickets) == ([], 2, [])
+
+
+@pytest.mark.parametrize("path", GETS)
+def test_no_route_answers_a_page_of_another_site(place: str, path: str) -> None:
+    assert_forbidden(send(place, "GET", path, {"Origin": EVIL}), "Origin")
+    # What a page loads as an image or a script carries no Origin.
+    assert_forbidden(send(place, "GET", path, {"Sec-Fetch-Site": "cross-site"}), "Sec-Fetch-Site")
+
+
+def test_the_question_before_a_fetch_is_refused_without_permission(place: str) -> None:
+    asked = {"Origin": EVIL, "Access-Control-Request-Method": "POST"}
+    assert_forbidden(send(place, "OPTIONS", "/train", asked), "Origin")
+
+
+@pytest.mark.parametrize(
+    "origin",
+    [
+        EVIL,
+        "null",
+        "",
+        "http://",
+        "file://",
+        "http://localhost",
+        "http://localhost:1",
+        "http://localhost.evil.example:{port}",
+        "http://evil.example:{port}",
+        "http://evil.example@{own}",
+        "http://{own}.evil.example",
+        "http://{own}/",
+        "ftp://{own}",
+        "{own}",
+        "http://{own} http://evil.example",
+    ],
+)
+def test_an_origin_that_is_not_the_server_s_own_is_refused(place: str, origin: str) -> None:
+    written = origin.format(own=place, port=place.partition(":")[2])
+    assert_forbidden(send(place, "POST", "/train", {"Origin": written}), "Origin")
+
+
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "Cross-Site"])
+def test_a_browser_s_own_word_for_another_site_is_believed(place: str, site: str) -> None:
+    """Another port is the same site to a browser, but another origin."""
+    assert_forbidden(send(place, "POST", "/train", {"Sec-Fetch-Site": site}), "Sec-Fetch-Site")
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:{port}",
+        "localhost.evil.example:{port}",
+        "127.0.0.1.evil.example:{port}",
+        "evil.localhost:{port}",
+        "127.0.0.1:{port}:1",
+        "127.0.0.1:port",
+        "evil.example@127.0.0.1:{port}",
+        "127.0.0.1/evil",
+        "[::1",
+        "::1",
+        "[::2]:{port}",
+        "0.0.0.0:{port}",
+        "192.168.0.1:{port}",
+        "localhost..:{port}",
+        ":{port}",
+    ],
+)
+def test_a_host_that_is_not_one_of_the_server_s_names_is_refused(place: str, host: str) -> None:
+    """By DNS rebinding a page's own host name leads here, and its requests are of the same origin to the browser."""
+    written = host.format(port=place.partition(":")[2])
+    rebound = {"Origin": f"http://{written}", "Sec-Fetch-Site": "same-origin"}
+    for path in POSTS:
+        assert_forbidden(send(place, "POST", path, rebound, b"", written), "Host")
+    assert_forbidden(send(place, "GET", "/adapters", {}, b"", written), "Host")
+
+
+def test_a_request_without_a_host_is_refused(place: str) -> None:
+    # HTTP/1.1 has no such request at all; HTTP/1.0 has, and no browser sends it.
+    assert send(place, "GET", "/health/live", {}, host=None)[0] == 400
+    connection = HTTPConnection(place, timeout=10)
+    connection._http_vsn_str = "HTTP/1.0"  # pyright: ignore[reportAttributeAccessIssue]
+    connection.putrequest("GET", "/health/live", skip_host=True)
+    connection.endheaders()
+    assert connection.getresponse().status == 403
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "localhost:{port}",
+        "LocalHost:{port}",
+        "localhost.:{port}",
+        "localhost",
+        "127.0.0.1:{port}",
+        "[::1]:{port}",
+        "[0:0:0:0:0:0:0:1]:{port}",
+        "[::1]",
+    ],
+)
+def test_clients_without_an_origin_and_pages_of_the_server_itself_pass(place: str, host: str) -> None:
+    written = host.format(port=place.partition(":")[2])
+    assert send(place, "GET", "/adapters", {}, b"", written)[0] == 200
+    for origin in (f"http://{written}", f"HTTP://{written.upper()}"):
+        assert send(place, "GET", "/adapters", {"Origin": origin}, b"", written)[0] == 200
+    for site in ("same-origin", "none"):
+        assert send(place, "GET", "/adapters", {"Sec-Fetch-Site": site}, b"", written)[0] == 200
+
+
+def test_names_are_the_operator_s_to_choose() -> None:
+    house = House(allowed_hosts=("Chat.Example", "[2001:DB8:0::1]"))
+    with house.served() as address:
+        place = urlsplit(address).netloc
+        for host in ("chat.example", "chat.example:8443", "[2001:db8::1]:80"):
+            assert send(place, "GET", "/adapters", {}, b"", host)[0] == 200
+        # A proxy that speaks TLS in front, which passes Host on as it came.
+        assert send(place, "GET", "/adapters", {"Origin": "https://chat.example"}, b"", "chat.example")[0] == 200
+        assert send(place, "GET", "/adapters", {"Origin": "https://chat.example:443"}, b"", "chat.example")[0] == 200
+        assert_forbidden(
+            send(place, "GET", "/adapters", {"Origin": "https://chat.example"}, b"", "chat.example:1"), "Origin"
+        )
+        assert_forbidden(send(place, "GET", "/adapters", {}, b"", "localhost"), "Host")
+
+
+def test_refusals_are_counted(house: House, place: str) -> None:
+    before = house.value('redraft:requests_refused_total{code="forbidden"}')
+    send(place, "POST", "/generate", {"Origin": EVIL}, b"{}")
+    send(place, "POST", "/train", {"Origin": EVIL})
+    assert house.value('redraft:requests_refused_total{code="forbidden"}') == before + 1
+
+
+@pytest.mark.parametrize(
+    "name", ["", "*", "*.example", "http://chat.example", "chat.example:80", "[::1]:80", "a b", "a/b"]
+)
+def test_a_setting_that_names_no_host_is_refused(name: str) -> None:
+    with pytest.raises(BadRequest, match="allowed_hosts"):
+        load_settings(flags={"server.allowed_hosts": [name]})
+    kept = ["chat.example", "::1", "[::1]", "10.0.0.7"]
+    assert load_settings(flags={"server.allowed_hosts": kept}).server.allowed_hosts == kept

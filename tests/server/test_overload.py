@@ -1,0 +1,144 @@
+"""Many more clients than places: refusals are quick, because nothing is tokenised for them."""
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+import uvicorn
+
+import service.server
+from service.evaluation.server import LocalServer
+from service.models.text import TextEncoder
+from service.server import Application
+from service.settings import load_settings
+from tests.support.tiny_server import tiny_server, write_pair
+
+WORDS = "the quick brown fox jumps over the lazy dog and runs away from what it has seen there "
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+def long_prompt(number: int, tokens: int) -> str:
+    """One byte is one token of the tiny pair."""
+    return f"{number} {WORDS * (tokens // len(WORDS))}"
+
+
+@contextmanager
+def application(folder: Path, pair: tuple[Path, Path], **engine: object) -> Iterator[str]:
+    """The whole server in this process, on a free port; yields its URL."""
+    server = tiny_server(folder, pair, engine=engine)
+    app = Application(load_settings(server.config), on_fatal=lambda reason: None)
+    web = uvicorn.Server(uvicorn.Config(app, port=server.port, log_config=None, lifespan="off", interface="asgi3"))
+    thread = threading.Thread(target=web.run, daemon=True)
+    try:
+        app.start()
+        thread.start()
+        while not web.started:
+            time.sleep(0.01)
+        yield server.url
+    finally:
+        app.drain()
+        web.should_exit = True
+        thread.join(10)
+        app.stop()
+
+
+def test_only_what_is_admitted_is_tokenised(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenised: list[int] = []
+
+    class Counting(TextEncoder):
+        def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+            tokenised.append(len(messages[0]["content"]))
+            return super().encode_chat(messages)
+
+    monkeypatch.setattr(service.server, "TextEncoder", Counting)
+
+    async def one(client: httpx.AsyncClient, number: int) -> httpx.Response:
+        # Served requests are long enough that they are still running when the last client comes.
+        body = {"prompt": long_prompt(number, 500), "max_tokens": 300}
+        return await client.post("/generate", json=body)
+
+    async def rush(url: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=httpx.Limits(max_connections=None)) as client:
+            return await asyncio.gather(*(one(client, number) for number in range(24)))
+
+    with application(tmp_path, pair, max_rows=2, max_waiting=4) as url:
+        answers = asyncio.run(rush(url))
+        refused = [answer for answer in answers if answer.status_code == 503]
+        assert all(answer.json()["error"]["code"] == "overloaded" for answer in refused)
+        assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
+        admitted = [answer for answer in answers if answer.status_code == 200]
+        assert len(admitted) + len(refused) == 24
+        assert len(admitted) >= 6 and refused
+        assert len(tokenised) == len(admitted)
+        # No token of this pair stands for more than the four bytes of "</s>": by its bytes this cannot fit.
+        hopeless = httpx.post(f"{url}/generate", json={"prompt": "x" * (2048 * 4 + 1)})
+        assert hopeless.status_code == 400 and "bytes" in hopeless.text
+        assert len(tokenised) == len(admitted)
+        assert httpx.post(f"{url}/generate", json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
+
+
+# ------------------------------------------------------------------------------------------------------------ in full
+
+
+async def phase(port: int, times: Sequence[float]) -> list[tuple[int, float]]:
+    """One request at each of these times (seconds from now), each on a connection of its own that is open before. Returns
+    status and seconds from the first byte sent to the first received. Served requests run until the last has its answer."""
+    writers: list[asyncio.StreamWriter] = []
+
+    async def ask(number: int, at: float) -> tuple[int, float]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writers.append(writer)
+        body = json.dumps({"prompt": long_prompt(number, 1_500), "max_tokens": 500, "stream": True}).encode()
+        head = f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nContent-Type: application/json\r\n"
+        await asyncio.sleep(at - time.monotonic())
+        started = time.monotonic()
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        status = int((await reader.readline()).split()[1])
+        return status, time.monotonic() - started
+
+    start = time.monotonic() + 2.0
+    answers = await asyncio.gather(*(ask(number, start + at) for number, at in enumerate(times)))
+    for writer in writers:
+        writer.close()
+        await writer.wait_closed()
+    return answers
+
+
+def report(title: str, answers: list[tuple[int, float]]) -> float:
+    refused = [seconds for status, seconds in answers if status == 503]
+    p50, p99 = np.percentile(refused, [50, 99])
+    print(
+        f"{title}: {len(answers)} requests, {len(refused)} refused; "
+        f"p50 {p50 * 1e3:.0f} ms, p99 {p99 * 1e3:.0f} ms, longest {max(refused) * 1e3:.0f} ms"
+    )
+    assert len(refused) >= len(answers) / 2
+    return float(p99)
+
+
+@pytest.mark.bench
+def test_refusals_take_at_most_100_ms(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+    """4 rows, 12 places to wait, 160 clients: all in the same moment (five times), and once a second each."""
+    server: LocalServer = tiny_server(tmp_path, pair, engine={"max_rows": 4, "max_waiting": 12})
+    server.start()
+
+    steady = [turn + client / 160 for client in range(160) for turn in range(5)]
+    try:
+        bursts = [report(f"burst {turn}", asyncio.run(phase(server.port, [0.0] * 160))) for turn in range(5)]
+        spread = report("steady", asyncio.run(phase(server.port, steady)))
+    finally:
+        server.stop()
+    assert sorted(bursts)[2] <= 0.1
+    assert spread <= 0.1

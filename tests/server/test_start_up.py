@@ -1,0 +1,141 @@
+"""HTTP answers from the first second: 503 with the stage while the models load, and an end in order at any moment."""
+
+import os
+import signal
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from service.evaluation.server import LocalServer
+from service.store.database import upgrade
+from tests.support.tiny_server import tiny_server, write_pair
+
+PATIENCE = 60.0
+STAGES = ["fetching", "loading", "timing"]
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+def launch(server: LocalServer) -> subprocess.Popen[bytes]:
+    """The server's process, not waited for until it is ready. Its umask is the usual one."""
+    with server.log.open("ab") as log:
+        return subprocess.Popen(server._command, stdout=log, stderr=log, umask=0o022)
+
+
+def listening(server: LocalServer, process: subprocess.Popen[bytes]) -> None:
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
+        assert process.poll() is None, server.tail()
+        try:
+            assert httpx.get(f"{server.url}/health/live", timeout=PATIENCE).json() == {"status": "alive"}
+            return
+        except httpx.ConnectError:
+            time.sleep(0.02)
+    raise AssertionError("it never listened")
+
+
+@pytest.fixture
+def stuck(tmp_path: Path, pair: tuple[Path, Path]) -> Iterator[tuple[LocalServer, subprocess.Popen[bytes]]]:
+    """A server that loads for ever: its target's weights are a pipe into which nobody writes."""
+    folder = tmp_path / "target"
+    folder.mkdir()
+    for file in pair[0].iterdir():
+        if file.suffix != ".safetensors":
+            (folder / file.name).write_bytes(file.read_bytes())
+    os.mkfifo(folder / "model.safetensors")
+    server = tiny_server(tmp_path, (folder, pair[1]))
+    process = launch(server)
+    try:
+        yield server, process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_every_route_answers_while_the_models_load_and_a_signal_ends_it(
+    stuck: tuple[LocalServer, subprocess.Popen[bytes]],
+) -> None:
+    server, process = stuck
+    listening(server, process)
+    deadline = time.monotonic() + PATIENCE
+    while "loading" not in (ready := httpx.get(f"{server.url}/health/ready")).text:
+        assert time.monotonic() < deadline, ready.text
+        time.sleep(0.02)
+    error = {"code": "unavailable", "message": "the server is starting: loading", "field": None}
+    for method, path in [
+        ("GET", "/health/ready"),
+        ("POST", "/generate"),
+        ("POST", "/train"),
+        ("GET", "/adapters"),
+        ("POST", "/adapters/rollback"),
+        ("GET", "/openapi.json"),
+        ("GET", "/nothing-here"),
+    ]:
+        refused = httpx.request(method, f"{server.url}{path}", json={} if method == "POST" else None)
+        assert (refused.status_code, refused.json()) == (503, {"error": error}), path
+        assert int(refused.headers["retry-after"]) > 0
+    scraped = httpx.get(f"{server.url}/metrics")
+    assert scraped.status_code == 200
+    assert 'redraft:requests_refused_total{code="unavailable"} 1.0' in scraped.text.splitlines()
+    for foreign in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+        for path in ("/health/live", "/metrics", "/train"):
+            assert httpx.post(f"{server.url}{path}", headers=foreign).status_code == 403
+    # A thread that loads cannot be stopped; the process ends in order all the same, and soon.
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 0, server.tail()
+    log = server.log.read_text()
+    assert "redraft serves at" not in log
+    assert "Traceback" not in log
+
+
+def test_stages_go_by_in_order_and_what_is_recorded_is_said_and_private(
+    tmp_path: Path, pair: tuple[Path, Path]
+) -> None:
+    server = tiny_server(tmp_path, pair, engine={"adaptive": True, "max_rows": 2})
+    home, database = tmp_path / "home", server.folder / "redraft.db"
+    # What an older release wrote, by the umask.
+    upgrade(f"sqlite:///{database}")
+    (server.folder / "adapters").mkdir(mode=0o755)
+    (home / "targets").mkdir(parents=True, mode=0o755)
+    (home / "training.log").touch(mode=0o644)
+    database.chmod(0o644)
+    process = launch(server)
+    try:
+        listening(server, process)
+        stages: list[str] = []
+        deadline = time.monotonic() + PATIENCE
+        while True:
+            announced = "redraft serves at" in server.log.read_text()
+            ready = httpx.get(f"{server.url}/health/ready", timeout=PATIENCE)
+            if ready.status_code == 200:
+                break
+            assert not announced
+            stages.append(ready.json()["error"]["message"].removeprefix("the server is starting: "))
+            assert time.monotonic() < deadline, stages
+        assert stages[-1] == "timing"
+        assert sorted(stages, key=STAGES.index) == stages
+        assert httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        # The write-ahead log is there while the database is open.
+        for path in (database, database.with_name("redraft.db-wal"), database.with_name("redraft.db-shm")):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+        for path in (server.folder / "adapters", home / "targets"):
+            assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
+        assert stat.S_IMODE((home / "training.log").stat().st_mode) == 0o600
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(PATIENCE) == 0, server.tail()
+    finally:
+        process.kill()
+        process.wait()
+    log = server.log.read_text()
+    assert f"redraft serves at {server.url}" in log
+    assert f"home: {home}" in log
+    assert f"recorded for training: prompts, answers and their tokens' probabilities, in {database}" in log
+    assert "to record nothing: store.record = false with training.enabled = false" in log
