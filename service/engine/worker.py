@@ -48,7 +48,8 @@ class Worker:
     """core.GenerationService and core.DraftSwitch over one Engine.
 
     `build` makes the Engine and runs on the thread itself, for MLX objects belong to the thread that made them. `on_fatal`
-    is called from the watchdog when the thread died or made no progress for `hang_seconds` while work was waiting.
+    is called from the watchdog when the thread died or made no progress for `hang_seconds` while work was waiting. `on_wait`
+    is called from `submit` when a request has to wait for a row, and must return at once.
     """
 
     def __init__(
@@ -61,12 +62,14 @@ class Worker:
         observer: RoundObserver,
         hang_seconds: float = 120.0,
         on_fatal: Callable[[str], None] = lambda reason: None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._build = build
         self._max_rows = max_rows
         self._max_waiting = max_waiting
         self._recorder = recorder
         self._observer = observer
+        self._on_wait = on_wait
         self._engine: Engine | None = None
         self._waiting: deque[Ticket] = deque()
         self._reading: list[tuple[Ticket, Prefill]] = []
@@ -108,7 +111,10 @@ class Worker:
             if len(self._waiting) >= self._max_waiting + max(0, self._max_rows - self._taken()):
                 raise Overloaded("the queue is full", retry_after=5)
             self._waiting.append(ticket)
+            must_wait = len(self._waiting) > max(0, self._max_rows - self._taken())
             self._gate.notify()
+        if must_wait:
+            self._on_wait()
         return ticket
 
     def status(self) -> EngineStatus:
