@@ -10,7 +10,7 @@ import socket
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 
 import uvicorn
@@ -20,7 +20,7 @@ from service import FAST_BLAS
 from service.api import Limits, build_api, build_startup_api
 from service.app import Folders, open_stores, resolve_models
 from service.blas import set_blas_threads
-from service.core import Unavailable
+from service.core import RedraftError, StoreError, Unavailable
 from service.engine.decoder import Decoder
 from service.engine.draft import served
 from service.engine.engine import Engine
@@ -29,6 +29,7 @@ from service.engine.probe import check_rows
 from service.engine.worker import Worker
 from service.lifecycle.clock import Clock
 from service.lifecycle.launcher import ProcessLauncher
+from service.lifecycle.queue_monitor import QueueMonitor
 from service.lifecycle.recorder import Recorder
 from service.lifecycle.supervisor import Rules, Supervisor
 from service.lifecycle.switching import Switching
@@ -37,6 +38,7 @@ from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.settings import Settings
 from service.store.files import make_private, private_folder
+from service.store.lease import RENEW_SECONDS, Lease
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +68,16 @@ class Application:
         private_folder(settings.home)
         make_private(settings.adapters_dir, settings.home / "targets", settings.home / TRAINING_LOG)
         self.stores = open_stores(settings, create=True)
+        self._lease = Lease(self.stores.database)
+        try:
+            self._lease.acquire()
+        except RedraftError:
+            self.stores.close()
+            raise
+        self._on_fatal = on_fatal
+        # Not the supervisor's clock: loading models and long ticks must not let the lease run out.
+        self._lease_clock = Clock(self._renew_lease, RENEW_SECONDS)
+        self._lease_clock.start()
         self.metrics = Metrics(max(settings.engine.num_draft_tokens, settings.engine.num_lookup_tokens))
         self.recorder = Recorder(self.stores.generations, on_drop=self.metrics.recorder_dropped)
         self.worker = Worker(
@@ -76,6 +88,7 @@ class Application:
             observer=self.metrics,
             hang_seconds=settings.engine.hang_seconds,
             on_fatal=on_fatal,
+            on_wait=self._notify_wait,
         )
         self.metrics.watch_engine(self.worker.status)
         self._allowed_hosts = [*settings.server.allowed_hosts, settings.server.host]
@@ -85,6 +98,7 @@ class Application:
         self._serving: Serving | None = None
         self._supervisor: Supervisor | None = None
         self._clock: Clock | None = None
+        self._queue: QueueMonitor | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -97,6 +111,7 @@ class Application:
         self.worker.start()
         serving = self._serving
         assert serving is not None
+        queue = QueueMonitor(lambda: self.worker.status().waiting, lambda: supervisor.pause_child())
         supervisor = Supervisor(
             runs=self.stores.runs,
             adapters=self.stores.adapters,
@@ -113,12 +128,13 @@ class Application:
             rules=self._rules(serving),
             who=serving.pair.provenance,
             # Where requests have to wait for a row, serving needs all there is.
-            busy=lambda: self.worker.status().waiting > 0,
+            busy=lambda: queue.busy,
         )
         supervisor.start()
+        queue.start()
         clock = Clock(supervisor.tick, settings.training.tick_seconds)
         clock.start()
-        self._supervisor, self._clock = supervisor, clock
+        self._supervisor, self._clock, self._queue = supervisor, clock, queue
         tokenizer = serving.pair.target.tokenizer
         token_bytes = bytes_per_token(tokenizer)
         self._api = build_api(
@@ -147,11 +163,24 @@ class Application:
         """In the order in which things depend on each other; whatever was recorded is written."""
         if self._clock is not None:
             self._clock.stop()
+        if self._queue is not None:
+            self._queue.stop()
         if self._supervisor is not None:
             self._supervisor.stop()
         self.worker.stop()
         self.recorder.close(timeout=10.0)
+        self._lease_clock.stop()
+        with suppress(StoreError):
+            self._lease.release()
         self.stores.close()
+
+    def _renew_lease(self) -> None:
+        if not self._lease.renew():
+            self._on_fatal("another server has taken over the database")
+
+    def _notify_wait(self) -> None:
+        if self._queue is not None:
+            self._queue.notify()
 
     def _build(self) -> Engine:
         """On the engine's thread: models are found, converted, loaded and checked there."""

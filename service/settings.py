@@ -129,7 +129,7 @@ class TrainingSettings(Section):
     batch_size: int = Field(default=8, ge=1)
     accumulate: int = Field(default=1, ge=1)
     max_length: int = Field(default=512, ge=8)
-    """Prompt and response tokens of one example; longer ones lose the start of the prompt first."""
+    """Prompt and response tokens of one example; a longer text becomes several, which overlap by half."""
     reject_weight: float = Field(default=1.0, ge=1.0)
     """Loss weight of positions where the draft was first rejected."""
     clip: float = Field(default=1.0, gt=0)

@@ -45,7 +45,8 @@ def stats(config: Config = None) -> None:
     finally:
         stores.close()
     rows: list[tuple[str, object]] = [
-        ("generations", found.generations),
+        ("requests recorded", found.requests),
+        ("generations (equal ones are one)", found.generations),
         ("output tokens", found.tokens),
         ("failure cases", found.cases),
         ("of these near-ties", found.ties),
@@ -72,7 +73,7 @@ def purge(
     stores = open_stores(settings_from(config))
     try:
         if keep is not None:
-            gone = stores.generations.purge(keep).result()
+            gone = stores.generations.purge(keep, spare_replay=False).result()
         else:
             gone = stores.generations.erase(client=client, domain=domain, everything=everything).result()
     finally:

@@ -82,7 +82,17 @@ class StoreError(RedraftError):
     code = "store_error"
 
 
+class DatabaseTaken(StoreError):
+    """Another server owns the database; the message names its process and host."""
+
+    code = "database_taken"
+
+
 class IllegalMove(StoreError):
     """A state change that RUN_MOVES or ADAPTER_MOVES does not allow, or with a stale fencing token."""
 
     code = "illegal_move"
+
+
+class ParentChanged(IllegalMove):
+    """The adapter that a candidate was compared with no longer serves."""

@@ -53,7 +53,8 @@ class Worker:
     """core.GenerationService and core.DraftSwitch over one Engine.
 
     `build` makes the Engine and runs on the thread itself, for MLX objects belong to the thread that made them. `on_fatal`
-    is called from the watchdog when the thread died or made no progress for `hang_seconds` while work was waiting.
+    is called from the watchdog when the thread died or made no progress for `hang_seconds` while work was waiting. `on_wait`
+    is called from `submit` when a request has to wait for a row, and must return at once.
     """
 
     def __init__(
@@ -66,12 +67,14 @@ class Worker:
         observer: RoundObserver,
         hang_seconds: float = 120.0,
         on_fatal: Callable[[str], None] = lambda reason: None,
+        on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._build = build
         self._max_rows = max_rows
         self._max_waiting = max_waiting
         self._recorder = recorder
         self._observer = observer
+        self._on_wait = on_wait
         self._engine: Engine | None = None
         self._waiting: deque[Ticket] = deque()
         self._reserved = 0
@@ -122,7 +125,10 @@ class Worker:
             else:
                 self._serving_engine()
             self._waiting.append(ticket)
+            must_wait = len(self._waiting) > max(0, self._max_rows - self._taken())
             self._gate.notify()
+        if must_wait:
+            self._on_wait()
         return ticket
 
     def _release(self) -> None:

@@ -23,7 +23,8 @@ from service.core import FinishReason, Generation, Prompt, Provenance, Sampling,
 from service.store.likeness import template, text_key
 from service.store.reservoir import SHARE, groups_of
 
-DOMAIN = "general"
+GENERAL = "general"
+"""Kind of the general set's texts."""
 _FIFTH = 5
 COVERED = 0.1
 """Share of the new texts from which on a domain needs no replay."""
@@ -94,8 +95,8 @@ class GeneralSet:
 
 def _generation(key: str, prompt: tuple[int, ...], output: tuple[int, ...], who: Provenance) -> Generation:
     return Generation(
-        id=f"{DOMAIN}-{key}",
-        prompt=Prompt(prompt, Sampling(max_tokens=len(output)), domain=DOMAIN),
+        id=f"{GENERAL}-{key}",
+        prompt=Prompt(prompt, Sampling(max_tokens=len(output)), kind=GENERAL),
         output=output,
         finish=FinishReason.STOP,
         rounds=(),
@@ -131,12 +132,12 @@ def replay(
     if count == 0:
         return []
     known = {generation.id for generation in fresh}
-    shares = Counter(generation.prompt.domain for generation in fresh)
-    covered = {domain for domain, held in shares.items() if general and held >= COVERED * len(fresh)}
-    domains: dict[str | None, list[Generation]] = {}
+    shares = Counter(_place(generation) for generation in fresh)
+    covered = {place for place, held in shares.items() if general and held >= COVERED * len(fresh)}
+    domains: dict[tuple[str | None, str | None], list[Generation]] = {}
     for generation in reservoir(2 * count):
-        if generation.id not in known and generation.prompt.domain not in covered:
-            domains.setdefault(generation.prompt.domain, []).append(generation)
+        if generation.id not in known and _place(generation) not in covered:
+            domains.setdefault(_place(generation), []).append(generation)
     rng = random.Random(seed)
     for held in domains.values():
         rng.shuffle(held)
@@ -144,6 +145,11 @@ def replay(
     parts = len(domains) + (1 if general else 0)
     stored = drawn[: max(count * len(domains) // parts, count - len(general))] if parts else []
     return [*stored, *general[: count - len(stored)]]
+
+
+def _place(generation: Generation) -> tuple[str | None, str | None]:
+    """The reservoir it belongs to: by its tag, or by its kind."""
+    return generation.prompt.domain, generation.prompt.kind
 
 
 def lesson(

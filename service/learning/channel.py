@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import TextIO
+
+log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.02
 ORPHANED = 75
@@ -62,8 +65,10 @@ class Channel:
         for line in self._lines:
             if line.strip() == "pause":
                 self._paused.set()
+                log.info("paused")
             elif line.strip() == "resume":
                 self._paused.clear()
+                log.info("resumed")
         os._exit(ORPHANED)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -11,6 +11,9 @@ from numpy.typing import NDArray
 
 from service.core import TOP_TARGETS, Generation, Targets
 
+WINDOWS = 2
+"""Windows a run learns from for each of its texts, on average, at most: long texts may cost so many times what cutting each of
+them to one window would."""
 LENGTHS = 32
 """Padded lengths and position counts are multiples of this: few shapes, so that freed memory can be used again."""
 
@@ -20,10 +23,11 @@ Ints = NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One generation, cut to length. The hidden state at index `start` + i predicts the i-th kept output token.
+    """One window of a generation. The hidden state at index `start` + i predicts the i-th output token learnt in it.
 
-    tokens: (length,) what is fed: the prompt and all output tokens but the last. ids, logprobs: (n, top), tail: (n,),
-    the target's distribution, normalised. weight: (n,).
+    tokens: (length,) what is fed: of the prompt and all output tokens but the last, those in the window. ids, logprobs:
+    (n, top), tail: (n,), the target's distribution, normalised; the target saw the whole text. weight: (n,). before: the
+    tokens of the text that come before the window.
     """
 
     tokens: Ints
@@ -32,6 +36,7 @@ class Example:
     logprobs: Floats
     tail: Floats
     weight: Floats
+    before: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
 
     @property
     def positions(self) -> int:
@@ -40,10 +45,12 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
-    """examples: what can be learnt from. skipped: generations that cannot, and why not (reason -> count)."""
+    """examples: what can be learnt from. skipped: generations that cannot, and why not (reason -> count). left_out: windows of
+    long texts beyond WINDOWS."""
 
     examples: tuple[Example, ...]
     skipped: dict[str, int]
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +58,8 @@ class Batch:
     """B examples padded at the end to one length L, and their N response positions (padded with weight 0).
 
     tokens: (B, L) int32. at: (N,) index into the B x L hidden states that predict. ids, logprobs: (N, top). tail,
-    weight: (N,). count: tokens fed, without padding.
+    weight: (N,). count: tokens fed, without padding. texts: (B, M) int32, each text from its first token to the end of its
+    window, and offsets: (B,) where the windows begin; None where all begin with the text.
     """
 
     tokens: mx.array
@@ -61,6 +69,8 @@ class Batch:
     tail: mx.array
     weight: mx.array
     count: int
+    texts: mx.array | None = None
+    offsets: mx.array | None = None
 
 
 def unpack(targets: Targets) -> tuple[Ints, Floats, Floats]:
@@ -75,29 +85,55 @@ def unpack(targets: Targets) -> tuple[Ints, Floats, Floats]:
         return ids, logprobs - total[:, None], tail - total
 
 
-def build(generations: Sequence[Generation], *, max_length: int, reject_weight: float, vocabulary: int) -> Dataset:
-    """Examples of at most `max_length` prompt and output tokens; longer ones lose the start of the prompt, and, where
-    one prompt token and the output are still too long, the end of the output.
+def build(
+    generations: Sequence[Generation], *, max_length: int, reject_weight: float, vocabulary: int, seed: int = 0
+) -> Dataset:
+    """Examples of at most `max_length` prompt and output tokens. A longer text becomes several windows, which together learn
+    every output token once (see `windows`). Where there are more than WINDOWS for each text, every text keeps its first and
+    `seed` draws the others.
 
     First rejections that are no near-ties weigh `reject_weight`. vocabulary: the draft's logits' width. Generations
     that have no target distribution, or a damaged one, or not a single output token to learn from, are skipped and
     counted.
     """
-    examples: list[Example] = []
+    cut: list[list[Example]] = []
     skipped: dict[str, int] = {}
     for generation in generations:
-        made = _example(generation, max_length, reject_weight, vocabulary)
-        if isinstance(made, Example):
-            examples.append(made)
-        else:
+        made = _examples(generation, max_length, reject_weight, vocabulary)
+        if isinstance(made, str):
             skipped[made] = skipped.get(made, 0) + 1
-    return Dataset(tuple(examples), skipped)
+        else:
+            cut.append(made)
+    further = [(text, window) for text, made in enumerate(cut) for window in range(1, len(made))]
+    room = (WINDOWS - 1) * len(cut)
+    drawn = np.random.default_rng(seed).permutation(len(further))[:room].tolist()
+    kept = {further[i] for i in drawn} if len(further) > room else set(further)
+    examples = [
+        example
+        for text, made in enumerate(cut)
+        for window, example in enumerate(made)
+        if window == 0 or (text, window) in kept
+    ]
+    return Dataset(tuple(examples), skipped, len(further) - len(kept))
 
 
-def _example(generation: Generation, max_length: int, reject_weight: float, vocabulary: int) -> Example | str:
+def windows(prompt: int, length: int, size: int) -> list[tuple[int, int, int]]:
+    """Windows of at most `size` tokens over a text of `length`, of which the first `prompt` are no output: (start, first, end).
+    Tokens `first` to `end` are learnt, each in one window, with at least half a window of the text before them (or all of it).
+    """
+    found: list[tuple[int, int, int]] = []
+    first = prompt
+    while first < length:
+        start = max(0, min(first - size // 2, length - size))
+        end = min(start + size, length)
+        found.append((start, first, end))
+        first = end
+    return found
+
+
+def _examples(generation: Generation, max_length: int, reject_weight: float, vocabulary: int) -> list[Example] | str:
     prompt, output, targets = generation.prompt.tokens, generation.output, generation.targets
-    kept = min(len(output), max_length - 1)
-    if not prompt or kept < 1:
+    if not prompt or not output:
         return "no response token"
     if targets is None:
         return "no targets"
@@ -106,16 +142,29 @@ def _example(generation: Generation, max_length: int, reject_weight: float, voca
     if targets.positions != len(output) or _damaged(targets):
         return "damaged targets"
     ids, logprobs, tail = unpack(targets)
-    prompt = prompt[-(max_length - kept) :]
-    tokens = np.array([*prompt, *output[: kept - 1]], dtype=np.int32)
+    tokens = np.array([*prompt, *output], dtype=np.int32)
     sound = not np.isnan(logprobs).any() and not np.isnan(tail).any() and logprobs.max() < 1e-3
     if not sound or min(ids.min(), tokens.min()) < 0 or max(ids.max(), tokens.max()) >= vocabulary:
         return "damaged targets"
-    weight = np.ones(kept, dtype=np.float32)
+    weight = np.ones(len(output), dtype=np.float32)
     for case in generation.cases:
-        if not case.tie and 0 <= case.position < kept:
+        if not case.tie and 0 <= case.position < len(output):
             weight[case.position] = reject_weight
-    return Example(tokens, len(prompt) - 1, ids[:kept], logprobs[:kept], tail[:kept], weight)
+    found: list[Example] = []
+    for start, first, end in windows(len(prompt), len(tokens), max_length):
+        here = slice(first - len(prompt), end - len(prompt))
+        found.append(
+            Example(
+                tokens[start : end - 1],
+                first - start - 1,
+                ids[here],
+                logprobs[here],
+                tail[here],
+                weight[here],
+                tokens[:start],
+            )
+        )
+    return found
 
 
 def _damaged(targets: Targets) -> bool:
@@ -152,7 +201,16 @@ def collate(examples: Sequence[Example]) -> Batch:
     ids = np.broadcast_to(np.arange(top, dtype=np.int32), (spare, top))
     even = np.full((spare, top), -np.log(top), dtype=np.float32)
     none = np.full(spare, -np.inf, dtype=np.float32)
+    texts = offsets = None
+    if any(len(example.before) for example in examples):
+        ends = [len(e.before) + len(e.tokens) for e in examples]
+        whole = np.zeros((len(examples), padded(max(ends))), dtype=np.int32)
+        for row, end, example in zip(whole, ends, examples, strict=True):
+            row[:end] = [*example.before, *example.tokens]
+        texts, offsets = mx.array(whole), mx.array([len(example.before) for example in examples])
     return Batch(
+        texts=texts,
+        offsets=offsets,
         tokens=mx.array(tokens),
         at=mx.array(np.pad(at, (0, spare))),
         ids=mx.array(np.concatenate([*(e.ids for e in examples), ids])),

@@ -139,13 +139,15 @@ class _Training:
             max_length=job.training.max_length,
             reject_weight=job.training.reject_weight,
             vocabulary=shared_width(job),
+            seed=job.run,
         )
         log.info(
-            "%d generations: of %d new ones, %d before them, and replayed ones; skipped %s",
+            "%d generations: of %d new ones, %d before them, and replayed ones; skipped %s, windows left out %d",
             len(chosen),
             len(fresh),
             len(earlier),
             data.skipped,
+            data.left_out,
         )
         if not data.examples:
             raise TrainingFailed(f"no example to learn from: {data.skipped or 'the run claimed nothing'}")

@@ -12,7 +12,7 @@ from mlx.nn.utils import checkpoint
 
 from service.learning.dataset import Batch
 from service.learning.objectives import LEARNT, Objective, each, forward_kl
-from service.learning.steps import learnt, states
+from service.learning.steps import learnt, window_states
 from service.models.heads import split
 
 CHUNK = 512
@@ -75,7 +75,7 @@ class TargetDivergence:
     def positions(self, model: nn.Module, batch: Batch) -> mx.array:
         """The objective at each of the batch's positions, (N,), those that fill up among them; not weighted. In a round's first
         step."""
-        at_first = states(model, self.parts, batch.tokens, 1)[0][batch.at]
+        at_first = window_states(model, self.parts, batch, 1)[0][batch.at]
         found: list[mx.array] = []
         for start in range(0, batch.at.shape[0], CHUNK):
             chosen = slice(start, start + CHUNK)

@@ -11,9 +11,6 @@ from service.core import Generation, Score
 from service.learning.buffer import limited
 from service.learning.offpolicy import acceptance, calls_by_length
 
-UNTAGGED = "untagged"
-"""Domain of requests that named none."""
-
 
 @dataclass(frozen=True, slots=True)
 class HeldOut:
@@ -53,7 +50,8 @@ def score(
     return [
         Score(
             generation=generation.id,
-            domain=generation.prompt.domain or UNTAGGED,
+            # No tag is empty: whatever clients call their domains, none is taken for those that have none.
+            domain=generation.prompt.domain or "",
             tokens=len(generation.output),
             agreed=result.agreed,
             calls=calls_by_length(result.rates, k),

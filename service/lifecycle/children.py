@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias, cast
 
 from service.core import FailureCase, JobHandle, Progress, Score
 
 GRACE_SECONDS = 5.0
+
+
+class Pause(StrEnum):
+    """Why a child pauses. BUSY: requests wait. STRAIN: the machine cannot spare what it takes."""
+
+    BUSY = "busy"
+    STRAIN = "strain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +124,8 @@ class Child:
         self._ended = False
         self._paused_since: datetime | None = None
         self._held = timedelta()
+        self._reasons: set[Pause] = set()
+        self._lock = threading.Lock()
 
     @property
     def pid(self) -> int:
@@ -155,13 +166,19 @@ class Child:
             return
         self.stop()
 
-    def pause(self, paused: bool, now: datetime) -> None:
-        """Let it hold still, or go on; tells it only what is new."""
-        if paused is (self._paused_since is not None) or self._ended:
-            return
-        self._held = self._paused_for(now)
-        self._paused_since = now if paused else None
-        self._handle.pause(paused)
+    def pause(self, reason: Pause, on: bool, now: datetime) -> None:
+        """Set or clear one reason to pause, from any thread: it pauses while there is any. Sends only what is new."""
+        with self._lock:
+            if on:
+                self._reasons.add(reason)
+            else:
+                self._reasons.discard(reason)
+            paused = bool(self._reasons)
+            if paused is (self._paused_since is not None) or self._ended:
+                return
+            self._held = self._paused_for(now)
+            self._paused_since = now if paused else None
+            self._handle.pause(paused)
 
     def _paused_for(self, now: datetime) -> timedelta:
         """In all, until now. A clock set back takes nothing off."""

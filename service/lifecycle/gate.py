@@ -13,6 +13,8 @@ WORTHWHILE = 0.005
 """A candidate that seems to gain less than this is not worth a swap: what was read ahead with the old draft is lost, and the
 next run waits for the watch. It also keeps out candidates that differ from the active one by noise alone."""
 
+NO_DOMAIN = "requests without a domain"
+
 
 def judge(
     candidate: Sequence[Score],
@@ -49,7 +51,7 @@ def judge(
     elif whole.gain < WORTHWHILE:
         promoted, reason = False, f"too little better: {whole}"
     elif blocked:
-        promoted, reason = False, f"worse on {', '.join(blocked)}: {parts[blocked[0]]}"
+        promoted, reason = False, f"worse on {', '.join(name or NO_DOMAIN for name in blocked)}: {parts[blocked[0]]}"
     else:
         promoted, reason = True, f"better: {whole}"
     told = {name: each.interval for name, each in parts.items()}

@@ -84,7 +84,8 @@ class Job(Protocol):
     def child(self) -> Child: ...
 
     def pause(self, busy: bool, strain: str | None) -> None:
-        """Hold still while serving is busy, or the machine cannot spare what it takes (`strain` says why), else go on."""
+        """Pause while the machine cannot spare what it takes (`strain` says why), else go on. busy: requests wait; for that the
+        supervisor pauses any child."""
         ...
 
     def heed(self, message: Message) -> None:

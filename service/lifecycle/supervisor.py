@@ -30,6 +30,7 @@ from service.core import (
     Unavailable,
 )
 from service.lifecycle import policy, training
+from service.lifecycle.children import Pause
 from service.lifecycle.parts import Job, Parts, Rules
 from service.lifecycle.supply import Supply, SupplyJob
 from service.lifecycle.surroundings import Surroundings
@@ -85,6 +86,7 @@ class Supervisor:
         self._busy = busy
         self._strain = strain or Surroundings.here(rules.training)
         self._lock = threading.RLock()
+        self._pausing = threading.Lock()
         self._job: Job | None = None
         self._own: int | None = None
         self._stranger: tuple[int, RunState, Progress] | None = None
@@ -119,6 +121,13 @@ class Supervisor:
             except StoreError as error:
                 log.warning("the next start has to put the run right: %s", error)
 
+    def pause_child(self) -> None:
+        """Pause the child under way while serving is busy, or let it go on. Called whenever that changes, and by every tick;
+        waits for no tick. The run's row says so at the next one."""
+        with self._pausing:
+            if (job := self._job) is not None:
+                job.child.pause(Pause.BUSY, self._busy(), self._parts.now())
+
     def tick(self) -> None:
         """One look at everything; safe to call at any time, from any thread, any number of times. Raises what went
         wrong; the next tick tries again."""
@@ -137,6 +146,8 @@ class Supervisor:
                     self._job = self._watch.begin()
                 if self._job is None:
                     self._start_if_due()
+                # A child that was just started, when serving was busy already.
+                self.pause_child()
             if self._ticks % CLEAN_EVERY == 0:
                 self._clean()
             self._ticks += 1
@@ -151,6 +162,7 @@ class Supervisor:
             return
         job.child.listen(self._parts.now(), self._parts.rules.training.timeout_seconds)
         try:
+            self.pause_child()
             job.pause(self._busy(), self._strain())
             while job.child.inbox:
                 job.heed(job.child.inbox[0])
@@ -239,6 +251,7 @@ class Supervisor:
                 supplying.child.stop()
                 supplying.abandon("a run was asked for")
             self._begin(run)
+            self.pause_child()
             return runs.get(run.id)
 
     def run(self, run_id: int) -> TrainingRun:

@@ -68,7 +68,7 @@ class SupplyJob:
 
     def pause(self, busy: bool, strain: str | None) -> None:
         # Not for strain: it is short, and a comparison may be waiting for it to end.
-        self._child.pause(busy, self._parts.now())
+        pass
 
     def heed(self, message: Message) -> None:
         match message:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from service.core import (
     AdapterRef,
     AdapterRefused,
+    ParentChanged,
     Progress,
     RunState,
     TrainingRun,
@@ -18,7 +19,7 @@ from service.core import (
     Verdict,
 )
 from service.lifecycle import gate
-from service.lifecycle.children import Candidate, Cases, Child, Crashed, Done, GaveUp, Message, Scores
+from service.lifecycle.children import Candidate, Cases, Child, Crashed, Done, GaveUp, Message, Pause, Scores
 from service.lifecycle.parts import Parts
 
 log = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class TrainingJob:
         # Whoever asks for a run wants it now, on battery or not.
         strained = strain if self._run.trigger is not Trigger.MANUAL else None
         reason = strained or (BUSY if busy else None)
-        self._child.pause(reason is not None, self._parts.now())
+        self._child.pause(Pause.STRAIN, strained is not None, self._parts.now())
         run, runs = self._run, self._parts.runs
         if reason != self._paused and not self._child.ended:
             self._parts.events.training(runs.pause(run.id, run.fencing, reason))
@@ -148,7 +149,13 @@ class TrainingJob:
             parts.crash(parts.runs.get(run.id), f"the engine could not look at the candidate: {error}", blameless=True)
             return
         self._remember()
-        parts.ended(parts.runs.promote(run.id, run.fencing, candidate.id, verdict))
+        try:
+            promoted = parts.runs.promote(run.id, run.fencing, candidate.id, verdict)
+        except ParentChanged as error:
+            verdict = replace(verdict, promoted=False, reason=str(error))
+            parts.ended(parts.runs.reject(run.id, run.fencing, candidate.id, verdict))
+            return
+        parts.ended(promoted)
         parts.events.promoted()
         log.info("adapter %d is promoted: %s", candidate.id, verdict.reason)
         try:

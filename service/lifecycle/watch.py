@@ -84,7 +84,7 @@ class WatchJob:
 
     def pause(self, busy: bool, strain: str | None) -> None:
         # Whatever the machine is short of: a comparison is short, and a bad adapter costs more while it waits.
-        self._child.pause(busy, self._parts.now())
+        pass
 
     def heed(self, message: Message) -> None:
         match message:

@@ -200,6 +200,12 @@ def retire_active(connection: Connection, draft: str) -> None:
         move_adapter(connection, row.id, AdapterState.RETIRED)
 
 
+def active_id(connection: Connection, draft: str) -> int:
+    """The adapter that serves this draft; BARE_DRAFT for none."""
+    row = _active(connection, draft)
+    return BARE_DRAFT if row is None else row.id
+
+
 def record_evaluation(connection: Connection, adapter_id: int, kind: str, verdict: Verdict) -> None:
     connection.execute(
         insert(evaluations).values(

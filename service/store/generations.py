@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, update
 
 from service.core import FailureCase, Generation, Provenance, Round
 from service.store.database import Database
-from service.store.rows import generation_of, rounds_of, target_bytes, utc, values_of
+from service.store.rows import generation_of, rounds_of, target_bytes, text_key, utc, values_of
 from service.store.tables import (
     failure_cases,
     generation_targets,
@@ -22,7 +22,7 @@ from service.store.tables import (
     replay_domains,
     unseen,
 )
-from service.store.unseen import untried
+from service.store.unseen import add_cases, had, untried
 
 TRAIN, HELD_OUT = "train", "held_out"
 LOOKED_THROUGH = 4
@@ -41,6 +41,9 @@ class UntrainedCounts:
 
 @dataclass(frozen=True, slots=True)
 class CaseStats:
+    """requests: generations recorded, copies of a text among them. generations: distinct ones."""
+
+    requests: int
     generations: int
     tokens: int
     cases: int
@@ -69,15 +72,14 @@ class Generations:
         self._db = database
 
     def add(self, batch: Sequence[Generation]) -> Future[int]:
-        """Store generations and their cases behind whatever is urgent; how many were new. Known ids are left alone."""
+        """Store generations and their cases behind whatever is urgent; how many were new. Known ids are left alone; a text
+        that is there already (see rows.text_key) is counted in its row and makes none of its own."""
 
         def work(connection: Connection) -> int:
             ids = [generation.id for generation in batch]
             known = set(connection.execute(select(generations.c.id).where(generations.c.id.in_(ids))).scalars())
             new = {g.id: g for g in batch if g.id not in known and g.prompt.store}
-            for generation in new.values():
-                _insert(connection, generation)
-            return len(new)
+            return sum(not _counted(connection, made) and _insert(connection, made) for made in new.values())
 
         return self._db.write(work, urgent=False)
 
@@ -160,8 +162,12 @@ class Generations:
             return select(func.count()).select_from(failure_cases).where(*where).scalar_subquery()
 
         with self._db.read() as connection:
-            total, tokens = connection.execute(
-                select(func.count(), func.coalesce(func.sum(generations.c.output_tokens), 0)).select_from(generations)
+            requests, total, tokens = connection.execute(
+                select(
+                    func.coalesce(func.sum(generations.c.copies), 0),
+                    func.count(),
+                    func.coalesce(func.sum(generations.c.output_tokens), 0),
+                ).select_from(generations)
             ).one()
             cases, ties, trained, quarantined = connection.execute(
                 select(
@@ -174,10 +180,16 @@ class Generations:
             domains = connection.execute(
                 select(generations.c.domain, func.count()).group_by(generations.c.domain)
             ).all()
-        return CaseStats(total, int(tokens), cases, ties, trained, quarantined, {str(d or ""): n for d, n in domains})
+        return CaseStats(
+            int(requests), total, int(tokens), cases, ties, trained, quarantined, {str(d or ""): n for d, n in domains}
+        )
 
-    def purge(self, keep: int) -> Future[int]:
-        """Delete all but the newest `keep` generations, with everything that hangs on them; how many went."""
+    def purge(self, keep: int, *, spare_replay: bool = True) -> Future[int]:
+        """Delete all but the newest `keep` generations, with everything that hangs on them; how many went.
+
+        spare_replay: what the replay buffer holds stays, or its reservoirs would hold recent texts alone. At most the newest
+        `keep` of it, since clients may name as many domains as they like.
+        """
 
         def work(connection: Connection) -> int:
             oldest = connection.execute(
@@ -185,7 +197,9 @@ class Generations:
             ).scalar()
             if oldest is None:
                 return 0
-            return _remove(connection, generations.c.seq <= oldest)
+            held = select(replay_buffer.c.seq).distinct().order_by(replay_buffer.c.seq.desc()).limit(keep)
+            spared = [generations.c.seq.not_in(held)] if spare_replay else []
+            return _remove(connection, generations.c.seq <= oldest, *spared)
 
         return self._db.write(work, urgent=False, scrub=True)
 
@@ -273,12 +287,31 @@ def untrained_generations(who: Provenance, limit: int) -> Any:
 def _remove(connection: Connection, *where: ColumnElement[bool]) -> int:
     gone = connection.execute(delete(generations).where(*where)).rowcount
     # A reservoir that lost all it held begins again, and its domain's name goes with it.
-    held = select(replay_buffer.c.slot).where(replay_buffer.c.domain == replay_domains.c.domain)
+    held = select(replay_buffer.c.slot).where(
+        replay_buffer.c.domain == replay_domains.c.domain, replay_buffer.c.kind == replay_domains.c.kind
+    )
     connection.execute(delete(replay_domains).where(~held.exists()))
     return gone
 
 
-def _insert(connection: Connection, made: Generation) -> None:
+def _counted(connection: Connection, made: Generation) -> bool:
+    """Count a text in the row that it has already; False where it has none. What the row's own draft left no cases of gets the
+    copy's: it was parked the first time."""
+    same = generations.c.text_key == text_key(made)
+    query = select(generations.c.seq).where(same).order_by(generations.c.seq.desc()).limit(1)
+    seq = connection.execute(query).scalar()
+    if seq is None:
+        return False
+    connection.execute(update(generations).where(generations.c.seq == seq).values(copies=generations.c.copies + 1))
+    waiting = connection.execute(select(unseen.c.seq).where(unseen.c.seq == seq, ~had)).scalar() is not None
+    if waiting and not untried(made):
+        add_cases(connection, seq, made.cases)
+        connection.execute(delete(unseen).where(unseen.c.seq == seq))
+    return True
+
+
+def _insert(connection: Connection, made: Generation) -> bool:
+    """A row of its own; always True."""
     values = values_of(made)
     split = split_of(made.prompt.first_user or values["prompt"].hex())
     row = connection.execute(insert(generations).values(**values, split=split))
@@ -290,3 +323,4 @@ def _insert(connection: Connection, made: Generation) -> None:
         connection.execute(insert(failure_cases), [{"seq": seq, **asdict(case)} for case in made.cases])
     if split == TRAIN and untried(made):
         connection.execute(insert(unseen).values(seq=seq))
+    return True

@@ -1,9 +1,12 @@
-"""The replay reservoirs' rows: one for every tag that clients gave, and for every kind of prompt that came without one."""
+"""The replay reservoirs' rows: one for every tag that clients gave, and for every kind of prompt that came without one.
+
+Tags and kinds are columns of their own: a client may call its domain whatever it likes.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +19,9 @@ from service.store.generations import TRAIN, Generations
 from service.store.likeness import kind, template, text_key
 from service.store.reservoir import Item, Reservoir, groups_of
 from service.store.tables import failure_cases, generations, replay_buffer, replay_domains
+
+Place = tuple[str, str]
+"""A reservoir's name: the clients' tag, or ("", kind) for prompts that came without one."""
 
 _TEXT = (
     generations.c.id,
@@ -78,68 +84,76 @@ class Replay:
         self._db.write(work, urgent=False).result()
 
     def labelled(self, found: Sequence[Generation]) -> list[Generation]:
-        """With the reservoir's name as the domain of those that have no tag: what is like what is held."""
-        known = list(self.sizes())
+        """With their kind where they have no tag: which of the reservoirs they are like."""
+        known = [name for _, name in self.sizes() if name]
         return [
-            g if g.prompt.domain else replace(g, prompt=replace(g.prompt, domain=kind(g.prompt.tokens, known)))
+            g if g.prompt.domain else replace(g, prompt=replace(g.prompt, kind=kind(g.prompt.tokens, known)))
             for g in found
         ]
 
     def sample(self, who: Provenance, count: int, seed: int) -> list[Generation]:
         """Up to `count` held generations of this target and tokenizer, uniform over reservoirs, then within each; their domain
-        is the reservoir's name."""
+        or kind is the reservoir's."""
         query = (
-            select(replay_buffer.c.domain, generations.c.id)
+            select(replay_buffer.c.domain, replay_buffer.c.kind, generations.c.id)
             .join_from(replay_buffer, generations, generations.c.seq == replay_buffer.c.seq)
             .where(generations.c.target == who.target, generations.c.tokenizer == who.tokenizer)
-            .order_by(replay_buffer.c.domain, replay_buffer.c.slot)
+            .order_by(replay_buffer.c.domain, replay_buffer.c.kind, replay_buffer.c.slot)
         )
-        held: dict[str, list[str]] = {}
+        held: dict[Place, list[str]] = {}
         with self._db.read() as connection:
-            for domain, name in connection.execute(query):
-                held.setdefault(domain, []).append(name)
+            for domain, of_kind, name in connection.execute(query):
+                held.setdefault((domain, of_kind), []).append(name)
         rng = random.Random(seed)
         for names in held.values():
             rng.shuffle(names)
-        place: dict[str, str] = {}
+        place: dict[str, Place] = {}
         while len(place) < count and any(held.values()):
-            for domain, names in held.items():
+            for where, names in held.items():
                 if names and len(place) < count:
-                    place.setdefault(names.pop(), domain)
+                    place.setdefault(names.pop(), where)
         found = {g.id: g for g in self._generations.by_ids(list(place))}
-        return [replace(g, prompt=replace(g.prompt, domain=place[name])) for name, g in found.items()]
+        return [
+            replace(g, prompt=replace(g.prompt, domain=place[name][0] or None, kind=place[name][1] or None))
+            for name, g in found.items()
+        ]
 
-    def sizes(self) -> dict[str, int]:
-        query = select(replay_buffer.c.domain, func.count()).group_by(replay_buffer.c.domain)
+    def sizes(self) -> Mapping[Place, int]:
+        """Texts held by each reservoir that holds any."""
+        name = (replay_buffer.c.domain, replay_buffer.c.kind)
+        query = select(*name, func.count()).group_by(*name)
         with self._db.read() as connection:
-            return dict(connection.execute(query).all())
+            return {(domain, of_kind): count for domain, of_kind, count in connection.execute(query)}
 
 
 def _offer(connection: Connection, domain: str | None, rows: Sequence[Any], capacity: int, seed: int) -> None:
-    known = list(connection.execute(select(replay_domains.c.domain)).scalars())
-    offered: dict[str, list[Item]] = {}
+    known = list(connection.execute(select(replay_domains.c.kind).where(replay_domains.c.kind != "")).scalars())
+    offered: dict[Place, list[Item]] = {}
     for row in rows:
-        name = domain or row.domain or kind(_ids(row.prompt), known)
-        if name not in known:
-            known.append(name)
-        offered.setdefault(name, []).append(_item(row))
-    for name, items in offered.items():
-        _fill(connection, name, items, capacity, seed)
+        tag = domain or row.domain
+        place = (tag, "") if tag else ("", kind(_ids(row.prompt), known))
+        if not tag and place[1] not in known:
+            known.append(place[1])
+        offered.setdefault(place, []).append(_item(row))
+    for place, items in offered.items():
+        _fill(connection, place, items, capacity, seed)
 
 
-def _fill(connection: Connection, domain: str, items: Sequence[Item], capacity: int, seed: int) -> None:
-    here = replay_buffer.c.domain == domain
+def _fill(connection: Connection, place: Place, items: Sequence[Item], capacity: int, seed: int) -> None:
+    here = and_(replay_buffer.c.domain == place[0], replay_buffer.c.kind == place[1])
+    this = and_(replay_domains.c.domain == place[0], replay_domains.c.kind == place[1])
+    name = {"domain": place[0], "kind": place[1]}
     query = select(replay_buffer.c.slot, *_TEXT).join_from(replay_buffer, generations, _same).where(here)
     held = {row.slot: _item(row) for row in connection.execute(query)}
-    seen = connection.execute(select(replay_domains.c.seen).where(replay_domains.c.domain == domain)).scalar()
+    seen = connection.execute(select(replay_domains.c.seen).where(this)).scalar()
     if seen is None:
-        connection.execute(insert(replay_domains).values(domain=domain, seen=0))
-    reservoir = Reservoir(capacity, held, seen or 0, random.Random(f"{seed} {domain} {seen or 0}"))
+        connection.execute(insert(replay_domains).values(**name, seen=0))
+    reservoir = Reservoir(capacity, held, seen or 0, random.Random(f"{seed} {place[0] or place[1]} {seen or 0}"))
     taken = {slot for item in items if (slot := reservoir.offer(item)) is not None}
     for slot in sorted(taken):
         connection.execute(delete(replay_buffer).where(here, replay_buffer.c.slot == slot))
-        connection.execute(insert(replay_buffer).values(domain=domain, slot=slot, seq=reservoir.held[slot].seq))
-    connection.execute(update(replay_domains).where(replay_domains.c.domain == domain).values(seen=reservoir.seen))
+        connection.execute(insert(replay_buffer).values(**name, slot=slot, seq=reservoir.held[slot].seq))
+    connection.execute(update(replay_domains).where(this).values(seen=reservoir.seen))
 
 
 _same: ColumnElement[bool] = generations.c.seq == replay_buffer.c.seq

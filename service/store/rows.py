@@ -12,7 +12,18 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Row
 
-from service.core import FailureCase, FinishReason, Generation, Prompt, Provenance, Round, Sampling, Source, Targets
+from service.core import (
+    BARE_DRAFT,
+    FailureCase,
+    FinishReason,
+    Generation,
+    Prompt,
+    Provenance,
+    Round,
+    Sampling,
+    Source,
+    Targets,
+)
 
 
 def id_bytes(tokens: Sequence[int]) -> bytes:
@@ -27,11 +38,24 @@ def target_bytes(targets: Targets) -> bytes:
     return targets.ids + targets.logprobs + targets.tail
 
 
+def text_key(made: Generation) -> str:
+    """Equal (hex sha256) for the same prompt with the same output, made by the same pair while the same adapter served: such
+    copies say nothing new. After a promotion a text is a new row, for the new adapter fails elsewhere."""
+    prompt, who = id_bytes(made.prompt.tokens), made.provenance
+    adapter = made.rounds[-1].adapter if made.rounds else BARE_DRAFT
+    digest = hashlib.sha256(f"{who.target} {who.tokenizer} {who.draft} {adapter} {len(prompt)} ".encode())
+    digest.update(prompt)
+    digest.update(id_bytes(made.output))
+    return digest.hexdigest()
+
+
 def values_of(made: Generation) -> dict[str, Any]:
     """Columns of a row of generations, but for its split."""
     prompt = id_bytes(made.prompt.tokens)
     return {
         "id": made.id,
+        "text_key": text_key(made),
+        "copies": 1,
         "prompt": prompt,
         "output": id_bytes(made.output),
         "output_tokens": len(made.output),

@@ -15,6 +15,7 @@ from service.core import (
     AdapterState,
     IllegalMove,
     NotFound,
+    ParentChanged,
     Progress,
     Provenance,
     RunState,
@@ -22,7 +23,7 @@ from service.core import (
     Trigger,
     Verdict,
 )
-from service.store.adapters import judge_candidate, retire_active
+from service.store.adapters import active_id, judge_candidate, retire_active
 from service.store.database import Database
 from service.store.generations import untrained_generations
 from service.store.rows import utc
@@ -164,10 +165,13 @@ class Runs:
         return self._db.write(work).result()
 
     def promote(self, run_id: int, fencing: int, adapter_id: int, verdict: Verdict) -> TrainingRun:
-        """The candidate won: run PROMOTED, adapter ACTIVE, the former one RETIRED, the cases trained, all in one."""
+        """The candidate won: run PROMOTED, adapter ACTIVE, the former one RETIRED, the cases trained, all in one. Raises
+        ParentChanged, with nothing changed, when what it was compared with does not serve any more."""
 
         def work(connection: Connection) -> TrainingRun:
             row = _move(connection, run_id, fencing, RunState.PROMOTED, adapter=adapter_id, verdict=to_json(verdict))
+            if active_id(connection, row.draft) != row.parent:
+                raise ParentChanged(f"adapter {row.parent}, which it was compared with, no longer serves")
             retire_active(connection, row.draft)
             judge_candidate(connection, run_id, adapter_id, AdapterState.ACTIVE, verdict)
             _cases_trained(connection, run_id)

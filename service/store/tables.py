@@ -49,11 +49,17 @@ generations = Table(
     Column("prompt_hash", String(64), nullable=False),
     Column("split", String(16), nullable=False),
     Column("created_at", DateTime(timezone=True), nullable=False),
+    Column("text_key", String(64), nullable=False),
+    Column("copies", Integer, nullable=False),
     Index(None, "target", "tokenizer", "split", "seq"),
     Index(None, "client"),
     Index(None, "domain"),
+    Index(None, "text_key"),
+    # Without it SQLite gives the number of an erased row to the next one.
+    sqlite_autoincrement=True,
 )
-"""prompt, output: token ids, little-endian uint32. logprobs: float32."""
+"""prompt, output: token ids, little-endian uint32. logprobs: float32. text_key: rows.text_key. copies: how often the text was
+generated, this row's own time included."""
 
 generation_targets = Table(
     "generation_targets",
@@ -96,17 +102,33 @@ replay_buffer = Table(
     "replay_buffer",
     metadata,
     Column("domain", String(128), primary_key=True),
+    Column("kind", String(128), primary_key=True),
     Column("slot", Integer, primary_key=True),
     Column("seq", ForeignKey("generations.seq", ondelete="CASCADE"), nullable=False),
     Index(None, "seq"),
 )
+"""domain: the clients' tag, "" for prompts without one; kind: then likeness.kind's name, else ""."""
 
 replay_domains = Table(
     "replay_domains",
     metadata,
     Column("domain", String(128), primary_key=True),
+    Column("kind", String(128), primary_key=True),
     Column("seen", Integer, nullable=False),
 )
+"""One row a reservoir. seen: texts offered to it so far."""
+
+server_lease = Table(
+    "server_lease",
+    metadata,
+    Column("id", Integer, primary_key=True, autoincrement=False),
+    Column("token", String(32)),
+    Column("host", String(256)),
+    Column("machine", String(256)),
+    Column("pid", Integer),
+    Column("renewed_at", DateTime(timezone=True)),
+)
+"""One row: the server that owns this database, or nulls (store.lease). machine: tells equal host names apart."""
 
 training_runs = Table(
     "training_runs",

@@ -12,7 +12,7 @@ from service.core import AcceptRule, FailureCase, Generation, Provenance, Source
 from service.store.database import Database
 from service.store.tables import failure_cases, generations, unseen
 
-_had = exists().where(
+had = exists().where(
     failure_cases.c.seq == unseen.c.seq,
     or_(
         failure_cases.c.trained_run.is_not(None),
@@ -41,12 +41,12 @@ class Unseen:
         """Output tokens of those that this very pair made and no run has had."""
         query = select(func.coalesce(func.sum(_of(who, generations.c.output_tokens)), 0)).select_from(unseen)
         with self._db.read() as connection:
-            return int(connection.execute(query.where(~_had)).scalar_one())
+            return int(connection.execute(query.where(~had)).scalar_one())
 
     def names(self, who: Provenance, limit: int) -> list[str]:
         """Ids of the newest `limit` of them, newest first."""
         name = _of(who, generations.c.id)
-        query = select(name).select_from(unseen).where(name.is_not(None), ~_had).order_by(unseen.c.seq.desc())
+        query = select(name).select_from(unseen).where(name.is_not(None), ~had).order_by(unseen.c.seq.desc())
         with self._db.read() as connection:
             return list(connection.execute(query.limit(limit)).scalars())
 
@@ -58,9 +58,9 @@ class Unseen:
             count = 0
             for name, cases in found.items():
                 query = select(unseen.c.seq).join_from(unseen, generations, generations.c.seq == unseen.c.seq)
-                seq = connection.execute(query.where(generations.c.id == name, ~_had)).scalar()
+                seq = connection.execute(query.where(generations.c.id == name, ~had)).scalar()
                 if seq is not None:
-                    count += _add(connection, seq, cases)
+                    count += add_cases(connection, seq, cases)
                     connection.execute(delete(unseen).where(unseen.c.seq == seq))
             # What a run has learnt from without this would stay for ever.
             trained = exists().where(failure_cases.c.seq == unseen.c.seq, failure_cases.c.trained_run.is_not(None))
@@ -78,7 +78,7 @@ def _of(who: Provenance, what: ColumnElement[Any]) -> ScalarSelect[Any]:
     return select(what).where(generations.c.seq == unseen.c.seq, mine).correlate(unseen).scalar_subquery()
 
 
-def _add(connection: Connection, seq: int, cases: Sequence[FailureCase]) -> int:
+def add_cases(connection: Connection, seq: int, cases: Sequence[FailureCase]) -> int:
     """Cases at positions that have none; how many."""
     query = select(failure_cases.c.position).where(failure_cases.c.seq == seq)
     known = set(connection.execute(query).scalars())

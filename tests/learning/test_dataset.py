@@ -5,9 +5,11 @@ from dataclasses import replace
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from service.core import Generation, Targets
-from service.learning.dataset import LENGTHS, Dataset, batches, build, collate, unpack
+from service.learning.dataset import LENGTHS, Dataset, batches, build, collate, unpack, windows
 from tests.support.logged_texts import VOCABULARY, case, generation, random_texts, with_targets
 from tests.support.oracle import tiny_llama
 
@@ -51,26 +53,61 @@ def test_stored_distributions_sum_to_one(texts: list[Generation]) -> None:
     assert np.allclose(np.exp(logprobs).sum(axis=-1) + np.exp(tail), 1.0, atol=1e-6)
 
 
-@pytest.mark.parametrize(("prompt", "output", "kept_prompt", "kept_output"), [
-    (10, 6, 10, 6),
-    (11, 6, 10, 6),
-    (40, 6, 10, 6),
-    (40, 15, 1, 15),
-    (40, 16, 1, 15),
-    (1, 99, 1, 15),
-    (99, 1, 15, 1),
-])  # fmt: skip
-def test_a_long_example_loses_the_start_of_its_prompt(
-    prompt: int, output: int, kept_prompt: int, kept_output: int
+@given(st.integers(1, 300), st.integers(1, 300), st.integers(8, 64))
+def test_windows_learn_every_output_token_once_with_the_context_it_can_have(
+    prompt: int, output: int, size: int
 ) -> None:
+    length = prompt + output
+    found = windows(prompt, length, size)
+    assert [at for _, first, end in found for at in range(first, end)] == list(range(prompt, length))
+    for start, first, end in found:
+        assert 0 <= start < first < end <= length and end - start <= size
+        assert first - start >= min(first, size // 2), "half a window before it, or the whole text"
+    assert (len(found) == 1) == (length <= size or found[0][2] == length)
+    assert len(found) <= 1 + -(-output // (size - size // 2)), "no more of them than half windows of output"
+
+
+@pytest.mark.parametrize(("prompt", "output", "cut"), [
+    (10, 6, [(0, 10, 16)]),
+    (11, 6, [(1, 11, 17)]),
+    (40, 6, [(30, 40, 46)]),
+    (40, 12, [(32, 40, 48), (36, 48, 52)]),
+    (2, 30, [(0, 2, 16), (8, 16, 24), (16, 24, 32)]),
+    (99, 1, [(84, 99, 100)]),
+])  # fmt: skip
+def test_a_long_text_is_learnt_in_windows(prompt: int, output: int, cut: list[tuple[int, int, int]]) -> None:
     text = generation([i % VOCABULARY for i in range(prompt)], [(i * 7) % VOCABULARY for i in range(output)])
     text = with_targets(tiny_llama(1), [text])[0]
-    (example,) = made([text], max_length=16).examples
-    whole = [*text.prompt.tokens[-kept_prompt:], *text.output[:kept_output]]
-    assert example.tokens.tolist() == whole[:-1]
-    assert (example.start, example.positions) == (kept_prompt - 1, kept_output)
+    short = with_targets(tiny_llama(1), [generation([1, 2], [3])])
+    found = made([text, *short * len(cut)], max_length=16).examples[: len(cut)]
+    whole = np.array([*text.prompt.tokens, *text.output])
     assert text.targets is not None
-    assert np.array_equal(example.ids, unpack(text.targets)[0][:kept_output])
+    ids, logprobs, _ = unpack(text.targets)
+    assert windows(prompt, prompt + output, 16) == cut
+    for example, (start, first, end) in zip(found, cut, strict=True):
+        assert example.tokens.tolist() == whole[start : end - 1].tolist()
+        assert example.before.tolist() == whole[:start].tolist()
+        assert (example.start, example.positions) == (first - start - 1, end - first)
+        # The target's word on them is the one over the whole text.
+        assert np.array_equal(example.ids, ids[first - prompt : end - prompt])
+        assert np.array_equal(example.logprobs, logprobs[first - prompt : end - prompt])
+
+
+def test_long_texts_cost_a_run_no_more_than_two_windows_each(texts: list[Generation]) -> None:
+    target = tiny_llama(1)
+    long = with_targets(target, [generation([1, 2, 3], [i % 90 for i in range(n)]) for n in (200, 150)])
+    short = [text for text in texts if len(text.prompt.tokens) + len(text.output) <= 16]
+    whole = made([*short, *long] * 20, max_length=16)
+    assert len(whole.examples) == 2 * 20 * (len(short) + 2) and whole.left_out > 0
+    firsts = [example for example in whole.examples if not len(example.before)]
+    assert len(firsts) == 20 * (len(short) + 2), "every text keeps its first window"
+
+    def learnt(seed: int) -> list[tuple[int, ...]]:
+        data = build(long, max_length=16, reject_weight=1.0, vocabulary=VOCABULARY, seed=seed)
+        return [tuple(example.tokens.tolist()) for example in data.examples]
+
+    assert learnt(1) == learnt(1)
+    assert len({window for seed in range(60) for window in learnt(seed)}) > 20, "another run learns others"
 
 
 def test_what_cannot_be_learnt_from_is_skipped_and_counted(texts: list[Generation]) -> None:

@@ -102,7 +102,7 @@ def test_a_run_from_claim_to_scores(home: Home, rig: Rig) -> None:
     assert np.allclose([s["calls"] for s in scores["scores"]["candidate"]], [s.calls for s in mine], rtol=1e-4)
     for at in range(3):
         assert sum(s.calls[at] for s in mine) < sum(s["calls"][at] for s in scores["scores"]["0"])
-    assert {s["domain"] for s in scores["scores"]["0"]} <= {"sql", "untagged"}
+    assert {s["domain"] for s in scores["scores"]["0"]} <= {"sql", ""}
 
     # The rows are the parent's business.
     assert home.runs.get(spec["run"]).state is RunState.TRAINING

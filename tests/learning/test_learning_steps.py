@@ -16,7 +16,7 @@ from service.learning.dataset import Batch, build, collate
 from service.learning.loss import TargetDivergence, buckets
 from service.learning.objectives import Objective, each
 from service.learning.scoring import score
-from service.learning.steps import LEARNT_STEPS
+from service.learning.steps import LEARNT_STEPS, window_states
 from service.learning.trainer import Optimiser, train
 from service.models.eagle import Model as Head
 from service.models.folding import as_served
@@ -65,6 +65,22 @@ def test_every_position_is_learnt_in_one_step_of_a_round(
     assert loss(head, batch).item() == pytest.approx(mean, rel=1e-4)
     assert all(abs(mean - float((step * weight).sum() / weight.sum())) > 1e-3 * mean for step in every)
     assert mx.allclose(loss.positions(head, batch), steps[0], atol=1e-5).item()
+
+
+def test_in_a_window_the_target_has_read_the_whole_text(target: Model, head: Head) -> None:
+    texts = with_targets(target, [t for t in random_texts(8, seed=3) if len(t.prompt.tokens) + len(t.output) > 24])
+    examples = build(texts, max_length=24, reject_weight=1.0, vocabulary=VOCABULARY).examples
+    batch = collate(examples)
+    found = window_states(head, None, batch, LEARNT_STEPS)
+    length = batch.tokens.shape[1]
+    assert len({len(example.before) for example in examples}) > 2
+    for row, example in enumerate(examples):
+        whole = mx.array([[*example.before.tolist(), *example.tokens.tolist()]])
+        features = head.features(whole)[:, len(example.before) :]
+        wanted = head.model.unrolled(mx.array(example.tokens)[None], features, LEARNT_STEPS)
+        learnt = slice(row * length + example.start, row * length + example.start + example.positions)
+        for step, states in enumerate(wanted):
+            assert mx.allclose(found[step][learnt], states[0, example.start :], atol=1e-4).item()
 
 
 def test_every_matrix_of_the_adapter_learns_from_the_first_step_on(

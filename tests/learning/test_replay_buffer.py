@@ -1,6 +1,7 @@
 """What is replayed beside the new, and the general set it starts from."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 
 from service.core import Generation, TrainingFailed
-from service.learning.buffer import DOMAIN, GeneralSet, replay, replay_count
+from service.learning.buffer import GENERAL, GeneralSet, replay, replay_count
 from service.learning.scoring import choose_held_out
 from tests.support.logged_texts import WHO, generation
 
@@ -35,7 +36,9 @@ def test_a_general_set_comes_back_from_its_file(tmp_path: Path, vocabulary: int)
     loaded = GeneralSet.load(tmp_path / "general.npz")
     both = [*loaded.generations(WHO, golden=True), *loaded.generations(WHO, golden=False)]
     assert sorted(pairs(both)) == sorted(written)
-    assert all(g.provenance == WHO and g.targets is None and g.prompt.domain == DOMAIN for g in both)
+    assert all(
+        g.provenance == WHO and g.targets is None and (g.prompt.domain, g.prompt.kind) == (None, GENERAL) for g in both
+    )
     assert all(g.prompt.sampling.greedy for g in both)
     assert len({g.id for g in both}) == len(both)
     with np.load(tmp_path / "general.npz") as stored:
@@ -97,16 +100,24 @@ def stored(domain: str | None, count: int) -> list[Generation]:
     return [generation([1], [2], id=f"{domain}-{i}", domain=domain) for i in range(count)]
 
 
-def drawn(fresh: list[Generation], reservoir: list[Generation], general: int, share: float = 0.5) -> dict[str, int]:
+def general_texts(count: int) -> list[Generation]:
+    made = [generation([1], [2], id=f"{GENERAL}-{i}") for i in range(count)]
+    return [replace(one, prompt=replace(one.prompt, kind=GENERAL)) for one in made]
+
+
+def drawn(
+    fresh: list[Generation], reservoir: list[Generation], general: int, share: float = 0.5
+) -> dict[str | None, int]:
     def sample(count: int) -> list[Generation]:
         # The store's answer: in the order of the log, not of the draw.
         chosen = {g.id for g in random.Random(0).sample(reservoir, min(count, len(reservoir)))}
         return [g for g in reservoir if g.id in chosen]
 
-    found = replay(fresh, share=share, general=stored(DOMAIN, general), reservoir=sample, seed=1)
+    found = replay(fresh, share=share, general=general_texts(general), reservoir=sample, seed=1)
     assert len({g.id for g in found}) == len(found)
-    domains = [str(g.prompt.domain) for g in found]
-    return {domain: domains.count(domain) for domain in sorted(set(domains))}
+    domains = [g.prompt.domain for g in found]
+    assert all((g.prompt.kind == GENERAL) == (g.prompt.domain is None) for g in found)
+    return {domain: domains.count(domain) for domain in set(domains)}
 
 
 def test_what_the_new_cases_do_not_cover_is_replayed_in_equal_parts() -> None:
@@ -114,17 +125,26 @@ def test_what_the_new_cases_do_not_cover_is_replayed_in_equal_parts() -> None:
     past = [*stored("maths", 200), *stored("chat", 200), *stored("sql", 300)]
     parts = drawn(fresh, past, general=500)
     assert sum(parts.values()) == 60
-    assert parts == {DOMAIN: 20, "chat": 20, "maths": 20}
+    assert parts == {None: 20, "chat": 20, "maths": 20}
 
 
 def test_a_service_that_saw_one_topic_replays_the_general_set() -> None:
-    assert drawn(stored("sql", 60), stored("sql", 300), general=500) == {DOMAIN: 60}
+    assert drawn(stored("sql", 60), stored("sql", 300), general=500) == {None: 60}
+
+
+def test_a_client_may_call_its_domain_like_a_kind() -> None:
+    past = [*stored(GENERAL, 200), *stored("cluster:00000000000000aa", 200), *stored("untagged", 200)]
+    kinds = [generation([1], [2], id=f"kind-{i}") for i in range(200)]
+    past += [replace(one, prompt=replace(one.prompt, kind="cluster:00000000000000aa")) for one in kinds]
+    found = replay(stored("sql", 100), share=0.5, general=general_texts(500), reservoir=lambda count: past, seed=1)
+    parts = Counter((g.prompt.domain, g.prompt.kind) for g in found)
+    assert set(parts.values()) == {20} and len(parts) == 5
 
 
 def test_what_one_part_lacks_the_other_gives() -> None:
-    assert drawn(stored("sql", 60), stored("maths", 300), general=4) == {DOMAIN: 4, "maths": 56}
-    assert drawn(stored("sql", 60), stored("maths", 5), general=500) == {DOMAIN: 55, "maths": 5}
-    assert drawn(stored("sql", 60), [], general=7) == {DOMAIN: 7}
+    assert drawn(stored("sql", 60), stored("maths", 300), general=4) == {None: 4, "maths": 56}
+    assert drawn(stored("sql", 60), stored("maths", 5), general=500) == {None: 55, "maths": 5}
+    assert drawn(stored("sql", 60), [], general=7) == {None: 7}
     assert drawn(stored("sql", 60), [], general=0) == {}
 
 
@@ -139,12 +159,12 @@ def test_no_replay_asks_nobody() -> None:
     def reservoir(count: int) -> list[Generation]:
         raise AssertionError(count)
 
-    assert replay(stored("sql", 9), share=0.0, general=stored(DOMAIN, 3), reservoir=reservoir, seed=0) == []
+    assert replay(stored("sql", 9), share=0.0, general=general_texts(3), reservoir=reservoir, seed=0) == []
 
 
 def test_the_golden_set_joins_while_the_log_has_too_little() -> None:
     logged = [generation([1, 2, i], [3] * 50, id=str(i)) for i in range(40)]
-    golden = stored(DOMAIN, 100)
+    golden = general_texts(100)
 
     def chosen(count: int, **limits: int) -> tuple[int, bool]:
         limits = {"min_prompts": 30, "min_tokens": 1500, "max_prompts": 60} | limits

@@ -1,5 +1,6 @@
 """The whole circle over real rows and real child processes."""
 
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 
@@ -7,8 +8,10 @@ import pytest
 
 from service.core import (
     BARE_DRAFT,
+    AdapterRef,
     AdapterState,
     RunState,
+    Staged,
     Trigger,
 )
 from tests.support.lifecycle_world import ENOUGH, WHO, World, check_legal
@@ -105,3 +108,25 @@ def test_old_generations_are_purged(world: World) -> None:
             server.supervisor.tick()
         server.db.write(lambda connection: None, urgent=False).result(10)
         assert server.generations.stats().generations == 10
+
+
+def test_a_parent_that_stops_serving_while_its_candidate_is_staged(world: World) -> None:
+    """By another process's word, say: nothing here could have held it back."""
+    with world.server() as server:
+        first = server.promote()
+        server.supervisor.activate(BARE_DRAFT)
+        stage = server.engine.stage
+
+        def meanwhile(ref: AdapterRef | None) -> Future[Staged]:
+            if ref is not None and ref.id != first.id:
+                server.adapters.activate(first.id, WHO.draft)
+            return stage(ref)
+
+        server.engine.stage = meanwhile
+        server.traffic()
+        server.tick_until(server.ended(RunState.REJECTED))
+        verdict = server.runs.latest(1)[0].verdict
+        assert verdict is not None and verdict.reason == "adapter 0, which it was compared with, no longer serves"
+        assert server.adapters.active(WHO.draft) == server.adapters.get(first.id)
+        server.tick_until(lambda: server.engine.active == first.id)
+        assert server.told.promotions == 1

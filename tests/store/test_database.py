@@ -159,7 +159,7 @@ def test_urgent_writes_go_first(database: Database) -> None:
 
 def test_a_failed_write_leaves_nothing_and_the_next_one_works(database: Database) -> None:
     def half(connection: Connection) -> None:
-        connection.execute(text("INSERT INTO replay_domains VALUES ('half', 1)"))
+        connection.execute(text("INSERT INTO replay_domains VALUES ('half', '', 1)"))
         raise IllegalMove("no")
 
     with pytest.raises(IllegalMove):
@@ -257,7 +257,7 @@ def test_a_full_disk_is_an_error_of_that_write_alone(database: Database) -> None
         # SQLite's own limit on the file's size raises what a full disk does.
         connection.execute(text("PRAGMA max_page_count = 1"))
         for _ in range(200):
-            connection.execute(text("INSERT INTO replay_domains VALUES (hex(randomblob(60)), 1)"))
+            connection.execute(text("INSERT INTO replay_domains VALUES (hex(randomblob(60)), '', 1)"))
 
     def widen(connection: Connection) -> None:
         connection.execute(text("PRAGMA max_page_count = 1000000"))

@@ -4,6 +4,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine
 
-from service.core import StoreError
+from service.core import Provenance, Round, StoreError
 from service.store.database import Database, head, migrations, revision, upgrade
 from service.store.generations import Generations
 from service.store.tables import metadata
@@ -32,7 +33,9 @@ def configured(url: str) -> Config:
 
 def schema(path: Path) -> set[tuple[str, str]]:
     connection = sqlite3.connect(path)
-    rows = connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL").fetchall()
+    # sqlite_sequence, where SQLite counts for AUTOINCREMENT, stays for ever.
+    query = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name != 'sqlite_sequence'"
+    rows = connection.execute(query).fetchall()
     connection.close()
     return {(name, " ".join(sql.split())) for name, sql in rows}
 
@@ -95,6 +98,90 @@ def test_rows_live_through_every_migration(tmp_path: Path) -> None:
     assert Generations(database).by_ids([made.id]) == [made]
     assert Generations(database).counts(WHO).cases == 1
     database.close()
+
+
+TABLES = (
+    "generations", "generation_targets", "failure_cases", "unseen", "replay_buffer", "replay_domains", "training_runs",
+    "adapters", "evaluations",
+)  # fmt: skip
+
+
+def dump(path: Path) -> dict[str, list[dict[str, object]]]:
+    connection = sqlite3.connect(path)
+    connection.row_factory = sqlite3.Row
+    found = {
+        name: sorted((dict(row) for row in connection.execute(f"SELECT * FROM {name}")), key=repr) for name in TABLES
+    }
+    connection.close()
+    return found
+
+
+def test_a_full_database_of_the_former_schema_comes_out_whole(tmp_path: Path) -> None:
+    path = tmp_path / "old.db"
+    url = url_of(path)
+    command.upgrade(configured(url), "0003")
+    kind = "cluster:00000000000000aa"
+    tags = ["code", None, kind, "general"]
+    connection = sqlite3.connect(path)
+    for seq, tag in enumerate(tags, start=7):
+        connection.execute(
+            "INSERT INTO generations VALUES (?, ?, ?, ?, 2, '{}', ?, 'ada', 'hi', 'stop', '[[3, 0, 4, 2, 3]]', x'00', x'00',"
+            " 't', 'k', 'd', 'hash', 'train', '2026-01-01 00:00:00')",
+            (seq, f"g{seq}", b"\1\0\0\0", bytes([seq, 0, 0, 0]), tag),
+        )
+        connection.execute("INSERT INTO generation_targets VALUES (?, 4, x'0102')", (seq,))
+        connection.execute(
+            "INSERT INTO failure_cases VALUES (?, ?, 2, 7, 9, 0.1, 0.6, 1.5, 0, NULL, 1, 2, 1)", (seq, seq)
+        )
+        # A client that calls its domain like a kind had one reservoir with it.
+        connection.execute("INSERT INTO replay_buffer VALUES (?, ?, ?)", (tag or kind, seq, seq))
+    connection.execute("INSERT INTO unseen VALUES (7)")
+    for name, seen in (("code", 5), (kind, 9), ("general", 1), ("cluster:00000000000000bb", 3), ("empty", 2)):
+        connection.execute("INSERT INTO replay_domains VALUES (?, ?)", (name, seen))
+    connection.execute(
+        "INSERT INTO training_runs VALUES (1, 'promoted', 'cases', 1, NULL, 't', 'k', 'd', 0, 1, 1, '{}', '{}', '[]', 1, NULL,"
+        " NULL, '2026-01-01 00:00:00', NULL)"
+    )
+    connection.execute(
+        "INSERT INTO adapters VALUES (1, 'f', 's', 4, 2.0, '[]', 'd', 0, 1, 'active', NULL, '2026-01-01 00:00:00')"
+    )
+    connection.execute("INSERT INTO evaluations VALUES (1, 1, 'gate', '{}', '2026-01-01 00:00:00')")
+    connection.commit()
+    connection.close()
+    before = dump(path)
+
+    upgrade(url)
+    after = dump(path)
+    keys = {row.pop("text_key") for row in after["generations"]}
+    assert len(keys) == len(tags), "every text has a key of its own"
+    assert {row.pop("copies") for row in after["generations"]} == {1}
+    held = {(row["domain"], row["kind"], row["slot"], row["seq"]) for row in after.pop("replay_buffer")}
+    assert held == {("code", "", 7, 7), ("", kind, 8, 8), (kind, "", 9, 9), ("general", "", 10, 10)}
+    seen = {(row["domain"], row["kind"]): row["seen"] for row in after.pop("replay_domains")}
+    assert seen == {
+        ("code", ""): 5, ("", kind): 9, (kind, ""): 9, ("general", ""): 1, ("", "cluster:00000000000000bb"): 3,
+        ("empty", ""): 2,
+    }  # fmt: skip
+    assert after == {name: rows for name, rows in before.items() if not name.startswith("replay")}
+
+    # The key is the one that new rows get: a copy of an old text is counted in its row.
+    database = Database(url)
+    copy = replace(generation(tokens=[1], output=[7], who=Provenance("t", "k", "d")), rounds=(Round(3, 0, 4, 2, 3),))
+    assert Generations(database).add([copy]).result() == 0
+    stats = Generations(database).stats()
+    assert (stats.generations, stats.requests) == (4, 5)
+    database.close()
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+    connection.close()
+
+    command.downgrade(configured(url), "0003")
+    back = dump(path)
+    assert {name: rows for name, rows in back.items() if not name.startswith("replay")} == {
+        name: rows for name, rows in before.items() if not name.startswith("replay")
+    }
+    assert len(back["replay_buffer"]) == 4
+    assert len(back["replay_domains"]) == 5
 
 
 def test_a_newer_database_is_not_touched(tmp_path: Path) -> None:

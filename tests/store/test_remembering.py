@@ -41,19 +41,19 @@ def test_failures_and_successes_are_remembered_once(database: Database) -> None:
     first = run_on(database)
     assert held(database) == {g.id for g in [*well, *badly]}
     replay.remember(first, CAPACITY, seed=0)
-    assert replay.sizes() == {"code": 8}
+    assert replay.sizes() == {("code", ""): 8}
     more = [generation(cases=[case(1)])]
     store.add(more).result()
     run_on(database)
     assert held(database) == {g.id for g in [*well, *badly, *late, *more]}
     replay.remember(999, CAPACITY, seed=0)
-    assert replay.sizes() == {"code": 10}
+    assert replay.sizes() == {("code", ""): 10}
 
 
 def test_equal_texts_take_one_slot(database: Database) -> None:
     Generations(database).add([generation(output=(1, 2, 3)) for _ in range(20)]).result()
     run_on(database)
-    assert Replay(database).sizes() == {"code": 1}
+    assert Replay(database).sizes() == {("code", ""): 1}
 
 
 def test_untagged_prompts_are_kept_by_kind(database: Database) -> None:
@@ -82,9 +82,9 @@ def test_untagged_prompts_are_kept_by_kind(database: Database) -> None:
     assert replay.sizes()[name] == 20
     assert len(replay.sizes()) == 2 <= KINDS
     found = replay.sample(WHO, 30, seed=1)
-    assert sum(g.prompt.domain == name for g in found) == 15, "uniform over kinds"
+    assert sum((g.prompt.domain or "", g.prompt.kind) == name for g in found) == 15, "uniform over kinds"
     (again,) = replay.labelled([asked(0, 1)[0]])
-    assert again.prompt.domain == name
+    assert (again.prompt.domain or "", again.prompt.kind) == name
     tagged = generation(domain="sql")
     assert replay.labelled([tagged]) == [tagged]
 

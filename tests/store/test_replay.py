@@ -41,10 +41,10 @@ def test_what_is_held_out_never_enters(database: Database) -> None:
     train = [generation(first_user=text) for text in texts("train", 20)]
     store.add([*held_out, *train]).result()
     replay.offer("code", [g.id for pair in zip(held_out, train, strict=True) for g in pair], 40, 0)
-    assert replay.sizes() == {"code": 20}
+    assert replay.sizes() == {("code", ""): 20}
     assert {g.id for g in replay.sample(WHO, 100, 1)} == {g.id for g in train}
     replay.offer("code", [g.id for g in held_out] + ["unknown"], 40, 0)
-    assert replay.sizes() == {"code": 20}
+    assert replay.sizes() == {("code", ""): 20}
 
 
 def test_small_domains_are_heard_like_large_ones(database: Database) -> None:
@@ -67,12 +67,12 @@ def test_a_removed_generation_frees_its_slot(database: Database, capacity: int) 
     made = [generation() for _ in range(8)]
     store.add(made).result()
     replay.offer("code", [g.id for g in made], capacity, 0)
-    assert replay.sizes() == {"code": capacity}
+    assert replay.sizes() == {("code", ""): capacity}
     store.erase(everything=True).result()
     assert replay.sizes() == {}
     assert replay.sample(WHO, 5, 0) == []
     later = [generation() for _ in range(400)]
     store.add(later).result()
     replay.offer("code", [g.id for g in later], capacity, 0)
-    assert 1 <= replay.sizes()["code"] <= capacity
+    assert 1 <= replay.sizes()["code", ""] <= capacity
     assert {g.id for g in replay.sample(WHO, 5, 0)} <= {g.id for g in later}

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.core import Provenance, Trigger
+from service.core import Provenance, Round, RunState, Sampling, Trigger
 from service.store.database import Database
 from service.store.generations import Generations, UntrainedCounts, split_of
 from service.store.replay import Replay
 from service.store.runs import Runs
+from service.store.unseen import Unseen
 from tests.support.store_rows import START, WHO, case, generation, targets, texts
 
 
@@ -38,7 +39,7 @@ def test_a_generation_comes_back_as_it_went_in(database: Database) -> None:
 def test_targets_of_every_shape_come_back(database: Database) -> None:
     store = Generations(database)
     made = [
-        generation(collected=targets(positions, top, seed=top), output=range(positions))
+        generation(tokens=(top,), collected=targets(positions, top, seed=top), output=range(positions))
         for positions in (0, 1, 7)
         for top in (1, 32)
     ]
@@ -165,7 +166,7 @@ def erase_both(store: Generations) -> int:
 
 
 def purge(store: Generations) -> int:
-    return store.purge(keep=20).result()
+    return store.purge(keep=20, spare_replay=False).result()
 
 
 @pytest.mark.parametrize("remove", [erase_client, erase_domain, erase_both, purge])
@@ -177,7 +178,7 @@ def test_what_is_removed_leaves_no_bytes(
         generation(
             id=f"secret{i}",
             first_user=CANARY_TEXT + texts("train", 3, CANARY_TEXT)[i][len(CANARY_TEXT) :],
-            tokens=CANARY_TOKENS,
+            tokens=[*CANARY_TOKENS, i],
             output=CANARY_TOKENS,
             client="mallory",
             domain="secret",
@@ -220,3 +221,87 @@ def test_purge_keeps_the_newest(database: Database) -> None:
     assert store.purge(keep=4).result() == 6
     assert {g.id for g in store.by_ids([g.id for g in made])} == {g.id for g in made[-4:]}
     assert store.purge(keep=0).result() == 4
+
+
+def test_eight_hundred_copies_count_once(database: Database) -> None:
+    store, runs = Generations(database), Runs(database)
+    first = generation(tokens=[1, 2], output=[3, 4, 5], cases=[case(0), case(1)])
+    copies = [replace(first, id=f"copy{i}", prompt=replace(first.prompt, client=f"c{i}")) for i in range(799)]
+    store.add([first, *copies]).result()
+    other = generation()
+    assert store.add([other]).result() == 1
+    assert store.counts(WHO) == UntrainedCounts(cases=3, tokens=8, generations=2)
+    stats = store.stats()
+    assert (stats.requests, stats.generations, stats.cases) == (801, 2, 3)
+    run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=10)
+    assert run is not None and (run.cases, run.generations) == (3, 2)
+    runs.move(run.id, run.fencing, RunState.FAILED)
+    # A run has had the text: while the same adapter serves, more of it is nothing new.
+    store.add([replace(first, id="later")]).result()
+    assert store.counts(WHO).cases == 0
+
+
+@pytest.mark.parametrize("other", ["prompt", "output", "split", "adapter", "draft", "target"])
+def test_what_differs_is_no_copy(database: Database, other: str) -> None:
+    store = Generations(database)
+    made = generation(tokens=[1, 2], output=[3, 4])
+    prompt = replace(made.prompt, tokens=(1, 9)) if other == "prompt" else made.prompt
+    if other == "split":  # the same tokens, cut elsewhere
+        prompt = replace(made.prompt, tokens=(1, 2, 3))
+    changed = replace(
+        made,
+        id="other",
+        prompt=prompt,
+        output={"output": (3, 9), "split": (4,)}.get(other, made.output),
+        rounds=(Round(8, 0, 4, 2, 3),) if other == "adapter" else made.rounds,
+        provenance=replace(WHO, **{other: "x"}) if other in {"draft", "target"} else WHO,
+    )
+    assert store.add([made, changed, replace(changed, id="copy")]).result() == 2
+    assert store.stats().requests == 3
+
+
+def test_a_text_that_was_not_drafted_gets_the_cases_of_a_copy_that_was(database: Database) -> None:
+    store, unseen = Generations(database), Unseen(database)
+    plain = tuple(Round(0, at, 0, 0, 1) for at in range(5))
+    drafted = generation(output=range(5), cases=[case(2)], collected=targets(5))
+    drafted = replace(drafted, prompt=replace(drafted.prompt, sampling=Sampling()), rounds=(Round(0, 0, 5, 4, 5),))
+    store.add([replace(drafted, id="parked", rounds=plain, cases=())]).result()
+    assert unseen.names(WHO, 9) == ["parked"]
+    store.add([replace(drafted, id="parked again", rounds=plain, cases=())]).result()
+    assert unseen.names(WHO, 9) == ["parked"]
+    assert store.add([drafted]).result() == 0
+    assert unseen.names(WHO, 9) == []
+    assert store.by_ids(["parked"])[0].cases == drafted.cases
+    store.add([replace(drafted, id="once more", cases=(case(3),))]).result()
+    assert store.by_ids(["parked"])[0].cases == drafted.cases, "only what had none gets them"
+
+
+def test_numbers_are_never_used_again(database: Database) -> None:
+    store = Generations(database)
+    store.add([generation() for _ in range(3)]).result()
+    last = max(drafting.seq for drafting in store.drafting(WHO, 10))
+    store.erase(everything=True).result()
+    store.add([generation()]).result()
+    assert [drafting.seq for drafting in store.drafting(WHO, 10)] == [last + 1]
+
+
+def test_retention_spares_what_replay_holds(database: Database) -> None:
+    store, replay = Generations(database), Replay(database)
+    old = [generation() for _ in range(40)]
+    store.add(old).result()
+    replay.offer("code", [g.id for g in old], 8, 0)
+    held = {g.id for g in replay.sample(WHO, 100, 0)}
+    assert len(held) == 8
+    store.add([generation() for _ in range(20)]).result()
+    for _ in range(2):
+        store.purge(keep=20).result()
+        assert {g.id for g in replay.sample(WHO, 100, 0)} == held
+        assert store.stats().generations == 28
+    # What clients name without end does not keep the log growing: the newest of it stay, as many again at most.
+    for i in range(30):
+        made = generation(domain=f"tag {i}")
+        store.add([made]).result()
+        replay.offer(None, [made.id], 8, 0)
+    store.purge(keep=20).result()
+    assert store.stats().generations <= 40
+    assert len(replay.sample(WHO, 100, 0)) == 20

@@ -149,6 +149,7 @@ class Machine(RuleBasedStateMachine):
             and self.owner[adapter] == run
             # The active one is retired first, and may itself be the one.
             and (state is AdapterState.ACTIVE or AdapterState.ACTIVE in ADAPTER_MOVES[state])
+            and Runs(self.database).get(run).parent == self.serving(self.drafts[run])
         )
         done = self.attempt(legal, lambda: Runs(self.database).promote(run, self.tokens[run] + offset, adapter, WON))
         if done is not None:
@@ -270,6 +271,10 @@ class Machine(RuleBasedStateMachine):
         for name, state in after.items():
             assert name not in before or state == before[name] or state in moves[before[name]]
         before.update(after)
+
+    def serving(self, draft: str) -> int:
+        active = Adapters(self.database).active(draft)
+        return active.id if active else 0
 
     def attempt(self, legal: bool, act: Callable[[], T]) -> T | None:
         """What is legal works; what is not is refused and changes nothing."""

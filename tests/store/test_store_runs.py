@@ -11,6 +11,7 @@ from service.core import (
     AdapterState,
     IllegalMove,
     NotFound,
+    ParentChanged,
     Progress,
     RunState,
     TrainingRun,
@@ -33,7 +34,9 @@ OPEN = list(PATHS)
 
 
 def claim(database: Database, key: str | None = None, limit: int = 100) -> TrainingRun:
-    run = Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=limit, idempotency_key=key)
+    active = Adapters(database).active(WHO.draft)
+    parent = active.id if active is not None else 0
+    run = Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=parent, limit=limit, idempotency_key=key)
     assert run is not None
     return run
 
@@ -100,6 +103,23 @@ def test_promotion_is_one_step_for_run_adapters_and_cases(database: Database) ->
     assert (store.counts(WHO).cases, store.stats().trained) == (0, 2)
     assert store.claimed(run.id) == []
     assert runs.current() is None
+
+
+@pytest.mark.parametrize("word", ["an adapter", "the bare draft"])
+def test_nothing_is_promoted_over_what_it_was_not_compared_with(database: Database, word: str) -> None:
+    adapters, runs = Adapters(database), Runs(database)
+    old, parent = promoted(database), promoted(database, parent=1)
+    run = at(database, RunState.STAGING)
+    ref = candidate(database, run, parent.id)
+    # Meanwhile somebody else, in another process maybe, lets something else serve.
+    adapters.activate(old.id if word == "an adapter" else 0, WHO.draft)
+    before = adapters.active(WHO.draft)
+    with pytest.raises(ParentChanged, match=f"adapter {parent.id}, which it was compared with, no longer serves"):
+        runs.promote(run.id, run.fencing, ref.id, WON)
+    assert adapters.active(WHO.draft) == before
+    assert adapters.get(ref.id).state is AdapterState.CANDIDATE
+    assert runs.get(run.id).state is RunState.STAGING
+    runs.reject(run.id, run.fencing, ref.id, LOST)
 
 
 def test_a_lost_gate_uses_up_the_cases(database: Database) -> None:
@@ -378,12 +398,12 @@ def test_taking_back_puts_its_cases_aside_and_out_of_the_replay_buffer(database:
     store.add(bad).result()
     second = promoted(database, parent=first.id)
     replay.offer("code", [one.id for one in bad], 10, 0)
-    assert replay.sizes() == {"code": 3}
+    assert replay.sizes() == {("code", ""): 3}
     back = adapters.take_back(second.id, first.id, LOST)
     assert back is not None and (back.id, back.state) == (first.id, AdapterState.ACTIVE)
     assert adapters.get(second.id).state is AdapterState.ROLLED_BACK
     assert [verdict for _, verdict in adapters.evaluations(second.id, "watch")] == [LOST]
-    assert replay.sizes() == {"code": 1}
+    assert replay.sizes() == {("code", ""): 1}
     # Two generations and the one that `promoted` made for its run.
     assert store.stats().quarantined == 5
     assert store.counts(WHO).cases == 0

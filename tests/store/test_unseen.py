@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,14 @@ from service.store.unseen import Unseen, untried
 from tests.support.store_rows import HELD_OUT_TEXT, WHO, WON, case, copy_of, generation, targets
 
 GREEDY, SEEDED, UNSEEDED = Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0)
+_numbers = itertools.count()
 PLAIN = tuple(Round(0, at, 0, 0, 1) for at in range(10))
 
 
 def rested(sampling: Sampling = GREEDY, rounds: tuple[Round, ...] = PLAIN, **changes: Any) -> Generation:
     """Ten tokens decoded without the draft."""
-    plain: dict[str, Any] = {"cases": [], "collected": targets(10), "output": tuple(range(10)), **changes}
+    output = (*range(9), 100 + next(_numbers))
+    plain: dict[str, Any] = {"cases": [], "collected": targets(10), "output": output, **changes}
     made = generation(**plain)
     return replace(made, prompt=replace(made.prompt, sampling=sampling), rounds=rounds)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import sys
+import zlib
 
 from service.store.database import Database
 from service.store.generations import Generations
@@ -10,5 +11,6 @@ from tests.support.store_rows import case, generation, targets
 store = Generations(Database(sys.argv[1]))
 for number in itertools.count():
     name = f"{sys.argv[2]}-{number}"
-    store.add([generation(id=name, cases=[case(0), case(1)], collected=targets(5))]).result()
+    output = (1, 2, 3, zlib.crc32(name.encode()))
+    store.add([generation(id=name, output=output, cases=[case(0), case(1)], collected=targets(4))]).result()
     print(name, flush=True)

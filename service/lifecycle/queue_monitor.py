@@ -1,0 +1,72 @@
+"""Whether requests wait for a row, said at once: serving needs the whole machine then, and a child has to pause."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.05
+QUIET_SECONDS = 0.5
+"""A queue that has been empty for so long is over: a child that paused for less would only lose time."""
+
+
+class QueueMonitor:
+    """Calls `on_change` on a thread of its own whenever `busy` changes: true as soon as `notify` is called, false once
+    `waiting()`, the number of queued requests, has been 0 for QUIET_SECONDS."""
+
+    def __init__(self, waiting: Callable[[], int], on_change: Callable[[], None]) -> None:
+        self._waiting = waiting
+        self._on_change = on_change
+        self._wake = threading.Event()
+        self._busy = threading.Event()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="redraft-queue", daemon=True)
+
+    @property
+    def busy(self) -> bool:
+        """True from the first request that waits until the queue has been empty for a moment."""
+        return self._busy.is_set()
+
+    def notify(self) -> None:
+        """A request has to wait. Returns at once, from any thread."""
+        self._wake.set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Idempotent."""
+        self._stopping = True
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            if self._stopping:
+                return
+            self._change(True)
+            empty_since = time.monotonic()
+            while not self._stopping and time.monotonic() - empty_since < QUIET_SECONDS:
+                self._wake.clear()
+                time.sleep(POLL_SECONDS)
+                if self._waiting() or self._wake.is_set():
+                    empty_since = time.monotonic()
+            if not self._stopping:
+                self._change(False)
+
+    def _change(self, busy: bool) -> None:
+        if busy:
+            self._busy.set()
+        else:
+            self._busy.clear()
+        try:
+            self._on_change()
+        except Exception:
+            # This thread must live; the next tick does the same.
+            log.exception("the child could not be paused or resumed")

@@ -1,0 +1,107 @@
+"""Real server processes: one to a database, and training that makes way for requests between two ticks."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.app import open_stores
+from service.core import Unavailable
+from service.evaluation.server import LocalServer
+from service.settings import load_settings
+from service.store.lease import Lease, Owner
+from tests.support.tiny_server import prompts, say, tiny_server, write_pair
+
+LONG = {"epochs": 500, "tick_seconds": 600.0}
+
+
+def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def train(server: LocalServer) -> dict[str, Any]:
+    """Force a run, as soon as what was recorded is written."""
+    end = time.monotonic() + 30.0
+    while True:
+        try:
+            return server.post("/train")
+        except Unavailable:
+            assert time.monotonic() < end
+            time.sleep(0.1)
+
+
+def test_a_second_server_on_the_same_database_is_refused(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path)
+    first = tiny_server(tmp_path, pair, training={"epochs": 500})
+    second = tiny_server(tmp_path / "second", pair)
+    text = second.config.read_text().replace(str(second.folder / "redraft.db"), str(first.folder / "redraft.db"))
+    second.config.write_text(text)
+
+    first.start()
+    try:
+        for line in prompts(20):
+            say(first, line.prompt)
+        run = train(first)
+        assert first._process is not None
+        pid = first._process.pid
+        with pytest.raises(Unavailable, match=f"process {pid} on host .* already serves from this database"):
+            second.start()
+        now = first.get(f"/train/{run['id']}")
+        assert now["state"] in {"claimed", "training"} and now["error"] is None, "its run goes on"
+        # Commands work beside a server, those that write too.
+        assert "requests recorded" in command(first.config, "cases", "stats")
+        stores = open_stores(load_settings(first.config))
+        assert stores.quarantine.release() == 0 and stores.adapters.all() == []
+        stores.close()
+
+        os.kill(pid, signal.SIGKILL)
+        first.stop()
+        second.start()
+        assert say(second, "hello")["tokens"]
+        assert second.get(f"/train/{run['id']}")["state"] == "crashed"
+        assert second.stop() == 0
+        # A server that was stopped frees the database whoever comes next.
+        stores = open_stores(load_settings(first.config))
+        Lease(stores.database, Owner("elsewhere", "elsewhere", 1)).acquire()
+        stores.close()
+    finally:
+        first.stop()
+        second.stop()
+
+
+def command(config: Path, *words: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "service.cli", *words, "--config", str(config)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_requests_that_wait_pause_training_between_two_ticks(tmp_path: Path) -> None:
+    server = tiny_server(tmp_path, write_pair(tmp_path), training=LONG, engine={"max_rows": 1})
+    server.start()
+    try:
+        for line in prompts(10):
+            say(server, line.prompt)
+        train(server)
+        log = tmp_path / "home" / "training.log"
+        with ThreadPoolExecutor(4) as clients:
+            answers = [clients.submit(say, server, "abc " * i, max_tokens=500) for i in range(1, 5)]
+            until(lambda: " paused" in log.read_text())
+            assert all(answer.result(120)["tokens"] for answer in answers)
+        until(lambda: log.read_text().rstrip().endswith("resumed"))
+    finally:
+        server.stop()
