@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.core import Generation
-from service.learning.buffer import LEAST, lesson, limited
+from service.learning.buffer import lesson, limited
 from service.store.likeness import template
 from service.store.reservoir import SHARE
+from service.store.sampler import LEAST
 from tests.support.logged_texts import generation
 
 

@@ -187,7 +187,7 @@ class Machine(RuleBasedStateMachine):
         while wanted is None and ancestor:
             wanted = ancestor if self.adapter_states[ancestor] is AdapterState.RETIRED else None
             ancestor = store.get(ancestor).parent
-        back = self.attempt(legal, lambda: store.roll_back(adapter))
+        back = self.attempt(legal, lambda: store.take_back(adapter, store.get(adapter).parent, LOST))
         if legal:
             assert (back.id if back else None) == wanted
             assert store.active(self.drafts[self.owner[adapter]]) == back
