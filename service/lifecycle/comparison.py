@@ -13,7 +13,8 @@ Intervals are percentile intervals of a paired bootstrap over conversations (Efr
 Gelbach & Miller 2008): a resample draws whole conversations with replacement, because turns of one are alike, and takes both
 adapters' calls on them, so what makes one text easier than another cancels out. The best lengths are chosen anew in each, since
 that choice is part of what is estimated. They are expanded as Hesterberg (2015, sec. 3.3) has it, because plain ones are too
-short where there are few conversations, which would let chance decide more often than is said.
+short where there are few conversations, which would let chance decide more often than is said. Where they are very few no
+resample reaches far enough; there the interval is at least Student's, of the linearised ratio.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from service.core import Score
 
 MIN_SPEAKERS = 5
 """Fewer conversations than this have no interval worth the name."""
+FEW = 20
+"""Effective number of conversations below which a bootstrap alone is too short (docs/decisions.md has the coverage)."""
 TAIL = 0.05
 """What lies beyond either end of a two-sided 90 % interval."""
 
@@ -108,14 +111,20 @@ class Comparison:
         count = len(spent)
         draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1.0 / count), size=resamples)
         least = np.tensordot(draws.astype(np.float64), spent, axes=1).min(axis=2)
-        beyond = 100 * _expanded(tail, count)
-        low, high = np.percentile(least[:, 1] / least[:, 0] - 1.0, (beyond, 100 - beyond))
         whole = spent.sum(axis=0)
-        new, old = whole.min(axis=1)
+        new, old = (spent[:, adapter, whole[adapter].argmin()] for adapter in (0, 1))
+        gain = float(old.sum() / new.sum() - 1.0)
+        # Long conversations weigh more: as many of equal weight would say as much (Kish 1965).
+        effective = float(old.sum() ** 2 / (old @ old))
+        beyond = 100 * _expanded(tail, effective)
+        low, high = np.percentile(least[:, 1] / least[:, 0] - 1.0, (beyond, 100 - beyond))
+        if effective < FEW:
+            error = _reach(tail, effective) * float(np.linalg.norm(old - (1.0 + gain) * new)) / float(new.sum())
+            low, high = min(low, gain - error), max(high, gain + error)
         # The longest of those considered is the last, whether all are or that one alone.
         first = self._longest - whole.shape[1] + 1
         lengths = (first + int(whole[0].argmin()), first + int(whole[1].argmin()))
-        return Gain(float(old / new - 1.0), float(low), float(high), lengths)
+        return Gain(gain, float(low), float(high), lengths)
 
     def _spent(self) -> NDArray[np.float64]:
         """Seconds, or calls, of (conversation, adapter, draft length)."""
@@ -147,13 +156,16 @@ def _paired(new: Sequence[Score], old: Sequence[Score]) -> list[tuple[Score, Sco
     return pairs
 
 
-def _expanded(tail: float, count: int) -> float:
-    """Share of the resamples to leave out at either end, so that `tail` of the truth is: as much wider as Student's t is than
-    the normal distribution, and a sample's deviation than a resample's."""
-    if count < 2:
-        return 0.0
-    z, v = -NormalDist().inv_cdf(tail), count - 1
+def _expanded(tail: float, count: float) -> float:
+    """Share of the resamples to leave out at either end, so that `tail` of the truth is."""
+    return NormalDist().cdf(-_reach(tail, count))
+
+
+def _reach(tail: float, count: float) -> float:
+    """Standard deviations of a resample's estimate between the estimate and an end: as many more than of the normal distribution as
+    Student's t has, and a sample's deviation is larger than a resample's."""
+    z, v = -NormalDist().inv_cdf(tail), max(count - 1.0, 1.0)
     # Quantile of Student's t (Abramowitz & Stegun 26.7.5).
     t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
     t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    return NormalDist().cdf(-t * math.sqrt(count / v))
+    return t * math.sqrt(count / v)
