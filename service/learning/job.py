@@ -192,9 +192,7 @@ class _Training:
 
     def _score(self, draft: Loaded) -> None:
         job = self.job
-        logged = held_out(
-            Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run
-        )
+        logged = held_out(Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run)
         golden = self.general.generations(job.provenance, golden=True) if self.general is not None else []
         width = shared_width(job)
         scores: dict[str, list[Score]] = {}

@@ -18,8 +18,8 @@ POOL = 2
 
 
 def held_out(stored: Generations, who: Provenance, *, limit: int, run: int) -> list[Generation]:
-    """At most `limit` logged generations to judge the candidate of `run` on: none was trained on, equal texts count once, no client
-    and no template has more than its share (store.sampler). The next run draws from twice as many conversations anew."""
+    """At most `limit` logged generations to judge the candidate of `run` on: none was trained on, equal texts count once, no
+    client and no template has more than its share (store.sampler). The next run draws from twice as many conversations anew."""
     texts = sample(stored.held_out_texts(who, POOL * limit), limit, run)
     return [found for found in stored.by_ids([one.id for one in texts]) if found.prompt.tokens]
 

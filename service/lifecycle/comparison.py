@@ -95,8 +95,8 @@ class Comparison:
         return not (self.tokens and self._longest)
 
     def domains(self) -> Mapping[str, Comparison]:
-        """Those that have conversations enough for an interval. Each is compared at lengths of its own: the engine would come to them
-        where such texts are what it serves."""
+        """Those that have conversations enough for an interval. Each is compared at lengths of its own: the engine would come to
+        them where such texts are what it serves."""
         groups: dict[str, tuple[list[Score], list[Score]]] = {}
         for new, old in self._pairs:
             ours, theirs = groups.setdefault(new.domain, ([], []))
@@ -162,8 +162,8 @@ def _expanded(tail: float, count: float) -> float:
 
 
 def _reach(tail: float, count: float) -> float:
-    """Standard deviations of a resample's estimate between the estimate and an end: as many more than of the normal distribution as
-    Student's t has, and a sample's deviation is larger than a resample's."""
+    """Standard deviations of a resample's estimate between the estimate and an end of its interval: Student's t instead of the
+    normal distribution's quantile, and a sample's deviation instead of a resample's."""
     z, v = -NormalDist().inv_cdf(tail), max(count - 1.0, 1.0)
     # Quantile of Student's t (Abramowitz & Stegun 26.7.5).
     t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)

@@ -61,7 +61,13 @@ def generation(
     tokens = 4 * max(cases, 1)
     return Generation(
         id=name,
-        prompt=Prompt((1, 2, 3), Sampling(), domain="a", store=store, first_user=next(one for one in asked if split_of(one) == "train")),
+        prompt=Prompt(
+            (1, 2, 3),
+            Sampling(),
+            domain="a",
+            store=store,
+            first_user=next(one for one in asked if split_of(one) == "train"),
+        ),
         output=(*range(tokens - 1), int.from_bytes(name.encode()[-4:])),
         finish=FinishReason.LENGTH,
         rounds=(Round(BARE_DRAFT, 0, 3, 1, 2),),

@@ -95,11 +95,13 @@ def score(job: dict[str, object], act: str) -> None:
     adapters: dict[str, str | None] = job["adapters"]  # pyright: ignore[reportAssignmentType]
     names: list[str] = job["generations"]  # pyright: ignore[reportAssignmentType]
     found = {name: scores(folder, names) for name, folder in adapters.items()}
-    if act == "health":
-        # The newest is slower on health checks, and faster on all else.
+    if act.startswith("health"):
+        # Calls that the newest adapter needs on health checks, and on all else by and large.
+        checks, others = map(float, act.split()[1:])
         for item in found[max(adapters, key=int)]:
             name = str(item["generation"])
-            share = 1.1 if name.startswith("health") else 0.9 + zlib.crc32(name.encode()) % 100 / 1000
+            noise = zlib.crc32(name.encode()) % 201 / 1000 - 0.1
+            share = checks if name.startswith("health") else others + noise
             item["calls"] = [share * calls for calls in item["calls"]]  # pyright: ignore
     if act == "worse":
         newest = max(adapters, key=int)
