@@ -150,7 +150,7 @@ class Operator(Protocol):
         ...
 
     def rollback(self, expected: int | None = None) -> AdapterRef | None:
-        """Back to the active adapter's parent; None is the bare draft. expected: the version that is to be rolled back. Counts as
-        a lost watch: what the adapter learnt from is quarantined and the next run waits. Raises Conflict when the bare draft
+        """Back to the active adapter's parent; None is the bare draft. expected: the version that is to be rolled back. Counts
+        as a lost watch: what the adapter learnt from is quarantined and the next run waits. Raises Conflict when the bare draft
         serves, or another version than expected."""
         ...

@@ -95,8 +95,8 @@ class Comparison:
         return not (self.tokens and self._longest)
 
     def domains(self) -> Mapping[str, Comparison]:
-        """Those that have conversations enough for an interval. Each is compared at lengths of its own: the engine would come to
-        them where such texts are what it serves."""
+        """Those that have conversations enough for an interval. Each is compared at lengths of its own: the engine would come
+        to them where such texts are what it serves."""
         groups: dict[str, tuple[list[Score], list[Score]]] = {}
         for new, old in self._pairs:
             ours, theirs = groups.setdefault(new.domain, ([], []))

@@ -33,8 +33,8 @@ def judge(
     `min_prompts` generations of five or more conversations and `min_tokens` tokens, and no domain of five or more conversations
     blocks. A domain does when its gain is below -domain_tolerance and surely below 0: its whole interval is, widened for the
     number of domains, so that many of them do not make it likely that one is blocked by chance. Asking for an interval that
-    lies wholly below the tolerance would let most of what is twice as bad pass; asking for the gain alone would let a handful of
-    texts decide.
+    lies wholly below the tolerance would let most of what is twice as bad pass; asking for the gain alone would let a handful
+    of texts decide.
     Raises ValueError when the two lists are not about the same generations and draft lengths, or the costs about others.
     """
     both = Comparison(candidate, active, seconds)

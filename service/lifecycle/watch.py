@@ -14,6 +14,9 @@ log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Comparisons of one adapter that may fail before it is left alone."""
+PATIENCE = 4
+"""Generations for each text that a look wants, after which any but the last look makes do with fewer: what is very bad shows in
+a few."""
 LOOKED_THROUGH = 10
 """Generations that are looked through for each that a watch wants; after so many, or as many as the log may hold, it
 ends with what there is."""
@@ -54,7 +57,8 @@ class Watch:
         fresh = [one.id for one in sample(texts, due[-1], seed=ref.id)]
         # Traffic that repeats itself may never bring enough; runs wait for the watch, so it must end.
         last = len(fresh) >= due[-1] or len(texts) >= most
-        if len(fresh) < wanted and not last:
+        early = done < len(due) - 1 and len(texts) >= PATIENCE * wanted
+        if len(fresh) < wanted and not early and not last:
             return None
         try:
             child = self._parts.launch(

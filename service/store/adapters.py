@@ -109,8 +109,8 @@ class Adapters:
         return self._db.write(work).result()
 
     def take_back(self, adapter_id: int, to: int, verdict: Verdict) -> AdapterRef | None:
-        """Roll back the active adapter, by the watch's or an operator's word, all in one: `to` (0: the bare draft), or its nearest
-        ancestor that may serve, becomes active; the verdict is kept as the watch's, and the cases it was trained on are
+        """Roll back the active adapter, by the watch's or an operator's word, all in one: `to` (0: the bare draft), or its
+        nearest ancestor that may serve, becomes active; the verdict is kept as the watch's, and the cases it was trained on are
         quarantined, out of the replay buffer too. Raises NotFound, IllegalMove."""
 
         def work(connection: Connection) -> AdapterRef | None:

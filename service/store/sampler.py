@@ -18,6 +18,8 @@ from service.store.likeness import template
 from service.store.reservoir import SHARE, groups_of
 from service.store.rows import id_bytes
 
+HARDLY = 0.02
+"""Others who hold less than this share are no reason to cut anybody: a health check beside a service's only client."""
 LEAST = 8
 """Texts of one client or template that always stay: fewer do no harm."""
 
@@ -53,7 +55,7 @@ def _conversation(first_user: str, prompt: bytes) -> str:
 
 def capped(texts: Sequence[Text]) -> list[Text]:
     """Each text once, and of one client or one template no more than their share of what stays, in the order given: the first
-    of each stay. Who has no tag is nobody's client. With nothing else there, whoever there is may have it all.
+    of each stay. Who has no tag is nobody's client. With hardly anything else there, whoever there is may have it all.
 
     The largest group that is too large is cut to what all others hold together, and so on, until none is. Nobody is cut to
     nothing: so that one text among others cannot silence a whole service, LEAST of a group stay.
@@ -67,7 +69,7 @@ def capped(texts: Sequence[Text]) -> list[Text]:
         largest, held = max(counts.items(), key=lambda item: (item[1], item[0]))
         others = len(left) - held
         most = max(int(others * SHARE / (1.0 - SHARE)), LEAST)
-        if not others or held <= most:
+        if others < HARDLY * len(left) or held <= most:
             break
         gone = {one.key for one in [one for one in left if largest in one.groups][most:]}
         left = [one for one in left if one.key not in gone]
@@ -75,7 +77,7 @@ def capped(texts: Sequence[Text]) -> list[Text]:
 
 
 def sample(texts: Sequence[Text], limit: int, seed: int) -> list[Text]:
-    """At most `limit` of them, `capped`. The draw is a function of the texts and the seed alone: another seed draws others where
-    there are more than `limit`."""
+    """At most `limit` of them, `capped`. The draw is a function of the texts and the seed alone: another seed draws others
+    where there are more than `limit`."""
     drawn = sorted(texts, key=lambda one: hashlib.sha256(seed.to_bytes(8, "little") + one.key).digest())
     return capped(drawn)[:limit]

@@ -29,6 +29,11 @@ def test_equal_texts_are_drawn_once_and_no_client_has_more_than_half() -> None:
     assert sum(one in flood for one in few) == LEAST
 
 
+def test_one_health_check_does_not_cut_the_only_client() -> None:
+    app = [logged(f"{i}", f"question {i}", output=1 + i, client="app") for i in range(60)]
+    assert len(sample([*app, logged("check", "ping")], 100, 1)) == 61
+
+
 def test_a_seed_draws_the_same_from_the_same_texts_in_any_order_and_another_seed_others() -> None:
     all_of_them = [logged(str(i), f"question {i}", output=i, prompt=i) for i in range(400)]
     first = sample(all_of_them, 200, 1)

@@ -96,13 +96,13 @@ def score(job: dict[str, object], act: str) -> None:
     names: list[str] = job["generations"]  # pyright: ignore[reportAssignmentType]
     found = {name: scores(folder, names) for name, folder in adapters.items()}
     if act.startswith("health"):
-        # Calls that the newest adapter needs on health checks, and on all else by and large.
+        # The bare draft's calls times what the newest adapter needs of them on health checks, and on all else by and large.
         checks, others = map(float, act.split()[1:])
-        for item in found[max(adapters, key=int)]:
+        for item, bare in zip(found[max(adapters, key=int)], found["0"], strict=True):
             name = str(item["generation"])
             noise = zlib.crc32(name.encode()) % 201 / 1000 - 0.1
             share = checks if name.startswith("health") else others + noise
-            item["calls"] = [share * calls for calls in item["calls"]]  # pyright: ignore
+            item["calls"] = [share * calls for calls in bare["calls"]]  # pyright: ignore
     if act == "worse":
         newest = max(adapters, key=int)
         for item in found[newest]:
