@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Annotated
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Path
+from fastapi import APIRouter, Path, Query
 
 from service.api.schemas import AdapterAnswer, AdaptersAnswer, SwitchAnswer
 from service.api.strict import StrictRoute
 from service.core import BARE_DRAFT, AdapterRef, GenerationService, Operator
 
 AdapterId = Annotated[int, Path(alias="id", ge=0, lt=2**63)]
+
+Expected = Annotated[int | None, Query(ge=0, lt=2**63)]
 
 
 def adapter_routes(service: GenerationService, operator: Operator, threads: CapacityLimiter) -> APIRouter:
@@ -32,9 +34,9 @@ def adapter_routes(service: GenerationService, operator: Operator, threads: Capa
         return _switched(await to_thread.run_sync(operator.activate, adapter_id, limiter=threads))
 
     @router.post("/adapters/rollback")
-    async def rollback() -> SwitchAnswer:
-        """Roll back to the parent of the active version."""
-        return _switched(await to_thread.run_sync(operator.rollback, limiter=threads))
+    async def rollback(expected: Expected = None) -> SwitchAnswer:
+        """Back to the version that the active one was trained on top of; 409 when another version than `expected` serves."""
+        return _switched(await to_thread.run_sync(operator.rollback, expected, limiter=threads))
 
     return router
 

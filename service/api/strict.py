@@ -56,20 +56,24 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that refuses what it would otherwise ignore: query parameters, a body it does not take, and a body that
+    """A route that refuses what it would otherwise ignore: unknown query parameters, a body it does not take, and a body that
     is not application/json."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler behind these checks."""
         handle = super().get_route_handler()
         takes_body = self.body_field is not None
+        known = {parameter.alias for parameter in self.dependant.query_params}
 
         async def strict(request: Request) -> Response:
             if request.method != "POST":
                 return await handle(request)
             request = StrictRequest(request.scope, request.receive)
             for name in request.query_params:
-                raise BadRequest("this route takes no query parameters", field=printable(name))
+                if name not in known:
+                    raise BadRequest("this route takes no such query parameter", field=printable(name))
+                if len(request.query_params.getlist(name)) > 1:
+                    raise BadRequest("the same query parameter is given twice", field=printable(name))
             if takes_body:
                 media = request.headers.get("content-type", "").split(";")[0].strip().lower()
                 if media != "application/json":

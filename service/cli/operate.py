@@ -74,9 +74,15 @@ def activate(adapter: Annotated[int, typer.Argument(help="Version; 0 is the bare
 
 
 @adapters.command()
-def rollback(url: Url = LOCAL) -> None:
-    """Switch a running server back to the active adapter's parent."""
-    answer = ask(url, "POST", "/adapters/rollback")
+def rollback(
+    url: Url = LOCAL,
+    expected: Annotated[
+        int | None, typer.Option(min=0, help="The version to roll back: nothing happens when another one serves.")
+    ] = None,
+) -> None:
+    """Switch a running server back to the active adapter's parent. Counts as a lost watch: what the adapter learnt from is
+    quarantined, and the next run waits."""
+    answer = ask(url, "POST", "/adapters/rollback" + ("" if expected is None else f"?expected={expected}"))
     out.print(f"adapter {answer['active']} serves now")
 
 

@@ -169,6 +169,8 @@ class Operator(Protocol):
         """Serve this adapter (0: the bare draft, returns None). Raises NotFound, Conflict, AdapterRefused."""
         ...
 
-    def rollback(self) -> AdapterRef | None:
-        """Back to the active adapter's parent; None is the bare draft. Raises Conflict when the bare draft serves."""
+    def rollback(self, expected: int | None = None) -> AdapterRef | None:
+        """Back to the active adapter's parent; None is the bare draft. expected: the version that is to be rolled back. Counts
+        as a lost watch: what the adapter learnt from is quarantined and the next run waits. Raises Conflict when the bare draft
+        serves, or another version than expected."""
         ...

@@ -124,7 +124,8 @@ class Score:
     calls: expected target calls to emit `tokens` output tokens, by draft length: calls[K - 1] with K drafted a round, up to the
     longest that is served. Without drafts every token is a call, whoever rests. Exact for greedy and seeded rows, but for the
     one round in which a prompt of a single token joins: nobody in the batch drafts then.
-    agreed: positions where the draft's argmax is the emitted token. domain: the request's tag, empty without one.
+    agreed: positions where the draft's argmax is the emitted token. domain: the request's tag, empty without one. conversation:
+    equal for turns of one conversation, which are resampled together; empty: one of its own.
     """
 
     generation: str
@@ -132,6 +133,7 @@ class Score:
     tokens: int
     agreed: int
     calls: tuple[float, ...]
+    conversation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

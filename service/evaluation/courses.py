@@ -36,7 +36,7 @@ from service.learning.dataset import Example, build
 from service.learning.fitting import fit
 from service.learning.rescore import TargetCache, with_targets
 from service.learning.rounds import Drafted, logged
-from service.learning.scoring import choose_held_out, score
+from service.learning.scoring import held_out, score
 from service.lifecycle import gate, policy
 from service.lifecycle.training import RESERVOIR
 from service.models.pair import Pair
@@ -198,18 +198,15 @@ class Learner:
 
     def _judged(self, run: TrainingRun, candidate: Path) -> Verdict:
         who, rules = self.pair.provenance, self.settings.gate
-        held_out = choose_held_out(
-            self.generations.held_out(who, rules.max_prompts),
-            lambda: self.general.generations(who, golden=True) if self.general is not None else [],
-            min_prompts=rules.min_prompts,
-            min_tokens=rules.min_tokens,
-            max_prompts=rules.max_prompts,
-        )
+        logged = held_out(self.generations, who, limit=rules.max_prompts, run=run.id)
+        golden = self.general.generations(who, golden=True) if self.general is not None else []
         scores: list[list[Score]] = []
+        guard: list[list[Score]] = []
         for folder in (candidate, self.serving):
             with adapted(self.draft, folder, who.draft):
-                scores.append(score(self.draft, held_out.generations, k=DRAFTED, vocabulary=self.pair.vocabulary))
-        verdict = gate.judge(scores[0], scores[1], rules, seed=run.id)
+                for found, texts in ((scores, logged), (guard, golden)):
+                    found.append(score(self.draft, texts, k=DRAFTED, vocabulary=self.pair.vocabulary))
+        verdict = gate.judge(scores[0], scores[1], rules, golden=(guard[0], guard[1]), seed=run.id)
         return replace(verdict, promoted=True) if self.unguarded else verdict
 
 

@@ -20,16 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core import FinishReason, Generation, Prompt, Provenance, Sampling, TrainingFailed
-from service.store.likeness import template, text_key
-from service.store.reservoir import SHARE, groups_of
+from service.store.rows import id_bytes
+from service.store.sampler import Text, capped, text
 
 GENERAL = "general"
 """Kind of the general set's texts."""
 _FIFTH = 5
 COVERED = 0.1
 """Share of the new texts from which on a domain needs no replay."""
-LEAST = 8
-"""Texts of one client or template that always stay: fewer do no harm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,26 +172,17 @@ def lesson(
 
 
 def limited(generations: Sequence[Generation]) -> list[Generation]:
-    """Each text once, and of one client or one template no more than their share of what stays, in the order given: the first
-    of each stay. Who has no tag is nobody's client. With nothing else there, whoever there is may have it all.
+    """Each text once, and nobody more than his share, in the order given (store.sampler.capped)."""
+    stay = {one.id for one in capped([_text(str(i), g) for i, g in enumerate(generations)])}
+    return [g for i, g in enumerate(generations) if str(i) in stay]
 
-    The largest group that is too large is cut to what all others hold together, and so on, until none is. Nobody is cut to
-    nothing: so that one text among others cannot silence a whole service, LEAST of a group stay.
-    """
-    texts: dict[bytes, Generation] = {}
-    for generation in generations:
-        texts.setdefault(text_key(generation.prompt.tokens, generation.output), generation)
-    left = list(texts.values())
-    groups = [groups_of(g.prompt.client, template(g.prompt.first_user, g.prompt.tokens)) for g in left]
-    while left:
-        counts = Counter(group for each in groups for group in each)
-        largest, held = max(counts.items(), key=lambda item: (item[1], item[0]))
-        others = len(left) - held
-        most = max(int(others * SHARE / (1.0 - SHARE)), LEAST)
-        if not others or held <= most:
-            break
-        members = [i for i, each in enumerate(groups) if largest in each]
-        gone = set(members[most:])
-        left = [g for i, g in enumerate(left) if i not in gone]
-        groups = [each for i, each in enumerate(groups) if i not in gone]
-    return left
+
+def _text(name: str, made: Generation) -> Text:
+    prompt = made.prompt
+    return text(
+        name,
+        prompt=id_bytes(prompt.tokens),
+        output=id_bytes(made.output),
+        client=prompt.client,
+        first_user=prompt.first_user,
+    )

@@ -28,7 +28,7 @@ from service.learning.fitting import fit
 from service.learning.loading import kept, load_draft, load_target, shared_width, training_bytes
 from service.learning.rescore import TargetCache, with_targets
 from service.learning.rounds import logged
-from service.learning.scoring import choose_held_out, score
+from service.learning.scoring import held_out, score
 from service.learning.spec import CasesJob, ScoreJob, TrainJob, parse
 from service.learning.trainer import TrainReport
 from service.models import vocabulary
@@ -194,25 +194,23 @@ class _Training:
 
     def _score(self, draft: Loaded) -> None:
         job = self.job
-        held_out = choose_held_out(
-            Generations(self.database).held_out(job.provenance, job.gate.max_prompts),
-            lambda: self.general.generations(job.provenance, golden=True) if self.general is not None else [],
-            min_prompts=job.gate.min_prompts,
-            min_tokens=job.gate.min_tokens,
-            max_prompts=job.gate.max_prompts,
-        )
+        logged = held_out(Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run)
+        golden = self.general.generations(job.provenance, golden=True) if self.general is not None else []
         width = shared_width(job)
+        scores: dict[str, list[Score]] = {}
+        guard: dict[str, list[Score]] = {}
 
-        def scored(ids: list[int] | None) -> list[Score]:
+        def scored(name: str, ids: list[int] | None) -> None:
             model = as_served(draft.model, ids)
-            return score(model, held_out.generations, k=job.k, vocabulary=width, between=self.channel.hold)
+            for found, texts in ((scores, logged), (guard, golden)):
+                found[name] = score(model, texts, k=job.k, vocabulary=width, between=self.channel.hold)
 
-        scores = {CANDIDATE: scored(self.kept)}
+        scored(CANDIDATE, self.kept)
         lora.detach(draft.model)
         if job.parent is not None:
             lora.attach(draft.model, job.parent, job.provenance.draft)
-        scores[str(job.parent_id)] = scored(kept(job, job.parent))
-        self.channel.send("scores", {"scores": _plain(scores), "golden": held_out.golden})
+        scored(str(job.parent_id), kept(job, job.parent))
+        self.channel.send("scores", {"scores": _plain(scores), "golden": _plain(guard)})
 
 
 def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
@@ -227,7 +225,7 @@ def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
         model = as_served(draft.model, kept(job, folder))
         scores[name] = score(model, usable, k=job.k, vocabulary=shared_width(job), between=channel.hold)
         lora.detach(draft.model)
-    channel.send("scores", {"scores": _plain(scores), "golden": False})
+    channel.send("scores", {"scores": _plain(scores)})
 
 
 def _cases(job: CasesJob, channel: Channel, database: Database) -> None:

@@ -3,38 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import mlx.nn as nn
 
-from service.core import Generation, Score
-from service.learning.buffer import limited
+from service.core import Generation, Provenance, Score
 from service.learning.offpolicy import acceptance, calls_by_length
+from service.store.generations import Generations
+from service.store.sampler import conversation, sample
+
+POOL = 2
+"""Conversations drawn from, for each text of a gate: so that successive gates share about half of their texts."""
 
 
-@dataclass(frozen=True, slots=True)
-class HeldOut:
-    """What to score on. golden: the log had too little, so the general set's held-back part was added."""
-
-    generations: tuple[Generation, ...]
-    golden: bool
-
-
-def choose_held_out(
-    logged: Sequence[Generation],
-    golden: Callable[[], Sequence[Generation]],
-    *,
-    min_prompts: int,
-    min_tokens: int,
-    max_prompts: int,
-) -> HeldOut:
-    """The logged held-out generations, joined by the golden set while they are too few for a verdict. No client and no template
-    has more than its share of a say, as in what is learnt from."""
-    usable = limited([g for g in logged if g.output and g.prompt.tokens])[:max_prompts]
-    if len(usable) >= min_prompts and sum(len(g.output) for g in usable) >= min_tokens:
-        return HeldOut(tuple(usable), False)
-    added = list(golden())[: max_prompts - len(usable)]
-    return HeldOut((*usable, *added), bool(added))
+def held_out(stored: Generations, who: Provenance, *, limit: int, run: int) -> list[Generation]:
+    """At most `limit` logged generations to judge the candidate of `run` on: none was trained on, equal texts count once, no
+    client and no template has more than its share (store.sampler). The next run draws from twice as many conversations anew."""
+    texts = sample(stored.held_out_texts(who, POOL * limit), limit, run)
+    return [found for found in stored.by_ids([one.id for one in texts]) if found.prompt.tokens]
 
 
 def score(
@@ -55,6 +40,7 @@ def score(
             tokens=len(generation.output),
             agreed=result.agreed,
             calls=calls_by_length(result.rates, k),
+            conversation=conversation(generation.prompt),
         )
         for generation, result in zip(generations, found, strict=True)
     ]

@@ -37,10 +37,10 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """by_adapter: adapter id, or "candidate", to its scores. golden: the general held-out set stood in for the log."""
+    """Adapter id, or "candidate", to its scores. by_adapter: on logged texts. golden: on the golden set, where there is one."""
 
     by_adapter: Mapping[str, Sequence[Score]]
-    golden: bool
+    golden: Mapping[str, Sequence[Score]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,11 +94,7 @@ def parse(message: Mapping[str, object]) -> Message:
                 keys=tuple(str(key) for key in _list(message, "keys")),
             )
         case "scores":
-            by_adapter = _object(message.get("scores"), "scores")
-            return Scores(
-                {name: tuple(_score(item) for item in _list(by_adapter, name)) for name in by_adapter},
-                message.get("golden") is True,
-            )
+            return Scores(_scores(message.get("scores"), "scores"), _scores(message.get("golden", {}), "golden"))
         case "cases":
             by_generation = _object(message.get("cases"), "cases")
             return Cases({name: tuple(_case(item) for item in _list(by_generation, name)) for name in by_generation})
@@ -236,17 +232,23 @@ def _optional(message: Mapping[str, object], name: str) -> float | None:
     return _number(message, name)
 
 
+def _scores(value: object, name: str) -> Mapping[str, Sequence[Score]]:
+    by_adapter = _object(value, name)
+    return {adapter: tuple(_score(item) for item in _list(by_adapter, adapter)) for adapter in by_adapter}
+
+
 def _score(value: object) -> Score:
     item = _object(value, "score")
-    domain = item.get("domain")
-    if not isinstance(domain, str):
-        raise ValueError("domain is not a text")
+    domain, conversation = item.get("domain"), item.get("conversation", "")
+    if not isinstance(domain, str) or not isinstance(conversation, str):
+        raise ValueError("domain or conversation is not a text")
     return Score(
         generation=_text(item, "generation"),
         domain=domain,
         tokens=_integer(item, "tokens"),
         agreed=_integer(item, "agreed"),
         calls=tuple(_finite(each, "calls") for each in _list(item, "calls")),
+        conversation=conversation,
     )
 
 

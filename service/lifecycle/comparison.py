@@ -9,11 +9,12 @@ same for both, are left out.
 Not drafting at all is no choice here. Where a draft does not pay it rests, whichever adapter it is, and no candidate would
 ever be better; but loads pass, and only a better draft makes drafting pay. So they are compared as they would draft.
 
-Intervals are percentile intervals of a paired bootstrap over generations (Efron & Tibshirani 1993, ch. 13): a resample draws
-generations with replacement and takes both adapters' calls on them, so what makes one text easier than another cancels out. The
-best lengths are chosen anew in each, since that choice is part of what is estimated. They are expanded as Hesterberg (2015,
-sec. 3.3) has it, because plain ones are too short where there are few generations, which would let chance decide more often
-than is said.
+Intervals are percentile intervals of a paired bootstrap over conversations (Efron & Tibshirani 1993, ch. 13; clusters: Cameron,
+Gelbach & Miller 2008): a resample draws whole conversations with replacement, because turns of one are alike, and takes both
+adapters' calls on them, so what makes one text easier than another cancels out. The best lengths are chosen anew in each, since
+that choice is part of what is estimated. They are expanded as Hesterberg (2015, sec. 3.3) has it, because plain ones are too
+short where there are few conversations, which would let chance decide more often than is said. Where they are very few no
+resample reaches far enough; there the interval is at least Student's, of the linearised ratio.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from numpy.typing import NDArray
 from service.core import Score
 
 MIN_SPEAKERS = 5
-"""Fewer generations than this have no interval worth the name."""
+"""Fewer conversations than this have no interval worth the name."""
+FEW = 20
+"""Effective number of conversations below which a bootstrap alone is too short (docs/decisions.md has the coverage)."""
 TAIL = 0.05
 """What lies beyond either end of a two-sided 90 % interval."""
 
@@ -78,6 +81,11 @@ class Comparison:
         return len(self._pairs)
 
     @property
+    def conversations(self) -> int:
+        """Independent parts of the evidence: what an interval resamples."""
+        return len({_conversation(score) for score, _ in self._pairs})
+
+    @property
     def tokens(self) -> int:
         return sum(score.tokens for score, _ in self._pairs)
 
@@ -87,33 +95,48 @@ class Comparison:
         return not (self.tokens and self._longest)
 
     def domains(self) -> Mapping[str, Comparison]:
-        """Those that have generations enough to speak. Each is compared at lengths of its own: the engine would come to them
-        where such texts are what it serves."""
+        """Those that have conversations enough for an interval. Each is compared at lengths of its own: the engine would come
+        to them where such texts are what it serves."""
         groups: dict[str, tuple[list[Score], list[Score]]] = {}
         for new, old in self._pairs:
             ours, theirs = groups.setdefault(new.domain, ([], []))
             ours.append(new)
             theirs.append(old)
-        return {name: Comparison(*both, self._seconds) for name, both in groups.items() if len(both[0]) >= MIN_SPEAKERS}
+        parts = {name: Comparison(*both, self._seconds) for name, both in groups.items()}
+        return {name: part for name, part in parts.items() if part.conversations >= MIN_SPEAKERS}
 
     def gain(self, resamples: int, seed: int, tail: float = TAIL) -> Gain:
         """Of all these texts together, which must not be empty. tail: share beyond either end of the interval."""
-        spent, count = self._spent(), self.generations
+        spent = self._spent()
+        count = len(spent)
         draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1.0 / count), size=resamples)
         least = np.tensordot(draws.astype(np.float64), spent, axes=1).min(axis=2)
-        beyond = 100 * _expanded(tail, count)
-        low, high = np.percentile(least[:, 1] / least[:, 0] - 1.0, (beyond, 100 - beyond))
         whole = spent.sum(axis=0)
-        new, old = whole.min(axis=1)
+        new, old = (spent[:, adapter, whole[adapter].argmin()] for adapter in (0, 1))
+        gain = float(old.sum() / new.sum() - 1.0)
+        # Long conversations weigh more: as many of equal weight would say as much (Kish 1965).
+        effective = float(old.sum() ** 2 / (old @ old))
+        beyond = 100 * _expanded(tail, effective)
+        low, high = np.percentile(least[:, 1] / least[:, 0] - 1.0, (beyond, 100 - beyond))
+        if effective < FEW:
+            error = _reach(tail, effective) * float(np.linalg.norm(old - (1.0 + gain) * new)) / float(new.sum())
+            low, high = min(low, gain - error), max(high, gain + error)
         # The longest of those considered is the last, whether all are or that one alone.
         first = self._longest - whole.shape[1] + 1
         lengths = (first + int(whole[0].argmin()), first + int(whole[1].argmin()))
-        return Gain(float(old / new - 1.0), float(low), float(high), lengths)
+        return Gain(gain, float(low), float(high), lengths)
 
     def _spent(self) -> NDArray[np.float64]:
-        """Seconds, or calls, of (generation, adapter, draft length)."""
-        calls = np.array([[new.calls, old.calls] for new, old in self._pairs], dtype=np.float64)
+        """Seconds, or calls, of (conversation, adapter, draft length)."""
+        each = np.array([[new.calls, old.calls] for new, old in self._pairs], dtype=np.float64)
+        _, owner = np.unique([_conversation(score) for score, _ in self._pairs], return_inverse=True)
+        calls = np.zeros((owner.max() + 1, *each.shape[1:]))
+        np.add.at(calls, owner, each)
         return calls[:, :, -1:] if self._seconds is None else calls * np.array(self._seconds)
+
+
+def _conversation(score: Score) -> str:
+    return score.conversation or score.generation
 
 
 def _paired(new: Sequence[Score], old: Sequence[Score]) -> list[tuple[Score, Score]]:
@@ -125,7 +148,7 @@ def _paired(new: Sequence[Score], old: Sequence[Score]) -> list[tuple[Score, Sco
         raise ValueError("the two adapters were scored on different generations")
     pairs = [(ours[name], theirs[name]) for name in sorted(ours)]
     for one, other in pairs:
-        if (one.tokens, one.domain) != (other.tokens, other.domain):
+        if (one.tokens, one.domain, one.conversation) != (other.tokens, other.domain, other.conversation):
             raise ValueError(f"generation {one.generation} was scored as two different texts")
         for score in (one, other):
             if score.tokens < 0 or not all(math.isfinite(calls) and calls > 0 for calls in score.calls):
@@ -133,13 +156,16 @@ def _paired(new: Sequence[Score], old: Sequence[Score]) -> list[tuple[Score, Sco
     return pairs
 
 
-def _expanded(tail: float, count: int) -> float:
-    """Share of the resamples to leave out at either end, so that `tail` of the truth is: as much wider as Student's t is than
-    the normal distribution, and a sample's deviation than a resample's."""
-    if count < 2:
-        return 0.0
-    z, v = -NormalDist().inv_cdf(tail), count - 1
+def _expanded(tail: float, count: float) -> float:
+    """Share of the resamples to leave out at either end, so that `tail` of the truth is."""
+    return NormalDist().cdf(-_reach(tail, count))
+
+
+def _reach(tail: float, count: float) -> float:
+    """Standard deviations of a resample's estimate between the estimate and an end of its interval: Student's t instead of the
+    normal distribution's quantile, and a sample's deviation instead of a resample's."""
+    z, v = -NormalDist().inv_cdf(tail), max(count - 1.0, 1.0)
     # Quantile of Student's t (Abramowitz & Stegun 26.7.5).
     t = z + (z**3 + z) / (4 * v) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * v**2)
     t += (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * v**3)
-    return NormalDist().cdf(-t * math.sqrt(count / v))
+    return t * math.sqrt(count / v)

@@ -51,8 +51,8 @@ def look(
     """
     both = {other: Comparison(serving, scores, seconds) for other, scores in others.items()}
     generations, tokens = both[parent].generations, both[parent].tokens
-    if generations < MIN_SPEAKERS or both[parent].empty:
-        few = f"stays: {generations} generations and {tokens} tokens are too few to compare on"
+    if both[parent].conversations < MIN_SPEAKERS or both[parent].empty:
+        few = f"stays: {both[parent].conversations} conversations and {tokens} tokens are too few to compare on"
         return Look(Verdict(True, few, generations, tokens, 0.0, 0.0, 0.0), last)
     tail = ALPHA / (count * len(both))
     strict = {other: each.gain(resamples, seed, tail) for other, each in both.items()}

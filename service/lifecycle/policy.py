@@ -14,6 +14,8 @@ from service.store.generations import UntrainedCounts
 DRIFT_SHARE = 0.25
 """After drift this share of the usual cases and tokens is enough: what is new has to be learnt soon, but not from nothing."""
 MAX_DOUBLINGS = 5
+ROLLED_BACK = Verdict(False, "an operator rolled it back", 0, 0, 0.0, 0.0, 0.0)
+"""The watch's verdict on an adapter that an operator rolled back: lost, though nothing was compared."""
 
 
 class Chore(StrEnum):
@@ -33,8 +35,8 @@ class Backoff:
 
 def backoff(watches: Sequence[tuple[datetime, Verdict]], seconds: float) -> Backoff | None:
     """After adapters were taken back: `seconds`, doubled with each one more in a row, at most MAX_DOUBLINGS times. None when
-    the last one stayed. watches: verdicts of the watch, newest first; those that compared nothing are passed over."""
-    spoken = [(at, verdict.promoted) for at, verdict in watches if verdict.prompts]
+    the last one stayed. watches: verdicts of the watch, newest first; of those that compared nothing only rollbacks count."""
+    spoken = [(at, verdict.promoted) for at, verdict in watches if verdict.prompts or not verdict.promoted]
     rollbacks = next((i for i, (_, stayed) in enumerate(spoken) if stayed), len(spoken))
     if not rollbacks:
         return None

@@ -279,12 +279,15 @@ class Supervisor:
             switching.switch(staged, ref, begun)
             return ref
 
-    def rollback(self) -> AdapterRef | None:
+    def rollback(self, expected: int | None = None) -> AdapterRef | None:
         with self._lock:
             ref = self._parts.adapters.active(self._parts.who.draft)
+            serving = BARE_DRAFT if ref is None else ref.id
+            if expected is not None and expected != serving:
+                raise Conflict(f"adapter {serving} serves, not {expected}: nothing was rolled back")
             if ref is None:
                 raise Conflict("the bare draft serves: there is nothing to roll back")
-            self._parts.adapters.roll_back(ref.id)
+            self._parts.adapters.take_back(ref.id, ref.parent, policy.ROLLED_BACK)
             self._parts.events.rolled_back()
             return self._parts.switching.serve_active()
 

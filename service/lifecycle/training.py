@@ -169,17 +169,17 @@ class TrainingJob:
         parent, rules = self._run.parent, self._parts.rules.gate
         try:
             candidate, compared = scores.by_adapter[CANDIDATE], scores.by_adapter[str(parent)]
+            golden = (scores.golden[CANDIDATE], scores.golden[str(parent)]) if scores.golden else ((), ())
         except KeyError as error:
             raise ValueError(f"none of {error}") from error
         verdict = gate.judge(
             candidate,
             compared,
             rules,
+            golden=golden,
             seconds=self._parts.switching.round_seconds(),
             seed=self._run.id,
         )
-        if scores.golden:
-            verdict = replace(verdict, reason=f"{verdict.reason} (on the general held-out set: too little was logged)")
         if self._parts.serving() != parent:
             reason = f"adapter {parent}, which it was compared with, no longer serves"
             verdict = replace(verdict, promoted=False, reason=reason)

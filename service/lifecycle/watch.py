@@ -8,17 +8,24 @@ from service.core import BARE_DRAFT, AdapterRef, AdapterState, Verdict
 from service.lifecycle.children import Child, Crashed, Done, GaveUp, Message, Scores
 from service.lifecycle.looks import look, looks
 from service.lifecycle.parts import Parts
+from service.store.sampler import sample
 
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 """Comparisons of one adapter that may fail before it is left alone."""
+PATIENCE = 4
+"""Generations for each text that a look wants, after which any but the last look makes do with fewer: what is very bad shows in
+a few."""
+LOOKED_THROUGH = 10
+"""Generations that are looked through for each that a watch wants; after so many, or as many as the log may hold, it
+ends with what there is."""
 
 
 class Watch:
     """Which adapter is still to be compared, and its comparison. Looks that decided nothing are evaluations "look"; the watch
-    is over when one of kind "watch" is recorded: by a look that decided, by an operator who chose the adapter, or because
-    comparing failed too often."""
+    is over when one of kind "watch" is recorded: by a look that decided, by an operator who chose the adapter or rolled it
+    back, or because comparing failed too often."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -39,9 +46,19 @@ class Watch:
             return None
         adapters, due = self._parts.adapters, looks(self._parts.rules.gate.watch_generations)
         promoted, _ = adapters.evaluations(ref.id, "gate")[-1]
-        fresh = self._parts.generations.names_after(self._parts.who, promoted, due[-1])
         done = len(adapters.evaluations(ref.id, "look"))
-        if len(fresh) < due[min(done, len(due) - 1)]:
+        wanted = due[min(done, len(due) - 1)]
+        logged, who = self._parts.generations, self._parts.who
+        most = min(LOOKED_THROUGH * due[-1], self._parts.rules.max_generations)
+        if len(logged.names_after(who, promoted, wanted)) < wanted:
+            return None
+        texts = logged.texts_after(who, promoted, most)
+        # As at the gate: a health check every few seconds is one text, not evidence.
+        fresh = [one.id for one in sample(texts, due[-1], seed=ref.id)]
+        # Traffic that repeats itself may never bring enough; runs wait for the watch, so it must end.
+        last = len(fresh) >= due[-1] or len(texts) >= most
+        early = done < len(due) - 1 and len(texts) >= PATIENCE * wanted
+        if len(fresh) < wanted and not early and not last:
             return None
         try:
             child = self._parts.launch(
@@ -52,7 +69,7 @@ class Watch:
         except OSError as error:
             self.failed(ref, f"the child could not be started: {error}")
             return None
-        return WatchJob(self._parts, self, ref, child, last=len(fresh) >= due[-1])
+        return WatchJob(self._parts, self, ref, child, last=last)
 
     def failed(self, ref: AdapterRef, reason: str) -> None:
         """No comparison this time."""

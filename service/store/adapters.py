@@ -108,17 +108,10 @@ class Adapters:
 
         return self._db.write(work).result()
 
-    def roll_back(self, adapter_id: int) -> AdapterRef | None:
-        """Take the active adapter back and let its nearest ancestor that may serve do so again (None: the bare draft)."""
-
-        def work(connection: Connection) -> AdapterRef | None:
-            return _roll_back(connection, adapter_id, _row(connection, adapter_id).parent)
-
-        return self._db.write(work).result()
-
     def take_back(self, adapter_id: int, to: int, verdict: Verdict) -> AdapterRef | None:
-        """The watch's word, all in one: back to `to` (0: the bare draft), or its nearest ancestor that may serve; the verdict
-        is kept, and the cases it was trained on are put aside, out of the replay buffer too."""
+        """Roll back the active adapter, by the watch's or an operator's word, all in one: `to` (0: the bare draft), or its
+        nearest ancestor that may serve, becomes active; the verdict is kept as the watch's, and the cases it was trained on are
+        quarantined, out of the replay buffer too. Raises NotFound, IllegalMove."""
 
         def work(connection: Connection) -> AdapterRef | None:
             back = _roll_back(connection, adapter_id, to)

@@ -14,6 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, inser
 from service.core import FailureCase, Generation, Provenance, Round
 from service.store.database import Database
 from service.store.rows import generation_of, rounds_of, target_bytes, text_key, utc, values_of
+from service.store.sampler import Text, text
 from service.store.tables import (
     failure_cases,
     generation_targets,
@@ -27,7 +28,11 @@ from service.store.unseen import add_cases, had, untried
 TRAIN, HELD_OUT = "train", "held_out"
 LOOKED_THROUGH = 4
 """Generations looked at for each that is wanted."""
+TURNS = 10
+"""Turns of a conversation that are looked through for each that is wanted."""
 _CASE = tuple(failure_cases.c[field.name] for field in fields(FailureCase))
+
+_TEXT = tuple(generations.c[name] for name in ("id", "prompt", "output", "client", "first_user"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +138,32 @@ class Generations:
             .group_by(generations.c.prompt_hash)
         )
         return self._load(generations.c.seq.in_(newest), limit=limit)
+
+    def held_out_texts(self, who: Provenance, conversations: int) -> list[Text]:
+        """Of the newest `conversations` that no run may train on, one text per prompt, newest first."""
+        newest = (
+            select(func.max(generations.c.seq))
+            .where(_of(who), generations.c.split == HELD_OUT, generations.c.output_tokens > 0)
+            .group_by(generations.c.prompt_hash)
+        )
+        query = select(*_TEXT).where(generations.c.seq.in_(newest)).order_by(generations.c.seq.desc())
+        known = set[str]()
+        found: list[Text] = []
+        with self._db.read() as connection:
+            for row in connection.execute(query.limit(TURNS * conversations)):
+                one = _text(row)
+                if one.conversation in known or len(known) < conversations:
+                    known.add(one.conversation)
+                    found.append(one)
+        return found
+
+    def texts_after(self, who: Provenance, created: datetime, limit: int) -> list[Text]:
+        """Of the newest `limit` generations, those that this pair made after a moment, newest first."""
+        return [
+            _text(row)
+            for row in self._newest(limit, *_TEXT, generations.c.output_tokens, generations.c.created_at)
+            if _same(row, who) and row.output_tokens > 0 and utc(row.created_at) > created
+        ]
 
     def names_after(self, who: Provenance, created: datetime, limit: int) -> list[str]:
         """Of the newest `limit` generations, the ids of those that this pair made after a moment, newest first."""
@@ -241,6 +272,10 @@ class Generations:
                 for seq, *case in connection.execute(query.order_by(failure_cases.c.seq, failure_cases.c.position)):
                     found[seq].append(FailureCase(*case))
         return [generation_of(row, found[row.seq]) for row in rows]
+
+
+def _text(row: Row[Any]) -> Text:
+    return text(row.id, prompt=row.prompt, output=row.output, client=row.client, first_user=row.first_user)
 
 
 def _of(who: Provenance) -> ColumnElement[bool]:

@@ -98,7 +98,10 @@ def test_adapters_are_listed_activated_and_rolled_back(http: httpx.Client) -> No
     assert http.post("/adapters/0/activate").json() == {"active": 0, "adapter": None}
     assert_shape(http.post("/adapters/9/activate"), 404, "not_found")
     assert_shape(http.post("/adapters/-1/activate"), 400, "bad_request", "id")
-    assert http.post("/adapters/rollback").json() == {"active": 0, "adapter": None}
+    assert_shape(http.post("/adapters/rollback?expected=2"), 409, "conflict")
+    for wrong in ("-1", "x", "", "3&expected=3"):
+        assert_shape(http.post(f"/adapters/rollback?expected={wrong}"), 400, "bad_request", "expected")
+    assert http.post("/adapters/rollback?expected=3").json() == {"active": 0, "adapter": None}
     assert_shape(http.post("/adapters/rollback"), 409, "conflict")
 
 
@@ -106,7 +109,7 @@ class Refusing(Ledger):
     def activate(self, adapter_id: int) -> AdapterRef | None:
         raise AdapterRefused("the adapter belongs to another draft")
 
-    def rollback(self) -> AdapterRef | None:
+    def rollback(self, expected: int | None = None) -> AdapterRef | None:
         raise StoreError("select * from adapters where folder = '/secret'")
 
 

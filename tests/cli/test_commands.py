@@ -296,7 +296,9 @@ def test_adapters_are_listed_switched_and_taken_back(house: House, redraft: Redr
     assert (done.status, done.out) == (0, f"adapter {first.id} serves now\n")
     assert house.server.get("/adapters")["active"] == first.id
     assert states() == {str(second.id): "retired", str(first.id): "active"}
-    done = redraft("adapters", "rollback", *url)
+    done = redraft("adapters", "rollback", "--expected", second.id, *url)
+    assert done.status == 1 and f"adapter {first.id} serves, not {second.id}" in done.err
+    done = redraft("adapters", "rollback", "--expected", first.id, *url)
     assert (done.status, done.out) == (0, "adapter 0 serves now\n")
     assert house.server.get("/adapters")["active"] == 0
     assert states() == {str(second.id): "retired", str(first.id): "rolled_back"}

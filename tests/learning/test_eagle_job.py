@@ -56,7 +56,6 @@ def test_a_run_and_what_is_asked_of_its_adapter(home: Home, rig: Rig) -> None:
     assert messages[-1]["type"] == "done", messages[-1]
     (candidate,), (scores,) = of_type(messages, "candidate"), of_type(messages, "scores")
     assert "fuse" in candidate["keys"]
-    assert not scores["golden"]
     folder = Path(candidate["folder"])
     pair = load_pair(rig.target, rig.draft)
     assert pair.draft is not None

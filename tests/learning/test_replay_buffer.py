@@ -10,7 +10,6 @@ import pytest
 
 from service.core import Generation, TrainingFailed
 from service.learning.buffer import GENERAL, GeneralSet, replay, replay_count
-from service.learning.scoring import choose_held_out
 from tests.support.logged_texts import WHO, generation
 
 Text = tuple[list[int], list[int]]
@@ -160,22 +159,3 @@ def test_no_replay_asks_nobody() -> None:
         raise AssertionError(count)
 
     assert replay(stored("sql", 9), share=0.0, general=general_texts(3), reservoir=reservoir, seed=0) == []
-
-
-def test_the_golden_set_joins_while_the_log_has_too_little() -> None:
-    logged = [generation([1, 2, i], [3] * 50, id=str(i)) for i in range(40)]
-    golden = general_texts(100)
-
-    def chosen(count: int, **limits: int) -> tuple[int, bool]:
-        limits = {"min_prompts": 30, "min_tokens": 1500, "max_prompts": 60} | limits
-        held = choose_held_out(logged[:count], lambda: golden, **limits)
-        assert [g.id for g in held.generations[:count]] == [g.id for g in logged[:count]]
-        return len(held.generations), held.golden
-
-    assert chosen(40) == (40, False)
-    assert chosen(30) == (30, False)
-    assert chosen(29) == (60, True)
-    assert chosen(40, min_tokens=2001) == (60, True)
-    assert chosen(0) == (60, True)
-    empty = choose_held_out([], list, min_prompts=1, min_tokens=1, max_prompts=9)
-    assert (empty.generations, empty.golden) == ((), False)

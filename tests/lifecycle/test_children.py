@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -21,8 +22,11 @@ def test_every_message_of_the_protocol_is_understood() -> None:
     assert parse({"type": "progress", "step": 1, "steps": 2, "loss": 0.5}) == Progress(1, 2, 0.5)
     assert parse({"type": "progress", "step": 1, "steps": 2, "grad_norm": float("inf")}) == Progress(1, 2)
     assert parse(CANDIDATE) == Candidate(Path("/a/b"), "ff", 4, 2.0, ("q",))
-    assert parse({"type": "scores", "scores": {"0": [SCORE]}, "golden": True}) == Scores(
-        {"0": (Score("g", "", 40, 20, (30.0, 20.0)),)}, True
+    score = Score("g", "", 40, 20, (30.0, 20.0))
+    assert parse({"type": "scores", "scores": {"0": [SCORE]}}) == Scores({"0": (score,)}, {})
+    chat = {"0": [SCORE | {"conversation": "c"}]}
+    assert parse({"type": "scores", "scores": chat, "golden": {"0": [SCORE]}}) == Scores(
+        {"0": (replace(score, conversation="c"),)}, {"0": (score,)}
     )
     assert parse({"type": "cases", "cases": {"g": [CASE], "h": []}}) == Cases(
         {"g": (FailureCase(3, 5, 6, 0.25, 0.5, 1.5, True),), "h": ()}

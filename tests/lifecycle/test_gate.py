@@ -3,24 +3,28 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
 from service.core import Score, Verdict
-from service.lifecycle.gate import judge
+from service.lifecycle.comparison import Comparison
+from service.lifecycle.gate import GOLDEN, judge
 from service.settings import GateSettings
 from tests.support.simulated_scores import LEVEL, by_length, pair, scores
 
 
 def decide(
-    candidate: Sequence[Score], active: Sequence[Score], costs: Sequence[float] | None = None, **changes: float
+    candidate: Sequence[Score],
+    active: Sequence[Score],
+    costs: Sequence[float] | None = None,
+    golden: tuple[Sequence[Score], Sequence[Score]] = ((), ()),
+    **changes: float,
 ) -> Verdict:
     rules = {"min_prompts": 30, "min_tokens": 2000, "domain_tolerance": 0.02, "resamples": 400, "seed": 1, **changes}
     seed, resamples = int(rules.pop("seed")), rules.pop("resamples")
-    return judge(
-        candidate, active, GateSettings.model_validate(rules | {"bootstrap": resamples}), seconds=costs, seed=seed
-    )
+    gate = GateSettings.model_validate(rules | {"bootstrap": resamples})
+    return judge(candidate, active, gate, golden=golden, seconds=costs, seed=seed)
 
 
 def noisy(rng: np.random.Generator, count: int, gain: float) -> tuple[list[Score], list[Score]]:
@@ -146,6 +150,7 @@ def test_scores_that_do_not_match_are_an_error(candidate: list[Score]) -> None:
         decide(candidate, GOOD)
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(1, 100), min_size=30, max_size=60), st.integers(0, 2**32), st.randoms())
 def test_the_verdict_depends_on_neither_order_nor_repetition(calls: list[float], seed: int, random) -> None:  # pyright: ignore
     candidate, active = scores(calls), scores(list(reversed(calls)))
@@ -314,3 +319,76 @@ def test_costs_that_cannot_be_are_an_error(costs: Sequence[float]) -> None:
 def test_a_draft_that_may_propose_nothing_has_nothing_to_compare(costs: Sequence[float] | None) -> None:
     none = by_length([()] * 40)
     assert decide(none, none, costs).reason == "nothing to compare on"
+
+
+# --------------------------------------------------------------------------------------------- golden set, conversations
+
+
+def test_golden_texts_do_not_dilute_the_gain() -> None:
+    """Twelve logged texts and eighty golden ones on which nothing changed."""
+    active, golden = scores([50] * 12), scores([50] * 80, start=1000)
+    verdict = decide(scores([40] * 12), active, golden=(golden, golden), min_prompts=10, min_tokens=1000)
+    assert verdict.promoted
+    assert (verdict.gain, verdict.prompts, verdict.tokens) == (pytest.approx(0.25), 12, 1200)
+    assert verdict.domains[GOLDEN] == (0.0, 0.0, 0.0)
+    assert not decide(scores([40] * 12), active, golden=(golden, golden)).promoted, "nor do they stand in for the log"
+
+
+def test_a_loss_on_the_golden_set_blocks() -> None:
+    golden = scores([50] * 40, start=1000)
+    good = scores([35] * 40), scores([50] * 40)
+    verdict = decide(*good, golden=(scores([52] * 40, start=1000), golden))
+    assert not verdict.promoted and "worse on golden set" in verdict.reason
+    assert decide(*good, golden=(scores([50.5] * 40, start=1000), golden)).promoted, "within the tolerance"
+    assert decide(*good, golden=(scores([60] * 4, start=1000), scores([50] * 4, start=1000))).promoted, "too few"
+
+
+def test_four_conversations_are_no_evidence_however_many_texts_they_have() -> None:
+    new, old = (chats(scores([calls] * 80), 20) for calls in (40, 50))
+    verdict = decide(new, old)
+    assert not verdict.promoted and "4 of 5 conversations" in verdict.reason
+    assert decide(chats(new, 16), chats(old, 16)).promoted
+
+
+def chats(told: Sequence[Score], turns: int) -> list[Score]:
+    return [replace(score, conversation=f"c{i // turns}") for i, score in enumerate(told)]
+
+
+GAIN, SPREAD = 0.03, 0.08
+"""Mean and standard deviation of a draft's gain over conversations: a quarter of what texts differ in."""
+
+
+def talk(rng: np.random.Generator, conversations: int, turns: int) -> tuple[list[Score], list[Score]]:
+    """Texts of conversations: how hard a text is, and what the new draft gains on it, is partly the conversation's."""
+    count = conversations * turns
+    hard = np.repeat(rng.lognormal(np.log(40), 0.4, conversations), turns) * rng.lognormal(0, 0.4, count)
+    gain = 1.0 + np.repeat(rng.normal(GAIN, SPREAD, conversations), turns)
+    new, old = hard * rng.lognormal(0, 0.1, count) / gain, hard * rng.lognormal(0, 0.1, count)
+    return chats(scores(new), turns), chats(scores(old), turns)
+
+
+def covered(conversations: int, trials: int, resamples: int, *, known: bool = True) -> float:
+    """Share of the 90 % intervals that hold the truth. known: which texts are turns of one conversation."""
+    # E[old] / E[new] - 1: a conversation's gain divides.
+    truth = 1.0 / np.mean(1.0 / (1.0 + np.random.default_rng(0).normal(GAIN, SPREAD, 10**6))) - 1.0
+    rng, found = np.random.default_rng(31), 0
+    for _ in range(trials):
+        new, old = talk(rng, conversations, 20)
+        if not known:
+            new, old = ([replace(score, conversation="") for score in each] for each in (new, old))
+        gain = Comparison(new, old).gain(resamples, 1)
+        found += gain.low <= truth <= gain.high
+    return found / trials
+
+
+def test_the_interval_of_chats_of_20_turns_is_that_of_conversations() -> None:
+    assert 0.82 <= covered(30, 100, 200) <= 0.98
+    assert covered(30, 30, 200, known=False) <= 0.7, "or independent texts would do"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("conversations", "trials"), [(10, 2000), (30, 2000), (60, 1000), (200, 500)])
+def test_nine_in_ten_intervals_of_chats_hold_the_truth(conversations: int, trials: int) -> None:
+    share = covered(conversations, trials, 1000)
+    print(f"{conversations} conversations: {share:.3f} of {trials}")
+    assert 0.88 <= share <= 0.92

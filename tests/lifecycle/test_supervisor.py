@@ -79,12 +79,18 @@ def test_a_run_that_lost_leaves_everything_as_it_was_and_its_cases_are_used_up(w
         check_legal(server)
 
 
-def test_a_verdict_on_the_general_texts_says_so(world: World) -> None:
+def test_a_candidate_that_loses_on_the_golden_set_is_refused(world: World) -> None:
     world.act(train="golden")
     with world.server() as server:
-        server.promote()
+        server.traffic()
+        server.tick_until(server.ended(RunState.REJECTED))
         verdict = server.runs.latest(1)[0].verdict
-        assert verdict is not None and "general held-out set" in verdict.reason
+        assert verdict is not None and "worse on golden set" in verdict.reason
+        assert verdict.gain == pytest.approx(0.25), "the logged texts alone are the gain"
+        assert verdict.prompts == 8
+        world.act(train="fair golden")
+        server.promote()
+        check_legal(server)
 
 
 def test_cool_down_holds_the_next_run_back(world: World) -> None:

@@ -1,7 +1,8 @@
 """Taking promotions back, and what an operator may ask."""
 
 import time
-from datetime import timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -297,3 +298,109 @@ def test_after_a_rollback_the_next_run_waits_and_after_the_next_one_twice_as_lon
             server.traffic()  # enough for the watch, and for the next run
             server.tick_until(lambda number=number: server.told.rollbacks == number + 1)
         check_legal(server)
+
+
+def test_an_operators_rollback_is_a_lost_watch(world: World) -> None:
+    world.backoff = 600.0
+    with world.server() as server:
+        ref = server.promote()
+        assert server.supervisor.rollback() is None
+        ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
+        assert not verdict.promoted and "operator" in verdict.reason
+        assert server.told.rollbacks == 1
+        assert aside(server) == (3 * ENOUGH, 0), "what it learnt from is quarantined"
+        server.traffic()
+        world.ahead = timedelta(seconds=301)
+        for _ in range(3):
+            server.supervisor.tick()
+        assert len(server.runs.latest(9)) == 1, "it waits"
+        world.ahead = timedelta(seconds=601)
+        server.tick_until(lambda: server.told.promotions == 2)
+        check_legal(server)
+
+
+def test_two_clicks_on_rollback_go_back_once(world: World) -> None:
+    world.act(train="better")
+    with world.server() as server:
+        first = server.promote()
+        server.supervisor.activate(first.id)  # ends its watch
+        second = server.promote()
+        assert second.parent == first.id
+        back = server.supervisor.rollback(expected=second.id)
+        assert back is not None and back.id == first.id
+        with pytest.raises(Conflict, match=f"adapter {first.id} serves, not {second.id}"):
+            server.supervisor.rollback(expected=second.id)
+        assert server.engine.active == first.id
+        assert server.supervisor.rollback(expected=first.id) is None
+        with pytest.raises(Conflict, match="adapter 0 serves"):
+            server.supervisor.rollback(expected=first.id)
+        check_legal(server)
+
+
+# --------------------------------------------------------------------------------------------- health checks beside
+
+
+def with_health_checks(
+    world: World, seed: int, checks: float, others: float, *, each: int = 5, client: str | None = None
+) -> tuple[bool, int, int]:
+    """A promotion's whole watch, with `each` identical health checks before every honest request. checks, others: share of the
+    calls that the adapter needs on either. client: of the honest requests. Whether it was rolled back, after how many
+    generations and honest ones."""
+    world.watch = 200
+    world.act(score=f"health {checks} {others}")
+    check = generation("health", cases=0)
+    with world.server() as server:
+        ref = server.promote()
+        served = honest = 0
+        while not server.adapters.evaluations(ref.id, "watch"):
+            assert served < 3000
+            for _ in range(10):
+                many = [replace(check, id=f"health-{served + i}", created_at=datetime.now(UTC)) for i in range(each)]
+                words = "".join(chr(97 + int(digit)) for digit in str(honest))
+                made = generation(f"honest-{seed}-{words}", cases=0)
+                made = replace(made, prompt=replace(made.prompt, client=client))
+                server.generations.add([*many, made]).result(10)
+                served, honest = served + each + 1, honest + 1
+            server.supervisor.tick()
+            server.tick_until(lambda: server.launcher.started[-1].exit_code() is not None)
+            server.supervisor.tick()
+        check_legal(server)
+        return bool(server.told.rollbacks), served, honest
+
+
+def test_identical_health_checks_do_not_roll_back_a_good_adapter(world: World) -> None:
+    """A tenth slower on the one text that is five in six requests, as much faster on all others."""
+    assert with_health_checks(world, 0, 1.1, 0.9) == (False, 240, 40)
+
+
+def test_identical_health_checks_do_not_keep_a_bad_adapter(world: World) -> None:
+    back, _, honest = with_health_checks(world, 0, 0.9, 1.1, client="app")
+    assert back and honest <= 100
+
+
+def test_a_watch_on_traffic_that_is_one_text_comes_to_an_end(world: World) -> None:
+    world.watch = 20
+    world.act(score="health 1.1 0.9")
+    check = generation("health", cases=0)
+    with world.server() as server:
+        ref = server.promote()
+        made = [replace(check, id=f"health-{i}", created_at=datetime.now(UTC)) for i in range(200)]
+        server.generations.add(made[:199]).result(10)
+        server.tick_until(lambda: len(server.adapters.evaluations(ref.id, "look")) == 2)
+        for _ in range(3):
+            server.supervisor.tick()
+        assert len(server.launcher.started) == 3, "the last look waits"
+        server.generations.add(made[199:]).result(10)
+        server.tick_until(server.watched(ref.id))
+        ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
+        assert verdict.promoted and "1 conversations" in verdict.reason
+        check_legal(server)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("checks", "others", "back"), [(1.1, 0.95, False), (0.9, 1.05, True), (1.0, 1.05, True)])
+def test_health_checks_beside_honest_traffic(world: World, seed: int, checks: float, others: float, back: bool) -> None:
+    rolled_back, served, honest = with_health_checks(world, seed, checks, others)
+    print(f"checks {checks} others {others} seed {seed}: back {rolled_back}, {served} generations, {honest} honest")
+    assert rolled_back is back

@@ -60,6 +60,8 @@ class Machine(RuleBasedStateMachine):
         self.drafts: dict[int, str] = {}
         self.owner: dict[int, int] = {}
         self.chosen: set[int] = set()
+        self.lost = set[int]()
+        """Runs whose adapter was rolled back."""
         self.trained: dict[int, int] = {}
         self.run_states: dict[int, RunState] = {}
         self.adapter_states: dict[int, AdapterState] = {}
@@ -188,8 +190,9 @@ class Machine(RuleBasedStateMachine):
         while wanted is None and ancestor:
             wanted = ancestor if self.adapter_states[ancestor] is AdapterState.RETIRED else None
             ancestor = store.get(ancestor).parent
-        back = self.attempt(legal, lambda: store.roll_back(adapter))
+        back = self.attempt(legal, lambda: store.take_back(adapter, store.get(adapter).parent, LOST))
         if legal:
+            self.lost.add(self.owner[adapter])
             assert (back.id if back else None) == wanted
             assert store.active(self.drafts[self.owner[adapter]]) == back
             assert store.get(adapter).state is AdapterState.ROLLED_BACK
@@ -257,8 +260,8 @@ class Machine(RuleBasedStateMachine):
         for row in cases:
             assert row.claimed_run is None or row.claimed_run in open_runs
             assert row.trained_run is None or row.trained_run not in open_runs
-            assert [row.claimed_run, row.trained_run, row.quarantined or None].count(None) >= 2
-            assert row.quarantined == (row.crashes >= MAX_CRASHES)
+            assert row.claimed_run is None or (row.trained_run is None and not row.quarantined)
+            assert row.quarantined == (row.crashes >= MAX_CRASHES or row.trained_run in self.lost)
             if (once := self.trained.get(row.id)) is not None:
                 assert row.trained_run == once
             elif row.trained_run is not None:

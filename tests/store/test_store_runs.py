@@ -246,7 +246,13 @@ def test_a_stale_token_moves_nothing(database: Database, offset: int) -> None:
 
 def test_what_is_not_there_is_not_found(database: Database) -> None:
     runs, adapters = Runs(database), Adapters(database)
-    for ask in (runs.get, runs.loss_curve, adapters.get, lambda i: adapters.activate(i, WHO.draft), adapters.roll_back):
+    for ask in (
+        runs.get,
+        runs.loss_curve,
+        adapters.get,
+        lambda i: adapters.activate(i, WHO.draft),
+        lambda i: adapters.take_back(i, 0, LOST),
+    ):
         with pytest.raises(NotFound):
             ask(99)
     with pytest.raises(NotFound):
@@ -304,24 +310,24 @@ def test_rolling_back_reaches_the_nearest_that_may_serve(database: Database) -> 
     second = promoted(database, parent=first.id)
     third = promoted(database, parent=second.id)
     adapters.broken(second.id, "its file is gone")
-    back = adapters.roll_back(third.id)
+    back = adapters.take_back(third.id, third.parent, LOST)
     assert back is not None
     assert (back.id, back.state) == (first.id, AdapterState.ACTIVE)
     assert adapters.get(third.id).state is AdapterState.ROLLED_BACK
-    assert adapters.roll_back(first.id) is None
+    assert adapters.take_back(first.id, first.parent, LOST) is None
     assert adapters.active(WHO.draft) is None
     with pytest.raises(IllegalMove):
-        adapters.roll_back(first.id)
+        adapters.take_back(first.id, first.parent, LOST)
 
 
 def test_an_ancestor_that_was_rolled_back_returns_only_by_an_operators_word(database: Database) -> None:
     adapters = Adapters(database)
     first = promoted(database)
     second = promoted(database, parent=first.id)
-    assert adapters.roll_back(second.id) == adapters.get(first.id)
-    assert adapters.roll_back(first.id) is None
+    assert adapters.take_back(second.id, second.parent, LOST) == adapters.get(first.id)
+    assert adapters.take_back(first.id, first.parent, LOST) is None
     adapters.activate(second.id, WHO.draft)
-    assert adapters.roll_back(second.id) is None
+    assert adapters.take_back(second.id, second.parent, LOST) is None
     assert adapters.get(first.id).state is AdapterState.ROLLED_BACK
     assert adapters.active(WHO.draft) is None
 
@@ -332,7 +338,7 @@ def test_an_operator_may_choose_what_once_served_and_nothing_else(database: Data
     second = promoted(database, parent=first.id)
     adapters.activate(first.id, WHO.draft)
     assert adapters.get(second.id).state is AdapterState.RETIRED
-    adapters.roll_back(first.id)
+    adapters.take_back(first.id, first.parent, LOST)
     again = adapters.activate(first.id, WHO.draft)
     assert again is not None
     assert adapters.activate(first.id, WHO.draft) == again

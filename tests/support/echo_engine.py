@@ -185,8 +185,8 @@ class Ledger:
                 return replace(ref, state=AdapterState.ACTIVE)
         raise NotFound(f"there is no adapter {adapter_id}")
 
-    def rollback(self) -> AdapterRef | None:
-        if not self.known:
+    def rollback(self, expected: int | None = None) -> AdapterRef | None:
+        if not self.known or expected not in {None, self.known[0].id}:
             raise Conflict("the bare draft serves already")
         self.known.clear()
         return None

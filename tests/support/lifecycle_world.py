@@ -1,5 +1,6 @@
 """A lifecycle over a real database and real child processes; only the engine and the training are small."""
 
+import itertools
 import json
 import os
 import signal
@@ -48,7 +49,6 @@ from tests.support.mortal_database import MortalDatabase
 T = TypeVar("T")
 
 WHO = Provenance("target", "tokenizer", "draft")
-TRAINED = [name for name in (f"question {i}" for i in range(400)) if split_of(name) == "train"]
 ENOUGH = 6
 """Generations that make a run start, and that end a watch."""
 
@@ -56,11 +56,18 @@ ENOUGH = 6
 def generation(
     name: str, *, cases: int = 3, store: bool = True, tie: bool = False, domain: str | None = "a"
 ) -> Generation:
-    """Of the training split, with four output tokens a case."""
+    """Of the training split, a conversation of its own, with four output tokens a case."""
+    asked = (f"question {name} {i}" for i in itertools.count())
     tokens = 4 * max(cases, 1)
     return Generation(
         id=name,
-        prompt=Prompt((1, 2, 3), Sampling(), domain="a", store=store, first_user=TRAINED[len(name) % len(TRAINED)]),
+        prompt=Prompt(
+            (1, 2, 3),
+            Sampling(),
+            domain="a",
+            store=store,
+            first_user=next(one for one in asked if split_of(one) == "train"),
+        ),
         output=(*range(tokens - 1), int.from_bytes(name.encode()[-4:])),
         finish=FinishReason.LENGTH,
         rounds=(Round(BARE_DRAFT, 0, 3, 1, 2),),

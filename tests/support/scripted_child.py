@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from pathlib import Path
 
 from service.store.files import publish
@@ -80,7 +81,11 @@ def train(job: dict[str, object], act: str) -> None:
         found["candidate"] = found["candidate"][1:]
     if act == "no parent":
         del found[str(job["parent_id"])]
-    say("scores", scores=found, golden=act == "golden")
+    golden = {name: scores(None, names) for name in found}
+    if act == "golden":
+        for item in golden["candidate"]:
+            item["calls"] = [1.1 * calls for calls in item["calls"]]  # pyright: ignore
+    say("scores", scores=found, golden=golden if act in {"golden", "fair golden"} else {})
     say("done")
 
 
@@ -90,6 +95,14 @@ def score(job: dict[str, object], act: str) -> None:
     adapters: dict[str, str | None] = job["adapters"]  # pyright: ignore[reportAssignmentType]
     names: list[str] = job["generations"]  # pyright: ignore[reportAssignmentType]
     found = {name: scores(folder, names) for name, folder in adapters.items()}
+    if act.startswith("health"):
+        # The bare draft's calls times what the newest adapter needs of them on health checks, and on all else by and large.
+        checks, others = map(float, act.split()[1:])
+        for item, bare in zip(found[max(adapters, key=int)], found["0"], strict=True):
+            name = str(item["generation"])
+            noise = zlib.crc32(name.encode()) % 201 / 1000 - 0.1
+            share = checks if name.startswith("health") else others + noise
+            item["calls"] = [share * calls for calls in bare["calls"]]  # pyright: ignore
     if act == "worse":
         newest = max(adapters, key=int)
         for item in found[newest]:

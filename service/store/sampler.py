@@ -1,0 +1,83 @@
+"""Which logged texts count as evidence: one sampler for the gate, the watch and what a run learns from. Pure functions.
+
+Equal texts count once, no client and no template has more than its share, and turns of one conversation are known as such, so
+that whoever estimates from them can resample conversations instead of texts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from service.core import Prompt
+from service.store.likeness import template
+from service.store.reservoir import SHARE, groups_of
+from service.store.rows import id_bytes
+
+HARDLY = 0.02
+"""Others who hold less than this share are no reason to cut anybody: a health check beside a service's only client."""
+LEAST = 8
+"""Texts of one client or template that always stay: fewer do no harm."""
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What the sampler needs to know of a logged generation. key: equal for the same prompt with the same output. conversation:
+    equal for prompts with the same first user message. groups: its client and its template."""
+
+    id: str
+    key: bytes
+    conversation: str
+    groups: frozenset[bytes]
+
+
+def text(name: str, *, prompt: bytes, output: bytes, client: str | None, first_user: str) -> Text:
+    """From the columns of a row: prompt and output are token ids, little-endian uint32."""
+    digest = hashlib.sha256(len(prompt).to_bytes(8, "little") + prompt + output).digest()
+    tokens = () if first_user.strip() else np.frombuffer(prompt, dtype="<u4").tolist()
+    said = template(first_user, tokens)
+    return Text(name, digest, _conversation(first_user, prompt), groups_of(client, said))
+
+
+def conversation(prompt: Prompt) -> str:
+    """Name of the conversation a prompt belongs to: its first user message, or all of its tokens where there is none."""
+    return _conversation(prompt.first_user, id_bytes(prompt.tokens))
+
+
+def _conversation(first_user: str, prompt: bytes) -> str:
+    said = first_user.encode("utf-8", "surrogatepass") if first_user else prompt
+    return hashlib.sha256(said).hexdigest()[:16]
+
+
+def capped(texts: Sequence[Text]) -> list[Text]:
+    """Each text once, and of one client or one template no more than their share of what stays, in the order given: the first
+    of each stay. Who has no tag is nobody's client. With hardly anything else there, whoever there is may have it all.
+
+    The largest group that is too large is cut to what all others hold together, and so on, until none is. Nobody is cut to
+    nothing: so that one text among others cannot silence a whole service, LEAST of a group stay.
+    """
+    distinct: dict[bytes, Text] = {}
+    for one in texts:
+        distinct.setdefault(one.key, one)
+    left = list(distinct.values())
+    while left:
+        counts = Counter(group for one in left for group in one.groups)
+        largest, held = max(counts.items(), key=lambda item: (item[1], item[0]))
+        others = len(left) - held
+        most = max(int(others * SHARE / (1.0 - SHARE)), LEAST)
+        if others < HARDLY * len(left) or held <= most:
+            break
+        gone = {one.key for one in [one for one in left if largest in one.groups][most:]}
+        left = [one for one in left if one.key not in gone]
+    return left
+
+
+def sample(texts: Sequence[Text], limit: int, seed: int) -> list[Text]:
+    """At most `limit` of them, `capped`. The draw is a function of the texts and the seed alone: another seed draws others
+    where there are more than `limit`."""
+    drawn = sorted(texts, key=lambda one: hashlib.sha256(seed.to_bytes(8, "little") + one.key).digest())
+    return capped(drawn)[:limit]

@@ -1,0 +1,75 @@
+"""What counts as evidence: each text once, nobody more than his share, other texts for another run."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from service.core import Prompt, Sampling
+from service.store.database import Database
+from service.store.generations import Generations
+from service.store.rows import id_bytes
+from service.store.sampler import LEAST, Text, conversation, sample, text
+from tests.support.store_rows import WHO, generation, texts
+
+
+def logged(name: str, said: str, *, output: int = 0, client: str | None = None, prompt: int = 1) -> Text:
+    return text(name, prompt=id_bytes([prompt]), output=id_bytes([output]), client=client, first_user=said)
+
+
+def test_equal_texts_are_drawn_once_and_no_client_has_more_than_half() -> None:
+    checks = [logged(f"check {i}", "ping") for i in range(200)]
+    honest = [logged(f"honest {i}", f"question {chr(97 + i)}", output=1 + i) for i in range(20)]
+    flood = [logged(f"flood {i}", f"flood {chr(97 + i)}", output=i, client="mallory", prompt=2) for i in range(26)]
+    drawn = sample([*checks, *honest, *flood], 100, 1)
+    assert sum(one in checks for one in drawn) == 1
+    assert {one.id for one in honest} <= {one.id for one in drawn}
+    assert sum(one in flood for one in drawn) == 21
+    few = sample([*checks, honest[0], *flood], 100, 1)
+    assert sum(one in flood for one in few) == LEAST
+
+
+def test_one_health_check_does_not_cut_the_only_client() -> None:
+    app = [logged(f"{i}", f"question {i}", output=1 + i, client="app") for i in range(60)]
+    assert len(sample([*app, logged("check", "ping")], 100, 1)) == 61
+
+
+def test_a_seed_draws_the_same_from_the_same_texts_in_any_order_and_another_seed_others() -> None:
+    all_of_them = [logged(str(i), f"question {i}", output=i, prompt=i) for i in range(400)]
+    first = sample(all_of_them, 200, 1)
+    assert sample(all_of_them[::-1], 200, 1) == first
+    assert 0.35 < len(set(first) & set(sample(all_of_them, 200, 2))) / 200 < 0.65
+
+
+def test_turns_with_the_same_first_user_message_are_one_conversation() -> None:
+    turns = [Prompt(tuple(range(n)), Sampling(), first_user="hello") for n in (2, 9)]
+    assert conversation(turns[0]) == conversation(turns[1]) == logged("a", "hello").conversation
+    bare = [replace(turn, first_user="") for turn in turns]
+    assert len({conversation(each) for each in [*turns, *bare]}) == 3
+    assert conversation(Prompt((1,), Sampling())) == logged("a", "").conversation
+
+
+@pytest.fixture
+def store(database: Database) -> Generations:
+    """600 held-out prompts, of which the first 50 are turns of one chat."""
+    found = Generations(database)
+    said = texts("held_out", 551)
+    made = [generation(tokens=(7, i), client=None, first_user=said[max(0, i - 49)]) for i in range(600)]
+    found.add(made).result()
+    return found
+
+
+def test_successive_gates_share_about_half_of_their_held_out_texts(store: Generations) -> None:
+    pool = store.held_out_texts(WHO, 400)
+    assert len(pool) == len({one.conversation for one in pool}) == 400, "the newest"
+    gates = [{one.id for one in sample(store.held_out_texts(WHO, 400), 200, run)} for run in range(1, 6)]
+    assert all(len(gate) == 200 for gate in gates)
+    for before, after in pairwise(gates):
+        assert len(before & after) <= 130
+    assert {one.id for one in sample(store.held_out_texts(WHO, 400), 200, 3)} == gates[2], "one gate is reproducible"
+
+
+def test_a_conversation_brings_all_of_its_turns_to_the_pool(store: Generations) -> None:
+    pool = store.held_out_texts(WHO, 551)
+    assert len(pool) == 600
+    assert len({one.conversation for one in pool}) == 551
