@@ -59,7 +59,7 @@ def doctor(config: Config = None, json: Json = None) -> None:
         ("matrix speed", speed),
         ("fast BLAS", found.blas or "none"),
         ("memory", f"{found.memory / gib:.1f} GiB"),
-        ("memory free", "unknown" if found.memory_free is None else f"{found.memory_free / gib:.1f} GiB"),
+        ("memory free", f"{found.memory_free / gib:.1f} GiB"),
         ("models need", "not on disk yet" if found.needed is None else f"{found.needed / gib:.2f} GiB"),
         ("disk free", f"{found.disk_free / gib:.1f} GiB"),
         *((f"version of {name}", version) for name, version in found.versions.items()),

@@ -36,6 +36,7 @@ from service.core.generation import (
     Targets,
     Timings,
 )
+from service.core.interpreter import python_command
 from service.core.protocols import (
     DraftSwitch,
     Encoder,
@@ -115,4 +116,5 @@ __all__ = [
     "Trigger",
     "Unavailable",
     "Verdict",
+    "python_command",
 ]

@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import httpx
 
-from service.core import Unavailable
+from service.core import Unavailable, python_command
 from service.settings import sqlite_url
 
 START_SECONDS = 180.0
@@ -82,7 +81,7 @@ class LocalServer(ServerProcess):
         self.config = folder / "server.toml"
         super().__init__(
             folder,
-            lambda port: [sys.executable, "-m", "service.cli", "serve", "--config", str(self.config)],
+            lambda port: python_command("-m", "service.cli", "serve", "--config", str(self.config)),
             "/health/ready",
         )
         tree: dict[str, dict[str, object]] = {section: dict(values) for section, values in settings.items()}

