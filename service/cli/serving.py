@@ -39,14 +39,19 @@ def serve(
 
 
 def doctor(config: Config = None, json: Json = None) -> None:
-    """Show device, precision, speed, versions, room, and what is wrong."""
+    """Show device, precision, speed, versions, memory and disk, and what is wrong.
+
+    Exits with 1 when something keeps `redraft serve` from working (no MLX, a package too old, a model that is not there or
+    does not fit into memory). What only costs speed is a warning.
+    """
     from dataclasses import asdict
 
+    from service.models.catalog import default_draft
     from service.models.machine import examine
 
     settings = settings_from(config)
-    names = [settings.models.target, f"{settings.models.target}-draft"]
-    found = examine(settings.home, tuple(settings.home / "models" / name for name in names))
+    draft = settings.models.draft or default_draft(settings.models.target)
+    found = examine(settings.home, [settings.models.target, *([draft] if draft and draft != "none" else [])])
     gib = 2**30
     speed = "not measured" if found.gflops is None else f"{found.gflops:.0f} GFLOP/s (float32 matrix product)"
     if found.slow_gflops is not None:
@@ -66,10 +71,14 @@ def doctor(config: Config = None, json: Json = None) -> None:
     ]
     table("redraft doctor", ("what", "here"), rows)
     for problem in found.problems:
-        out.print(f"! {problem}", style="yellow", highlight=False)
-    if not found.problems:
+        out.print(f"! {problem}", style="red", highlight=False)
+    for warning in found.warnings:
+        out.print(f"warning: {warning}", style="yellow", highlight=False)
+    if not found.problems and not found.warnings:
         out.print("nothing is wrong", style="green")
     write_json(json, asdict(found))
+    if found.problems:
+        raise typer.Exit(1)
 
 
 @models.command("list")

