@@ -13,11 +13,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+import mlx.core as mx
+from mlx.utils import tree_flatten
+
 from service.core import Prompt, RedraftError, RunState, Sampling
 from service.engine.draft import Draft, load, served
 from service.evaluation.agreement import measure, paired_low90
 from service.evaluation.bench.turns import EngineArm, take_turns
-from service.evaluation.check import forced_mismatches, naive_greedy
+from service.evaluation.check import forced_mismatches, naive_greedy, naive_greedy_batch, rounding
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.prompts import PromptLine
 from service.evaluation.server import LocalServer
@@ -58,6 +61,8 @@ QUICK = Scale(8, 48, 1_000, 2, 0.2, 8, 30, 20, 3, 900.0)
 SWAP_MARGIN = 1.0
 """Seconds around a change of the active adapter that count as the swap: loading comes before it, settling after it."""
 POLL_SECONDS = 0.25
+TIE = 1e-3
+"""Gap of two log-probabilities below which passes of different shapes may disagree in float32."""
 
 
 class OnProgress(Protocol):
@@ -251,11 +256,12 @@ def _follow(server: LocalServer, clients: Traffic, scale: Scale, on_progress: On
     try:
         while until is None or len(clients.answers) < until:
             time.sleep(POLL_SECONDS)
+            now, serving = time.monotonic(), server.get("/adapters")["active"]
+            # Asked for after the adapters: a run is over before its adapter serves, so the verdict is told before the swap.
             run = server.find(f"/train/{len(verdicts) + 1}")
             if run is not None and (verdict := _verdict(run)) is not None:
                 verdicts.append(verdict)
                 on_progress(verdict, 0, 0)
-            now, serving = time.monotonic(), server.get("/adapters")["active"]
             if serving != active:
                 active = serving
                 swaps.append((now - SWAP_MARGIN, now + SWAP_MARGIN))
@@ -309,25 +315,63 @@ def _active(folder: Path, pair: Pair) -> Draft:
 def _check(pair: Pair, answers: Sequence[Answer], scale: Scale, on_progress: OnProgress) -> tuple[int, int]:
     """Answers that differ from the target alone, and positions too close to call in a pass of another shape.
 
-    Every answer in teacher-forced passes; `checked` random ones, and every one with a near-tie, token by token.
+    Every answer is checked in teacher-forced passes; some (`checked`), and every one with a near-tie, also token by token. In
+    half precision near-ties are common and calls of different shapes decide them differently: there a position is wrong when
+    the gap is larger than the measured rounding, and nothing is decoded again.
     """
     encoder = TextEncoder(pair.target.tokenizer)
-    good = [answer for answer in answers if answer.error is None and answer.tokens]
-    chosen = {id(answer) for answer in random.Random(0).sample(good, min(scale.checked, len(good)))}
+    good = [answer for answer in answers if answer.error is None and _complete(answer, pair, scale)]
+    wrong = sum(answer.error is None for answer in answers) - len(good)
+    if not good:
+        return wrong, 0
     prompts = [encoder.encode_chat([{"role": "user", "content": answer.line.prompt}]) for answer in good]
     positions = sum(len(answer.tokens) for answer in good)
+    exact = all(value.dtype == mx.float32 for _, value in tree_flatten(pair.target.model.parameters()))
+    tie = (
+        TIE
+        if exact
+        else max(TIE, max(rounding(pair.target.model, prompts[i], good[i].tokens) for i in range(min(3, len(good)))))
+    )
     forced = forced_mismatches(
         pair.target.model,
         [(prompt, answer.tokens) for prompt, answer in zip(prompts, good, strict=True)],
         pair.vocabulary,
-        tie=1e-3,
-        on_step=lambda done: on_progress("checking answers against the target alone", done, positions),
+        tie=tie,
+        on_step=lambda done: on_progress("checking every answer against the target alone", done, positions, "tokens"),
     )
-    wrong = 0
-    for done, (answer, prompt, (missed, near)) in enumerate(zip(good, prompts, forced, strict=True)):
-        on_progress("decoding some of them with the target alone", done, len(good))
-        differs = missed > near
-        if not differs and (near or id(answer) in chosen):
-            differs = naive_greedy(pair.target.model, prompt, len(answer.tokens), pair.eos) != answer.tokens
-        wrong += differs
-    return wrong, sum(near for _, near in forced)
+    differs = [missed > near for missed, near in forced]
+    if exact:
+        doubtful = {i for i, (_, near) in enumerate(forced) if near}
+        groups = _alike(prompts, scale.checked)
+        count = sum(map(len, groups))
+        for done, group in enumerate(groups):
+            on_progress(f"decoding {count} of them with the target alone, token by token", done, len(groups), "groups")
+            tokens = [good[i].tokens for i in group]
+            lengths = [len(each) for each in tokens]
+            expected = naive_greedy_batch(pair.target.model, [prompts[i] for i in group], lengths, pair.eos)
+            # Several rows at a time are again a pass of another shape: one row alone decides.
+            doubtful |= {i for i, served, alone in zip(group, tokens, expected, strict=True) if served != alone}
+        for done, i in enumerate(sorted(doubtful)):
+            on_progress("decoding the near-ties with the target alone", done, len(doubtful))
+            tokens = good[i].tokens
+            differs[i] |= naive_greedy(pair.target.model, prompts[i], len(tokens), pair.eos) != tokens
+    return wrong + sum(differs), sum(near for _, near in forced)
+
+
+def _complete(answer: Answer, pair: Pair, scale: Scale) -> bool:
+    """Whether it goes on until the target ends it or the limit is reached: a beginning of the right text is not enough."""
+    return bool(answer.tokens) and (answer.tokens[-1] in pair.eos or len(answer.tokens) == scale.max_tokens)
+
+
+def _alike(prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """Random groups of prompts of equal length, `count` in all where there are so many: indices."""
+    by_length: dict[int, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        by_length.setdefault(len(prompt), []).append(i)
+    groups = list(by_length.values())
+    random.Random(0).shuffle(groups)
+    chosen: list[list[int]] = []
+    for group in groups:
+        if (left := count - sum(map(len, chosen))) > 0:
+            chosen.append(group[:left])
+    return chosen
