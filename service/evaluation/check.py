@@ -63,8 +63,8 @@ def forced_mismatches(
 
 def rounding(target: nn.Module, prompt: Sequence[int], output: Sequence[int]) -> float:
     """How far two correct calls may shift the gap between two scores: twice the largest difference, over the two best tokens at
-    every position, between one pass over the text and mlx-lm's stock cache fed one token at a time. About 1e-4 in float32, a unit
-    in the last place or two of the logits in half precision."""
+    every position, between one pass over the text and mlx-lm's stock cache fed one token at a time. About 1e-4 in float32, some
+    units in the last place of the logits in half precision."""
     text = [*prompt, *output]
     whole = target(mx.array([text[:-1]]))[0, len(prompt) - 1 :].astype(mx.float32)
     cache, steps = make_prompt_cache(target), list[mx.array]()
