@@ -10,10 +10,18 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 
 from service.cli import evaluate, main
 from service.evaluation import demo
+from service.evaluation.check import forced_mismatches, naive_greedy, rounding
+from service.evaluation.prompts import PromptLine
+from service.evaluation.traffic import Answer
+from service.models.pair import load_pair
+from service.models.text import TextEncoder
+from tests.support.logged_texts import VOCABULARY
+from tests.support.oracle import tiny_llama
 from tests.support.tiny_server import prompts, write_pair
 
 TINY = demo.Scale(
@@ -87,13 +95,13 @@ def test_it_learns_swaps_and_says_so_line_by_line(
         r"^starting the server",
         r"gathering failure cases: \d+, [1-9]\d* failure cases recorded, 0 requests failed",
         r"training the adapter: \d+, .*step \d+ of \d+, loss \d\.\d+",
-        r"^verdict: run 1 promoted, \S",
-        r"^swap: adapter 1 drafts now",
+        r"^verdict: run \d+ promoted, \S",
+        r"^swap: adapter \d+ drafts now",
         r"checking every answer against the target alone",
         r"timing one stream",
     ):
         assert re.search(pattern, said.err, re.MULTILINE), (pattern, said.err)
-    assert said.err.index("verdict: ") < said.err.index("swap: ")
+    assert said.err.index(" promoted, ") < said.err.index("swap: ")
 
 
 def test_wrong_answers_and_failed_requests_are_failures(
@@ -143,16 +151,30 @@ def test_nothing_promoted_is_a_failure_with_its_reason(
     assert not shown.png.exists()
 
 
-@pytest.mark.parametrize("tokens", [[], [5], [5, 6]], ids=["nothing", "a beginning", "less than all"])
-def test_an_answer_that_breaks_off_is_no_answer(tokens: list[int], pair: tuple[Path, Path]) -> None:
-    """Every token may be right: the target would have gone on."""
-    from service.evaluation.prompts import PromptLine
-    from service.evaluation.traffic import Answer
-    from service.models.pair import load_pair
-
+def test_an_answer_that_breaks_off_is_no_answer(pair: tuple[Path, Path]) -> None:
+    """Its tokens are right: the target would have gone on."""
     loaded = load_pair(*pair)
-    answer = Answer(PromptLine("0", "letters", "abc"), tokens=tokens)
-    assert demo._check(loaded, [answer], TINY, demo._silent)[0] == 1
+    line = PromptLine("0", "letters", "abc")
+    prompt = TextEncoder(loaded.target.tokenizer).encode_chat([{"role": "user", "content": line.prompt}])
+    whole = naive_greedy(loaded.target.model, prompt, TINY.max_tokens, loaded.eos)
+    found = {
+        count: demo._check(loaded, [Answer(line, tokens=whole[:count])], TINY, demo._silent)[0]
+        for count in (0, 1, len(whole) - 1, len(whole))
+    }
+    assert list(found.values()) == [1, 1, 1, 0]
+
+
+def test_in_half_precision_a_tie_is_what_rounding_decides() -> None:
+    """Answers decoded a token at a time, checked in one pass: only what was planted is wrong."""
+    target = tiny_llama(3)
+    target.set_dtype(mx.bfloat16)
+    texts = [([5, 9, 7 + i], naive_greedy(target, [5, 9, 7 + i], 40, frozenset())) for i in range(6)]
+    tie = max(rounding(target, *text) for text in texts[:3])
+    assert tie > demo.TIE
+    assert all(missed <= near for missed, near in forced_mismatches(target, texts, VOCABULARY, tie))
+    for _, output in texts:
+        output[20] = (output[20] + 1) % VOCABULARY
+    assert all(missed > near for missed, near in forced_mismatches(target, texts, VOCABULARY, tie))
 
 
 def test_prompts_of_equal_length_are_checked_together() -> None:
