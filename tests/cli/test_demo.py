@@ -12,6 +12,7 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.llama import Model
 
 from service.cli import evaluate, main
 from service.evaluation import demo
@@ -164,14 +165,28 @@ def test_an_answer_that_breaks_off_is_no_answer(pair: tuple[Path, Path]) -> None
     assert list(found.values()) == [1, 1, 1, 0]
 
 
-def test_in_half_precision_a_tie_is_what_rounding_decides() -> None:
-    """Answers decoded a token at a time, checked in one pass: only what was planted is wrong."""
+class OneTokenDiffers(Model):
+    """Calls over one token give every other score a little more than calls over several do."""
+
+    def __call__(self, *args: object, **more: object) -> mx.array:
+        logits = super().__call__(*args, **more)
+        return logits + 0.05 * (mx.arange(logits.shape[-1]) % 2) if logits.shape[1] == 1 else logits
+
+
+def test_rounding_is_what_calls_of_other_shapes_differ_by() -> None:
+    target = tiny_llama(3)
+    texts = [([5, 9, 7 + i], naive_greedy(target, [5, 9, 7 + i], 40, frozenset())) for i in range(4)]
+    assert rounding(target, *texts[0]) < demo.TIE
+    target.__class__ = OneTokenDiffers
+    assert max(rounding(target, *text) for text in texts) == pytest.approx(0.1, rel=0.01)
+
+
+def test_what_rounding_cannot_explain_is_wrong_in_half_precision_too() -> None:
     target = tiny_llama(3)
     target.set_dtype(mx.bfloat16)
     texts = [([5, 9, 7 + i], naive_greedy(target, [5, 9, 7 + i], 40, frozenset())) for i in range(6)]
-    tie = max(rounding(target, *text) for text in texts[:3])
-    assert tie > demo.TIE
-    assert all(missed <= near for missed, near in forced_mismatches(target, texts, VOCABULARY, tie))
+    tie = max(demo.TIE, *(rounding(target, *text) for text in texts[:3]))
+    assert all(missed == near for missed, near in forced_mismatches(target, texts, VOCABULARY, tie))
     for _, output in texts:
         output[20] = (output[20] + 1) % VOCABULARY
     assert all(missed > near for missed, near in forced_mismatches(target, texts, VOCABULARY, tie))
