@@ -31,15 +31,19 @@ def fail(message: str) -> None:
 
 
 class Bar(Protocol):
-    """Moves a progress bar: `done` of `of` (0: nobody knows), and a note beside it."""
+    """Moves a progress bar."""
 
-    def __call__(self, done: int, of: int, note: str = "") -> None: ...
+    def __call__(self, done: int, of: int, note: str = "") -> None:
+        """`done` of `of` (0: nobody knows), and a note next to the bar."""
+        ...
 
 
 class Stages(Protocol):
-    """Says where work in stages is: the stage, `done` of `of` in it (0: nobody knows), and a note."""
+    """Says where work in stages is."""
 
-    def __call__(self, stage: str, done: int, of: int, note: str = "") -> None: ...
+    def __call__(self, stage: str, done: int, of: int, note: str = "") -> None:
+        """The stage, `done` of `of` in it (0: nobody knows), and a note."""
+        ...
 
 
 @contextmanager

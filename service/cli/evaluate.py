@@ -111,7 +111,7 @@ def agreement(
     draft: Draft = None,
     json: Json = None,
 ) -> None:
-    """How well the draft predicts the target's greedy text (128 tokens a prompt, made once and kept)."""
+    """How well the draft predicts the target's greedy text (128 tokens a prompt, decoded once and cached)."""
     from service.app import open_stores
     from service.engine.draft import load, served
     from service.evaluation.agreement import measure
@@ -135,8 +135,8 @@ def agreement(
                 stores.close()
             model = load(model, ref, pair.provenance.draft).model
     with progress("greedy text") as bar:
-        told = greedy_generations(pair, lines, settings.home, on_step=bar)
-    found, _ = measure(model, told, pair.vocabulary)
+        generations = greedy_generations(pair, lines, settings.home, on_step=bar)
+    found, _ = measure(model, generations, pair.vocabulary)
     rows: list[tuple[str, object]] = [
         ("agreement with the target's greedy text", f"{found.agreement:.4f}"),
         ("tokens per target call (K = 4)", f"{found.tokens_per_call:.3f}"),
@@ -160,7 +160,10 @@ def cycle(
         float | None, typer.Option(min=0.0, max=1.0, help="Another replay share than the settings'.")
     ] = None,
     beside: Annotated[
-        bool, typer.Option("--beside", help="Let one client go on asking, and tell what that costs it.")
+        bool,
+        typer.Option(
+            "--beside", help="Let one client go on asking during the run, and report its speed before and during it."
+        ),
     ] = False,
     keep: Annotated[Path | None, typer.Option(help="Leave the server's log, database and adapters here.")] = None,
     config: Config = None,

@@ -25,7 +25,7 @@ def serve(
     from service.server import run_server
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # It tells of every tick, and of every tick that found the last one still at work.
+    # It logs every tick, and every tick that found the last one still at work.
     logging.getLogger("apscheduler").setLevel(logging.ERROR)
     settings = settings_from(
         config,

@@ -66,10 +66,12 @@ TIE = 1e-3
 
 
 class OnProgress(Protocol):
-    """Called with the stage, how much of it is done (of: 0 where nobody knows), and what there is to say about it. A stage that
-    is over when it is named (a verdict, a swap) has neither."""
+    """Where the demo is."""
 
-    def __call__(self, stage: str, done: int, of: int, note: str = "") -> None: ...
+    def __call__(self, stage: str, done: int, of: int, note: str = "") -> None:
+        """The stage, how much of it is done (of: 0 where nobody knows), and a note. What happens at once (a verdict, a swap) is
+        a stage with neither."""
+        ...
 
 
 def _silent(stage: str, done: int, of: int, note: str = "") -> None:
