@@ -17,7 +17,8 @@ import httpx
 from service.core import Unavailable, python_command
 from service.settings import sqlite_url
 
-START_SECONDS = 180.0
+START_SECONDS = 600.0
+"""A process that ends is noticed at once; one that loads a large model on a busy machine takes its time."""
 
 
 class ServerProcess:
