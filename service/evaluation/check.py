@@ -72,4 +72,5 @@ def rounding(target: nn.Module, prompt: Sequence[int], output: Sequence[int]) ->
         steps.append(target(mx.array([text[start:end]]), cache=cache)[0, -1].astype(mx.float32))
         mx.eval(steps[-1])
     best = mx.argpartition(-whole, 1, axis=-1)[:, :2]
-    return 2.0 * float(mx.abs(mx.take_along_axis(whole - mx.stack(steps), best, axis=-1)).max().item())
+    shifts = mx.abs(mx.take_along_axis(whole - mx.stack(steps), best, axis=-1))
+    return 2.0 * cast("float", shifts.max().item())

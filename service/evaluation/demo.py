@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
@@ -367,8 +367,8 @@ def _check(pair: Pair, answers: Sequence[Answer], scale: Scale, on_progress: OnP
 
 def _exact(pair: Pair) -> bool:
     """Whether the target computes in float32, where calls of every shape give the same tokens but for rare near-ties."""
-    parameters = (value for _, value in tree_flatten(pair.target.model.parameters()))
-    return all(value.dtype == mx.float32 for value in parameters if mx.issubdtype(value.dtype, mx.floating))
+    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(pair.target.model.parameters()))
+    return all(value.dtype == mx.float32 for _, value in parameters if mx.issubdtype(value.dtype, mx.floating))
 
 
 def _complete(answer: Answer, pair: Pair, scale: Scale) -> bool:
