@@ -1,10 +1,12 @@
-"""What commands print with: progress bars that vanish where nobody watches, tables, and JSON files for programs."""
+"""What commands print with: progress on stderr, tables on stdout, and JSON files for programs."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
+import threading
+import time
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -19,17 +21,34 @@ out = Console(markup=False)
 err = Console(stderr=True, markup=False)
 
 
+HEARTBEAT_SECONDS = 8.0
+"""Longest silence of work in stages on a stderr that is no terminal."""
+
+
 def fail(message: str) -> None:
+    """One line on stderr: what went wrong."""
     err.print(Text.assemble(("redraft:", "bold red"), " ", message), highlight=False, soft_wrap=True)
 
 
 class Bar(Protocol):
-    def __call__(self, done: int, of: int, note: str = "") -> None: ...
+    """Moves a progress bar."""
+
+    def __call__(self, done: int, of: int, note: str = "") -> None:
+        """`done` of `of` (0: nobody knows), and a note next to the bar."""
+        ...
+
+
+class Stages(Protocol):
+    """Says where work in stages is."""
+
+    def __call__(self, stage: str, done: int, of: int, note: str = "") -> None:
+        """The stage, `done` of `of` in it (0: nobody knows), and a note."""
+        ...
 
 
 @contextmanager
 def progress(title: str) -> Generator[Bar]:
-    """A bar on stderr; plain silence when stderr is not a terminal."""
+    """A bar on stderr; silence when stderr is not a terminal."""
     columns = (
         TextColumn("[bold]{task.description}"),
         BarColumn(),
@@ -42,27 +61,54 @@ def progress(title: str) -> Generator[Bar]:
         task = bars.add_task(title, total=None, note="")
 
         def update(done: int, of: int, note: str = "") -> None:
-            bars.update(task, completed=done, total=of, note=note)
+            bars.update(task, completed=done, total=of or None, note=note)
 
         yield update
 
 
 @contextmanager
-def stages(title: str) -> Generator[Callable[[str, int, int], None]]:
-    """A bar for work in stages (stage, done, of); each stage is also told on a line of its own when it begins."""
-    told: set[str] = set()
+def stages(title: str) -> Generator[Stages]:
+    """Progress of work in stages, on stderr: a line for every new stage, and between them a bar, or, where stderr is not a
+    terminal, the newest state every HEARTBEAT_SECONDS."""
+    seen: set[str] = set()
+    state, said, over = title, time.monotonic(), threading.Event()
+
+    def say(line: str) -> None:
+        nonlocal said
+        said = time.monotonic()
+        err.print(line, highlight=False, soft_wrap=True)
+
+    def heartbeat() -> None:
+        while not over.wait(0.5):
+            if time.monotonic() - said >= HEARTBEAT_SECONDS:
+                say(f"  {state} ({time.monotonic() - started:.0f} s)")
+
     with progress(title) as bar:
 
-        def on_step(stage: str, done: int, of: int) -> None:
-            bar(done, of, stage)
-            if stage not in told:
-                told.add(stage)
-                err.print(stage, highlight=False)
+        def on_progress(stage: str, done: int, of: int, note: str = "") -> None:
+            nonlocal state
+            count = f"{done} of {of}" if of else str(done) if done else ""
+            details = ", ".join(part for part in (count, note) if part)
+            state = f"{stage}: {details}" if details else stage
+            bar(done, of, f"{stage}, {note}" if note else stage)
+            if stage not in seen:
+                seen.add(stage)
+                say(stage)
 
-        yield on_step
+        started = time.monotonic()
+        thread = threading.Thread(target=heartbeat, name="progress", daemon=True)
+        if not sys.stderr.isatty():
+            thread.start()
+        try:
+            yield on_progress
+        finally:
+            over.set()
+            if thread.ident is not None:
+                thread.join()
 
 
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """A table on stdout, one line or more a row."""
     made = Table(title=title, title_justify="left")
     for name in columns:
         made.add_column(name, overflow="fold")
@@ -72,7 +118,7 @@ def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) 
 
 
 def write_json(path: Path | None, content: Mapping[str, object]) -> None:
-    """Nothing without a path."""
+    """Write `content` there, making the folder first; without a path, nothing. Raises OSError."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -83,13 +83,13 @@ def purge(
 
 @cases.command()
 def quarantined(config: Config = None) -> None:
-    """What was put aside: cases of adapters that were taken back, and those that runs crashed over."""
+    """Quarantined failure cases: those of adapters that were rolled back, and those that runs crashed over."""
     from service.app import open_stores
 
     stores = open_stores(settings_from(config))
     try:
         rows = [
-            ("crashes" if h.run is None else f"adapter {h.adapter} taken back", h.run or "", h.cases, h.generations)
+            ("crashes" if h.run is None else f"adapter {h.adapter} rolled back", h.run or "", h.cases, h.generations)
             for h in stores.quarantine.held()
         ]
     finally:

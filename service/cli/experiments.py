@@ -145,7 +145,8 @@ def score(
     ] = None,
     k: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4",
     vocabulary: Annotated[
-        int | None, typer.Option(min=0, help="Let the draft propose so many tokens beside a row's own; 0: all.")
+        int | None,
+        typer.Option(min=0, help="Let the draft propose so many tokens and those of the row's own text; 0: all."),
     ] = None,
     limit: Annotated[int, typer.Option(min=1, help="Newest held-out generations, at most.")] = 200,
     rows: Annotated[int, typer.Option(min=1, help="Streams at a time that the speed is predicted for.")] = 1,
@@ -180,7 +181,7 @@ def score(
             )
     finally:
         stores.close()
-    told = [
+    rows = [
         (
             one.adapter or "bare",
             f"{one.sampling} ({one.generations})",
@@ -192,8 +193,15 @@ def score(
         for one in found
         for each in one.forecasts
     ]
-    columns = ("adapter", "sampling (generations)", "K", "tokens per call", "kept, by position", "tokens/s, predicted")
-    table("logged, held-out generations", columns, told)
+    columns = (
+        "adapter",
+        "sampling (generations)",
+        "K",
+        "tokens per call",
+        "accepted, by position",
+        "tokens/s, predicted",
+    )
+    table("logged, held-out generations", columns, rows)
     write_json(
         json, {"rows": rows if speed else None, "vocabulary": vocabulary, "scores": [one.plain() for one in found]}
     )

@@ -1,4 +1,4 @@
-"""The models that a command works with, found or made first; what that takes is told on stderr."""
+"""The models that a command works with, found or made first; progress goes to stderr."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def model_folders(settings: Settings) -> Folders:
+    """Folders of target, draft and general replay set; makes or fetches what is missing. Raises ModelError."""
     from service.app import resolve_models
 
     return resolve_models(settings, lambda step: err.print(step, highlight=False))

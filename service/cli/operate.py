@@ -13,7 +13,7 @@ import typer
 from service.cli.console import out, progress, table
 from service.cli.models import model_folders
 from service.cli.options import LOCAL, Config, Url, settings_from
-from service.core import BadRequest, RedraftError, Unavailable
+from service.core import BadRequest, RedraftError, RunState, Unavailable
 
 adapters = typer.Typer(help="Adapter versions of the draft.", no_args_is_help=True)
 
@@ -37,16 +37,22 @@ def ask(url: str, method: str, path: str, **headers: str) -> dict[str, Any]:
 
 
 def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True) -> None:
-    """Force one training run on a running server."""
+    """Force one training run on a running server.
+
+    Exits with 0 when the run ended as promoted or rejected (the gate's verdict, either way), with 1 when it failed or crashed.
+    With --no-wait: with 0 when it was started.
+    """
     run = ask(url, "POST", "/train", **{"Idempotency-Key": uuid.uuid4().hex})
     with progress(f"run {run['id']}") as bar:
-        while wait and run["state"] not in {"promoted", "rejected", "failed", "crashed"}:
+        while wait and not RunState(run["state"]).over:
             time.sleep(1.0)
             run = ask(url, "GET", f"/train/{run['id']}")
             done = run["progress"]
             note = run["state"] if done["loss"] is None else f"{run['state']}, loss {done['loss']:.3f}"
             bar(done["step"], done["steps"] or 1, note)
-    why = run["error"] or (run["verdict"] or {}).get("reason") or ""
+    if run["state"] in {RunState.FAILED, RunState.CRASHED}:
+        raise RedraftError(f"run {run['id']} {run['state']}: {run['error'] or 'the server gives no reason'}")
+    why = (run["verdict"] or {}).get("reason") or ""
     out.print(f"run {run['id']}: {run['state']} {why}", highlight=False, soft_wrap=True)
 
 

@@ -100,7 +100,5 @@ def poison(
             found.append(one)
             head = {"command": command, "machine": host.describe(), "training": settings.training.model_dump()}
             write_json(json, head | {"attacks": {each.attack: each.plain() for each in found}})
-    title = (
-        f"Hostile traffic beside {honest.name.removesuffix('.jsonl')}, measured on {test.name.removesuffix('.jsonl')}"
-    )
+    title = f"Hostile traffic along with {honest.name.removesuffix('.jsonl')}, measured on {test.name.removesuffix('.jsonl')}"
     tell("poison", title, command, COLUMNS, tuple(one.cells() for one in found), markdown)

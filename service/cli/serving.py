@@ -26,7 +26,7 @@ def serve(
     from service.server import run_server
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # It tells of every tick, and of every tick that found the last one still at work.
+    # It logs every tick, and every tick that found the last one still at work.
     logging.getLogger("apscheduler").setLevel(logging.ERROR)
     settings = settings_from(
         config,
@@ -42,14 +42,19 @@ def serve(
 
 
 def doctor(config: Config = None, json: Json = None) -> None:
-    """Show device, precision, speed, versions, room, and what is wrong."""
+    """Show device, precision, speed, versions, memory and disk, and what is wrong.
+
+    Exits with 1 when something keeps `redraft serve` from working (no MLX, a package too old, a model that is not there or
+    does not fit into memory). What only costs speed is a warning.
+    """
     from dataclasses import asdict
 
+    from service.models.catalog import default_draft
     from service.models.machine import examine
 
     settings = settings_from(config)
-    names = [settings.models.target, f"{settings.models.target}-draft"]
-    found = examine(settings.home, tuple(settings.home / "models" / name for name in names))
+    draft = settings.models.draft or default_draft(settings.models.target)
+    found = examine(settings.home, [settings.models.target, *([draft] if draft and draft != "none" else [])])
     gib = 2**30
     speed = "not measured" if found.gflops is None else f"{found.gflops:.0f} GFLOP/s (float32 matrix product)"
     if found.slow_gflops is not None:
@@ -62,17 +67,21 @@ def doctor(config: Config = None, json: Json = None) -> None:
         ("matrix speed", speed),
         ("fast BLAS", found.blas or "none"),
         ("memory", f"{found.memory / gib:.1f} GiB"),
-        ("memory free", "unknown" if found.memory_free is None else f"{found.memory_free / gib:.1f} GiB"),
+        ("memory free", f"{found.memory_free / gib:.1f} GiB"),
         ("models need", "not on disk yet" if found.needed is None else f"{found.needed / gib:.2f} GiB"),
         ("disk free", f"{found.disk_free / gib:.1f} GiB"),
         *((f"version of {name}", version) for name, version in found.versions.items()),
     ]
     table("redraft doctor", ("what", "here"), rows)
     for problem in found.problems:
-        out.print(f"! {problem}", style="yellow", highlight=False)
-    if not found.problems:
+        out.print(f"! {problem}", style="red", highlight=False)
+    for warning in found.warnings:
+        out.print(f"warning: {warning}", style="yellow", highlight=False)
+    if not found.problems and not found.warnings:
         out.print("nothing is wrong", style="green")
     write_json(json, asdict(found))
+    if found.problems:
+        raise typer.Exit(1)
 
 
 @models.command("list")

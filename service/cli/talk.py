@@ -19,7 +19,7 @@ K = Annotated[int | None, typer.Option("--num-draft-tokens", min=0, help="Tokens
 
 
 class Talker(NamedTuple):
-    """A loaded pair: `say` decodes one conversation and tells about every round."""
+    """A loaded pair: `say` decodes one conversation and hands over the text of every round."""
 
     say: Callable[[Sequence[dict[str, str]], Sampling, Callable[[Delta], None]], Finished]
 
@@ -124,9 +124,9 @@ def chat(
 
         def show(delta: Delta, pieces: list[str] = pieces) -> None:
             pieces.append(delta.text)
-            kept = sum(delta.drafted)
+            accepted_here = sum(delta.drafted)
             # A round's text is split where the draft's part ends, in proportion to its tokens.
-            cut = len(delta.text) * kept // max(len(delta.tokens), 1)
+            cut = len(delta.text) * accepted_here // max(len(delta.tokens), 1)
             out.print(delta.text[:cut], style="green", end="", markup=False, highlight=False, soft_wrap=True)
             out.print(delta.text[cut:], end="", markup=False, highlight=False, soft_wrap=True)
 

@@ -38,6 +38,7 @@ from service.core.generation import (
     Targets,
     Timings,
 )
+from service.core.interpreter import python_command
 from service.core.protocols import (
     DraftSwitch,
     Encoder,
@@ -121,4 +122,5 @@ __all__ = [
     "Trigger",
     "Unavailable",
     "Verdict",
+    "python_command",
 ]

@@ -15,13 +15,28 @@ from service.learning.forced import response_logits
 
 def naive_greedy(target: nn.Module, prompt: Sequence[int], count: int, ends: frozenset[int]) -> list[int]:
     """The oracle: the target alone, one token at a time, on mlx-lm's stock cache."""
+    return naive_greedy_batch(target, [prompt], [count], ends)[0]
+
+
+def naive_greedy_batch(
+    target: nn.Module, prompts: Sequence[Sequence[int]], counts: Sequence[int], ends: frozenset[int]
+) -> list[list[int]]:
+    """The same of several prompts of equal length, which need no padding in mlx-lm's stock cache: counts[i] tokens of prompt i,
+    fewer where it ends."""
     cache = make_prompt_cache(target)
-    feed, out = mx.array([list(prompt)]), list[int]()
-    while len(out) < count and not (out and out[-1] in ends):
-        token = cast("int", mx.argmax(target(feed, cache=cache)[0, -1]).item())
-        out.append(token)
-        feed = mx.array([[token]])
-    return out
+    feed, outputs = mx.array([list(prompt) for prompt in prompts]), [list[int]() for _ in prompts]
+
+    def over(row: int) -> bool:
+        return len(outputs[row]) >= counts[row] or (bool(outputs[row]) and outputs[row][-1] in ends)
+
+    while not all(map(over, range(len(outputs)))):
+        tokens = cast("list[int]", mx.argmax(target(feed, cache=cache)[:, -1], axis=-1).tolist())
+        for row, token in enumerate(tokens):
+            if not over(row):
+                outputs[row].append(token)
+        # A row that is over goes on unread.
+        feed = mx.array(tokens)[:, None]
+    return outputs
 
 
 def forced_mismatches(
@@ -44,3 +59,18 @@ def forced_mismatches(
         done += len(span.text)
         on_step(done)
     return found
+
+
+def rounding(target: nn.Module, prompt: Sequence[int], output: Sequence[int]) -> float:
+    """How far two correct calls may shift the gap between two scores: twice the largest difference, over the two best tokens at
+    every position, between one pass over the text and mlx-lm's stock cache fed one token at a time. About 1e-4 in float32, some
+    units in the last place of the logits in half precision."""
+    text = [*prompt, *output]
+    whole = target(mx.array([text[:-1]]))[0, len(prompt) - 1 :].astype(mx.float32)
+    cache, steps = make_prompt_cache(target), list[mx.array]()
+    for start, end in [(0, len(prompt)), *((i, i + 1) for i in range(len(prompt), len(text) - 1))]:
+        steps.append(target(mx.array([text[start:end]]), cache=cache)[0, -1].astype(mx.float32))
+        mx.eval(steps[-1])
+    best = mx.argpartition(-whole, 1, axis=-1)[:, :2]
+    shifts = mx.abs(mx.take_along_axis(whole - mx.stack(steps), best, axis=-1))
+    return 2.0 * cast("float", shifts.max().item())

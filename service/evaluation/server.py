@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -15,15 +14,16 @@ from typing import Any
 
 import httpx
 
-from service.core import Unavailable
+from service.core import Unavailable, python_command
 from service.settings import sqlite_url
 
-START_SECONDS = 180.0
+START_SECONDS = 600.0
+"""A process that ends is noticed at once; one that loads a large model on a busy machine takes its time."""
 
 
 class ServerProcess:
-    """A child that answers HTTP on a free port of this machine. `command`: port -> its words. ready: path that answers 200
-    when it can serve. What it says is in server.log in `folder`."""
+    """A child that answers HTTP on a free port of this machine. command: port -> command line. ready: path that answers 200
+    once it serves. Its output goes to server.log in `folder`."""
 
     def __init__(self, folder: Path, command: Callable[[int], Sequence[str]], ready: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,9 +34,12 @@ class ServerProcess:
         self._command = command(self.port)
         self._ready = ready
         self._process: subprocess.Popen[bytes] | None = None
+        # One client for all calls: making one takes longer than most calls. No proxy stands before this machine itself.
+        self._client: httpx.Client | None = None
 
     def start(self) -> None:
         """Returns when it is ready. Raises Unavailable with the end of its log when it does not become so."""
+        self._client = client = httpx.Client(base_url=self.url, trust_env=False, timeout=60.0)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
@@ -50,7 +53,7 @@ class ServerProcess:
         end = time.monotonic() + START_SECONDS
         while time.monotonic() < end and self._process.poll() is None:
             try:
-                if httpx.get(f"{self.url}{self._ready}", timeout=2.0).status_code == 200:
+                if client.get(self._ready, timeout=2.0).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
@@ -59,7 +62,9 @@ class ServerProcess:
         raise Unavailable(f"the server did not start: {self.tail()}")
 
     def stop(self) -> int | None:
-        """Ask it to end, wait, and return its exit status."""
+        """Ask it to end, wait, and return its exit status (None: it was never started)."""
+        if self._client is not None:
+            self._client.close()
         if self._process is None:
             return None
         if self._process.poll() is None:
@@ -71,7 +76,16 @@ class ServerProcess:
                 self._process.wait()
         return self._process.returncode
 
+    def request(self, method: str, path: str, body: object = None, *, timeout: float = 60.0) -> httpx.Response:
+        """One call, whatever its status. Raises Unavailable when the process does not answer."""
+        assert self._client is not None, "not started"
+        try:
+            return self._client.request(method, path, json=body, timeout=timeout)
+        except httpx.HTTPError as error:
+            raise Unavailable(f"the server does not answer ({error!r}); the end of its log: {self.tail()}") from error
+
     def tail(self, lines: int = 5) -> str:
+        """The last lines of its log, in one line."""
         return " | ".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
@@ -82,7 +96,7 @@ class LocalServer(ServerProcess):
         self.config = folder / "server.toml"
         super().__init__(
             folder,
-            lambda port: [sys.executable, "-m", "service.cli", "serve", "--config", str(self.config)],
+            lambda port: python_command("-m", "service.cli", "serve", "--config", str(self.config)),
             "/health/ready",
         )
         tree: dict[str, dict[str, object]] = {section: dict(values) for section, values in settings.items()}
@@ -94,13 +108,20 @@ class LocalServer(ServerProcess):
         self.config.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def get(self, path: str) -> dict[str, Any]:
-        return _answer(httpx.get(f"{self.url}{path}", timeout=60.0))
+        """The JSON object at `path`. Raises Unavailable for any status but success."""
+        return _content(self.request("GET", path))
+
+    def find(self, path: str) -> dict[str, Any] | None:
+        """The same, None where there is nothing (404)."""
+        answer = self.request("GET", path)
+        return None if answer.status_code == 404 else _content(answer)
 
     def post(self, path: str, body: object = None) -> dict[str, Any]:
-        return _answer(httpx.post(f"{self.url}{path}", json=body, timeout=600.0))
+        """The JSON object that answers a POST. Raises Unavailable for any status but success."""
+        return _content(self.request("POST", path, body, timeout=600.0))
 
 
-def _answer(answer: httpx.Response) -> dict[str, Any]:
+def _content(answer: httpx.Response) -> dict[str, Any]:
     if answer.is_error:
         raise Unavailable(f"{answer.request.url.path} answered {answer.status_code}: {answer.text[:300]}")
     return answer.json()

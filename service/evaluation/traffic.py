@@ -132,7 +132,7 @@ class Traffic:
         self._work = [self._pool.submit(self._run) for _ in range(clients)]
 
     def _run(self) -> None:
-        with httpx.Client(base_url=self._url, timeout=600.0) as client:
+        with httpx.Client(base_url=self._url, trust_env=False, timeout=600.0) as client:
             while not self._stop.is_set():
                 with self._lock:
                     line = next(self._lines, None)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from pathlib import Path
 
 from service.core import TrainingFailed
 from service.learning.loss import CHUNK
+from service.models.memory import free_bytes
 
 _BASE = 512 * 2**20
 """Interpreter, MLX and its buffers."""
@@ -44,17 +43,3 @@ def check(needed: int, *, least_gb: float) -> None:
     free = free_bytes()
     if free < wanted:
         raise TrainingFailed(f"training takes {wanted / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free")
-
-
-def free_bytes(meminfo: Path = Path("/proc/meminfo"), group: Path = Path("/sys/fs/cgroup")) -> int:
-    """Memory that can be had without swapping, within this process's control group; all of the machine's where the
-    system does not say (macOS)."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        lines = meminfo.read_text(encoding="ascii").splitlines()
-        free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), free)
-        limit = int((group / "memory.max").read_text(encoding="ascii"))
-        used = int((group / "memory.current").read_text(encoding="ascii"))
-    except (OSError, ValueError):  # no such file, or the limit is "max"
-        return free
-    return min(free, max(limit - used, 0))

@@ -7,12 +7,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import cast
+
+from service.core import python_command
 
 
 class Process:
@@ -117,7 +118,7 @@ class ProcessLauncher:
         self._log = log
         self._cores = os.cpu_count() or 1
         self._threads = threads or max(self._cores // 2, 1)
-        self._command = [sys.executable, *command]
+        self._command = python_command(*command)
         self._share = share
 
     def launch(self, spec: Mapping[str, object]) -> Process:

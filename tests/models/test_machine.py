@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from service.models.machine import Machine, examine, outdated
 from service.models.pair import load_model
 from service.models.weights import bytes_in_memory
+from tests.support.foreign import foreign_folder, imported
 
 MakeModel = Callable[..., Path]
 
@@ -22,14 +23,14 @@ MakeModel = Callable[..., Path]
 def test_it_measures_this_machine(tmp_path: Path, make_model: MakeModel) -> None:
     home = tmp_path / "not" / "yet"
     folder = make_model("m")
-    machine = examine(home, (folder,))
+    machine = examine(home, [str(folder)])
     assert not home.exists()
     assert machine.device in {"cpu", "metal", "cuda"}
     assert machine.gflops is not None
     assert machine.gflops > 0
     assert machine.needed == bytes_in_memory(folder, widen=machine.device == "cpu")
     assert machine.disk_free > 0
-    assert machine.memory_free is None or 0 < machine.memory_free <= machine.memory
+    assert 0 < machine.memory_free < machine.memory
     assert {"mlx", "mlx-lm"} <= machine.versions.keys()
     assert (machine.slow_gflops is None) == (machine.blas is None)
 
@@ -41,10 +42,11 @@ def test_a_missing_fast_blas_is_a_problem_with_a_remedy(tmp_path: Path) -> None:
     machine = _examine_in(tmp_path, {"REDRAFT_BLAS": "shipped"})
     assert machine["blas"] is None
     assert machine["slow_gflops"] is None
-    problems = [problem for problem in machine["problems"] if "BLAS" in problem]
-    assert len(problems) == 1
-    assert "cmeel-openblas" in problems[0]
-    assert "unset REDRAFT_BLAS" in problems[0]
+    assert not any("BLAS" in problem for problem in machine["problems"]), "it costs speed, and serves"
+    warnings = [warning for warning in machine["warnings"] if "BLAS" in warning]
+    assert len(warnings) == 1
+    assert "cmeel-openblas" in warnings[0]
+    assert "unset REDRAFT_BLAS" in warnings[0]
 
 
 def test_a_broken_mlx_is_a_problem_not_a_crash(tmp_path: Path) -> None:
@@ -54,6 +56,20 @@ def test_a_broken_mlx_is_a_problem_not_a_crash(tmp_path: Path) -> None:
     assert machine["device"] is None
     assert machine["gflops"] is None
     assert any("MLX does not run" in problem and "libmlx is missing" in problem for problem in machine["problems"])
+
+
+def test_a_model_that_cannot_be_found_is_a_problem(tmp_path: Path, make_model: MakeModel) -> None:
+    (tmp_path / "empty").mkdir()
+    names = ["nothing-here", str(tmp_path / "empty"), str(make_model("m")), "some/hub-name"]
+    found = examine(tmp_path / "home", names).problems
+    assert [problem for problem in found if "nothing-here" in problem or "empty" in problem] == found
+    assert len(found) == 2
+
+
+def test_it_measures_from_a_folder_with_a_package_of_our_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(foreign_folder(tmp_path))
+    assert examine(tmp_path / "home").device is not None
+    assert not imported(tmp_path)
 
 
 def _examine_in(home: Path, environment: dict[str, str]) -> Machine:

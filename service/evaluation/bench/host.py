@@ -12,6 +12,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from service import FAST_BLAS
+from service.models.memory import total_bytes
 
 _PACKAGES = ("redraft", "mlx", "mlx-lm")
 
@@ -22,7 +23,7 @@ def describe() -> dict[str, object]:
     return {
         "processor": _processor(),
         "cores": os.cpu_count() or 1,
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "memory_gib": round(total_bytes() / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         "device": device,
         "accelerator": None if device == "cpu" else str(mx.device_info().get("device_name", "unknown")),

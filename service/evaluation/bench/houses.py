@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from service.core import python_command
 from service.evaluation.bench.adapting import Adapter
 from service.evaluation.server import LocalServer, ServerProcess
 from service.evaluation.traffic import Ask, ask, ask_chat
@@ -54,7 +54,7 @@ class Plan:
         drafting = ["--draft-model", str(draft)] if draft else []
 
         def command(port: int) -> list[str]:
-            words = [sys.executable, "-c", _MLX_LM, "--model", str(self.target), *drafting]
+            words = python_command("-c", _MLX_LM, "--model", str(self.target), *drafting)
             return [*words, "--port", str(port), "--log-level", "WARNING"]
 
         return House(ServerProcess(self.folder / name, command, "/health"), ask_chat)

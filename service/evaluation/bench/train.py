@@ -26,7 +26,7 @@ from mlx.optimizers import Adam
 from mlx_lm.tuner import trainer as mlx_lm_trainer
 from mlx_lm.tuner.callbacks import TrainingCallback
 
-from service.core import TOP_TARGETS, RedraftError
+from service.core import TOP_TARGETS, RedraftError, python_command
 from service.evaluation.bench.report import Report, ratios, spread
 from service.learning import lora
 from service.learning.dataset import Batch, Example, batches
@@ -137,7 +137,7 @@ def run_train(
 
 def _measure(task: Task) -> dict[str, float]:
     child = subprocess.run(
-        [sys.executable, "-m", "service.evaluation.bench.train"],
+        python_command("-m", "service.evaluation.bench.train"),
         input=json.dumps(asdict(task)),
         capture_output=True,
         text=True,

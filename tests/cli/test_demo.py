@@ -1,0 +1,200 @@
+"""`redraft demo` on a tiny random pair: what it shows, and that every way of failing ends in a reason and a non-zero status.
+
+The server and its training child are real processes.
+"""
+
+import json
+import random
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+from mlx_lm.models.llama import Model
+
+from service.cli import evaluate, main
+from service.evaluation import demo
+from service.evaluation.check import forced_mismatches, naive_greedy, rounding
+from service.evaluation.prompts import PromptLine
+from service.evaluation.traffic import Answer
+from service.models.pair import load_pair
+from service.models.text import TextEncoder
+from tests.support.logged_texts import VOCABULARY
+from tests.support.oracle import tiny_llama
+from tests.support.tiny_server import prompts, write_pair
+
+TINY = demo.Scale(
+    clients=2,
+    max_tokens=16,
+    min_tokens=300,
+    epochs=4,
+    replay=0.2,
+    after=4,
+    held_out=10,
+    checked=4,
+    timed=1,
+    limit_seconds=120.0,
+)
+
+MEASURED = ("agreement", "tokens_per_call", "tokens_per_second", "longest_gap_ms")
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+class Demo:
+    """`redraft demo` with traffic of its own, in this process; its server is another."""
+
+    def __init__(self, root: Path, pair: tuple[Path, Path]) -> None:
+        self.png = root / "pictures" / "demo.png"
+        self.json = root / "demo.json"
+        self.prompts = root / "prompts.jsonl"
+        self.config = root / "settings.toml"
+        self.write([line.prompt for line in prompts(150)])
+        self.config.write_text(
+            f"home = {json.dumps(str(root / 'home'))}\n"
+            f"[models]\ntarget = {json.dumps(str(pair[0]))}\ndraft = {json.dumps(str(pair[1]))}\n"
+            "[engine]\nadaptive = false\nnum_draft_tokens = 3\n"
+            "[training]\nlearning_rate = 1e-2\nrank = 8\nniceness = 0\n"
+        )
+
+    def write(self, texts: list[str]) -> None:
+        self.prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
+
+    def run(self, monkeypatch: pytest.MonkeyPatch) -> int:
+        words = ["demo", "--config", self.config, "--prompts", self.prompts, "--png", self.png, "--json", self.json]
+        monkeypatch.setattr(sys, "argv", ["redraft", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def shown(tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Demo:
+    monkeypatch.setattr(demo, "QUICK", TINY)
+    return Demo(tmp_path, pair)
+
+
+def test_it_learns_swaps_and_says_so_line_by_line(
+    shown: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("service.cli.console.HEARTBEAT_SECONDS", 0.0)
+    assert shown.run(monkeypatch) == 0
+    said = capsys.readouterr()
+    found = json.loads(shown.json.read_text())
+    assert found["failed_requests"] == found["greedy_mismatches"] == 0
+    assert found["promotions"] == 1
+    assert found["agreement"]["low90"] > 0
+    assert shown.png.read_bytes().startswith(b"\x89PNG")
+    assert str(shown.png) in said.out.replace("\n", "")
+    # stderr is no terminal here: progress is plain lines.
+    for pattern in (
+        r"^starting the server",
+        r"gathering failure cases: \d+, [1-9]\d* failure cases recorded, 0 requests failed",
+        r"training the adapter: \d+, .*step \d+ of \d+, loss \d\.\d+",
+        r"^verdict: run \d+ promoted, \S",
+        r"^swap: adapter \d+ drafts now",
+        r"checking every answer against the target alone",
+        r"timing one stream",
+    ):
+        assert re.search(pattern, said.err, re.MULTILINE), (pattern, said.err)
+    assert said.err.index(" promoted, ") < said.err.index("swap: ")
+
+
+def test_wrong_answers_and_failed_requests_are_failures(
+    shown: Demo,
+    pair: tuple[Path, Path],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Checked against the draft in the target's place: a server that let its draft decide would answer so."""
+    monkeypatch.setattr(evaluate, "pair_folders", lambda settings: (pair[1], pair[1]))
+    texts = [line.prompt for line in prompts(150)]
+    shown.write([*texts[:9], "x" * 5_000, *texts[9:]])
+    assert shown.run(monkeypatch) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    failed, _, differ = last.partition("; ")
+    assert re.match(r"redraft: [1-9]\d* of \d+ requests failed: 400 ", failed), last
+    assert re.search(r"[1-9]\d* answers differ from what the target alone says$", differ or last), last
+    assert json.loads(shown.json.read_text())["greedy_mismatches"] > 0
+
+
+def test_either_of_them_is_enough() -> None:
+    measured = {name: dict[str, float]() for name in MEASURED}
+    fine = demo.DemoReport(
+        failed_requests=0,
+        failures=[],
+        greedy_mismatches=0,
+        near_ties=3,
+        promotions=1,
+        requests=9,
+        seconds=1.0,
+        **measured,
+    )
+    assert fine.problems() == []
+    assert len(replace(fine, failed_requests=1, failures=["503"]).problems()) == 1
+    assert len(replace(fine, greedy_mismatches=1).problems()) == 1
+
+
+def test_nothing_promoted_is_a_failure_with_its_reason(
+    shown: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run without memory to run in fails, and no other follows in time."""
+    monkeypatch.setattr(demo, "QUICK", replace(TINY, limit_seconds=4.0))
+    shown.config.write_text(shown.config.read_text() + "memory_gb = 1e6\n")
+    assert shown.run(monkeypatch) == 1
+    said = capsys.readouterr().err
+    assert "redraft: no adapter was promoted in 4 s of traffic: " in said
+    assert not shown.png.exists()
+
+
+def test_an_answer_that_breaks_off_is_no_answer(pair: tuple[Path, Path]) -> None:
+    """Its tokens are right: the target would have gone on."""
+    loaded = load_pair(*pair)
+    line = PromptLine("0", "letters", "abc")
+    prompt = TextEncoder(loaded.target.tokenizer).encode_chat([{"role": "user", "content": line.prompt}])
+    whole = naive_greedy(loaded.target.model, prompt, TINY.max_tokens, loaded.eos)
+    found = {
+        count: demo._check(loaded, [Answer(line, tokens=whole[:count])], TINY, demo._silent)[0]
+        for count in (0, 1, len(whole) - 1, len(whole))
+    }
+    assert list(found.values()) == [1, 1, 1, 0]
+
+
+class OneTokenDiffers(Model):
+    """Calls over one token give every other score a little more than calls over several do."""
+
+    def __call__(self, *args: object, **more: object) -> mx.array:
+        logits = super().__call__(*args, **more)
+        return logits + 0.05 * (mx.arange(logits.shape[-1]) % 2) if logits.shape[1] == 1 else logits
+
+
+def test_rounding_is_what_calls_of_other_shapes_differ_by() -> None:
+    target = tiny_llama(3)
+    texts = [([5, 9, 7 + i], naive_greedy(target, [5, 9, 7 + i], 40, frozenset())) for i in range(4)]
+    assert rounding(target, *texts[0]) < demo.TIE
+    target.__class__ = OneTokenDiffers
+    assert max(rounding(target, *text) for text in texts) == pytest.approx(0.1, rel=0.01)
+
+
+def test_what_rounding_cannot_explain_is_wrong_in_half_precision_too() -> None:
+    target = tiny_llama(3)
+    target.set_dtype(mx.bfloat16)
+    texts = [([5, 9, 7 + i], naive_greedy(target, [5, 9, 7 + i], 40, frozenset())) for i in range(6)]
+    tie = max(demo.TIE, *(rounding(target, *text) for text in texts[:3]))
+    assert all(missed == near for missed, near in forced_mismatches(target, texts, VOCABULARY, tie))
+    for _, output in texts:
+        output[20] = (output[20] + 1) % VOCABULARY
+    assert all(missed > near for missed, near in forced_mismatches(target, texts, VOCABULARY, tie))
+
+
+def test_prompts_of_equal_length_are_checked_together() -> None:
+    lengths = [random.Random(0).randint(3, 8) for _ in range(40)]
+    groups = demo._alike([[0] * n for n in lengths], 12)
+    assert sum(map(len, groups)) == 12
+    assert all(len({lengths[i] for i in group}) == 1 for group in groups)
+    assert len({i for group in groups for i in group}) == 12

@@ -1,0 +1,40 @@
+"""Free memory, as this system counts it and as a control group limits it."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from service.models.memory import free_bytes, total_bytes
+
+
+def group(folder: Path, limit: str, used: int, cached: int) -> Path:
+    """A control group's folder, as Linux shows it."""
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon {used - cached}\nfile {cached}\ninactive_file {cached}\n")
+    return folder
+
+
+def test_what_is_in_use_is_not_free(tmp_path: Path) -> None:
+    """On every system: where it is not asked, all of the memory would pass for free."""
+    before = free_bytes(tmp_path / "no group")
+    assert 2**28 < before < total_bytes()
+    taken = mx.ones((2**26,), dtype=mx.float32)
+    mx.eval(taken)
+    assert free_bytes(tmp_path / "no group") < total_bytes() - taken.nbytes
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "cached", "expected"),
+    [("5000", 1000, 0, 4000), ("5000", 1000, 600, 4600), ("5000", 6000, 0, 0)],
+    ids=["room left", "cached files can be given up", "over its limit"],
+)
+def test_a_control_group_has_what_its_limit_leaves(
+    tmp_path: Path, limit: str, used: int, cached: int, expected: int
+) -> None:
+    assert free_bytes(group(tmp_path, limit, used, cached)) == expected
+
+
+def test_a_group_without_a_limit_has_what_the_system_has(tmp_path: Path) -> None:
+    assert free_bytes(group(tmp_path, "max", 1000, 0)) > 2**28
