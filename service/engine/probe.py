@@ -26,7 +26,7 @@ TAIL = 4
 TEXTS = 3
 """A model is refused when it differs on each of so many texts: structure always does, while a single outlier of rounding (a
 token whose experts nearly tie) does not come back with other tokens."""
-FACTOR = 4.0
+FACTOR = 3.0
 """Times the measured rounding that the engine may differ by."""
 
 Vectors = dict[str, mx.array]
