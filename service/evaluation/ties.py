@@ -15,22 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from fractions import Fraction
+from math import comb
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 from numpy.typing import NDArray
 
 from service.core import Prompt, Sampling
 from service.engine.decoder import Decoder
 from service.engine.draft import Draft, bare
 from service.engine.row import Row
-from service.engine.sampling import gumbel, noise_key
+from service.engine.sampling import SamplingBatch, gumbel, noise_key, transform
 
 RATE = 1.5
+CHANCE = 0.001
 CONTENDERS = 8
 """Best tokens of a position whose moving against each other is measured."""
 PREFILL = 2048
@@ -71,10 +73,13 @@ class TieReport:
         return 1000.0 * self.own_ties / max(self.positions, 1)
 
     def lossless(self) -> bool:
-        """Whether all differences are ties, and no more than RATE allows. Chance is allowed three standard deviations of a
-        count like this, which matter for a few hundred tokens only."""
-        allowed = RATE * self.own_ties + 3.0 * self.own_ties**0.5
-        return self.differences == 0 and self.ties <= allowed
+        """Whether all differences are ties, and no more of them than RATE allows; few tokens may have more by CHANCE."""
+        if self.differences:
+            return False
+        # Under the rate, each of all these ties is the engine's with a probability of RATE / (1 + RATE) at most.
+        both, share = self.ties + self.own_ties, Fraction(RATE) / (1 + Fraction(RATE))
+        least = sum(comb(both, n) * share**n * (1 - share) ** (both - n) for n in range(self.ties, both + 1))
+        return self.ties <= RATE * self.own_ties or float(least) >= CHANCE
 
 
 def generate(
@@ -221,30 +226,16 @@ def _noise(sampling: Sampling, count: int, vocabulary: int) -> mx.array | None:
 
 
 def _scores(logits: mx.array, sampling: Sampling, noise: mx.array | None) -> mx.array:
-    """What the choice is the argmax of: mlx-lm's own filters in its own order, then temperature and noise, (n, V)."""
+    """What the choice is the argmax of, (n, V): the logits, or log-probabilities after filters and temperature plus noise."""
     if noise is None:
         return logits
-    logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-    if sampling.top_p < 1.0:
-        logp = apply_top_p(logp, sampling.top_p)
-    if sampling.min_p > 0.0:
-        logp = apply_min_p(logp, sampling.min_p)
-    if 0 < sampling.top_k < logits.shape[-1]:
-        logp = apply_top_k(logp, sampling.top_k)
-    return logp / sampling.temperature + noise
+    return transform(logits[None], SamplingBatch.of([sampling], logits.shape[-1]))[0] + noise
 
 
 def _moved(one: mx.array, several: mx.array, scores: mx.array) -> float:
     """The most by which two of the CONTENDERS of a position move against each other."""
     best = mx.argpartition(-scores, min(CONTENDERS, scores.shape[-1]) - 1, axis=-1)[:, :CONTENDERS]
-    moved = mx.take_along_axis(several - one, best, axis=-1)
-    moved = mx.where(mx.isfinite(mx.take_along_axis(scores, best, axis=-1)) & mx.isfinite(moved), moved, mx.nan)
-    least, most = (
-        np.array(part)
-        for part in (
-            mx.where(mx.isnan(moved), mx.inf, moved).min(-1),
-            mx.where(mx.isnan(moved), -mx.inf, moved).max(-1),
-        )
-    )
-    spread = np.where(np.isfinite(most - least), most - least, 0.0)
-    return cast("float", spread.max().item())
+    usable = mx.isfinite(mx.take_along_axis(scores, best, axis=-1))
+    moved = np.array(mx.where(usable, mx.take_along_axis(several - one, best, axis=-1), mx.nan))
+    # The best token of all is always usable, so no row is all NaN.
+    return float((np.nanmax(moved, axis=-1) - np.nanmin(moved, axis=-1)).max())

@@ -11,7 +11,7 @@ class SplitLinear(nn.Linear):
 
     def __call__(self, x: mx.array) -> mx.array:
         tokens = x.size // x.shape[-1]
-        parts = 1 if tokens == 1 else 1 + tokens % 4
+        parts = 1 if tokens == 1 else 2 + tokens % 3
         weights = self.weight.astype(mx.float32).T
         edges = [weights.shape[0] * i // parts for i in range(parts + 1)]
         wide = x.astype(mx.float32)
