@@ -14,8 +14,7 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, CacheList, RotatingKVCache, make_prompt_cache
-from numpy.typing import NDArray
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from service.core import PairError
 from service.engine.cache import RowCache, RowLayer
@@ -198,7 +197,7 @@ def _gaps(mine: mx.array, others: Sequence[mx.array]) -> tuple[mx.array, mx.arra
     """Relative root mean squares (positions,): of what is mine to the nearest of the others, and of these to one another,
     at least a unit in the last place of their type."""
     unit = mx.finfo(mine.dtype).eps
-    stack = mx.stack(others).astype(mx.float32)
+    stack = mx.stack(list(others)).astype(mx.float32)
     mine = mine.astype(mx.float32)
     there = mx.isfinite(stack).all(axis=0) & mx.isfinite(mine)
     stack, mine = mx.where(there, stack, 0.0), mx.where(there, mine, 0.0)

@@ -23,10 +23,11 @@ from service.evaluation.prompts import PromptLine
 from service.evaluation.run import Step
 from service.evaluation.server import LocalServer
 from service.evaluation.templates import held_out, traffic
+from service.evaluation.ties import Text, exact, measure_ties
 from service.evaluation.traffic import Answer, Traffic, longest_gap_ms
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
-from service.settings import Settings, sqlite_url
+from service.settings import EngineSettings, Settings, sqlite_url
 from service.store.adapters import Adapters
 from service.store.database import Database
 
@@ -246,13 +247,24 @@ def _active(folder: Path, pair: Pair) -> Draft:
 def _check(pair: Pair, answers: Sequence[Answer], scale: Scale, on_step: Step) -> tuple[int, int]:
     """Answers that differ from the target alone, and positions too close to call in a pass of another shape.
 
-    Every answer in teacher-forced passes; `checked` random ones, and every one with a near-tie, token by token.
+    Every answer in teacher-forced passes; `checked` random ones, and every one with a near-tie, token by token. Where precision
+    leaves ties (see evaluation/ties.py), tokens that rounding does not explain, and ties.
     """
     encoder = TextEncoder(pair.target.tokenizer)
     good = [answer for answer in answers if answer.error is None and answer.tokens]
     chosen = {id(answer) for answer in random.Random(0).sample(good, min(scale.checked, len(good)))}
     prompts = [encoder.encode_chat([{"role": "user", "content": answer.line.prompt}]) for answer in good]
     positions = sum(len(answer.tokens) for answer in good)
+    if not exact(pair.target.model):
+        texts = [Text(prompt, answer.tokens, Sampling()) for prompt, answer in zip(prompts, good, strict=True)]
+        report = measure_ties(
+            pair.target.model,
+            texts,
+            k=EngineSettings().num_draft_tokens,
+            vocabulary=pair.vocabulary,
+            on_step=lambda done: on_step("checking answers against the target alone", done, positions),
+        )
+        return report.differences, report.ties
     forced = forced_mismatches(
         pair.target.model,
         [(prompt, answer.tokens) for prompt, answer in zip(prompts, good, strict=True)],

@@ -1,6 +1,6 @@
 """Losslessness in half precision: how often the engine's text leaves the target's only where rounding decides.
 
-In half precision the same tokens give slightly other logits in calls of other shapes, so two tokens may change places. The rule:
+In half precision the same tokens give slightly other logits in calls of other shapes, so two tokens may change places:
 
 - The oracle is teacher-forced on the engine's own text by mlx-lm's own calls on the target, one token at a time.
 - A position where the engine's token is not the oracle's is a tie if moving the oracle's logits against each other by no more
@@ -17,11 +17,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
@@ -67,6 +68,17 @@ class TieReport:
         """Ties per 1,000 tokens."""
         return 1000.0 * self.ties / max(self.positions, 1)
 
+    def plain(self) -> dict[str, float | int | bool]:
+        """For JSON."""
+        return {
+            "per_1000": self.per_thousand,
+            "own_per_1000": self.own_per_thousand,
+            "differences": self.differences,
+            "rounding": self.rounding,
+            "positions": self.positions,
+            "lossless": self.lossless(),
+        }
+
     @property
     def own_per_thousand(self) -> float:
         """Ties per 1,000 tokens between mlx-lm's own calls."""
@@ -80,6 +92,13 @@ class TieReport:
         both, share = self.ties + self.own_ties, Fraction(RATE) / (1 + Fraction(RATE))
         least = sum(comb(both, n) * share**n * (1 - share) ** (both - n) for n in range(self.ties, both + 1))
         return self.ties <= RATE * self.own_ties or float(least) >= CHANCE
+
+
+def exact(target: nn.Module) -> bool:
+    """Whether calls of all shapes give the same tokens but for faults: float32 on a CPU. Elsewhere ties have to be counted."""
+    weights = cast("list[tuple[str, mx.array]]", tree_flatten(target.parameters()))
+    half = any(array.dtype in {mx.bfloat16, mx.float16} for _, array in weights)
+    return mx.default_device().type == mx.cpu and not half
 
 
 def generate(

@@ -1,5 +1,6 @@
 """Layers whose rounding depends on the shape of the call, as on an accelerator. A CPU gives the same bits in any shape."""
 
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ class SplitLinear(nn.Linear):
         weights = self.weight.astype(mx.float32).T
         edges = [weights.shape[0] * i // parts for i in range(parts + 1)]
         wide = x.astype(mx.float32)
-        sums = [(wide[..., a:b] @ weights[a:b]).astype(x.dtype) for a, b in zip(edges, edges[1:], strict=False)]
+        sums = [(wide[..., a:b] @ weights[a:b]).astype(x.dtype) for a, b in pairwise(edges)]
         total = sum(sums[1:], sums[0])
         return total + self.bias if "bias" in self else total
 
