@@ -178,11 +178,14 @@ def _vectors(layers: Sequence[Any], row: int, length: int) -> Vectors:
 
 def _largest(ours: Sequence[Vectors], theirs: Sequence[Sequence[Vectors]]) -> Difference | None:
     """theirs: several for each row."""
-    found = {}
+    # States may be kept in higher precision than what they are made from.
+    kinds = {vector.dtype for mine in ours for vector in mine.values() if mx.issubdtype(vector.dtype, mx.floating)}
+    unit = max(mx.finfo(kind).eps for kind in kinds)
+    found: dict[tuple[int, str], tuple[mx.array, mx.array]] = {}
     for row, (mine, others) in enumerate(zip(ours, theirs, strict=True)):
         for name, vector in mine.items():
             if vector.size:
-                found[row, name] = _gaps(vector, [other[name] for other in others])
+                found[row, name] = _gaps(vector, [other[name] for other in others], unit)
     mx.eval(list(found.values()))
     rounding: dict[str, float] = {}
     gaps: dict[tuple[int, str], float] = {}
@@ -193,15 +196,15 @@ def _largest(ours: Sequence[Vectors], theirs: Sequence[Sequence[Vectors]]) -> Di
     return max(made, key=lambda each: each.ratio, default=None)
 
 
-def _gaps(mine: mx.array, others: Sequence[mx.array]) -> tuple[mx.array, mx.array]:
-    """Relative root mean squares (positions,): of what is mine to the nearest of the others, and of these to one another,
-    at least a unit in the last place of their type."""
-    unit = mx.finfo(mine.dtype).eps
+def _gaps(mine: mx.array, others: Sequence[mx.array], unit: float) -> tuple[mx.array, mx.array]:
+    """Relative root mean squares (positions,): of what is mine to the nearest of the others, and of these to one another, at
+    least `unit`. Infinite where mine has infinities (tokens that a family rules out) or NaN where none of the others has."""
     stack = mx.stack(list(others)).astype(mx.float32)
     mine = mine.astype(mx.float32)
+    elsewhere = (mx.isfinite(stack) != mx.isfinite(mine)).any(axis=-1).all(axis=0)
     there = mx.isfinite(stack).all(axis=0) & mx.isfinite(mine)
     stack, mine = mx.where(there, stack, 0.0), mx.where(there, mine, 0.0)
     size = mx.maximum(mx.sqrt((stack[0] ** 2).mean(axis=-1)), 1e-20)
     gap = mx.sqrt(((stack - mine) ** 2).mean(axis=-1)).min(axis=0) / size
     noise = mx.sqrt(((stack[:, None] - stack[None]) ** 2).mean(axis=-1)).max(axis=(0, 1)) / size
-    return gap, mx.maximum(noise, unit)
+    return mx.where(elsewhere, mx.inf, gap), mx.maximum(noise, unit)

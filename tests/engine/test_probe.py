@@ -8,6 +8,7 @@ import mlx.core as mx
 import pytest
 
 from service.core import PairError
+from service.engine.cache import RowLayer
 from service.engine.probe import FACTOR, check_rows, largest_difference
 from tests.support.families import IDENTICAL, RECURRENT, build
 from tests.support.faults import KINDS, Fault, plant
@@ -64,6 +65,20 @@ def test_healthy_models_are_served(name: str, dtype: str, rounded: str) -> None:
 @pytest.mark.parametrize("dtype", HALF)
 def test_structure_is_refused(dtype: str, fault: Fault) -> None:
     assert refused(model("llama", dtype, "shapes round apart"), fault)
+
+
+def test_a_row_that_turns_nan_is_refused() -> None:
+    update = RowLayer.update_and_fetch
+
+    def broken(layer: RowLayer, keys: mx.array, values: mx.array) -> Any:
+        if len(layer.lengths.host) > 1:
+            values = mx.where(mx.arange(values.shape[0])[:, None, None, None] == 1, mx.nan, values)
+        return update(layer, keys, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RowLayer, "update_and_fetch", broken)
+        with pytest.raises(PairError, match=r"gives other results in a batch than alone \(row 1"):
+            check_rows(model("llama", "bfloat16", "same bits in any shape"), "target")
 
 
 def healthy() -> Iterator[tuple[str, Callable[[], Any]]]:
