@@ -59,18 +59,3 @@ def forced_mismatches(
         done += len(span.text)
         on_step(done)
     return found
-
-
-def rounding(target: nn.Module, prompt: Sequence[int], output: Sequence[int]) -> float:
-    """How far two correct calls may shift the gap between two scores: twice the largest difference, over the two best tokens at
-    every position, between one pass over the text and mlx-lm's stock cache fed one token at a time. About 1e-4 in float32, some
-    units in the last place of the logits in half precision."""
-    text = [*prompt, *output]
-    whole = target(mx.array([text[:-1]]))[0, len(prompt) - 1 :].astype(mx.float32)
-    cache, steps = make_prompt_cache(target), list[mx.array]()
-    for start, end in [(0, len(prompt)), *((i, i + 1) for i in range(len(prompt), len(text) - 1))]:
-        steps.append(target(mx.array([text[start:end]]), cache=cache)[0, -1].astype(mx.float32))
-        mx.eval(steps[-1])
-    best = mx.argpartition(-whole, 1, axis=-1)[:, :2]
-    shifts = mx.abs(mx.take_along_axis(whole - mx.stack(steps), best, axis=-1))
-    return 2.0 * cast("float", shifts.max().item())

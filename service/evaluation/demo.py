@@ -11,24 +11,22 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol, cast
-
-import mlx.core as mx
-from mlx.utils import tree_flatten
+from typing import Any, Protocol
 
 from service.core import Prompt, RedraftError, RunState, Sampling
 from service.engine.draft import Draft, load, served
 from service.evaluation.agreement import measure, paired_low90
 from service.evaluation.bench.turns import EngineArm, take_turns
-from service.evaluation.check import forced_mismatches, naive_greedy, naive_greedy_batch, rounding
+from service.evaluation.check import forced_mismatches, naive_greedy, naive_greedy_batch
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.prompts import PromptLine
 from service.evaluation.server import LocalServer
 from service.evaluation.templates import held_out, traffic
+from service.evaluation.ties import Text, exact, measure_ties
 from service.evaluation.traffic import Answer, Traffic, longest_gap_ms
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
-from service.settings import Settings, sqlite_url
+from service.settings import EngineSettings, Settings, sqlite_url
 from service.store.adapters import Adapters
 from service.store.database import Database
 from service.store.generations import Generations
@@ -170,7 +168,7 @@ def run_demo(
         decoded = take_turns(arms, timed)
         speeds = {name: median(one.rate for one in told) for name, told in decoded.items()}
         outputs = {name: [one.tokens for one in told] for name, told in decoded.items()}
-        if _exact(pair):
+        if exact(pair.target.model):
             mismatches += sum(outputs[name] != outputs["plain"] for name in ("before", "after"))
     finally:
         if keep is None:
@@ -322,9 +320,8 @@ def _active(folder: Path, pair: Pair) -> Draft:
 def _check(pair: Pair, answers: Sequence[Answer], scale: Scale, on_progress: OnProgress) -> tuple[int, int]:
     """Answers that differ from the target alone, and positions too close to call in a pass of another shape.
 
-    Every answer is checked in teacher-forced passes; some (`checked`), and every one with a near-tie, also token by token. In
-    half precision near-ties are common and calls of different shapes decide them differently: there a position is wrong when
-    the gap is larger than the measured rounding, and nothing is decoded again.
+    Every answer is checked in teacher-forced passes; some (`checked`), and every one with a near-tie, also token by token.
+    Where precision leaves ties (see evaluation/ties.py), the counts are of tokens that rounding does not explain, and of ties.
     """
     encoder = TextEncoder(pair.target.tokenizer)
     good = [answer for answer in answers if answer.error is None and _complete(answer, pair, scale)]
@@ -333,42 +330,41 @@ def _check(pair: Pair, answers: Sequence[Answer], scale: Scale, on_progress: OnP
         return wrong, 0
     prompts = [encoder.encode_chat([{"role": "user", "content": answer.line.prompt}]) for answer in good]
     positions = sum(len(answer.tokens) for answer in good)
-    exact = _exact(pair)
-    tie = (
-        TIE
-        if exact
-        else max(TIE, max(rounding(pair.target.model, prompts[i], good[i].tokens) for i in range(min(3, len(good)))))
-    )
+    if not exact(pair.target.model):
+        texts = [Text(prompt, answer.tokens, Sampling()) for prompt, answer in zip(prompts, good, strict=True)]
+        report = measure_ties(
+            pair.target.model,
+            texts,
+            k=EngineSettings().num_draft_tokens,
+            vocabulary=pair.vocabulary,
+            on_step=lambda done: on_progress(
+                "checking every answer against the target alone", done, positions, "tokens"
+            ),
+        )
+        return wrong + report.differences, report.ties
     forced = forced_mismatches(
         pair.target.model,
         [(prompt, answer.tokens) for prompt, answer in zip(prompts, good, strict=True)],
         pair.vocabulary,
-        tie=tie,
+        tie=TIE,
         on_step=lambda done: on_progress("checking every answer against the target alone", done, positions, "tokens"),
     )
     differs = [missed > near for missed, near in forced]
-    if exact:
-        doubtful = {i for i, (_, near) in enumerate(forced) if near}
-        groups = _alike(prompts, scale.checked)
-        count = sum(map(len, groups))
-        for done, group in enumerate(groups):
-            on_progress(f"decoding {count} of them with the target alone, token by token", done, len(groups), "groups")
-            tokens = [good[i].tokens for i in group]
-            lengths = [len(each) for each in tokens]
-            expected = naive_greedy_batch(pair.target.model, [prompts[i] for i in group], lengths, pair.eos)
-            # Several rows at a time are again a pass of another shape: one row alone decides.
-            doubtful |= {i for i, served, alone in zip(group, tokens, expected, strict=True) if served != alone}
-        for done, i in enumerate(sorted(doubtful)):
-            on_progress("decoding the near-ties with the target alone", done, len(doubtful))
-            tokens = good[i].tokens
-            differs[i] |= naive_greedy(pair.target.model, prompts[i], len(tokens), pair.eos) != tokens
+    doubtful = {i for i, (_, near) in enumerate(forced) if near}
+    groups = _alike(prompts, scale.checked)
+    count = sum(map(len, groups))
+    for done, group in enumerate(groups):
+        on_progress(f"decoding {count} of them with the target alone, token by token", done, len(groups), "groups")
+        tokens = [good[i].tokens for i in group]
+        lengths = [len(each) for each in tokens]
+        expected = naive_greedy_batch(pair.target.model, [prompts[i] for i in group], lengths, pair.eos)
+        # Several rows at a time are again a pass of another shape: one row alone decides.
+        doubtful |= {i for i, served, alone in zip(group, tokens, expected, strict=True) if served != alone}
+    for done, i in enumerate(sorted(doubtful)):
+        on_progress("decoding the near-ties with the target alone", done, len(doubtful))
+        tokens = good[i].tokens
+        differs[i] |= naive_greedy(pair.target.model, prompts[i], len(tokens), pair.eos) != tokens
     return wrong + sum(differs), sum(near for _, near in forced)
-
-
-def _exact(pair: Pair) -> bool:
-    """Whether the target computes in float32, where calls of every shape give the same tokens but for rare near-ties."""
-    parameters = cast("list[tuple[str, mx.array]]", tree_flatten(pair.target.model.parameters()))
-    return all(value.dtype == mx.float32 for _, value in parameters if mx.issubdtype(value.dtype, mx.floating))
 
 
 def _complete(answer: Answer, pair: Pair, scale: Scale) -> bool:

@@ -12,17 +12,15 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.llama import Model
 
 from service.cli import evaluate, main
 from service.evaluation import demo
-from service.evaluation.check import forced_mismatches, naive_greedy, rounding
+from service.evaluation.check import naive_greedy
 from service.evaluation.prompts import PromptLine
 from service.evaluation.traffic import Answer
 from service.models.pair import load_pair
 from service.models.text import TextEncoder
-from tests.support.logged_texts import VOCABULARY
-from tests.support.oracle import tiny_llama
+from tests.support.rounding import shape_dependent
 from tests.support.tiny_server import prompts, write_pair
 
 TINY = demo.Scale(
@@ -165,31 +163,17 @@ def test_an_answer_that_breaks_off_is_no_answer(pair: tuple[Path, Path]) -> None
     assert list(found.values()) == [1, 1, 1, 0]
 
 
-class OneTokenDiffers(Model):
-    """Calls over one token give every other score a little more than calls over several do."""
-
-    def __call__(self, *args: object, **more: object) -> mx.array:
-        logits = super().__call__(*args, **more)
-        return logits + 0.05 * (mx.arange(logits.shape[-1]) % 2) if logits.shape[1] == 1 else logits
-
-
-def test_rounding_is_what_calls_of_other_shapes_differ_by() -> None:
-    target = tiny_llama(3)
-    texts = [([5, 9, 7 + i], naive_greedy(target, [5, 9, 7 + i], 40, frozenset())) for i in range(4)]
-    assert rounding(target, *texts[0]) < demo.TIE
-    target.__class__ = OneTokenDiffers
-    assert max(rounding(target, *text) for text in texts) == pytest.approx(0.1, rel=0.01)
-
-
-def test_what_rounding_cannot_explain_is_wrong_in_half_precision_too() -> None:
-    target = tiny_llama(3)
-    target.set_dtype(mx.bfloat16)
-    texts = [([5, 9, 7 + i], naive_greedy(target, [5, 9, 7 + i], 40, frozenset())) for i in range(6)]
-    tie = max(demo.TIE, *(rounding(target, *text) for text in texts[:3]))
-    assert all(missed == near for missed, near in forced_mismatches(target, texts, VOCABULARY, tie))
-    for _, output in texts:
-        output[20] = (output[20] + 1) % VOCABULARY
-    assert all(missed > near for missed, near in forced_mismatches(target, texts, VOCABULARY, tie))
+def test_what_rounding_cannot_explain_is_wrong_in_half_precision_too(pair: tuple[Path, Path]) -> None:
+    loaded = load_pair(*pair)
+    shape_dependent(loaded.target.model).set_dtype(mx.bfloat16)
+    encoder, answers = TextEncoder(loaded.target.tokenizer), list[Answer]()
+    for line in prompts(4):
+        prompt = encoder.encode_chat([{"role": "user", "content": line.prompt}])
+        tokens = naive_greedy(loaded.target.model, prompt, TINY.max_tokens, loaded.eos)
+        answers.append(Answer(line, tokens=tokens))
+    assert demo._check(loaded, answers, TINY, demo._silent)[0] == 0
+    answers[0].tokens[3] = (answers[0].tokens[3] + 1) % 256
+    assert demo._check(loaded, answers, TINY, demo._silent)[0] > 0
 
 
 def test_prompts_of_equal_length_are_checked_together() -> None:

@@ -24,11 +24,12 @@ from service.evaluation.bench.turns import rotated
 from service.learning import lora
 from service.learning.sprout import sprout
 from service.models import vocabulary
-from service.models.pair import load_model, load_pair
+from service.models.pair import Pair, load_model, load_pair
 from service.models.text import TextEncoder
 from service.settings import EngineSettings
 from service.store.files import publish
 from tests.support.oracle import naive
+from tests.support.rounding import shape_dependent
 from tests.support.tiny_server import prompts, write_pair
 
 K, TOKENS, COUNT = 3, 20, 4
@@ -154,6 +155,27 @@ def test_outputs_are_the_target_s_and_calls_are_counted_right(house: House) -> N
     assert static > 1.0 and theirs > 1.0
     assert {arm["tokens"] for arm in found["arms"].values()} == {found["arms"]["plain"]["tokens"]}
     assert found["settings"]["adapter"] == {"version": 7}
+
+
+def test_half_precision_is_told_by_its_ties(house: House, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, where weights stay as they are stored."""
+
+    def half(target: Path, draft: Path | None) -> Pair:
+        pair = load_pair(target, draft)
+        for loaded in (pair.target, pair.draft):
+            assert loaded is not None
+            shape_dependent(loaded.model).set_dtype(mx.bfloat16)
+        return pair
+
+    monkeypatch.setattr("service.evaluation.bench.decode.load_pair", half)
+    task = Task(list(prompts(COUNT)), TOKENS, k=K)
+    report = run_decode((house.target, house.draft), EngineSettings(), task, title="t", command="c")
+    for name, arm in report.plain["arms"].items():
+        assert arm["ties"]["positions"] == arm["tokens"], name
+        assert arm["ties"]["rounding"] > 0.0
+        assert arm["ties"]["lossless"], (name, arm["ties"])
+    cells = {row[0]: row[3] for row in report.rows}
+    assert all("ties per 1,000 tokens (the target's own:" in str(cells[name]) for name in report.plain["arms"])
 
 
 def test_every_call_ends_with_a_token_of_the_target_but_the_last_may_be_cut() -> None:

@@ -248,7 +248,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
 }
 """Families some or all of whose layers carry a state from token to token; beyond SMALL, as above."""
 
-OTHER, RAGGED = "gives other logits in a batch than alone", "does not run on rows of unlike length"
+OTHER, RAGGED = "gives other results in a batch than alone", "does not run on rows of unlike length"
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "afm7": (OTHER, {}),
     "baichuan_m1": ("no layer of its own takes its recurrent state", {"sliding_window_layers": [0]}),

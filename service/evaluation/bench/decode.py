@@ -20,6 +20,7 @@ from service.evaluation.bench.turns import Arm, Decoded, take_turns
 from service.evaluation.check import naive_greedy
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import Step
+from service.evaluation.ties import Text, TieReport, exact, measure_ties
 from service.models.pair import Pair, load_pair, mlx_lm_runs
 from service.models.text import TextEncoder
 from service.settings import EngineSettings
@@ -75,8 +76,10 @@ def run_decode(
     and adapter allow; the plain one always runs.
 
     JSON: arms{NAME{tokens_per_second, low, high, tokens_per_call, identical, tokens, …}}, ratios{"A/B"{median, low, high}},
-    domains{NAME{arms, ratios}}, turns{NAME[tokens per second of each prompt]}, settings. Raises BadRequest for arms that
-    cannot be made, AdapterRefused, ModelError.
+    domains{NAME{arms, ratios}}, turns{NAME[tokens per second of each prompt]}, settings. Where precision leaves ties (see
+    evaluation/ties.py), arms have ties{per_1000, own_per_1000, differences, rounding, positions, lossless} too.
+
+    Raises BadRequest for arms that cannot be made, AdapterRefused, ModelError.
     """
     on_step("loading the pair", 0, 1)
     pair = load_pair(*models)
@@ -89,7 +92,11 @@ def run_decode(
     take_turns(made, probes[:1])
     heard = take_turns(made, prompts, lambda done, of: on_step("decoding", done, of))
     on_step("checking", 0, 1)
-    identical = _identical(pair, prompts, heard) if task.temperature == 0.0 else None
+    greedy = task.temperature == 0.0
+    identical = _identical(pair, prompts, heard) if greedy else None
+    ties: dict[str, TieReport] = {}
+    if greedy and not exact(pair.target.model):
+        ties = _ties(pair, prompts, heard, task.k or engine.num_draft_tokens, on_step)
     settings = {
         "prompts": len(prompts),
         "max_tokens": task.max_tokens,
@@ -100,7 +107,7 @@ def run_decode(
         "adapter": adapter.told if adapter else None,
         "mlx_lm": {"draft": peer.folder.name, "adapter": peer.adapter.told if peer.adapter else None} if peer else None,
     }
-    return _report(task.lines, made, heard, identical, title, command, settings)
+    return _report(task.lines, made, heard, identical, ties, title, command, settings)
 
 
 def _contest(
@@ -133,6 +140,18 @@ def _identical(pair: Pair, prompts: Sequence[Prompt], heard: Mapping[str, Sequen
     return {name: naive if name == PLAIN else tokens == said[PLAIN] for name, tokens in said.items()}
 
 
+def _ties(
+    pair: Pair, prompts: Sequence[Prompt], heard: Mapping[str, Sequence[Decoded]], k: int, on_step: Step
+) -> dict[str, TieReport]:
+    """Each arm's texts against the target alone."""
+    found: dict[str, TieReport] = {}
+    for name, told in heard.items():
+        on_step(f"counting ties of {name}", len(found), len(heard))
+        texts = [Text(prompt.tokens, one.tokens, prompt.sampling) for prompt, one in zip(prompts, told, strict=True)]
+        found[name] = measure_ties(pair.target.model, texts, k=k, vocabulary=pair.vocabulary)
+    return found
+
+
 def _dtype(pair: Pair) -> str:
     """Of the target's arrays, packed integers of quantised layers among them."""
     arrays = cast("list[tuple[str, mx.array]]", tree_flatten(pair.target.model.parameters()))
@@ -157,6 +176,7 @@ def _report(
     made: Mapping[str, Arm],
     heard: Mapping[str, Sequence[Decoded]],
     identical: Mapping[str, bool] | None,
+    ties: Mapping[str, TieReport],
     title: str,
     command: str,
     settings: dict[str, Any],
@@ -166,6 +186,8 @@ def _report(
         name: {**_figures(told), "identical": identical[name] if identical else None, **made[name].settings}
         for name, told in heard.items()
     }
+    for name, report in ties.items():
+        arms[name]["ties"] = report.plain()
     found = ratios(speeds, PAIRS)
     domains: dict[str, dict[str, Any]] = {}
     by_domain: dict[str, dict[str, Spread]] = {}
@@ -207,4 +229,8 @@ def _times(ratio: Spread) -> str:
 def _calls(arm: Mapping[str, Any]) -> tuple[str, str]:
     k = f" (K = {arm['k']})" if "k" in arm and not arm.get("adaptive") else ""
     same = {True: "yes", False: "no", None: ""}[arm["identical"]]
+    if ties := arm.get("ties"):
+        same = f"{ties['per_1000']:.1f} ties per 1,000 tokens (the target's own: {ties['own_per_1000']:.1f})"
+        if ties["differences"]:
+            same = f"no: {ties['differences']} tokens that rounding does not explain"
     return f"{arm['tokens_per_call']:.2f}{k}", same
