@@ -20,12 +20,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.core import BARE_DRAFT, Progress, RedraftError, Score, TrainingFailed
+from service.engine.profile import step_ratios
 from service.learning import budget, lora
 from service.learning.buffer import GeneralSet, lesson
 from service.learning.channel import Channel
 from service.learning.dataset import Dataset, Example, build, padded
 from service.learning.fitting import fit
-from service.learning.loading import kept, load_draft, load_target, shared_width, training_bytes
+from service.learning.loading import kept, load_draft, load_target, shared_width, target_width, training_bytes
 from service.learning.rescore import TargetCache, with_targets
 from service.learning.rounds import logged
 from service.learning.scoring import choose_held_out, score
@@ -199,18 +200,22 @@ class _Training:
             min_tokens=job.gate.min_tokens,
             max_prompts=job.gate.max_prompts,
         )
-        width = shared_width(job)
+        width = target_width(job)
 
-        def scored(ids: list[int] | None) -> list[Score]:
-            model = as_served(draft.model, ids)
+        def scored(model: nn.Module) -> list[Score]:
             return score(model, held_out.generations, k=job.k, vocabulary=width, between=self.channel.hold)
 
-        scores = {CANDIDATE: scored(self.kept)}
+        models = {CANDIDATE: as_served(draft.model, self.kept)}
+        scores = {CANDIDATE: scored(models[CANDIDATE])}
         lora.detach(draft.model)
         if job.parent is not None:
             lora.attach(draft.model, job.parent, job.provenance.draft)
-        scores[str(job.parent_id)] = scored(kept(job, job.parent))
-        self.channel.send("scores", {"scores": _plain(scores), "golden": held_out.golden})
+        parent = str(job.parent_id)
+        models[parent] = as_served(draft.model, kept(job, job.parent))
+        scores[parent] = scored(models[parent])
+        self.channel.hold()
+        steps = step_ratios(models)
+        self.channel.send("scores", {"scores": _plain(scores), "golden": held_out.golden, "steps": steps})
 
 
 def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
@@ -219,13 +224,15 @@ def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
     usable = [generation for generation in found if generation.output and generation.prompt.tokens]
     draft = load_draft(job)
     scores: dict[str, list[Score]] = {}
+    models: dict[str, nn.Module] = {}
     for name, folder in job.adapters.items():
         if folder is not None:
             lora.attach(draft.model, folder, job.provenance.draft)
-        model = as_served(draft.model, kept(job, folder))
-        scores[name] = score(model, usable, k=job.k, vocabulary=shared_width(job), between=channel.hold)
+        models[name] = as_served(draft.model, kept(job, folder))
+        scores[name] = score(models[name], usable, k=job.k, vocabulary=target_width(job), between=channel.hold)
         lora.detach(draft.model)
-    channel.send("scores", {"scores": _plain(scores), "golden": False})
+    channel.hold()
+    channel.send("scores", {"scores": _plain(scores), "golden": False, "steps": step_ratios(models)})
 
 
 def _cases(job: CasesJob, channel: Channel, database: Database) -> None:
@@ -233,7 +240,7 @@ def _cases(job: CasesJob, channel: Channel, database: Database) -> None:
     draft = load_draft(job)
     if job.adapter is not None:
         lora.attach(draft.model, job.adapter, job.provenance.draft)
-    model, width = as_served(draft.model, kept(job, job.adapter)), shared_width(job)
+    model, width = as_served(draft.model, kept(job, job.adapter)), target_width(job)
     for start in range(0, len(job.generations), PIECE):
         found = Generations(database).by_ids(job.generations[start : start + PIECE])
         usable = [g for g in found if g.prompt.tokens and g.targets and g.targets.positions == len(g.output)]

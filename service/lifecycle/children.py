@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TypeAlias, cast
@@ -28,10 +28,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """by_adapter: adapter id, or "candidate", to its scores. golden: the general held-out set stood in for the log."""
+    """by_adapter: adapter id, or "candidate", to its scores. golden: the general held-out set stood in for the log. steps: what
+    a draft step costs with each, in any unit."""
 
     by_adapter: Mapping[str, Sequence[Score]]
     golden: bool
+    steps: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def step(self, adapter: str, *, relative_to: str) -> float:
+        """How many times what it costs with `relative_to` a draft step costs with `adapter`; 1 where that was not measured."""
+        if adapter not in self.steps or relative_to not in self.steps:
+            return 1.0
+        return self.steps[adapter] / self.steps[relative_to]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +97,7 @@ def parse(message: Mapping[str, object]) -> Message:
             return Scores(
                 {name: tuple(_score(item) for item in _list(by_adapter, name)) for name in by_adapter},
                 message.get("golden") is True,
+                {name: _positive(cost, "step") for name, cost in _object(message.get("steps", {}), "steps").items()},
             )
         case "cases":
             by_generation = _object(message.get("cases"), "cases")
@@ -209,6 +218,13 @@ def _finite(value: object, name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name} is not a finite number")
     return float(value)
+
+
+def _positive(value: object, name: str) -> float:
+    number = _finite(value, name)
+    if number <= 0:
+        raise ValueError(f"{name} is not above 0")
+    return number
 
 
 def _optional(message: Mapping[str, object], name: str) -> float | None:

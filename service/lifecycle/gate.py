@@ -20,10 +20,12 @@ def judge(
     rules: GateSettings,
     *,
     seconds: Sequence[float] | None = None,
+    active_seconds: Sequence[float] | None = None,
     seed: int,
 ) -> Verdict:
-    """Whether `candidate` may replace `active`. seconds: what a round costs that drafts 1, 2, ... tokens; None: both are
-    compared at the longest draft length, by their calls.
+    """Whether `candidate` may replace `active`. seconds: what a round costs that drafts 1, 2, ... tokens with the candidate;
+    None: both are compared at the longest draft length, by their calls. active_seconds: what it costs with the active one;
+    None: the same.
 
     Promoted when the gain is worth a swap and the lower end of its two-sided 90 % interval above 0, there are at least
     `min_prompts` generations and `min_tokens` tokens, and no domain of five or more generations blocks. A domain does when
@@ -32,7 +34,7 @@ def judge(
     tolerance would let most of what is twice as bad pass; asking for the gain alone would let a handful of texts decide.
     Raises ValueError when the two lists are not about the same generations and draft lengths, or the costs about others.
     """
-    both = Comparison(candidate, active, seconds)
+    both = Comparison(candidate, active, seconds, active_seconds)
     if both.empty:
         return Verdict(False, "nothing to compare on", 0, 0, 0.0, 0.0, 0.0)
     whole = both.gain(rules.bootstrap, seed)

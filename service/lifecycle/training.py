@@ -164,11 +164,13 @@ class TrainingJob:
             candidate, compared = scores.by_adapter[CANDIDATE], scores.by_adapter[str(parent)]
         except KeyError as error:
             raise ValueError(f"none of {error}") from error
+        switching = self._parts.switching
         verdict = gate.judge(
             candidate,
             compared,
             rules,
-            seconds=self._parts.switching.round_seconds(),
+            seconds=switching.round_seconds(scores.step(CANDIDATE, relative_to=str(parent))),
+            active_seconds=switching.round_seconds(),
             seed=self._run.id,
         )
         if scores.golden:
