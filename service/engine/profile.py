@@ -47,6 +47,8 @@ PASSES = 2
 TURNS, SPENT = 2, 0.15
 """A pass times calls that are compared with one another in turn, so that they have had the same moments: at least so often, and
 for so many seconds in all."""
+SPENT_SWITCHING = 0.05
+"""Seconds for timing a step of the old and of the new draft at a switch, while requests wait."""
 SPENT_ASKING, ASKINGS = 0.6, 256
 """Seconds of a pass for asking, a small difference of two times; and how many such differences are remembered."""
 REST = 600.0
@@ -117,7 +119,7 @@ class Profile:
         if self.draft is None:
             return
         try:
-            ratio = step_ratios({"old": self.draft, "new": draft})["new"]
+            ratio = step_ratios({"old": self.draft, "new": draft}, spent=SPENT_SWITCHING)["new"]
         except Exception:
             # Whatever is wrong with a draft shows, and is reported, where it drafts.
             log.warning("a step of the new draft could not be timed: the old one's times stand", exc_info=True)
@@ -257,8 +259,9 @@ class Profile:
         return _in_turn({run: partial(keep, call) for call, run in runs.items()}, SPENT)
 
 
-def step_ratios(drafts: Mapping[str, nn.Module]) -> dict[str, float]:
-    """What a draft step over one row costs with each of these drafts, as a multiple of what it costs with the first.
+def step_ratios(drafts: Mapping[str, nn.Module], *, spent: float = SPENT) -> dict[str, float]:
+    """What a draft step over one row costs with each of these drafts, as a multiple of what it costs with the first. spent:
+    seconds to measure for, at least.
 
     Drafts whose weights agree in names, shapes and precisions cost the same, and no chance of timing tells them apart; only
     others are timed, in turn.
@@ -273,7 +276,7 @@ def step_ratios(drafts: Mapping[str, nn.Module]) -> dict[str, float]:
         least[name] = min(least[name], seconds)
 
     runs = {name: _caller(_alone(drafts[name]), RowCache(drafts[name], 1), USUALLY_HELD) for name in least}
-    for _ in _in_turn({partial(run, 1): partial(keep, name) for name, run in runs.items()}, SPENT):
+    for _ in _in_turn({partial(run, 1): partial(keep, name) for name, run in runs.items()}, spent):
         pass
     base = least[first[next(iter(shapes.values()))]]
     return {name: least[first[shape]] / base for name, shape in shapes.items()}

@@ -85,6 +85,7 @@ def test_a_run_from_claim_to_scores(home: Home, rig: Rig) -> None:
     # The scores are those of the folder as mlx-lm loads it, on held-out generations alone.
     (scores,) = of_type(messages, "scores")
     assert not scores["golden"]
+    assert scores["steps"] == {"0": 1.0, "candidate": 1.0}, "weights of the same shapes cost the same"
     held_out = Generations(home.database).held_out(rig.who, 100)
     assert {s["generation"] for s in scores["scores"]["0"]} == {g.id for g in held_out}
     assert all(split_of(g.prompt.first_user) == "held_out" for g in held_out)
