@@ -89,8 +89,9 @@ def forced(
     logits = target(mx.array([text]), cache=make_prompt_cache(target))[0, len(prompt) - 1 :].astype(mx.float32)
     if not sampling.greedy:
         assert sampling.seed is not None
-        keys = [noise_key(sampling.seed, position) for position in range(len(output) + 1)]
-        logits = tempered(logits, sampling) + gumbel(keys, logits.shape[-1])
+        width = logits.shape[-1]
+        noise = [seeded_noise(sampling.seed, position, width) for position in range(len(output) + 1)]
+        logits = tempered(logits, sampling) + mx.array(np.stack(noise))
     said: list[int] = mx.argmax(logits, axis=-1).tolist()  # pyright: ignore[reportAssignmentType]
     for i, token in enumerate(said[: sampling.max_tokens]):
         if token in eos:
