@@ -315,12 +315,13 @@ class Decoder:
         mx.eval(accepted, emitted, proposed, tried, usable, self.cache.arrays(), self.key)
 
         kept: list[int] = np.array(accepted).tolist()
+        finite: NDArray[np.bool_] = np.all(np.array(usable), axis=1)
         counts: NDArray[np.int64] = np.cumprod(np.array(tried), axis=1, dtype=np.int64).sum(axis=1)
         return _Verified(
             accepted=kept,
             emitted=[new[: n + 1].tolist() for new, n in zip(np.array(emitted), kept, strict=True)],
             proposed=[guess[:n].tolist() for guess, n in zip(np.array(proposed), counts.tolist(), strict=True)],
-            finite=np.array(usable).all(axis=1).tolist(),
+            finite=[bool(each) for each in finite],
             logits=logits,
             law=law,
             proposal=proposal,

@@ -104,12 +104,13 @@ class WatchJob:
         ref, adapters, rules = self._ref, self._parts.adapters, self._parts.rules.gate
         if adapters.evaluations(ref.id, "watch"):
             return  # an operator chose it meanwhile
-        scores = self._scores.by_adapter if self._scores is not None else {}
+        said = self._scores or Scores({}, golden=False)
+        scores = said.by_adapter
         switching, opponents = self._parts.switching, (ref.parent, BARE_DRAFT)
         costs: dict[int, tuple[float, ...]] = {}
-        for other in opponents if self._scores is not None else ():
+        for other in opponents:
             # What the engine measured is what rounds cost with the adapter that serves.
-            if seconds := switching.round_seconds(self._scores.step(str(other), relative_to=str(ref.id))):
+            if seconds := switching.round_seconds(said.step(str(other), relative_to=str(ref.id))):
                 costs[other] = seconds
         try:
             found = look(

@@ -217,7 +217,7 @@ def token_limit(model: nn.Module) -> int | None:
     """How many token ids a model has an embedding for; None where it has no embedding of its own. Feeding it a larger id
     reads past the end of an array."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
-    return max((cast("mx.array", table.weight).shape[0] for table in tables), default=None)
+    return max((table.weight.shape[0] for table in tables), default=None)
 
 
 def twin(module: nn.Module) -> nn.Module:
