@@ -70,6 +70,7 @@ class GenerateRequest(RequestModel):
     max_tokens: Annotated[Whole, Field(ge=1)] | None = None
     """Tokens of the answer, at most; None: 256, or as many as fit in the context. `finish_reason` is "length" where it cut."""
     temperature: Annotated[Number, Field(ge=0, le=10)] = DEFAULTS.temperature
+    """0, and anything below 1e-5, is greedy."""
     top_p: Annotated[Number, Field(gt=0, le=1)] = DEFAULTS.top_p
     top_k: Annotated[Whole, Field(ge=0, lt=2**31)] = DEFAULTS.top_k
     min_p: Annotated[Number, Field(ge=0, le=1)] = DEFAULTS.min_p

@@ -55,7 +55,7 @@ def decode(
     adapter: Version = None,
     adapt_on: AdaptOn = None,
     adapt_limit: AdaptLimit = None,
-    temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy; above it, unseeded.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, max=10.0, help="Below 1e-5 greedy; above it, unseeded.")] = 0.0,
     k: Annotated[
         int | None, typer.Option(min=1, max=16, help="Draft exactly so many everywhere, not what each does best.")
     ] = None,

@@ -12,7 +12,7 @@ from service.cli.models import model_folders
 from service.cli.options import Config, Draft, Target, settings_from
 from service.core import Delta, Finished, Prompt, Sampling
 
-Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="0 is greedy.")]
+Temperature = Annotated[float, typer.Option(min=0.0, max=10.0, help="Below 1e-5 greedy.")]
 MaxTokens = Annotated[int, typer.Option(min=1)]
 Seed = Annotated[int | None, typer.Option(min=0, help="Makes sampling repeatable, whatever the draft.")]
 K = Annotated[int | None, typer.Option("--num-draft-tokens", min=0, help="Tokens drafted per round.")]

@@ -14,6 +14,9 @@ from typing import TypeAlias
 from service.core.errors import RedraftError
 
 TOP_TARGETS = 32
+"""Most likely tokens of which the log keeps the target's probabilities, at every output position."""
+GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy, as in vLLM: log-probabilities divided by so little overflow float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +24,8 @@ class Sampling:
     """How tokens are drawn. Filters act on the distribution at T = 1 in mlx-lm's order (top-p, min-p, top-k), then the
     temperature is applied.
 
-    temperature 0 is greedy. top_p 1.0, min_p 0.0 and top_k 0 switch a filter off. A seed makes the output a function of
-    (target, prompt, sampling, seed) alone, whatever the draft does.
+    A temperature below GREEDY_BELOW is greedy. top_p 1.0, min_p 0.0 and top_k 0 switch a filter off. A seed makes the output a
+    function of (target, prompt, sampling, seed) alone, whatever the draft does.
     """
 
     temperature: float = 0.0
@@ -35,7 +38,8 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        """Whether the most likely token is taken, without any draw."""
+        return self.temperature < GREEDY_BELOW
 
     @property
     def rule(self) -> AcceptRule:

@@ -92,9 +92,9 @@ class DraftSwitch(Protocol):
         """Serve with it from the next round on."""
         ...
 
-    def round_seconds(self) -> tuple[float, ...] | None:
-        """What a round of one request costs here that drafts 1, 2, ... tokens, as measured; None where the draft length is
-        fixed or nothing has been measured. Callable from any thread."""
+    def round_seconds(self, step: float = 1.0) -> tuple[float, ...] | None:
+        """Seconds of a round of one request that drafts 1, 2, ... tokens, as measured; None where the draft length is fixed or
+        nothing has been measured. step: how many times the serving draft's a draft step costs. Callable from any thread."""
         ...
 
 

@@ -216,6 +216,31 @@ class RowCache:
             state.keep(rows, len(self.lengths.host))
         self._hold(lengths)
 
+    def scrub(self, row: int) -> bool:
+        """Remove from a row what is not finite. Where that is part of what it holds, it holds nothing afterwards. Returns
+        whether it still holds what it held. Waits for the row."""
+        lengths = list(self.lengths.host)
+        slots = [a for state in self.states for a in state.cache if a is not None]
+        parts = [*(a[row, :, : lengths[row]] for a in self._keys_and_values()), *(a[row] for a in slots)]
+        sound = not parts or bool(mx.stack([mx.isfinite(part).all() for part in parts]).all().item())
+        if not sound:
+            lengths[row] = 0
+            for array in slots:
+                array[row] = 0
+            for state in self.states:
+                state.settle()
+            self._hold(lengths)
+        self.clear_behind(row)
+        return sound
+
+    def clear_behind(self, row: int) -> None:
+        """Set to zero what lies behind a row's end: attention gives it no weight, but zero times NaN is NaN."""
+        for array in self._keys_and_values():
+            array[row, :, self.lengths.host[row] :] = 0
+
+    def _keys_and_values(self) -> list[mx.array]:
+        return [a for layer in self.attention for a in (layer.keys, layer.values) if a is not None]
+
     def _hold(self, lengths: Sequence[int]) -> None:
         """Other rows than before, all of them settled."""
         self.lengths.set(lengths)
@@ -225,6 +250,4 @@ class RowCache:
 
     def arrays(self) -> list[mx.array]:
         """Everything held, for evaluation."""
-        held = [a for layer in self.attention for a in (layer.keys, layer.values)]
-        held += [a for layer in self.states for a in layer.cache]
-        return [a for a in held if a is not None]
+        return [*self._keys_and_values(), *(a for state in self.states for a in state.cache if a is not None)]

@@ -70,9 +70,11 @@ class Steps:
         self._sure += sure
         return self._worth(len(self._sure), self._reach)
 
-    def observe(self, kept: Sequence[int]) -> None:
-        """kept: tokens by row. Of those behind the last stop nothing was asked."""
+    def observe(self, kept: Sequence[int], proposed: Sequence[int] | None = None) -> None:
+        """kept: accepted tokens by row. proposed: positions that count by row, fewer than were drafted where the text ended
+        before; None: all. Of those behind the last stop nothing was asked."""
+        ends = [len(self._sure)] * len(kept) if proposed is None else proposed
         for step, sure in enumerate(self._sure):
-            for trust, q, count in zip(self._trusts, sure, kept, strict=True):
-                if trust is not None and count >= step:
+            for trust, q, count, end in zip(self._trusts, sure, kept, ends, strict=True):
+                if trust is not None and count >= step and step < end:
                     trust.observe(q, count > step)

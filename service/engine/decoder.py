@@ -1,19 +1,22 @@
-"""One round over a batch: draft K tokens for every row, verify all rows in one target call, take what is kept.
+"""One speculative round over a batch: propose K tokens for every row, verify all rows in one target call, emit.
 
 Single-threaded and without text, queues or clocks beyond the rows' own: the worker feeds it, offline tools drive it
-directly, and the tests hold it against a target decoding alone.
+directly, and the tests compare it with a target decoding alone.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
+import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from numpy.typing import NDArray
 
 from service.core import BARE_DRAFT, Source
 from service.engine import profile, verify
@@ -22,7 +25,7 @@ from service.engine.cache import RowCache
 from service.engine.confidence import Steps
 from service.engine.costs import Load
 from service.engine.draft import Draft
-from service.engine.drafting import Proposal, instead
+from service.engine.drafting import READING, WIDE, Proposal, instead
 from service.engine.eagle import drafter
 from service.engine.evidence import Evidence, gather
 from service.engine.length import Choice, DraftLength, Match
@@ -35,14 +38,37 @@ from service.engine.row import Row, prompted
 from service.engine.sampling import SamplingBatch, SharedNoise, transform
 from service.engine.target import Target
 
+log = logging.getLogger(__name__)
+
+RETRY = 32
+"""Rounds that a row decodes without the draft after its logits for it were not finite; after another time twice as many."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """What one target call over a proposal gave. accepted: (B,) positions of each row's proposal. emitted: tokens of each row,
+    the accepted ones and the target's own after them. proposed: each row's proposal, without positions where the draft's
+    logits were not finite. finite: (B,) whether they all were. logits, law: (B, K+1, V) before and after the sampling
+    transform."""
+
+    accepted: list[int]
+    emitted: list[list[int]]
+    proposed: list[list[int]]
+    finite: list[bool]
+    logits: mx.array
+    law: mx.array
+    proposal: Proposal | None
+
 
 class Decoder:
-    """The batch. `k`: tokens drafted per round (0: the target alone), or, with `adaptive`, at most so many: what pays for the
-    batch at hand, where up to `lookup` tokens may also be looked up in what was said before. `collect`: gather evidence for
-    rows that may be stored. `prefix`: where beginnings of prompts are kept.
+    """A batch of rows that decode together.
 
-    A draft that raises or turns non-finite is put aside: decoding goes on with the target alone until another draft is
-    switched in. Errors of the target are the caller's.
+    vocabulary: width of the target's logits. k: tokens drafted per round (0: the target alone), or, with `adaptive`, at most
+    so many: as many as pay for the batch at hand, where up to `lookup` tokens may also come from prompt look-up. collect:
+    gather evidence for rows that may be stored. prefix: cached prefixes of prompts.
+
+    A draft that raises is not used until another one is switched in; decoding goes on with the target alone. Where its logits
+    for a row are not finite, that row alone goes on without it for a while. Errors of the target are raised.
     """
 
     def __init__(
@@ -80,14 +106,16 @@ class Decoder:
         self.epoch = 0
         """Counts switches and failures of drafts."""
         self._epochs: list[int] = []
-        """When the draft began to read each row."""
+        """The epoch in which the draft began to read each row."""
+        self._warned = -1
+        """The epoch in which logits that were not finite were last logged."""
 
     @property
     def adapter(self) -> int:
         return self.drafter.draft.adapter if self.drafter is not None else BARE_DRAFT
 
     def switch(self, draft: Draft) -> None:
-        """Draft with another version from the next round on."""
+        """Draft with another version from the next round on, which every row uses again. Raises ValueError without a draft."""
         if self.drafter is None:
             raise ValueError("this decoder was built without a draft")
         self.drafter.switch(draft)
@@ -96,9 +124,12 @@ class Decoder:
         if self.length is not None:
             self.length.restart()
         if self._profile is not None and self.drafted:
-            self._profile.draft = draft.model
+            self._profile.switch(draft.model)
+            if self.length is not None:
+                self.length.learn(self._profile.costs())
         for row in self.rows:
             row.acceptance = Acceptance(self.drafted)
+            row.draft_failures = row.draft_again = 0
 
     def profile(self, rows: int) -> None:
         """Measure what rounds of up to so many rows cost here, for lengths to be chosen by; left undone, the first round does
@@ -137,8 +168,8 @@ class Decoder:
             prefill.draft_cache(drafter.draft.model, self.epoch)
             try:
                 more |= follow(drafter, prefill, size=size, prefix=prefix)
-            except Exception:
-                self._put_draft_aside()
+            except Exception as error:
+                self._put_draft_aside(error)
         return not more
 
     def join(self, ready: Sequence[Prefill]) -> None:
@@ -191,70 +222,173 @@ class Decoder:
     # ------------------------------------------------------------------------------------------------------- one round
 
     def round(self, coming: int = 0) -> RoundReport:
-        """One round for all rows; those that finished are out of the batch when it returns. coming: rows about to join."""
-        begun = time.perf_counter()
+        """Propose, verify and emit, once for all rows. Rows that finished have left when it returns. coming: rows about to
+        join. Raises what the target raises; whatever the draft raises is logged, and costs speed alone."""
+        started = time.perf_counter()
         rows = list(self.rows)
         batch = SamplingBatch.of([row.prompt.sampling for row in rows], self.vocabulary)
-        collect = self.collect and any(row.prompt.store for row in rows)
         self.key, draft_key, verify_key = mx.random.split(self.key, 3)
-        tokens = [row.tokens for row in rows]
-        unread = self.drafter.unread(tokens) if self.drafter is not None else 0
+        visible = self._visible(rows)
+        unread = self.drafter.unread(visible) if self.drafter is not None else 0
         load = Load(len(rows), self.cache.lengths.longest, unread, prompted(rows))
         choice, found, matches = self._choose(rows, load, coming)
         noise = SharedNoise(batch, [row.emitted for row in rows], self.vocabulary)
-        behind = choice.drafted > 0 and self.drafter is not None and self.drafter.behind(tokens)
+        behind = choice.drafted > 0 and self.drafter is not None and self.drafter.behind(visible)
         steps = Steps(choice.drafted)
         if self.length is not None and choice.drafted:
-            steps = self.length.steps(load, choice, [row.prompt.sampling.greedy for row in rows])
+            greedy = [row.prompt.sampling.greedy for row in rows]
+            steps = self.length.steps(load, choice, greedy, [_drafts(row) for row in rows])
         if not steps.stops:
             noise.first(steps.most + 1)
-        drafted = self._propose(rows, steps, batch, noise, draft_key)
+        drafted = self._propose(rows, visible, steps, batch, noise, draft_key)
         if drafted is not None:
             choice = choice.having(drafted.tokens.shape[1])
-        k = choice.most
-        told = [f.tokens[:n] if f else [] for f, n in zip(found, choice.looked_up, strict=True)]
-        proposal = instead(drafted, told, k, self.vocabulary, batch.unseeded)
-        counts = [len(tokens) or (0 if drafted is None else choice.drafted) for tokens in told]
-        k = 0 if proposal is None else k
-        adapter = self.adapter
-
-        latest = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
-        proposed = proposal.tokens if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.int32)
-        logits = self.target(mx.concatenate([latest, proposed], axis=1), self.cache)[..., : self.vocabulary]
-        law = transform(logits, batch)
-        accepted, following = verify.accept(law, batch, noise.first(k + 1), proposal, verify_key)
-        emitted = verify.emitted(accepted, following, proposed)
-        usable = drafted.usable if drafted is not None else mx.ones((len(rows), 1), dtype=mx.bool_)
-        mx.eval(accepted, emitted, proposed, usable, self.cache.arrays(), self.key)
-
-        kept: list[int] = np.array(accepted).tolist()
-        news = [new[: n + 1].tolist() for new, n in zip(np.array(emitted), kept, strict=True)]
-        guesses = [guess[:n].tolist() for guess, n in zip(np.array(proposed), counts, strict=True)]
+        held = self.cache.lengths.host
+        try:
+            done = self._verify(rows, choice, found, drafted, batch, noise, verify_key)
+        except Exception as error:
+            # MLX raises where arrays are evaluated, and the proposal is evaluated with the verification.
+            if drafted is None:
+                raise
+            drafted = None
+            self._put_draft_aside(error)
+            self.cache.rewind(held)
+            done = self._verify(rows, choice, found, drafted, batch, noise, verify_key)
+        before = [len(row.tokens) for row in rows]
         sources = [Source.LOOKUP if n else Source.DRAFT for n in choice.looked_up]
-        shown: list[Evidence | None] = [None] * len(rows)
-        if collect:
-            tried = [[] if source is Source.LOOKUP else tokens for tokens, source in zip(guesses, sources, strict=True)]
-            seen = gather(logits, law, batch, news, tried, proposal)
-            shown = [each if row.prompt.store else None for row, each in zip(rows, seen, strict=True)]
         deltas = [
-            row.take(new, guessed, source, adapter, seen, self.tie_margin)
-            for row, new, guessed, source, seen in zip(rows, news, guesses, sources, shown, strict=True)
+            row.take(new, guessed, source, self.adapter, seen, self.tie_margin)
+            for row, new, guessed, source, seen in zip(
+                rows, done.emitted, done.proposed, sources, self._evidence(rows, batch, sources, done), strict=True
+            )
         ]
-        if not np.array(usable).all():
-            self._put_draft_aside()
         self.cache.settle([len(row.tokens) - 1 for row in rows])
         if self.drafter is not None:
-            read = self.drafter.cache.lengths.host
-            self.drafter.cache.settle([min(n, len(row.tokens) - 1) for n, row in zip(read, rows, strict=True)])
+            self._settle_draft(rows, sources, before, [len(tokens) for tokens in visible], done.finite)
         if ended := [row for row in rows if row.finish is not None]:
             self.leave(ended)
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
+        rounds = tuple(row.rounds[-1] for row in rows)
         if self.length is not None and (drafted is not None or not choice.drafted):
-            self.length.observe(
-                load, choice, matches, kept, None if behind else seconds, [row.acceptance for row in rows]
+            # Positions behind the end of a text count neither as proposed nor as accepted.
+            proposed, accepted = [each.drafted for each in rounds], [each.accepted for each in rounds]
+            own = [row.acceptance for row in rows]
+            self.length.observe(load, choice, matches, accepted, None if behind else seconds, own, proposed)
+            steps.observe(accepted, proposed)
+        return RoundReport(tuple(rows), tuple(deltas), rounds, seconds)
+
+    def _visible(self, rows: Sequence[Row]) -> list[list[int]]:
+        """Each row's tokens as the draft sees them. A draft call runs over the whole batch: of a row that goes without the
+        draft it reads one token more than it has read, and nothing is proposed there."""
+        if self.drafter is None:
+            return [row.tokens for row in rows]
+        held = self.drafter.cache.lengths.host
+        return [row.tokens if _drafts(row) else row.tokens[: n + 1] for row, n in zip(rows, held, strict=True)]
+
+    def _verify(
+        self,
+        rows: Sequence[Row],
+        choice: Choice,
+        found: Sequence[Found | None],
+        drafted: Proposal | None,
+        batch: SamplingBatch,
+        noise: SharedNoise,
+        key: mx.array,
+    ) -> _Verified:
+        """One target call over each row's newest token and its proposal: what was looked up where `choice` says so, else what
+        was drafted. Waits for both. The target's cache then holds the whole proposal."""
+        looked_up = [f.tokens[:n] if f else [] for f, n in zip(found, choice.looked_up, strict=True)]
+        most = max((len(tokens) for tokens in looked_up), default=0) if drafted is None else choice.most
+        usable = mx.ones((len(rows), 1), dtype=mx.bool_)
+        if drafted is not None:
+            usable = drafted.usable
+            if not all(map(_drafts, rows)):
+                drafted = replace(drafted, usable=usable & mx.array([_drafts(row) for row in rows])[:, None])
+        proposal = instead(drafted, looked_up, most, self.vocabulary, batch.unseeded)
+        latest = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
+        proposed = proposal.tokens if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.int32)
+        tried = proposal.usable if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.bool_)
+        logits = self.target(mx.concatenate([latest, proposed], axis=1), self.cache)[..., : self.vocabulary]
+        law = transform(logits, batch)
+        accepted, following = verify.accept(law, batch, noise.first(proposed.shape[1] + 1), proposal, key)
+        emitted = verify.emitted(accepted, following, proposed)
+        mx.eval(accepted, emitted, proposed, tried, usable, self.cache.arrays(), self.key)
+
+        kept: list[int] = np.array(accepted).tolist()
+        finite: NDArray[np.bool_] = np.all(np.array(usable), axis=1)
+        counts: NDArray[np.int64] = np.cumprod(np.array(tried), axis=1, dtype=np.int64).sum(axis=1)
+        return _Verified(
+            accepted=kept,
+            emitted=[new[: n + 1].tolist() for new, n in zip(np.array(emitted), kept, strict=True)],
+            proposed=[guess[:n].tolist() for guess, n in zip(np.array(proposed), counts.tolist(), strict=True)],
+            finite=[bool(each) for each in finite],
+            logits=logits,
+            law=law,
+            proposal=proposal,
+        )
+
+    def _evidence(
+        self, rows: Sequence[Row], batch: SamplingBatch, sources: Sequence[Source], done: _Verified
+    ) -> list[Evidence | None]:
+        """What is logged of the round, None for rows that may not be stored."""
+        if not self.collect or not any(row.prompt.store for row in rows):
+            return [None] * len(rows)
+        tried = [
+            [] if source is Source.LOOKUP else tokens for tokens, source in zip(done.proposed, sources, strict=True)
+        ]
+        seen = gather(done.logits, done.law, batch, done.emitted, tried, done.proposal)
+        return [each if row.prompt.store else None for row, each in zip(rows, seen, strict=True)]
+
+    def _settle_draft(
+        self,
+        rows: Sequence[Row],
+        sources: Sequence[Source],
+        before: Sequence[int],
+        visible: Sequence[int],
+        finite: Sequence[bool],
+    ) -> None:
+        """Truncate the draft's cache to tokens that the rows really have. before: each row's tokens before the round. visible:
+        how many of them the draft saw.
+
+        The draft wrote its own proposal behind those. Its accepted part stays, but where tokens that were looked up took its
+        place none of it does: they are other tokens.
+        """
+        assert self.drafter is not None
+        cache, limits = self.drafter.cache, list[int]()
+        for row, source, old, seen, fine in zip(rows, sources, before, visible, finite, strict=True):
+            if not _drafted(row):
+                limits.append(seen - 1)
+            else:
+                limits.append(len(row.tokens) - 1 if fine and source is Source.DRAFT else min(old, len(row.tokens) - 1))
+        cache.settle([min(n, limit) for n, limit in zip(cache.lengths.host, limits, strict=True)])
+        for index, row in enumerate(rows):
+            if not finite[index] and _drafted(row):
+                self._set_row_aside(index, row)
+            elif not finite[index]:
+                cache.clear_behind(index)
+
+    def _set_row_aside(self, index: int, row: Row) -> None:
+        """Let a row go on without the draft, whose logits for it were not finite, and try again later."""
+        assert self.drafter is not None
+        sound = self.drafter.cache.scrub(index)
+        if not sound and self.prefix is not None:
+            # Cached prefixes may hold the same values.
+            self.prefix.forget(Owner.DRAFT)
+        rounds = RETRY << min(row.draft_failures, 16)
+        row.draft_failures += 1
+        row.draft_again = len(row.rounds) + rounds
+        if not sound and len(row.tokens) > max(READING // len(self.rows), WIDE):
+            # The draft would have to read the row again in several rounds, in which nobody else could draft.
+            row.draft_again = sys.maxsize
+        self.draft_failures += 1
+        if self._warned != self.epoch:
+            self._warned = self.epoch
+            log.warning(
+                "the draft (adapter %d) gave logits that are not finite: request %s goes on without it for %d rounds",
+                self.adapter,
+                row.id,
+                rounds,
             )
-            steps.observe(kept)
-        return RoundReport(tuple(rows), tuple(deltas), tuple(row.rounds[-1] for row in rows), seconds)
 
     def _follows(self, prefill: Prefill, coming: int) -> bool:
         """Whether the draft should read what these rows are asked."""
@@ -280,21 +414,49 @@ class Decoder:
         return self.length.choose(load, matches, [row.acceptance for row in rows], drafts=drafts), found, matches
 
     def _propose(
-        self, rows: Sequence[Row], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
+        self,
+        rows: Sequence[Row],
+        visible: Sequence[Sequence[int]],
+        steps: Steps,
+        batch: SamplingBatch,
+        noise: SharedNoise,
+        key: mx.array,
     ) -> Proposal | None:
+        """What the draft proposes, already under way on the device; None where it proposes nothing. visible: see `_visible`."""
         if self.drafter is None or self.failed or steps.most == 0 or any(len(row.tokens) < 2 for row in rows):
             return None
+        if not any(map(_drafts, rows)):
+            return None
         try:
-            return self.drafter.propose([row.tokens for row in rows], steps, batch, noise, key)
-        except Exception:
-            # Whatever went wrong in the draft costs speed only.
-            self._put_draft_aside()
+            proposal = self.drafter.propose(visible, steps, batch, noise, key)
+            if proposal is not None:
+                # What MLX refuses to run is then raised here, before the target's cache depends on it.
+                mx.async_eval(proposal.tokens, proposal.usable, [] if proposal.logq is None else proposal.logq)
+            return proposal
+        except Exception as error:
+            self._put_draft_aside(error)
             return None
 
-    def _put_draft_aside(self) -> None:
-        """Keys and values may be as broken as the guesses were: the next draft reads the rows anew."""
+    def _put_draft_aside(self, error: Exception) -> None:
+        """Go on without the draft, which raised `error`, until another is switched in. Its keys and values may be as broken as
+        its proposals: the next draft reads the rows from the start."""
+        log.error(
+            "the draft (adapter %d) failed; decoding goes on without it until the next switch",
+            self.adapter,
+            exc_info=error,
+        )
         self.failed = True
         self.draft_failures += 1
         self._next_epoch()
         if self.drafter is not None:
             self.drafter.cache = RowCache(self.drafter.draft.model, len(self.rows))
+
+
+def _drafts(row: Row) -> bool:
+    """Whether the draft proposes tokens for a row."""
+    return len(row.rounds) >= row.draft_again
+
+
+def _drafted(row: Row) -> bool:
+    """The same of the round that the row has just had."""
+    return len(row.rounds) > row.draft_again

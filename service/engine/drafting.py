@@ -13,8 +13,8 @@ import numpy as np
 from service.engine.cache import RowCache
 from service.engine.confidence import Steps
 from service.engine.draft import Draft
-from service.engine.sampling import SamplingBatch, SharedNoise, draw, normaliser, transform
-from service.models.heads import Backbone, CutHead, Head, cut_head, split
+from service.engine.sampling import SamplingBatch, SharedNoise, draw, fit, normaliser, transform
+from service.models.heads import Backbone, CutHead, Head, cut_head, split, token_limit
 from service.models.vocabulary import own
 
 WIDE = 8
@@ -82,11 +82,12 @@ class Drafter(Protocol):
 
 
 class ModelDrafter:
-    """Drafts with a model of its own, whose KV rows run in step with the batch. target: the target's cache of that batch.
+    """Drafts with a model of its own, whose KV rows run in step with the batch. vocabulary: the width of the target's logits.
+    target: the target's cache of that batch.
 
-    The first step of a round takes in what each row has not shown yet: its new token, before it the last draft when all were
-    kept, and what a row that fell behind has missed. Only after the last of them is anything proposed, so the head runs there
-    alone where the family lets it.
+    The first step of a round reads the tokens of each row that the draft has not read: the newest one, before it the last
+    proposal when all were accepted, and whatever a row that fell behind has missed. Only the last of them needs logits, so
+    the head runs there alone where the family allows it.
     """
 
     def __init__(self, draft: Draft, vocabulary: int, target: RowCache) -> None:
@@ -99,6 +100,7 @@ class ModelDrafter:
         """Propose with another version of the same draft from now on. Rows under way keep keys and values of the old one:
         slightly stale guesses cost acceptance for the rest of that row, a new prefill would cost every row a pause."""
         self.draft = draft
+        self._limit = token_limit(draft.model)
         self._parts: tuple[Backbone, Head] | None = None
         self._looked = False
 
@@ -138,7 +140,7 @@ class ModelDrafter:
         unheard: list[mx.array] = []
         for step in range(steps.most):
             whole = self._after(feed, [len(tokens) - 1 for tokens in unread] if step == 0 else None)
-            logits = whole[..., : self.vocabulary]
+            logits = fit(whole, self.vocabulary)
             self.cache.rewind([len(row) + step for row in rows])
             law = transform(logits, batch)
             key, step_key = mx.random.split(key)
@@ -172,10 +174,11 @@ class ModelDrafter:
         return split(self.draft.model)
 
     def run(self, feed: mx.array, *, first: bool) -> mx.array:
-        """What the model makes of feed (B, N), the first of a round or one drafted token a row: (B, N, ...)."""
-        return (
-            self.feed(feed, self.cache, self.target) if self._parts is None else self._parts[0](feed, self.cache.layers)
-        )
+        """Run the model, or its backbone, over feed (B, N): the first call of a round, or one drafted token a row. Returns
+        (B, N, ...), for `told`."""
+        if self._parts is None:
+            return self.feed(feed, self.cache, self.target)
+        return self._parts[0](self.known(feed), self.cache.layers)
 
     def told(self, out: mx.array) -> mx.array:
         """Logits (B, 1, V) from what `run` made of one position a row."""
@@ -184,7 +187,13 @@ class ModelDrafter:
     def feed(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
         """Read tokens (B, N) behind what `cache` holds; target: the target's cache of the same rows. (B, N, ...), of which only
         the model itself knows more."""
-        return self.draft.model(tokens, cache=cache.layers)
+        return self.draft.model(self.known(tokens), cache=cache.layers)
+
+    def known(self, tokens: mx.array) -> mx.array:
+        """Tokens (B, N), where ids that only a wider target has are replaced by the last one that the draft has."""
+        if self._limit is None or self._limit >= self.vocabulary:
+            return tokens
+        return mx.minimum(tokens, self._limit - 1)
 
     def readable(self, target: RowCache) -> int:
         """Positions of a prompt that can be read when the target holds what is in its cache of one row."""
@@ -225,8 +234,9 @@ def confidence(logits: mx.array, drawn: mx.array, head: CutHead | None) -> mx.ar
 
 
 def heard(sure: Sequence[mx.array]) -> list[list[float]]:
-    """What the draft was waited for: probabilities (B, 1) of some steps, by step and row."""
-    return np.array(mx.concatenate(list(sure), axis=1)).T.tolist()
+    """Wait for the draft's confidence: probabilities (B, 1) of some steps, as lists by step and row; 0 where a row's logits
+    are not finite."""
+    return np.nan_to_num(np.array(mx.concatenate(list(sure), axis=1)).T, nan=0.0).tolist()
 
 
 def ragged(texts: Sequence[Sequence[int]]) -> mx.array:

@@ -21,7 +21,7 @@ class EagleDrafter(ModelDrafter):
         self._state: mx.array | None = None
 
     def feed(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
-        return self._model.model(tokens, cache.layers, target.before(cache.lengths.host, tokens.shape[1]))
+        return self._model.model(self.known(tokens), cache.layers, target.before(cache.lengths.host, tokens.shape[1]))
 
     def readable(self, target: RowCache) -> int:
         return target.lengths.longest + 1

@@ -162,9 +162,10 @@ class DraftLength:
                 return Choice(probe, nothing, rate, lower(), (None,) * load.rows)
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches), rate)
 
-    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool]) -> Steps:
-        """For a round that drafts: on from how sure the draft is, where `choose` went by what is usual, unless asking is dearer
-        than it is worth. greedy: by row; a token that was drawn is kept by another rule than the likeliest one."""
+    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None) -> Steps:
+        """The draft steps of a round that drafts: on while the draft's confidence predicts a net gain; the fixed length where
+        waiting for its confidence costs more than that saves. By row: greedy, because a drawn token is accepted by another
+        rule than the likeliest one; drafts, whether the draft proposes there at all (None: everywhere)."""
         asked = self._costs.asked
         if asked and line(asked, load.rows) > ASKING * self.seconds(load, choice.drafted, choice.most):
             return Steps(choice.drafted)
@@ -186,12 +187,18 @@ class DraftLength:
                     return True
             return False
 
-        trusts = [None if n else self._trusts[likeliest] for n, likeliest in zip(choice.looked_up, greedy, strict=True)]
+        asked_of = [not n for n in choice.looked_up]
+        if drafts is not None:
+            asked_of = [asks and drafted for asks, drafted in zip(asked_of, drafts, strict=True)]
+        trusts = [self._trusts[likeliest] if asks else None for asks, likeliest in zip(asked_of, greedy, strict=True)]
         return Steps(self.drafted, trusts, worth)
 
-    def round_seconds(self) -> tuple[float, ...]:
-        """Of a round over one row by the tokens drafted, from one on, as measured at start."""
-        return tuple(self._costs.round(Load(1, USUALLY_HELD), k) for k in range(1, self.drafted + 1))
+    def round_seconds(self, step: float = 1.0) -> tuple[float, ...]:
+        """Of a round over one row by the tokens drafted, from one on, as measured. step: how many times the present draft's a
+        draft step costs."""
+        load = Load(1, USUALLY_HELD)
+        one = self._costs.draft(load) * (step - 1.0)
+        return tuple(self._costs.round(load, k) + k * one for k in range(1, self.drafted + 1))
 
     def follows(self, load: Load) -> bool:
         """Whether the draft should read what rows are asked, in such a batch."""
@@ -233,22 +240,25 @@ class DraftLength:
         kept: Sequence[int],
         seconds: float | None,
         own: Sequence[Acceptance] | None = None,
+        proposed: Sequence[int] | None = None,
     ) -> None:
-        """What a round did. kept: per row. own: as they were chosen by; they learn of it too. seconds: None where the round did
-        other work besides.
+        """Learn from a round. By row: kept, accepted tokens; own, the row's acceptance, which learns too; proposed, positions
+        that count, fewer than chosen where the text ended before them and none where the draft proposed nothing (None: as
+        chosen). seconds: None where the round did other work besides.
 
         A cost is corrected against another one seen a round before or after: what slows the whole machine, such as a
         training run beside, slows both.
         """
         if choice.drafted:
             self._rested = 0
-        for row, (match, count, accepted) in enumerate(zip(matches, choice.looked_up, kept, strict=True)):
+        ends = [n or choice.drafted for n in choice.looked_up] if proposed is None else proposed
+        for row, (match, count, accepted, end) in enumerate(zip(matches, choice.looked_up, kept, ends, strict=True)):
             if count and match is not None:
-                self._looked_up[match.length].observe(count, accepted)
-            elif choice.drafted and not count:
-                self._draft.observe(choice.drafted, accepted)
+                self._looked_up[match.length].observe(end, accepted)
+            elif choice.drafted and not count and end:
+                self._draft.observe(end, accepted)
                 if own:
-                    own[row].observe(choice.drafted, accepted)
+                    own[row].observe(end, accepted)
         if seconds is None:
             self._last = None
             return

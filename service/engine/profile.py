@@ -9,16 +9,17 @@ from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
 
 from service.core import Sampling
 from service.engine.cache import RowCache
 from service.engine.confidence import STOPS, Steps, Trust
-from service.engine.costs import Costs, line
+from service.engine.costs import USUALLY_HELD, Costs, line
 from service.engine.draft import bare
 from service.engine.eagle import drafter as drafter_of
 from service.engine.sampling import SamplingBatch, SharedNoise
@@ -46,6 +47,8 @@ PASSES = 2
 TURNS, SPENT = 2, 0.15
 """A pass times calls that are compared with one another in turn, so that they have had the same moments: at least so often, and
 for so many seconds in all."""
+SPENT_SWITCHING = 0.05
+"""Seconds for timing a step of the old and of the new draft at a switch, while requests wait."""
 SPENT_ASKING, ASKINGS = 0.6, 256
 """Seconds of a pass for asking, a small difference of two times; and how many such differences are remembered."""
 REST = 600.0
@@ -76,12 +79,13 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
 
 class Profile:
     """Times of calls for batches of these sizes and up to `most` proposed tokens. The least of all times of a call counts,
-    after one that compiles: whatever else runs beside can only add. draft: may be set to another version. rest: see REST."""
+    after one that compiles: whatever else runs beside can only add. rest: see REST."""
 
     def __init__(
         self, target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], most: int, rest: float = REST
     ) -> None:
         self.draft = draft
+        """The draft whose calls are timed; see `switch`."""
         self._target = Target.of(target, draft)
         self._rows = rows
         self._every = range(1, most + 2)
@@ -99,12 +103,34 @@ class Profile:
         self._passing: Generator[None] | None = None
         self._news = False
         """Whether a call was timed since someone asked."""
+        self._estimated = set[_Call]()
+        """Calls of which no time was taken since the draft was switched."""
 
     def measure(self) -> Costs:
         for _ in range(PASSES):
             for _ in self._pass():
                 pass
         return self.costs()
+
+    def switch(self, draft: nn.Module) -> None:
+        """Time another version of the draft from now on. One whose weights are of the same shapes costs the same. For another
+        one, such as a quantised draft and an adapter folded into it, a step of both is timed at once, the old times count in
+        that proportion, and all calls are timed again as soon as there is nothing else to do."""
+        if self.draft is None:
+            return
+        try:
+            ratio = step_ratios({"old": self.draft, "new": draft}, spent=SPENT_SWITCHING)["new"]
+        except Exception:
+            # Whatever is wrong with a draft shows, and is reported, where it drafts.
+            log.warning("a step of the new draft could not be timed: the old one's times stand", exc_info=True)
+            ratio = 1.0
+        self.draft = draft
+        if ratio != 1.0:
+            self.settle()
+            self._asked.clear()
+            self._estimated = {call for call in self._least if call.of != "target"}
+            self._least |= {call: self._least[call] * ratio for call in self._estimated}
+            self._due = time.monotonic()
 
     def again(self) -> bool:
         """Time one more call, where that is due. False: nothing is to be done for now."""
@@ -226,9 +252,39 @@ class Profile:
 
     def _timed(self, runs: Mapping[_Call, Callable[[], None]]) -> Generator[None]:
         def keep(call: _Call, seconds: float) -> None:
-            self._least[call] = min(seconds, self._least.get(call, seconds))
+            known = seconds if call in self._estimated else self._least.get(call, seconds)
+            self._estimated.discard(call)
+            self._least[call] = min(seconds, known)
 
         return _in_turn({run: partial(keep, call) for call, run in runs.items()}, SPENT)
+
+
+def step_ratios(drafts: Mapping[str, nn.Module], *, spent: float = SPENT) -> dict[str, float]:
+    """What a draft step over one row costs with each of these drafts, as a multiple of what it costs with the first. spent:
+    seconds to measure for, at least.
+
+    Drafts whose weights agree in names, shapes and precisions cost the same, and no chance of timing tells them apart; only
+    others are timed, in turn.
+    """
+    shapes = {name: _shapes(draft) for name, draft in drafts.items()}
+    first = {shape: name for name, shape in reversed(shapes.items())}
+    if len(first) == 1:
+        return dict.fromkeys(drafts, 1.0)
+    least = dict.fromkeys(first.values(), float("inf"))
+
+    def keep(name: str, seconds: float) -> None:
+        least[name] = min(least[name], seconds)
+
+    runs = {name: _caller(_alone(drafts[name]), RowCache(drafts[name], 1), USUALLY_HELD) for name in least}
+    for _ in _in_turn({partial(run, 1): partial(keep, name) for name, run in runs.items()}, spent):
+        pass
+    base = least[first[next(iter(shapes.values()))]]
+    return {name: least[first[shape]] / base for name, shape in shapes.items()}
+
+
+def _shapes(model: nn.Module) -> tuple[tuple[str, tuple[int, ...], str], ...]:
+    arrays = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    return tuple(sorted((name, tuple(array.shape), str(array.dtype)) for name, array in arrays))
 
 
 def _alone(draft: nn.Module) -> Callable[[mx.array, RowCache], mx.array]:

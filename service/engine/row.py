@@ -91,6 +91,10 @@ class Row:
     grams: Grams = field(default_factory=Grams)
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
     """What the present draft was worth here."""
+    draft_failures: int = 0
+    """How often the present draft's logits for this row were not finite."""
+    draft_again: int = 0
+    """Rounds that the row must have had before the draft proposes tokens for it (again)."""
     asked_at: float = field(default_factory=time.perf_counter)
     joined_at: float = 0.0
     """When the prompt had been read and decoding began."""
@@ -117,8 +121,9 @@ class Row:
         evidence: Evidence | None,
         tie_margin: float,
     ) -> Delta:
-        """Take one round's tokens: those kept of what was proposed and the target's own after them. Stops inside the round
-        where the request ends. `drafted`: everything that was proposed. Returns what is new."""
+        """Append one round's tokens: the accepted ones and the target's own after them. Stops inside the round where the
+        request ends; positions behind that count neither as drafted nor as accepted. drafted: the whole proposal. Returns
+        what is new."""
         start, accepted, emitted = self.emitted, len(tokens) - 1, 0
         for token in tokens:
             self.tokens.append(token)
@@ -131,7 +136,8 @@ class Row:
                 self.finish = FinishReason.LENGTH
             if self.finish:
                 break
-        self.rounds.append(Round(adapter, start, len(drafted), min(accepted, emitted), emitted, source))
+        tried = min(len(drafted), emitted) if self.finish else len(drafted)
+        self.rounds.append(Round(adapter, start, tried, min(accepted, emitted), emitted, source))
         if evidence is not None:
             self.evidence.append((evidence, emitted))
             if source is Source.DRAFT and accepted < len(drafted) and emitted == accepted + 1:

@@ -45,7 +45,7 @@ class SamplingBatch:
         top_k = [row.top_k if 0 < row.top_k < vocabulary else vocabulary for row in rows]
         return cls(
             rows=tuple(rows),
-            temperature=column([row.temperature if row.temperature > 0 else 1.0 for row in rows]),
+            temperature=column([1.0 if row.greedy else row.temperature for row in rows]),
             top_p=column([row.top_p for row in rows]),
             min_p=column([row.min_p for row in rows]),
             top_k=mx.array(top_k, dtype=mx.int32).reshape(-1, 1, 1),
@@ -95,6 +95,15 @@ def _threshold(logp: mx.array, batch: SamplingBatch) -> mx.array:
     return mx.where(batch.greedy.reshape(-1, 1, 1), _NEVER, mx.maximum(ranked, by_min_p))
 
 
+def fit(logits: mx.array, vocabulary: int) -> mx.array:
+    """Logits (..., W) of a draft as (..., vocabulary), the target's width: what is missing is -inf, what is over is cut."""
+    missing = vocabulary - logits.shape[-1]
+    if missing <= 0:
+        return logits[..., :vocabulary]
+    never = mx.full((*logits.shape[:-1], missing), _NEVER, dtype=logits.dtype)
+    return mx.concatenate([logits, never], axis=-1)
+
+
 def noise_key(seed: int, position: int) -> tuple[int, int]:
     """The Threefry key of one output position under one seed: SplitMix64 of both, as two 32-bit words."""
     mask = (1 << 64) - 1
@@ -106,7 +115,8 @@ def noise_key(seed: int, position: int) -> tuple[int, int]:
 
 
 def gumbel(keys: Sequence[tuple[int, int]], vocabulary: int) -> mx.array:
-    """Standard Gumbel noise (len(keys), V), a pure function of the keys on every back end."""
+    """Standard Gumbel noise (len(keys), V), a pure function of the keys and of V on every back end. V is the target's width:
+    Threefry counts by it, so that another width gives other noise."""
     draw = mx.vmap(lambda key: mx.random.gumbel((vocabulary,), key=key))
     return draw(mx.array(np.array(keys, dtype=np.uint32)))
 

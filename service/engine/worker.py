@@ -188,9 +188,10 @@ class Worker:
         self._command(apply, future)
         return future
 
-    def round_seconds(self) -> tuple[float, ...] | None:
+    def round_seconds(self, step: float = 1.0) -> tuple[float, ...] | None:
+        """See core.DraftSwitch."""
         length = self._engine.decoder.length if self._engine else None
-        return length.round_seconds() if length is not None else None
+        return length.round_seconds(step) if length is not None else None
 
     def drain(self, seconds: float) -> bool:
         """Refuse new requests and wait for the running ones; False when some were still running."""

@@ -184,7 +184,7 @@ class _Workbench:
 
     def _loss(self, recipe: Recipe) -> Callable[[nn.Module, Any], mx.array]:
         if recipe.full:
-            return WholeDivergence(self.draft, self.pair.target.model, self.pair.vocabulary, recipe.objective)
+            return WholeDivergence(self.draft, self.pair.target.model, self.pair.shared_vocabulary, recipe.objective)
         return TargetDivergence(self.draft, recipe.objective)
 
     def _measured(self, temperature: float) -> dict[str, Figures]:
@@ -238,7 +238,7 @@ class _Workbench:
         if only:
             # General texts, which a run replays without cases of their own, too.
             told = [*(g for g in told if g.rounds), *self._drafted([g for g in told if not g.rounds])]
-        data = build(told, max_length=training.max_length, reject_weight=heavy, vocabulary=pair.vocabulary)
+        data = build(told, max_length=training.max_length, reject_weight=heavy, vocabulary=pair.shared_vocabulary)
         if not data.examples:
             raise TrainingFailed(f"no example to learn from: {data.skipped}")
         examples = list(data.examples)

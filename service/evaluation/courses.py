@@ -218,7 +218,12 @@ def lessons(pair: Pair, settings: Settings, chosen: Sequence[Generation]) -> lis
         load_target=lambda: (pair.target.model, pair.vocabulary),
     )
     training = settings.training
-    data = build(told, max_length=training.max_length, reject_weight=training.reject_weight, vocabulary=pair.vocabulary)
+    data = build(
+        told,
+        max_length=training.max_length,
+        reject_weight=training.reject_weight,
+        vocabulary=pair.shared_vocabulary,
+    )
     if not data.examples:
         raise TrainingFailed(f"no example to learn from: {data.skipped}")
     return list(data.examples)

@@ -112,5 +112,5 @@ def _model(pair: Pair, stores: Stores, version: int, kept: int | None, told: Seq
     others = stores.generations.by_ids([name for name in names if name not in measured_on])
     texts = ((*g.prompt.tokens, *g.output) for g in others)
     always = [*sorted(pair.eos), *(ranked or ())]
-    cut(model, vocabulary.ranked(texts, always, pair.vocabulary)[:kept])
+    cut(model, vocabulary.ranked(texts, always, pair.shared_vocabulary)[:kept])
     return model

@@ -73,7 +73,7 @@ class Poisoned:
 def hostile(pair: Pair, count: int, seed: int) -> Mapping[str, list[PromptLine]]:
     """By attack, `count` prompts that a client might send to spoil a draft."""
     rng = random.Random(seed)
-    noise = [[rng.randrange(pair.vocabulary) for _ in range(rng.randint(20, 80))] for _ in range(count)]
+    noise = [[rng.randrange(pair.shared_vocabulary) for _ in range(rng.randint(20, 80))] for _ in range(count)]
     again = [rng.choice(PHRASES) * rng.randint(8, 40) + str(rng.randrange(count)) for _ in range(count)]
     return {
         "random tokens": [_line(i, cast("str", pair.target.tokenizer.decode(ids))) for i, ids in enumerate(noise)],

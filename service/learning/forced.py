@@ -10,9 +10,10 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+from service.engine.sampling import fit
 from service.learning.dataset import padded
 from service.learning.steps import states
-from service.models.heads import opened, split
+from service.models.heads import opened, split, token_limit
 
 TOKENS = 2048
 """Tokens of one call, padding included; a longer text is a call of its own."""
@@ -41,8 +42,9 @@ def response_logits(
     between: Callable[[], None] = lambda: None,
     depth: int = 1,
 ) -> Iterator[Span]:
-    """Walk (prompt, output) pairs, prompts not empty, by length. vocabulary: width the logits are cut to. `between` is
-    called before every model call. depth: steps of a round to tell apart (see `steps.depths`).
+    """Walk (prompt, output) pairs, prompts not empty, by length. vocabulary: the target's width, to which the logits are cut
+    or extended by -inf, as when the engine drafts. `between` is called before every model call. depth: steps of a round to
+    tell apart (see `steps.depths`).
 
     A model whose head is cut proposes the ids it keeps and those its text has shown before the position, as when it serves;
     all others are -inf. (What it cannot propose is never drafted, so what a round of its own shows is no more than this.)
@@ -59,7 +61,7 @@ def _walk(
     between: Callable[[], None],
     depth: int,
 ) -> Iterator[Span]:
-    parts = split(model)
+    parts, limit = split(model), token_limit(model)
     order = sorted((i for i, (_, output) in enumerate(texts) if output), key=lambda i: _fed(texts[i]))
     for group in _groups(order, texts):
         between()
@@ -68,6 +70,8 @@ def _walk(
         for row, index in zip(tokens, group, strict=True):
             prompt, output = texts[index]
             row[: len(prompt) + len(output) - 1] = [*prompt, *output[:-1]]
+        if limit is not None:
+            tokens = np.minimum(tokens, limit - 1)
         where = [(row, i, j) for row, i in enumerate(group) for j in range(len(texts[i][1]))]
         at = mx.array([row * length + len(texts[i][0]) - 1 + j for row, i, j in where])
         found = [each[at] for each in states(model, parts, mx.array(tokens), depth)]
@@ -77,12 +81,12 @@ def _walk(
             text, position = [i for _, i, _ in where[chosen]], [j for _, _, j in where[chosen]]
             barred = None
             if keeps is not None:
-                allowed = _allowed(texts, text, position, keeps)[:, :vocabulary]
+                allowed = _allowed(texts, text, position, keeps)
                 barred = mx.array(np.where(allowed, 0.0, -np.inf).astype(np.float32))
             for step, each in enumerate(found):
                 logits = each[chosen] if parts is None else parts[1](each[chosen])
-                logits = logits[:, :vocabulary].astype(mx.float32)
-                yield Span(text, position, logits if barred is None else logits + barred, step)
+                logits = logits.astype(mx.float32)
+                yield Span(text, position, fit(logits if barred is None else logits + barred, vocabulary), step)
 
 
 def _allowed(
@@ -94,10 +98,12 @@ def _allowed(
         prompt, output = texts[i]
         if row and text[row - 1] == i:
             allowed[row] = allowed[row - 1]
-            allowed[row, output[j - 1]] = True
+            shown = [output[j - 1]]
         else:
             allowed[row] = keeps
-            allowed[row, [*prompt, *output[:j]]] = True
+            shown = [*prompt, *output[:j]]
+        # A wider target's ids may lie beyond the draft's head.
+        allowed[row, [token for token in shown if token < len(keeps)]] = True
     return allowed
 
 

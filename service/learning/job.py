@@ -20,12 +20,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.core import BARE_DRAFT, Progress, RedraftError, Score, TrainingFailed
+from service.engine.profile import step_ratios
 from service.learning import budget, lora
 from service.learning.buffer import GeneralSet, lesson
 from service.learning.channel import Channel
 from service.learning.dataset import Dataset, Example, build, padded
 from service.learning.fitting import fit
-from service.learning.loading import kept, load_draft, load_target, shared_width, training_bytes
+from service.learning.loading import kept, load_draft, load_target, shared_width, target_width, training_bytes
 from service.learning.rescore import TargetCache, with_targets
 from service.learning.rounds import logged
 from service.learning.scoring import held_out, score
@@ -196,21 +197,24 @@ class _Training:
         job = self.job
         logged = held_out(Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run)
         golden = self.general.generations(job.provenance, golden=True) if self.general is not None else []
-        width = shared_width(job)
+        width = target_width(job)
+        models: dict[str, nn.Module] = {}
         scores: dict[str, list[Score]] = {}
         guard: dict[str, list[Score]] = {}
 
         def scored(name: str, ids: list[int] | None) -> None:
-            model = as_served(draft.model, ids)
+            models[name] = as_served(draft.model, ids)
             for found, texts in ((scores, logged), (guard, golden)):
-                found[name] = score(model, texts, k=job.k, vocabulary=width, between=self.channel.hold)
+                found[name] = score(models[name], texts, k=job.k, vocabulary=width, between=self.channel.hold)
 
         scored(CANDIDATE, self.kept)
         lora.detach(draft.model)
         if job.parent is not None:
             lora.attach(draft.model, job.parent, job.provenance.draft)
         scored(str(job.parent_id), kept(job, job.parent))
-        self.channel.send("scores", {"scores": _plain(scores), "golden": _plain(guard)})
+        self.channel.hold()
+        steps = step_ratios(models)
+        self.channel.send("scores", {"scores": _plain(scores), "golden": _plain(guard), "steps": steps})
 
 
 def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
@@ -219,13 +223,15 @@ def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
     usable = [generation for generation in found if generation.output and generation.prompt.tokens]
     draft = load_draft(job)
     scores: dict[str, list[Score]] = {}
+    models: dict[str, nn.Module] = {}
     for name, folder in job.adapters.items():
         if folder is not None:
             lora.attach(draft.model, folder, job.provenance.draft)
-        model = as_served(draft.model, kept(job, folder))
-        scores[name] = score(model, usable, k=job.k, vocabulary=shared_width(job), between=channel.hold)
+        models[name] = as_served(draft.model, kept(job, folder))
+        scores[name] = score(models[name], usable, k=job.k, vocabulary=target_width(job), between=channel.hold)
         lora.detach(draft.model)
-    channel.send("scores", {"scores": _plain(scores)})
+    channel.hold()
+    channel.send("scores", {"scores": _plain(scores), "steps": step_ratios(models)})
 
 
 def _cases(job: CasesJob, channel: Channel, database: Database) -> None:
@@ -233,7 +239,7 @@ def _cases(job: CasesJob, channel: Channel, database: Database) -> None:
     draft = load_draft(job)
     if job.adapter is not None:
         lora.attach(draft.model, job.adapter, job.provenance.draft)
-    model, width = as_served(draft.model, kept(job, job.adapter)), shared_width(job)
+    model, width = as_served(draft.model, kept(job, job.adapter)), target_width(job)
     for start in range(0, len(job.generations), PIECE):
         found = Generations(database).by_ids(job.generations[start : start + PIECE])
         usable = [g for g in found if g.prompt.tokens and g.targets and g.targets.positions == len(g.output)]

@@ -35,12 +35,12 @@ def load_draft(job: JobSpec) -> Loaded:
 
 
 def load_target(job: JobSpec) -> tuple[nn.Module, int]:
-    """The target, and the width its logits are cut to. Raises TrainingFailed."""
+    """The target, and the width of its logits. Raises TrainingFailed."""
     budget.check(budget.loading_bytes(_bytes(job.target)), least_gb=0.0)
     target = load_model(job.target)
     if target.fingerprint != job.provenance.target:
         raise TrainingFailed(f"the target in {job.target.name} is not the one that serves: its files changed")
-    return target.model, shared_width(job)
+    return target.model, target_width(job)
 
 
 def training_bytes(job: JobSpec, *, rows: int, length: int) -> int:
@@ -53,8 +53,13 @@ def training_bytes(job: JobSpec, *, rows: int, length: int) -> int:
     return budget.training_bytes(config, weights=weights, rows=rows, length=length, steps=LEARNT_STEPS)
 
 
+def target_width(job: JobSpec) -> int:
+    """Width of the target's logits, at which seeded noise is drawn. Raises TrainingFailed."""
+    return _width(job.target)
+
+
 def shared_width(job: JobSpec) -> int:
-    """Logits' width that target and draft share: the noise of seeded rows depends on it."""
+    """Token ids below this are known to both models. Raises TrainingFailed."""
     return min(_width(job.target), _width(job.draft))
 
 

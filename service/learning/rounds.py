@@ -41,7 +41,8 @@ def walk(kept: NDArray[np.bool_], k: int, first: int) -> list[tuple[int, int, in
         tried = min(drafted, count - start)
         accepted = next((i for i in range(tried) if not kept[min(i, depth - 1), start + i]), tried)
         emitted = min(accepted + 1, count - start)
-        found.append((start, drafted, accepted, emitted))
+        # Positions behind the end of the text are not counted, as in the engine.
+        found.append((start, drafted if start + emitted < count else min(drafted, emitted), accepted, emitted))
         start, drafted = start + emitted, k
     return found
 

@@ -6,7 +6,7 @@ import math
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
 from pathlib import Path
@@ -37,10 +37,18 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Adapter id, or "candidate", to its scores. by_adapter: on logged texts. golden: on the golden set, where there is one."""
+    """Adapter id, or "candidate", to its scores. by_adapter: on logged texts. golden: on the golden set, where there is one.
+    steps: what a draft step costs with each, in any unit."""
 
     by_adapter: Mapping[str, Sequence[Score]]
     golden: Mapping[str, Sequence[Score]]
+    steps: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def step(self, adapter: str, *, relative_to: str) -> float:
+        """How many times what it costs with `relative_to` a draft step costs with `adapter`; 1 where that was not measured."""
+        if adapter not in self.steps or relative_to not in self.steps:
+            return 1.0
+        return self.steps[adapter] / self.steps[relative_to]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +102,11 @@ def parse(message: Mapping[str, object]) -> Message:
                 keys=tuple(str(key) for key in _list(message, "keys")),
             )
         case "scores":
-            return Scores(_scores(message.get("scores"), "scores"), _scores(message.get("golden", {}), "golden"))
+            return Scores(
+                _scores(message.get("scores"), "scores"),
+                _scores(message.get("golden", {}), "golden"),
+                {name: _positive(cost, "step") for name, cost in _object(message.get("steps", {}), "steps").items()},
+            )
         case "cases":
             by_generation = _object(message.get("cases"), "cases")
             return Cases({name: tuple(_case(item) for item in _list(by_generation, name)) for name in by_generation})
@@ -222,6 +234,13 @@ def _finite(value: object, name: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
         raise ValueError(f"{name} is not a finite number")
     return float(value)
+
+
+def _positive(value: object, name: str) -> float:
+    number = _finite(value, name)
+    if number <= 0:
+        raise ValueError(f"{name} is not above 0")
+    return number
 
 
 def _optional(message: Mapping[str, object], name: str) -> float | None:

@@ -59,22 +59,32 @@ class Gain:
 
 class Comparison:
     """The scores of two adapters, generation by generation. seconds: what a round costs that drafts 1, 2, ... tokens; None
-    where that is not known or the length is fixed.
+    where that is not known or the length is fixed. old_seconds: what it costs with the old adapter; None: the same.
 
     Raises ValueError when the scores are not about the same texts and the same draft lengths, or are none.
     """
 
-    def __init__(self, new: Sequence[Score], old: Sequence[Score], seconds: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        new: Sequence[Score],
+        old: Sequence[Score],
+        seconds: Sequence[float] | None = None,
+        old_seconds: Sequence[float] | None = None,
+    ) -> None:
         self._pairs = _paired(new, old)
         lengths = {len(score.calls) for pair in self._pairs for score in pair}
         if len(lengths) > 1:
             raise ValueError("scores at different draft lengths do not compare")
         self._longest = max(lengths, default=0)
-        if seconds is not None and lengths and len(seconds) != self._longest:
-            raise ValueError(f"costs of {len(seconds)} draft lengths, scores at {self._longest}")
-        if seconds is not None and not all(math.isfinite(each) and each > 0 for each in seconds):
-            raise ValueError("rounds that cost nothing, or nothing finite")
-        self._seconds = seconds
+        self._seconds: tuple[Sequence[float], Sequence[float]] | None = None
+        """With the new adapter and with the old one."""
+        if seconds is not None:
+            self._seconds = seconds, seconds if old_seconds is None else old_seconds
+        for each in self._seconds or ():
+            if lengths and len(each) != self._longest:
+                raise ValueError(f"costs of {len(each)} draft lengths, scores at {self._longest}")
+            if not all(math.isfinite(cost) and cost > 0 for cost in each):
+                raise ValueError("rounds that cost nothing, or nothing finite")
 
     @property
     def generations(self) -> int:
@@ -102,7 +112,7 @@ class Comparison:
             ours, theirs = groups.setdefault(new.domain, ([], []))
             ours.append(new)
             theirs.append(old)
-        parts = {name: Comparison(*both, self._seconds) for name, both in groups.items()}
+        parts = {name: Comparison(*both, *(self._seconds or ())) for name, both in groups.items()}
         return {name: part for name, part in parts.items() if part.conversations >= MIN_SPEAKERS}
 
     def gain(self, resamples: int, seed: int, tail: float = TAIL) -> Gain:

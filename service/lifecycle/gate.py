@@ -25,11 +25,13 @@ def judge(
     *,
     golden: tuple[Sequence[Score], Sequence[Score]] = ((), ()),
     seconds: Sequence[float] | None = None,
+    active_seconds: Sequence[float] | None = None,
     seed: int,
 ) -> Verdict:
     """Whether `candidate` may replace `active`. golden: the scores of both on the golden set, which only guards: it blocks as a
-    domain does and is no part of the gain. seconds: what a round costs that drafts 1, 2, ... tokens; None: both are
-    compared at the longest draft length, by their calls.
+    domain does and is no part of the gain. seconds: what a round costs that drafts 1, 2, ... tokens with the candidate; None:
+    both are compared at the longest draft length, by their calls. active_seconds: what it costs with the active one; None: the
+    same.
 
     Promoted when the gain is worth a swap and the lower end of its two-sided 90 % interval above 0, there are at least
     `min_prompts` generations of five or more conversations and `min_tokens` tokens, and no domain of five or more conversations
@@ -39,11 +41,11 @@ def judge(
     of texts decide.
     Raises ValueError when the two lists are not about the same generations and draft lengths, or the costs about others.
     """
-    both = Comparison(candidate, active, seconds)
+    both = Comparison(candidate, active, seconds, active_seconds)
     if both.empty:
         return Verdict(False, "nothing to compare on", 0, 0, 0.0, 0.0, 0.0)
     whole = both.gain(rules.bootstrap, seed)
-    guard = Comparison(*golden, seconds)
+    guard = Comparison(*golden, seconds, active_seconds)
     domains = {**both.domains(), **({GOLDEN: guard} if guard.conversations >= MIN_SPEAKERS else {})}
     parts = {name: each.gain(rules.bootstrap, seed) for name, each in domains.items()}
     surely = {name: each.gain(rules.bootstrap, seed, TAIL / len(domains)).high < 0 for name, each in domains.items()}

@@ -37,19 +37,22 @@ def look(
     others: Mapping[int, Sequence[Score]],
     *,
     seconds: Sequence[float] | None = None,
+    others_seconds: Mapping[int, Sequence[float]] | None = None,
     parent: int,
     count: int,
     last: bool,
     resamples: int,
     seed: int,
 ) -> Look:
-    """Compare the adapter that serves with `others` (its parent among them), by live generations. seconds: as in gate.judge.
+    """Compare the adapter that serves with `others` (its parent among them), by live generations. seconds: what a round costs
+    with it, as in gate.judge; others_seconds: what it costs with those of the others for which that differs.
 
     It goes as soon as its whole interval against one of them lies below 0, back to the best of those. It has proven itself
     as soon as every interval lies above 0; after the `last` of `count` looks it stays. The verdict holds the two-sided 90 %
     interval of the comparison that decided, else of that with its parent. Raises ValueError like gate.judge.
     """
-    both = {other: Comparison(serving, scores, seconds) for other, scores in others.items()}
+    costs = others_seconds or {}
+    both = {other: Comparison(serving, scores, seconds, costs.get(other)) for other, scores in others.items()}
     generations, tokens = both[parent].generations, both[parent].tokens
     if both[parent].conversations < MIN_SPEAKERS or both[parent].empty:
         few = f"stays: {both[parent].conversations} conversations and {tokens} tokens are too few to compare on"

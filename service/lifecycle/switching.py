@@ -61,9 +61,9 @@ class Switching:
         self._events.swapped(time.perf_counter() - begun)
         self._events.serving(ref)
 
-    def round_seconds(self) -> tuple[float, ...] | None:
-        """As core.DraftSwitch has it."""
-        return self._engine.round_seconds()
+    def round_seconds(self, step: float = 1.0) -> tuple[float, ...] | None:
+        """See core.DraftSwitch."""
+        return self._engine.round_seconds(step)
 
     def behind(self) -> bool:
         """Whether the engine serves something else than the rows say."""

@@ -172,12 +172,14 @@ class TrainingJob:
             golden = (scores.golden[CANDIDATE], scores.golden[str(parent)]) if scores.golden else ((), ())
         except KeyError as error:
             raise ValueError(f"none of {error}") from error
+        switching = self._parts.switching
         verdict = gate.judge(
             candidate,
             compared,
             rules,
             golden=golden,
-            seconds=self._parts.switching.round_seconds(),
+            seconds=switching.round_seconds(scores.step(CANDIDATE, relative_to=str(parent))),
+            active_seconds=switching.round_seconds(),
             seed=self._run.id,
         )
         if self._parts.serving() != parent:

@@ -121,12 +121,20 @@ class WatchJob:
         ref, adapters, rules = self._ref, self._parts.adapters, self._parts.rules.gate
         if adapters.evaluations(ref.id, "watch"):
             return  # an operator chose it meanwhile
-        scores = self._scores.by_adapter if self._scores is not None else {}
+        said = self._scores or Scores({}, golden=False)
+        scores = said.by_adapter
+        switching, opponents = self._parts.switching, (ref.parent, BARE_DRAFT)
+        costs: dict[int, tuple[float, ...]] = {}
+        for other in opponents:
+            # What the engine measured is what rounds cost with the adapter that serves.
+            if seconds := switching.round_seconds(said.step(str(other), relative_to=str(ref.id))):
+                costs[other] = seconds
         try:
             found = look(
                 scores.get(str(ref.id), ()),
-                {other: scores.get(str(other), ()) for other in (ref.parent, BARE_DRAFT)},
-                seconds=self._parts.switching.round_seconds(),
+                {other: scores.get(str(other), ()) for other in opponents},
+                seconds=switching.round_seconds(),
+                others_seconds=costs,
                 parent=ref.parent,
                 count=len(looks(rules.watch_generations)),
                 last=self._last,

@@ -213,6 +213,13 @@ def opened(model: nn.Module) -> Generator[NDArray[np.bool_] | None]:
         head._open = False  # pyright: ignore[reportPrivateUsage]
 
 
+def token_limit(model: nn.Module) -> int | None:
+    """How many token ids a model has an embedding for; None where it has no embedding of its own. Feeding it a larger id
+    reads past the end of an array."""
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
+    return max((table.weight.shape[0] for table in tables), default=None)
+
+
 def twin(module: nn.Module) -> nn.Module:
     """A module of the same structure over the very same arrays."""
     shared = {id(array): array for _, array in cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))}

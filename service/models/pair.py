@@ -34,13 +34,17 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """vocabulary: the logits' width that both share, at least the tokenizer's. provenance.draft is "" without a draft.
-    eos: the target's end tokens."""
+    """A target and its draft.
+
+    vocabulary: width of the target's logits, which is the width at which tokens are drawn: seeded noise depends on it, so it
+    must not depend on the draft. shared_vocabulary: the token ids below it are known to both models. Both cover the
+    tokenizer. provenance.draft is "" without a draft. eos: the target's end tokens."""
 
     target: Loaded
     draft: Loaded | None
     provenance: Provenance
     vocabulary: int
+    shared_vocabulary: int
     eos: frozenset[int]
 
 
@@ -87,7 +91,7 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
         _check_tokenizers(leader.tokenizer, follower.tokenizer)
         _share_embeddings(leader.model, follower.model)
         eagle.bind(follower.model, leader.model)
-    widths = [_logits_width(loaded.model) for loaded in (leader, follower) if loaded is not None]
+    widths = [logits_width(loaded.model) for loaded in (leader, follower) if loaded is not None]
     needed = max(_vocabulary(leader.tokenizer).values()) + 1
     if min(widths) < needed:
         role = "target" if widths[0] < needed else "draft"
@@ -97,7 +101,7 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
         tokenizer=tokenizer_fingerprint(target),
         draft=follower.fingerprint if follower else "",
     )
-    return Pair(leader, follower, provenance, min(widths), frozenset(leader.tokenizer.eos_token_ids))
+    return Pair(leader, follower, provenance, widths[0], min(widths), frozenset(leader.tokenizer.eos_token_ids))
 
 
 def check_cache(model: nn.Module, role: str) -> None:
@@ -150,7 +154,8 @@ def _special_ids(tokenizer: TokenizerWrapper) -> list[int]:
     return sorted(id for id, token in tokenizer.added_tokens_decoder.items() if token.special)
 
 
-def _logits_width(model: nn.Module) -> int:
+def logits_width(model: nn.Module) -> int:
+    """V of a model's logits (B, N, V)."""
     # Lazy: the graph is built for its shape and never run.
     return cast("mx.array", model(mx.zeros((1, 1), dtype=mx.int32), cache=make_prompt_cache(model))).shape[-1]
 

@@ -70,6 +70,8 @@ def own(rows: Sequence[Sequence[int]], keeps: NDArray[np.bool_]) -> NDArray[np.i
     found: list[NDArray[np.int64]] = []
     for row in rows:
         tokens = np.array(row, dtype=np.int64)
+        # A wider target's ids may lie beyond the draft's head.
+        tokens = tokens[tokens < len(keeps)]
         latest = tokens[~keeps[tokens]][::-1]
         _, at = np.unique(latest, return_index=True)
         found.append(latest[np.sort(at)[:OWN]])

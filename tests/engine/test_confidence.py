@@ -186,7 +186,7 @@ class Doubting(DraftLength):
     ) -> Choice:
         return Choice(3, (0,) * load.rows)
 
-    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool]) -> Steps:
+    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None) -> Steps:
         return Steps(3, [Trust()] * load.rows, lambda drafted, reach: reach[0] > Trust().rate(0.15))
 
 

@@ -371,7 +371,7 @@ class Anything(DraftLength):
         most = [min(drafted or 6, m.available) if m and self.rng.random() < 0.5 else 0 for m in matches]
         return Choice(drafted, tuple(self.rng.randint(0, n) for n in most))
 
-    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool]) -> Steps:
+    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None) -> Steps:
         return Steps(self.drafted, [Trust() for _ in greedy], lambda drafted, reach: self.rng.random() < 0.6)
 
 

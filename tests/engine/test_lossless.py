@@ -227,7 +227,8 @@ def test_a_broken_draft_costs_speed_only(how: str, after: int, greedy: bool) -> 
     )
     for row in rows:
         assert row.output == naive(target(), row.prompt.tokens, row.prompt.sampling, EOS)
-    assert counted[-1] == 1
+    # One that raises is not asked again; logits that are not finite concern one row at a time.
+    assert counted[-1] == 1 if how == "raises" else counted[-1] >= 1
 
 
 def test_a_new_draft_ends_the_degradation() -> None:

@@ -269,8 +269,13 @@ def test_what_a_failed_draft_read_is_worth_nothing(how: str, when: str) -> None:
         while decoder.rows:
             decoder.round()
         assert_own(row)
-    assert decoder.draft_failures == 1 and decoder.failed
-    assert held(decoder, Owner.DRAFT, tokens) == 0
+    if how == "raises":
+        assert decoder.draft_failures == 1 and decoder.failed
+        assert held(decoder, Owner.DRAFT, tokens) == 0
+    else:
+        # Logits alone were not finite: that row went on without the draft, and what it had read is as good as ever.
+        assert decoder.draft_failures >= 1 and not decoder.failed
+        assert held(decoder, Owner.DRAFT, tokens) >= whole(len(tokens) - 2)
     decoder.switch(Draft(1, draft(0).model))
     row = ask(decoder, asking((*tokens, *words(3, 50))))
     assert row.reused == 96 and any(round.drafted for round in row.rounds)

@@ -1,5 +1,7 @@
 """Where a request ends, and what of its text may be shown before that is known."""
 
+import pytest
+
 from service.core import FinishReason, Prompt, Sampling, Source
 from service.engine.row import Row, TextStream
 
@@ -57,12 +59,43 @@ def test_a_round_that_passes_the_end_token_is_cut_there() -> None:
     assert (done.drafted, done.accepted, done.emitted) == (2, 2, 2), "never more accepted than emitted"
 
 
+@pytest.mark.parametrize(
+    ("tokens", "drafted", "counted"),
+    [
+        ([4, 9, 5, 6], [4, 9, 5], (2, 2)),
+        ([9, 5, 6, 7], [9, 5, 6], (1, 1)),
+        ([4, 9], [4, 8, 5], (2, 1)),
+        ([9], [8, 5, 6], (1, 0)),
+        ([4, 5, 6, 9], [4, 5, 6], (3, 3)),
+        ([4, 5], [4, 8, 6], (3, 1)),
+    ],
+    ids=["in the middle", "at once", "corrected", "corrected at once", "the bonus token", "no end"],
+)
+def test_positions_behind_the_end_are_not_counted(
+    tokens: list[int], drafted: list[int], counted: tuple[int, int]
+) -> None:
+    """Nobody knows whether they would have been accepted."""
+    request = row(max_tokens=10)
+    request.take(tokens, drafted, Source.DRAFT, adapter=3, evidence=None, tie_margin=0.0)
+    (done,) = request.rounds
+    assert (done.drafted, done.accepted) == counted
+    timings = request.finished().timings
+    assert (timings.draft_n, timings.draft_n_accepted) == counted
+
+
+def test_positions_behind_a_stop_string_are_not_counted() -> None:
+    request = Row("r", Prompt((1, 2), Sampling(stop=("ab",))), frozenset(), TextStream(Letters(), ("ab",)))
+    request.take([*b"xabyz"], [*b"xaby"], Source.LOOKUP, adapter=3, evidence=None, tie_margin=0.0)
+    assert request.finish is FinishReason.STOP
+    assert [(done.drafted, done.accepted, done.emitted) for done in request.rounds] == [(3, 3, 3)]
+
+
 def test_a_round_that_passes_max_tokens_is_cut_there() -> None:
     request = row(max_tokens=2)
     request.take([4, 5, 6, 7], [4, 5, 6], Source.DRAFT, adapter=0, evidence=None, tie_margin=0.0)
     assert request.finish is FinishReason.LENGTH and request.output == [4, 5]
     timings = request.finished().timings
-    assert (timings.draft_n, timings.draft_n_accepted, timings.predicted_n) == (3, 2, 2)
+    assert (timings.draft_n, timings.draft_n_accepted, timings.predicted_n) == (2, 2, 2)
 
 
 def test_every_adapter_that_drafted_is_named_once_in_order() -> None:

@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from service.core import Sampling
-from service.engine.sampling import SamplingBatch, SharedNoise, gumbel, noise_key, shared_noise, transform
+from service.engine.sampling import SamplingBatch, SharedNoise, fit, gumbel, noise_key, shared_noise, transform
 from service.engine.targets import tail_mass, top_and_mass, top_logits
-from tests.support.oracle import tempered
+from tests.support.oracle import seeded_key, seeded_noise, tempered
 
 
 @settings(max_examples=60, deadline=None)
@@ -63,6 +63,63 @@ def test_noise_is_a_function_of_seed_and_position() -> None:
     whole = made.first(3)
     assert whole is not None and mx.array_equal(whole, noise)
     assert SharedNoise(SamplingBatch.of([Sampling()], 33), [0], 33).first(3) is None
+
+
+GOLDEN_KEYS = {
+    # The first output of SplitMix64 seeded with 0 is 0xE220A8397B1DCDAF in every implementation.
+    (0, 1): (0xE220A839, 0x7B1DCDAF),
+    (1, 0): (0x5692161D, 0x100B05E5),
+    (1, 1): (0xE4D97177, 0x1B652C20),
+    (7, 3): (0xE8313FE1, 0xD7350611),
+    (2**63 - 1, 12345): (0xC01FD40D, 0xEF430F23),
+}
+GOLDEN_NOISE = {
+    (7, 3, 8): [0.36431, -0.84861, 0.23338, -0.25676, 2.83962, -0.55956, -0.41712, -0.8947],
+    (8, 3, 8): [-0.12409, 2.55464, 1.126, -0.78392, 1.29456, 0.26553, -0.63309, 0.5006],
+    (7, 3, 9): [-2.02176, 0.59704, -0.56101, 3.99995, 0.16949, -0.65556, 0.64149, -0.57975, 1.71416],
+}
+"""By seed, position and width. Worked out in Python's integers (tests/support/oracle.py), then pinned: a seed must give the
+same text in every later version."""
+
+
+def test_seeded_noise_is_what_it_always_was() -> None:
+    for (seed, position), key in GOLDEN_KEYS.items():
+        assert noise_key(seed, position) == seeded_key(seed, position) == key
+    for (seed, position, width), values in GOLDEN_NOISE.items():
+        noise = shared_noise(SamplingBatch.of([Sampling(temperature=1.0, seed=seed)], width), [position], 1, width)
+        assert noise is not None and np.allclose(np.array(noise)[0, 0], values, atol=2e-5)
+        assert np.allclose(seeded_noise(seed, position, width), values, atol=2e-5)
+
+
+def test_seeds_and_positions_differ() -> None:
+    keys = {noise_key(seed, position) for seed in range(64) for position in range(64)}
+    assert len(keys) == 64 * 64
+    one, other = (shared_noise(SamplingBatch.of([Sampling(temperature=1.0, seed=s)], 33), [0], 2, 33) for s in (1, 2))
+    assert one is not None and other is not None and mx.abs(one - other).min().item() > 0
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e-9, 9.9e-6])
+def test_hardly_any_temperature_is_greedy(temperature: float) -> None:
+    """Divided by so little, log-probabilities overflow: NaN, of which the largest is token 0."""
+    logits = mx.random.normal((2, 1, 50), key=mx.random.key(3)) * 5
+    rows = [Sampling(temperature=temperature, seed=4), Sampling(temperature=1.0)]
+    assert rows[0].greedy and not Sampling(temperature=1e-5).greedy
+    batch = SamplingBatch.of(rows, 50)
+    out, noise = transform(logits, batch), shared_noise(batch, [0, 0], 1, 50)
+    assert not mx.isnan(out).any().item() and noise is None
+    assert mx.argmax(out[0, 0]).item() == mx.argmax(logits[0, 0]).item()
+    small = transform(logits, SamplingBatch.of([Sampling(temperature=1e-5, top_p=0.9)] * 2, 50))
+    assert not mx.isnan(small).any().item()
+
+
+@pytest.mark.parametrize("width", [40, 50, 60])
+def test_a_draft_s_logits_are_brought_to_the_target_s_width(width: int) -> None:
+    logits = mx.random.normal((2, 3, width), key=mx.random.key(0))
+    out = np.array(fit(logits, 50))
+    both = min(width, 50)
+    assert out.shape == (2, 3, 50)
+    assert np.array_equal(out[..., :both], np.array(logits)[..., :both])
+    assert np.isneginf(out[..., both:]).all()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1])

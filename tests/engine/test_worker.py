@@ -602,14 +602,18 @@ def test_a_broken_draft_costs_speed_only(how: str, after: int) -> None:
         clients = [house.ask(one) for one in lasting(5, 48)]
         for client in clients:
             client.finished()
-        assert (len(house.failures), house.worker.status().draft_failures, house.worker.status().ready) == (1, 1, True)
+        # Logits that are not finite are counted for each row.
+        failures, status = len(house.failures), house.worker.status()
+        assert failures == 1 if how == "raises" else 1 <= failures <= 2 * len(clients)
+        assert status.draft_failures == failures and status.ready
         drafted = [any(round.drafted for round in rounds) for rounds in house.observed]
         assert drafted == sorted(drafted, reverse=True) and not drafted[-1] and (after < 40 or drafted[0])
         assert house.ask(prompt(1)).finished().timings.draft_n == 0
         breaking.healed = True
         house.worker.switch(house.worker.stage(None).result(PATIENCE)).result(PATIENCE)
+        failures = len(house.failures)
         assert house.ask(prompt(2)).finished().timings.draft_n > 0
-        assert len(house.failures) == 1
+        assert len(house.failures) == failures
 
 
 def adapters(folder: Path, *sizes: float) -> list[AdapterRef]:
@@ -952,7 +956,10 @@ def agrees(generation: Generation, client: Client, end: Finished) -> None:
     for round, delta in zip(generation.rounds, client.deltas, strict=True):
         assert (round.start, round.emitted) == (start, len(delta.tokens))
         assert delta.drafted == (True,) * round.accepted + (False,) * (round.emitted - round.accepted)
-        assert round.accepted <= round.drafted in (0, K) and round.emitted <= round.accepted + 1
+        assert round.accepted <= round.drafted and round.emitted <= round.accepted + 1
+        # None behind the end of the text.
+        whole = round.start + round.emitted < len(output) or end.finish is FinishReason.CANCELLED
+        assert round.drafted in ((0, K) if whole else (0, min(K, round.emitted)))
         start += round.emitted
         assert round.emitted == round.accepted + 1 or start == len(output)
         if round.accepted < round.drafted and round.emitted == round.accepted + 1:

@@ -89,6 +89,7 @@ def test_a_run_from_claim_to_scores(home: Home, rig: Rig) -> None:
     golden = {g.id for g in GeneralSet.load(rig.general).generations(rig.who, golden=True)}
     assert golden
     assert [{s["generation"] for s in scores["golden"][name]} for name in ("0", "candidate")] == [golden, golden]
+    assert scores["steps"] == {"0": 1.0, "candidate": 1.0}, "weights of the same shapes cost the same"
     held_out = Generations(home.database).held_out(rig.who, 100)
     assert {s["generation"] for s in scores["scores"]["0"]} == {g.id for g in held_out}
     assert all(split_of(g.prompt.first_user) == "held_out" for g in held_out)

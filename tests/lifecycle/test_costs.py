@@ -58,3 +58,32 @@ def test_the_watch_goes_by_costs_too(world: World) -> None:
         ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
         assert verdict.promoted and verdict.gain == 0.0
         assert "at K = 1," in verdict.reason
+
+
+def test_a_candidate_whose_draft_steps_cost_more_is_refused(tmp_path: Path) -> None:
+    """It needs a fifth fewer calls at any length, which would be a gain of 25 %, and twice the time for each draft step."""
+    world = World(tmp_path)
+    world.act(train="dear")
+    with world.server() as server:
+        server.engine.costs, server.engine.draft_step = (1.0, 1.3, 1.6), 0.3
+        server.traffic()
+        server.tick_until(server.ended(RunState.REJECTED))
+        verdict = server.runs.latest(1)[0].verdict
+        assert verdict is not None
+        # Both at K = 1: 1.4 x 0.8 calls of 1 + 0.3 against 1.4 calls of 1.
+        assert verdict.gain == pytest.approx(1.4 / (1.12 * 1.3) - 1)
+        check_legal(server)
+
+
+def test_the_watch_takes_back_what_costs_more_than_it_saves(world: World) -> None:
+    """The adapter serves: what the engine measured is its own step, and the others' steps cost half of it."""
+    world.act(train="better", score="dear")
+    with world.server() as server:
+        ref = server.promote()
+        server.engine.costs, server.engine.draft_step = (2.0, 2.9, 3.8), 0.9
+        server.traffic(cases=0)
+        server.tick_until(server.watched(ref.id))
+        ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
+        assert not verdict.promoted
+        # Both at K = 1: 1.4 x 0.8 calls of 2 against 1.4 calls of 2 - 0.45.
+        assert verdict.gain == pytest.approx(1.55 / (0.8 * 2.0) - 1)

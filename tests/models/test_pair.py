@@ -76,7 +76,9 @@ def test_a_target_alone_is_a_pair_without_a_draft(make_model: MakeModel) -> None
 
 def test_padded_logits_meet_at_the_common_width(make_model: MakeModel) -> None:
     pair = load_pair(make_model("target", vocab_size=320), make_model("draft", vocab_size=264))
-    assert pair.vocabulary == 264
+    assert (pair.vocabulary, pair.shared_vocabulary) == (320, 264), "tokens are drawn at the target's own width"
+    pair = load_pair(make_model("narrow", vocab_size=264), make_model("wide", vocab_size=320))
+    assert (pair.vocabulary, pair.shared_vocabulary) == (264, 264)
 
 
 def test_logits_that_do_not_cover_the_tokenizer_are_refused(make_model: MakeModel) -> None:

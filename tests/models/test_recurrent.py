@@ -98,7 +98,7 @@ class Whims(DraftLength):
         most = drafted or self.rng.randrange(5)
         return Choice(drafted, tuple(min(m.available, most) if m and self.rng.random() < 0.5 else 0 for m in matches))
 
-    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool]) -> Steps:
+    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None) -> Steps:
         return Steps(self.drafted, [Trust() for _ in greedy], lambda drafted, reach: self.rng.random() < 0.6)
 
     def follows(self, load: Load) -> bool:

@@ -102,6 +102,8 @@ class SmallEngine:
         self.dead = False
         self.switch_dead = False
         self.costs: tuple[float, ...] | None = None
+        self.draft_step = 0.0
+        """Seconds of a draft step, a part of `costs`."""
         self.served: list[int] = []
         self._thread = ThreadPoolExecutor(1)
 
@@ -124,8 +126,10 @@ class SmallEngine:
 
         return self._thread.submit(apply)
 
-    def round_seconds(self) -> tuple[float, ...] | None:
-        return self.costs
+    def round_seconds(self, step: float = 1.0) -> tuple[float, ...] | None:
+        if self.costs is None:
+            return None
+        return tuple(cost + k * self.draft_step * (step - 1.0) for k, cost in enumerate(self.costs, 1))
 
     def close(self) -> None:
         self._thread.shutdown()

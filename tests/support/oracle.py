@@ -4,12 +4,54 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from service.core import Sampling
-from service.engine.sampling import gumbel, noise_key
+
+_WORD = 0xFFFFFFFF
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+
+
+def splitmix64(state: int) -> int:
+    """The output function of SplitMix64 (Steele, Lea & Flood 2014), of 64-bit words."""
+    z = state
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) % 2**64
+    return z ^ (z >> 31)
+
+
+def seeded_key(seed: int, position: int) -> tuple[int, int]:
+    """The noise key of an output position, by its definition and not by the engine's code."""
+    mixed = splitmix64(seed ^ (position * 0x9E3779B97F4A7C15 % 2**64))
+    return mixed >> 32, mixed & _WORD
+
+
+def threefry(key: tuple[int, int], first: np.ndarray, second: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011) of counters given as two arrays of 32-bit words."""
+    keys = [np.uint32(word) for word in (key[0], key[1], key[0] ^ key[1] ^ 0x1BD11BDA)]
+    a, b = first.astype(np.uint32) + keys[0], second.astype(np.uint32) + keys[1]
+    for block in range(5):
+        for turn in _ROTATIONS[block % 2]:
+            a = a + b
+            b = (b << np.uint32(turn) | b >> np.uint32(32 - turn)) ^ a
+        a, b = a + keys[(block + 1) % 3], b + keys[(block + 2) % 3] + np.uint32(block + 1)
+    return a, b
+
+
+def seeded_noise(seed: int, position: int, vocabulary: int) -> np.ndarray:
+    """(V,) standard Gumbel noise: MLX's uniform draws from Threefry's words, whose counters depend on the width."""
+    key, half, odd = seeded_key(seed, position), vocabulary // 2, vocabulary % 2
+    # The counter in the middle of an odd width comes alone.
+    first = np.arange(half + odd)
+    second = np.concatenate([np.arange(half) + half + odd, np.zeros(odd, dtype=np.int64)])
+    left, right = threefry(key, first, second)
+    uniform = np.concatenate([left, right[:half]]).astype(np.float32) / np.float32(_WORD)
+    uniform = np.minimum(uniform, np.nextafter(np.float32(1), np.float32(0)))
+    with np.errstate(divide="ignore"):
+        return -np.log(-np.log(uniform))
 
 
 def naive(target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[int]:
@@ -21,7 +63,7 @@ def naive(target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: fro
         if not sampling.greedy:
             assert sampling.seed is not None
             logits = tempered(logits[None], sampling)[0]
-            logits = logits + gumbel([noise_key(sampling.seed, position)], logits.shape[-1])[0]
+            logits = logits + mx.array(seeded_noise(sampling.seed, position, logits.shape[-1]))
         token = int(mx.argmax(logits).item())
         out.append(token)
         if token in eos:
@@ -47,8 +89,9 @@ def forced(
     logits = target(mx.array([text]), cache=make_prompt_cache(target))[0, len(prompt) - 1 :].astype(mx.float32)
     if not sampling.greedy:
         assert sampling.seed is not None
-        keys = [noise_key(sampling.seed, position) for position in range(len(output) + 1)]
-        logits = tempered(logits, sampling) + gumbel(keys, logits.shape[-1])
+        width = logits.shape[-1]
+        noise = [seeded_noise(sampling.seed, position, width) for position in range(len(output) + 1)]
+        logits = tempered(logits, sampling) + mx.array(np.stack(noise))
     said: list[int] = mx.argmax(logits, axis=-1).tolist()  # pyright: ignore[reportAssignmentType]
     for i, token in enumerate(said[: sampling.max_tokens]):
         if token in eos:

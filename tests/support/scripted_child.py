@@ -85,7 +85,9 @@ def train(job: dict[str, object], act: str) -> None:
     if act == "golden":
         for item in golden["candidate"]:
             item["calls"] = [1.1 * calls for calls in item["calls"]]  # pyright: ignore
-    say("scores", scores=found, golden=golden if act in {"golden", "fair golden"} else {})
+    # "dear": each of its draft steps takes twice the time.
+    steps = {name: 2.0 if act == "dear" and name == "candidate" else 1.0 for name in found}
+    say("scores", scores=found, golden=golden if act in {"golden", "fair golden"} else {}, steps=steps)
     say("done")
 
 
@@ -107,7 +109,8 @@ def score(job: dict[str, object], act: str) -> None:
         newest = max(adapters, key=int)
         for item in found[newest]:
             item["calls"] = [2 * calls for calls in item["calls"]]  # pyright: ignore
-    say("scores", scores=found)
+    steps = {name: 2.0 if act == "dear" and name == max(adapters, key=int) else 1.0 for name in adapters}
+    say("scores", scores=found, steps=steps)
     say("done")
 
 

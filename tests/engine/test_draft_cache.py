@@ -1,0 +1,83 @@
+"""After every round the draft's cache holds what a fresh prefill of each row's tokens makes, whoever proposed them."""
+
+import random
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from service.core import Prompt, Sampling, Source
+from service.engine.cache import RowCache
+from service.engine.decoder import Decoder
+from service.engine.draft import bare
+from service.engine.prefix import BLOCK, Owner, PrefixCache
+from service.engine.row import Row
+from tests.support.families import RECURRENT, V, build
+from tests.support.fixed_choices import Always, always
+from tests.support.oracle import relative, tiny_llama
+
+
+@cache
+def target() -> nn.Module:
+    return tiny_llama(0, vocabulary=V)
+
+
+def draft(kind: str) -> nn.Module:
+    """Mostly wrong, so that what it wrote of its own proposal is not what the row says."""
+    return relative(target(), 3, 0.6) if kind == "attention" else build(kind, RECURRENT[kind])
+
+
+def repeating(seed: int) -> tuple[int, ...]:
+    """Every pair of its tokens occurs before, so that a look-up finds something whatever comes next."""
+    rng = random.Random(seed)
+    few = [rng.randrange(4, V) for _ in range(4)]
+    return tuple(rng.choice(few) for _ in range(40 + seed))
+
+
+def assert_fresh(model: nn.Module, held: RowCache, row: int, tokens: list[int]) -> None:
+    """What a row holds is what the model makes of the row's own tokens."""
+    count = held.lengths.host[row]
+    assert count < len(tokens)
+    read = RowCache(model, 1)
+    model(mx.array([tokens[:count]]), cache=read.layers)
+    read.commit(count)
+    for mine, fresh in zip(held.attention, read.attention, strict=True):
+        for ours, theirs in ((mine.keys, fresh.keys), (mine.values, fresh.values)):
+            assert ours is not None and theirs is not None
+            assert mx.allclose(ours[row, :, :count], theirs[0, :, :count], atol=1e-4), f"row {row}, {count} positions"
+    for mine, fresh in zip(held.states, read.states, strict=True):
+        for ours, theirs in zip(mine.cache, fresh.cache, strict=True):
+            assert mx.allclose(ours[row], theirs[0], atol=1e-4), f"state of row {row} after {count} tokens"
+
+
+@pytest.mark.parametrize("kind", ["attention", "lfm2", "rwkv7"])
+def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
+    model = draft(kind)
+    decoder = Decoder(target(), bare(model), vocabulary=V, k=3, adaptive=True, lookup=3, prefix=PrefixCache(2**24))
+    always(decoder, Always(3, looks_up=lambda number: number % 3 > 0))
+    # The last one finds nothing: its drafts and others' look-ups share their rounds.
+    prompts = [repeating(seed) for seed in range(3)] + [tuple(range(4, 60))]
+    rows = [Row(str(i), Prompt(prompt, Sampling(max_tokens=30)), frozenset(), None) for i, prompt in enumerate(prompts)]
+    for row in rows:
+        decoder.admit(row)
+    assert decoder.drafter is not None
+    while decoder.rows:
+        decoder.round()
+        for index, row in enumerate(decoder.rows):
+            assert_fresh(model, decoder.drafter.cache, index, row.tokens)
+    sources = [[each for row in rows for each in row.rounds if each.source is source] for source in Source]
+    assert all(any(each.drafted > each.accepted for each in found) for found in sources), "both were rejected at times"
+    assert decoder.draft_failures == 0
+    if kind == "attention":
+        assert_blocks(decoder, model, rows)
+
+
+def assert_blocks(decoder: Decoder, model: nn.Module, rows: list[Row]) -> None:
+    """What finished rows left in the prefix cache is what the draft makes of those very tokens."""
+    assert decoder.prefix is not None
+    for row in rows:
+        kept = RowCache(model, 1)
+        decoder.prefix.fill(Owner.DRAFT, [row.tokens], kept)
+        assert kept.lengths.host[0] >= BLOCK
+        assert_fresh(model, kept, 0, row.tokens)

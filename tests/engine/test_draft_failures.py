@@ -1,0 +1,204 @@
+"""A draft that fails costs speed alone, wherever it fails, and it is said once what happened."""
+
+import logging
+import os
+import random
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from service.core import Prompt, Sampling
+from service.engine.decoder import RETRY, Decoder
+from service.engine.draft import Draft, bare
+from service.engine.row import Row
+from tests.support.oracle import naive, relative, tiny_llama
+
+VOCABULARY, K = 97, 3
+Spoil = Callable[[mx.array, mx.array], mx.array]
+"""Tokens (B, N) and the logits (B, N, V) after them, to other logits."""
+
+
+@cache
+def target() -> nn.Module:
+    return tiny_llama(0)
+
+
+@cache
+def good() -> nn.Module:
+    return relative(target(), 1, 0.1)
+
+
+class Spoilt(nn.Module):
+    """A draft whose logits (B, N, V) go through `spoil(tokens, logits)`. It has no parts that could be run by themselves, so
+    that its head's errors show where the round is evaluated."""
+
+    def __init__(self, spoil: Spoil) -> None:
+        super().__init__()
+        self.inner, self.spoil = good(), spoil
+
+    def __call__(self, tokens: mx.array, cache: list[object] | None = None) -> mx.array:
+        return self.spoil(tokens, self.inner(tokens, cache=cache))
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.inner.layers  # pyright: ignore[reportReturnType]
+
+
+def rows_of(count: int, tokens: int = 24, seeded: bool = False) -> list[Row]:
+    made: list[Row] = []
+    for i in range(count):
+        rng = random.Random(i)
+        sampling = Sampling(temperature=0.8, seed=i, max_tokens=tokens) if seeded else Sampling(max_tokens=tokens)
+        prompt = Prompt(tuple(rng.randrange(4, VOCABULARY) for _ in range(10 + 7 * i)), sampling)
+        made.append(Row(str(i), prompt, frozenset(), None))
+    return made
+
+
+def decode(decoder: Decoder, rows: list[Row]) -> None:
+    for row in rows:
+        decoder.admit(row)
+    while decoder.rows:
+        decoder.round()
+    for row in rows:
+        assert row.output == naive(target(), row.prompt.tokens, row.prompt.sampling)
+
+
+def truncated(folder: Path, kind: str) -> mx.array:
+    """(VOCABULARY,) zeros that MLX reads from a file when they are evaluated, which the file is too short for. MLX raises for
+    one kind where work is handed over, for the other where it is waited for."""
+    path = folder / f"bias.{kind}"
+    if kind == "npy":
+        mx.save(str(path), mx.zeros((VOCABULARY,)))
+        array = mx.load(str(path))
+    else:
+        mx.save_safetensors(str(path), {"bias": mx.zeros((VOCABULARY,))})
+        array = mx.load(str(path))["bias"]  # pyright: ignore
+    assert isinstance(array, mx.array)
+    os.truncate(path, path.stat().st_size - 8)
+    return array
+
+
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("after", [0, 5])
+def test_an_error_that_shows_when_the_round_is_evaluated(
+    tmp_path: Path, kind: str, seeded: bool, after: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls = 0
+
+    def spoil(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal calls
+        calls += tokens.shape[1] <= 2
+        return logits + truncated(tmp_path, kind) if calls == after + 1 and tokens.shape[1] <= 2 else logits
+
+    with pytest.raises(RuntimeError, match="Unable to read"):
+        mx.eval(mx.ones((VOCABULARY,)) + truncated(tmp_path, kind))
+    decoder = Decoder(target(), bare(Spoilt(spoil)), vocabulary=VOCABULARY, k=K)
+    rows = rows_of(3, seeded=seeded)
+    with caplog.at_level(logging.ERROR):
+        decode(decoder, rows)
+    assert after < calls <= after + K and decoder.draft_failures == 1, "it was not asked again"
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+    assert "Unable to read" in caplog.text and "adapter 0" in caplog.text
+    # Another draft serves again.
+    decoder.switch(Draft(1, good()))
+    again = rows_of(2)
+    decode(decoder, again)
+    assert sum(each.accepted for row in again for each in row.rounds) > 0
+
+
+def test_an_error_of_the_target_is_the_caller_s(tmp_path: Path) -> None:
+    failing = Spoilt(lambda tokens, logits: logits + truncated(tmp_path, "npy"))
+    decoder = Decoder(failing, bare(good()), vocabulary=VOCABULARY, k=K)
+    decoder.admit(rows_of(1)[0])
+    with pytest.raises(RuntimeError, match="Unable to read"):
+        decoder.round()
+
+
+def test_every_exception_is_logged_once_with_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    def broken(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise ValueError("no such layer")
+
+    decoder = Decoder(target(), bare(Spoilt(broken)), vocabulary=VOCABULARY, k=K)
+    with caplog.at_level(logging.ERROR):
+        decode(decoder, rows_of(3))
+        assert len(caplog.records) == 1 and "no such layer" in caplog.text and "Traceback" in caplog.text
+        decoder.switch(Draft(7, Spoilt(broken)))
+        decode(decoder, rows_of(2))
+    assert len(caplog.records) == 2 and "adapter 7" in caplog.records[1].getMessage()
+
+
+# ------------------------------------------------------------------------------------------- logits that are not finite
+
+
+def test_a_row_whose_logits_are_not_finite_goes_on_alone(caplog: pytest.LogCaptureFixture) -> None:
+    """The others are drafted for as if it were not there, and it is drafted for again after a while."""
+    rows, alone = rows_of(4, tokens=3 * RETRY), rows_of(4, tokens=3 * RETRY)
+    decode(Decoder(target(), bare(good()), vocabulary=VOCABULARY, k=K), alone)
+    steps = 0
+
+    def spoil(tokens: mx.array, logits: mx.array) -> mx.array:
+        """NaN for the first row in the second step of the third round."""
+        nonlocal steps
+        steps += tokens.shape == (4, 1) or tokens.shape == (4, 2)
+        first = (mx.arange(tokens.shape[0]) == 0)[:, None, None]
+        return mx.where(first, float("nan"), logits) if steps == 2 * K + 2 else logits
+
+    decoder = Decoder(target(), bare(Spoilt(spoil)), vocabulary=VOCABULARY, k=K)
+    with caplog.at_level(logging.WARNING):
+        decode(decoder, rows)
+    assert decoder.draft_failures == 1 and not decoder.failed
+    assert [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()] != []
+    assert len(caplog.records) == 1
+    for mine, same in zip(rows[1:], alone[1:], strict=True):
+        assert mine.rounds == same.rounds, "nothing changed for the others"
+    drafted = [each.drafted for each in rows[0].rounds]
+    assert drafted[:3] == [K, K, 1], "what stood before counts"
+    assert drafted[3 : 3 + RETRY] == [0] * RETRY
+    assert drafted[3 + RETRY] == K and sum(each.accepted for each in rows[0].rounds[3 + RETRY :]) > 0
+
+
+class Infected(nn.Module):
+    """A draft that writes NaN into its own keys and values for a row that holds a token, when told to."""
+
+    def __init__(self, token: int) -> None:
+        super().__init__()
+        self.inner, self.token, self.ill = relative(target(), 1, 0.1), token, True
+
+    def __call__(self, tokens: mx.array, cache: list[object] | None = None) -> mx.array:
+        sick = ((tokens == self.token) & self.ill)[..., None]
+        embedded = mx.where(sick, float("nan"), self.inner.model.embed_tokens(tokens))
+        return self.inner(tokens, cache=cache, input_embeddings=embedded)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.inner.layers
+
+
+def test_keys_and_values_that_are_not_finite_stay_in_no_row() -> None:
+    """A slot that held NaN is given to other rows, and what lies behind a row's end is multiplied by zero: both must be
+    clean. Once the draft is well again, so is the row."""
+    asked = rows_of(4, tokens=40)
+    token = asked[0].prompt.tokens[3]
+    weak = Infected(token)
+    decoder = Decoder(target(), bare(weak), vocabulary=VOCABULARY, k=K)
+    for row in asked:
+        decoder.admit(row)
+    for _ in range(4):
+        decoder.round()
+    assert decoder.draft_failures >= 1 and not decoder.failed and decoder.drafter is not None
+    assert all(mx.isfinite(array).all().item() for array in decoder.drafter.cache.arrays())
+    weak.ill = False
+    while decoder.rows:
+        decoder.round()
+    for row in asked:
+        assert row.output == naive(target(), row.prompt.tokens, row.prompt.sampling)
+        clean = token not in row.prompt.tokens
+        assert not clean or sum(each.accepted for each in row.rounds) > 0
+    more = rows_of(4, tokens=20)
+    decode(decoder, more)
+    assert all(sum(each.accepted for each in row.rounds) > 0 for row in more)

@@ -1,0 +1,85 @@
+"""Logits of unlike widths: which draft is loaded changes no text."""
+
+import random
+from functools import cache
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_flatten, tree_unflatten
+
+from service.core import Prompt, Sampling
+from service.learning.offpolicy import acceptance
+from service.models.heads import cut
+from tests.support.batches import decode
+from tests.support.logged_texts import WHO
+from tests.support.oracle import naive, tiny_llama
+
+WIDTH = 97
+
+
+@cache
+def target() -> nn.Module:
+    return tiny_llama(0, vocabulary=WIDTH)
+
+
+@cache
+def draft(width: int, *, listed: bool = False) -> nn.Module:
+    """The target with fewer or more tokens: right wherever both know the token."""
+    model, shared = tiny_llama(0, vocabulary=width), min(width, WIDTH)
+    weights = dict(tree_flatten(target().parameters()))
+    for name, own in tree_flatten(model.parameters()):
+        if own.shape != weights[name].shape:
+            weights[name] = mx.concatenate([weights[name][:shared], own[shared:]])
+    model.update(tree_unflatten(list(weights.items())))
+    if listed:
+        cut(model, list(range(0, width, 2)))
+    return model
+
+
+def asked(count: int, tokens: int = 40) -> list[Prompt]:
+    rng = random.Random(1)
+    samplings = [
+        Sampling(temperature=1.5, seed=11, max_tokens=tokens),
+        Sampling(temperature=1.2, top_p=0.95, seed=12, max_tokens=tokens),
+        Sampling(max_tokens=tokens),
+        Sampling(temperature=1.5, top_k=60, seed=2**40, max_tokens=tokens),
+    ]
+    return [
+        Prompt(tuple(rng.randrange(WIDTH) for _ in range(3 + 5 * i)), samplings[i % len(samplings)])
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("listed", [False, True], ids=["whole head", "cut head"])
+@pytest.mark.parametrize("width", [60, 96, WIDTH, 98, 130])
+def test_whatever_the_draft_s_width_the_text_is_the_target_s(width: int, listed: bool) -> None:
+    failures: list[int] = []
+    rows = decode(
+        target(),
+        draft(width, listed=listed),
+        asked(6),
+        k=3,
+        vocabulary=WIDTH,
+        between=lambda decoder: failures.append(decoder.draft_failures),
+    )
+    assert max(failures) == 0
+    for row in rows:
+        assert row.output == naive(target(), row.prompt.tokens, row.prompt.sampling)
+    rounds = [each for row in rows for each in row.rounds]
+    assert sum(each.accepted for each in rounds) > 0.05 * sum(each.drafted for each in rounds)
+    said = {token for row in rows for token in row.output}
+    assert width >= WIDTH or max(said) >= width, "the target says what the draft does not know"
+
+
+@pytest.mark.parametrize("width", [60, 130])
+def test_the_estimate_of_acceptance_draws_the_same_noise(width: int) -> None:
+    """What the engine accepted of seeded texts is what the off-policy estimate says, draft by draft."""
+    prompts = [each for each in asked(8) if each.sampling.seed is not None]
+    rows = decode(target(), draft(width), prompts, k=1, vocabulary=WIDTH, collect=True)
+    for row in rows:
+        logged = row.generation(WHO)
+        assert logged is not None
+        (found,) = acceptance(draft(width), [logged], vocabulary=WIDTH, k=1)
+        for each in row.rounds:
+            assert each.drafted == 0 or found.rates[0][each.start] == each.accepted

@@ -1,0 +1,42 @@
+"""A draft length controller that always chooses the same, so that a test knows what a round proposes."""
+
+from collections.abc import Callable, Sequence
+
+from service.engine.acceptance import Acceptance
+from service.engine.confidence import Steps
+from service.engine.costs import Costs, Load
+from service.engine.decoder import Decoder
+from service.engine.length import Choice, DraftLength, Match
+
+
+class Always(DraftLength):
+    """Drafts `drafted` tokens for every row. In rounds where `looks_up` says so, rows with a look-up propose that instead."""
+
+    def __init__(self, drafted: int, looks_up: Callable[[int], bool] = lambda number: False) -> None:
+        super().__init__(drafted, drafted, Costs({(1, 1): 1.0}, {1: 0.1}, {1: 0.0}, 0.0, 0.0))
+        self.looks_up, self.number = looks_up, 0
+
+    def choose(
+        self,
+        load: Load,
+        matches: Sequence[Match | None],
+        own: Sequence[Acceptance] | None = None,
+        *,
+        drafts: bool = True,
+    ) -> Choice:
+        self.number += 1
+        looks = self.looks_up(self.number)
+        counts = tuple(min(self.drafted, m.available) if m and looks else 0 for m in matches)
+        return Choice(self.drafted if drafts else 0, counts)
+
+    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None) -> Steps:
+        return Steps(choice.drafted)
+
+    def follows(self, load: Load) -> bool:
+        return True
+
+
+def always(decoder: Decoder, choices: Always) -> Decoder:
+    """The decoder with these choices."""
+    decoder.length = choices
+    return decoder
