@@ -181,7 +181,7 @@ def score(
             )
     finally:
         stores.close()
-    rows = [
+    lines = [
         (
             one.adapter or "bare",
             f"{one.sampling} ({one.generations})",
@@ -201,7 +201,7 @@ def score(
         "accepted, by position",
         "tokens/s, predicted",
     )
-    table("logged, held-out generations", columns, rows)
+    table("logged, held-out generations", columns, lines)
     write_json(
         json, {"rows": rows if speed else None, "vocabulary": vocabulary, "scores": [one.plain() for one in found]}
     )

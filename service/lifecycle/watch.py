@@ -121,7 +121,7 @@ class WatchJob:
         ref, adapters, rules = self._ref, self._parts.adapters, self._parts.rules.gate
         if adapters.evaluations(ref.id, "watch"):
             return  # an operator chose it meanwhile
-        said = self._scores or Scores({}, golden=False)
+        said = self._scores or Scores({}, golden={})
         scores = said.by_adapter
         switching, opponents = self._parts.switching, (ref.parent, BARE_DRAFT)
         costs: dict[int, tuple[float, ...]] = {}
