@@ -3,6 +3,7 @@ ends once with a reason."""
 
 import random
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -401,7 +402,9 @@ def test_a_worker_that_is_stopped_while_it_loads_ends_at_once() -> None:
         started = pool.submit(house.worker.start)
         assert loading.wait(PATIENCE)
         assert house.worker.loading
+        asked = time.monotonic()
         house.worker.stop()
+        assert time.monotonic() - asked < house.worker._watchdog.hang_seconds / 2
         with pytest.raises(Unavailable, match="shut"):
             started.result(PATIENCE)
         with pytest.raises(Unavailable):

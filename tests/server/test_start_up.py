@@ -129,6 +129,9 @@ def test_stages_go_by_in_order_and_what_is_recorded_is_said_and_private(
         for path in (server.folder / "adapters", home / "targets"):
             assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
         assert stat.S_IMODE((home / "training.log").stat().st_mode) == 0o600
+        # And what it and its children are yet to write.
+        if (status := Path(f"/proc/{process.pid}/status")).is_file():
+            assert "Umask:\t0077" in status.read_text()
         process.send_signal(signal.SIGTERM)
         assert process.wait(PATIENCE) == 0, server.tail()
     finally:
