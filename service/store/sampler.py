@@ -19,9 +19,13 @@ from service.store.reservoir import SHARE, groups_of
 from service.store.rows import id_bytes
 
 HARDLY = 0.02
-"""Others who hold less than this share are no reason to cut anybody: a health check beside a service's only client."""
+"""Others who hold less than this share of the conversations are no reason to cut anybody: a health check beside a service's
+only client."""
 LEAST = 8
 """Texts of one client or template that always stay: fewer do no harm."""
+TURNS = 8
+"""Texts of one conversation that are evidence: what resamples conversations learns little from more, and one that outweighs all
+others would leave it no resample to learn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +71,9 @@ def capped(texts: Sequence[Text]) -> list[Text]:
     while left:
         counts = Counter(group for one in left for group in one.groups)
         largest, held = max(counts.items(), key=lambda item: (item[1], item[0]))
-        others = len(left) - held
-        most = max(int(others * SHARE / (1.0 - SHARE)), LEAST)
-        if others < HARDLY * len(left) or held <= most:
+        most = max(int((len(left) - held) * SHARE / (1.0 - SHARE)), LEAST)
+        others = {one.conversation for one in left if largest not in one.groups}
+        if held <= most or len(others) < HARDLY * len({one.conversation for one in left}):
             break
         gone = {one.key for one in [one for one in left if largest in one.groups][most:]}
         left = [one for one in left if one.key not in gone]
@@ -77,7 +81,13 @@ def capped(texts: Sequence[Text]) -> list[Text]:
 
 
 def sample(texts: Sequence[Text], limit: int, seed: int) -> list[Text]:
-    """At most `limit` of them, `capped`. The draw is a function of the texts and the seed alone: another seed draws others
-    where there are more than `limit`."""
+    """At most `limit` of them, `capped`, and at most TURNS of one conversation. The draw is a function of the texts and the
+    seed alone: another seed draws others where there are more than `limit`."""
     drawn = sorted(texts, key=lambda one: hashlib.sha256(seed.to_bytes(8, "little") + one.key).digest())
-    return capped(drawn)[:limit]
+    turns: Counter[str] = Counter()
+    few: list[Text] = []
+    for one in {one.key: one for one in drawn}.values():
+        turns[one.conversation] += 1
+        if turns[one.conversation] <= TURNS:
+            few.append(one)
+    return capped(few)[:limit]

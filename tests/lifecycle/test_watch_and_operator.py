@@ -15,6 +15,7 @@ from service.core import (
     AdapterState,
     BadRequest,
     Conflict,
+    Generation,
     NotFound,
     RunState,
     Trigger,
@@ -340,6 +341,12 @@ def test_two_clicks_on_rollback_go_back_once(world: World) -> None:
 # --------------------------------------------------------------------------------------------- health checks beside
 
 
+def checked(number: int) -> Generation:
+    """An answer to the one prompt of a health check. It is sampled: the store knows no two of them as one text."""
+    asked = generation("health", cases=0)
+    return replace(asked, id=f"health-{number}", output=(*asked.output[:3], number), created_at=datetime.now(UTC))
+
+
 def with_health_checks(
     world: World, seed: int, checks: float, others: float, *, each: int = 5, client: str | None = None
 ) -> tuple[bool, int, int]:
@@ -348,14 +355,13 @@ def with_health_checks(
     generations and honest ones."""
     world.watch = 200
     world.act(score=f"health {checks} {others}")
-    check = generation("health", cases=0)
     with world.server() as server:
         ref = server.promote()
         served = honest = 0
         while not server.adapters.evaluations(ref.id, "watch"):
             assert served < 3000
             for _ in range(10):
-                many = [replace(check, id=f"health-{served + i}", created_at=datetime.now(UTC)) for i in range(each)]
+                many = [checked(served + i) for i in range(each)]
                 words = "".join(chr(97 + int(digit)) for digit in str(honest))
                 made = generation(f"honest-{seed}-{words}", cases=0)
                 made = replace(made, prompt=replace(made.prompt, client=client))
@@ -381,10 +387,9 @@ def test_identical_health_checks_do_not_keep_a_bad_adapter(world: World) -> None
 def test_a_watch_on_traffic_that_is_one_text_comes_to_an_end(world: World) -> None:
     world.watch = 20
     world.act(score="health 1.1 0.9")
-    check = generation("health", cases=0)
     with world.server() as server:
         ref = server.promote()
-        made = [replace(check, id=f"health-{i}", created_at=datetime.now(UTC)) for i in range(200)]
+        made = [checked(i) for i in range(200)]
         server.generations.add(made[:199]).result(10)
         server.tick_until(lambda: len(server.adapters.evaluations(ref.id, "look")) == 2)
         for _ in range(3):

@@ -98,6 +98,8 @@ def score(job: dict[str, object], act: str) -> None:
     names: list[str] = job["generations"]  # pyright: ignore[reportAssignmentType]
     found = {name: scores(folder, names) for name, folder in adapters.items()}
     if act.startswith("health"):
+        for item in (one for each in found.values() for one in each):
+            item["conversation"] = "health" if str(item["generation"]).startswith("health") else ""
         # The bare draft's calls times what the newest adapter needs of them on health checks, and on all else by and large.
         checks, others = map(float, act.split()[1:])
         for item, bare in zip(found[max(adapters, key=int)], found["0"], strict=True):
