@@ -46,7 +46,7 @@ def stats(config: Config = None) -> None:
         stores.close()
     rows: list[tuple[str, object]] = [
         ("requests recorded", found.requests),
-        ("generations (equal ones are one)", found.generations),
+        ("generations", found.generations),
         ("output tokens", found.tokens),
         ("failure cases", found.cases),
         ("of these near-ties", found.ties),

@@ -180,7 +180,8 @@ def put_aside(config: Path) -> int:
         found = tuple(FailureCase(at, 1, 2, 0.5, 0.5, 1.0, False) for at in range(cases))
         prompt = Prompt((1, 2), Sampling(), first_user=words[cases])
         made = Generation(
-            words[cases], prompt, (3, 4), FinishReason.LENGTH, (), found, (0.0,) * 2, (0.0,) * 2, None, who, datetime.now(UTC)
+            words[cases], prompt, (3, cases), FinishReason.LENGTH, (), found, (0.0,) * 2, (0.0,) * 2, None, who,
+            datetime.now(UTC),
         )  # fmt: skip
         stores.generations.add([made]).result()
         run = runs.claim(trigger=Trigger.CASES, who=who, parent=BARE_DRAFT, limit=9)
