@@ -40,7 +40,7 @@ def test_enough_traffic_becomes_a_better_adapter_that_serves(world: World) -> No
         assert server.told.states[0] is RunState.TRAINING
         assert server.told.serving_now == ref.id
         assert server.generations.counts(WHO).cases == 0, "each case is used once"
-        assert server.replay.sizes() == {"a": ENOUGH}
+        assert server.replay.sizes() == {("a", ""): ENOUGH}
 
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
