@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from typing import Annotated
 
 import typer
@@ -38,7 +40,13 @@ def serve(
     )
     for notice in start_notices(settings):
         err.print(notice, highlight=False, soft_wrap=True)
-    raise typer.Exit(run_server(settings, lambda url: err.print(f"redraft serves at {url}", highlight=False)))
+    status = run_server(settings, lambda url: err.print(f"redraft serves at {url}", highlight=False))
+    # Everything is written and closed. MLX's CUDA back end aborts while the interpreter is taken down (MLX 0.32.4 on an H200:
+    # a clean stop ended with SIGABRT), which whoever supervises this process would take for a crash.
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def doctor(config: Config = None, json: Json = None) -> None:
