@@ -124,10 +124,14 @@ class Targets:
 
     @property
     def positions(self) -> int:
+        """Output positions that the target's probabilities are stored for."""
         return len(self.tail) // 2
 
 
 class FinishReason(StrEnum):
+    """Why a request ended: STOP: an end-of-sequence token or a stop string; LENGTH: max_tokens; CANCELLED:
+    given up before its end."""
+
     STOP = "stop"
     LENGTH = "length"
     CANCELLED = "cancelled"
@@ -191,11 +195,14 @@ class Timings:
 
     @property
     def predicted_per_second(self) -> float:
+        """Output tokens per second of decoding; 0 where no time was measured."""
         return self.predicted_n / self.predicted_seconds if self.predicted_seconds > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
+    """The request ended with this answer, a cancelled one included. output: all its token ids."""
+
     id: str
     finish: FinishReason
     output: tuple[int, ...]

@@ -28,7 +28,9 @@ class Ticket(Protocol):
     """A request under way."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The request's id, which the Finished event and the log carry too."""
+        ...
 
     def cancel(self) -> None:
         """Give the row back before the next round. Idempotent; harmless after the end. The sink gets Finished with
@@ -82,7 +84,9 @@ class DraftSwitch(Protocol):
     """What the lifecycle sees of the engine. Futures resolve on the engine's thread, between rounds."""
 
     @property
-    def active(self) -> int: ...
+    def active(self) -> int:
+        """The id of the adapter that drafts now; BARE_DRAFT (0): none."""
+        ...
 
     def stage(self, ref: AdapterRef | None) -> Future[Staged]:
         """Load and check an adapter aside (None: the bare draft). Raises AdapterRefused through the future."""
@@ -102,31 +106,43 @@ class Staged(Protocol):
     """A draft that is loaded and checked, not yet serving."""
 
     @property
-    def adapter(self) -> int: ...
+    def adapter(self) -> int:
+        """The id of the adapter that was loaded; BARE_DRAFT (0): none."""
+        ...
 
 
 class GenerationSink(Protocol):
     """Where the engine hands finished generations: lifecycle.recorder. Must return at once."""
 
-    def record(self, generation: Generation) -> None: ...
+    def record(self, generation: Generation) -> None:
+        """Queue a finished generation for the log."""
+        ...
 
 
 class RoundObserver(Protocol):
     """Where the engine reports prompts and rounds: metrics. `rounds` has one entry per row; seconds is the round's wall
     time. Of a prompt's `tokens`, `reused` were held already."""
 
-    def prompt_read(self, tokens: int, reused: int) -> None: ...
+    def prompt_read(self, tokens: int, reused: int) -> None:
+        """A prompt's prefill is over: it had `tokens`, of which `reused` came from the prefix cache."""
+        ...
 
-    def observe(self, rounds: Sequence[Round], seconds: float) -> None: ...
+    def observe(self, rounds: Sequence[Round], seconds: float) -> None:
+        """A round of the batch is over."""
+        ...
 
-    def draft_failed(self, adapter: int) -> None: ...
+    def draft_failed(self, adapter: int) -> None:
+        """The draft failed in a round while `adapter` served: it raised, or its logits were not finite."""
+        ...
 
 
 class JobHandle(Protocol):
     """A child process at work. Messages are the JSON objects it wrote, oldest first."""
 
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """The child's process id."""
+        ...
 
     def poll(self) -> list[Mapping[str, object]]:
         """Messages since the last call."""
@@ -146,6 +162,8 @@ class JobHandle(Protocol):
 
 
 class Launcher(Protocol):
+    """Starts child processes: training runs and the other jobs of the lifecycle."""
+
     def launch(self, spec: Mapping[str, object]) -> JobHandle:
         """Start the child with a JSON-serialisable job description (see learning.job.JobSpec)."""
         ...
@@ -163,7 +181,9 @@ class Operator(Protocol):
         """Raises NotFound."""
         ...
 
-    def adapters(self) -> list[AdapterRef]: ...
+    def adapters(self) -> list[AdapterRef]:
+        """Every adapter version, newest first."""
+        ...
 
     def activate(self, adapter_id: int) -> AdapterRef | None:
         """Serve this adapter (0: the bare draft, returns None). Raises NotFound, Conflict, AdapterRefused."""

@@ -12,6 +12,8 @@ BARE_DRAFT = 0
 
 
 class AdapterState(StrEnum):
+    """What became of an adapter. BROKEN: it cannot be loaded. Which may follow which: ADAPTER_MOVES."""
+
     CANDIDATE = "candidate"
     ACTIVE = "active"
     RETIRED = "retired"
@@ -50,6 +52,8 @@ class AdapterRef:
 
 
 class RunState(StrEnum):
+    """How far a training run is, or how it ended. Which may follow which: RUN_MOVES."""
+
     CLAIMED = "claimed"
     TRAINING = "training"
     SCORING = "scoring"
@@ -61,6 +65,7 @@ class RunState(StrEnum):
 
     @property
     def over(self) -> bool:
+        """Whether the run has ended: no state follows this one."""
         return not RUN_MOVES[self]
 
 
@@ -101,6 +106,9 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
+    """One training run. parent: the adapter it is trained on top of. cases, generations: how many it was given. adapter: the
+    candidate it made; verdict: the gate's, where there was one; error: why it failed or crashed."""
+
     id: int
     state: RunState
     trigger: Trigger

@@ -24,6 +24,7 @@ class Acceptance:
         self._shares = [Share(ROUND_MEMORY) for _ in range(most)]
 
     def observe(self, proposed: int, kept: int) -> None:
+        """Count one round: the first `kept` of `proposed` tokens were accepted. Positions after a rejection were not tested."""
         for position, share in enumerate(self._shares):
             share.observe(position < kept, tested=position < min(kept + 1, proposed))
 

@@ -27,6 +27,7 @@ class Lengths:
         self.set(values)
 
     def set(self, values: Sequence[int]) -> None:
+        """Replace all lengths, in positions, one for each row."""
         self.host = list(values)
         # Every layer asks for these.
         self.longest = max(self.host, default=0)
@@ -35,6 +36,7 @@ class Lengths:
 
     @property
     def array(self) -> mx.array:
+        """The lengths as an int32 array (rows,), made at its first use."""
         if self._array is None:
             self._array = mx.array(self.host, dtype=mx.int32)
         return self._array

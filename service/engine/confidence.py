@@ -40,6 +40,7 @@ class Trust:
         return self._shares[bisect(EDGES, sure)].rate(0.2 + 0.78 * sure, OWN_WORD)
 
     def observe(self, sure: float, kept: bool) -> None:
+        """Count one verified token: the draft gave it the probability `sure`, and the target accepted it or not (`kept`)."""
         self._shares[bisect(EDGES, sure)].observe(kept)
 
 

@@ -35,14 +35,17 @@ class Costs:
     asked: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def call(self, load: Load, tokens: int) -> float:
+        """Seconds of one target call over `tokens` tokens of each row."""
         sizes = sorted({size for size, _ in self.verify})
         empty = line({size: line(self._of(size), tokens) for size in sizes}, load.rows)
         return empty + load.rows * load.held * line(self.verify_held, tokens)
 
     def draft(self, load: Load) -> float:
+        """Seconds of one draft step."""
         return line(self.step, load.rows) + load.rows * load.held * self.step_held
 
     def round(self, load: Load, drafted: int) -> float:
+        """Seconds of a round: `drafted` draft steps and one target call over drafted + 1 tokens of each row."""
         return self.call(load, drafted + 1) + (drafted * self.draft(load) if drafted else 0.0)
 
     def near(self, other: Costs, share: float) -> bool:

@@ -112,6 +112,7 @@ class Decoder:
 
     @property
     def adapter(self) -> int:
+        """The id of the adapter that drafts; BARE_DRAFT (0) for the bare draft or none."""
         return self.drafter.draft.adapter if self.drafter is not None else BARE_DRAFT
 
     def switch(self, draft: Draft) -> None:

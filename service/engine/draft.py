@@ -33,11 +33,14 @@ _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Draft:
+    """A draft model that can serve. adapter: the id of the adapter folded into it, BARE_DRAFT (0) for none."""
+
     adapter: int
     model: nn.Module
 
 
 def bare(model: nn.Module) -> Draft:
+    """The draft model without an adapter."""
     return Draft(BARE_DRAFT, model)
 
 

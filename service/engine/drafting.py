@@ -73,6 +73,8 @@ def instead(
 
 
 class Drafter(Protocol):
+    """What proposes tokens for a batch."""
+
     def propose(
         self, rows: Sequence[Sequence[int]], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
     ) -> Proposal | None:
@@ -107,6 +109,7 @@ class ModelDrafter:
     def propose(
         self, rows: Sequence[Sequence[int]], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
     ) -> Proposal | None:
+        """See Drafter. None while rows are still being caught up with (`catch_up`)."""
         if not self.catch_up(rows):
             return None
         if not self._looked:

@@ -21,20 +21,24 @@ class EagleDrafter(ModelDrafter):
         self._state: mx.array | None = None
 
     def feed(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
+        """See ModelDrafter: hidden states (B, N, hidden), from tokens and the target's features of the positions before."""
         return self._model.model(self.known(tokens), cache.layers, target.before(cache.lengths.host, tokens.shape[1]))
 
     def readable(self, target: RowCache) -> int:
+        """One position more than the target has read: an entry needs what the target made of the token before it."""
         return target.lengths.longest + 1
 
     def parts(self) -> None:
         """It comes in two as it is."""
 
     def run(self, feed: mx.array, *, first: bool) -> mx.array:
+        """See ModelDrafter: hidden states (B, N, hidden). After the first call the features are the last step's own states."""
         if first:
             return self.feed(feed, self.cache, self.target)
         return self._model.model(feed, self.cache.layers, self._state)
 
     def told(self, out: mx.array) -> mx.array:
+        """Logits (B, 1, V) from hidden states (B, 1, hidden), which become the features of the next step."""
         self._state = out
         return self._model.logits(out)
 

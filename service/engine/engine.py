@@ -35,4 +35,5 @@ class Engine:
             )
 
     def row(self, id: str, prompt: Prompt) -> Row:
+        """A new row for a checked prompt, with a detokenizer of its own that ends at the prompt's stop strings."""
         return Row(id, prompt, self.eos, TextStream(self.detokenizer(), prompt.sampling.stop))

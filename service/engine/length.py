@@ -66,6 +66,7 @@ class Choice:
 
     @property
     def most(self) -> int:
+        """Tokens of the longest proposal of any row, drafted or looked up."""
         return max(self.drafted, *self.looked_up)
 
 

@@ -44,6 +44,7 @@ class Block:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of its arrays."""
         return sum(array.nbytes for array in self.arrays)
 
 
@@ -59,6 +60,7 @@ class PrefixCache:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
+        """Every block of all owners, least recently used first."""
         return tuple(self._order)
 
     def held(self, owner: Owner, tokens: Sequence[int]) -> int:

@@ -44,6 +44,7 @@ class Difference:
 
     @property
     def ratio(self) -> float:
+        """How many times the measured rounding the engine differs by; more than FACTOR is refused."""
         return self.gap / self.rounding
 
 

@@ -107,6 +107,7 @@ class Profile:
         """Calls of which no time was taken since the draft was switched."""
 
     def measure(self) -> Costs:
+        """Time every call PASSES times and return the costs. Blocks until that is done."""
         for _ in range(PASSES):
             for _ in self._pass():
                 pass

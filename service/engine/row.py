@@ -30,11 +30,17 @@ class Detokenizer(Protocol):
     """mlx-lm's streaming detokenizer."""
 
     @property
-    def text(self) -> str: ...
+    def text(self) -> str:
+        """All text so far that is complete in UTF-8."""
+        ...
 
-    def add_token(self, token: int) -> None: ...
+    def add_token(self, token: int) -> None:
+        """Append a token."""
+        ...
 
-    def finalize(self) -> None: ...
+    def finalize(self) -> None:
+        """Add to `text` what was held back; no token follows."""
+        ...
 
 
 class TextStream:
@@ -106,10 +112,12 @@ class Row:
 
     @property
     def output(self) -> list[int]:
+        """The tokens emitted so far, as a new list."""
         return self.tokens[len(self.prompt.tokens) :]
 
     @property
     def emitted(self) -> int:
+        """How many tokens have been emitted."""
         return len(self.tokens) - len(self.prompt.tokens)
 
     def take(

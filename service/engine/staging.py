@@ -38,6 +38,8 @@ class Staging:
             self._loading.append(Loading(load_steps(base.model, ref, fingerprint), future))
 
     def step(self) -> None:
+        """Do one loading step of the first adapter in line, if any. Its future gets the Draft once it is loaded, or the error:
+        the RedraftError that was raised, Unavailable for any other."""
         if not self._loading:
             return
         loading = self._loading[0]

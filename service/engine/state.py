@@ -103,6 +103,7 @@ class Recording:
     module, the one that changes it."""
 
     def __call__(self, *positional: object, **named: object) -> object:
+        """Call the module, and append the call to the StateLayer among its arguments unless a module inside it did so."""
         held = next((a for a in (*positional, *named.values()) if isinstance(a, StateLayer)), None)
         before = 0 if held is None else len(held.calls)
         out = cast("Any", super()).__call__(*positional, **named)

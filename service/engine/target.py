@@ -25,6 +25,7 @@ class Target:
         return cls(model, draft.noted if isinstance(draft, eagle.Model) else None)
 
     def cache(self, rows: int) -> RowCache:
+        """An empty cache of so many rows, with features where the draft reads hidden states. Raises PairError."""
         return RowCache(self.model, rows, features=self.noted is not None)
 
     def __call__(self, tokens: mx.array, cache: RowCache) -> mx.array:

@@ -47,6 +47,7 @@ class Ticket:
         self._over = False
 
     def cancel(self) -> None:
+        """See core.Ticket. Only sets a flag, which the engine's thread reads before its next round."""
         self.cancelled.set()
 
     def tell(self, event: Event) -> None:

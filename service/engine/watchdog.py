@@ -35,6 +35,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="redraft-watchdog", daemon=True)
 
     def start(self) -> None:
+        """Start watching; nothing is found before the first beat."""
         self._thread.start()
 
     def stop(self) -> None:
@@ -42,6 +43,7 @@ class Watchdog:
         self._stopped.set()
 
     def beat(self) -> None:
+        """Called by the watched thread: it makes progress."""
         self._beat = time.monotonic()
 
     @property

@@ -149,6 +149,8 @@ class Worker:
         return self._engine
 
     def status(self) -> EngineStatus:
+        """See core.GenerationService. Not ready while loading or draining, after the thread died, or without progress for
+        half of `hang_seconds`."""
         engine = self._engine
         idle = self._watchdog.idle_seconds
         reason = self._watchdog.dead or ("" if engine is not None else "loading")
@@ -168,14 +170,19 @@ class Worker:
 
     @property
     def active(self) -> int:
+        """See core.DraftSwitch. BARE_DRAFT while the models are loading, too."""
         return self._engine.decoder.adapter if self._engine else BARE_DRAFT
 
     def stage(self, ref: AdapterRef | None) -> Future[Staged]:
+        """See core.DraftSwitch. The future fails with Unavailable without a draft model, or once the thread died or is being
+        stopped."""
         future: Future[Staged] = Future()
         self._command(lambda engine: self._staging.begin(engine.base, ref, engine.provenance.draft, future), future)
         return future
 
     def switch(self, staged: Staged) -> Future[None]:
+        """See core.DraftSwitch. The future fails with TypeError for what `stage` did not return, with Unavailable once the
+        thread died or is being stopped."""
         future: Future[None] = Future()
 
         def apply(engine: Engine) -> None:

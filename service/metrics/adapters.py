@@ -31,6 +31,8 @@ class AdapterCounts(Collector):
         self._older = [0] * len(ADAPTER_COUNTERS)
 
     def add(self, adapter: int, counts: Iterable[tuple[int, int]]) -> None:
+        """Add to an adapter's counters: pairs of a counter's place (DRAFTS, DRAFTED, ACCEPTED, FAILURES) and an amount.
+        Thread-safe."""
         with self._lock:
             row = self._versions.setdefault(adapter, [0] * len(ADAPTER_COUNTERS))
             self._versions.move_to_end(adapter)
@@ -41,6 +43,7 @@ class AdapterCounts(Collector):
                 self._older = [mine + theirs for mine, theirs in zip(self._older, folded, strict=True)]
 
     def collect(self) -> Iterable[Metric]:
+        """One counter family per metric, with a sample per adapter version and one for OLDER. Called at every scrape."""
         with self._lock:
             rows = [(str(adapter), tuple(row)) for adapter, row in self._versions.items()] + [
                 (OLDER, tuple(self._older))

@@ -104,40 +104,50 @@ class Metrics:
                 self._adapters.add(round_.adapter, tuple(zip((DRAFTS, DRAFTED, ACCEPTED), counts, strict=True)))
 
     def prompt_read(self, tokens: int, reused: int) -> None:
+        """Count a prompt whose prefill is over: its tokens, and those of them that came from the prefix cache (`reused`)."""
         self._series("prefix_cache_queries_total").inc(tokens)
         self._series("prefix_cache_hits_total").inc(reused)
 
     def draft_failed(self, adapter: int) -> None:
+        """Count a round decoded without a draft because this adapter's failed."""
         self._adapters.add(adapter, ((FAILURES, 1),))
 
     def request_started(self) -> None:
+        """Count a request that was admitted to the queue."""
         self._series("requests_started_total").inc()
 
     def request_refused(self, code: str) -> None:
+        """Count a request that was not admitted. code: the error's; one not in CODES counts as internal_error."""
         self._series("requests_refused_total", code if code in CODES else "internal_error").inc()
 
     def request_failed(self, code: str) -> None:
+        """Count an admitted request that ended in an error. code: the error's; one not in CODES counts as internal_error."""
         self._series("requests_failed_total", code if code in CODES else "internal_error").inc()
 
     def first_token(self, seconds: float) -> None:
+        """Observe the seconds from a request's arrival to its first token; during training in that histogram too."""
         self._histograms["time_to_first_token_seconds"].observe(seconds)
         if self._trains:
             self._histograms["training_time_to_first_token_seconds"].observe(seconds)
 
     def next_tokens(self, seconds: float) -> None:
+        """Observe the seconds between two deliveries to a request; during training in that histogram too."""
         self._histograms["inter_token_latency_seconds"].observe(seconds)
         if self._trains:
             self._histograms["training_inter_token_latency_seconds"].observe(seconds)
 
     def request_finished(self, finish: FinishReason, prompt_tokens: int, seconds: float) -> None:
+        """Count a request that ended with an answer, with its prompt tokens. seconds: from its arrival to its end."""
         self._series("requests_finished_total", finish).inc()
         self._series("prompt_tokens_total").inc(prompt_tokens)
         self._histograms["request_seconds"].observe(seconds)
 
     def recorder_dropped(self, generations: int) -> None:
+        """Count finished generations that could not be stored."""
         self._series("recorder_dropped_total").inc(generations)
 
     def cases_supplied(self, cases: int) -> None:
+        """Count failure cases that backfill found in undrafted generations."""
         self._series("cases_supplied_total").inc(cases)
 
     def training(self, run: TrainingRun) -> None:
@@ -156,12 +166,15 @@ class Metrics:
         self._series("training_runs_total", state).inc()
 
     def promoted(self) -> None:
+        """Count an adapter that passed the gate and was switched in."""
         self._series("adapter_promotions_total").inc()
 
     def rolled_back(self) -> None:
+        """Count an adapter that was rolled back."""
         self._series("adapter_rollbacks_total").inc()
 
     def swapped(self, seconds: float) -> None:
+        """Observe the seconds that one switch of drafts took, from the start of staging."""
         self._histograms["adapter_swap_seconds"].observe(seconds)
 
     def serving(self, ref: AdapterRef | None) -> None:

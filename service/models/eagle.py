@@ -51,14 +51,18 @@ class Block(nn.Module):
         return self.after(x, self.self_attn(self.input_layernorm(x), mask, cache))
 
     def joined(self, embedded: mx.array, features: mx.array) -> mx.array:
+        """Embedding and feature (B, N, hidden) each, brought to unit size and projected to one (B, N, hidden)."""
         return self.fuse(mx.concatenate([unit(embedded, self.eps), unit(features, self.eps)], axis=-1))
 
     def after(self, x: mx.array, attended: mx.array) -> mx.array:
+        """The block's output (B, N, hidden), from its input `x` and the attention's output: residuals and MLP."""
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Backbone(nn.Module):
+    """Embeddings, the one block and the norm: tokens and features to hidden states."""
+
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(args.vocab_size, args.hidden_size)
@@ -109,15 +113,18 @@ class Model(nn.Module):
         self._taps: Taps | None = None
 
     def __call__(self, tokens: mx.array, cache: Any = None, features: mx.array | None = None) -> mx.array:
+        """Logits (B, N, V) after each of tokens (B, N). features: see Backbone."""
         return self.logits(self.model(tokens, cache, features))
 
     def logits(self, hidden: mx.array) -> mx.array:
+        """Logits (..., V) from hidden states (..., hidden)."""
         if self.args.tie_word_embeddings:
             return self.model.embed_tokens.as_linear(hidden)
         return self.lm_head(hidden)
 
     @property
     def layers(self) -> list[Block]:
+        """The backbone's blocks, where mlx-lm looks for them."""
         return self.model.layers
 
     def bind(self, target: nn.Module) -> None:

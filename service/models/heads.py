@@ -107,6 +107,8 @@ class CutHead(nn.Module):
             self._also = (mx.concatenate([kept, ids.astype(kept.dtype)], axis=-1)[:, None], *picked)
 
     def __call__(self, x: mx.array) -> mx.array:
+        """Logits (..., width) from hidden states (..., hidden): -inf outside the reduced vocabulary and the extra ids, but
+        the whole head's while it is `opened`."""
         return cast("Any", self.whole)(x) if self._open else self._widened(x, cast("Any", self.rows)(x))
 
     def _widened(self, x: mx.array, logits: mx.array) -> mx.array:
@@ -144,10 +146,14 @@ def _picked(whole: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | None]
 
 
 class CutEmbedding(CutHead):
+    """A CutHead over an embedding that is the output head too. Embedding tokens is not cut."""
+
     def __call__(self, x: mx.array) -> mx.array:
+        """Embeddings (..., hidden) of token ids (...,), by the whole table."""
         return cast("Any", self.whole)(x)
 
     def as_linear(self, x: mx.array) -> mx.array:
+        """The head: logits (..., width) from hidden states (..., hidden), cut as in CutHead."""
         if self._open:
             return cast("Any", self.whole).as_linear(x)
         return self._widened(x, cast("Any", self.rows).as_linear(x))

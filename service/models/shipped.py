@@ -19,6 +19,7 @@ _SHARED = ("model.embed_tokens.", "lm_head.")
 
 
 def present(source: Path) -> bool:
+    """Whether `source` holds a shipped draft: its config and its layers."""
     return (source / CONFIG).is_file() and (source / LAYERS).is_file()
 
 

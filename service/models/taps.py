@@ -23,6 +23,7 @@ class Noting:
     """Put before the class of a layer: its output is noted."""
 
     def __call__(self, *positional: object, **named: object) -> object:
+        """Call the layer, note its output and return it unchanged."""
         out = cast("Any", super()).__call__(*positional, **named)
         cast("Any", self)._note.value = out
         return out

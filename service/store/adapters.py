@@ -27,6 +27,8 @@ from service.store.verdicts import from_json, to_json
 
 
 class Adapters:
+    """The adapter versions of a database and their verdicts. Writes wait until they are committed."""
+
     def __init__(self, database: Database) -> None:
         self._db = database
 
@@ -77,6 +79,7 @@ class Adapters:
         return self._db.write(work).result()
 
     def get(self, adapter_id: int) -> AdapterRef:
+        """The adapter with this id. Raises NotFound."""
         with self._db.read() as connection:
             return _ref(_row(connection, adapter_id))
 
@@ -135,6 +138,7 @@ class Adapters:
         self._db.write(work).result()
 
     def record_evaluation(self, adapter_id: int, kind: str, verdict: Verdict) -> None:
+        """Store a verdict on an adapter. kind: whose it is, "gate" or "watch"."""
         self._db.write(lambda connection: record_evaluation(connection, adapter_id, kind, verdict)).result()
 
     def evaluations(self, adapter_id: int, kind: str) -> list[tuple[datetime, Verdict]]:
@@ -189,6 +193,7 @@ def judge_candidate(
 
 
 def retire_active(connection: Connection, draft: str) -> None:
+    """Move the draft's active adapter to RETIRED; nothing where the bare draft serves."""
     if (row := _active(connection, draft)) is not None:
         move_adapter(connection, row.id, AdapterState.RETIRED)
 
@@ -200,6 +205,7 @@ def active_id(connection: Connection, draft: str) -> int:
 
 
 def record_evaluation(connection: Connection, adapter_id: int, kind: str, verdict: Verdict) -> None:
+    """Insert a verdict on an adapter, dated now. kind: whose it is, "gate" or "watch"."""
     connection.execute(
         insert(evaluations).values(
             adapter=adapter_id, kind=kind, verdict=to_json(verdict), created_at=datetime.now(UTC)

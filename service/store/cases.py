@@ -25,6 +25,8 @@ class CaseRow:
 
 
 class Cases:
+    """The failure cases of a database, read only."""
+
     def __init__(self, database: Database) -> None:
         self._db = database
 

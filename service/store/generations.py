@@ -73,6 +73,8 @@ def split_of(first_user: str) -> str:
 
 
 class Generations:
+    """The generations of a database with their failure cases. Methods that return a Future write in the background."""
+
     def __init__(self, database: Database) -> None:
         self._db = database
 
@@ -89,6 +91,7 @@ class Generations:
         return self._db.write(work, urgent=False)
 
     def counts(self, who: Provenance) -> UntrainedCounts:
+        """What the next training run of this pair could learn from: its untrained cases outside the held-out set."""
         open_cases = (
             select(failure_cases.c.seq, func.count().label("cases"))
             .where(_untrained(), failure_cases.c.tie.is_(False))
@@ -189,6 +192,8 @@ class Generations:
         return self._load(generations.c.id.in_(list(ids)), limit=None)
 
     def stats(self) -> CaseStats:
+        """Totals over everything stored, of any target and draft. domains: generations by tag, "" for those without one."""
+
         def count(*where: ColumnElement[bool]) -> Any:
             return select(func.count()).select_from(failure_cases).where(*where).scalar_subquery()
 

@@ -22,6 +22,8 @@ class Held:
 
 
 class Quarantine:
+    """The quarantined failure cases of a database: what they are, and how runs get them back."""
+
     def __init__(self, database: Database) -> None:
         self._db = database
 

@@ -35,6 +35,8 @@ _TEXT = (
 
 
 class Replay:
+    """The replay buffer of a database. Writes wait until they are committed."""
+
     def __init__(self, database: Database) -> None:
         self._db = database
         self._generations = Generations(database)

@@ -27,14 +27,17 @@ from service.core import (
 
 
 def id_bytes(tokens: Sequence[int]) -> bytes:
+    """Token ids as they are stored: little-endian uint32."""
     return np.array(tokens, dtype="<u4").tobytes()
 
 
 def logprob_bytes(logprobs: Sequence[float]) -> bytes:
+    """Log-probabilities as they are stored: little-endian float32."""
     return np.array(logprobs, dtype="<f4").tobytes()
 
 
 def target_bytes(targets: Targets) -> bytes:
+    """The target's probabilities as one blob: ids, logprobs and tail in that order, in the formats of core.Targets."""
     return targets.ids + targets.logprobs + targets.tail
 
 
@@ -102,6 +105,7 @@ def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
 
 
 def rounds_of(stored: str) -> tuple[Round, ...]:
+    """Rounds from their JSON column. Rows without a source count as the draft's."""
     return tuple(_round(*values) for values in json.loads(stored))
 
 
@@ -111,6 +115,7 @@ def _round(adapter: int, start: int, drafted: int, accepted: int, emitted: int, 
 
 
 def case_of(row: Row[Any]) -> FailureCase:
+    """A failure case from a row of failure_cases."""
     return FailureCase(row.position, row.drafted, row.target, row.p, row.q, row.margin, row.tie)
 
 

@@ -36,6 +36,8 @@ CURVE_POINTS = 2000
 
 
 class Runs:
+    """The training runs of a database: claim, progress and end. Writes wait until they are committed."""
+
     def __init__(self, database: Database) -> None:
         self._db = database
 
@@ -180,10 +182,12 @@ class Runs:
         return self._db.write(work).result()
 
     def get(self, run_id: int) -> TrainingRun:
+        """The run with this id. Raises NotFound."""
         with self._db.read() as connection:
             return _get(connection, run_id)
 
     def by_key(self, key: str) -> TrainingRun | None:
+        """The run that was asked for with this idempotency key; None: there is none."""
         with self._db.read() as connection:
             row = connection.execute(select(training_runs).where(training_runs.c.idempotency_key == key)).one_or_none()
         return None if row is None else _run(row)
@@ -195,6 +199,7 @@ class Runs:
         return None if row is None else _run(row)
 
     def latest(self, limit: int) -> list[TrainingRun]:
+        """The newest `limit` runs, newest first."""
         with self._db.read() as connection:
             return [
                 _run(row)
