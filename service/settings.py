@@ -208,10 +208,12 @@ class Settings(BaseSettings):
 
     @property
     def database_url(self) -> str:
+        """SQLAlchemy URL: `store.url`, else SQLite in `home`."""
         return self.store.url or sqlite_url(self.home / "redraft.db")
 
     @property
     def adapters_dir(self) -> Path:
+        """Root of the adapter folders: `store.adapters`, else `adapters` in `home`."""
         return self.store.adapters or self.home / "adapters"
 
     @model_validator(mode="after")
@@ -234,6 +236,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Sources, strongest first: arguments, environment, TOML file. Dotenv and secret files are not read."""
         return (init_settings, env_settings, TomlConfigSettingsSource(settings_cls))
 
 

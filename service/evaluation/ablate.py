@@ -73,19 +73,23 @@ class Outcome:
 
     @property
     def title(self) -> str:
+        """The table's title, with the number of generations where all rows learn from the same number."""
         counts = {recipe.cases for recipe in self.table.rows.values()}
         return self.table.title if len(counts) > 1 else f"{self.table.title}, {counts.pop()} generations"
 
     @property
     def complete(self) -> bool:
+        """Whether every recipe of the table has its row."""
         return len(self.rows) > len(self.table.rows)
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """Column headings of the report, in the order of `cells`."""
         what = "overlap" if self.table.temperature else "agreement"
         return ("", *(f"{test}: {what} (tokens per call)" for test in self.tests), "loss", "seconds")
 
     def cells(self) -> tuple[tuple[object, ...], ...]:
+        """One tuple for each row, formatted for the report; empty text where nothing was trained."""
         return tuple(
             (
                 row.label,
@@ -97,6 +101,7 @@ class Outcome:
         )
 
     def plain(self) -> dict[str, Any]:
+        """The table as JSON-ready values, figures unrounded."""
         what = "overlap" if self.table.temperature else "agreement"
         return {
             "title": self.title,

@@ -23,6 +23,8 @@ K = 4
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
+    """Figures of one draft on greedy text. tokens_per_call: output tokens per target call at draft length K."""
+
     agreement: float
     tokens_per_call: float
     overlap: float
@@ -30,6 +32,7 @@ class Agreement:
     prompts: int
 
     def plain(self) -> dict[str, float | int]:
+        """The figures by field name, JSON-ready."""
         return asdict(self)
 
 

@@ -74,12 +74,14 @@ class Course:
     serving: list[Path | None] = field(default_factory=list["Path | None"])
 
     def add(self, one: Drafted) -> None:
+        """Append one request's counts of agreed tokens, output tokens and target calls."""
         self.agreed.append(one.agreed)
         self.tokens.append(len(one.generation.output))
         self.calls.append(len(one.generation.rounds))
 
     @property
     def seconds(self) -> float:
+        """Seconds of training and scoring, over all runs."""
         return sum(run.seconds for run in self.runs)
 
 
@@ -115,6 +117,7 @@ class Learner:
         self.serving: Path | None = None
 
     def close(self) -> None:
+        """Close the database."""
         self.database.close()
 
     def take(self, requests: Sequence[Generation], course: Course) -> None:

@@ -38,6 +38,7 @@ class Scored:
     forecasts: tuple[Forecast, ...]
 
     def plain(self) -> dict[str, Any]:
+        """All fields by name, the forecasts as dictionaries."""
         return asdict(self)
 
 

@@ -46,6 +46,8 @@ TRUTHS = "tokens-per-call.json"
 
 
 class Kind(StrEnum):
+    """How a candidate was made."""
+
     BETTER = "trained"
     SHUFFLED = "trained on shuffled targets"
     NOISY = "the active one with noise"
@@ -60,6 +62,7 @@ class Candidate:
 
     @property
     def name(self) -> str:
+        """Unique name of the candidate, such as `better-3`."""
         return f"{self.kind.name.lower()}-{self.seed}"
 
 
@@ -73,6 +76,7 @@ class Judged:
     worth: float | None
 
     def plain(self) -> dict[str, Any]:
+        """The candidate, its verdict and its worth by name, JSON-ready; gain, low90 and worth are fractions."""
         verdict = self.verdict
         return {
             "name": self.candidate.name,

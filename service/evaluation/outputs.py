@@ -45,6 +45,7 @@ class Outputs:
         return self.held.get(_digest(prompt).hex())
 
     def add(self, generation: Generation) -> None:
+        """Append the output to the cache file, above T = 0 with its logprobs, and store its targets, if any."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if generation.targets is not None:
             self.targets.store(generation, generation.targets)

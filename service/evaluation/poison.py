@@ -51,6 +51,7 @@ class Poisoned:
     candidates: Sequence[tuple[float, float]]
 
     def cells(self) -> tuple[object, ...]:
+        """The attack's row of the report, in the order of `COLUMNS`; the worst candidate has the lowest agreement."""
         runs = self.course.runs
         worst = min(self.candidates, default=None)
         told = [f"{agreed:.4f}, {kept:.4f}" for agreed, kept in (self.bare, self.serving)]
@@ -58,6 +59,7 @@ class Poisoned:
         return (self.attack, f"{len(runs)} ({sum(run.promoted for run in runs)})", *told, last)
 
     def plain(self) -> dict[str, Any]:
+        """The attack's results by name, JSON-ready; pairs are (agreement, acceptance rate)."""
         return {
             "requests": self.requests,
             "runs": [

@@ -11,6 +11,8 @@ from service.core import BadRequest
 
 @dataclass(frozen=True, slots=True)
 class PromptLine:
+    """One prompt of a file. id: by default its line number. domain: by default the file's name without suffix."""
+
     id: str
     domain: str
     prompt: str

@@ -111,6 +111,7 @@ class Stream:
 
     @property
     def columns(self) -> tuple[str, ...]:
+        """Column headings of the report, in the order of `cells`."""
         held_out = "held-out: static, best, " + ", ".join(f"{arm} at the end (of the gain)" for arm in LEARNING)
         return ("", *self.courses, held_out, f"requests to {BACK:.0%} of the gain")
 
@@ -146,6 +147,7 @@ class Stream:
         )
 
     def plain(self) -> dict[str, Any]:
+        """All results by part and by arm, JSON-ready."""
         return {
             "parts": [
                 {"topic": part.topic, "requests": len(part.lines), "best": asdict(best)}

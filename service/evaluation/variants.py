@@ -54,6 +54,7 @@ class Table:
 
     @property
     def temperature(self) -> float:
+        """Sampling temperature of the first recipe; all recipes of a table share it."""
         return next(iter(self.rows.values())).temperature
 
 

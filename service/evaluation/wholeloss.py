@@ -27,6 +27,7 @@ class WholeDivergence:
         self.objective = objective
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
+        """Weighted mean of the objective over the batch's response positions, a scalar; 0 where all weights are 0."""
         ours = learnt(model, self.parts, batch)
         theirs = mx.stop_gradient(states(self.target, self.target_parts, batch.tokens, 1)[0][batch.at])
         total = mx.array(0.0)

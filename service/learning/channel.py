@@ -46,6 +46,7 @@ class Channel:
 
     @property
     def paused(self) -> bool:
+        """Whether the parent's last command was `pause`."""
         return self._paused.is_set()
 
     def hold(self) -> None:

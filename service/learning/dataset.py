@@ -40,6 +40,7 @@ class Example:
 
     @property
     def positions(self) -> int:
+        """Number of output tokens learnt in this window, n."""
         return len(self.tail)
 
 
@@ -183,6 +184,7 @@ def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[Batch
 
 
 def padded(length: int) -> int:
+    """`length` rounded up to a multiple of LENGTHS."""
     return -(-length // LENGTHS) * LENGTHS
 
 

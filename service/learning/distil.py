@@ -56,6 +56,7 @@ def batches(text: Text, rows: int, epochs: int, seed: int) -> Iterator[TextBatch
 
 
 def batch_count(text: Text, rows: int, epochs: int) -> int:
+    """How many batches `batches` yields with the same arguments."""
     return len(text.tokens) * epochs // rows
 
 

@@ -272,6 +272,10 @@ def lower_priority(niceness: int) -> None:
 
 
 def main() -> int:
+    """Run the one job that arrives on stdin and end with a `done` message, or `failed` for a RedraftError.
+
+    Returns exit status 0 for both; any other exception ends the process.
+    """
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     channel = Channel.claim()
     try:

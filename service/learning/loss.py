@@ -55,6 +55,7 @@ class TargetDivergence:
         self.objective = objective
 
     def __call__(self, model: nn.Module, batch: Batch) -> mx.array:
+        """The weighted mean as a scalar, differentiable in the model's trainable parameters."""
         count = batch.at.shape[0]
         if count == 0:
             return mx.array(0.0)

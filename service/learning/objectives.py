@@ -38,6 +38,7 @@ LEARNT = Objective.JSD
 
 
 def each(objective: Objective, logp: mx.array, logq: mx.array) -> mx.array:
+    """The objective's value at each position, (N,); logp, logq: (N, top + 1)."""
     match objective:
         case Objective.KL:
             return forward_kl(logp, logq)

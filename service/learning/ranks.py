@@ -32,6 +32,7 @@ class Ranks:
 
     @property
     def first(self) -> bool:
+        """Whether this is process 0; always true alone."""
         return self.index == 0
 
     def gather(self, value: int) -> list[int]:

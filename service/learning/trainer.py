@@ -32,6 +32,8 @@ _WORSE, _NOISE = 1.1, 0.05
 
 
 class Minibatch(Protocol):
+    """What the training loop needs of a batch."""
+
     @property
     def count(self) -> int:
         """Tokens processed, for the rate."""
@@ -274,6 +276,7 @@ def train(
 
 
 def number(scalar: mx.array) -> float:
+    """A scalar array as a Python float; evaluates it, which is a host sync."""
     return float(cast("float", scalar.item()))
 
 

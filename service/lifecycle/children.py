@@ -137,6 +137,7 @@ class Child:
 
     @property
     def pid(self) -> int:
+        """Process id of the child."""
         return self._handle.pid
 
     @property

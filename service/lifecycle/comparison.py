@@ -49,6 +49,7 @@ class Gain:
 
     @property
     def interval(self) -> tuple[float, float, float]:
+        """(gain, low, high), as fractions."""
         return self.gain, self.low, self.high
 
     def __str__(self) -> str:
@@ -88,6 +89,7 @@ class Comparison:
 
     @property
     def generations(self) -> int:
+        """Number of generations that both adapters were scored on."""
         return len(self._pairs)
 
     @property
@@ -97,6 +99,7 @@ class Comparison:
 
     @property
     def tokens(self) -> int:
+        """Output tokens of all generations."""
         return sum(score.tokens for score, _ in self._pairs)
 
     @property

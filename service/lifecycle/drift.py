@@ -77,6 +77,7 @@ class Drift:
 
     @property
     def alarm(self) -> bool:
+        """Whether the acceptance rate has fallen: the CUSUM has reached LIMIT and `z` has reached FIRM."""
         return self.climb >= LIMIT and self.z >= FIRM
 
 

@@ -50,12 +50,15 @@ class Process:
 
     @property
     def pid(self) -> int:
+        """Process id of the child."""
         return self._process.pid
 
     def poll(self) -> list[Mapping[str, object]]:
+        """Messages received since the last call, oldest first; a line that is no JSON object has the type "garbage"."""
         return [self._messages.popleft() for _ in range(len(self._messages))]
 
     def exit_code(self) -> int | None:
+        """None while the child runs, else its exit code; waits up to 5 s for its last messages to be read."""
         code = self._process.poll()
         if code is not None:
             # What it said last may still be in the pipe.
@@ -63,9 +66,11 @@ class Process:
         return code
 
     def pause(self, paused: bool) -> None:
+        """Ask the child to pause or to resume; no effect once it has ended."""
         self._write("pause" if paused else "resume")
 
     def stop(self, grace_seconds: float) -> None:
+        """Close the child's stdin, wait `grace_seconds`, then kill it; returns when it has ended."""
         if self._process.stdin is not None and not self._process.stdin.closed:
             # The child exits when its line to the parent ends.
             with contextlib.suppress(OSError):
@@ -122,6 +127,7 @@ class ProcessLauncher:
         self._share = share
 
     def launch(self, spec: Mapping[str, object]) -> Process:
+        """Start the child with its BLAS threads set and send it `spec` as one JSON line. Raises OSError."""
         # Set before the child starts: BLAS libraries read it when they are loaded.
         environment = {name: str(self._threads) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")}
         process = Process(self._command, spec, self._log, environment, lambda: self._share(self._cores))

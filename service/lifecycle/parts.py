@@ -67,6 +67,7 @@ class Parts:
         self.discard(reason)
 
     def ended(self, run: TrainingRun) -> None:
+        """Report to `events` that this run is over, with its last state."""
         self.events.training(run)
         self.events.training_ended(run.state)
 
@@ -81,7 +82,9 @@ class Job(Protocol):
     """A child at work and what its words mean."""
 
     @property
-    def child(self) -> Child: ...
+    def child(self) -> Child:
+        """The child process of this job."""
+        ...
 
     def pause(self, busy: bool, strain: str | None) -> None:
         """Pause while the machine cannot spare what it takes (`strain` says why), else go on. busy: requests wait; for that the

@@ -36,6 +36,7 @@ class QueueMonitor:
         self._wake.set()
 
     def start(self) -> None:
+        """Start the thread. Call once."""
         self._thread.start()
 
     def stop(self) -> None:

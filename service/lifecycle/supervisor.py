@@ -234,6 +234,10 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------- operator's words
 
     def request_training(self, idempotency_key: str | None) -> TrainingRun:
+        """Claim a run and start its child, stopping one that backfills cases. The same key returns the same run.
+
+        Raises Conflict during a run or comparison, without a draft or after `stop`; BadRequest with nothing to learn.
+        """
         runs = self._parts.runs
         with self._lock:
             if idempotency_key is not None and (known := runs.by_key(idempotency_key)) is not None:
@@ -255,12 +259,18 @@ class Supervisor:
             return runs.get(run.id)
 
     def run(self, run_id: int) -> TrainingRun:
+        """The training run with this id. Raises NotFound."""
         return self._parts.runs.get(run_id)
 
     def adapters(self) -> list[AdapterRef]:
+        """All adapters, newest first."""
         return self._parts.adapters.all()
 
     def activate(self, adapter_id: int) -> AdapterRef | None:
+        """Serve this adapter and end its watch; BARE_DRAFT: no adapter, returns None.
+
+        Raises NotFound, Conflict for an adapter that may not serve, AdapterRefused, Unavailable, TimeoutError.
+        """
         adapters, switching = self._parts.adapters, self._parts.switching
         with self._lock:
             ref = None if adapter_id == BARE_DRAFT else adapters.get(adapter_id)
@@ -280,6 +290,10 @@ class Supervisor:
             return ref
 
     def rollback(self, expected: int | None = None) -> AdapterRef | None:
+        """Roll back the active adapter and return the one that serves now, None for the bare draft.
+
+        expected: the id that has to be active. Raises Conflict when another is, or when the bare draft serves.
+        """
         with self._lock:
             ref = self._parts.adapters.active(self._parts.who.draft)
             serving = BARE_DRAFT if ref is None else ref.id

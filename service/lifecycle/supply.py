@@ -64,13 +64,15 @@ class SupplyJob:
 
     @property
     def child(self) -> Child:
+        """The child process."""
         return self._child
 
     def pause(self, busy: bool, strain: str | None) -> None:
+        """Does nothing: this job does not pause for `strain`."""
         # Not for strain: it is short, and a comparison may be waiting for it to end.
-        pass
 
     def heed(self, message: Message) -> None:
+        """Store the cases of a message; when the child is done or fails, settle which generations still wait."""
         match message:
             case Cases(found):
                 if count := self._parts.unseen.supply(found):
@@ -83,4 +85,5 @@ class SupplyJob:
                 log.warning("a child that works out cases has no use for %s", type(message).__name__)
 
     def abandon(self, reason: str) -> None:
+        """Log the reason; generations without cases go on waiting."""
         log.info("working out cases ended: %s", reason)

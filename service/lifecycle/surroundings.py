@@ -132,10 +132,12 @@ class Surroundings:
 
     @classmethod
     def here(cls, training: TrainingSettings) -> Surroundings:
+        """With the checks of this system, macOS or Linux, that `training` enables."""
         look = on_macos if sys.platform == "darwin" else on_linux
         return cls(lambda: look(training))
 
     def __call__(self) -> str | None:
+        """Why training should pause, None when nothing speaks against it; up to EVERY_SECONDS old."""
         now = self._clock()
         if self._asked is None or now - self._asked >= EVERY_SECONDS:
             self._known, self._asked = self._look(), now

@@ -70,9 +70,11 @@ class TrainingJob:
 
     @property
     def child(self) -> Child:
+        """The child process."""
         return self._child
 
     def pause(self, busy: bool, strain: str | None) -> None:
+        """Pause for `strain`, unless an operator asked for the run, and record the reason whenever it changes."""
         # Whoever asks for a run wants it now, on battery or not.
         strained = strain if self._run.trigger is not Trigger.MANUAL else None
         reason = strained or (BUSY if busy else None)
@@ -83,6 +85,7 @@ class TrainingJob:
             self._paused = reason
 
     def heed(self, message: Message) -> None:
+        """Record progress, candidate or scores; when the child is done the gate decides; a failure ends the run."""
         run, runs = self._run, self._parts.runs
         match message:
             case Progress():
@@ -102,6 +105,7 @@ class TrainingJob:
                 log.warning("a child that trains has no use for Cases")
 
     def abandon(self, reason: str) -> None:
+        """The run becomes CRASHED; its cases are free for other runs, their count of crashes unchanged."""
         self._parts.crash(self._parts.runs.get(self._run.id), reason, blameless=True)
 
     def _register(self, made: Candidate) -> None:

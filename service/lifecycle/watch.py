@@ -97,13 +97,15 @@ class WatchJob:
 
     @property
     def child(self) -> Child:
+        """The child process."""
         return self._child
 
     def pause(self, busy: bool, strain: str | None) -> None:
+        """Does nothing: a comparison does not pause for `strain`."""
         # Whatever the machine is short of: a comparison is short, and a bad adapter costs more while it waits.
-        pass
 
     def heed(self, message: Message) -> None:
+        """Take the scores; when the child is done decide about the adapter; a failure counts against its ATTEMPTS."""
         match message:
             case Scores():
                 self._scores = message
@@ -115,6 +117,7 @@ class WatchJob:
                 log.warning("a child that compares has no use for %s", type(message).__name__)
 
     def abandon(self, reason: str) -> None:
+        """Log the reason; the watch stays pending and a later tick compares again."""
         log.info("comparing adapter %d ended: %s", self._ref.id, reason)
 
     def _decide(self) -> None:

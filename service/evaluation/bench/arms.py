@@ -31,9 +31,11 @@ class Contest:
     probes: Sequence[Prompt]
 
     def plain(self) -> Arm:
+        """The target alone on this engine."""
         return EngineArm(self.pair, None, k=0, prefill_chunk=self.engine.prefill_chunk)
 
     def drafting(self, draft: Draft | None) -> Arm | None:
+        """This engine with `draft`, at exactly `k` drafted tokens or adaptive; None without a draft."""
         if draft is None:
             return None
         k, adaptive = (self.engine.num_draft_tokens, self.engine.adaptive) if self.k is None else (self.k, False)
@@ -53,9 +55,11 @@ class Contest:
         )
 
     def mlx_lm(self) -> Arm:
+        """mlx-lm's `generate_step` on the target alone."""
         return MlxLmArm(self.pair.target.model, self.pair.eos)
 
     def mlx_lm_drafting(self, draft: Draft | None) -> Arm | None:
+        """mlx-lm's speculative decoding with `draft`, at `k` or its fastest K on the probes; None without a draft."""
         if draft is None:
             return None
         target, model, eos = self.pair.target.model, whole(draft.model), self.pair.eos
@@ -98,6 +102,7 @@ def make(contest: Contest, names: Sequence[str] | None) -> dict[str, Arm]:
 
 
 def missing(name: str) -> str:
+    """What the named arm needs, as the text of the error."""
     if name == "lookup":
         return "the arm lookup needs engine.num_lookup_tokens above 0, and no --k"
     if name.startswith("mlx_lm"):

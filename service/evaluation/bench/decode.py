@@ -44,6 +44,7 @@ class Task:
     k: int | None = None
 
     def prompts(self, pair: Pair) -> list[Prompt]:
+        """Each line encoded as a chat of one user turn, in order, with this task's sampling."""
         encoder = TextEncoder(pair.target.tokenizer)
         # Without a seed, for this engine's own rule at T > 0 is rejection.
         sampling = Sampling(max_tokens=self.max_tokens, temperature=self.temperature)

@@ -40,6 +40,7 @@ def label() -> str:
 
 
 def sentence() -> str:
+    """The machine, package versions, device, precision of the weights and BLAS as one sentence."""
     found = describe()
     versions = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
     accelerator = f"{found['accelerator']}; " if found["accelerator"] else ""

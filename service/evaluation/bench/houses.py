@@ -20,6 +20,8 @@ _MLX_LM = "import service; from mlx_lm.server import main; main()"
 
 @dataclass(frozen=True, slots=True)
 class House:
+    """One server process and the function that sends it a request."""
+
     server: ServerProcess
     ask: Ask
 

@@ -42,6 +42,7 @@ class MlxLmArm:
         self._k = k
 
     def decode(self, prompt: Prompt) -> Decoded:
+        """Decode one prompt up to and with the end token, on fresh caches; prefill is not timed."""
         cache = _read(self._target, prompt.tokens)
         if self._draft is not None:
             cache += _read(self._draft, prompt.tokens)

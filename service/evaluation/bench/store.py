@@ -48,6 +48,7 @@ class Clock:
 
     @contextmanager
     def time(self, step: str) -> Generator[None]:
+        """Add the wall-clock seconds of the `with` body to `seconds[step]`; nothing when the body raises."""
         begun = time.perf_counter()
         yield
         self.seconds.setdefault(step, []).append(time.perf_counter() - begun)

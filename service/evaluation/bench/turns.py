@@ -35,9 +35,13 @@ class Arm(Protocol):
     """One way of decoding. settings: what was chosen for it, for the report."""
 
     @property
-    def settings(self) -> Mapping[str, object]: ...
+    def settings(self) -> Mapping[str, object]:
+        """Settings of this arm by name, as the report shows them."""
+        ...
 
-    def decode(self, prompt: Prompt) -> Decoded: ...
+    def decode(self, prompt: Prompt) -> Decoded:
+        """Decode one prompt to its end and time it without prefill."""
+        ...
 
 
 class EngineArm:
@@ -68,6 +72,7 @@ class EngineArm:
         self._decoder.profile(1)
 
     def decode(self, prompt: Prompt) -> Decoded:
+        """Decode one prompt as the only row of the batch; prefill is not timed, and each round is one target call."""
         row = Row("", prompt, self._eos, None)
         self._decoder.admit(row)
         begun = time.perf_counter()
