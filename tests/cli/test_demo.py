@@ -138,6 +138,7 @@ def test_either_of_them_is_enough() -> None:
     assert len(replace(fine, greedy_mismatches=1).problems()) == 1
 
 
+@pytest.mark.nightly
 def test_nothing_promoted_is_a_failure_with_its_reason(
     shown: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,7 @@ from service.settings import Settings
 from tests.support.published import check_published
 
 
+@pytest.mark.nightly
 def test_swap_measures_gaps_and_recording(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
     report = run_swap(settings, models, clients=2, swaps=2, max_tokens=120, rows=(1, 2), turns=1, tokens=8)
     found = report.plain

@@ -1,5 +1,6 @@
 """The gate and poisoned traffic at the size of a toy."""
 
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -86,11 +87,13 @@ def test_the_gate_tells_adapters_apart_every_time(quick: Settings, models: tuple
     assert sum(one.verdict.promoted for one in by_kind[Kind.NOISY]) < 10
 
 
-@pytest.mark.parametrize("requests", [60, pytest.param(240, marks=pytest.mark.nightly)])
-def test_hostile_traffic_goes_through_the_loop(quick: Settings, models: tuple[Path, Path], requests: int) -> None:
+@pytest.mark.parametrize(("requests", "attacks"), [(60, 1), pytest.param(240, 3, marks=pytest.mark.nightly)])
+def test_hostile_traffic_goes_through_the_loop(
+    quick: Settings, models: tuple[Path, Path], requests: int, attacks: int
+) -> None:
     honest, test = list(prompts(requests // 5, 1)), list(prompts(20, 3))
-    found = list(run_poison(quick, models, None, honest, test, requests=requests, max_tokens=16))
-    assert [one.attack for one in found] == ["random tokens", "repeated strings", "both, from one client"]
+    found = list(islice(run_poison(quick, models, None, honest, test, requests=requests, max_tokens=16), attacks))
+    assert [one.attack for one in found] == ["random tokens", "repeated strings", "both, from one client"][:attacks]
     for one in found:
         assert one.requests >= requests - 5 and len(one.course.tokens) == one.requests
         assert len(one.candidates) == len(one.course.runs) > 0

@@ -2,11 +2,14 @@
 
 from pathlib import Path
 
+import pytest
+
 from service.evaluation.cycle import run_cycle
 from service.settings import GateSettings, Settings, TrainingSettings
 from tests.support.tiny_server import prompts
 
 
+@pytest.mark.nightly
 def test_a_cycle_tells_what_a_run_costs_whoever_is_served_meanwhile(
     settings: Settings, models: tuple[Path, Path]
 ) -> None:

@@ -70,6 +70,7 @@ def test_a_head_is_made_loads_and_can_be_gone_on_from(target: Path, tmp_path: Pa
         make_draft(target, tmp_path / "other", replace(RECIPE, kind="layers"), start=first)
 
 
+@pytest.mark.nightly
 def test_half_precision_learns_too(target: Path, tmp_path: Path) -> None:
     report = make_draft(target, tmp_path / "half", replace(RECIPE, dtype="bfloat16", blend=True))
     assert report is not None

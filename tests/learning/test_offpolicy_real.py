@@ -228,8 +228,15 @@ def test_a_prompt_of_one_token_has_its_first_round_undrafted(world: World) -> No
     assert all(predicted == done for predicted, done in told)
 
 
-@pytest.mark.parametrize(("version", "k"), [("adapter", 5), ("another draft", 2)])
-@pytest.mark.parametrize(("pairs", "texts"), [(2, 120), pytest.param(8, 240, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("version", "k", "pairs", "texts"),
+    [
+        ("adapter", 5, 2, 120),
+        pytest.param("another draft", 2, 2, 120, marks=pytest.mark.nightly),
+        pytest.param("adapter", 5, 8, 240, marks=pytest.mark.nightly),
+        pytest.param("another draft", 2, 8, 240, marks=pytest.mark.nightly),
+    ],
+)
 def test_tokens_per_call_of_unseeded_traffic_are_predicted_on_average(
     world: World, version: str, k: int, pairs: int, texts: int
 ) -> None:

@@ -69,7 +69,7 @@ def weights(draft: Path) -> dict[str, mx.array]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "began"), [("layers", "0"), ("eagle", "2")])
+@pytest.mark.parametrize(("kind", "began"), [("layers", "0"), pytest.param("eagle", "2", marks=pytest.mark.nightly)])
 def test_two_processes_learn_what_one_learns_from_both_their_texts(tmp_path: Path, kind: str, began: str) -> None:
     """began: the target's layer that the draft's first one was taken from."""
     save_model(tiny_llama(1, layers=3), tmp_path / "target")

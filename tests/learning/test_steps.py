@@ -74,7 +74,9 @@ def brute(head: Head, g: Generation, k: int) -> tuple[tuple[Round, ...], list[tu
             q = mx.softmax(logits[accepted], axis=-1)[chosen[accepted]].item()
             cases.append((start + accepted, chosen[accepted], g.output[start + accepted], q))
         emitted = min(accepted + 1, len(g.output) - start)
-        rounds.append(Round(0, start, k, accepted, emitted))
+        # What lies behind the end of the text was not tested.
+        drafted = min(k, emitted) if start + emitted == len(g.output) else k
+        rounds.append(Round(0, start, drafted, accepted, emitted))
         start += emitted
     return tuple(rounds), cases
 

@@ -180,6 +180,7 @@ def test_a_domain_blocks_when_it_is_probably_beyond_the_tolerance_and_surely_wor
     assert decide(slightly, active).promoted, "surely worse, but within the tolerance"
 
 
+@pytest.mark.nightly
 def test_domains_are_not_blocked_by_chance_the_more_there_are() -> None:
     rng = np.random.default_rng(5)
     passed = 0
@@ -196,7 +197,7 @@ def test_domains_are_not_blocked_by_chance_the_more_there_are() -> None:
 
 @pytest.mark.parametrize("costs", [None, LEVEL], ids=["calls", "costs"])
 @pytest.mark.parametrize("differ", [0.01, 0.1], ids=["hardly any noise", "much"])
-@pytest.mark.parametrize("texts", [30, 200])
+@pytest.mark.parametrize("texts", [30, pytest.param(200, marks=pytest.mark.nightly)])
 def test_of_100_candidates_that_are_only_noise_ten_at_most_are_promoted(
     differ: float, texts: int, costs: Sequence[float] | None
 ) -> None:
@@ -206,7 +207,14 @@ def test_of_100_candidates_that_are_only_noise_ten_at_most_are_promoted(
     assert sum(one.promoted for one in each) <= 10
 
 
-@pytest.mark.parametrize(("differ", "costs"), [(0.04, None), (0.1, None), (0.1, LEVEL)])
+@pytest.mark.parametrize(
+    ("differ", "costs"),
+    [
+        pytest.param(0.04, None, marks=pytest.mark.nightly),
+        pytest.param(0.1, None, marks=pytest.mark.nightly),
+        (0.1, LEVEL),
+    ],
+)
 def test_of_20_candidates_that_are_truly_two_per_cent_better_19_pass(
     differ: float, costs: Sequence[float] | None
 ) -> None:

@@ -135,7 +135,9 @@ def watched(
     raise AssertionError("the last look decides")
 
 
-@pytest.mark.parametrize("costs", [None, LEVEL], ids=["calls", "costs"])
+@pytest.mark.parametrize(
+    "costs", [pytest.param(None, id="calls", marks=pytest.mark.nightly), pytest.param(LEVEL, id="costs")]
+)
 def test_an_adapter_as_good_as_both_is_rarely_taken_back_however_often_is_looked(costs: Sequence[float] | None) -> None:
     """Of 1,000 such watches 38 ended so by calls."""
     rng = np.random.default_rng(21)

@@ -90,6 +90,7 @@ def command(config: Path, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_requests_that_wait_pause_training_between_two_ticks(tmp_path: Path) -> None:
     server = tiny_server(tmp_path, write_pair(tmp_path), training=LONG, engine={"max_rows": 1})
     server.start()

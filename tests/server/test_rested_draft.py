@@ -31,6 +31,7 @@ def same(one: FailureCase, other: FailureCase) -> bool:
     return settled and (one.p, one.q, one.margin) == pytest.approx((other.p, other.q, other.margin), rel=1e-3, abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_what_was_never_drafted_is_learnt_from(tmp_path: Path) -> None:
     folders = write_pair(tmp_path)
     pair = load_pair(*folders)

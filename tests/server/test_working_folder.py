@@ -58,6 +58,7 @@ def test_the_training_child_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not imported(tmp_path)
 
 
+@pytest.mark.nightly
 def test_a_server_started_from_there_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = tiny_server(tmp_path, write_pair(tmp_path))
     monkeypatch.chdir(foreign_folder(tmp_path))
