@@ -24,11 +24,9 @@ KINDS = 16
 _KIND = re.compile(r"cluster:([0-9a-f]{16})")
 
 
-def text_key(prompt: Sequence[int], output: Sequence[int]) -> bytes:
-    """Equal for the same prompt with the same output alone."""
-    digest = hashlib.sha256(len(prompt).to_bytes(8, "little"))
-    digest.update(np.array([*prompt, *output], dtype="<u4").tobytes())
-    return digest.digest()
+def text_key(prompt: bytes, output: bytes) -> bytes:
+    """Equal for the same prompt with the same output alone. Both are token ids as stored, little-endian uint32."""
+    return hashlib.sha256(len(prompt).to_bytes(8, "little") + prompt + output).digest()
 
 
 def template(first_user: str, prompt: Sequence[int]) -> bytes:

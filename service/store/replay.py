@@ -162,8 +162,8 @@ _same: ColumnElement[bool] = generations.c.seq == replay_buffer.c.seq
 
 
 def _item(row: Any) -> Item:
-    prompt = _ids(row.prompt)
-    return Item(row.seq, text_key(prompt, _ids(row.output)), groups_of(row.client, template(row.first_user, prompt)))
+    said = template(row.first_user, _ids(row.prompt))
+    return Item(row.seq, text_key(row.prompt, row.output), groups_of(row.client, said))
 
 
 def _ids(blob: bytes) -> list[int]:

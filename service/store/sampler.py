@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.core import Prompt
-from service.store.likeness import template
+from service.store.likeness import template, text_key
 from service.store.reservoir import SHARE, groups_of
 from service.store.rows import id_bytes
 
@@ -41,10 +41,9 @@ class Text:
 
 def text(name: str, *, prompt: bytes, output: bytes, client: str | None, first_user: str) -> Text:
     """From the columns of a row: prompt and output are token ids, little-endian uint32."""
-    digest = hashlib.sha256(len(prompt).to_bytes(8, "little") + prompt + output).digest()
     tokens = () if first_user.strip() else np.frombuffer(prompt, dtype="<u4").tolist()
     said = template(first_user, tokens)
-    return Text(name, digest, _conversation(first_user, prompt), groups_of(client, said))
+    return Text(name, text_key(prompt, output), _conversation(first_user, prompt), groups_of(client, said))
 
 
 def conversation(prompt: Prompt) -> str:
