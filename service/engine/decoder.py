@@ -169,7 +169,7 @@ class Decoder:
             prefill.draft_cache(drafter.draft.model, self.epoch)
             try:
                 more |= follow(drafter, prefill, size=size, prefix=prefix)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
                 self._put_draft_aside(error)
         return not more
 
@@ -434,7 +434,7 @@ class Decoder:
                 # What MLX refuses to run is then raised here, before the target's cache depends on it.
                 mx.async_eval(proposal.tokens, proposal.usable, [] if proposal.logq is None else proposal.logq)
             return proposal
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
             self._put_draft_aside(error)
             return None
 

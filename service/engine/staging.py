@@ -45,7 +45,7 @@ class Staging:
         loading = self._loading[0]
         try:
             draft = next(loading.steps)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  (who asked for it is told)
             self._loading.popleft()
             refused = error if isinstance(error, RedraftError) else Unavailable(f"loading the adapter failed: {error}")
             loading.future.set_exception(refused)

@@ -108,7 +108,7 @@ class Recorder:
             try:
                 self._generations.add(batch).result()
                 return True
-            except Exception as error:  # whatever the store does, the engine goes on and this thread lives
+            except Exception as error:  # noqa: BLE001  (whatever the store does, this thread lives)
                 log.warning("could not record %d generations: %s", len(batch), type(error).__name__)
             if self._closing.wait(self._backoff * 2**attempt):
                 break

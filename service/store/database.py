@@ -205,7 +205,7 @@ class Database:
                 job.future.set_exception(error)
             except SQLAlchemyError as error:
                 job.future.set_exception(StoreError(f"writing to the database failed: {_plain(error)}"))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  (who waits for the write gets it)
                 job.future.set_exception(error)
             else:
                 job.future.set_result(result)

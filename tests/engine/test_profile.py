@@ -1,7 +1,6 @@
 """What calls cost is timed more than once: a machine that was busy for a moment is not taken for a slow one."""
 
 import time
-from collections.abc import Iterator
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -57,9 +56,9 @@ def round_of(costs: Costs) -> float:
 
 
 @pytest.fixture(scope="module")
-def quiet() -> Iterator[float]:
+def quiet() -> float:
     """Seconds of a round of one drafted token on a machine that is not busy."""
-    yield round_of(Profile(*pair(0), rows=[1], most=1).measure())
+    return round_of(Profile(*pair(0), rows=[1], most=1).measure())
 
 
 def test_a_busy_moment_at_the_start_is_forgotten(quiet: float) -> None:

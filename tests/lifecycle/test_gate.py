@@ -146,7 +146,7 @@ GOOD = scores([40] * 40)
     ],
 )
 def test_scores_that_do_not_match_are_an_error(candidate: list[Score]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"scored|usable score|draft lengths"):
         decide(candidate, GOOD)
 
 
@@ -319,7 +319,7 @@ def test_the_interval_chooses_lengths_anew_in_every_resample() -> None:
     "costs", [(), (1.0, 1.1), (1.0, 1.1, 1.2, 1.3), (1.0, 0.0, 1.2), (1.0, -1.0, 1.2), (1.0, float("nan"), 1.2)]
 )
 def test_costs_that_cannot_be_are_an_error(costs: Sequence[float]) -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match=r"draft lengths|rounds that cost nothing"):
         decide(GOOD, GOOD, costs)
 
 

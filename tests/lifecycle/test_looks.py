@@ -109,9 +109,9 @@ def test_a_draft_that_may_propose_nothing_decides_nothing() -> None:
 
 
 def test_scores_of_other_texts_are_an_error() -> None:
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="different generations"):
         at(SAME, {PARENT: SAME, BARE_DRAFT: SAME[1:]})
-    with pytest.raises(ValueError):
+    with pytest.raises(ValueError, match="two different texts"):
         at(SAME, {PARENT: [*SAME[1:], replace(SAME[0], tokens=1)], BARE_DRAFT: SAME})
 
 

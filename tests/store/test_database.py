@@ -64,7 +64,7 @@ def test_many_writers_and_readers_never_see_a_lock(database: Database) -> None:
         try:
             for _ in range(15):
                 store.add([generation(), generation()]).result()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             errors.append(error)
 
     def read() -> None:
@@ -72,7 +72,7 @@ def test_many_writers_and_readers_never_see_a_lock(database: Database) -> None:
             while not done.is_set():
                 stats = store.stats()
                 assert stats.generations <= 240
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             errors.append(error)
 
     writers = [threading.Thread(target=write) for _ in range(8)]
