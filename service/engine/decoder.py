@@ -241,10 +241,12 @@ class Decoder:
             steps = self.length.steps(load, choice, greedy, [_drafts(row) for row in rows])
         if not steps.stops:
             noise.first(steps.most + 1)
+        failures = self.draft_failures
         drafted = self._propose(rows, visible, steps, batch, noise, draft_key)
         if drafted is not None:
             choice = choice.having(drafted.tokens.shape[1])
-        held = self.cache.lengths.host
+        if self.draft_failures > failures:
+            batch, noise, verify_key = self._anew(rows)
         try:
             done = self._verify(rows, choice, found, drafted, batch, noise, verify_key)
         except Exception as error:
@@ -253,7 +255,8 @@ class Decoder:
                 raise
             drafted = None
             self._put_draft_aside(error)
-            self.cache.rewind(held)
+            batch, noise, verify_key = self._anew(rows)
+            self._prefill_again(rows)
             done = self._verify(rows, choice, found, drafted, batch, noise, verify_key)
         before = [len(row.tokens) for row in rows]
         sources = [Source.LOOKUP if n else Source.DRAFT for n in choice.looked_up]
@@ -277,6 +280,30 @@ class Decoder:
             self.length.observe(load, choice, matches, accepted, None if behind else seconds, own, proposed)
             steps.observe(accepted, proposed)
         return RoundReport(tuple(rows), tuple(deltas), rounds, seconds)
+
+    def _anew(self, rows: Sequence[Row]) -> tuple[SamplingBatch, SharedNoise, mx.array]:
+        """What a round samples with, made again: MLX may take arrays of an evaluation that failed for computed."""
+        batch = SamplingBatch.of([row.prompt.sampling for row in rows], self.vocabulary)
+        self.key = mx.random.key(secrets.randbits(63))
+        return (
+            batch,
+            SharedNoise(batch, [row.emitted for row in rows], self.vocabulary),
+            mx.random.key(secrets.randbits(63)),
+        )
+
+    def _prefill_again(self, rows: Sequence[Row]) -> None:
+        """Compute the target's keys and values of all rows anew, after an evaluation that failed with them in it. Dear, and as
+        rare as a draft that fails so."""
+        made: list[RowCache] = []
+        for row in rows:
+            cache, text = self.target.cache(1), row.tokens[:-1]
+            for start in range(0, len(text), self.prefill_chunk):
+                self.target(mx.array([text[start : start + self.prefill_chunk]]), cache)
+                mx.eval(cache.arrays())
+                cache.settle([min(start + self.prefill_chunk, len(text))])
+            made.append(cache)
+        self.cache.keep([])
+        self.cache.join(made)
 
     def _visible(self, rows: Sequence[Row]) -> list[list[int]]:
         """Each row's tokens as the draft sees them. A draft call runs over the whole batch: of a row that goes without the

@@ -111,6 +111,25 @@ def test_an_error_that_shows_when_the_round_is_evaluated(
     assert sum(each.accepted for row in again for each in row.rounds) > 0
 
 
+@pytest.mark.parametrize("kind", ["npy", "safetensors"])
+@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
+def test_an_error_that_comes_with_the_verification(
+    tmp_path: Path, kind: str, seeded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the device is slower than Python the proposal's error shows after the target's call was built on it."""
+    monkeypatch.setattr(mx, "async_eval", lambda *arrays: None)
+    calls = 0
+
+    def spoil(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal calls
+        calls += tokens.shape[1] <= 2
+        return logits + truncated(tmp_path, kind) if calls == 6 and tokens.shape[1] <= 2 else logits
+
+    decoder = Decoder(target(), bare(Spoilt(spoil)), vocabulary=VOCABULARY, k=K)
+    decode(decoder, rows_of(3, seeded=seeded))
+    assert decoder.draft_failures == 1
+
+
 def test_an_error_of_the_target_is_the_caller_s(tmp_path: Path) -> None:
     failing = Spoilt(lambda tokens, logits: logits + truncated(tmp_path, "npy"))
     decoder = Decoder(failing, bare(good()), vocabulary=VOCABULARY, k=K)
