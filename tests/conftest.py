@@ -19,13 +19,3 @@ for name in [name for name in os.environ if name.startswith("REDRAFT_") and name
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: tests also wait for processes, sockets and clocks."""
     return (os.cpu_count() or 1) + 1
-
-
-LONGEST_FIRST = ("server", "cli", "evaluation", "learning", "lifecycle")
-"""Rooms whose files take longest: begun last, one of them would keep one worker busy after the others have ended."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Order files by what they take, tests of one file as they stand in it."""
-    order = {name: i for i, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
