@@ -37,7 +37,7 @@ def test_prompts(files: list[Path], limit: int | None) -> dict[str, list[PromptL
 
 def demo(
     full: Annotated[
-        bool, typer.Option("--full", help="More traffic, a longer run, more held-out prompts: 9 minutes on two cores.")
+        bool, typer.Option("--full", help="More traffic, a longer run, more held-out prompts: ten minutes or more on two cores.")
     ] = False,
     prompts: Annotated[Path | None, typer.Option(help="Traffic of your own, as JSON lines.")] = None,
     png: Annotated[Path, typer.Option(help="Where to draw the result.")] = Path("redraft-demo.png"),
@@ -47,7 +47,7 @@ def demo(
 ) -> None:
     """Show the whole loop on a real server: traffic, failures logged, draft retrained, proven, swapped in live.
 
-    Takes under 4 minutes on two cores. Exits with 1 when an answer differs from what the target alone says, when a request
+    Takes five to six minutes on two cores. Exits with 1 when an answer differs from what the target alone says, when a request
     failed, or when no adapter was promoted.
     """
     from service.evaluation import demo as demonstration
