@@ -37,7 +37,7 @@ def test_prompts(files: list[Path], limit: int | None) -> dict[str, list[PromptL
 
 def demo(
     full: Annotated[
-        bool, typer.Option("--full", help="More traffic, a longer run, more held-out prompts: ten minutes or more on two cores.")
+        bool, typer.Option("--full", help="More traffic, a longer run, more held-out prompts: 10 minutes on two cores.")
     ] = False,
     prompts: Annotated[Path | None, typer.Option(help="Traffic of your own, as JSON lines.")] = None,
     png: Annotated[Path, typer.Option(help="Where to draw the result.")] = Path("redraft-demo.png"),
