@@ -309,7 +309,7 @@ def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
     def started(start: Future[None]) -> None:
         assert server is not None
         if server.should_exit:
-            return  # Told to end meanwhile: whatever start-up ran into is the consequence.
+            return  # A signal came meanwhile: whatever start-up ran into is its consequence.
         if (error := start.exception()) is not None:
             unable.append(error)
             server.should_exit = True

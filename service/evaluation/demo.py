@@ -274,10 +274,10 @@ def _follow(server: LocalServer, clients: Traffic, scale: Scale, on_progress: On
                 on_progress(f"swap: adapter {active} drafts now, in the middle of the traffic", 0, 0)
             failed = sum(answer.error is not None for answer in clients.answers)
             stage, note = _stage(run, active)
-            told = f"{recorded.stats().cases} failure cases recorded, {failed} requests failed{note}"
-            on_progress(stage, len(clients.answers), until or 0, told)
+            counts = f"{recorded.stats().cases} failure cases recorded, {failed} requests failed{note}"
+            on_progress(stage, len(clients.answers), until or 0, counts)
             if until is None and now > end:
-                why = "; ".join(verdicts) or f"{stage}, {len(clients.answers)} requests, {told}"
+                why = "; ".join(verdicts) or f"{stage}, {len(clients.answers)} requests, {counts}"
                 raise RedraftError(f"no adapter was promoted in {scale.limit_seconds:.0f} s of traffic: {why}")
     finally:
         database.close()

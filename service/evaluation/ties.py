@@ -221,14 +221,14 @@ def _edges(logits: Scores, of: Scores, sampling: Sampling, by: float) -> tuple[N
         return share * np.exp(moved) / (share * np.exp(moved) + 1.0 - share)
 
     above = np.searchsorted(ascending, of + by, side="right")
-    beside = np.searchsorted(ascending, of - by, side="left")
+    from_here = np.searchsorted(ascending, of - by, side="left")
     inside, outside = np.ones(len(of), dtype=np.bool_), np.zeros(len(of), dtype=np.bool_)
     if 0 < sampling.top_k < len(logits):
         inside &= len(logits) - above < sampling.top_k
-        outside |= len(logits) - beside - 1 >= sampling.top_k
+        outside |= len(logits) - from_here - 1 >= sampling.top_k
     if sampling.top_p < 1.0:
         inside &= odds(mass[above], -by) < sampling.top_p
-        outside |= odds(np.maximum(mass[beside] - np.exp(of), 0.0), by) >= sampling.top_p
+        outside |= odds(np.maximum(mass[from_here] - np.exp(of), 0.0), by) >= sampling.top_p
     if sampling.min_p > 0.0:
         edge = logits.max() + np.log(sampling.min_p)
         inside &= of >= edge - by

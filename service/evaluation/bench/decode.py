@@ -146,9 +146,9 @@ def _ties(
 ) -> dict[str, TieReport]:
     """Each arm's texts against the target alone."""
     found: dict[str, TieReport] = {}
-    for name, told in heard.items():
+    for name, decoded in heard.items():
         on_step(f"counting ties of {name}", len(found), len(heard))
-        texts = [Text(prompt.tokens, one.tokens, prompt.sampling) for prompt, one in zip(prompts, told, strict=True)]
+        texts = [Text(prompt.tokens, one.tokens, prompt.sampling) for prompt, one in zip(prompts, decoded, strict=True)]
         found[name] = measure_ties(pair.target.model, texts, k=k, vocabulary=pair.vocabulary)
     return found
 
