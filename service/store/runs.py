@@ -8,7 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
 from service.core import (
     RUN_MOVES,
@@ -27,7 +27,7 @@ from service.store.adapters import active_id, judge_candidate, retire_active
 from service.store.database import Database
 from service.store.generations import untrained_generations
 from service.store.rows import utc
-from service.store.tables import failure_cases, training_runs
+from service.store.tables import failure_cases, replay_buffer, training_runs
 from service.store.verdicts import from_json, to_json
 
 MAX_CRASHES = 3
@@ -106,8 +106,8 @@ class Runs:
         self, run_id: int, fencing: int, state: RunState, *, error: str | None = None, blameless: bool = False
     ) -> TrainingRun:
         """Raises IllegalMove, also for PROMOTED and REJECTED: a verdict is given by `promote` or `reject`. FAILED: the run
-        had its say, its cases count as trained. CRASHED: they are given back, and put aside after three crashes, of which
-        one that the cases are `blameless` of is none."""
+        had its say, its cases count as trained. CRASHED: they are given back, and put aside after three crashes, out of the
+        replay buffer too; one that the cases are `blameless` of does not count."""
 
         def work(connection: Connection) -> TrainingRun:
             if state in {RunState.PROMOTED, RunState.REJECTED}:
@@ -117,9 +117,13 @@ class Runs:
                 _cases_trained(connection, run_id)
             elif state is RunState.CRASHED:
                 crashes = failure_cases.c.crashes + (0 if blameless else 1)
+                mine = failure_cases.c.claimed_run == run_id
+                # A text may have been taken into replay before its cases were known.
+                suspects = select(failure_cases.c.seq).where(mine, crashes >= MAX_CRASHES)
+                connection.execute(delete(replay_buffer).where(replay_buffer.c.seq.in_(suspects)))
                 connection.execute(
                     update(failure_cases)
-                    .where(failure_cases.c.claimed_run == run_id)
+                    .where(mine)
                     .values(claimed_run=None, crashes=crashes, quarantined=crashes >= MAX_CRASHES)
                 )
             return _get(connection, run_id)

@@ -156,6 +156,18 @@ def test_three_crashes_put_the_cases_aside(database: Database) -> None:
     assert [g.id for g in store.claimed(claim(database).id)] == [fresh.id]
 
 
+def test_what_is_put_aside_after_crashes_leaves_the_replay_buffer(database: Database) -> None:
+    store, runs, replay = Generations(database), Runs(database), Replay(database)
+    bad, good = generation(), generation(cases=[])
+    store.add([bad, good]).result()
+    replay.offer("a", [bad.id, good.id], 8, 0)
+    for _ in range(3):
+        assert sum(replay.sizes().values()) == 2
+        run = claim(database)
+        runs.move(run.id, run.fencing, RunState.CRASHED, error="gone")
+    assert [g.id for g in replay.sample(WHO, 8, 0)] == [good.id]
+
+
 def test_a_run_ended_from_outside_is_not_held_against_its_cases(database: Database) -> None:
     store, runs = Generations(database), Runs(database)
     store.add([generation(cases=[case(0)])]).result()
