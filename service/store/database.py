@@ -20,12 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from alembic.util.exc import CommandError
-from sqlalchemy import Connection, Engine, create_engine, event, text
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
@@ -35,6 +30,8 @@ from service.store.files import make_private, private_folder
 
 T = TypeVar("T")
 
+REVISION = "0004"
+"""The newest migration: the revision this code is written for."""
 BUSY_SECONDS = 5.0
 RETRIES = 5
 WAL_PAUSE = 0.05
@@ -47,21 +44,6 @@ def migrations() -> Path:
     return inside if inside.is_dir() else package.parent / "migrations"
 
 
-def _config(url: str) -> Config:
-    config = Config()
-    config.set_main_option("script_location", str(migrations()))
-    # Alembic's configuration interpolates percent signs.
-    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
-    return config
-
-
-def head() -> str:
-    """The revision this code is written for."""
-    revision = ScriptDirectory.from_config(_config("sqlite://")).get_current_head()
-    assert revision is not None
-    return revision
-
-
 def upgrade(url: str) -> None:
     """Create the database where there is none and bring it to the newest revision; SQLite's files are this user's alone
     (0600). Raises StoreError."""
@@ -72,11 +54,26 @@ def upgrade(url: str) -> None:
             os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
             # SQLite gives the log and the shared memory beside a database the database's own permissions.
             make_private(path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm"))
-        command.upgrade(_config(url), "head")
-    except CommandError as error:
-        raise StoreError(f"the database is of another, probably newer version: {_plain(error)}") from error
+        if revision(url) != REVISION:
+            _migrate(url)
     except (SQLAlchemyError, sqlite3.Error, OSError, ImportError) as error:
         raise StoreError(f"the database cannot be brought up to date: {_plain(error)}") from error
+
+
+def _migrate(url: str) -> None:
+    # Here alone: importing Alembic takes as long as importing SQLAlchemy.
+    from alembic import command
+    from alembic.config import Config
+    from alembic.util.exc import CommandError
+
+    config = Config()
+    config.set_main_option("script_location", str(migrations()))
+    # Alembic's configuration interpolates percent signs.
+    config.set_main_option("sqlalchemy.url", url.replace("%", "%%"))
+    try:
+        command.upgrade(config, "head")
+    except CommandError as error:
+        raise StoreError(f"the database is of another, probably newer version: {_plain(error)}") from error
 
 
 def revision(url: str) -> str | None:
@@ -89,7 +86,9 @@ def revision(url: str) -> str | None:
         raise StoreError(f"the database cannot be opened: {_plain(error)}") from error
     try:
         with engine.connect() as connection:
-            return MigrationContext.configure(connection).get_current_revision()
+            if not inspect(connection).has_table("alembic_version"):
+                return None
+            return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
     except SQLAlchemyError as error:
         raise StoreError(f"the database cannot be read: {_plain(error)}") from error
     finally:
@@ -135,9 +134,9 @@ class Database:
     """
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
-        found, wanted = revision(url), head()
-        if found != wanted:
-            state = "has not been set up" if found is None else f"is at revision {found}, this version needs {wanted}"
+        found = revision(url)
+        if found != REVISION:
+            state = "has not been set up" if found is None else f"is at revision {found}, this version needs {REVISION}"
             raise StoreError(f"the database {state}: run `redraft db upgrade`")
         self.url = url
         self.read_only = read_only

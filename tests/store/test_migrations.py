@@ -16,7 +16,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine
 
 from service.core import Provenance, Round, StoreError
-from service.store.database import Database, head, migrations, revision, upgrade
+from service.store.database import REVISION, Database, migrations, revision, upgrade
 from service.store.generations import Generations
 from service.store.tables import metadata
 from tests.support.store_rows import WHO, generation, targets, url_of
@@ -42,7 +42,7 @@ def schema(path: Path) -> set[tuple[str, str]]:
 
 def test_there_is_one_head_and_one_way_to_it() -> None:
     scripts = ScriptDirectory(str(migrations()))
-    assert scripts.get_heads() == [head()]
+    assert scripts.get_heads() == [REVISION]
     assert len(scripts.get_bases()) == 1
     assert all(script.doc for script in scripts.walk_revisions())
 
@@ -51,7 +51,7 @@ def test_upgrading_makes_a_database_that_opens(tmp_path: Path) -> None:
     url = url_of(tmp_path / "deep" / "down" / "new.db")
     assert revision(url) is None
     upgrade(url)
-    assert revision(url) == head()
+    assert revision(url) == REVISION
     database = Database(url)
     assert Generations(database).add([generation()]).result() == 1
     upgrade(url)  # with everything open, and nothing to do
@@ -223,7 +223,7 @@ def test_an_upgrade_waits_for_whoever_writes(tmp_path: Path) -> None:
     upgrade(url_of(path))
     timer.join()
     other.close()
-    assert revision(url_of(path)) == head()
+    assert revision(url_of(path)) == REVISION
     assert "theirs" in {name for name, _ in schema(path)}
 
 
