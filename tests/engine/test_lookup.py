@@ -17,7 +17,7 @@ from service.engine.length import PROBE, DraftLength
 from service.engine.lookup import REMEMBERED, Found, Grams, Lookup
 from service.engine.row import Row
 from tests.support.batches import decode
-from tests.support.oracle import naive, relative, tempered, tiny_llama
+from tests.support.oracle import forced, relative, tempered, tiny_llama
 
 VOCABULARY = 97
 
@@ -89,7 +89,7 @@ def test_with_look_ups_the_tokens_are_the_targets_own(drafted: int, seeded: bool
     found = [round for row in rows for round in row.rounds if round.source is Source.LOOKUP]
     assert sum(round.accepted for round in found) > 10 and any(round.accepted < round.drafted for round in found)
     for row in rows:
-        assert row.output == naive(target, row.prompt.tokens, row.prompt.sampling, eos=frozenset({3}))
+        assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, frozenset({3}))
         # A wrong look-up is no failure of the draft.
         drafts = {
             round.start + round.accepted for round in row.rounds if round.source is Source.DRAFT and round.drafted
@@ -126,7 +126,7 @@ def test_look_ups_go_on_after_a_draft_that_rested_broke() -> None:
     late = row.rounds[2 * PROBE :]
     assert len(late) > 2 * PROBE and sum(round.drafted > 0 for round in late) > 0.8 * len(late)
     assert {round.source for round in late if round.drafted} == {Source.LOOKUP}
-    assert row.output == naive(target, row.prompt.tokens, row.prompt.sampling)
+    assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)
 
 
 def test_unseeded_sampling_with_look_ups_has_the_targets_law() -> None:
