@@ -112,8 +112,11 @@ def prompts(rng: random.Random, count: int) -> list[Prompt]:
     return [one() for _ in range(count)]
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_every_proposal_is_the_one_that_the_row_alone_would_get(rows: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "count"),
+    [(1, 6), (5, 8), *(pytest.param(rows, 12, marks=pytest.mark.nightly) for rows in (1, 5))],
+)
+def test_every_proposal_is_the_one_that_the_row_alone_would_get(rows: int, count: int) -> None:
     rng = random.Random(rows)
     decoder, heard = overheard(head())
 
@@ -121,7 +124,7 @@ def test_every_proposal_is_the_one_that_the_row_alone_would_get(rows: int) -> No
         # Rows that are decoded plainly for some, or many, rounds fall behind and catch up.
         decoder.drafted = K if rng.random() < 0.4 or len(decoder.rows) < 2 else 0
 
-    asked = prompts(rng, 12)
+    asked = prompts(rng, count)
     served = serve(decoder, asked, eos=EOS, max_rows=rows, seed=rows, between=between)
     assert_own(served)
     assert len(heard) > 20 and any(len(tokens) > 100 for tokens, _ in heard)
@@ -151,7 +154,7 @@ def test_text_is_the_targets_whatever_the_head_its_cut_or_a_switch() -> None:
     small = twin(head(3))
     cut(small, list(range(0, VOCABULARY, 2)))
     versions = [Draft(1, head(2)), Draft(2, small)]
-    asked = prompts(rng, 10)
+    asked = prompts(rng, 6)
     asked += [Prompt(p.tokens, Sampling(temperature=0.8, seed=i, max_tokens=20)) for i, p in enumerate(asked)]
 
     def between(decoder: Decoder) -> None:

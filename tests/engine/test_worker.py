@@ -43,6 +43,7 @@ from service.core import (
     Ticket,
     Unavailable,
 )
+from service.engine import profile
 from service.engine.decoder import Decoder
 from service.engine.draft import bare
 from service.engine.engine import Engine
@@ -322,7 +323,9 @@ class Measuring(House):
         return engine
 
 
-def test_what_rounds_cost_is_told_once_it_is_measured() -> None:
+def test_what_rounds_cost_is_told_once_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "SPENT", 0.02)
+    monkeypatch.setattr(profile, "SPENT_ASKING", 0.02)
     house = Measuring()
     assert house.worker.round_seconds() is None, "not loaded yet"
     with house:
@@ -422,7 +425,8 @@ def test_models_that_cannot_be_loaded_are_start_s_error_and_nothing_fatal() -> N
     with pytest.raises(Unavailable, match="no such model"):
         house.worker.start(PATIENCE)
     # The watchdog has looked by now, had it not been called off.
-    assert not house.worker._watchdog._thread.join(PATIENCE)
+    house.worker._watchdog._thread.join(PATIENCE)
+    assert not house.worker._watchdog._thread.is_alive()
     assert not house.fatal.done()
     house.worker.stop()
 
@@ -568,7 +572,7 @@ def test_cancelled_while_decoding() -> None:
 
 def test_a_storm_of_cancellations_leaves_nothing_behind() -> None:
     rng = random.Random(7)
-    asked = [prompt(seed % 12, length=6 + 7 * (seed % 12)) for seed in range(64)]
+    asked = [prompt(seed % 12, length=6 + 7 * (seed % 12)) for seed in range(40)]
     when = [rng.choice([None, None, 0, 1, 2, 4]) for _ in asked]
     with House(rows=4, waiting=len(asked)) as house:
 
@@ -835,10 +839,11 @@ def test_draining_also_waits_while_no_row_is_taken(moment: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ the draft
 
 
-def test_fifty_swaps_while_eight_requests_stream(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("many", "tokens"), [(16, 80), pytest.param(50, 224, marks=pytest.mark.nightly)])
+def test_many_swaps_while_eight_requests_stream(tmp_path: Path, many: int, tokens: int) -> None:
     """Every swap is asked for while the draft is at work and holds from the next round on, for every row at once."""
     inside, asked_for = threading.Semaphore(0), threading.Semaphore(0)
-    left, steps = [50], count()
+    left, steps = [many], count()
 
     def lockstep(fed: mx.array, logits: mx.array) -> mx.array:
         if len(fed) == ROWS and next(steps) % K == 0 and left[0]:
@@ -848,14 +853,14 @@ def test_fifty_swaps_while_eight_requests_stream(tmp_path: Path) -> None:
         return logits
 
     refs = adapters(tmp_path, 0.02, 0.05)
-    wanted = lasting(ROWS, 224)
+    wanted = lasting(ROWS, tokens)
     with House(draft=lockstep) as house:
         versions = [house.worker.stage(ref).result(PATIENCE) for ref in [*refs, None]]
         assert house.worker.active == BARE_DRAFT
         clients = [house.ask(one) for one in wanted]
         swaps: list[Future[None]] = []
         staged, refused = (house.worker.stage(ref) for ref in (refs[0], replace(refs[1], sha256="0" * 64)))
-        for i in range(50):
+        for i in range(many):
             assert inside.acquire(timeout=PATIENCE)
             swaps.append(house.worker.switch(versions[i % 3]))
             asked_for.release()
@@ -864,9 +869,9 @@ def test_fifty_swaps_while_eight_requests_stream(tmp_path: Path) -> None:
         assert staged.result(PATIENCE).adapter == 1
         with pytest.raises(AdapterRefused):
             refused.result(PATIENCE)
-        assert house.worker.active == house.worker.status().adapter == versions[49 % 3].adapter
+        assert house.worker.active == house.worker.status().adapter == versions[(many - 1) % 3].adapter
     full = [{round.adapter for round in rounds} for rounds in house.observed if len(rounds) == ROWS]
-    assert full[:51] == [{BARE_DRAFT}, *({versions[i % 3].adapter} for i in range(50))]
+    assert full[: many + 1] == [{BARE_DRAFT}, *({versions[i % 3].adapter} for i in range(many))]
     assert house.failures == []
     logged = {generation.id: generation for generation in house.generations}
     for end in ends:
