@@ -138,10 +138,10 @@ ANY = given(
 )
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
 def test_any_draft_any_batch(kind: str, k: int, batch: int, seed: int, greedy: bool) -> None:
-    _, wrong = differences(kind, k, batch, seed, greedy, count=4)
+    _, wrong = differences(kind, k, batch, seed, greedy, count=3)
     assert not wrong
 
 
@@ -210,9 +210,16 @@ class Broken(nn.Module):
         return self.inner.layers
 
 
-@pytest.mark.parametrize("how", ["raises", "nan"])
-@pytest.mark.parametrize("after", [0, 1, 3, 7])
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(
+    ("greedy", "after", "how"),
+    [
+        # Every day each moment in both ways, once greedy and once sampled.
+        pytest.param(greedy, after, how, marks=() if (greedy + i + (how == "nan")) % 2 else pytest.mark.nightly)
+        for greedy in (True, False)
+        for i, after in enumerate([0, 1, 3, 7])
+        for how in ("raises", "nan")
+    ],
+)
 def test_a_broken_draft_costs_speed_only(how: str, after: int, greedy: bool) -> None:
     asked = prompts(random.Random(after), greedy, 6)
     counted: list[int] = []

@@ -374,7 +374,7 @@ ANY = given(
 )
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
 def test_whatever_was_asked_before(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool) -> None:
     check_history(seed, blocks, batch, swaps, leaving)

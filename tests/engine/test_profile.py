@@ -6,7 +6,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from service.engine import profile as profile_module
 from service.engine.costs import USUALLY_HELD, Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.draft import bare
@@ -45,13 +44,6 @@ class On(nn.Module):
     def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
         self._machine.work()
         return self.model(tokens, cache=cache)
-
-
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass takes a fifth of its time: a call of these models takes a millisecond at most."""
-    monkeypatch.setattr(profile_module, "SPENT", profile_module.SPENT / 5)
-    monkeypatch.setattr(profile_module, "SPENT_ASKING", profile_module.SPENT_ASKING / 5)
 
 
 def pair(calls: int) -> tuple[nn.Module, nn.Module]:

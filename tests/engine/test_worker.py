@@ -43,7 +43,6 @@ from service.core import (
     Ticket,
     Unavailable,
 )
-from service.engine import profile
 from service.engine.decoder import Decoder
 from service.engine.draft import bare
 from service.engine.engine import Engine
@@ -323,9 +322,7 @@ class Measuring(House):
         return engine
 
 
-def test_what_rounds_cost_is_told_once_it_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "SPENT", 0.02)
-    monkeypatch.setattr(profile, "SPENT_ASKING", 0.02)
+def test_what_rounds_cost_is_told_once_it_is_measured() -> None:
     house = Measuring()
     assert house.worker.round_seconds() is None, "not loaded yet"
     with house:
@@ -551,14 +548,14 @@ def test_cancelled_while_decoding() -> None:
                 last.append(len(house.observed))
                 client.cancel()
 
-        asked = lasting(4, 96)
+        asked = lasting(4, 48)
         survivors = [
             house.ask(one, lambda c: held.append((len(house.observed), house.rows_held()))) for one in asked[:3]
         ]
         gone = house.ask(asked[3], third)
         hold.release.set()
         end = gone.finished(FinishReason.CANCELLED)
-        assert len(gone.deltas) == 3 and 3 <= len(end.output) < 96
+        assert len(gone.deltas) == 3 and 3 <= len(end.output) < 48
         for client in survivors:
             client.finished(FinishReason.LENGTH)
         assert house.rows_held() == (0, 0)
@@ -676,7 +673,7 @@ def test_rows_under_way_draft_as_well_as_before_once_the_draft_works_again(how: 
 
 def test_a_broken_target_ends_everyone_with_the_reason() -> None:
     with House(Breaking(12, "raises"), rows=2, hang_seconds=2.0) as house:
-        clients = [house.ask(one) for one in lasting(5, 96)]
+        clients = [house.ask(one) for one in lasting(5, 48)]
         for client in clients:
             client.failed("the engine stopped: RuntimeError: no such luck")
         assert any(client.said for client in clients)
@@ -921,7 +918,7 @@ def test_the_record_says_what_was_delivered() -> None:
         replace(prompt(54), store=False),
         replace(prompt(55, temperature=0.9), store=False),
     ]
-    cancelled = [replace(lasting(1, 96)[0], store=kept) for kept in (True, False)]
+    cancelled = [replace(lasting(1, 48)[0], store=kept) for kept in (True, False)]
     with House(hold, rows=5, noise=0.1) as house:
         clients = [house.ask(one) for one in asked]
         clients += [house.ask(one, lambda c: c.cancel() if len(c.deltas) == 3 else None) for one in cancelled]

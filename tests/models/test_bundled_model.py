@@ -6,8 +6,9 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -20,7 +21,7 @@ from service.engine.decoder import Decoder
 from service.engine.draft import served
 from service.engine.row import Row
 from service.models import catalog
-from service.models.pair import Loaded, load_model, load_pair
+from service.models.pair import Loaded, Pair, load_model, load_pair
 from service.models.text import TextEncoder
 from tests.support.oracle import forced
 
@@ -65,8 +66,14 @@ def conversion(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Conversion]
 
 
 @pytest.fixture(scope="module")
-def bundled(conversion: Conversion) -> Loaded:
-    return load_model(conversion.folder)
+def with_draft(conversion: Conversion) -> Callable[[str], Pair]:
+    """with_draft(name) -> the bundled model and a draft that ships for it, loaded once."""
+    return cache(lambda name: load_pair(conversion.folder, catalog.resolve(name, conversion.home)))
+
+
+@pytest.fixture(scope="module")
+def bundled(with_draft: Callable[[str], Pair]) -> Loaded:
+    return with_draft("smollm2-135m-draft").target
 
 
 def test_two_processes_at_once_make_it_once(conversion: Conversion) -> None:
@@ -153,8 +160,8 @@ def test_the_shipped_draft_is_assembled_once_and_again_when_it_changes(conversio
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-draft", "smollm2-135m-eagle"])
-def test_what_ships_guesses_well_and_leaves_the_text_alone(conversion: Conversion, name: str) -> None:
-    pair = load_pair(conversion.folder, catalog.resolve(name, conversion.home))
+def test_what_ships_guesses_well_and_leaves_the_text_alone(with_draft: Callable[[str], Pair], name: str) -> None:
+    pair = with_draft(name)
     assert pair.draft is not None
     asked = TextEncoder(pair.target.tokenizer).encode_chat([{"role": "user", "content": "Count from one to twenty."}])
     decoder = Decoder(pair.target.model, served(pair.draft), vocabulary=pair.vocabulary, k=3)

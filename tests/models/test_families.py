@@ -24,7 +24,7 @@ from tests.support.batches import decode
 from tests.support.families import IDENTICAL, METAL, NOT_BUILT, RECURRENT, REFUSED, V, build, family_of, likeness
 from tests.support.oracle import forced, relative, tiny_llama
 
-TOKENS, CONTROLLED_TOKENS, FULL = 10, 20, 48
+TOKENS, CONTROLLED_TOKENS, FULL = 8, 20, 48
 """Tokens decoded every day, of the families below, and nightly."""
 CONTROLLED = ("llama", "gemma3_text", "lfm2")
 """One family for each kind of cache (whole, sliding window, recurrent): there the comparison is shown to see what it must."""
