@@ -190,7 +190,7 @@ class Doubting(DraftLength):
         return Steps(3, [Trust()] * load.rows, lambda drafted, reach: reach[0] > Trust().rate(0.15))
 
 
-@pytest.mark.parametrize("draws", [400, pytest.param(2000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("draws", [200, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_unseeded_sampling_keeps_its_distribution_where_the_draft_stops_by_what_it_drew(draws: int) -> None:
     """Both tokens of an answer, jointly: whether the second was drafted depends on the first."""
     target, sampling = tiny_llama(4), Sampling(temperature=1.0, top_k=3, max_tokens=2)

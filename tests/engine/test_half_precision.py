@@ -60,22 +60,20 @@ def report(name: str, dtype: str, made: list[Text]) -> TieReport:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [
-        # Every day each kind of cache in one precision, and the plain one in both.
-        pytest.param(name, dtype, marks=() if not i or (i + j) % 2 else pytest.mark.nightly)
-        for i, name in enumerate(FAMILIES)
-        for j, dtype in enumerate(HALF)
-    ],
+    [("llama", "bfloat16"), ("llama", "float16"), ("gemma3_text", "bfloat16"), ("lfm2", "float16")],
 )
 def test_all_differences_are_ties_and_no_more_than_the_target_s_own(name: str, dtype: str) -> None:
-    found = report(name, dtype, texts(name, dtype, count=9, tokens=32, lookup=name == "llama"))
+    """Each kind of cache in one precision, and the plain one in both; nightly all, and thousands of tokens (below)."""
+    found = report(name, dtype, texts(name, dtype, count=6, tokens=20, lookup=name == "llama"))
     assert found.rounding > 0.0, "shapes that round alike prove nothing"
     assert found.lossless(), found
 
 
-@pytest.mark.parametrize("kind", ["position one on", "stale key", "mask hides the token before"])
-@pytest.mark.parametrize("dtype", HALF)
-def test_planted_faults_are_no_ties(dtype: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [("position one on", "bfloat16"), ("stale key", "float16"), ("mask hides the token before", "bfloat16")],
+)
+def test_planted_faults_are_no_ties(kind: str, dtype: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plant(Fault(kind, None, None), patch)
         made = texts("llama", dtype, count=6, tokens=24, plain=False)

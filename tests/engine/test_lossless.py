@@ -138,10 +138,10 @@ ANY = given(
 )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
 def test_any_draft_any_batch(kind: str, k: int, batch: int, seed: int, greedy: bool) -> None:
-    _, wrong = differences(kind, k, batch, seed, greedy, count=5)
+    _, wrong = differences(kind, k, batch, seed, greedy, count=3)
     assert not wrong
 
 
@@ -155,16 +155,16 @@ def test_any_draft_any_batch_at_length(kind: str, k: int, batch: int, seed: int,
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(
-    ("count", "stepwise"),
-    [(800, False), (500, True), pytest.param(20_000, True, marks=pytest.mark.nightly)],
-    ids=["one pass", "stepwise", "20,000 stepwise"],
+    ("count", "prompts_each", "stepwise"),
+    [(400, 3, False), pytest.param(20_000, 8, True, marks=pytest.mark.nightly)],
+    ids=["one pass", "20,000 stepwise"],
 )
-def test_thousands_of_tokens(count: int, stepwise: bool, greedy: bool) -> None:
+def test_thousands_of_tokens(count: int, prompts_each: int, stepwise: bool, greedy: bool) -> None:
     """Every kind of draft in turn, over unlike draft lengths and batches."""
     tokens, wrong, seed = 0, [], 0
     while tokens < count or seed < len(KINDS):
         kind, k, batch = KINDS[seed % len(KINDS)], (seed * 5) % 9, 1 + (seed * 3) % 8
-        emitted, differing = differences(kind, k, batch, 50_000 + seed, greedy, count=8, stepwise=stepwise)
+        emitted, differing = differences(kind, k, batch, 50_000 + seed, greedy, prompts_each, stepwise=stepwise)
         tokens, wrong, seed = tokens + emitted, wrong + differing, seed + 1
     assert not wrong
 
@@ -210,9 +210,16 @@ class Broken(nn.Module):
         return self.inner.layers
 
 
-@pytest.mark.parametrize("how", ["raises", "nan"])
-@pytest.mark.parametrize("after", [0, 1, 3, 7])
-@pytest.mark.parametrize("greedy", [True, False])
+@pytest.mark.parametrize(
+    ("greedy", "after", "how"),
+    [
+        # Every day each moment in both ways, once greedy and once sampled.
+        pytest.param(greedy, after, how, marks=() if (greedy + i + (how == "nan")) % 2 else pytest.mark.nightly)
+        for greedy in (True, False)
+        for i, after in enumerate([0, 1, 3, 7])
+        for how in ("raises", "nan")
+    ],
+)
 def test_a_broken_draft_costs_speed_only(how: str, after: int, greedy: bool) -> None:
     asked = prompts(random.Random(after), greedy, 6)
     counted: list[int] = []
@@ -226,7 +233,7 @@ def test_a_broken_draft_costs_speed_only(how: str, after: int, greedy: bool) -> 
         between=lambda decoder: counted.append(decoder.draft_failures),
     )
     for row in rows:
-        assert row.output == naive(target(), row.prompt.tokens, row.prompt.sampling, EOS)
+        assert row.output == forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS)
     # One that raises is not asked again; logits that are not finite concern one row at a time.
     assert counted[-1] == 1 if how == "raises" else counted[-1] >= 1
 
@@ -243,7 +250,7 @@ def test_a_new_draft_ends_the_degradation() -> None:
     prompt = Prompt(tuple(range(4, 30)), Sampling(max_tokens=64))
     (row,) = decode(target(), broken, [prompt], k=3, vocabulary=VOCABULARY, between=between)
     assert True in seen and seen[-1] is False
-    assert row.output == naive(target(), prompt.tokens, prompt.sampling)
+    assert row.output == forced(target(), prompt.tokens, row.output, prompt.sampling)
     assert sum(r.accepted for r in row.rounds[10:]) > 0
 
 

@@ -13,7 +13,7 @@ from service.learning.offpolicy import acceptance
 from service.models.heads import cut
 from tests.support.batches import decode
 from tests.support.logged_texts import WHO
-from tests.support.oracle import naive, tiny_llama
+from tests.support.oracle import forced, tiny_llama
 
 WIDTH = 97
 
@@ -65,7 +65,7 @@ def test_whatever_the_draft_s_width_the_text_is_the_target_s(width: int, listed:
     )
     assert max(failures) == 0
     for row in rows:
-        assert row.output == naive(target(), row.prompt.tokens, row.prompt.sampling)
+        assert row.output == forced(target(), row.prompt.tokens, row.output, row.prompt.sampling)
     rounds = [each for row in rows for each in row.rounds]
     assert sum(each.accepted for each in rounds) > 0.05 * sum(each.drafted for each in rounds)
     said = {token for row in rows for token in row.output}

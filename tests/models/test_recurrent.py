@@ -106,16 +106,19 @@ class Whims(DraftLength):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"),
+    ("name", "kind", "count", "tokens"),
     [
-        pytest.param(name, kind, marks=() if ("alike", "attention").index(kind) == i % 2 else pytest.mark.nightly)
-        for i, name in enumerate(KINDS)
-        for kind in ("alike", "attention")
+        *((name, ("alike", "attention")[i % 2], 4, 24) for i, name in enumerate(KINDS)),
+        *(
+            pytest.param(name, kind, 6, 40, marks=pytest.mark.nightly)
+            for name in KINDS
+            for kind in ("alike", "attention")
+        ),
     ],
 )
-def test_lengths_and_sources_may_change_every_round(name: str, kind: str) -> None:
+def test_lengths_and_sources_may_change_every_round(name: str, kind: str, count: int, tokens: int) -> None:
     rng, whims = random.Random(kind), Whims(1)
-    prompts = [Prompt(p.tokens * 3, Sampling(max_tokens=40)) for p in asked(rng, True, 6)]
+    prompts = [Prompt(p.tokens * 3, Sampling(max_tokens=tokens)) for p in asked(rng, True, count)]
     decoder = Decoder(
         target(name), Draft(0, draft(name, kind)), vocabulary=V, k=4, prefill_chunk=7, adaptive=True, lookup=4
     )

@@ -1,6 +1,7 @@
 """The naive decoder: the target alone, one token at a time, on mlx-lm's stock cache. What every engine change is held to."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,6 +12,8 @@ from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from service.core import Sampling
 
+READ = 64
+"""Tokens read in a call: on a CPU calls over some hundreds cost several times as much for each token."""
 _WORD = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
@@ -57,9 +60,9 @@ def seeded_noise(seed: int, position: int, vocabulary: int) -> np.ndarray:
 def naive(target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: frozenset[int] = frozenset()) -> list[int]:
     """Greedy or seeded output, up to and including an end token."""
     cache = make_prompt_cache(target)
-    feed, out = mx.array([list(prompt)]), []
+    feed, out = list(prompt), []
     for position in range(sampling.max_tokens):
-        logits = target(feed, cache=cache)[0, -1].astype(mx.float32)
+        logits = read(target, feed, cache)[-1].astype(mx.float32)
         if not sampling.greedy:
             assert sampling.seed is not None
             logits = tempered(logits[None], sampling)[0]
@@ -68,8 +71,14 @@ def naive(target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: fro
         out.append(token)
         if token in eos:
             break
-        feed = mx.array([[token]])
+        feed = [token]
     return out
+
+
+def read(target: nn.Module, tokens: Sequence[int], cache: list[Any]) -> mx.array:
+    """Logits (n, V) after each of n tokens."""
+    calls = (tokens[start : start + READ] for start in range(0, len(tokens), READ))
+    return mx.concatenate([target(mx.array([list(call)]), cache=cache)[0] for call in calls])
 
 
 def forced(
@@ -86,7 +95,7 @@ def forced(
     over a text is other arithmetic than their steps.
     """
     text = [*prompt, *output]
-    logits = target(mx.array([text]), cache=make_prompt_cache(target))[0, len(prompt) - 1 :].astype(mx.float32)
+    logits = read(target, text, make_prompt_cache(target))[len(prompt) - 1 :].astype(mx.float32)
     if not sampling.greedy:
         assert sampling.seed is not None
         width = logits.shape[-1]
