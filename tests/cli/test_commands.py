@@ -1,4 +1,4 @@
-"""Every command, run for real: what it prints where, and that bad input ends in one sentence and a non-zero status."""
+"""Every command, run in this process: what it prints where, and that bad input ends in one sentence and a non-zero status."""
 
 import io
 import json
@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -254,19 +255,29 @@ class Served:
         return self.server.config
 
 
+def stored(server: LocalServer) -> int:
+    stores = open_stores(load_settings(server.config))
+    try:
+        return stores.generations.stats().generations
+    finally:
+        stores.close()
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
     root = tmp_path_factory.mktemp("served")
     pair = write_pair(root)
     server = tiny_server(root, pair)
-    server.start()
-    for i, line in enumerate(prompts(14, seed=3)):
-        say(server, line.prompt, domain="odd" if i % 2 else "even", client="someone" if i < 4 else "other")
-    assert server.stop() == 0
     made = register_adapters(server, pair, 2)
     server.start()
-    yield Served(server, pair, made)
-    assert server.stop() == 0
+    try:
+        for i, line in enumerate(prompts(14, seed=3)):
+            say(server, line.prompt, domain="odd" if i % 2 else "even", client="someone" if i < 4 else "other")
+        until(lambda: stored(server) == 14)
+        yield Served(server, pair, made)
+    finally:
+        status = server.stop()
+    assert status == 0
 
 
 def until(reached: Callable[[], bool]) -> None:
@@ -314,33 +325,33 @@ def test_adapters_are_listed_switched_and_rolled_back(served: Served, redraft: R
     assert redraft("adapters", "activate", second.id, *url).out == f"adapter {second.id} serves now\n"
 
 
-def test_training_is_followed_to_its_end(served: Served, redraft: Redraft) -> None:
+def test_training_is_followed_to_its_end(served: Served, redraft: Redraft, monkeypatch: pytest.MonkeyPatch) -> None:
     url = ("--url", served.server.url)
-    started = redraft("train", "--no-wait", *url)
-    assert started.status == 0, started.err
-    number = re.fullmatch(r"run (\d+): (claimed|training) \n", started.out)
-    assert number is not None
-    again = redraft("train", *url)
-    assert again.status == 1, "one run at a time"
-    one_sentence(again)
-    until(lambda: served.server.get(f"/train/{number[1]}")["finished_at"] is not None)
-    known = recorded(redraft, served)["generations"]
-    for i, line in enumerate(prompts(8, seed=30 + int(number[1]))):
-        say(served.server, line.prompt, domain="odd" if i % 2 else "even", client="other")
-    until(lambda: recorded(redraft, served)["generations"] == known + 8)
-    done = redraft("train", *url)
+    with monkeypatch.context() as patch:
+        # The same key gets the same run: one that was started is then followed.
+        patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=1))
+        started = redraft("train", "--no-wait", *url)
+        assert started.status == 0, started.err
+        number = re.fullmatch(r"run (\d+): (claimed|training) \n", started.out)
+        assert number is not None
+        patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=2))
+        again = redraft("train", *url)
+        assert again.status == 1, "one run at a time"
+        one_sentence(again)
+        patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=1))
+        done = redraft("train", *url)
     assert done.status == 0, done.err
     found = re.fullmatch(r"run (\d+): (promoted|rejected) (.+)\n", done.out)
     assert found is not None, done.out
+    assert found[1] == number[1]
     run = served.server.get(f"/train/{found[1]}")
     assert (run["state"], run["verdict"]["reason"]) == (found[2], found[3])
-    assert int(found[1]) == int(number[1]) + 1
 
 
-def test_an_adapter_is_exported_by_a_process_of_its_own(served: Served, tmp_path: Path) -> None:
+def test_an_adapter_is_exported_without_the_server(served: Served, redraft: Redraft, tmp_path: Path) -> None:
     ref = served.adapters[0]
-    done = child("adapters", "export", ref.id, tmp_path / "out", "--config", served.config)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"adapter {ref.id} written to {tmp_path / 'out'}\n", "")
+    done = redraft("adapters", "export", ref.id, tmp_path / "out", "--config", served.config)
+    assert (done.status, done.out, done.err) == (0, f"adapter {ref.id} written to {tmp_path / 'out'}\n", "")
     for name in ("adapter_config.json", "adapters.safetensors"):
         assert (tmp_path / "out" / name).read_bytes() == (ref.folder / name).read_bytes()
 
@@ -537,6 +548,8 @@ def another_server(status: int, body: bytes) -> Generator[str]:
     """Something else that listens where the server was expected."""
 
     class Answer(BaseHTTPRequestHandler):
+        timeout = 10.0
+
         def do_POST(self) -> None:
             self.send_response(status)
             self.end_headers()
@@ -546,13 +559,13 @@ def another_server(status: int, body: bytes) -> Generator[str]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Answer) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
+        thread = threading.Thread(target=listening.serve_forever, daemon=True)
         thread.start()
         try:
             yield f"http://127.0.0.1:{listening.server_port}"
         finally:
             listening.shutdown()
-            thread.join()
+            thread.join(60)
 
 
 @pytest.mark.parametrize(
@@ -577,16 +590,28 @@ def test_an_export_that_cannot_be_written_is_answered_with_one_sentence(
     one_sentence(done)
 
 
-def test_a_port_in_use_ends_the_server(served: Served, tmp_path: Path) -> None:
+@pytest.fixture
+def umask() -> Generator[None]:
+    """`serve` narrows it."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
+
+
+@pytest.mark.usefixtures("umask")
+def test_a_port_in_use_ends_the_server(tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = child("serve", "--config", served.config, "--port", port, REDRAFT_STORE__URL=f"sqlite:///{tmp_path}/db")
-    assert done.returncode not in {0, None}
-    assert done.stdout == ""
-    assert "Traceback" not in done.stderr
-    last = done.stderr.splitlines()[-1]
+        done = redraft("serve", "--port", port)
+    assert done.status == 1
+    assert done.out == ""
+    last = done.err.splitlines()[-1]
+    assert last.startswith("redraft: ")
     assert str(port) in last
     assert "in use" in last
+    assert not (tmp_path / "home" / "redraft.db").exists(), "nothing was opened"
 
 
 def test_a_server_of_an_unknown_model_ends_with_one_sentence(tmp_path: Path) -> None:

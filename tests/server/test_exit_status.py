@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from service.engine.decoder import Decoder, RoundReport
 from service.evaluation.server import LocalServer
-from tests.support.tiny_server import prompts, say, tiny_server, write_pair
+from tests.support.tiny_server import prompts, say, server_here, tiny_server, write_pair
 
 
 def redraft(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -32,18 +33,33 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_pair(tmp_path_factory.mktemp("pair"))
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path]) -> Iterator[LocalServer]:
+    root = tmp_path_factory.mktemp("server")
+    server = tiny_server(root, pair, training={"memory_gb": 1e6}, server={"drain_seconds": 60.0})
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def served(shared: LocalServer) -> LocalServer:
+    """A server that runs, though a test before may have ended it."""
+    assert shared._process is not None
+    if shared._process.poll() is not None:
+        shared.start()
+    return shared
+
+
 # ----------------------------------------------------------------------------------------------------------- commands
 
 
-def test_train_fails_when_its_run_does(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    server = tiny_server(tmp_path, pair, training={"memory_gb": 1e6})
-    server.start()
-    try:
-        for line in prompts(4):
-            say(server, line.prompt)
-        done = redraft("train", "--url", server.url)
-    finally:
-        assert server.stop() == 0
+def test_train_fails_when_its_run_does(served: LocalServer) -> None:
+    for line in prompts(4):
+        say(served, line.prompt)
+    done = redraft("train", "--url", served.url)
     assert done.returncode == 1
     assert done.stdout == ""
     assert done.stderr.startswith("redraft: run 1 failed: training takes 1000000.0 GiB of memory and ")
@@ -87,45 +103,48 @@ class Stream:
 
 @contextmanager
 def streaming(server: LocalServer, max_tokens: int) -> Iterator[Stream]:
-    asked = {"prompt": "abcdefgh", "max_tokens": max_tokens, "stream": True, "temperature": 1.5, "seed": 3}
+    # With this seed 500 tokens come before the end token.
+    asked = {"prompt": "abcdefgh", "max_tokens": max_tokens, "stream": True, "temperature": 1.5, "seed": 11}
     with httpx.stream("POST", f"{server.url}/generate", json=asked, timeout=60.0) as answer:
         assert answer.status_code == 200
         yield Stream(answer.iter_lines())
 
 
-def terminate(server: LocalServer) -> float:
-    assert server._process is not None
-    os.kill(server._process.pid, signal.SIGTERM)
-    return time.monotonic()
-
-
-def test_a_running_answer_is_finished_before_the_server_ends(tmp_path: Path, pair: tuple[Path, Path]) -> None:
+def test_a_running_answer_is_finished_before_the_server_ends(served: LocalServer) -> None:
     """Meanwhile new requests are refused by an answer, not by a closed port."""
-    server = tiny_server(tmp_path, pair, server={"drain_seconds": 60.0})
-    server.start()
+    assert served._process is not None
     try:
-        with streaming(server, 1500) as stream:
+        with streaming(served, 1500) as stream:
             stream.read(lambda event: True)
-            terminate(server)
-            late = 200
+            served._process.send_signal(signal.SIGTERM)
+            late, deadline = 200, time.monotonic() + 60.0
             while late == 200:  # until the signal has been noticed
-                body = {"prompt": "late", "max_tokens": 1}
-                late = httpx.post(f"{server.url}/generate", json=body, timeout=60.0).status_code
+                assert time.monotonic() < deadline
+                late = served.request("POST", "/generate", {"prompt": "late", "max_tokens": 1}).status_code
             end = stream.read(lambda event: "finish_reason" in event or "error" in event)
         assert late == 503
         assert end.get("finish_reason") in {"stop", "length"}, end
     finally:
-        assert server.stop() == 0
+        assert served.stop() == 0
 
 
-def test_an_answer_that_takes_too_long_is_ended_with_an_error(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    server = tiny_server(tmp_path, pair, server={"drain_seconds": 0.2})
+def test_an_answer_that_takes_too_long_is_ended_with_an_error(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decode = Decoder.round
+
+    def slow(decoder: Decoder, coming: int = 0) -> RoundReport:
+        time.sleep(0.1)
+        return decode(decoder, coming)
+
+    monkeypatch.setattr(Decoder, "round", slow)
+    server = server_here(tmp_path, pair, server={"drain_seconds": 0.2})
     server.start()
     try:
         with streaming(server, 2000) as stream:
             stream.read(lambda event: True)
-            terminate(server)
+            server.terminate()
             end = stream.read(lambda event: "finish_reason" in event or "error" in event or "code" in event)
-        assert "finish_reason" not in end, "2,000 tokens in 0.2 s: ask for more"
+        assert "finish_reason" not in end, "seconds of rounds were left"
     finally:
         assert server.stop() == 0

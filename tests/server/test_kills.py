@@ -8,7 +8,6 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -21,6 +20,8 @@ from tests.support.tiny_server import prompts, say, tiny_server, write_pair
 
 SETTLED_SECONDS = 1.0
 """An answer that a client has had for so long is in the database, whatever happens next."""
+KILLS = 10
+"""Of either kind, in the nightly tests."""
 
 
 def children(pid: int) -> set[int]:
@@ -55,36 +56,50 @@ def generation_ids(server: LocalServer) -> set[str]:
         return {row[0] for row in connection.execute("SELECT id FROM generations")}
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.nightly)])
-def test_the_server_is_killed_at_random_moments(tmp_path: Path, kills: int) -> None:
-    pair = write_pair(tmp_path)
-    training = {"enabled": True, "min_cases": 20, "min_tokens": 100, "cooldown_seconds": 0.0, "epochs": 40}
-    server = tiny_server(tmp_path, pair, training=training)
-    rng = random.Random(0)
-    answered: list[tuple[float, str]] = []
-    settled, orphans, asked = set[str](), set[int](), set[str]()
-    for turn in range(kills):
-        server.start()
-        end = time.monotonic() + SETTLED_SECONDS + rng.uniform(0.2, 2.5)
-        for line in prompts(10_000, seed=turn):
-            if line.prompt in asked:
-                continue  # equal texts are one row, which keeps the first one's id
-            asked.add(line.prompt)
-            answered.append((time.monotonic(), say(server, line.prompt)["id"]))
-            # The first kill comes while a run trains, so that there is a child to be left behind.
-            if time.monotonic() > end and (turn or children(process_id(server))):
-                break
-            assert time.monotonic() < end + 60, "no run was started"
-        orphans |= children(process_id(server))
-        committed = generation_ids(server)
-        killed = time.monotonic()
-        os.kill(process_id(server), signal.SIGKILL)
-        server.stop()
-        settled |= committed | {name for at, name in answered if at < killed - SETTLED_SECONDS}
-        check_rows(server, settled)
-    assert orphans and settled
-    _, left = psutil.wait_procs([psutil.Process(pid) for pid in orphans if psutil.pid_exists(pid)], timeout=60)
+def over(server: LocalServer, run: int) -> RunState:
+    """How the run ended."""
+    end = time.monotonic() + 60
+    while not (state := RunState(server.get(f"/train/{run}")["state"])).over:
+        assert time.monotonic() < end, f"run {run} hangs in {state}"
+        time.sleep(0.1)
+    return state
+
+
+def train(server: LocalServer, seed: int) -> tuple[int, set[int]]:
+    """Start a run on new cases, for those under three crashes are put aside; its number, and the processes beside it."""
+    known = len(generation_ids(server))
+    lines = list(prompts(6, seed))
+    for line in lines:
+        say(server, line.prompt)
+    end = time.monotonic() + 60
+    while len(generation_ids(server)) < known + len(lines):
+        assert time.monotonic() < end, "what was answered is not recorded"
+        time.sleep(0.05)
+    before = children(process_id(server))
+    return server.post("/train")["id"], before
+
+
+def meanwhile(server: LocalServer, before: set[int], seconds: float, child: bool) -> set[int]:
+    """Serve for some time, child: at least until the run has a process; the run's processes."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end or (child and not children(process_id(server)) - before):
+        assert say(server, "meanwhile")["tokens"], "serving goes on while a run trains"
+        assert time.monotonic() < end + 60, "no child was started"
+    return children(process_id(server)) - before
+
+
+def ended(pids: set[int]) -> None:
+    """Orphans end by themselves."""
+    processes: list[psutil.Process] = []
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            processes.append(psutil.Process(pid))
+    _, left = psutil.wait_procs(processes, timeout=60)
     assert not left, "a child outlived its server"
+
+
+def check_restart(server: LocalServer, settled: set[str]) -> None:
+    """It serves again after a kill, and its rows are in order."""
     server.start()
     try:
         assert say(server, "still there")["finish_reason"] in {"stop", "length"}
@@ -101,45 +116,90 @@ def test_the_server_is_killed_at_random_moments(tmp_path: Path, kills: int) -> N
         database.close()
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.nightly)])
-def test_the_training_child_is_killed_at_random_moments(tmp_path: Path, kills: int) -> None:
-    pair = write_pair(tmp_path)
-    server = tiny_server(tmp_path, pair, training={"epochs": 200})
+def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> None:
+    """Either of them once, at a random moment of a run."""
+    server = tiny_server(tmp_path, write_pair(tmp_path), training={"epochs": 200})
     rng = random.Random(1)
     server.start()
     try:
-        for line in prompts(12, seed=5):
-            say(server, line.prompt)
-        states: list[str] = []
-        for turn in range(kills):
-            # Cases under three crashes are put aside: every turn needs new ones.
-            for line in prompts(6, seed=100 + turn):
-                say(server, line.prompt)
-            time.sleep(0.5)
-            before = children(process_id(server))
-            run = server.post("/train")
-            end = time.monotonic() + rng.uniform(0.0, 2.0)
+        run, before = train(server, 0)
+        for pid in meanwhile(server, before, rng.uniform(0.0, 1.0), child=True):
+            os.kill(pid, signal.SIGKILL)
+        assert over(server, run) is RunState.CRASHED
+        assert say(server, "and after")["tokens"]
+        assert server.request("GET", "/health/ready").status_code == 200
+
+        run, before = train(server, 1)
+        answered: list[tuple[float, str]] = []
+        # Equal texts are one row, which keeps the first one's id.
+        texts = iter(dict.fromkeys(f"later {line.prompt}" for line in prompts(10_000, 2)))
+        end = time.monotonic() + SETTLED_SECONDS + rng.uniform(0.2, 1.0)
+        while time.monotonic() < end or not children(process_id(server)) - before:
+            answered.append((time.monotonic(), say(server, next(texts))["id"]))
+            assert time.monotonic() < end + 60, "no child was started"
+        orphans, committed, killed = children(process_id(server)), generation_ids(server), time.monotonic()
+        os.kill(process_id(server), signal.SIGKILL)
+    finally:
+        server.stop()
+    settled = committed | {name for at, name in answered if at < killed - SETTLED_SECONDS}
+    assert orphans and settled
+    check_rows(server, settled)
+    ended(orphans)
+    check_restart(server, settled)
+
+
+@pytest.mark.nightly
+def test_the_server_is_killed_at_random_moments(tmp_path: Path) -> None:
+    pair = write_pair(tmp_path)
+    training = {"enabled": True, "min_cases": 20, "min_tokens": 100, "cooldown_seconds": 0.0, "epochs": 40}
+    server = tiny_server(tmp_path, pair, training=training)
+    rng = random.Random(0)
+    answered: list[tuple[float, str]] = []
+    settled, orphans, asked = set[str](), set[int](), set[str]()
+    try:
+        for turn in range(KILLS):
+            server.start()
+            end = time.monotonic() + SETTLED_SECONDS + rng.uniform(0.2, 2.5)
+            for line in prompts(10_000, seed=turn):
+                if line.prompt in asked:
+                    continue  # equal texts are one row, which keeps the first one's id
+                asked.add(line.prompt)
+                answered.append((time.monotonic(), say(server, line.prompt)["id"]))
+                # The first kill comes while a run trains, so that there is a child to be left behind.
+                if time.monotonic() > end and (turn or children(process_id(server))):
+                    break
+                assert time.monotonic() < end + 60, "no run was started"
+            orphans |= children(process_id(server))
+            committed = generation_ids(server)
+            killed = time.monotonic()
+            os.kill(process_id(server), signal.SIGKILL)
+            server.stop()
+            settled |= committed | {name for at, name in answered if at < killed - SETTLED_SECONDS}
+            check_rows(server, settled)
+    finally:
+        server.stop()
+    assert orphans and settled
+    ended(orphans)
+    check_restart(server, settled)
+
+
+@pytest.mark.nightly
+def test_the_training_child_is_killed_at_random_moments(tmp_path: Path) -> None:
+    server = tiny_server(tmp_path, write_pair(tmp_path), training={"epochs": 200})
+    rng = random.Random(1)
+    server.start()
+    try:
+        states: list[RunState] = []
+        for turn in range(KILLS):
+            run, before = train(server, 100 + turn)
             # The first kill meets a child for certain.
-            while time.monotonic() < end or (not turn and not children(process_id(server)) - before):
-                assert say(server, "meanwhile")["tokens"], "serving goes on while a run trains"
-                assert time.monotonic() < end + 60, "no child was started"
-            for pid in children(process_id(server)) - before:
+            for pid in meanwhile(server, before, rng.uniform(0.0, 2.0), child=not turn):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            end = time.monotonic() + 60
-            while (state := server.get(f"/train/{run['id']}"))["state"] not in {
-                "promoted",
-                "rejected",
-                "failed",
-                "crashed",
-            }:
-                assert time.monotonic() < end, f"run {run['id']} hangs in {state['state']}"
-                time.sleep(0.1)
-            states.append(state["state"])
+            states.append(over(server, run))
             assert say(server, "and after")["tokens"]
-        assert states[0] == RunState.CRASHED
-        ready = httpx.get(f"{server.url}/health/ready", timeout=10.0)
-        assert ready.status_code == 200
+        assert states[0] is RunState.CRASHED
+        assert server.request("GET", "/health/ready").status_code == 200
     finally:
         assert server.stop() == 0
     check_rows(server, set())

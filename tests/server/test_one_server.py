@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from service.app import open_stores
-from service.core import Unavailable
+from service.cli.root import app
+from service.core import DatabaseTaken, Unavailable
 from service.evaluation.server import LocalServer
 from service.settings import load_settings
 from service.store.lease import Lease, Owner
-from tests.support.tiny_server import prompts, say, tiny_server, write_pair
+from tests.support.tiny_server import prompts, say, server_here, tiny_server, write_pair
 
 LONG = {"epochs": 500, "tick_seconds": 600.0}
 
@@ -40,10 +40,13 @@ def train(server: LocalServer) -> dict[str, Any]:
             time.sleep(0.1)
 
 
-def test_a_second_server_on_the_same_database_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [server_here, pytest.param(tiny_server, marks=pytest.mark.nightly)])
+def test_a_second_server_on_the_same_database_is_refused(
+    tmp_path: Path, make: Callable[[Path, tuple[Path, Path]], LocalServer]
+) -> None:
     pair = write_pair(tmp_path)
     first = tiny_server(tmp_path, pair, training={"epochs": 500})
-    second = tiny_server(tmp_path / "second", pair)
+    second = make(tmp_path / "second", pair)
     text = second.config.read_text().replace(str(second.folder / "redraft.db"), str(first.folder / "redraft.db"))
     second.config.write_text(text)
 
@@ -54,12 +57,14 @@ def test_a_second_server_on_the_same_database_is_refused(tmp_path: Path) -> None
         run = train(first)
         assert first._process is not None
         pid = first._process.pid
-        with pytest.raises(Unavailable, match=f"process {pid} on host .* already serves from this database"):
+        refused = f"process {pid} on host .* already serves from this database"
+        with pytest.raises((DatabaseTaken, Unavailable), match=refused):
             second.start()
         now = first.get(f"/train/{run['id']}")
         assert now["state"] in {"claimed", "training"} and now["error"] is None, "its run goes on"
         # Commands work beside a server, those that write too.
-        assert "requests recorded" in command(first.config, "cases", "stats")
+        stats = CliRunner().invoke(app, ["cases", "stats", "--config", str(first.config)])
+        assert stats.exit_code == 0 and "requests recorded" in stats.output
         stores = open_stores(load_settings(first.config))
         assert stores.quarantine.release() == 0 and stores.adapters.all() == []
         stores.close()
@@ -77,17 +82,6 @@ def test_a_second_server_on_the_same_database_is_refused(tmp_path: Path) -> None
     finally:
         first.stop()
         second.stop()
-
-
-def command(config: Path, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "service.cli", *words, "--config", str(config)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 @pytest.mark.nightly

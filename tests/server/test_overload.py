@@ -4,21 +4,18 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import httpx
 import numpy as np
 import pytest
-import uvicorn
 
 import service.server
+from service.engine.decoder import Decoder, RoundReport
 from service.evaluation.server import LocalServer
 from service.models.text import TextEncoder
-from service.server import Application
-from service.settings import load_settings
-from tests.support.tiny_server import tiny_server, write_pair
+from tests.support.tiny_server import server_here, tiny_server, write_pair
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away from what it has seen there "
 
@@ -33,61 +30,57 @@ def long_prompt(number: int, tokens: int) -> str:
     return f"{number} {WORDS * (tokens // len(WORDS))}"
 
 
-@contextmanager
-def application(folder: Path, pair: tuple[Path, Path], **engine: object) -> Iterator[str]:
-    """The whole server in this process, on a free port; yields its URL."""
-    server = tiny_server(folder, pair, engine=engine)
-    app = Application(load_settings(server.config), on_fatal=lambda reason: None)
-    web = uvicorn.Server(uvicorn.Config(app, port=server.port, log_config=None, lifespan="off", interface="asgi3"))
-    thread = threading.Thread(target=web.run, daemon=True)
-    try:
-        app.start()
-        thread.start()
-        while not web.started:
-            time.sleep(0.01)
-        yield server.url
-    finally:
-        app.drain()
-        web.should_exit = True
-        thread.join(10)
-        app.stop()
-
-
 def test_only_what_is_admitted_is_tokenised(
     tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The engine decodes nothing until the last refusal has come: what is admitted is what there are places for."""
     tokenised: list[int] = []
+    refusals = threading.Event()
 
     class Counting(TextEncoder):
         def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
             tokenised.append(len(messages[0]["content"]))
             return super().encode_chat(messages)
 
+    def held_back(decoder: Decoder, waiting: int) -> RoundReport:
+        assert refusals.wait(60)
+        return decode(decoder, waiting)
+
+    decode = Decoder.round
     monkeypatch.setattr(service.server, "TextEncoder", Counting)
 
     async def one(client: httpx.AsyncClient, number: int) -> httpx.Response:
-        # Served requests are long enough that they are still running when the last client comes.
-        body = {"prompt": long_prompt(number, 500), "max_tokens": 300}
-        return await client.post("/generate", json=body)
+        answer = await client.post("/generate", json={"prompt": long_prompt(number, 500), "max_tokens": 4})
+        if answer.status_code == 503:
+            refused.append(answer)
+            if len(refused) == 24 - 6:
+                refusals.set()
+        return answer
+
+    refused: list[httpx.Response] = []
 
     async def rush(url: str) -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=httpx.Limits(max_connections=None)) as client:
             return await asyncio.gather(*(one(client, number) for number in range(24)))
 
-    with application(tmp_path, pair, max_rows=2, max_waiting=4) as url:
-        answers = asyncio.run(rush(url))
-        refused = [answer for answer in answers if answer.status_code == 503]
+    server = server_here(tmp_path, pair, engine={"max_rows": 2, "max_waiting": 4})
+    server.start()
+    try:
+        monkeypatch.setattr(Decoder, "round", held_back)
+        answers = asyncio.run(rush(server.url))
         assert all(answer.json()["error"]["code"] == "overloaded" for answer in refused)
         assert all(int(answer.headers["retry-after"]) > 0 for answer in refused)
         admitted = [answer for answer in answers if answer.status_code == 200]
-        assert len(admitted) + len(refused) == 24
-        assert len(admitted) >= 6 and refused
-        assert len(tokenised) == len(admitted)
+        assert (len(admitted), len(refused)) == (6, 18)
+        assert len(tokenised) == 6
         # No token of this pair stands for more than the four bytes of "</s>": by its bytes this cannot fit.
-        hopeless = httpx.post(f"{url}/generate", json={"prompt": "x" * (2048 * 4 + 1)})
+        hopeless = server.request("POST", "/generate", {"prompt": "x" * (2048 * 4 + 1)})
         assert hopeless.status_code == 400 and "bytes" in hopeless.text
-        assert len(tokenised) == len(admitted)
-        assert httpx.post(f"{url}/generate", json={"prompt": "a", "max_tokens": 2}, timeout=60).status_code == 200
+        assert len(tokenised) == 6
+        assert server.request("POST", "/generate", {"prompt": "a", "max_tokens": 2}).status_code == 200
+    finally:
+        refusals.set()
+        assert server.stop() == 0
 
 
 # ------------------------------------------------------------------------------------------------------------ in full

@@ -30,12 +30,19 @@ def launch(server: LocalServer) -> subprocess.Popen[bytes]:
         return subprocess.Popen(server._command, stdout=log, stderr=log, umask=0o022)
 
 
-def listening(server: LocalServer, process: subprocess.Popen[bytes]) -> None:
+@pytest.fixture
+def client() -> Iterator[httpx.Client]:
+    """One for all calls: making one takes longer than most calls."""
+    with httpx.Client(trust_env=False, timeout=PATIENCE) as client:
+        yield client
+
+
+def listening(client: httpx.Client, server: LocalServer, process: subprocess.Popen[bytes]) -> None:
     end = time.monotonic() + PATIENCE
     while time.monotonic() < end:
         assert process.poll() is None, server.tail()
         try:
-            assert httpx.get(f"{server.url}/health/live", timeout=PATIENCE).json() == {"status": "alive"}
+            assert client.get(f"{server.url}/health/live").json() == {"status": "alive"}
             return
         except httpx.ConnectError:
             time.sleep(0.02)
@@ -57,16 +64,16 @@ def stuck(tmp_path: Path, pair: tuple[Path, Path]) -> Iterator[tuple[LocalServer
         yield server, process
     finally:
         process.kill()
-        process.wait()
+        process.wait(PATIENCE)
 
 
 def test_every_route_answers_while_the_models_load_and_a_signal_ends_it(
-    stuck: tuple[LocalServer, subprocess.Popen[bytes]],
+    stuck: tuple[LocalServer, subprocess.Popen[bytes]], client: httpx.Client
 ) -> None:
     server, process = stuck
-    listening(server, process)
+    listening(client, server, process)
     deadline = time.monotonic() + PATIENCE
-    while "loading" not in (ready := httpx.get(f"{server.url}/health/ready")).text:
+    while "loading" not in (ready := client.get(f"{server.url}/health/ready")).text:
         assert time.monotonic() < deadline, ready.text
         time.sleep(0.02)
     error = {"code": "unavailable", "message": "the server is starting: loading", "field": None}
@@ -79,27 +86,29 @@ def test_every_route_answers_while_the_models_load_and_a_signal_ends_it(
         ("GET", "/openapi.json"),
         ("GET", "/nothing-here"),
     ]:
-        refused = httpx.request(method, f"{server.url}{path}", json={} if method == "POST" else None)
+        refused = client.request(method, f"{server.url}{path}", json={} if method == "POST" else None)
         assert (refused.status_code, refused.json()) == (503, {"error": error}), path
         assert int(refused.headers["retry-after"]) > 0
-    scraped = httpx.get(f"{server.url}/metrics")
+    scraped = client.get(f"{server.url}/metrics")
     assert scraped.status_code == 200
     assert 'redraft:requests_refused_total{code="unavailable"} 1.0' in scraped.text.splitlines()
     for foreign in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
         for path in ("/health/live", "/metrics", "/train"):
-            assert httpx.post(f"{server.url}{path}", headers=foreign).status_code == 403
-    # A thread that loads cannot be stopped; the process ends in order all the same, and soon.
+            assert client.post(f"{server.url}{path}", headers=foreign).status_code == 403
+    # A thread that loads cannot be stopped; the process ends in order all the same.
     process.send_signal(signal.SIGTERM)
-    assert process.wait(20) == 0, server.tail()
+    assert process.wait(PATIENCE) == 0, server.tail()
     log = server.log.read_text()
     assert "redraft serves at" not in log
     assert "Traceback" not in log
 
 
 def test_stages_go_by_in_order_and_what_is_recorded_is_said_and_private(
-    tmp_path: Path, pair: tuple[Path, Path]
+    tmp_path: Path, pair: tuple[Path, Path], client: httpx.Client
 ) -> None:
-    server = tiny_server(tmp_path, pair, engine={"adaptive": True, "max_rows": 2})
+    # Timing is what takes longest, with few calls to time as well.
+    engine = {"adaptive": True, "max_rows": 1, "num_draft_tokens": 2, "num_lookup_tokens": 0}
+    server = tiny_server(tmp_path, pair, engine=engine)
     home, database = tmp_path / "home", server.folder / "redraft.db"
     # What an older release wrote, by the umask.
     upgrade(f"sqlite:///{database}")
@@ -109,20 +118,21 @@ def test_stages_go_by_in_order_and_what_is_recorded_is_said_and_private(
     database.chmod(0o644)
     process = launch(server)
     try:
-        listening(server, process)
+        listening(client, server, process)
         stages: list[str] = []
         deadline = time.monotonic() + PATIENCE
         while True:
             announced = "redraft serves at" in server.log.read_text()
-            ready = httpx.get(f"{server.url}/health/ready", timeout=PATIENCE)
+            ready = client.get(f"{server.url}/health/ready")
             if ready.status_code == 200:
                 break
             assert not announced
             stages.append(ready.json()["error"]["message"].removeprefix("the server is starting: "))
             assert time.monotonic() < deadline, stages
+            time.sleep(0.01)
         assert stages[-1] == "timing"
         assert sorted(stages, key=STAGES.index) == stages
-        assert httpx.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert client.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
         # The write-ahead log is there while the database is open.
         for path in (database, database.with_name("redraft.db-wal"), database.with_name("redraft.db-shm")):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
@@ -136,7 +146,7 @@ def test_stages_go_by_in_order_and_what_is_recorded_is_said_and_private(
         assert process.wait(PATIENCE) == 0, server.tail()
     finally:
         process.kill()
-        process.wait()
+        process.wait(PATIENCE)
     log = server.log.read_text()
     assert f"redraft serves at {server.url}" in log
     assert f"home: {home}" in log

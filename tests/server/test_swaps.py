@@ -1,26 +1,30 @@
 """Swaps under eight streaming clients: nobody notices."""
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from service.core import Sampling, Unavailable
+from service.evaluation.server import LocalServer
 from service.evaluation.traffic import Traffic
 from service.models.pair import load_model
 from service.models.text import TextEncoder
 from tests.support.oracle import naive
-from tests.support.tiny_server import prompts, register_adapters, say, tiny_server, write_pair
+from tests.support.tiny_server import prompts, register_adapters, say, server_here, tiny_server, write_pair
 
 
-@pytest.mark.parametrize("swaps", [10, pytest.param(50, marks=pytest.mark.nightly)])
-def test_swaps_under_eight_streams(tmp_path: Path, swaps: int) -> None:
+@pytest.mark.parametrize(
+    ("make", "swaps", "checked"),
+    [(server_here, 6, 8), pytest.param(tiny_server, 50, 25, marks=pytest.mark.nightly)],
+    ids=["6", "50-process"],
+)
+def test_swaps_under_eight_streams(
+    tmp_path: Path, make: Callable[[Path, tuple[Path, Path]], LocalServer], swaps: int, checked: int
+) -> None:
     pair = write_pair(tmp_path)
-    server = tiny_server(tmp_path, pair)
-    server.start()
-    for line in prompts(6, seed=9):
-        say(server, line.prompt)
-    assert server.stop() == 0
+    server = make(tmp_path, pair)
     first, second = register_adapters(server, pair, 2)
 
     server.start()
@@ -45,14 +49,14 @@ def test_swaps_under_eight_streams(tmp_path: Path, swaps: int) -> None:
     target = load_model(pair[0])
     encoder = TextEncoder(target.tokenizer)
     ends = frozenset(target.tokenizer.eos_token_ids)
-    for answer in answers[:: max(1, len(answers) // 25)]:
+    for answer in answers[:: max(1, len(answers) // checked)]:
         asked = encoder.encode_chat([{"role": "user", "content": answer.line.prompt}])
         assert answer.tokens == naive(target.model, asked, Sampling(max_tokens=48), ends)
 
 
 def test_unknown_adapters_change_nothing(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
-    server = tiny_server(tmp_path, pair)
+    server = server_here(tmp_path, pair)
     server.start()
     try:
         assert server.post("/adapters/0/activate")["active"] == 0

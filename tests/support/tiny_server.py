@@ -1,27 +1,32 @@
-"""A real server process on a tiny random pair, for tests that need a whole house."""
+"""A real server on a tiny random pair, for tests that need a whole house: as a process, or in this one."""
 
 import json
 import random
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import mlx.core as mx
+import uvicorn
 from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from service.core import BARE_DRAFT, AdapterRef, Trigger
+from service.app import open_stores
+from service.core import BARE_DRAFT, AdapterRef, RunState, Trigger
 from service.evaluation.prompts import PromptLine
 from service.evaluation.server import LocalServer
 from service.learning import lora
 from service.models.pair import load_model, load_pair
-from service.store.adapters import Adapters
-from service.store.database import Database
+from service.server import FATAL_EXIT, Application, Server
+from service.settings import load_settings
 from service.store.files import publish
-from service.store.runs import Runs
 from tests.support.oracle import relative, tiny_llama
+from tests.support.store_rows import generation
 
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }} {{ message['content'] }}</s>{% endfor %}"
@@ -54,7 +59,8 @@ def write_pair(root: Path) -> tuple[Path, Path]:
     return folders[0], folders[1]
 
 
-def tiny_server(root: Path, pair: tuple[Path, Path], **sections: dict[str, object]) -> LocalServer:
+def settings_of(pair: tuple[Path, Path], **sections: dict[str, object]) -> dict[str, dict[str, object]]:
+    """A tiny server's settings; what is named in `sections` is added."""
     tree: dict[str, dict[str, object]] = {
         "models": {"target": str(pair[0]), "draft": str(pair[1])},
         "engine": {"max_rows": 8, "prefill_chunk": 32, "adaptive": False},
@@ -63,7 +69,74 @@ def tiny_server(root: Path, pair: tuple[Path, Path], **sections: dict[str, objec
     }
     for name, values in sections.items():
         tree.setdefault(name, {}).update(values)
-    return LocalServer(root / "state", tree, root / "home")
+    return tree
+
+
+def tiny_server(root: Path, pair: tuple[Path, Path], **sections: dict[str, object]) -> LocalServer:
+    return LocalServer(root / "state", settings_of(pair, **sections), root / "home")
+
+
+class _Web(Server):
+    """Signals are this process's own."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+class ServerHere(LocalServer):
+    """The same server on threads of this process, which saves the seconds that a process takes to import everything.
+
+    Not for tests of what a process does: its output, its exit, its signals, the BLAS threads that it gives to a child.
+    """
+
+    _application: Application | None = None
+
+    def start(self) -> None:
+        """Returns when it is ready. Raises what makes serving impossible."""
+        self._client = httpx.Client(base_url=self.url, trust_env=False, timeout=60.0)
+        self._fatal: list[str] = []
+        self._application = application = Application(load_settings(self.config), on_fatal=self._fatal.append)
+        config = uvicorn.Config(
+            application,
+            interface="asgi3",
+            ws="none",
+            port=self.port,
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=5,
+        )
+        self._web = _Web(config, on_listening=lambda: None, drain=application.drain)
+        self._thread = threading.Thread(target=self._web.run, daemon=True)
+        self._thread.start()
+        end = time.monotonic() + 60.0
+        while not self._web.started:
+            assert self._thread.is_alive() and time.monotonic() < end, "it does not listen"
+            time.sleep(0.01)
+        application.start()
+
+    def terminate(self) -> None:
+        """What the handler of a signal does; returns at once."""
+        self._web.should_exit = True
+
+    def stop(self) -> int | None:
+        """Ends it in order; the exit status that a process would have."""
+        application, self._application = self._application, None
+        if self._client is not None:
+            self._client.close()
+        if application is None:
+            return None
+        try:
+            self.terminate()
+            self._thread.join(60.0)
+        finally:
+            application.stop()
+        return FATAL_EXIT if self._fatal or self._thread.is_alive() else 0
+
+
+def server_here(root: Path, pair: tuple[Path, Path], **sections: dict[str, object]) -> ServerHere:
+    return ServerHere(root / "state", settings_of(pair, **sections), root / "home")
 
 
 def prompts(count: int, seed: int = 0) -> Iterator[PromptLine]:
@@ -74,19 +147,20 @@ def prompts(count: int, seed: int = 0) -> Iterator[PromptLine]:
 
 def say(server: LocalServer, text: str, **body: object) -> dict[str, Any]:
     asked = {"prompt": text, "max_tokens": 16, "return_tokens": True, **body}
-    answer = httpx.post(f"{server.url}/generate", json=asked, timeout=60.0)
+    answer = server.request("POST", "/generate", asked)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
 def register_adapters(server: LocalServer, pair: tuple[Path, Path], count: int) -> list[AdapterRef]:
-    """Adapters with random weights, as rows of a stopped server's database that already holds generations. The last one is
+    """Adapters with random weights, as rows of the database of a server that has not been started yet. The last one is
     active, the others retired: all of them may be activated."""
     who = load_pair(*pair).provenance
-    database = Database(f"sqlite:///{server.folder / 'redraft.db'}")
-    runs, adapters = Runs(database), Adapters(database)
+    stores = open_stores(load_settings(server.config), create=True)
     made: list[AdapterRef] = []
-    run = runs.claim(trigger=Trigger.MANUAL, who=who, parent=BARE_DRAFT, limit=1)
+    # A run needs something to learn from.
+    stores.generations.add([generation(who=who)]).result(60)
+    run = stores.runs.claim(trigger=Trigger.MANUAL, who=who, parent=BARE_DRAFT, limit=1)
     assert run is not None
     for i in range(count):
         model = load_model(pair[1]).model
@@ -102,7 +176,7 @@ def register_adapters(server: LocalServer, pair: tuple[Path, Path], count: int) 
         scratch = server.folder / f"made-{i}.part"
         lora.save(model, shape, scratch, draft=who.draft, target=who.target)
         digest = publish(scratch, final)
-        ref = adapters.add(
+        ref = stores.adapters.add(
             run_id=run.id,
             fencing=run.fencing,
             folder=final,
@@ -113,7 +187,9 @@ def register_adapters(server: LocalServer, pair: tuple[Path, Path], count: int) 
             draft=who.draft,
             parent=BARE_DRAFT,
         )
-        adapters.activate(ref.id, who.draft)
+        stores.adapters.activate(ref.id, who.draft)
         made.append(ref)
-    database.close()
+    stores.runs.move(run.id, run.fencing, RunState.CRASHED)
+    stores.generations.erase(everything=True).result(60)
+    stores.close()
     return made
