@@ -24,7 +24,7 @@ test *args:
 
 # What takes minutes: every family at full length, kills, full-size experiments. Run it before an issue closes.
 nightly *args:
-    uv run pytest -m nightly --timeout 3600 {{args}}
+    uv run pytest -m nightly --timeout 3600 -o faulthandler_timeout=3900 {{args}}
 
 # One-line changes, each of which must fail a named test (tests/mutants.toml): `just mutants` or `just mutants NAME ...`.
 mutants *names:

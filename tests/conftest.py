@@ -19,3 +19,12 @@ for name in [name for name in os.environ if name.startswith("REDRAFT_") and name
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: tests also wait for processes, sockets and clocks."""
     return (os.cpu_count() or 1) + 1
+
+
+SLOWEST_FIRST = ("server", "cli", "evaluation", "learning", "models", "engine", "lifecycle")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that take long come first, so that all workers end at about the same time."""
+    ranks = {name: rank for rank, name in enumerate(SLOWEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path.parent.name, len(ranks)))
