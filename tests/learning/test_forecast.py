@@ -18,6 +18,7 @@ SETTINGS = {
     "greedy": [Sampling(max_tokens=24)] * 60,
     "seeded": [Sampling(temperature=0.9, seed=i, top_p=0.9, max_tokens=24) for i in range(60)],
 }
+ROWS = pytest.mark.parametrize("rows", [24, pytest.param(60, marks=pytest.mark.nightly)])
 UNSEEDED = {
     "plain": {"temperature": 1.0},
     "top-p": {"temperature": 0.8, "top_p": 0.8},
