@@ -271,19 +271,23 @@ def lower_priority(niceness: int) -> None:
             os.setpriority(os.PRIO_PROCESS, thread, max(os.getpriority(os.PRIO_PROCESS, thread), niceness))
 
 
-def main() -> int:
-    """Run the one job that arrives on stdin and end with a `done` message, or `failed` for a RedraftError.
-
-    Returns exit status 0 for both; any other exception ends the process.
-    """
-    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    channel = Channel.claim()
+def perform(channel: Channel) -> None:
+    """Run the one job that arrives on the channel and end with a `done` message, or `failed` for a RedraftError."""
     try:
         run(channel)
     except RedraftError as error:
         channel.send("failed", {"reason": str(error)})
     else:
         channel.send("done")
+
+
+def main() -> int:
+    """`perform` the job that arrives on stdin.
+
+    Returns exit status 0 whether it is done or failed; any other exception ends the process.
+    """
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    perform(Channel.claim())
     return 0
 
 

@@ -24,7 +24,7 @@ from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.model_folders import save_model
 from tests.support.oracle import tiny_llama
-from tests.support.training_child import Home, Rig, child, of_type
+from tests.support.training_child import Home, Rig, of_type, perform
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
 
 def test_a_run_and_what_is_asked_of_its_adapter(home: Home, rig: Rig) -> None:
     spec = home.spec(training={"epochs": 4}, gate={"min_prompts": 1, "min_tokens": 1})
-    with child(spec) as running:
-        messages = running.rest()
+    messages = perform(spec)
     assert messages[-1]["type"] == "done", messages[-1]
     (candidate,), (scores,) = of_type(messages, "candidate"), of_type(messages, "scores")
     assert "fuse" in candidate["keys"]
@@ -76,8 +75,7 @@ def test_a_run_and_what_is_asked_of_its_adapter(home: Home, rig: Rig) -> None:
     job = {key: spec[key] for key in ("url", "draft", "target", "training", "k", "provenance")}
     ids = [g.id for g in held_out]
     asked = {"kind": "score", "adapters": {"0": None, "1": str(folder)}, "generations": ids}
-    with child({**job, **asked}) as running:
-        (again,) = of_type(running.rest(), "scores")
+    (again,) = of_type(perform({**job, **asked}), "scores")
     order = [[s["generation"] for s in again["scores"]["1"]].index(id) for id in ids]
     assert np.allclose(calls(again["scores"]["1"])[order], expected(), rtol=1e-4)
 

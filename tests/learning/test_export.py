@@ -1,9 +1,11 @@
 """`redraft adapters export`: what it writes is what mlx-lm loads, and computes what this engine serves."""
 
 import json
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -38,6 +40,7 @@ K = 3
 class House:
     """A database with one adapter, the draft it belongs to, and the settings that name both."""
 
+    root: Path
     config: Path
     draft: Path
     ref: AdapterRef
@@ -100,7 +103,13 @@ def build(root: Path, bits: int | None) -> House:
         parent=BARE_DRAFT,
     )
     stores.close()
-    return House(config, draft, ref)
+    return House(root, config, draft, ref)
+
+
+@pytest.fixture(scope="module")
+def houses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], House]:
+    """Each is built once."""
+    return cache(lambda bits: build(tmp_path_factory.mktemp("house"), bits))
 
 
 @pytest.fixture(params=[None, 4], ids=["float", "four bits"])
@@ -109,13 +118,20 @@ def bits(request: pytest.FixtureRequest) -> int | None:
 
 
 @pytest.fixture
-def house(tmp_path: Path, bits: int | None) -> House:
-    return build(tmp_path, bits)
+def house(houses: Callable[[int | None], House], bits: int | None) -> House:
+    """Not to be changed."""
+    return houses(bits)
 
 
 @pytest.fixture
-def plain_house(tmp_path: Path) -> House:
-    return build(tmp_path, None)
+def plain_house(houses: Callable[[int | None], House], tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
+    """May be changed: it is put back as it was."""
+    house = houses(None)
+    saved = tmp_path_factory.mktemp("saved") / "house"
+    shutil.copytree(house.root, saved)
+    yield house
+    shutil.rmtree(house.root)
+    saved.rename(house.root)
 
 
 Export = Callable[..., tuple[int, str]]
@@ -201,7 +217,7 @@ def test_mlx_lm_drafts_with_the_fused_model(tmp_path: Path, house: House, export
 def test_the_fused_folder_can_be_served_as_a_draft_here(tmp_path: Path, house: House, export: Export) -> None:
     out = tmp_path / "fused"
     assert export(house, out, "--fuse")[0] == 0
-    pair = load_pair(tmp_path / "target", out)
+    pair = load_pair(house.root / "target", out)
     assert pair.draft is not None
     assert pair.provenance.draft != house.ref.draft, "another draft: adapters of the bare one do not belong on it"
 
@@ -254,7 +270,7 @@ class TestRefusals:
     def test_a_house_without_a_database(
         self, tmp_path: Path, plain_house: House, export: Export, flags: tuple[str, ...]
     ) -> None:
-        for file in (tmp_path / "home").glob("redraft.db*"):
+        for file in (plain_house.root / "home").glob("redraft.db*"):
             file.unlink()
         status, err = export(plain_house, tmp_path / "out", *flags)
         assert status == 1

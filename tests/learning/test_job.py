@@ -1,4 +1,4 @@
-"""The child as it really runs: a process of its own, a real database, models on disk."""
+"""Training jobs with a real database and models on disk, where it matters in a process of their own."""
 
 import json
 import os
@@ -28,7 +28,7 @@ from service.store.generations import Generations, split_of
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.model_folders import save_model
 from tests.support.oracle import relative, tiny_llama
-from tests.support.training_child import TRAINING, Child, Home, Message, Rig, child, of_type
+from tests.support.training_child import TRAINING, Child, Home, Message, Rig, child, of_type, perform
 
 KEPT = list(range(VOCABULARY))[:1:-1][:60]
 """What the draft may propose before it learns."""
@@ -121,8 +121,7 @@ def test_a_run_from_claim_to_scores(home: Home, rig: Rig) -> None:
 
 def test_a_second_run_goes_on_from_the_first_and_reads_what_it_scored(home: Home, rig: Rig, tmp_path: Path) -> None:
     spec = home.spec(training={"epochs": 2})
-    with child(spec) as running:
-        first = of_type(running.rest(), "candidate")[0]
+    first = of_type(perform(spec), "candidate")[0]
     home.runs.move(spec["run"], spec["fencing"], RunState.CRASHED)
     # Without its weights the target cannot be asked any more.
     asleep = tmp_path / "target"
@@ -135,8 +134,7 @@ def test_a_second_run_goes_on_from_the_first_and_reads_what_it_scored(home: Home
         parent_id=5,
         target=str(asleep),
     )
-    with child(again) as running:
-        messages = running.rest()
+    messages = perform(again)
     assert messages[-1]["type"] == "done", messages[-1]
     assert len(home.published()) == 2
     (scores,) = of_type(messages, "scores")
@@ -156,8 +154,7 @@ def test_a_second_run_goes_on_from_the_first_and_reads_what_it_scored(home: Home
     job = {key: again[key] for key in ("url", "draft", "target", "training", "k", "provenance")}
     ids = [g.id for g in rig.logged[:9]]
     adapters = {"0": None, "5": first["folder"], "6": candidate["folder"]}
-    with child({**job, "kind": "score", "adapters": adapters, "generations": [*ids, "gone"]}) as running:
-        messages = running.rest()
+    messages = perform({**job, "kind": "score", "adapters": adapters, "generations": [*ids, "gone"]})
     assert [message["type"] for message in messages] == ["scores", "done"]
     scored = messages[0]["scores"]
     assert scored.keys() == adapters.keys()
@@ -174,8 +171,7 @@ def test_a_second_run_goes_on_from_the_first_and_reads_what_it_scored(home: Home
     settled = [g for g in rig.logged if g.prompt.sampling.rule is AcceptRule.MATCH][:20]
     ids = [g.id for g in settled]
     asked = {"kind": "cases", "adapter": first["folder"], "generations": [*ids, "gone"], "tie_margin": 0.5}
-    with child({**job, **asked}) as running:
-        messages = running.rest()
+    messages = perform({**job, **asked})
     assert [message["type"] for message in messages] == ["cases", "cases", "done"]
     told = {name: cases for message in messages[:2] for name, cases in message["cases"].items()}
     assert told.keys() == set(ids)
@@ -202,15 +198,12 @@ def test_it_makes_way_holds_still_and_dies_with_its_parent(home: Home) -> None:
         assert nice == {max(os.getpriority(os.PRIO_PROCESS, 0), 7)}
         running.say("pause")
         os.set_blocking(running.stdout.fileno(), False)
-        time.sleep(0.5)
-        drain(running)
-        time.sleep(0.5)
-        assert not drain(running)
+        assert wait_for(lambda: silent(running))
         running.say("resume")
         assert wait_for(lambda: drain(running))
         running.say("pause")
         running.stdin.close()
-        assert running.process.wait(5) == ORPHANED
+        assert running.process.wait(60) == ORPHANED
     assert home.published() == []
 
 
@@ -222,7 +215,14 @@ def drain(running: Child) -> bool:
         return False
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+def silent(running: Child) -> bool:
+    """Whether nothing is said for much longer than a step takes, but for what was said before."""
+    drain(running)
+    time.sleep(0.5)
+    return not drain(running)
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():
@@ -232,11 +232,14 @@ def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 def test_a_run_that_was_given_up_meanwhile_is_not_published(home: Home) -> None:
-    spec = home.spec(training={"epochs": 30})
-    with child(spec) as running:
-        running.until_training()
-        home.runs.move(spec["run"], spec["fencing"], RunState.CRASHED)
-        messages = running.rest()
+    spec = home.spec(training={"epochs": 1})
+
+    def give_up(message: Message) -> None:
+        if message["type"] == "progress" and message["step"] == 1:
+            home.runs.move(spec["run"], spec["fencing"], RunState.CRASHED)
+
+    messages = perform(spec, give_up)
+    assert of_type(messages, "progress")
     assert messages[-1]["type"] == "failed"
     assert "no longer this process's" in messages[-1]["reason"]
     assert not of_type(messages, "candidate")
@@ -252,8 +255,7 @@ def test_a_run_that_was_given_up_meanwhile_is_not_published(home: Home) -> None:
     ],
 )
 def test_a_run_that_cannot_be_done_says_why(home: Home, changes: Message, reason: str) -> None:
-    with child(home.spec() | changes) as running:
-        messages = running.rest()
+    messages = perform(home.spec() | changes)
     assert [message["type"] for message in messages] == ["failed"]
     assert reason in messages[0]["reason"]
     assert home.published() == []

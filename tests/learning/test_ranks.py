@@ -5,12 +5,15 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+from service.cli import main
 from service.learning.ranks import Ranks
 from service.learning.trainer import number
 from service.learning.writing import ANSWER, FORCED
@@ -28,19 +31,36 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
-def make(folder: Path, ranks: int, *words: str) -> list[str]:
-    """`redraft make-draft` in so many processes; what each said. Its draft is in folder/draft."""
-    folder.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "service.cli", "make-draft", "--target", str(folder.parent / "target")]
-    command += ["--out", str(folder / "draft"), "--layers", "0,2", "--length", str(LENGTH), "--held-out", "2", *words]
-    alone = os.environ | {"REDRAFT_HOME": str(folder / "home")}
+IN_TURN = """
+import json, sys
+from service.cli import main
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["redraft", *words]
+    try:
+        main()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+"""
+
+
+def command(out: Path, *words: str) -> list[str]:
+    """The words of `redraft make-draft` for the target in the folder above `out`'s own."""
+    target = out.parent.parent / "target"
+    settings = ("--layers", "0,2", "--length", str(LENGTH), "--held-out", "2")
+    return ["make-draft", "--target", str(target), "--out", str(out), *settings, *words]
+
+
+def launch(folder: Path, ranks: int, *commands: list[str]) -> list[str]:
+    """The commands one after the other in so many processes, as mlx.launch starts them; what each process said."""
+    folder.mkdir()
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(ranks)]))
-    launched = alone | {"MLX_HOSTFILE": str(hosts)}
+    env = os.environ | {"REDRAFT_HOME": str(folder / "home"), "MLX_HOSTFILE": str(hosts)}
     running = [
         subprocess.Popen(
-            command,
-            env=alone if ranks == 1 else launched | {"MLX_RANK": str(rank)},
+            [sys.executable, "-c", IN_TURN, json.dumps(commands)],
+            env=env | {"MLX_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -48,10 +68,11 @@ def make(folder: Path, ranks: int, *words: str) -> list[str]:
         for rank in range(ranks)
     ]
     try:
-        said = [each.communicate(timeout=60)[0] for each in running]
+        said = [each.communicate(timeout=120)[0] for each in running]
     finally:
         for each in running:
             each.kill()
+            each.wait(30)
     assert [each.returncode for each in running] == [0] * ranks, said
     return said
 
@@ -69,19 +90,58 @@ def weights(draft: Path) -> dict[str, mx.array]:
     return found
 
 
-@pytest.mark.parametrize(("kind", "began"), [("layers", "0"), pytest.param("eagle", "2", marks=pytest.mark.nightly)])
-def test_two_processes_learn_what_one_learns_from_both_their_texts(tmp_path: Path, kind: str, began: str) -> None:
-    """began: the target's layer that the draft's first one was taken from."""
-    save_model(tiny_llama(1, layers=3), tmp_path / "target")
+LEARN = ("--epochs", "12", "--vocabulary", "0", "--learning-rate", "1e-3")
+WRITE = ("--tokens", str(4 * ROWS * LENGTH), "--rows", str(ROWS), "--epochs", "1", "--batch", str(ROWS))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a target and texts: of both processes, and of each."""
+    root = tmp_path_factory.mktemp("ranks")
+    save_model(tiny_llama(1, layers=3), root / "target")
     tokens = np.random.default_rng(0).integers(2, 97, (2 * ROWS, LENGTH))
     for name, texts in (("both", tokens), ("shared-0", tokens[:ROWS]), ("shared-1", tokens[ROWS:])):
-        keep(tmp_path / f"{name}.npz", texts)
-    words = ("--kind", kind, "--epochs", "12", "--vocabulary", "0", "--learning-rate", "1e-3")
-    alone = make(tmp_path / "one", 1, *words, "--batch", str(2 * ROWS), "--text", str(tmp_path / "both.npz"))
-    said = make(tmp_path / "two", 2, *words, "--batch", str(ROWS), "--text", str(tmp_path / "shared.npz"))
+        keep(root / f"{name}.npz", texts)
+    return root
 
-    one, two = weights(tmp_path / "one" / "draft"), weights(tmp_path / "two" / "draft")
-    target = weights(tmp_path / "target")
+
+@pytest.fixture(scope="module")
+def launched(root: Path) -> Callable[[str], list[str]]:
+    """launched(kind) -> what two processes said that learnt from the shared texts into two-KIND/draft, and then wrote texts of
+    their own into KIND-0.npz and KIND-1.npz."""
+
+    @cache
+    def run(kind: str) -> list[str]:
+        folder = root / f"two-{kind}"
+        learn = ("--kind", kind, *LEARN, "--batch", str(ROWS), "--text", str(root / "shared.npz"))
+        write = (*WRITE, "--text", str(root / f"{kind}.npz"))
+        return launch(folder, 2, command(folder / "draft", *learn), command(folder / "other", *write))
+
+    return run
+
+
+@pytest.mark.parametrize(("kind", "began"), [("layers", "0"), pytest.param("eagle", "2", marks=pytest.mark.nightly)])
+def test_two_processes_learn_what_one_learns_from_both_their_texts(
+    root: Path,
+    launched: Callable[[str], list[str]],
+    kind: str,
+    began: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """began: the target's layer that the draft's first one was taken from."""
+    said = launched(kind)
+    here = root / f"one-{kind}"
+    here.mkdir()
+    words = ("--kind", kind, *LEARN, "--batch", str(2 * ROWS), "--text", str(root / "both.npz"))
+    monkeypatch.setenv("REDRAFT_HOME", str(here / "home"))
+    monkeypatch.setattr(sys, "argv", ["redraft", *command(here / "draft", *words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+
+    one, two = weights(here / "draft"), weights(root / f"two-{kind}" / "draft")
+    target = weights(root / "target")
     origins = {name: name.replace(".layers.0.", f".layers.{began}.") for name in one if ".layers.0." in name}
     moved = max(
         number(mx.abs(one[name] - target[origin]).max()) for name, origin in origins.items() if origin in target
@@ -90,16 +150,14 @@ def test_two_processes_learn_what_one_learns_from_both_their_texts(tmp_path: Pat
     assert moved > 5e-3
     assert apart < moved / 100
     # The first alone measures and writes.
-    assert "agrees with the target" in alone[0]
-    assert ["agrees with the target" in each for each in said] == [True, False]
-    assert sorted(path.name for path in (tmp_path / "two").iterdir()) == ["draft", "hosts.json"]
+    assert "agrees with the target" in capsys.readouterr().out
+    assert [each.count("agrees with the target") for each in said] == [2, 0]
+    assert sorted(path.name for path in (root / f"two-{kind}").iterdir()) == ["draft", "hosts.json", "other"]
 
 
-def test_each_process_writes_its_own_share(tmp_path: Path) -> None:
-    save_model(tiny_llama(1, layers=3), tmp_path / "target")
-    words = ("--tokens", str(4 * ROWS * LENGTH), "--rows", str(ROWS), "--epochs", "1", "--batch", str(ROWS))
-    make(tmp_path / "two", 2, *words, "--text", str(tmp_path / "text.npz"))
-    shares = [np.load(tmp_path / f"text-{rank}.npz")["tokens"] for rank in range(2)]
+def test_each_process_writes_its_own_share(root: Path, launched: Callable[[str], list[str]]) -> None:
+    launched("layers")
+    shares = [np.load(root / f"layers-{rank}.npz")["tokens"] for rank in range(2)]
     assert [share.shape for share in shares] == [(2 * ROWS, LENGTH)] * 2
     rows = {tuple(row) for share in shares for row in share.tolist()}
     assert len(rows) == 4 * ROWS

@@ -1,30 +1,52 @@
 """Rounds and cases worked out from a finished text are those that decoding with the draft really leaves."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.models.llama import Model
 
-from service.core import Sampling
+from service.core import Generation, Sampling
 from service.learning.offpolicy import expected_calls
 from service.learning.rounds import logged, walk
 from tests.support.logged_texts import VOCABULARY, generation, served
 from tests.support.oracle import relative, tiny_llama
 
+Decoded = Callable[[Sampling, int, int], list[Generation]]
 
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Model, Model]:
+    target = tiny_llama(1)
+    return target, relative(target, 2, 0.35)
+
+
+@pytest.fixture(scope="module")
+def decoded(pair: tuple[Model, Model]) -> Decoded:
+    """decoded(sampling, times, k) -> what the pair logs with k tokens drafted a round, of lengths that come so many times."""
+
+    @cache
+    def run(sampling: Sampling, times: int, k: int) -> list[Generation]:
+        lengths = [1, 2, 7, 24, 40] * times
+        samplings = [replace(sampling, seed=i % 7 or None, max_tokens=n) for i, n in enumerate(lengths)]
+        if not sampling.greedy:
+            samplings = [one for one in samplings if one.seed is not None]
+        return served(*pair, samplings, k=k)
+
+    return run
+
+
+@pytest.mark.parametrize("times", [4, pytest.param(6, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_p=0.9, top_k=30)])
 @pytest.mark.parametrize("k", [1, 3, 6])
-def test_they_are_what_the_engine_logs(k: int, sampling: Sampling) -> None:
-    target = tiny_llama(1)
-    draft = relative(target, 2, 0.35)
-    lengths = [1, 2, 7, 24, 40] * 6
-    samplings = [replace(sampling, seed=i % 7 or None, max_tokens=n) for i, n in enumerate(lengths)]
-    if not sampling.greedy:
-        samplings = [one for one in samplings if one.seed is not None]
-    alone = served(target, draft, samplings, k=0)
-    real = served(target, draft, samplings, k=k)
+def test_they_are_what_the_engine_logs(
+    pair: tuple[Model, Model], decoded: Decoded, k: int, sampling: Sampling, times: int
+) -> None:
+    draft, alone, real = pair[1], decoded(sampling, times, 0), decoded(sampling, times, k)
     compared = 0
     for mine, theirs in zip(logged(draft, alone, k=k, adapter=0, vocabulary=VOCABULARY), real, strict=True):
         if mine.generation.output != theirs.output or mine.generation.rounds != theirs.rounds:

@@ -1,6 +1,7 @@
 """A draft that reads its target's hidden states: what a pass over a whole text says of it is what it does a step at a time."""
 
 from collections.abc import Callable
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -29,10 +30,19 @@ def head() -> Head:
     return tiny_head(plain_llama(1), 2)
 
 
-def told(head: Head, samplings: list[Sampling]) -> list[Generation]:
-    """Texts of the head's own target, which nothing drafted."""
-    assert head._taps is not None
-    return served(head._taps.model, tiny_llama(5), samplings, k=0)
+Told = Callable[[list[Sampling]], list[Generation]]
+
+
+@pytest.fixture(scope="module")
+def told(head: Head) -> Told:
+    """told(samplings) -> texts of the head's own target, which nothing drafted; decoded once."""
+
+    @cache
+    def decoded(samplings: tuple[Sampling, ...]) -> list[Generation]:
+        assert head._taps is not None
+        return served(head._taps.model, tiny_llama(5), samplings, k=0)
+
+    return lambda samplings: decoded(tuple(samplings))
 
 
 def test_every_step_is_that_of_serving_with_a_cache(head: Head) -> None:
@@ -83,8 +93,10 @@ def brute(head: Head, g: Generation, k: int) -> tuple[tuple[Round, ...], list[tu
 
 @pytest.mark.parametrize("samplings", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_rounds_and_calls_are_those_of_drafting_step_by_step(head: Head, samplings: list[Sampling], k: int) -> None:
-    texts = told(head, samplings)
+def test_rounds_and_calls_are_those_of_drafting_step_by_step(
+    head: Head, told: Told, samplings: list[Sampling], k: int
+) -> None:
+    texts = told(samplings)
     found = logged(head, texts, k=k, adapter=0, vocabulary=VOCABULARY)
     scores = score(head, texts, k=k, vocabulary=VOCABULARY)
     compared, deep = 0, 0
@@ -107,8 +119,8 @@ def test_rounds_and_calls_are_those_of_drafting_step_by_step(head: Head, samplin
         assert (rates[0] != rates[1]).mean() > 0.05
 
 
-def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head) -> None:
-    texts = told(head, [Sampling(temperature=0.8, max_tokens=12)] * 6)
+def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head, told: Told) -> None:
+    texts = told([Sampling(temperature=0.8, max_tokens=12)] * 6)
     for g, a in zip(texts, acceptance(head, texts, vocabulary=VOCABULARY, k=9), strict=True):
         assert a.rates.shape == (UNROLLED, len(g.output))
         agreed = 0
@@ -125,9 +137,9 @@ def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head) -> None
         assert a.agreed == agreed
 
 
-def test_a_cut_head_is_cut_in_every_step(head: Head) -> None:
+def test_a_cut_head_is_cut_in_every_step(head: Head, told: Told) -> None:
     short = as_served(head, range(0, VOCABULARY, 3))
-    texts = [(g.prompt.tokens, g.output) for g in told(head, GREEDY)]
+    texts = [(g.prompt.tokens, g.output) for g in told(GREEDY)]
     spans = list(response_logits(short, texts, vocabulary=VOCABULARY, depth=2))
     whole = list(response_logits(head, texts, vocabulary=VOCABULARY, depth=2))
     assert [span.depth for span in spans] == [span.depth for span in whole] == [0, 1] * (len(spans) // 2)
@@ -140,18 +152,18 @@ def test_a_cut_head_is_cut_in_every_step(head: Head) -> None:
         assert np.allclose(np.array(some.logits)[~barred], np.array(every.logits)[~barred], atol=1e-5)
 
 
-def test_an_ordinary_draft_is_the_same_in_every_step(head: Head) -> None:
+def test_an_ordinary_draft_is_the_same_in_every_step(head: Head, told: Told) -> None:
     draft = relative(tiny_llama(1), 2, 0.35)
     assert [depths(draft, k) for k in (0, 1, 9)] == [1, 1, 1]
     assert [depths(head, k) for k in (0, 1, 3, 9)] == [1, 1, 3, UNROLLED]
-    (g,) = told(head, [Sampling(max_tokens=9)])
+    (g,) = told([Sampling(max_tokens=9)])
     assert acceptance(draft, [g], vocabulary=VOCABULARY, k=5)[0].rates.shape == (1, 9)
     (span,) = response_logits(draft, [(g.prompt.tokens, g.output)], vocabulary=VOCABULARY, depth=3)
     assert span.depth == 0
 
 
-def test_overlap_is_of_the_first_step(head: Head) -> None:
-    (g,) = told(head, [Sampling(max_tokens=8)])
+def test_overlap_is_of_the_first_step(head: Head, told: Told) -> None:
+    (g,) = told([Sampling(max_tokens=8)])
     tokens = mx.array([[*g.prompt.tokens, *g.output[:-1]]])
     q = mx.softmax(head(tokens, None, head.features(tokens))[0, len(g.prompt.tokens) - 1 :], axis=-1)
     assert head._taps is not None

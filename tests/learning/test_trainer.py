@@ -342,8 +342,8 @@ def resident() -> int:
 
 
 def growth(each: Callable[[], None]) -> int:
-    """Resident bytes added by 30 training steps after 10 others."""
-    texts = with_targets(tiny_llama(1), random_texts(24, seed=2))
+    """Resident bytes added by 40 training steps after 20 others."""
+    texts = with_targets(tiny_llama(1), random_texts(9, seed=2))
     examples = build(texts, max_length=96, reject_weight=2.0, vocabulary=VOCABULARY).examples
     model = tiny_llama(2, hidden=64)
     lora.wrap(model, rank=8, scale=2.0, seed=0)
@@ -353,7 +353,7 @@ def growth(each: Callable[[], None]) -> int:
         each()
         sizes.append(resident())
 
-    data = [batch for epoch in range(20) for batch in batches(examples, 8, epoch)]
+    data = [batch for epoch in range(20) for batch in batches(examples, 3, epoch)]
     optimiser = Optimiser(learning_rate=1e-3, steps=len(data))
     train(model, data, loss_fn=TargetDivergence(model), optimiser=optimiser, on_progress=on_progress)
     return sizes[-1] - sizes[len(sizes) // 3]

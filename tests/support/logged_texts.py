@@ -67,13 +67,14 @@ def served(
     k: int,
     seed: int = 0,
     vocabulary: int = VOCABULARY,
+    max_rows: int = 32,
 ) -> list[Generation]:
     """What the engine logs when it really decodes one random prompt for every sampling."""
     rng = random.Random(seed)
     prompts = [
         Prompt(tuple(rng.randrange(vocabulary) for _ in range(rng.randint(2, 20))), sampling) for sampling in samplings
     ]
-    rows = decode(target, draft, prompts, k=k, vocabulary=vocabulary, collect=True, seed=seed)
+    rows = decode(target, draft, prompts, k=k, vocabulary=vocabulary, collect=True, seed=seed, max_rows=max_rows)
     made = [row.generation(WHO) for row in rows]
     assert all(g is not None for g in made)
     return [g for g in made if g is not None]

@@ -1,16 +1,24 @@
-"""Training jobs as they really run: a process of its own, a real database, models on disk."""
+"""Training jobs: a real database, models on disk, and the job in a process of its own or in this one."""
 
+import io
 import json
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
+import pytest
+
 from service.core import Generation, Provenance, RunState, Trigger
+from service.learning import job
+from service.learning.channel import Channel
 from service.settings import GateSettings, TrainingSettings
 from service.store.database import Database, upgrade
 from service.store.generations import Generations
@@ -32,7 +40,7 @@ class Rig:
 
 
 class Home:
-    """One installation: a database with the rig's log in it, and where adapters go."""
+    """One installation: a database with the rig's log in it, copied from the rig's own, and where adapters go."""
 
     def __init__(self, rig: Rig, root: Path) -> None:
         self.rig = rig
@@ -40,13 +48,15 @@ class Home:
         self.out.mkdir()
         self.cache = root / "targets"
         self.url = f"sqlite:///{root / 'redraft.db'}"
-        upgrade(self.url)
+        template = rig.root / "redraft.db"
+        if not template.exists():
+            upgrade(f"sqlite:///{template}")
+            database = Database(f"sqlite:///{template}")
+            Generations(database).add(rig.logged).result(60)
+            database.close()
+        shutil.copy(template, root)
         self.database = Database(self.url)
         self.runs = Runs(self.database)
-        self.add(rig.logged)
-
-    def add(self, generations: list[Generation]) -> None:
-        Generations(self.database).add(generations).result()
 
     def spec(self, *, training: Message | None = None, gate: Message | None = None, **changes: object) -> Message:
         """A claimed run's job."""
@@ -115,6 +125,9 @@ def child(spec: object) -> Iterator[Child]:
         text=True,
         env={**os.environ, "OPENBLAS_NUM_THREADS": "1"},
     )
+    # Reading from it ends, even if it hangs.
+    end = threading.Timer(180, process.kill)
+    end.start()
     try:
         with process:
             running = Child(process)
@@ -124,7 +137,38 @@ def child(spec: object) -> Iterator[Child]:
             finally:
                 process.kill()
     finally:
+        end.cancel()
         assert process.poll() is not None
+
+
+class _Told(Channel):
+    """A channel without streams: one job in, the messages out as a list. Nothing watches for the parent's end."""
+
+    def __init__(self, spec: Message, on_message: Callable[[Message], None]) -> None:
+        super().__init__(-1, io.StringIO())
+        self.messages: list[Message] = []
+        self._job, self._on_message = json.dumps(spec), on_message
+
+    def first_line(self) -> str:
+        return self._job
+
+    def send(self, kind: str, message: Mapping[str, object] | None = None) -> None:
+        # As they come out of the pipe.
+        self.messages.append(json.loads(json.dumps({"type": kind, **(message or {})})))
+        self._on_message(self.messages[-1])
+
+
+def perform(spec: Message, on_message: Callable[[Message], None] = lambda message: None) -> list[Message]:
+    """The messages of a job that runs in this process, which keeps its priority. A child's 4 s of imports are saved."""
+    channel = _Told(spec, on_message)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "lower_priority", lambda niceness: None)
+        before = mx.set_cache_limit(job.CACHE_BYTES)
+        try:
+            job.perform(channel)
+        finally:
+            mx.set_cache_limit(before)
+    return channel.messages
 
 
 def of_type(messages: list[Message], kind: str) -> list[Message]:
