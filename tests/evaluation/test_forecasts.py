@@ -149,7 +149,7 @@ def config(house: Settings, folder: Path) -> Path:
     path = folder / "c.toml"
     path.write_text(
         f'home = "{house.home}"\n[models]\ntarget = "{house.models.target}"\ndraft = "{house.models.draft}"\n'
-        "[training]\nmin_cases = 20\nmin_tokens = 150\nepochs = 1\nrank = 4\nreplay = 0.0\n"
+        "[training]\nmin_cases = 60\nmin_tokens = 150\nepochs = 1\nrank = 4\nreplay = 0.0\n"
         "[gate]\nmin_prompts = 2\nmin_tokens = 20\n"
     )
     return path
