@@ -168,12 +168,12 @@ def test_commands(house: Settings, tmp_path: Path) -> None:
     typed("eval", "score", "--config", toml, "--k", "1,2", "--adapter", "bare", "--no-speed", "--json", files[0])
     assert json.loads(files[0].read_text())["scores"][0]["adapter"] == 0
 
-    options = ["--max-tokens", 12, "--config", toml, "--json", files[0], "--markdown", files[1]]
+    options = ["--max-tokens", 6, "--config", toml, "--json", files[0], "--markdown", files[1]]
     said = typed("eval", "ablate", "--train", a, "--test", b, "--test", a, "--cases", 10, "--only", "rank", *options)
     assert "Rank, 10 generations of a" in said
     found = json.loads(files[0].read_text())
     assert found["command"] == (
-        "redraft eval ablate --train a.jsonl --test b.jsonl --test a.jsonl --cases 10 --only rank --max-tokens 12 "
+        "redraft eval ablate --train a.jsonl --test b.jsonl --test a.jsonl --cases 10 --only rank --max-tokens 6 "
         "--config c.toml"
     )
     assert [row["name"] for row in found["tables"]["rank"]["rows"]] == ["untrained", "4", "16", "64"]

@@ -72,7 +72,7 @@ def test_what_is_told_of_a_stream() -> None:
     [
         pytest.param(True, 36, 20, marks=pytest.mark.nightly),
         pytest.param(False, 36, 20, marks=pytest.mark.nightly),
-        (False, 24, 40),
+        (False, 18, 40),
     ],
 )
 def test_a_stream_learns_what_it_sees(
