@@ -112,13 +112,17 @@ class Machine(RuleBasedStateMachine):
 
     @rule(run=runs_made)
     def go_on(self, run: int) -> None:
-        """The next step of a run in which all goes well."""
+        """The next step of a run in which all goes well; with another fencing token it is refused."""
         steps = {
             RunState.CLAIMED: RunState.TRAINING,
             RunState.TRAINING: RunState.SCORING,
             RunState.SCORING: RunState.STAGING,
         }
         if (state := steps.get(self.run_states[run])) is not None:
+            for offset in (-1, 1):
+                self.attempt(
+                    False, lambda offset=offset: Runs(self.database).move(run, self.tokens[run] + offset, state)
+                )
             assert Runs(self.database).move(run, self.tokens[run], state).state is state
 
     @rule(target=adapters_made, run=runs_made, offset=FENCING)
