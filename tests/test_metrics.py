@@ -39,8 +39,12 @@ def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
     }
 
 
-def by_label(metrics: Metrics, name: str) -> dict[str, float]:
-    return {labels[0]: value for (found, labels), value in samples(metrics).items() if found == name}
+Samples = dict[tuple[str, tuple[str, ...]], float]
+
+
+def by_label(metrics: Metrics | Samples, name: str) -> dict[str, float]:
+    known = samples(metrics) if isinstance(metrics, Metrics) else metrics
+    return {labels[0]: value for (found, labels), value in known.items() if found == name}
 
 
 @st.composite
@@ -74,13 +78,13 @@ def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], kept
     assert found["spec_decode_num_accepted_tokens_total", ()] == sum(item.accepted for item in rounds)
     tested = sum(item.accepted + (item.accepted < item.drafted) for item in rounds)
     assert found["spec_decode_num_tested_tokens_total", ()] == tested
-    positions = by_label(metrics, "spec_decode_num_accepted_tokens_per_pos_total")
+    positions = by_label(found, "spec_decode_num_accepted_tokens_per_pos_total")
     assert positions == {str(place): sum(item.accepted > place for item in rounds) for place in range(K)}
     for source in Source:
         named = [item for item in drafted if item.source is source]
-        assert by_label(metrics, "source_num_drafts_total")[source] == len(named)
-        assert by_label(metrics, "source_num_draft_tokens_total")[source] == sum(item.drafted for item in named)
-        assert by_label(metrics, "source_num_accepted_tokens_total")[source] == sum(item.accepted for item in named)
+        assert by_label(found, "source_num_drafts_total")[source] == len(named)
+        assert by_label(found, "source_num_draft_tokens_total")[source] == sum(item.drafted for item in named)
+        assert by_label(found, "source_num_accepted_tokens_total")[source] == sum(item.accepted for item in named)
     # What was looked up is no adapter's merit.
     drafted = [item for item in drafted if item.source is Source.DRAFT]
     for name, amounts in (
@@ -88,7 +92,7 @@ def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], kept
         ("adapter_num_draft_tokens_total", [item.drafted for item in drafted]),
         ("adapter_num_accepted_tokens_total", [item.accepted for item in drafted]),
     ):
-        versions = by_label(metrics, name)
+        versions = by_label(found, name)
         assert sum(versions.values()) == sum(amounts)
         assert len(versions) <= kept + 1
         if len({0, *(item.adapter for item in drafted)}) <= kept:
@@ -168,13 +172,14 @@ def test_counting_from_many_threads_loses_nothing() -> None:
             metrics.observe(batch, 0.01)
             metrics.recorder_dropped(2)
 
-    threads = [threading.Thread(target=count) for _ in range(4)]
+    threads = [threading.Thread(target=count, daemon=True) for _ in range(4)]
     for thread in threads:
         thread.start()
     while any(thread.is_alive() for thread in threads):
         assert sum(by_label(metrics, "adapter_num_drafts_total").values()) <= 4 * 4 * 300
     for thread in threads:
-        thread.join()
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
     assert samples(metrics)["spec_decode_num_accepted_tokens_total", ()] == 3 * 4 * 4 * 300
     assert sum(by_label(metrics, "adapter_num_accepted_tokens_total").values()) == 3 * 4 * 4 * 300
     assert samples(metrics)["recorder_dropped_total", ()] == 2 * 4 * 300

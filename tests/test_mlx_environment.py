@@ -27,7 +27,7 @@ def seen(module: str, loads: bool, **operator: str) -> list[list[str | None]]:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("module", "loads"), [("service", False), ("service.engine.decoder", True)])
+@pytest.mark.parametrize(("module", "loads"), [("service", False), ("service.engine.sampling", True)])
 def test_graphs_are_cached_by_the_thousand_and_misses_end_nothing(module: str, loads: bool) -> None:
     mine, child = seen(module, loads)
     assert mine == child

@@ -57,13 +57,13 @@ def serve_and_train(
         },
         settings.home,
     )
+    meanwhile: Traffic | None = None
     server.start()
     try:
         traffic = Traffic(server.url, iter(train), clients=CLIENTS, max_tokens=max_tokens)
         traffic.wait(lambda done: on_step("serving", done, len(train)))
         _check(traffic)
         speeds: list[float] = []
-        meanwhile: Traffic | None = None
         if beside:
             alone = Traffic(server.url, iter(train[:ALONE]), clients=1, max_tokens=max_tokens)
             alone.wait(lambda done: on_step("one client, alone", done, ALONE))
@@ -81,7 +81,11 @@ def serve_and_train(
             meanwhile.stop()
             run["beside"] = [*speeds, _speed(meanwhile, begun, over)]
     finally:
-        server.stop()
+        try:
+            if meanwhile is not None:
+                meanwhile.stop()  # its prompts never end: left alone, it would ask a server that is gone
+        finally:
+            server.stop()
     if run["adapter"] is None:
         raise RedraftError(f"the run {run['state']}: {run['error']}")
     database = Database(sqlite_url(folder / "redraft.db"))

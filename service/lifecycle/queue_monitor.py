@@ -47,7 +47,7 @@ class QueueMonitor:
             self._thread.join()
 
     def _run(self) -> None:
-        while True:
+        while not self._stopping:  # asked again: the loop below may have cleared what `stop` set
             self._wake.wait()
             if self._stopping:
                 return

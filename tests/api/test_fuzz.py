@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import quote
 
 import httpx
+import pytest
 from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,9 +18,8 @@ from hypothesis import strategies as st
 from tests.support.echo_engine import LIMITS, EchoEngine, House
 
 JSON = {"content-type": "application/json"}
-HOUSE = settings(
-    max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
-)
+HOUSE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+EXAMPLES = pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.nightly)])
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None), max_size=20),
@@ -27,6 +27,7 @@ anything = st.recursive(
     max_leaves=12,
 )
 text = st.text(st.characters(codec=None), max_size=30)
+like_json = st.text(alphabet='{}[]":,0123456789eE+-.ntfu\\ "prompt"', max_size=60).map(str.encode)
 number = st.integers() | st.floats() | st.sampled_from([2**31, 2**63, 2**63 - 1, 10**400, -0.0, 1e-320, 5e-324])
 message = st.fixed_dictionaries({"role": st.sampled_from(["system", "user", "assistant"]) | text, "content": text})
 nearly = st.fixed_dictionaries(
@@ -74,29 +75,41 @@ def assert_answered(response: httpx.Response) -> None:
         assert sorted(response.json()["error"]) == ["code", "field", "message"]
 
 
-@HOUSE
-@given(st.binary(max_size=200) | st.text(alphabet='{}[]":,0123456789eE+-.ntfu\\ "prompt"', max_size=60).map(str.encode))
-def test_any_bytes(body: bytes) -> None:
-    assert_answered(ask("POST", "/generate", body, JSON))
+@EXAMPLES
+def test_any_bytes(examples: int) -> None:
+    @settings(HOUSE, max_examples=examples)
+    @given(st.binary(max_size=200) | like_json)
+    def check(body: bytes) -> None:
+        assert_answered(ask("POST", "/generate", body, JSON))
+
+    check()
 
 
-@HOUSE
-@given(anything)
-def test_any_json(value: Any) -> None:
-    assert_answered(ask("POST", "/generate", json.dumps(value).encode(), JSON))
+@EXAMPLES
+def test_any_json(examples: int) -> None:
+    @settings(HOUSE, max_examples=examples)
+    @given(anything)
+    def check(value: Any) -> None:
+        assert_answered(ask("POST", "/generate", json.dumps(value).encode(), JSON))
+
+    check()
 
 
-@HOUSE
-@given(nearly)
-def test_requests_that_are_almost_right(asked: dict[str, Any]) -> None:
-    response = ask("POST", "/generate", json.dumps(asked).encode(), JSON)
-    assert_answered(response)
-    if response.status_code == 200 and not asked.get("stream"):
-        said = asked.get("prompt") or "".join(turn["content"] for turn in asked["messages"])
-        assert said.startswith(response.json()["text"])
+@EXAMPLES
+def test_requests_that_are_almost_right(examples: int) -> None:
+    @settings(HOUSE, max_examples=examples)
+    @given(nearly)
+    def check(asked: dict[str, Any]) -> None:
+        response = ask("POST", "/generate", json.dumps(asked).encode(), JSON)
+        assert_answered(response)
+        if response.status_code == 200 and not asked.get("stream"):
+            said = asked.get("prompt") or "".join(turn["content"] for turn in asked["messages"])
+            assert said.startswith(response.json()["text"])
+
+    check()
 
 
-@settings(HOUSE, max_examples=60)
+@settings(HOUSE, max_examples=30)
 @given(st.sampled_from(["GET", "POST"]), st.text(string.printable + "é\u2028\x00", max_size=12), st.text(max_size=40))
 def test_any_path_and_key(method: str, part: str, key: str) -> None:
     quoted = quote(part)

@@ -22,7 +22,7 @@ from service.models.pair import Pair, load_pair
 from service.settings import Settings, TrainingSettings
 from tests.support.tiny_server import prompts
 
-TINY = {"epochs": 2, "rank": 4, "learning_rate": 1e-2, "replay": 0.0}
+TINY = {"epochs": 1, "rank": 4, "learning_rate": 1e-2, "replay": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +64,7 @@ def test_every_row_is_there_as_soon_as_it_is_known(
             trained,
             models,
             None,
-            lines(24, 0),
+            lines(16, 0),
             {"held": lines(8, 1)},
             cases=12,
             only=["loss", "positions", "targets"],

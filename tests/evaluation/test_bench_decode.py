@@ -55,7 +55,9 @@ def house(tmp_path_factory: pytest.TempPathFactory) -> House:
     (root / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     config = root / "settings.toml"
     models = f"[models]\ntarget = {json.dumps(str(target))}\ndraft = {json.dumps(str(draft))}\n"
-    config.write_text(f"home = {json.dumps(str(root / 'home'))}\n{models}")
+    config.write_text(
+        f"home = {json.dumps(str(root / 'home'))}\n{models}[engine]\nnum_draft_tokens = 2\nnum_lookup_tokens = 2\n"
+    )
     return House(target, draft, root / "prompts.jsonl", config, write_adapter(root, target, draft))
 
 
@@ -214,7 +216,7 @@ def test_an_adapter_is_trained_through_the_real_loop_first(house: House, bench: 
     config.write_text(house.config.read_text() + small)
     lines = [{"id": p.id, "domain": "more", "prompt": p.prompt} for p in prompts(12, seed=5)]
     (tmp_path / "more.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    words = ("--limit", 2, "--max-tokens", 6, "--arms", "adapted,mlx_lm_spec_adapted", "--json", out)
+    words = ("--limit", 2, "--max-tokens", 6, "--k", 2, "--arms", "adapted,mlx_lm_spec_adapted", "--json", out)
     adapting = ("--adapt-on", tmp_path / "more.jsonl", "--adapt-limit", 8)
     status, _, err = bench("decode", "--prompts", house.prompts, *words, *adapting, "--config", config)
     assert status == 0, err
@@ -333,13 +335,14 @@ def test_mlx_lm_drafts_with_a_model_where_ours_is_a_head(house: House, bench: Be
     head = tmp_path / "head"
     sprout(load_model(house.target), None, head)
     words = ["decode", "--prompts", house.prompts, "--config", house.config, "--draft", head, "--max-tokens", 8]
+    words += ["--limit", 2, "--k", 2]
     words += ["--json", tmp_path / "told.json"]
     status, _, err = bench(*words, "--arms", "static,mlx_lm_spec_static")
     assert status == 1
     assert "needs a draft that mlx-lm runs: give --mlx-lm-draft" in err
     assert bench(*words)[0] == 0
     told = json.loads((tmp_path / "told.json").read_text())
-    assert told["arms"].keys() == {"plain", "static", "lookup", "mlx_lm_plain"}
+    assert told["arms"].keys() == {"plain", "static", "mlx_lm_plain"}
     assert bench(*words, "--arms", "static,mlx_lm_spec_static", "--mlx-lm-draft", house.draft)[0] == 0
     told = json.loads((tmp_path / "told.json").read_text())
     assert told["arms"].keys() == {"plain", "static", "mlx_lm_spec_static"}

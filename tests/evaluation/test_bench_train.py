@@ -1,19 +1,27 @@
 """The benchmark of training at the size of a toy: both trainers, in processes of their own."""
 
+import sys
 from pathlib import Path
 
 import pytest
 from mlx_lm.tuner.trainer import default_loss, iterate_batches
 
 from service.core import RedraftError
-from service.evaluation.bench.train import OURS, THEIRS, Task, masked, random_example, run_train
+from service.evaluation.bench import train
+from service.evaluation.bench.train import OURS, THEIRS, Task, masked, perform, random_example, run_train
 from service.learning.dataset import collate
 from service.models.pair import load_model
 from service.settings import Settings
 from tests.support.published import check_published
 
 
-def test_train_compares_both_trainers(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_train_compares_both_trainers(
+    settings: Settings, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
+) -> None:
+    if processes == 1:
+        child = train._measure
+        monkeypatch.setattr(train, "_measure", lambda task: (child if task.arm == OURS else perform)(task))
     report = run_train(settings, models, steps=2, turns=1, batch=2, length=32, response=8)
     arms = report.plain["arms"]
     assert arms.keys() == {OURS, THEIRS}
@@ -40,7 +48,14 @@ def test_both_trainers_are_fed_and_learn_the_same_tokens(models: tuple[Path, Pat
     assert first == spans[0, 0].item() - 1, "what predicts the first response token is the token before it"
 
 
-def test_train_says_why_a_child_failed(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.nightly)])
+def test_train_says_why_a_child_failed(
+    settings: Settings, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real: bool
+) -> None:
+    if not real:
+        # Without the imports of a training child.
+        fails = "import json; raise FileNotFoundError(json.loads(input())['draft'])"
+        monkeypatch.setattr(train, "python_command", lambda *words: [sys.executable, "-c", fails])
     with pytest.raises(RedraftError, match=r"ours failed: .*nowhere"):
         run_train(settings, (models[0], tmp_path / "nowhere"), steps=1, turns=1, batch=1, length=32)
     with pytest.raises(RedraftError, match="response"):

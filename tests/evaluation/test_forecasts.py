@@ -149,7 +149,7 @@ def config(house: Settings, folder: Path) -> Path:
     path = folder / "c.toml"
     path.write_text(
         f'home = "{house.home}"\n[models]\ntarget = "{house.models.target}"\ndraft = "{house.models.draft}"\n'
-        "[training]\nmin_cases = 20\nmin_tokens = 150\nepochs = 1\nrank = 4\nreplay = 0.0\n"
+        "[training]\nmin_cases = 60\nmin_tokens = 150\nepochs = 1\nrank = 4\nreplay = 0.0\n"
         "[gate]\nmin_prompts = 2\nmin_tokens = 20\n"
     )
     return path
@@ -168,12 +168,12 @@ def test_commands(house: Settings, tmp_path: Path) -> None:
     typed("eval", "score", "--config", toml, "--k", "1,2", "--adapter", "bare", "--no-speed", "--json", files[0])
     assert json.loads(files[0].read_text())["scores"][0]["adapter"] == 0
 
-    options = ["--max-tokens", 12, "--config", toml, "--json", files[0], "--markdown", files[1]]
+    options = ["--max-tokens", 6, "--config", toml, "--json", files[0], "--markdown", files[1]]
     said = typed("eval", "ablate", "--train", a, "--test", b, "--test", a, "--cases", 10, "--only", "rank", *options)
     assert "Rank, 10 generations of a" in said
     found = json.loads(files[0].read_text())
     assert found["command"] == (
-        "redraft eval ablate --train a.jsonl --test b.jsonl --test a.jsonl --cases 10 --only rank --max-tokens 12 "
+        "redraft eval ablate --train a.jsonl --test b.jsonl --test a.jsonl --cases 10 --only rank --max-tokens 6 "
         "--config c.toml"
     )
     assert [row["name"] for row in found["tables"]["rank"]["rows"]] == ["untrained", "4", "16", "64"]

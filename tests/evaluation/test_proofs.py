@@ -11,7 +11,7 @@ from service.evaluation.gating import COLUMNS, NOISES, Kind, cells, run_gate, sh
 from service.evaluation.poison import run_poison
 from service.learning.dataset import Example
 from service.learning.lora import WEIGHTS
-from service.settings import GateSettings, Settings, TrainingSettings
+from service.settings import EngineSettings, GateSettings, Settings, TrainingSettings
 from tests.support.tiny_server import prompts
 
 
@@ -19,7 +19,11 @@ from tests.support.tiny_server import prompts
 def quick(settings: Settings) -> Settings:
     training = TrainingSettings(min_cases=20, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
     return settings.model_copy(
-        update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}
+        update={
+            "engine": EngineSettings(num_draft_tokens=3),
+            "training": training,
+            "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200),
+        }
     )
 
 
@@ -49,10 +53,10 @@ def test_shuffled_targets_are_the_same_ones_elsewhere() -> None:
 
 def test_the_gate_on_adapters_of_every_kind(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
     learn, other = list(prompts(60, 1)), list(prompts(30, 2))
-    sizes = {"count": 2, "noisy": 2 * len(NOISES), "cases": 30, "max_tokens": 16}
+    sizes = {"count": 2, "noisy": len(NOISES), "cases": 30, "max_tokens": 16}
     found = list(run_gate(quick, models, None, learn, other, tmp_path, **sizes))
     by_kind = {kind: [one for one in found if one.candidate.kind is kind] for kind in Kind}
-    assert [len(each) for each in by_kind.values()] == [2, 2, 8]
+    assert [len(each) for each in by_kind.values()] == [2, 2, len(NOISES)]
     assert all(one.verdict.promoted and (one.worth or 0) > 0 for one in by_kind[Kind.BETTER])
     assert not any(one.verdict.promoted for one in by_kind[Kind.SHUFFLED])
     noisy = by_kind[Kind.NOISY]

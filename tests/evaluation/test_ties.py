@@ -56,9 +56,10 @@ def test_a_filtered_gap_is_that_to_the_edge_of_the_set(filters: dict, logits: li
     assert needed_rounding(np.array(logits), 0, inside, noise) > 1.0
 
 
-def test_nothing_is_needed_for_the_oracle_s_own_choice_and_something_for_any_other() -> None:
+@pytest.mark.parametrize("draws", [15, pytest.param(60, marks=pytest.mark.nightly)])
+def test_nothing_is_needed_for_the_oracle_s_own_choice_and_something_for_any_other(draws: int) -> None:
     random_ = np.random.default_rng(0)
-    for i in range(60):
+    for i in range(draws):
         logits = random_.normal(size=40) * 3
         noise = random_.gumbel(size=40)
         filters = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 7, "top_p": 0.9, "min_p": 0.02}][i % 5]

@@ -136,12 +136,18 @@ def watched(
 
 
 @pytest.mark.parametrize(
-    "costs", [pytest.param(None, id="calls", marks=pytest.mark.nightly), pytest.param(LEVEL, id="costs")]
+    ("costs", "trials"),
+    [
+        pytest.param(None, 120, id="calls", marks=pytest.mark.nightly),
+        pytest.param(LEVEL, 120, id="costs", marks=pytest.mark.nightly),
+        pytest.param(LEVEL, 60, id="fewer"),
+    ],
 )
-def test_an_adapter_as_good_as_both_is_rarely_taken_back_however_often_is_looked(costs: Sequence[float] | None) -> None:
+def test_an_adapter_as_good_as_both_is_rarely_taken_back_however_often_is_looked(
+    costs: Sequence[float] | None, trials: int
+) -> None:
     """Of 1,000 such watches 38 ended so by calls."""
     rng = np.random.default_rng(21)
-    trials = 120
     back = sum(
         watched(rng, 0.0, differ, costs)[0].back_to is not None for differ in (0.03, 0.12) for _ in range(trials // 2)
     )

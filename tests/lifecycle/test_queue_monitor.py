@@ -137,6 +137,21 @@ def test_a_short_gap_in_the_queue_does_not_let_it_go_on(setup: Setup) -> None:
     assert [said for said, _ in setup.told(1)] == ["resume"]
 
 
+def test_a_stop_that_comes_just_before_the_flag_is_cleared_is_not_missed() -> None:
+    class StoppedLate(threading.Event):
+        def clear(self) -> None:
+            monitor._stopping = True
+            self.set()
+            super().clear()
+
+    monitor = QueueMonitor(lambda: 0, lambda: None)
+    monitor._wake = StoppedLate()
+    monitor.start()
+    monitor.notify()
+    monitor._thread.join(SECONDS)
+    assert not monitor._thread.is_alive()
+
+
 def test_a_child_pauses_while_there_is_any_reason(setup: Setup) -> None:
     said = list[bool]()
     setup.process.pause = said.append

@@ -173,10 +173,10 @@ def test_closing_waits_no_longer_than_it_may(make_log: Callable[..., Log]) -> No
 
 def test_many_threads_may_record(make_log: Callable[..., Log]) -> None:
     log = make_log(capacity=2000)
-    threads = [threading.Thread(target=log.record, args=(100, f"t{n}-")) for n in range(8)]
+    threads = [threading.Thread(target=log.record, args=(100, f"t{n}-"), daemon=True) for n in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(60)
     assert log.recorder.flush(20)
     assert log.stored == 800

@@ -11,8 +11,9 @@ from service.store.replay import Replay
 from tests.support.store_rows import WHO, copy_of, generation, texts
 
 
-def test_every_offer_is_held_with_the_same_probability(template: Path, tmp_path: Path) -> None:
-    offers, capacity, trials = 30, 6, 400
+@pytest.mark.parametrize("trials", [100, pytest.param(400, marks=pytest.mark.nightly)])
+def test_every_offer_is_held_with_the_same_probability(template: Path, tmp_path: Path, trials: int) -> None:
+    offers, capacity = 30, 6
     database = Database(copy_of(template, tmp_path / "redraft.db"))
     replay, names = Replay(database), [f"g{i}" for i in range(offers)]
     Generations(database).add([generation(id=name) for name in names]).result()

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -77,7 +78,7 @@ class Machine(RuleBasedStateMachine):
     @rule(shapes=st.lists(st.lists(st.booleans(), max_size=3), min_size=1, max_size=3))
     def record(self, shapes: list[list[bool]]) -> None:
         made = [generation(cases=[case(i, tie=tie) for i, tie in enumerate(ties)]) for ties in shapes]
-        assert Generations(self.database).add(made).result() == len(made)
+        assert Generations(self.database).add(made).result(60) == len(made)
 
     @rule(target=runs_made, limit=st.integers(1, 3), draft=st.integers(0, 1), key=st.sampled_from([None, "x", "y"]))
     def claim(self, limit: int, draft: int, key: str | None) -> Any:
@@ -111,13 +112,17 @@ class Machine(RuleBasedStateMachine):
 
     @rule(run=runs_made)
     def go_on(self, run: int) -> None:
-        """The next step of a run in which all goes well."""
+        """The next step of a run in which all goes well; with another fencing token it is refused."""
         steps = {
             RunState.CLAIMED: RunState.TRAINING,
             RunState.TRAINING: RunState.SCORING,
             RunState.SCORING: RunState.STAGING,
         }
         if (state := steps.get(self.run_states[run])) is not None:
+            for offset in (-1, 1):
+                self.attempt(
+                    False, lambda offset=offset: Runs(self.database).move(run, self.tokens[run] + offset, state)
+                )
             assert Runs(self.database).move(run, self.tokens[run], state).state is state
 
     @rule(target=adapters_made, run=runs_made, offset=FENCING)
@@ -298,7 +303,8 @@ class Machine(RuleBasedStateMachine):
             return {table.name: list(connection.execute(select(table))) for table in metadata.sorted_tables}
 
 
-def test_any_order_of_events_keeps_runs_and_adapters_legal(template: Path) -> None:
+@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.nightly)])
+def test_any_order_of_events_keeps_runs_and_adapters_legal(template: Path, examples: int) -> None:
     class Here(Machine):
         pass
 
@@ -306,6 +312,6 @@ def test_any_order_of_events_keeps_runs_and_adapters_legal(template: Path) -> No
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=25, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+            max_examples=examples, stateful_step_count=25, deadline=None, suppress_health_check=[HealthCheck.too_slow]
         ),
     )

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import signal
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Generator
@@ -11,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -277,6 +279,15 @@ class Server:
         self.die()
 
 
+@cache
+def empty_database() -> bytes:
+    """What the migrations make, once per process: writing it is quicker than migrating again."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "empty.db"
+        upgrade(f"sqlite:///{path}")
+        return path.read_bytes()
+
+
 class World:
     """What outlives a server: the disk, and the time."""
 
@@ -287,7 +298,7 @@ class World:
         self.ahead = timedelta()
         self.keep = 10_000
         self.watch, self.backoff = ENOUGH, 0.0
-        upgrade(self.url)
+        (home / "redraft.db").write_bytes(empty_database())
         self.act()
 
     def act(self, train: str = "pass", score: str = "fair", cases: str = "tell") -> None:
