@@ -155,6 +155,7 @@ class GateSettings(Section):
     min_prompts: int = Field(default=30, ge=1)
     min_tokens: int = Field(default=2_000, ge=1)
     max_prompts: int = Field(default=200, ge=1)
+    """The newest held-out prompts that a candidate is scored on, and as many texts of the golden set."""
     domain_tolerance: Share = 0.02
     """A domain blocks when its gain lies below minus this, and surely below 0."""
     bootstrap: int = Field(default=2_000, ge=100)

@@ -36,13 +36,16 @@ from service.store.generations import Generations
 class Scale:
     """How much is shown.
 
-    clients: streams at a time. max_tokens: of one answer. min_tokens: recorded output tokens that start a training run.
+    clients: streams at a time. rest: seconds that each of them waits before its next question while a run is under way, which
+    shares the processor with them. max_tokens: of one answer. min_tokens: recorded output tokens that start a training run.
     epochs, replay: of that run. after: answers still served by the new adapter. held_out: prompts that the gain is measured
     on. checked: answers that the target also decodes token by token, beyond the teacher-forced pass that each of them gets.
-    timed: prompts of the timing of one stream. limit_seconds: for a promotion.
+    timed: prompts of the timing of one stream. judged: texts that the gate scores at most, held-out ones and golden ones
+    each. limit_seconds: for a promotion.
     """
 
     clients: int
+    rest: float
     max_tokens: int
     min_tokens: int
     epochs: int
@@ -51,11 +54,12 @@ class Scale:
     held_out: int
     checked: int
     timed: int
+    judged: int
     limit_seconds: float
 
 
-FULL = Scale(8, 64, 2_500, 3, 0.3, 24, 60, 20, 12, 1200.0)
-QUICK = Scale(8, 48, 1_000, 2, 0.2, 8, 30, 20, 3, 900.0)
+FULL = Scale(8, 0.0, 64, 2_500, 3, 0.3, 24, 60, 20, 12, 200, 1200.0)
+QUICK = Scale(4, 3.0, 32, 1_000, 3, 0.2, 6, 20, 6, 2, 24, 900.0)
 SWAP_MARGIN = 1.0
 """Seconds around a change of the active adapter that count as the swap: loading comes before it, settling after it."""
 POLL_SECONDS = 0.25
@@ -233,7 +237,8 @@ def _serve(
                 "pause_on_memory_pressure": False,
             },
             # So little traffic holds out few prompts; the interval says what they are worth.
-            "gate": settings.gate.model_dump() | {"watch_generations": 10**6, "min_prompts": 10, "min_tokens": 200},
+            "gate": settings.gate.model_dump()
+            | {"watch_generations": 10**6, "min_prompts": 10, "min_tokens": 200, "max_prompts": scale.judged},
         },
         settings.home,
     )
@@ -273,6 +278,7 @@ def _follow(server: LocalServer, clients: Traffic, scale: Scale, on_progress: On
                 until = until or len(clients.answers) + scale.after
                 on_progress(f"swap: adapter {active} drafts now, in the middle of the traffic", 0, 0)
             failed = sum(answer.error is not None for answer in clients.answers)
+            clients.rest = 0.0 if run is None or RunState(run["state"]).over else scale.rest
             stage, note = _stage(run, active)
             counts = f"{recorded.stats().cases} failure cases recorded, {failed} requests failed{note}"
             on_progress(stage, len(clients.answers), until or 0, counts)

@@ -118,10 +118,12 @@ def _ask(
 
 
 class Traffic:
-    """`clients` threads that ask `lines` one after another until they are used up or `stop` is called."""
+    """`clients` threads that ask `lines` one after another until they are used up or `stop` is called. rest: seconds that each
+    waits between an answer and its next question; may be set at any time."""
 
     def __init__(self, url: str, lines: Iterator[PromptLine], *, clients: int, max_tokens: int, ask: Ask = ask) -> None:
         self.answers: list[Answer] = []
+        self.rest = 0.0
         self._lines = lines
         self._max_tokens = max_tokens
         self._stop = threading.Event()
@@ -141,6 +143,7 @@ class Traffic:
                 answer = self._ask(client, line, self._max_tokens)
                 with self._lock:
                     self.answers.append(answer)
+                self._stop.wait(self.rest)
 
     def wait(self, on_step: Callable[[int], None] = lambda done: None) -> None:
         """Until all lines are answered."""

@@ -196,7 +196,7 @@ class _Training:
     def _score(self, draft: Loaded) -> None:
         job = self.job
         logged = held_out(Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run)
-        golden = self.general.generations(job.provenance, golden=True) if self.general is not None else []
+        golden = self.general.generations(job.provenance, golden=True)[: job.gate.max_prompts] if self.general else []
         width = target_width(job)
         models: dict[str, nn.Module] = {}
         scores: dict[str, list[Score]] = {}

@@ -8,8 +8,7 @@ import json
 import random
 import re
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +29,7 @@ from tests.support.tiny_server import ServerHere, prompts, register_adapters, se
 
 TINY = demo.Scale(
     clients=2,
+    rest=0.3,
     max_tokens=16,
     min_tokens=300,
     epochs=4,
@@ -38,6 +38,7 @@ TINY = demo.Scale(
     held_out=10,
     checked=4,
     timed=1,
+    judged=200,
     limit_seconds=120.0,
 )
 
@@ -92,23 +93,6 @@ def in_turn(texts: list[str]) -> list[str]:
 def test_it_learns_swaps_and_says_so_line_by_line(
     shown: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    lines = demo._lines
-
-    def unhurried(
-        given: Sequence[PromptLine] | None, scale: demo.Scale
-    ) -> tuple[Iterator[PromptLine], list[PromptLine]]:
-        """As soon as a run can start, clients that never rest would only take its processor time away."""
-        endless, measured = lines(given, scale)
-
-        def traffic() -> Iterator[PromptLine]:
-            yield from itertools.islice(endless, 45)
-            for line in endless:
-                time.sleep(0.3)
-                yield line
-
-        return traffic(), measured
-
-    monkeypatch.setattr(demo, "_lines", unhurried)
     shown.write(in_turn([line.prompt for line in prompts(300)]))
     monkeypatch.setattr("service.cli.console.HEARTBEAT_SECONDS", 0.0)
     assert shown.run(monkeypatch) == 0
