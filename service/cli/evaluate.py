@@ -47,7 +47,7 @@ def demo(
 ) -> None:
     """Show the whole loop on a real server: traffic, failures logged, draft retrained, proven, swapped in live.
 
-    Takes five to six minutes on two cores. Exits with 1 when an answer differs from what the target alone says, when a request
+    Takes about four minutes on two cores. Exits with 1 when an answer differs from what the target alone says, when a request
     failed, or when no adapter was promoted.
     """
     from service.evaluation import demo as demonstration
