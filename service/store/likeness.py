@@ -24,7 +24,7 @@ KINDS = 16
 _KIND = re.compile(r"cluster:([0-9a-f]{16})")
 
 
-def text_key(prompt: bytes, output: bytes) -> bytes:
+def content_key(prompt: bytes, output: bytes) -> bytes:
     """Equal for the same prompt with the same output alone. Both are token ids as stored, little-endian uint32."""
     return hashlib.sha256(len(prompt).to_bytes(8, "little") + prompt + output).digest()
 

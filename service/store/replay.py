@@ -16,7 +16,7 @@ from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or
 from service.core import Generation, Provenance
 from service.store.database import Database
 from service.store.generations import TRAIN, Generations
-from service.store.likeness import kind, template, text_key
+from service.store.likeness import content_key, kind, template
 from service.store.reservoir import Item, Reservoir, groups_of
 from service.store.tables import failure_cases, generations, replay_buffer, replay_domains
 
@@ -163,7 +163,7 @@ _same: ColumnElement[bool] = generations.c.seq == replay_buffer.c.seq
 
 def _item(row: Any) -> Item:
     said = template(row.first_user, _ids(row.prompt))
-    return Item(row.seq, text_key(row.prompt, row.output), groups_of(row.client, said))
+    return Item(row.seq, content_key(row.prompt, row.output), groups_of(row.client, said))
 
 
 def _ids(blob: bytes) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.core import Prompt
-from service.store.likeness import template, text_key
+from service.store.likeness import content_key, template
 from service.store.reservoir import SHARE, groups_of
 from service.store.rows import id_bytes
 
@@ -43,7 +43,7 @@ def text(name: str, *, prompt: bytes, output: bytes, client: str | None, first_u
     """From the columns of a row: prompt and output are token ids, little-endian uint32."""
     tokens = () if first_user.strip() else np.frombuffer(prompt, dtype="<u4").tolist()
     said = template(first_user, tokens)
-    return Text(name, text_key(prompt, output), _conversation(first_user, prompt), groups_of(client, said))
+    return Text(name, content_key(prompt, output), _conversation(first_user, prompt), groups_of(client, said))
 
 
 def conversation(prompt: Prompt) -> str:

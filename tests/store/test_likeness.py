@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.store.likeness import KINDS, kind, simhash, template, text_key
+from service.store.likeness import KINDS, content_key, kind, simhash, template
 from service.store.reservoir import SHARE, Item, Reservoir, groups_of
 from service.store.rows import id_bytes
 
@@ -16,10 +16,10 @@ tokens = st.lists(st.integers(0, 50_000), max_size=60)
 
 @given(tokens, tokens)
 def test_a_text_is_its_prompt_and_its_output(prompt: list[int], output: list[int]) -> None:
-    key = text_key(id_bytes(prompt), id_bytes(output))
-    assert key == text_key(id_bytes(tuple(prompt)), id_bytes(tuple(output)))
+    key = content_key(id_bytes(prompt), id_bytes(output))
+    assert key == content_key(id_bytes(tuple(prompt)), id_bytes(tuple(output)))
     if output:
-        assert text_key(id_bytes([*prompt, output[0]]), id_bytes(output[1:])) != key, "where one ends matters"
+        assert content_key(id_bytes([*prompt, output[0]]), id_bytes(output[1:])) != key, "where one ends matters"
 
 
 @given(st.lists(st.text("abcxyz", min_size=1), min_size=1), st.randoms())
