@@ -1,6 +1,7 @@
 """Set-up of every test process: the fast BLAS, one BLAS thread per worker, and none of the caller's settings."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -10,6 +11,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import service  # noqa: F401  (loads the fast BLAS before anything imports mlx)
+from service.engine import profile
 
 # Settings of whoever runs the tests are not the tests'.
 for name in [name for name in os.environ if name.startswith("REDRAFT_") and name != "REDRAFT_BLAS"]:
@@ -19,6 +21,17 @@ for name in [name for name in os.environ if name.startswith("REDRAFT_") and name
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One more than there are cores: tests also wait for processes, sockets and clocks."""
     return (os.cpu_count() or 1) + 1
+
+
+@pytest.fixture(scope="session", autouse=True)
+def brief_costs(pytestconfig: pytest.Config) -> Iterator[None]:
+    """What calls cost is timed for a moment only: a decoder that chooses its draft length does so before its first round, and
+    calls of the tests' models take a millisecond."""
+    with pytest.MonkeyPatch.context() as patch:
+        if pytestconfig.getoption("markexpr") != "bench":
+            patch.setattr(profile, "SPENT", 0.02)
+            patch.setattr(profile, "SPENT_ASKING", 0.05)
+        yield
 
 
 SLOWEST_FIRST = ("server", "cli", "evaluation", "learning", "models", "engine", "lifecycle")

@@ -24,7 +24,7 @@ def house() -> House:
 
 @pytest.fixture(scope="module")
 def http(house: House) -> Iterator[httpx.Client]:
-    with house.served() as address, httpx.Client(base_url=address, timeout=10) as client:
+    with house.served() as address, httpx.Client(base_url=address, timeout=60) as client:
         yield client
 
 
@@ -238,7 +238,7 @@ def test_a_body_beyond_the_limit_is_refused_declared_or_chunked(house: House, ht
 
 def test_a_body_that_never_ends_is_given_up() -> None:
     with House(limits=replace(LIMITS, request_timeout=0.3)).served() as address:
-        connection = HTTPConnection(urlsplit(address).netloc, timeout=5)
+        connection = HTTPConnection(urlsplit(address).netloc, timeout=60)
         connection.putrequest("POST", "/generate")
         connection.putheader("content-type", "application/json")
         connection.putheader("content-length", "100")
@@ -302,7 +302,7 @@ def test_a_silent_stream_is_kept_alive() -> None:
 def test_a_gone_client_gives_its_row_back_at_once(stream: bool, pause: float) -> None:
     house = House(engine=EchoEngine(pause=pause))
     with house.served() as address:
-        connection = HTTPConnection(urlsplit(address).netloc, timeout=5)
+        connection = HTTPConnection(urlsplit(address).netloc, timeout=60)
         body = json.dumps({"prompt": "x" * 2_000, "stream": stream, "max_tokens": 1_000})
         connection.request("POST", "/generate", body, {"content-type": "application/json"})
         wait_until(lambda: house.engine.tickets)

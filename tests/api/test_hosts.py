@@ -49,7 +49,7 @@ def send(
     place: str, method: str, path: str, headers: Mapping[str, str], body: bytes = b"", host: str | None = ""
 ) -> tuple[int, dict[str, Any]]:
     """One request with just these headers. host: "" is the server's own, None leaves the header out."""
-    connection = HTTPConnection(place, timeout=10)
+    connection = HTTPConnection(place, timeout=60)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     if host is not None:
         connection.putheader("Host", host or place)
@@ -159,7 +159,7 @@ def test_a_host_that_is_not_one_of_the_server_s_names_is_refused(place: str, hos
 def test_a_request_without_a_host_is_refused(place: str) -> None:
     # HTTP/1.1 has no such request at all; HTTP/1.0 has, and no browser sends it.
     assert send(place, "GET", "/health/live", {}, host=None)[0] == 400
-    connection = HTTPConnection(place, timeout=10)
+    connection = HTTPConnection(place, timeout=60)
     connection._http_vsn_str = "HTTP/1.0"  # pyright: ignore[reportAttributeAccessIssue]
     connection.putrequest("GET", "/health/live", skip_host=True)
     connection.endheaders()

@@ -23,7 +23,7 @@ def house() -> House:
 
 @pytest.fixture
 def http(house: House) -> Iterator[httpx.Client]:
-    with house.served() as address, httpx.Client(base_url=address, timeout=10) as client:
+    with house.served() as address, httpx.Client(base_url=address, timeout=60) as client:
         yield client
 
 

@@ -624,4 +624,4 @@ def test_a_server_of_an_unknown_model_ends_with_one_sentence(tmp_path: Path) -> 
 
 def test_the_server_says_where_it_serves_and_that_it_is_already_there(served: Served) -> None:
     assert f"redraft serves at {served.server.url}" in served.server.log.read_text()
-    assert httpx.get(f"{served.server.url}/health/ready", timeout=10).status_code == 200
+    assert httpx.get(f"{served.server.url}/health/ready", timeout=60).status_code == 200

@@ -216,14 +216,14 @@ class Machine(RuleBasedStateMachine):
         adapter = self.engine.active
         made = [generation(os.urandom(8).hex(), cases=cases) for _ in range(count)]
         made = [replace(one, rounds=tuple(replace(r, adapter=adapter) for r in one.rounds)) for one in made]
-        self.generations.add(made).result(10)
+        self.generations.add(made).result(60)
 
     @rule(count=st.integers(1, WATCH))
     def draft_rests(self, count: int) -> None:
         adapter = self.engine.active
         made = [undrafted(f"rested {os.urandom(8).hex()}") for _ in range(count)]
         made = [replace(one, rounds=tuple(replace(r, adapter=adapter) for r in one.rounds)) for one in made]
-        self.generations.add(made).result(10)
+        self.generations.add(made).result(60)
 
     @precondition(lambda self: not self.drifted)
     @rule()
@@ -231,7 +231,7 @@ class Machine(RuleBasedStateMachine):
         self.drifted = True
         adapter = self.engine.active
         made = [*usual(adapter), *(drafted(0.3, adapter) for _ in range(30)), drafted(0.3, adapter, cases=3)]
-        self.generations.add(made).result(10)
+        self.generations.add(made).result(60)
 
     @rule(times=st.integers(1, 4))
     def tick(self, times: int) -> None:

@@ -33,7 +33,7 @@ def test_many_threads_ticking_make_one_run(world: World) -> None:
         threads = [threading.Thread(target=hammer) for _ in range(8)]
         for thread in threads:
             thread.start()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not server.ended(RunState.PROMOTED)() and time.monotonic() < end:
             time.sleep(0.02)
         stop.set()
@@ -46,7 +46,7 @@ def test_many_threads_ticking_make_one_run(world: World) -> None:
 def test_two_supervisors_on_one_database_make_one_run(world: World) -> None:
     with world.server() as one, world.server() as other:
         one.traffic()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         servers = [one, other]
         while not one.ended(RunState.PROMOTED)() and time.monotonic() < end:
             threads = [threading.Thread(target=server.supervisor.tick) for server in servers]
@@ -86,12 +86,7 @@ def test_a_supervisor_whose_run_was_taken_ends_its_child(world: World) -> None:
         assert run is not None
         server.runs.move(run.id, run.fencing, RunState.CRASHED, error="taken")
         world.act(train="hang")
-        for _ in range(100):
-            server.supervisor.tick()
-            if server.launcher.started[0].exit_code() is not None:
-                break
-            time.sleep(0.02)
-        assert server.launcher.started[0].exit_code() is not None
+        server.tick_until(lambda: server.launcher.started[0].exit_code() is not None)
         assert not [ref for ref in server.adapters.all() if ref.run == run.id and ref.state is AdapterState.ACTIVE]
 
 
@@ -100,7 +95,7 @@ def test_the_clock_drives_the_whole_circle(world: World) -> None:
         server.traffic()
         clock = Clock(server.supervisor.tick, 0.05)
         clock.start()
-        end = time.monotonic() + 10
+        end = time.monotonic() + 60
         while not server.ended(RunState.PROMOTED)() and time.monotonic() < end:
             time.sleep(0.02)
         clock.stop()

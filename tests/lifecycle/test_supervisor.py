@@ -112,7 +112,7 @@ def test_old_generations_are_purged(world: World) -> None:
         server.traffic(30)
         for _ in range(41):
             server.supervisor.tick()
-        server.db.write(lambda connection: None, urgent=False).result(10)
+        server.db.write(lambda connection: None, urgent=False).result(60)
         assert server.generations.stats().generations == 10
 
 

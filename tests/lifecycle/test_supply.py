@@ -207,7 +207,7 @@ def test_a_text_that_a_run_has_had_does_not_come_back(world: World) -> None:
         server.rested()
         change = text("insert into failure_cases (seq, position, drafted, target, p, q, margin, tie, crashes, quarantined)"
                       " select seq, 1, 2, 3, 0.5, 0.5, 1.0, 0, 0, 0 from generations")  # fmt: skip
-        server.db.write(lambda connection: connection.execute(change)).result(10)
+        server.db.write(lambda connection: connection.execute(change)).result(60)
         server.supervisor.request_training(None)
         server.tick_until(server.ended(RunState.PROMOTED))
         server.supervisor.activate(server.adapters.all()[0].id)  # no watch
@@ -219,7 +219,7 @@ def test_a_text_that_a_run_has_had_does_not_come_back(world: World) -> None:
 def test_training_that_is_switched_off_needs_no_cases(world: World) -> None:
     with world.server(**RULES, enabled=False) as server:
         server.rested()
-        server.generations.add([generation("other")]).result(10)
+        server.generations.add([generation("other")]).result(60)
         for _ in range(5):
             server.supervisor.tick()
         assert not server.launcher.started

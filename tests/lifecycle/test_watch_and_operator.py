@@ -59,7 +59,7 @@ def test_a_forced_bad_promotion_goes_back_to_its_parent(world: World) -> None:
         # Whoever waves this one through is wrong: its folder says that it needs more calls.
         bad = server.adapters.all()[0]
         force = text("update adapters set state = 'retired' where id = :id").bindparams(id=bad.id)
-        server.db.write(lambda connection: connection.execute(force)).result(10)
+        server.db.write(lambda connection: connection.execute(force)).result(60)
         server.adapters.activate(bad.id, WHO.draft)
         server.adapters.record_evaluation(bad.id, "gate", Verdict(True, "forced", 0, 0, 0.0, 0.0, 0.0))
         server.supervisor.tick()
@@ -119,7 +119,7 @@ def test_a_forced_run_needs_no_minimum_and_the_same_key_is_the_same_run(world: W
 
 def test_only_ties_are_nothing_to_learn_from(world: World) -> None:
     with world.server() as server:
-        server.generations.add([generation("tie", tie=True)]).result(10)
+        server.generations.add([generation("tie", tie=True)]).result(60)
         with pytest.raises(BadRequest):
             server.supervisor.request_training(None)
 
@@ -190,7 +190,7 @@ def force(server: Server, share: float) -> AdapterRef:
         text("update adapters set state = 'retired', sha256 = :sha where id = :id").bindparams(id=ref.id, sha=sha256),
         text("delete from evaluations where adapter = :id").bindparams(id=ref.id),
     ):
-        server.db.write(lambda connection, change=change: connection.execute(change)).result(10)
+        server.db.write(lambda connection, change=change: connection.execute(change)).result(60)
     server.adapters.activate(ref.id, WHO.draft)
     server.adapters.record_evaluation(ref.id, "gate", Verdict(True, "forced", 0, 0, 0.0, 0.0, 0.0))
     server.supervisor.tick()
@@ -239,7 +239,7 @@ def test_worse_than_the_bare_draft_goes_back_to_the_bare_draft(world: World) -> 
         (parent.folder / "adapters.safetensors").write_text("1.5")
         sha256 = folder_sha256(parent.folder)
         change = text("update adapters set sha256 = :sha where id = :id").bindparams(id=parent.id, sha=sha256)
-        server.db.write(lambda connection: connection.execute(change)).result(10)
+        server.db.write(lambda connection: connection.execute(change)).result(60)
         world.act(train="lose")  # 1.05: better than its parent, so the gate lets it through
         server.traffic()
         server.tick_until(lambda: server.told.promotions == 2)
@@ -365,7 +365,7 @@ def with_health_checks(
                 words = "".join(chr(97 + int(digit)) for digit in str(honest))
                 made = generation(f"honest-{seed}-{words}", cases=0)
                 made = replace(made, prompt=replace(made.prompt, client=client))
-                server.generations.add([*many, made]).result(10)
+                server.generations.add([*many, made]).result(60)
                 served, honest = served + each + 1, honest + 1
             server.supervisor.tick()
             server.tick_until(lambda: server.launcher.started[-1].exit_code() is not None)
@@ -390,12 +390,12 @@ def test_a_watch_on_traffic_that_is_one_text_comes_to_an_end(world: World) -> No
     with world.server() as server:
         ref = server.promote()
         made = [checked(i) for i in range(200)]
-        server.generations.add(made[:199]).result(10)
+        server.generations.add(made[:199]).result(60)
         server.tick_until(lambda: len(server.adapters.evaluations(ref.id, "look")) == 2)
         for _ in range(3):
             server.supervisor.tick()
         assert len(server.launcher.started) == 3, "the last look waits"
-        server.generations.add(made[199:]).result(10)
+        server.generations.add(made[199:]).result(60)
         server.tick_until(server.watched(ref.id))
         ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
         assert verdict.promoted and "1 conversations" in verdict.reason

@@ -119,14 +119,14 @@ def test_a_write_waits_for_another_process(database: Database, tmp_path: Path) -
         with database.read() as connection:  # readers do not wait
             assert connection.execute(text("SELECT count(*) FROM generations")).scalar() == 0
         assert not futures[0].done()
-        assert [future.result(10) for future in futures] == [1, 1, 1]
+        assert [future.result(60) for future in futures] == [1, 1, 1]
 
 
 def test_opening_waits_for_another_process(url: str, tmp_path: Path) -> None:
     # A new database is not in WAL mode yet, and SQLite does not wait for a lock when it is to become so.
     with holding_the_lock(tmp_path / "redraft.db"):
         database = Database(url)
-        assert Generations(database).add([generation()]).result(10) == 1
+        assert Generations(database).add([generation()]).result(60) == 1
         database.close()
 
 
@@ -138,7 +138,7 @@ def test_a_lock_longer_than_one_timeout_is_waited_out(
     other.execute("BEGIN IMMEDIATE")
     timer = threading.Timer(0.3, lambda: other.execute("COMMIT"))
     timer.start()
-    assert Generations(database).add([generation()]).result(10) == 1
+    assert Generations(database).add([generation()]).result(60) == 1
     timer.join()
     other.close()
 
@@ -157,7 +157,7 @@ def test_urgent_writes_go_first(database: Database) -> None:
     futures += [database.write(lambda c, i=i: order.append(f"urgent {i}")) for i in range(3)]
     go.set()
     for future in futures:
-        future.result(10)
+        future.result(60)
     assert order == ["urgent 0", "urgent 1", "urgent 2", "bulk 0", "bulk 1", "bulk 2"]
 
 
@@ -289,6 +289,6 @@ def test_what_was_cancelled_before_its_turn_is_not_written(database: Database) -
     kept = Generations(database).add([generation()])
     assert dropped.cancel()
     go.set()
-    first.result(10)
-    assert kept.result(10) == 1
+    first.result(60)
+    assert kept.result(60) == 1
     assert Generations(database).stats().generations == 1

@@ -18,7 +18,7 @@ def drafted(kept: float, adapter: int = BARE_DRAFT, *, cases: int = 0, ago: floa
 
 
 def record(server: Server, *made: Generation) -> None:
-    server.generations.add(list(made)).result(10)
+    server.generations.add(list(made)).result(60)
 
 
 def usual(adapter: int = BARE_DRAFT) -> list[Generation]:

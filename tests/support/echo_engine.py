@@ -243,7 +243,7 @@ class House:
         raise BadRequest(f"no sample {sample}")
 
 
-def wait_until(done: object, seconds: float = 5.0) -> None:
+def wait_until(done: object, seconds: float = 60.0) -> None:
     """Wait for a condition that another thread brings about."""
     assert callable(done)
     end = time.monotonic() + seconds

@@ -234,15 +234,15 @@ class Server:
 
     def traffic(self, count: int = ENOUGH, *, cases: int = 3) -> None:
         """Generations come in; without cases they only feed a watch."""
-        self.generations.add([generation(os.urandom(8).hex(), cases=cases) for _ in range(count)]).result(10)
+        self.generations.add([generation(os.urandom(8).hex(), cases=cases) for _ in range(count)]).result(60)
 
     def rested(self, count: int = ENOUGH) -> list[str]:
         """Generations come in that the draft had no part in; their names."""
         made = [undrafted(os.urandom(8).hex()) for _ in range(count)]
-        self.generations.add(made).result(10)
+        self.generations.add(made).result(60)
         return [one.id for one in made]
 
-    def tick_until(self, done: Callable[[], bool], seconds: float = 10.0) -> None:
+    def tick_until(self, done: Callable[[], bool], seconds: float = 60.0) -> None:
         end = time.monotonic() + seconds
         while not done():
             assert time.monotonic() < end, f"not reached; runs: {self.runs.latest(3)}"
