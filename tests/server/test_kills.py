@@ -154,11 +154,12 @@ def test_the_server_is_killed_at_random_moments(tmp_path: Path) -> None:
     training = {"enabled": True, "min_cases": 20, "min_tokens": 100, "cooldown_seconds": 0.0, "epochs": 40}
     server = tiny_server(tmp_path, pair, training=training)
     rng = random.Random(0)
-    answered: list[tuple[float, str]] = []
     settled, orphans, asked = set[str](), set[int](), set[str]()
     try:
         for turn in range(KILLS):
             server.start()
+            # What was answered just before an earlier kill may be gone for good.
+            answered: list[tuple[float, str]] = []
             end = time.monotonic() + SETTLED_SECONDS + rng.uniform(0.2, 2.5)
             for line in prompts(10_000, seed=turn):
                 if line.prompt in asked:
