@@ -9,7 +9,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import service  # noqa: F401  (loads the fast BLAS before anything imports mlx)
+import service  # noqa: F401  # pyright: ignore[reportUnusedImport]  (loads the fast BLAS before anything imports mlx)
 
 # Settings of whoever runs the tests are not the tests'.
 for name in [name for name in os.environ if name.startswith("REDRAFT_") and name != "REDRAFT_BLAS"]:
