@@ -10,7 +10,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import service  # noqa: F401  (loads the fast BLAS before anything imports mlx)
+# The service loads the fast BLAS before it imports mlx: it comes first.
 from service.engine import profile
 
 # Settings of whoever runs the tests are not the tests'.

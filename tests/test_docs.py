@@ -3,9 +3,8 @@
 import re
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import click
 import pytest
 import typer
 from fastapi.routing import APIRoute
@@ -83,7 +82,12 @@ def routes() -> set[tuple[str, str]]:
         model="m",
         allowed_hosts=(),
     )
-    found = {(method, route.path) for route in api.routes if isinstance(route, APIRoute) for method in route.methods}
+    found = {
+        (method, route.path)
+        for route in api.routes
+        if isinstance(route, APIRoute)
+        for method in cast("set[str]", route.methods)
+    }
     schema = {(method.upper(), path) for path, item in api.openapi()["paths"].items() for method in item}
     return found | schema
 
@@ -94,8 +98,8 @@ def test_every_route_is_in_the_readme_and_no_other() -> None:
     assert named == routes()
 
 
-def commands(group: click.Command, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    children: dict[str, click.Command] = getattr(group, "commands", {})
+def commands(group: object, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    children: dict[str, object] = getattr(group, "commands", {})
     if not children:
         return [path]
     return [leaf for name, child in children.items() for leaf in commands(child, (*path, name))]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -41,7 +41,7 @@ PAGE = """<form id=urlencoded action="http://127.0.0.1:%(port)s/adapters/rollbac
 
 
 @contextmanager
-def page(text: str) -> Iterator[str]:
+def page(text: str) -> Generator[str]:
     class Page(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)

@@ -17,8 +17,8 @@ from datetime import UTC, datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-import click
 import httpx
 import pytest
 import typer
@@ -55,7 +55,7 @@ from tests.support.tiny_server import prompts, register_adapters, say, tiny_serv
 TREE = typer.main.get_command(app)
 
 
-def commands(group: click.Command, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], click.Command]]:
+def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
     """Every command and group with its words, the root first."""
     found = [(path, group)]
     for name, command in getattr(group, "commands", {}).items():
@@ -117,7 +117,7 @@ def cells(text: str) -> list[list[str]]:
     commands(TREE),
     ids=lambda value: " ".join(value) or "redraft" if isinstance(value, tuple) else "",
 )
-def test_help_names_every_option_and_says_what_the_command_does(path: tuple[str, ...], command: click.Command) -> None:
+def test_help_names_every_option_and_says_what_the_command_does(path: tuple[str, ...], command: Any) -> None:
     result = CliRunner().invoke(app, [*path, "--help"])
     assert result.exit_code == 0
     text = " ".join(re.sub(r"[^\w\s./-]", " ", result.output).split())

@@ -21,6 +21,7 @@ from service.engine.length import Choice, DraftLength, Match
 from service.engine.row import Row
 from service.models.heads import cut, cut_head
 from tests.support.oracle import relative, tempered, tiny_llama
+from tests.support.typed import as_floats
 
 ONE, VOCABULARY = Load(1, 0), 97
 USUAL = ((0.8,) * 8,)
@@ -149,7 +150,7 @@ def test_it_beats_every_fixed_length_where_confidence_tells(doubtful: float) -> 
 
     length, tokens, seconds = DraftLength(8, 0, COSTS), 0, 0.0
     for i in range(3000):
-        told, choice = world(i), length.choose(ONE, [None])
+        told, choice, steps = world(i), length.choose(ONE, [None]), None
         k = choice.drafted
         if k:
             steps = length.steps(ONE, choice, [True])
@@ -157,7 +158,7 @@ def test_it_beats_every_fixed_length_where_confidence_tells(doubtful: float) -> 
             choice = choice.having(k)
         kept = kept_of(told, k)
         length.observe(ONE, choice, [None], [kept], COSTS.round(ONE, k))
-        if k:
+        if k and steps is not None:
             steps.observe([kept])
         tokens += kept + 1
         seconds += COSTS.round(ONE, k)
@@ -200,7 +201,7 @@ def test_unseeded_sampling_keeps_its_distribution_where_the_draft_stops_by_what_
     decoder.length = Doubting(3, 0, COSTS)
 
     def law(tokens: Sequence[int]) -> dict[int, float]:
-        told: list[float] = mx.exp(tempered(target(mx.array([list(tokens)]))[0, -1:], sampling)[0]).tolist()
+        told = as_floats(mx.exp(tempered(target(mx.array([list(tokens)]))[0, -1:], sampling)[0]))
         return {i: p / sum(told) for i, p in enumerate(told) if p > 0}
 
     text = (5, 9, 11, 7)

@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
 
@@ -25,6 +24,7 @@ from service.models.fingerprint import folder_sha256
 from service.models.folding import as_served
 from service.models.heads import cut
 from tests.support.oracle import tiny_llama
+from tests.support.typed import layers_of, leaves, load_arrays
 
 DRAFT = "d" * 64
 TOKENS = mx.array([[5, 6, 7, 8]])
@@ -39,7 +39,7 @@ def make(folder: Path, quantised: bool = False) -> tuple[nn.Module, AdapterRef, 
     shape = lora.wrap(trained, rank=4, scale=2.0, seed=0)
     noise = [
         (name, 0.1 * mx.random.normal(a.shape, key=mx.random.key(i)))
-        for i, (name, a) in enumerate(tree_flatten(trained.trainable_parameters()))
+        for i, (name, a) in enumerate(leaves(trained.trainable_parameters()))
     ]
     trained.load_weights(noise, strict=False)
     lora.save(trained, shape, folder, draft=DRAFT, target="t" * 64)
@@ -63,14 +63,14 @@ def make(folder: Path, quantised: bool = False) -> tuple[nn.Module, AdapterRef, 
 def test_it_computes_what_was_trained_and_leaves_the_base_alone(tmp_path: Path, quantised: bool) -> None:
     base, ref, expected = make(tmp_path / "a", quantised)
     before = np.array(base(TOKENS))
-    held = {name: id(array) for name, array in tree_flatten(base.parameters())}
+    held = {name: id(array) for name, array in leaves(base.parameters())}
     draft = load(base, ref, DRAFT)
     assert np.allclose(np.array(draft.model(TOKENS)), np.array(expected), atol=1e-4)
     assert not np.allclose(np.array(expected), before, atol=1e-2), "the adapter does something"
     assert np.array_equal(np.array(base(TOKENS)), before)
-    assert {name: id(array) for name, array in tree_flatten(base.parameters())} == held
+    assert {name: id(array) for name, array in leaves(base.parameters())} == held
     assert not any(isinstance(module, LoRALinear) for module in draft.model.modules()), "a step costs nothing more"
-    kinds = {type(module) for module in draft.model.layers[0].modules()}
+    kinds = {type(module) for module in layers_of(draft.model)[0].modules()}
     assert nn.Linear in kinds and nn.QuantizedLinear not in kinds, "four bits would round the adapter away"
     assert type(draft.model.lm_head) is type(base.lm_head), "what it does not touch stays as it is"
 
@@ -114,7 +114,7 @@ def _config(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], obje
 def _weights(change: Callable[[dict[str, mx.array]], object]) -> Callable[[Path], object]:
     def apply(folder: Path) -> None:
         file = folder / "adapters.safetensors"
-        weights = dict(mx.load(str(file)).items())  # pyright: ignore
+        weights = load_arrays(file)
         mx.eval(weights)
         change(weights)
         mx.save_safetensors(str(folder / "new.safetensors"), weights)

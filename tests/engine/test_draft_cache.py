@@ -6,6 +6,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.llama import Model
 
 from service.core import Prompt, Sampling, Source
 from service.engine.cache import RowCache
@@ -19,7 +20,7 @@ from tests.support.oracle import relative, tiny_llama
 
 
 @cache
-def target() -> nn.Module:
+def target() -> Model:
     return tiny_llama(0, vocabulary=V)
 
 
@@ -48,6 +49,7 @@ def assert_fresh(model: nn.Module, held: RowCache, row: int, tokens: list[int]) 
             assert mx.allclose(ours[row, :, :count], theirs[0, :, :count], atol=1e-4), f"row {row}, {count} positions"
     for mine, fresh in zip(held.states, read.states, strict=True):
         for ours, theirs in zip(mine.cache, fresh.cache, strict=True):
+            assert ours is not None and theirs is not None
             assert mx.allclose(ours[row], theirs[0], atol=1e-4), f"state of row {row} after {count} tokens"
 
 

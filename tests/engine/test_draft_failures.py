@@ -12,12 +12,14 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.models.llama import Model
 
 from service.core import Prompt, Sampling
 from service.engine.decoder import RETRY, Decoder
 from service.engine.draft import Draft, bare
 from service.engine.row import Row
 from tests.support.oracle import forced, relative, tiny_llama
+from tests.support.typed import layers_of, load_arrays
 
 VOCABULARY, K = 97, 3
 Spoil = Callable[[mx.array, mx.array], mx.array]
@@ -25,7 +27,7 @@ Spoil = Callable[[mx.array, mx.array], mx.array]
 
 
 @cache
-def target() -> nn.Module:
+def target() -> Model:
     return tiny_llama(0)
 
 
@@ -47,7 +49,7 @@ class Spoilt(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        return self.inner.layers  # pyright: ignore[reportReturnType]
+        return layers_of(self.inner)
 
 
 def rows_of(count: int, tokens: int = 24, seeded: bool = False) -> list[Row]:
@@ -78,7 +80,7 @@ def truncated(folder: Path, kind: str) -> mx.array:
         array = mx.load(str(path))
     else:
         mx.save_safetensors(str(path), {"bias": mx.zeros((VOCABULARY,))})
-        array = mx.load(str(path))["bias"]  # pyright: ignore
+        array = load_arrays(path)["bias"]
     assert isinstance(array, mx.array)
     os.truncate(path, path.stat().st_size - 8)
     return array
@@ -209,7 +211,7 @@ class Infected(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        return self.inner.layers
+        return layers_of(self.inner)
 
 
 def test_keys_and_values_that_are_not_finite_stay_in_no_row() -> None:

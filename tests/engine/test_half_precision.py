@@ -24,8 +24,8 @@ def asked(count: int, tokens: int, seed: int = 0) -> list[Prompt]:
     """Ragged prompts, every third of them greedy, seeded, and seeded and filtered; some repeat themselves."""
     rng, made = random.Random(seed), list[Prompt]()
     for i in range(count):
-        drawn = {"temperature": rng.choice([0.7, 1.0]), "seed": rng.randrange(2**62)} if i % 3 else {}
-        filters = rng.choice([{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}]) if i % 3 == 2 else {}
+        drawn: dict[str, Any] = {"temperature": rng.choice([0.7, 1.0]), "seed": rng.randrange(2**62)} if i % 3 else {}
+        filters: dict[str, Any] = rng.choice([{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}]) if i % 3 == 2 else {}
         piece = tuple(rng.randrange(4, V) for _ in range(rng.choice([1, 4, 25])))
         made.append(Prompt(piece * rng.choice([1, 3]), Sampling(max_tokens=tokens, **drawn, **filters)))
     return made

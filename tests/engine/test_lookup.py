@@ -18,6 +18,7 @@ from service.engine.lookup import REMEMBERED, Found, Grams, Lookup
 from service.engine.row import Row
 from tests.support.batches import decode, take_in
 from tests.support.oracle import forced, relative, tempered, tiny_llama
+from tests.support.typed import as_floats, layers_of
 
 VOCABULARY = 97
 
@@ -110,7 +111,7 @@ class Broken(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        return self.inner.layers
+        return layers_of(self.inner)
 
 
 def test_look_ups_go_on_after_a_draft_that_rested_broke() -> None:
@@ -137,7 +138,7 @@ def test_unseeded_sampling_with_look_ups_has_the_targets_law(draws: int) -> None
     sampling = Sampling(temperature=0.6, top_k=6, max_tokens=2)
 
     def law(tokens: list[int]) -> list[float]:
-        return mx.exp(tempered(target(mx.array([tokens]))[0, -1:], sampling)[0]).tolist()
+        return as_floats(mx.exp(tempered(target(mx.array([tokens]))[0, -1:], sampling)[0]))
 
     phrases = ([a, b, c, a, b, c, a, b] for a in range(4, 30) for b in range(30, 40) for c in range(40, 50))
     text = next(phrase for phrase in phrases if 0.2 < law(phrase)[phrase[2]] < 0.8)

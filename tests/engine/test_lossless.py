@@ -9,6 +9,7 @@ import mlx.nn as nn
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.llama import Model
 
 from service.core import Prompt, Sampling
 from service.engine.decoder import Decoder
@@ -17,6 +18,7 @@ from service.engine.row import Row
 from service.models.heads import cut
 from tests.support.batches import decode
 from tests.support.oracle import forced, naive, relative, tiny_llama
+from tests.support.typed import layers_of
 
 VOCABULARY = 97
 EOS = frozenset({3})
@@ -30,11 +32,11 @@ class AlwaysWrong(nn.Module):
         self.inner = target
 
     def __call__(self, tokens: mx.array, cache: list[object] | None = None) -> mx.array:
-        return mx.roll(self.inner(tokens, cache=cache), 1, axis=-1)
+        return mx.roll(self.inner(tokens, cache=cache), 1, -1)
 
     @property
     def layers(self) -> list[nn.Module]:
-        return self.inner.layers
+        return layers_of(self.inner)
 
     def make_cache(self) -> list[object]:
         from mlx_lm.models.cache import make_prompt_cache
@@ -43,7 +45,7 @@ class AlwaysWrong(nn.Module):
 
 
 @cache
-def target() -> nn.Module:
+def target() -> Model:
     return tiny_llama(0)
 
 
@@ -207,7 +209,7 @@ class Broken(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        return self.inner.layers
+        return layers_of(self.inner)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from service.engine.prefix import PrefixCache
 from service.engine.row import Row
 from tests.support.batches import take_in
 from tests.support.oracle import forced, relative, tiny_llama
+from tests.support.typed import layers_of
 
 VOCABULARY, CHUNK, EOS = 97, 32, frozenset({3})
 
@@ -131,7 +132,7 @@ class Alone(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        return self.inner.layers
+        return layers_of(self.inner)
 
 
 def test_a_draft_that_fails_over_several_costs_speed_only() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engine.room import SPARE, STEP, closed, joined, kept, written
+from tests.support.typed import as_ints
 
 
 def filled(rows: int, capacity: int = STEP, first: int = 1) -> mx.array:
@@ -71,7 +72,7 @@ def test_what_is_not_in_use_is_not_written_over(starts: int | mx.array) -> None:
     """Three of five rows are in use; the others' next owners bring their own."""
     new = mx.ones((3, 2, 2, 4)) * 9
     held = np.array(written(filled(5), new, starts))
-    at = [3] * 3 if isinstance(starts, int) else starts.tolist()
+    at = [3] * 3 if isinstance(starts, int) else as_ints(starts)
     for row, begin in enumerate(at):
         assert (held[row, :, begin : begin + 2] == 9).all()
         assert (np.delete(held[row], [begin, begin + 1], axis=1) == row + 1).all()

@@ -46,8 +46,8 @@ def test_the_earliest_of_several_stop_strings_wins() -> None:
     assert stopped and "".join(pieces) == "ab"
 
 
-def row(**sampling: int) -> Row:
-    return Row("r", Prompt((1, 2), Sampling(**sampling)), frozenset({9}), None)
+def row(max_tokens: int) -> Row:
+    return Row("r", Prompt((1, 2), Sampling(max_tokens=max_tokens)), frozenset({9}), None)
 
 
 def test_a_round_that_passes_the_end_token_is_cut_there() -> None:

@@ -6,7 +6,6 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
 
 from service.core import Score
 from service.engine.costs import Costs
@@ -19,6 +18,7 @@ from service.lifecycle import gate
 from service.models.folding import as_served
 from service.settings import GateSettings
 from tests.support.oracle import relative, tiny_llama
+from tests.support.typed import layers_of, leaves
 
 BYTES_A_SECOND = 20e6
 
@@ -33,7 +33,7 @@ class MemoryBound(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        return self.model.layers  # pyright: ignore[reportReturnType]
+        return layers_of(self.model)
 
     def __call__(self, tokens: mx.array, cache: list[object] | None = None) -> mx.array:
         self.calls += 1
@@ -42,7 +42,7 @@ class MemoryBound(nn.Module):
 
 
 def bytes_of(model: nn.Module) -> int:
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    return sum(array.nbytes for _, array in leaves(model.parameters()))
 
 
 @cache

@@ -6,7 +6,7 @@ from functools import cache
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from service.core import Prompt, Sampling
 from service.learning.offpolicy import acceptance
@@ -14,6 +14,7 @@ from service.models.heads import cut
 from tests.support.batches import decode
 from tests.support.logged_texts import WHO
 from tests.support.oracle import forced, tiny_llama
+from tests.support.typed import leaves
 
 WIDTH = 97
 
@@ -27,8 +28,8 @@ def target() -> nn.Module:
 def draft(width: int, *, listed: bool = False) -> nn.Module:
     """The target with fewer or more tokens: right wherever both know the token."""
     model, shared = tiny_llama(0, vocabulary=width), min(width, WIDTH)
-    weights = dict(tree_flatten(target().parameters()))
-    for name, own in tree_flatten(model.parameters()):
+    weights = dict(leaves(target().parameters()))
+    for name, own in leaves(model.parameters()):
         if own.shape != weights[name].shape:
             weights[name] = mx.concatenate([weights[name][:shared], own[shared:]])
     model.update(tree_unflatten(list(weights.items())))

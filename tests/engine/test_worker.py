@@ -51,6 +51,7 @@ from service.engine.worker import Worker
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
 from tests.support.oracle import naive, relative, tempered, tiny_llama
+from tests.support.typed import layers_of
 
 EOS = frozenset({3})
 WHO = Provenance(target="t" * 64, tokenizer="k" * 64, draft="d" * 64)
@@ -75,7 +76,7 @@ class Hooked(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        return self.inner.layers  # pyright: ignore[reportReturnType]
+        return layers_of(self.inner)
 
 
 class Hold:

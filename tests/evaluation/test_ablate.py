@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -21,8 +22,9 @@ from service.learning.objectives import Objective
 from service.models.pair import Pair, load_pair
 from service.settings import Settings, TrainingSettings
 from tests.support.tiny_server import prompts
+from tests.support.typed import as_float, leaves
 
-TINY = {"epochs": 1, "rank": 4, "learning_rate": 1e-2, "replay": 0.0}
+TINY: dict[str, Any] = {"epochs": 1, "rank": 4, "learning_rate": 1e-2, "replay": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +120,7 @@ def test_selection_keeps_what_gains_most(pair: Pair, tmp_path: Path) -> None:
     assert pair.draft is not None
     losses = position_losses(pair.draft.model, examples, 4)
     assert [len(each) for each in losses] == [e.positions for e in examples]
-    alone = [float(TargetDivergence(pair.draft.model)(pair.draft.model, collate([e])).item()) for e in examples]
+    alone = [as_float(TargetDivergence(pair.draft.model)(pair.draft.model, collate([e]))) for e in examples]
     assert [each.mean() for each in losses] == pytest.approx(alone, rel=1e-4)
     rng = np.random.default_rng(0)
     gains = [rng.normal(size=e.positions) for e in examples]
@@ -136,8 +138,8 @@ def test_all_logits_say_what_a_whole_top_says(pair: Pair, tmp_path: Path, object
     batch = collate(build(told, max_length=256, reject_weight=1.0, vocabulary=pair.vocabulary).examples)
     assert pair.draft is not None
     draft = pair.draft.model
-    stored = TargetDivergence(draft, objective)(draft, batch).item()
-    whole = WholeDivergence(draft, pair.target.model, pair.vocabulary, objective)(draft, batch).item()
+    stored = as_float(TargetDivergence(draft, objective)(draft, batch))
+    whole = as_float(WholeDivergence(draft, pair.target.model, pair.vocabulary, objective)(draft, batch))
     assert stored <= whole + 1e-3, "merging what is outside the top can only lose"
     assert WholeDivergence(draft, draft, pair.vocabulary, objective)(draft, batch).item() == pytest.approx(0, abs=1e-5)
     lora.wrap(draft, rank=2, scale=2.0, seed=0)
@@ -146,12 +148,6 @@ def test_all_logits_say_what_a_whole_top_says(pair: Pair, tmp_path: Path, object
         _, gradient = mx.value_and_grad(lambda tree: (draft.update(tree), loss(draft, batch))[1])(
             draft.trainable_parameters()
         )
-        assert any(mx.abs(g).max().item() > 0 for g in _leaves(gradient))
+        assert any(as_float(mx.abs(g).max()) > 0 for _, g in leaves(gradient))
     finally:
         lora.detach(draft)
-
-
-def _leaves(tree: object) -> list[mx.array]:
-    from mlx.utils import tree_flatten
-
-    return [array for _, array in tree_flatten(tree)]

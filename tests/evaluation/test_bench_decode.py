@@ -11,7 +11,6 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
 
 from service.cli import main
 from service.core import BARE_DRAFT, AdapterRef, AdapterState, BadRequest, Sampling
@@ -31,6 +30,7 @@ from service.store.files import publish
 from tests.support.oracle import naive
 from tests.support.rounding import shape_dependent
 from tests.support.tiny_server import prompts, write_pair
+from tests.support.typed import leaves
 
 K, TOKENS, COUNT = 3, 20, 4
 KEPT = 150
@@ -67,7 +67,7 @@ def write_adapter(root: Path, target: Path, draft: Path) -> Adapter:
     shape = lora.wrap(model, rank=4, scale=2.0, seed=0)
     noise = [
         (name, 0.1 * mx.random.normal(array.shape, key=mx.random.key(i)))
-        for i, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))
+        for i, (name, array) in enumerate(leaves(model.trainable_parameters()))
     ]
     model.load_weights(noise, strict=False)
     lora.save(model, shape, root / "made.part", draft=who.draft, target=who.target)
@@ -194,8 +194,8 @@ def test_mlx_lm_gets_the_whole_head_and_no_lora_layers(house: House) -> None:
     probe = mx.array([[5, 9, 30]])
     adapted = load(served(pair.draft).model, house.adapter.ref, pair.provenance.draft).model
     assert not mx.isfinite(adapted(probe)).all().item(), "a cut head"
-    names = {name for name, _ in tree_flatten(whole(adapted).parameters())}
-    assert names == {name for name, _ in tree_flatten(pair.draft.model.parameters())}
+    names = {name for name, _ in leaves(whole(adapted).parameters())}
+    assert names == {name for name, _ in leaves(pair.draft.model.parameters())}
     assert mx.isfinite(whole(adapted)(probe)).all().item()
 
 

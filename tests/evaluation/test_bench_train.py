@@ -13,6 +13,7 @@ from service.learning.dataset import collate
 from service.models.pair import load_model
 from service.settings import Settings
 from tests.support.published import check_published
+from tests.support.typed import as_floats, as_ints, as_rows
 
 
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
@@ -41,10 +42,10 @@ def test_both_trainers_are_fed_and_learn_the_same_tokens(models: tuple[Path, Pat
     ours = collate(examples)
     theirs, spans = next(iterate_batches(masked(examples, task), 2, task.length + 1))
     assert ours.count == ours.tokens.size == 64
-    assert sorted(ours.tokens.tolist()) == sorted(theirs[:, :-1].tolist())
+    assert sorted(as_rows(ours.tokens)) == sorted(as_rows(theirs[:, :-1]))
     _, learnt = default_loss(load_model(models[1]).model, theirs, spans)
     assert learnt.item() == ours.weight.sum().item() == 16
-    first = min(at % task.length for at, weight in zip(ours.at.tolist(), ours.weight.tolist(), strict=True) if weight)
+    first = min(at % task.length for at, weight in zip(as_ints(ours.at), as_floats(ours.weight), strict=True) if weight)
     assert first == spans[0, 0].item() - 1, "what predicts the first response token is the token before it"
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 from typer.testing import CliRunner
 
 from service.app import Stores, open_stores
@@ -23,6 +22,7 @@ from service.models.pair import Pair, load_model, load_pair
 from service.settings import Settings
 from service.store.files import publish
 from tests.support.tiny_server import prompts
+from tests.support.typed import leaves
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def adapter(stores: Stores, pair: Pair, draft: Path, folder: Path) -> AdapterRef
     shape = lora.wrap(model, rank=4, scale=2.0, seed=1)
     noisy = [
         (name, 0.1 * mx.random.normal(array.shape, key=mx.random.key(i)))
-        for i, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))
+        for i, (name, array) in enumerate(leaves(model.trainable_parameters()))
     ]
     model.load_weights(noisy, strict=False)
     lora.save(model, shape, folder / "made.part", draft=who.draft, target=who.target)

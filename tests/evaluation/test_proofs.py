@@ -2,6 +2,7 @@
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +54,7 @@ def test_shuffled_targets_are_the_same_ones_elsewhere() -> None:
 
 def test_the_gate_on_adapters_of_every_kind(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
     learn, other = list(prompts(60, 1)), list(prompts(30, 2))
-    sizes = {"count": 2, "noisy": len(NOISES), "cases": 30, "max_tokens": 16}
+    sizes: dict[str, Any] = {"count": 2, "noisy": len(NOISES), "cases": 30, "max_tokens": 16}
     found = list(run_gate(quick, models, None, learn, other, tmp_path, **sizes))
     by_kind = {kind: [one for one in found if one.candidate.kind is kind] for kind in Kind}
     assert [len(each) for each in by_kind.values()] == [2, 2, len(NOISES)]
@@ -66,7 +67,8 @@ def test_the_gate_on_adapters_of_every_kind(quick: Settings, models: tuple[Path,
 
     # What was trained is taken as it is, and so is what it is worth; what rounds cost is measured anew.
     before = (tmp_path / "better-2" / WEIGHTS).stat().st_mtime_ns
-    again = list(run_gate(quick, models, None, learn, other, tmp_path, **(sizes | {"noisy": 0})))
+    sizes["noisy"] = 0
+    again = list(run_gate(quick, models, None, learn, other, tmp_path, **sizes))
     assert [(one.worth, one.verdict.promoted) for one in again] == [
         (one.worth, one.verdict.promoted) for one in found[: len(again)]
     ]

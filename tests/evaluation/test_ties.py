@@ -1,6 +1,7 @@
 """The tie rule itself, in single positions: what may be called a tie, and what may not."""
 
 import random
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -43,7 +44,9 @@ def test_a_seeded_gap_counts_the_noise_and_the_temperature() -> None:
     ],
     ids=["top_k", "min_p", "top_p"],
 )
-def test_a_filtered_gap_is_that_to_the_edge_of_the_set(filters: dict, logits: list[float], edge: float) -> None:
+def test_a_filtered_gap_is_that_to_the_edge_of_the_set(
+    filters: dict[str, Any], logits: list[float], edge: float
+) -> None:
     """The token just outside would win by its noise: only the edge keeps it out. The oracle's own choice is far behind."""
     sampling = Sampling(temperature=1.0, seed=1, **filters)
     noise = np.zeros(len(logits))
@@ -51,9 +54,19 @@ def test_a_filtered_gap_is_that_to_the_edge_of_the_set(filters: dict, logits: li
     found = needed_rounding(np.array(logits), 2, sampling, noise)
     assert found == pytest.approx(edge, rel=0.02)
     # The other way round: the best token of all may fall out of the set, and the next best be chosen.
-    inside = Sampling(temperature=1.0, seed=1, **({"top_k": 3} if "top_k" in filters else {"min_p": 1e-9}))
+    wider: dict[str, Any] = {"top_k": 3} if "top_k" in filters else {"min_p": 1e-9}
+    inside = Sampling(temperature=1.0, seed=1, **wider)
     assert needed_rounding(np.array(logits), 2, inside, noise) == 0.0
     assert needed_rounding(np.array(logits), 0, inside, noise) > 1.0
+
+
+FILTERS: list[dict[str, Any]] = [
+    {},
+    {"top_k": 5},
+    {"top_p": 0.8},
+    {"min_p": 0.1},
+    {"top_k": 7, "top_p": 0.9, "min_p": 0.02},
+]
 
 
 @pytest.mark.parametrize("draws", [15, pytest.param(60, marks=pytest.mark.nightly)])
@@ -62,7 +75,7 @@ def test_nothing_is_needed_for_the_oracle_s_own_choice_and_something_for_any_oth
     for i in range(draws):
         logits = random_.normal(size=40) * 3
         noise = random_.gumbel(size=40)
-        filters = [{}, {"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 7, "top_p": 0.9, "min_p": 0.02}][i % 5]
+        filters = FILTERS[i % 5]
         sampling = Sampling(temperature=0.8, seed=1, **filters)
         by_score = np.argsort(-scores(logits, sampling, noise))
         assert needed_rounding(logits, int(by_score[0]), sampling, noise) == 0.0

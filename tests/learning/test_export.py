@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm import load as load_with_mlx_lm
 from mlx_lm.generate import speculative_generate_step
 
@@ -30,6 +29,7 @@ from tests.support.eagle_models import tiny_head
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.model_folders import save_model
 from tests.support.oracle import naive, tiny_llama
+from tests.support.typed import leaves
 
 PROBE = mx.array([[1, 5, 9, 2, 77, 30], [8, 8, 0, 96, 41, 12]])
 PROMPT = [4, 19, 60, 33, 7]
@@ -77,7 +77,7 @@ def build(root: Path, bits: int | None) -> House:
     shape = lora.wrap(model, rank=4, scale=2.0, seed=0)
     noise = [
         (name, 0.1 * mx.random.normal(array.shape, key=mx.random.key(i)))
-        for i, (name, array) in enumerate(tree_flatten(model.trainable_parameters()))
+        for i, (name, array) in enumerate(leaves(model.trainable_parameters()))
     ]
     model.load_weights(noise, strict=False)
     lora.save(model, shape, root / "made.part", draft=who.draft, target=who.target)
@@ -156,8 +156,8 @@ def export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
     return run
 
 
-def loaded(folder: Path, **options: str) -> nn.Module:
-    return load_with_mlx_lm(str(folder), **options)[0]
+def loaded(folder: Path, adapter_path: str | None = None) -> nn.Module:
+    return load_with_mlx_lm(str(folder), adapter_path=adapter_path)[0]
 
 
 def distance(one: nn.Module, other: nn.Module) -> float:
@@ -194,8 +194,8 @@ def test_mlx_lm_drafts_with_the_fused_model(tmp_path: Path, house: House, export
     out = tmp_path / "new" / "fused"
     assert export(house, out, "--fuse")[0] == 0
     fused, served_here, bare = loaded(out), house.version(), loaded(house.draft)
-    names = {name for name, _ in tree_flatten(fused.parameters())}
-    assert names == {name for name, _ in tree_flatten(bare.parameters())}, "a plain model, no LoRA layers"
+    names = {name for name, _ in leaves(fused.parameters())}
+    assert names == {name for name, _ in leaves(bare.parameters())}, "a plain model, no LoRA layers"
     if bits is None:
         assert np.allclose(np.array(fused(PROBE)), np.array(served_here(PROBE)), atol=1e-4)
     else:

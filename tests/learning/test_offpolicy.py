@@ -15,6 +15,7 @@ from service.learning.dataset import unpack
 from service.learning.offpolicy import acceptance, calls_by_length, expected_calls, expected_positions, overlap
 from tests.support.logged_texts import VOCABULARY, generation, random_texts, served, with_targets
 from tests.support.oracle import relative, tiny_llama
+from tests.support.typed import as_int
 
 GREEDY = Sampling(max_tokens=24)
 SEEDED = Sampling(temperature=0.9, seed=1, max_tokens=24)
@@ -185,7 +186,7 @@ def test_a_draft_that_is_not_finite_is_never_accepted() -> None:
 
 def test_nothing_is_drafted_after_a_single_prompt_token() -> None:
     model = tiny_llama(2)
-    first = int(mx.argmax(model(mx.array([[5]]))[0, -1]).item())
+    first = as_int(mx.argmax(model(mx.array([[5]]))[0, -1]))
     (result,) = acceptance(model, [generation([5], [first, 3])], vocabulary=VOCABULARY)
     assert result.agreed >= 1
     assert result.rates[0, 0] == 0.0

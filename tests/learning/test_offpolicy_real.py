@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.models.llama import Model
 
 from service.core import AdapterRef, AdapterState, Generation, Prompt, Sampling
@@ -27,6 +26,7 @@ from service.models.heads import cut
 from tests.support.batches import decode
 from tests.support.logged_texts import VOCABULARY, WHO
 from tests.support.oracle import relative, tempered, tiny_llama
+from tests.support.typed import as_float, leaves
 
 FILTERS = [
     {"temperature": 0.7},
@@ -58,7 +58,7 @@ def adapter(base: Model, noise: float, folder: Path) -> AdapterRef:
     shape = lora.wrap(base, rank=4, scale=2.0, seed=0)
     weights = [
         (name, noise * mx.random.normal(array.shape, key=mx.random.key(i)))
-        for i, (name, array) in enumerate(tree_flatten(base.trainable_parameters()))
+        for i, (name, array) in enumerate(leaves(base.trainable_parameters()))
     ]
     base.load_weights(weights, strict=False)
     lora.save(base, shape, folder, draft=WHO.draft, target=WHO.target)
@@ -160,7 +160,7 @@ def clear(model: nn.Module, g: Generation) -> bool:
         keys = [noise_key(sampling.seed, i) for i in range(len(g.output))]
         logits = tempered(logits, sampling) + gumbel(keys, logits.shape[-1])
     best = mx.sort(logits, axis=-1)[:, -2:]
-    return float((best[:, 1] - best[:, 0]).min().item()) > 1e-4
+    return as_float((best[:, 1] - best[:, 0]).min()) > 1e-4
 
 
 ROWS = pytest.mark.parametrize("rows", [18, pytest.param(36, marks=pytest.mark.nightly)])

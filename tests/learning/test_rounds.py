@@ -86,7 +86,7 @@ def test_rounds_cover_the_text(told: list[tuple[bool, ...]], depths: int, k: int
         assert accepted == drafted or start + accepted == len(told) or not right[accepted]
     if not waits:
         # Each is a call, and the only course of events there is.
-        assert expected_calls(kept, k) == len(found)
+        assert expected_calls(kept.astype(np.float64), k) == len(found)
 
 
 def test_only_a_text_that_is_the_same_whatever_drafted_has_one_course() -> None:

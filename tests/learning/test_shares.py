@@ -85,8 +85,8 @@ def test_shares_hold_for_every_client_and_template(drawn: list[tuple[str | None,
     ids = [g.id for g in told]
     assert [g.id for g in kept] == [name for name in ids if name in {g.id for g in kept}], "in the order given"
     assert bool(kept) is bool(told)
-    groups = [by_client(kept), Counter(template(g.prompt.first_user, ()) for g in kept)]
-    groups[0].pop(None, None)
-    for counts in groups:
+    named, alike = by_client(kept), Counter(template(g.prompt.first_user, ()) for g in kept)
+    named.pop(None, None)
+    for counts in (named, alike):
         for held in counts.values():
             assert held <= max(SHARE * len(kept), LEAST) or len(kept) - held < HARDLY * len(kept)

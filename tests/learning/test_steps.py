@@ -20,6 +20,7 @@ from service.models.folding import as_served
 from tests.support.eagle_models import plain_llama, proposal, tiny_head
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.oracle import relative, tempered, tiny_llama
+from tests.support.typed import as_float, as_int
 
 GREEDY = [Sampling(max_tokens=n) for n in (1, 2, 7, 24)] * 4
 SEEDED = [Sampling(temperature=0.7, top_p=0.9, top_k=30, seed=i + 1, max_tokens=16) for i in range(10)]
@@ -65,10 +66,10 @@ def chooser(g: Generation, start: int) -> Callable[[int, mx.array], int]:
     def choose(place: int, logits: mx.array) -> int:
         sampling = g.prompt.sampling
         if sampling.greedy:
-            return int(mx.argmax(logits).item())
+            return as_int(mx.argmax(logits))
         assert sampling.seed is not None
         noise = gumbel([noise_key(sampling.seed, start + place)], logits.shape[-1])
-        return int(mx.argmax(tempered(logits[None], sampling) + noise).item())
+        return as_int(mx.argmax(tempered(logits[None], sampling) + noise))
 
     return choose
 
@@ -81,7 +82,7 @@ def brute(head: Head, g: Generation, k: int) -> tuple[tuple[Round, ...], list[tu
         ahead = g.output[start : start + k]
         accepted = next((i for i, said in enumerate(ahead) if chosen[i] != said), len(ahead))
         if accepted < len(ahead):
-            q = mx.softmax(logits[accepted], axis=-1)[chosen[accepted]].item()
+            q = as_float(mx.softmax(logits[accepted], axis=-1)[chosen[accepted]])
             cases.append((start + accepted, chosen[accepted], g.output[start + accepted], q))
         emitted = min(accepted + 1, len(g.output) - start)
         # What lies behind the end of the text was not tested.
@@ -129,9 +130,9 @@ def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head, told: T
             # Every token before was kept: the course in which this rate is asked for.
             chosen, logits = proposal(head, [*g.prompt.tokens, *g.output[:start]], len(ahead), lambda i, _: ahead[i])  # noqa: B023
             assert tuple(chosen) == ahead
-            agreed += int(mx.argmax(logits[0]).item()) == ahead[0]
+            agreed += as_int(mx.argmax(logits[0])) == ahead[0]
             for place, (token, row) in enumerate(zip(ahead, logits, strict=True)):
-                q = mx.softmax(row / 0.8)[token].item()
+                q = as_float(mx.softmax(row / 0.8)[token])
                 p = np.exp(g.sampled_logprobs[start + place])
                 assert a.rates[place, start + place] == pytest.approx(min(1.0, q / p), rel=1e-3)
         assert a.agreed == agreed

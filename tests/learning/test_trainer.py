@@ -5,12 +5,12 @@ import mmap
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import psutil
 import pytest
-from mlx.utils import tree_flatten
 
 from service.core import Progress, TrainingFailed
 from service.learning import lora
@@ -19,6 +19,7 @@ from service.learning.loss import TargetDivergence
 from service.learning.trainer import Optimiser, TrainReport, global_norm, number, train, update_count
 from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
 from tests.support.oracle import relative, tiny_llama
+from tests.support.typed import leaves
 
 
 @dataclass(frozen=True)
@@ -57,13 +58,13 @@ def line(seed: int = 0) -> nn.Linear:
     return model
 
 
-def fit(model: nn.Module, data: list[Points], **settings: object) -> TrainReport:
-    optimiser = Optimiser(**({"learning_rate": 0.05, "steps": len(data), "warmup": 0.0} | settings))
-    return train(model, data, loss_fn=squared, optimiser=optimiser)
+def fit(model: nn.Module, data: list[Points], **settings: Any) -> TrainReport:
+    usual: dict[str, Any] = {"learning_rate": 0.05, "steps": len(data), "warmup": 0.0}
+    return train(model, data, loss_fn=squared, optimiser=Optimiser(**(usual | settings)))
 
 
 def weights(model: nn.Module) -> dict[str, mx.array]:
-    return dict(tree_flatten(model.parameters()))
+    return dict(leaves(model.parameters()))
 
 
 def same(one: nn.Module, other: nn.Module, tolerance: float = 1e-6) -> bool:
@@ -90,14 +91,14 @@ def test_every_lora_b_has_a_gradient_after_the_first_step() -> None:
     model = tiny_llama(2)
     lora.wrap(model, rank=4, scale=2.0, seed=0)
     loss = TargetDivergence(model)
-    before = dict(tree_flatten(model.trainable_parameters()))
+    before = dict(leaves(model.trainable_parameters()))
     train(model, [batch], loss_fn=loss, optimiser=Optimiser(learning_rate=1e-3, steps=1, warmup=0.0))
-    gradients = dict(tree_flatten(nn.value_and_grad(model, loss)(model, batch)[1]))
-    after = dict(tree_flatten(model.trainable_parameters()))
+    gradients = dict(leaves(nn.value_and_grad(model, loss)(model, batch)[1]))
+    after = dict(leaves(model.trainable_parameters()))
     names = [name for name in gradients if name.endswith("lora_b")]
     assert len(names) == 2 * 7
     for name in names:
-        assert mx.abs(gradients[name]).max().item() > 0, name
+        assert number(mx.abs(gradients[name]).max()) > 0, name
         assert not mx.array_equal(before[name], after[name]).item(), name
 
 
@@ -108,7 +109,7 @@ def test_only_trainable_parameters_change_and_only_they_are_in_the_optimiser(mon
 
     class Spy(trainer.AdamW):
         def init(self, parameters: dict[str, object]) -> None:
-            seen.extend(name for name, _ in tree_flatten(parameters))
+            seen.extend(name for name, _ in leaves(parameters))
             super().init(parameters)
 
     monkeypatch.setattr(trainer, "AdamW", Spy)
@@ -139,7 +140,7 @@ def test_an_infinite_gradient_of_a_finite_loss_is_skipped() -> None:
 
     model, before = line(), line()
     data = [*[points(i) for i in range(5)], points(9, scale=0.0)]
-    assert math.isfinite(root(model, data[-1]).item())
+    assert math.isfinite(number(root(model, data[-1])))
     report = train(model, data, loss_fn=root, optimiser=Optimiser(learning_rate=1e-3, steps=6))
     assert report.skipped == 1
     assert not same(model, before)
@@ -162,7 +163,7 @@ def test_weights_that_turn_out_not_finite_fail_the_run() -> None:
     model.unfreeze(keys="bias")
 
     def ignoring(model: nn.Module, batch: Points) -> mx.array:
-        return mx.square(mx.nan_to_num(model.bias) - 1.0).sum() + 0 * batch.y.sum()
+        return mx.square(mx.nan_to_num(model["bias"]) - 1.0).sum() + 0 * batch.y.sum()
 
     with pytest.raises(TrainingFailed):
         train(model, [points(1)] * 3, loss_fn=ignoring, optimiser=Optimiser(learning_rate=0.1, steps=3))

@@ -135,7 +135,7 @@ def world(tmp_path: Path) -> World:
 
 
 def follower(server: Server) -> Drift:
-    return server.supervisor._traffic.drift()  # pyright: ignore[reportPrivateUsage]
+    return server.supervisor._traffic.drift()
 
 
 def test_a_restart_finds_in_the_rows_what_was_known(world: World) -> None:

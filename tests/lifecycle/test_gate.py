@@ -266,9 +266,9 @@ def test_equal_costs_give_the_verdict_that_calls_give() -> None:
     rng = np.random.default_rng(9)
     for better in (-0.02, 0.0, 0.02, 0.05):
         both = pair(rng, 60, better=better, domains=2)
-        only = [[replace(score, calls=score.calls[-1:]) for score in each] for each in both]
+        one, other = ([replace(score, calls=score.calls[-1:]) for score in each] for each in both)
         calls = decide(*both)
-        for found in (decide(*both, (0.04,) * 3), decide(*only), decide(*only, (0.7,))):
+        for found in (decide(*both, (0.04,) * 3), decide(one, other), decide(one, other, (0.7,))):
             assert found.reason.replace("K = 1", "K = 3") == calls.reason
             same(found, calls)
 

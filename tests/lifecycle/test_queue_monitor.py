@@ -154,7 +154,7 @@ def test_a_stop_that_comes_just_before_the_flag_is_cleared_is_not_missed() -> No
 
 def test_a_child_pauses_while_there_is_any_reason(setup: Setup) -> None:
     said = list[bool]()
-    setup.process.pause = said.append
+    setup.process.pause = lambda paused: said.append(paused)
     pause = setup.child.pause
     pause(Pause.BUSY, True, NOW)
     pause(Pause.STRAIN, True, NOW)
@@ -172,7 +172,7 @@ def test_the_supervisor_waits_for_no_tick(tmp_path: Path) -> None:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
         process, said = server.launcher.started[0], list[bool]()
-        process.pause = said.append
+        process.pause = lambda paused: said.append(paused)
         with ThreadPoolExecutor(1) as other, server.supervisor._lock:
             for busy in (True, True, False):
                 server.busy = busy

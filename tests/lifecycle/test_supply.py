@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
@@ -16,7 +17,8 @@ def world(tmp_path: Path) -> World:
     return World(tmp_path)
 
 
-RULES = {"min_cases": 3 * ENOUGH, "min_tokens": 12 * ENOUGH}
+RULES: dict[str, Any] = {"min_cases": 3 * ENOUGH, "min_tokens": 12 * ENOUGH}
+HALF: dict[str, Any] = RULES | {"min_tokens": 12 * ENOUGH // 2}
 
 
 def cases_each(server: Server) -> list[int]:
@@ -97,7 +99,7 @@ def test_what_a_child_leaves_out_is_not_asked_again(world: World) -> None:
 
 def test_a_child_that_dies_half_way_is_followed_by_one_for_the_rest(world: World) -> None:
     world.act(cases="kill half way")
-    with world.server(**{**RULES, "min_tokens": 12 * ENOUGH // 2}) as server:
+    with world.server(**HALF) as server:
         server.rested()
         server.tick_until(lambda: server.told.supplied == 3 * ENOUGH // 2)
         world.act()
@@ -109,8 +111,7 @@ def test_a_child_that_dies_half_way_is_followed_by_one_for_the_rest(world: World
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_server_that_ends_half_way_is_followed_by_one_for_the_rest(world: World, killed: bool) -> None:
     world.act(cases="hang half way")
-    rules = {**RULES, "min_tokens": 12 * ENOUGH // 2}
-    with world.server(**rules) as server:
+    with world.server(**HALF) as server:
         server.rested()
         server.tick_until(lambda: server.told.supplied > 0)
         child = server.launcher.started[0]
@@ -120,7 +121,7 @@ def test_a_server_that_ends_half_way_is_followed_by_one_for_the_rest(world: Worl
             server.supervisor.stop()
         assert child.exit_code() is not None
     world.act()
-    with world.server(**rules) as heir:
+    with world.server(**HALF) as heir:
         heir.tick_until(heir.ended(RunState.PROMOTED))
         assert heir.told.supplied == 3 * ENOUGH // 2
         assert cases_each(heir) == [3] * ENOUGH

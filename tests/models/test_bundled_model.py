@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -24,6 +25,7 @@ from service.models import catalog
 from service.models.pair import Loaded, Pair, load_model, load_pair
 from service.models.text import TextEncoder
 from tests.support.oracle import forced
+from tests.support.typed import layers_of, load_arrays
 
 pytestmark = pytest.mark.skipif(
     not catalog.entries()[0].installed, reason="the package with the bundled weights is not installed"
@@ -43,7 +45,7 @@ print(json.dumps({"folder": str(folder), "steps": steps, "files": sorted(p.name 
 class Conversion:
     home: Path
     folder: Path
-    answers: list[dict[str, object]]
+    answers: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +91,8 @@ def test_nothing_is_lost_in_conversion(conversion: Conversion, step: int) -> Non
     """step: of so many rows of a weight, one."""
     gguf = catalog._bundled_gguf()
     assert gguf is not None
-    stored = mx.load(str(gguf))
-    converted = mx.load(str(conversion.folder / "model.safetensors"))
+    stored = load_arrays(gguf)
+    converted = load_arrays(conversion.folder / "model.safetensors")
     for theirs, ours in (("token_embd", "model.embed_tokens"), ("blk.7.ffn_down", "model.layers.7.mlp.down_proj")):
         packed, scales, biases = (
             np.array(stored[f"{theirs}.{part}"][::step]) for part in ("weight", "scales", "biases")
@@ -125,14 +127,14 @@ def test_its_tokenizer_is_the_one_it_was_trained_with(bundled: Loaded) -> None:
 
 def test_its_facts_come_from_the_file(bundled: Loaded) -> None:
     assert bundled.context == 8192
-    assert len(bundled.model.layers) == 30
+    assert len(layers_of(bundled.model)) == 30
     assert bundled.config["rope_theta"] == 100000.0
 
 
 def test_the_shipped_draft_is_assembled_once_and_again_when_it_changes(conversion: Conversion, tmp_path: Path) -> None:
     source = tmp_path / "smollm2-135m-draft"
     source.mkdir()
-    weights = mx.load(str(conversion.folder / "model.safetensors"))
+    weights = load_arrays(conversion.folder / "model.safetensors")
     first = {name: value.astype(mx.float16) for name, value in weights.items() if name.startswith("model.layers.0.")}
     config = json.loads((conversion.folder / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
@@ -150,7 +152,7 @@ def test_the_shipped_draft_is_assembled_once_and_again_when_it_changes(conversio
     assert len(steps) == 1
     pair = load_pair(conversion.folder, folder)
     assert pair.draft is not None
-    assert pair.draft.model.model.embed_tokens.weight is pair.target.model.model.embed_tokens.weight
+    assert pair.draft.model["model"].embed_tokens.weight is pair.target.model["model"].embed_tokens.weight
     assert ship_and_resolve(1.0) == (folder, [])
     again, steps = ship_and_resolve(0.5)
     assert (again, len(steps)) == (folder, 1)
@@ -177,7 +179,10 @@ def test_an_older_conversion_is_made_again(tmp_path: Path) -> None:
     folder = tmp_path / "models" / "thing"
 
     def build(version: str) -> Path:
-        return catalog._make_once(folder, version, lambda scratch: (scratch / "made").write_text(version))
+        def make(scratch: Path) -> None:
+            (scratch / "made").write_text(version)
+
+        return catalog._make_once(folder, version, make)
 
     assert (build("1") / "made").read_text() == "1"
     (folder / "mark").touch()

@@ -76,7 +76,7 @@ def test_layers_replaced_later_are_the_ones_that_run(build_family: Build) -> Non
     tokens = mx.array([[7, 8, 9]])
     before = head(backbone(tokens, None))
     linear_to_lora_layers(model, 2, {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]})
-    for layer in model.model.layers:
+    for layer in model["model"].layers:
         layer.self_attn.q_proj.lora_b = mx.ones_like(layer.self_attn.q_proj.lora_b)
     model.lm_head = nn.Linear(32, 64, bias=False)
     after = head(backbone(tokens, None))

@@ -7,16 +7,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
 
 from service.models import machine as machine_module
-from service.models.machine import Machine, examine, outdated
+from service.models.machine import examine, outdated
 from service.models.pair import load_model
 from service.models.weights import bytes_in_memory
 from tests.support.foreign import foreign_folder, imported
+from tests.support.typed import leaves
 
 MakeModel = Callable[..., Path]
 
@@ -76,7 +77,7 @@ def test_it_measures_from_a_folder_with_a_package_of_our_name(tmp_path: Path, mo
     assert not imported(tmp_path)
 
 
-def _examine_in(home: Path, environment: dict[str, str]) -> Machine:
+def _examine_in(home: Path, environment: dict[str, str]) -> dict[str, Any]:
     code = """
 import dataclasses, json, sys
 from pathlib import Path
@@ -113,5 +114,5 @@ def test_old_versions_are_named(versions: dict[str, str], named: list[str]) -> N
 @pytest.mark.parametrize("bits", [None, 4])
 def test_the_memory_a_model_needs_is_what_it_takes(make_model: MakeModel, bits: int | None) -> None:
     folder = make_model("m", bits=bits)
-    parameters = tree_flatten(load_model(folder).model.parameters())
+    parameters = leaves(load_model(folder).model.parameters())
     assert bytes_in_memory(folder, widen=True) == sum(value.nbytes for _, value in parameters)

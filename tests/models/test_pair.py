@@ -10,7 +10,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import (
     ArraysCache,
     CacheList,
@@ -24,6 +23,7 @@ from service.core import ModelError, PairError
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint
 from service.models.pair import check_cache, load_model, load_pair
 from service.models.text import TextEncoder
+from tests.support.typed import leaves, load_arrays
 
 MakeModel = Callable[..., Path]
 
@@ -34,7 +34,7 @@ on_cpu = pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="stored p
 @pytest.mark.parametrize("bits", [None, 4, 8])
 def test_on_the_cpu_everything_computes_in_float32(make_model: MakeModel, bits: int | None) -> None:
     loaded = load_model(make_model("m", bits=bits))
-    kinds = {value.dtype for _, value in tree_flatten(loaded.model.parameters())}
+    kinds = {value.dtype for _, value in leaves(loaded.model.parameters())}
     assert kinds == ({mx.float32} if bits is None else {mx.float32, mx.uint32})
     logits = loaded.model(mx.array([[1, 2, 3]]))
     assert logits.dtype == mx.float32
@@ -45,8 +45,8 @@ def test_on_the_cpu_everything_computes_in_float32(make_model: MakeModel, bits: 
 
 def test_a_pair_shares_its_embeddings_once(tmp_path: Path, make_model: MakeModel) -> None:
     target, draft = make_model("target", seed=1), make_model("draft", seed=2, num_hidden_layers=1)
-    weights = dict(mx.load(str(draft / "model.safetensors")))
-    weights["model.embed_tokens.weight"] = mx.load(str(target / "model.safetensors"))["model.embed_tokens.weight"]
+    weights = load_arrays(draft / "model.safetensors")
+    weights["model.embed_tokens.weight"] = load_arrays(target / "model.safetensors")["model.embed_tokens.weight"]
     mx.eval(weights)
     joined = tmp_path / "joined"
     joined.mkdir()
@@ -55,7 +55,7 @@ def test_a_pair_shares_its_embeddings_once(tmp_path: Path, make_model: MakeModel
     mx.save_safetensors(str(joined / "model.safetensors"), weights)
     pair = load_pair(target, joined)
     assert pair.draft is not None
-    assert pair.draft.model.model.embed_tokens.weight is pair.target.model.model.embed_tokens.weight
+    assert pair.draft.model["model"].embed_tokens.weight is pair.target.model["model"].embed_tokens.weight
     assert (pair.vocabulary, pair.eos) == (258, {0})
     assert pair.provenance.target == model_fingerprint(target)
     assert pair.provenance.draft == model_fingerprint(joined)
@@ -63,9 +63,9 @@ def test_a_pair_shares_its_embeddings_once(tmp_path: Path, make_model: MakeModel
 
     apart = load_pair(target, draft)
     assert apart.draft is not None
-    assert apart.draft.model.model.embed_tokens.weight is not apart.target.model.model.embed_tokens.weight
-    own = load_model(draft).model.model.embed_tokens.weight
-    assert mx.array_equal(apart.draft.model.model.embed_tokens.weight, own).item()
+    assert apart.draft.model["model"].embed_tokens.weight is not apart.target.model["model"].embed_tokens.weight
+    own = load_model(draft).model["model"].embed_tokens.weight
+    assert mx.array_equal(apart.draft.model["model"].embed_tokens.weight, own).item()
 
 
 def test_a_target_alone_is_a_pair_without_a_draft(make_model: MakeModel) -> None:
@@ -138,12 +138,14 @@ class _Custom(nn.Module):
 
 
 class _Pictured(_Custom):
-    def __call__(self, tokens: mx.array, pixels: mx.array, cache: Any = None) -> mx.array:
+    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tokens: mx.array, pixels: mx.array, cache: Any = None
+    ) -> mx.array:
         return tokens
 
 
 class _Stateless(_Custom):
-    def __call__(self, tokens: mx.array) -> mx.array:
+    def __call__(self, tokens: mx.array) -> mx.array:  # pyright: ignore[reportIncompatibleMethodOverride]
         return tokens
 
 

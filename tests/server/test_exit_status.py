@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -102,7 +102,7 @@ class Stream:
 
 
 @contextmanager
-def streaming(server: LocalServer, max_tokens: int) -> Iterator[Stream]:
+def streaming(server: LocalServer, max_tokens: int) -> Generator[Stream]:
     # With this seed 500 tokens come before the end token.
     asked = {"prompt": "abcdefgh", "max_tokens": max_tokens, "stream": True, "temperature": 1.5, "seed": 11}
     with httpx.stream("POST", f"{server.url}/generate", json=asked, timeout=60.0) as answer:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -103,7 +103,7 @@ connection.execute("COMMIT")
 
 
 @contextmanager
-def holding_the_lock(path: Path) -> Iterator[None]:
+def holding_the_lock(path: Path) -> Generator[None]:
     """Another process that holds the write lock for a second."""
     command = [sys.executable, "-c", HOLD, str(path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:

@@ -35,7 +35,7 @@ def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
     start: Any = RowLayer.offset.fget  # pyright: ignore[reportFunctionMemberAccess]
     init, written, make_mask, update = (
         RowCache.__init__,
-        RowLayer._written,  # pyright: ignore[reportPrivateUsage]
+        RowLayer._written,
         RowLayer.make_mask,
         RowLayer.update_and_fetch,
     )

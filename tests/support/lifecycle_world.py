@@ -7,7 +7,7 @@ import signal
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -147,12 +147,12 @@ class Launcher(ProcessLauncher):
         self.kinds: list[str] = []
         self.missing = False
 
-    def launch(self, spec):  # pyright: ignore[reportMissingParameterType, reportUnknownParameterType]
+    def launch(self, spec: Mapping[str, object]) -> Process:
         if self.missing:
             raise FileNotFoundError("no such interpreter")
-        process = super().launch(spec)  # pyright: ignore[reportUnknownArgumentType]
+        process = super().launch(spec)
         self.started.append(process)
-        self.kinds.append(spec["kind"])  # pyright: ignore[reportUnknownArgumentType, reportUnknownMemberType]
+        self.kinds.append(str(spec["kind"]))
         return process
 
 

@@ -11,6 +11,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from service.core import Sampling
+from tests.support.typed import as_int, as_ints, leaves
 
 READ = 64
 """Tokens read in a call: on a CPU calls over some hundreds cost several times as much for each token."""
@@ -67,7 +68,7 @@ def naive(target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: fro
             assert sampling.seed is not None
             logits = tempered(logits[None], sampling)[0]
             logits = logits + mx.array(seeded_noise(sampling.seed, position, logits.shape[-1]))
-        token = int(mx.argmax(logits).item())
+        token = as_int(mx.argmax(logits))
         out.append(token)
         if token in eos:
             break
@@ -101,7 +102,7 @@ def forced(
         width = logits.shape[-1]
         noise = [seeded_noise(sampling.seed, position, width) for position in range(len(output) + 1)]
         logits = tempered(logits, sampling) + mx.array(np.stack(noise))
-    said: list[int] = mx.argmax(logits, axis=-1).tolist()  # pyright: ignore[reportAssignmentType]
+    said = as_ints(mx.argmax(logits, axis=-1))
     for i, token in enumerate(said[: sampling.max_tokens]):
         if token in eos:
             return said[: i + 1]
@@ -145,10 +146,10 @@ def tiny_llama(seed: int, *, layers: int = 2, vocabulary: int = 97, hidden: int 
 def relative(model: Model, seed: int, noise: float) -> Model:
     """A draft for `model`: the same weights with noise added, so that it is right some of the time."""
     mx.random.seed(seed)
-    from mlx.utils import tree_flatten, tree_unflatten
+    from mlx.utils import tree_unflatten
 
     other = tiny_llama(seed, layers=len(model.layers), vocabulary=model.args.vocab_size, hidden=model.args.hidden_size)
-    weights = [(n, a + noise * a.std() * mx.random.normal(a.shape)) for n, a in tree_flatten(model.parameters())]
+    weights = [(n, a + noise * a.std() * mx.random.normal(a.shape)) for n, a in leaves(model.parameters())]
     other.update(tree_unflatten(weights))
     mx.eval(other.parameters())
     return other

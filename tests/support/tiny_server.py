@@ -4,7 +4,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import httpx
 import mlx.core as mx
 import uvicorn
-from mlx.utils import tree_flatten
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
@@ -27,6 +26,7 @@ from service.settings import load_settings
 from service.store.files import publish
 from tests.support.oracle import relative, tiny_llama
 from tests.support.store_rows import generation
+from tests.support.typed import leaves
 
 TEMPLATE = (
     "{% for message in messages %}<s>{{ message['role'] }} {{ message['content'] }}</s>{% endfor %}"
@@ -54,12 +54,12 @@ def write_pair(root: Path) -> tuple[Path, Path]:
         config |= {name: getattr(args, name) for name in ("intermediate_size", "num_attention_heads", "vocab_size")}
         config |= {name: getattr(args, name) for name in ("num_key_value_heads", "rms_norm_eps", "tie_word_embeddings")}
         (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 2048}))
-        mx.save_safetensors(str(folder / "model.safetensors"), dict(tree_flatten(model.parameters())))
+        mx.save_safetensors(str(folder / "model.safetensors"), dict(leaves(model.parameters())))
         folders.append(folder)
     return folders[0], folders[1]
 
 
-def settings_of(pair: tuple[Path, Path], **sections: dict[str, object]) -> dict[str, dict[str, object]]:
+def settings_of(pair: tuple[Path, Path], **sections: Mapping[str, object]) -> dict[str, dict[str, object]]:
     """A tiny server's settings; what is named in `sections` is added."""
     tree: dict[str, dict[str, object]] = {
         "models": {"target": str(pair[0]), "draft": str(pair[1])},
@@ -72,7 +72,7 @@ def settings_of(pair: tuple[Path, Path], **sections: dict[str, object]) -> dict[
     return tree
 
 
-def tiny_server(root: Path, pair: tuple[Path, Path], **sections: dict[str, object]) -> LocalServer:
+def tiny_server(root: Path, pair: tuple[Path, Path], **sections: Mapping[str, object]) -> LocalServer:
     return LocalServer(root / "state", settings_of(pair, **sections), root / "home")
 
 
@@ -135,7 +135,7 @@ class ServerHere(LocalServer):
         return FATAL_EXIT if self._fatal or self._thread.is_alive() else 0
 
 
-def server_here(root: Path, pair: tuple[Path, Path], **sections: dict[str, object]) -> ServerHere:
+def server_here(root: Path, pair: tuple[Path, Path], **sections: Mapping[str, object]) -> ServerHere:
     return ServerHere(root / "state", settings_of(pair, **sections), root / "home")
 
 
@@ -168,7 +168,7 @@ def register_adapters(server: LocalServer, pair: tuple[Path, Path], count: int) 
         mx.random.seed(i)
         noisy = [
             (name, 0.05 * mx.random.normal(a.shape))
-            for name, a in tree_flatten(model.trainable_parameters())
+            for name, a in leaves(model.trainable_parameters())
             if name.endswith("lora_b")
         ]
         model.load_weights(noisy, strict=False)

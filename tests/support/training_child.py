@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +25,8 @@ from service.store.generations import Generations
 from service.store.runs import Runs
 
 Message = dict[str, Any]
-GATE = {"min_prompts": 5, "min_tokens": 100}
-TRAINING = {"epochs": 6, "replay": 0.25, "learning_rate": 1e-2, "rank": 8, "max_length": 96, "niceness": 7}
+GATE: Message = {"min_prompts": 5, "min_tokens": 100}
+TRAINING: Message = {"epochs": 6, "replay": 0.25, "learning_rate": 1e-2, "rank": 8, "max_length": 96, "niceness": 7}
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Child:
 
 
 @contextmanager
-def child(spec: object) -> Iterator[Child]:
+def child(spec: object) -> Generator[Child]:
     root = Path(__file__).resolve().parents[2]
     process = subprocess.Popen(
         [sys.executable, "-m", "service.learning.job"],
