@@ -59,7 +59,7 @@ class Scale:
 
 
 FULL = Scale(8, 0.0, 64, 2_500, 3, 0.3, 24, 60, 20, 12, 200, 1200.0)
-QUICK = Scale(4, 3.0, 32, 1_000, 3, 0.2, 6, 20, 6, 2, 24, 900.0)
+QUICK = Scale(4, 4.0, 32, 1_000, 3, 0.2, 4, 20, 6, 2, 24, 900.0)
 SWAP_MARGIN = 1.0
 """Seconds around a change of the active adapter that count as the swap: loading comes before it, settling after it."""
 POLL_SECONDS = 0.25
