@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
@@ -117,6 +117,7 @@ def test_composing_shrinks_text_at_most_threefold() -> None:
         st.sampled_from(["a", "  ", "abc", "\u00e9", "e\u0301", "\u1112\u1161\u11ab", "\u96ea", "<|end|>"]), max_size=30
     )
 )
+@example(["\u1112\u1161\u11ab"])
 def test_no_text_has_fewer_tokens_than_its_bytes_say(parts: list[str]) -> None:
     text = "".join(parts)
     composing = byte_level("abc", "\u00ed\u0137\u013e")
