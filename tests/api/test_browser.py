@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tests.support.echo_engine import House
+from tests.support.echo_engine import EchoServer
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -58,7 +58,7 @@ def page(text: str) -> Generator[str]:
         server.shutdown()
 
 
-class Watched(House):
+class Watched(EchoServer):
     """Notes every request's method, path and status."""
 
     @property
@@ -80,8 +80,8 @@ class Watched(House):
 @pytest.mark.nightly
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_a_page_of_another_origin_reaches_nothing(tmp_path: Path) -> None:
-    house = Watched()
-    with house.served() as address, page(PAGE % {"port": urlsplit(address).port}) as url:
+    server = Watched()
+    with server.served() as address, page(PAGE % {"port": urlsplit(address).port}) as url:
         command = [
             str(BROWSER),
             *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
@@ -91,9 +91,9 @@ def test_a_page_of_another_origin_reaches_nothing(tmp_path: Path) -> None:
         ]
         subprocess.run(command, capture_output=True, timeout=120, check=True)
     posts = ("/train", "/generate", "/adapters/rollback", "/adapters/2/activate")
-    assert house.seen >= {("POST", path, 403) for path in posts} | {
+    assert server.seen >= {("POST", path, 403) for path in posts} | {
         ("GET", "/adapters", 403),
         ("OPTIONS", "/generate", 403),
     }
-    assert {status for _, _, status in house.seen} == {403}
-    assert (house.operator.runs, len(house.operator.known), house.engine.tickets) == ([], 2, [])
+    assert {status for _, _, status in server.seen} == {403}
+    assert (server.operator.runs, len(server.operator.known), server.engine.tickets) == ([], 2, [])

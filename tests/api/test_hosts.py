@@ -12,7 +12,7 @@ import pytest
 
 from service.core import BadRequest
 from service.settings import load_settings
-from tests.support.echo_engine import House
+from tests.support.echo_engine import EchoServer
 
 EVIL = "https://evil.example"
 POSTS = ("/generate", "/train", "/adapters/2/activate", "/adapters/rollback")
@@ -34,14 +34,14 @@ SIMPLE: list[tuple[str | None, bytes]] = [
 
 
 @pytest.fixture(scope="module")
-def house() -> House:
-    return House()
+def server() -> EchoServer:
+    return EchoServer()
 
 
 @pytest.fixture(scope="module")
-def place(house: House) -> Iterator[str]:
+def place(server: EchoServer) -> Iterator[str]:
     """host:port of a real server."""
-    with house.served() as address:
+    with server.served() as address:
         yield urlsplit(address).netloc
 
 
@@ -76,11 +76,11 @@ def assert_forbidden(answer: tuple[int, dict[str, Any]], field: str) -> None:
 @pytest.mark.parametrize(("media", "body"), SIMPLE, ids=lambda value: str(value)[:20])
 @pytest.mark.parametrize("path", POSTS)
 def test_a_page_of_another_site_is_refused_whatever_it_posts(
-    house: House, place: str, path: str, media: str | None, body: bytes
+    server: EchoServer, place: str, path: str, media: str | None, body: bytes
 ) -> None:
     headers = {"Origin": EVIL} | ({"Content-Type": media} if media else {})
     assert_forbidden(send(place, "POST", path, headers, body), "Origin")
-    assert (house.operator.runs, len(house.operator.known), house.engine.tickets) == ([], 2, [])
+    assert (server.operator.runs, len(server.operator.known), server.engine.tickets) == ([], 2, [])
 
 
 @pytest.mark.parametrize("path", GETS)
@@ -190,8 +190,8 @@ def test_clients_without_an_origin_and_pages_of_the_server_itself_pass(place: st
 
 
 def test_names_are_the_operator_s_to_choose() -> None:
-    house = House(allowed_hosts=("Chat.Example", "[2001:DB8:0::1]"))
-    with house.served() as address:
+    server = EchoServer(allowed_hosts=("Chat.Example", "[2001:DB8:0::1]"))
+    with server.served() as address:
         place = urlsplit(address).netloc
         for host in ("chat.example", "chat.example:8443", "[2001:db8::1]:80"):
             assert send(place, "GET", "/adapters", {}, b"", host)[0] == 200
@@ -204,11 +204,11 @@ def test_names_are_the_operator_s_to_choose() -> None:
         assert_forbidden(send(place, "GET", "/adapters", {}, b"", "localhost"), "Host")
 
 
-def test_refusals_are_counted(house: House, place: str) -> None:
-    before = house.value('redraft:requests_refused_total{code="forbidden"}')
+def test_refusals_are_counted(server: EchoServer, place: str) -> None:
+    before = server.value('redraft:requests_refused_total{code="forbidden"}')
     send(place, "POST", "/generate", {"Origin": EVIL}, b"{}")
     send(place, "POST", "/train", {"Origin": EVIL})
-    assert house.value('redraft:requests_refused_total{code="forbidden"}') == before + 1
+    assert server.value('redraft:requests_refused_total{code="forbidden"}') == before + 1
 
 
 @pytest.mark.parametrize(

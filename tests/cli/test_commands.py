@@ -50,7 +50,7 @@ from service.store.database import REVISION, revision
 from service.store.generations import split_of
 from service.store.runs import MAX_CRASHES
 from tests.support.oracle import naive
-from tests.support.tiny_server import prompts, register_adapters, say, tiny_server, write_pair
+from tests.support.tiny_server import generate, prompts, register_adapters, tiny_server, write_pair
 
 TREE = typer.main.get_command(app)
 
@@ -272,7 +272,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
     server.start()
     try:
         for i, line in enumerate(prompts(14, seed=3)):
-            say(server, line.prompt, domain="odd" if i % 2 else "even", client="someone" if i < 4 else "other")
+            generate(server, line.prompt, domain="odd" if i % 2 else "even", client="someone" if i < 4 else "other")
         until(lambda: stored(server) == 14)
         yield Served(server, pair, made)
     finally:
@@ -429,7 +429,7 @@ def test_agreement_is_measured_and_written_as_json(served: Served, redraft: Redr
 def test_what_a_client_calls_its_domain_does_not_disturb_the_lists(served: Served, redraft: Redraft) -> None:
     """Square brackets are markup to the library that prints the tables."""
     for name in ("[/b]", "[red]"):
-        say(served.server, "abcdefgh", domain=name, client="brackets")
+        generate(served.server, "abcdefgh", domain=name, client="brackets")
         try:
             until(lambda name=name: f"generations of {name}" in recorded(redraft, served))
             listed = redraft("cases", "list", "--config", served.config)

@@ -25,7 +25,7 @@ from service.models.text import TextEncoder
 from service.settings import Settings
 from service.store.generations import HELD_OUT, split_of
 from tests.support.rounding import shape_dependent
-from tests.support.tiny_server import ServerHere, prompts, register_adapters, settings_of, write_pair
+from tests.support.tiny_server import InProcessServer, prompts, register_adapters, settings_of, write_pair
 
 TINY = demo.Scale(
     clients=2,
@@ -133,7 +133,7 @@ def test_wrong_answers_and_failed_requests_are_failures(
         on_progress: demo.OnProgress,
     ) -> demo.Story:
         """Without learning: an adapter is there, and nothing is promoted."""
-        server = ServerHere(folder, settings_of(pair), settings.home)
+        server = InProcessServer(folder, settings_of(pair), settings.home)
         register_adapters(server, pair, 1)
         server.start()
         try:

@@ -15,7 +15,7 @@ from service.engine.draft import bare
 from service.engine.prefix import BLOCK, Owner, PrefixCache
 from service.engine.row import Row
 from tests.support.families import RECURRENT, V, build
-from tests.support.fixed_choices import Always, always
+from tests.support.fixed_length import FixedLength, fix_length
 from tests.support.oracle import relative, tiny_llama
 
 
@@ -57,7 +57,7 @@ def assert_fresh(model: nn.Module, held: RowCache, row: int, tokens: list[int]) 
 def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
     model = draft(kind)
     decoder = Decoder(target(), bare(model), vocabulary=V, k=3, adaptive=True, lookup=3, prefix=PrefixCache(2**24))
-    always(decoder, Always(3, looks_up=lambda number: number % 3 > 0))
+    fix_length(decoder, FixedLength(3, looks_up=lambda number: number % 3 > 0))
     # The last one finds nothing: its drafts and others' look-ups share their rounds.
     prompts = [repeating(seed) for seed in range(3)] + [tuple(range(4, 60))]
     rows = [Row(str(i), Prompt(prompt, Sampling(max_tokens=30)), frozenset(), None) for i, prompt in enumerate(prompts)]

@@ -16,7 +16,7 @@ from service.engine.drafting import joined, looked_up
 from service.engine.length import PROBE, DraftLength
 from service.engine.lookup import REMEMBERED, Found, Grams, Lookup
 from service.engine.row import Row
-from tests.support.batches import decode, take_in
+from tests.support.batches import admit, decode
 from tests.support.oracle import forced, relative, tempered, tiny_llama
 from tests.support.typed import as_floats, layers_of
 
@@ -150,7 +150,7 @@ def test_unseeded_sampling_with_look_ups_has_the_targets_law(draws: int) -> None
     kept = 0
     for start in range(0, draws, 200):
         rows = [Row(str(start + i), prompt, frozenset(), None) for i in range(200)]
-        take_in(decoder, rows, room=len(rows))
+        admit(decoder, rows, room=len(rows))
         decoder.round()
         for row in rows:
             counts[row.output[0]] += 1

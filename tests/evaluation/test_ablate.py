@@ -115,8 +115,8 @@ def test_sampled_texts_are_made_once_and_are_samples(pair: Pair, tmp_path: Path)
 
 
 def test_selection_keeps_what_gains_most(pair: Pair, tmp_path: Path) -> None:
-    told = generations(pair, lines(6, 3), tmp_path, temperature=0.0, max_tokens=12)
-    examples = build(told, max_length=256, reject_weight=2.0, vocabulary=pair.vocabulary).examples
+    texts = generations(pair, lines(6, 3), tmp_path, temperature=0.0, max_tokens=12)
+    examples = build(texts, max_length=256, reject_weight=2.0, vocabulary=pair.vocabulary).examples
     assert pair.draft is not None
     losses = position_losses(pair.draft.model, examples, 4)
     assert [len(each) for each in losses] == [e.positions for e in examples]
@@ -124,8 +124,8 @@ def test_selection_keeps_what_gains_most(pair: Pair, tmp_path: Path) -> None:
     assert [each.mean() for each in losses] == pytest.approx(alone, rel=1e-4)
     rng = np.random.default_rng(0)
     gains = [rng.normal(size=e.positions) for e in examples]
-    kept = selected(examples, gains, KEPT)
-    weights, every = np.concatenate([e.weight for e in kept]), np.concatenate(gains)
+    chosen = selected(examples, gains, KEPT)
+    weights, every = np.concatenate([e.weight for e in chosen]), np.concatenate(gains)
     assert weights.mean() == pytest.approx(KEPT, abs=0.03)
     assert every[weights == 1].min() >= every[weights == 0].max()
     assert all(e.weight.sum() == 0 for e in rejections_only(examples, 2.0)), "no cases, nothing to learn"
@@ -134,8 +134,8 @@ def test_selection_keeps_what_gains_most(pair: Pair, tmp_path: Path) -> None:
 @pytest.mark.parametrize("objective", [Objective.KL, Objective.JSD])
 def test_all_logits_say_what_a_whole_top_says(pair: Pair, tmp_path: Path, objective: Objective) -> None:
     """Where the top holds nearly everything the two losses are one, up to what 16 bits store."""
-    told = generations(pair, lines(6, 4), tmp_path, temperature=0.0, max_tokens=12)
-    batch = collate(build(told, max_length=256, reject_weight=1.0, vocabulary=pair.vocabulary).examples)
+    texts = generations(pair, lines(6, 4), tmp_path, temperature=0.0, max_tokens=12)
+    batch = collate(build(texts, max_length=256, reject_weight=1.0, vocabulary=pair.vocabulary).examples)
     assert pair.draft is not None
     draft = pair.draft.model
     stored = as_float(TargetDivergence(draft, objective)(draft, batch))

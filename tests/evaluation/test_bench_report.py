@@ -82,11 +82,11 @@ def test_another_machine_s_section_is_another_one() -> None:
 
 def test_json_and_picture_are_written_where_asked(tmp_path: Path) -> None:
     publish(report("decode", "t", "1"), json=tmp_path / "a" / "r.json", png=tmp_path / "b" / "r.png", markdown=None)
-    told = json.loads((tmp_path / "a" / "r.json").read_text())
-    assert told["arms"]["plain"]["tokens_per_second"] == 1.5
-    assert (told["name"], told["title"]) == ("decode", "t")
-    assert told["command"] == "redraft bench x --prompts a.jsonl"
-    assert told["machine"] == host.describe()
+    written = json.loads((tmp_path / "a" / "r.json").read_text())
+    assert written["arms"]["plain"]["tokens_per_second"] == 1.5
+    assert (written["name"], written["title"]) == ("decode", "t")
+    assert written["command"] == "redraft bench x --prompts a.jsonl"
+    assert written["machine"] == host.describe()
     assert (tmp_path / "b" / "r.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -56,12 +56,12 @@ def test_all_servers_say_the_same(tmp_path: Path, turns: int, names: list[str]) 
     assert list(found["arms"]) == names
     assert found["clients"].keys() == {"1", "2"}
     assert found["arms"] == found["clients"]["2"]["arms"], "beside it those of the most clients"
-    for number, told in found["clients"].items():
-        ((requests, _),) = {(arm["requests"], arm["prompt_tokens"]) for arm in told["arms"].values()}
-        (tokens,) = {arm["tokens"] for name, arm in told["arms"].items() if name != "mlx_lm_server_draft"}
+    for number, result in found["clients"].items():
+        ((requests, _),) = {(arm["requests"], arm["prompt_tokens"]) for arm in result["arms"].values()}
+        (tokens,) = {arm["tokens"] for name, arm in result["arms"].items() if name != "mlx_lm_server_draft"}
         assert requests == turns * int(number)
         assert requests <= tokens <= requests * TOKENS
-        for name, arm in told["arms"].items():
+        for name, arm in result["arms"].items():
             # On this pair mlx_lm.server 0.32.2 with a draft answers otherwise where it goes on from a cached prefix.
             assert name == "mlx_lm_server_draft" or (arm["identical"], arm["same_text"]) == (True, 1.0), name
             assert len(arm["turns"]) == turns
@@ -69,11 +69,11 @@ def test_all_servers_say_the_same(tmp_path: Path, turns: int, names: list[str]) 
             assert 0 < arm["first_ms"]["p50"] <= arm["first_ms"]["p95"]
             # mlx-lm sends text alone, and random bytes seldom make any.
             assert name.startswith("mlx") or 0 < arm["gap_ms"]["p50"] <= arm["gap_ms"]["p95"]
-        assert told["arms"]["plain"]["tokens_per_call"] == 1.0
-        assert "static" not in names or told["arms"]["static"]["tokens_per_call"] > 1.0
-        assert told["arms"]["mlx_lm_server"]["tokens_per_call"] is None
-        ours, theirs = (told["arms"][name]["turns"] for name in (names[-len(names) // 2 - 1], names[-1]))
-        ratio = told["ratios"][f"{names[-len(names) // 2 - 1]}/{names[-1]}"]
+        assert result["arms"]["plain"]["tokens_per_call"] == 1.0
+        assert "static" not in names or result["arms"]["static"]["tokens_per_call"] > 1.0
+        assert result["arms"]["mlx_lm_server"]["tokens_per_call"] is None
+        ours, theirs = (result["arms"][name]["turns"] for name in (names[-len(names) // 2 - 1], names[-1]))
+        ratio = result["ratios"][f"{names[-len(names) // 2 - 1]}/{names[-1]}"]
         assert ratio["low"] == min(a / b for a, b in zip(ours, theirs, strict=True))
         assert ratio["high"] == max(a / b for a, b in zip(ours, theirs, strict=True))
     assert list(report.bars) == ["tokens/s, 1 client", "tokens/s, 2 clients"]
@@ -85,12 +85,12 @@ def test_each_server_has_its_draft(tmp_path: Path) -> None:
     plan = Plan(Settings(home=tmp_path), Path("t"), Path("d"), Path("a"), Path("m"), tmp_path, rows=2)
     drafts: dict[str, object] = {}
     for name, make in HOUSES.items():
-        house = make(plan)
-        assert house is not None
-        if isinstance(house.server, LocalServer):
-            drafts[name] = tomllib.loads(house.server.config.read_text())["models"]["draft"]
+        server = make(plan)
+        assert server is not None
+        if isinstance(server.server, LocalServer):
+            drafts[name] = tomllib.loads(server.server.config.read_text())["models"]["draft"]
         else:
-            _, _, draft = " ".join(house.server._command).partition("--draft-model ")
+            _, _, draft = " ".join(server.server._command).partition("--draft-model ")
             drafts[name] = draft.partition(" ")[0] or "none"
     assert drafts == {
         "plain": "none",

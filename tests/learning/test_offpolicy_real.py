@@ -47,7 +47,7 @@ class Version:
 
 
 @dataclass(frozen=True)
-class World:
+class Installation:
     target: Model
     logger: Model
     versions: dict[str, Version]
@@ -78,7 +78,7 @@ def adapter(base: Model, noise: float, folder: Path) -> AdapterRef:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def world(tmp_path_factory: pytest.TempPathFactory) -> Installation:
     target = tiny_llama(1)
 
     def logger() -> Model:
@@ -94,7 +94,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
         "another draft": Version(bare(other), other),
         "a cut head": Version(bare(short), short),
     }
-    return World(target, logger(), versions)
+    return Installation(target, logger(), versions)
 
 
 def asked(samplings: Sequence[Sampling], seed: int) -> list[Prompt]:
@@ -172,7 +172,7 @@ Logs = Callable[[str, int], list[Generation]]
 
 
 @pytest.fixture(scope="module")
-def logs(world: World) -> Logs:
+def logs(world: Installation) -> Logs:
     """logs(kind, rows) -> what was logged of that many prompts, decoded once."""
 
     @cache
@@ -187,7 +187,7 @@ def logs(world: World) -> Logs:
 @pytest.mark.parametrize("version", ["adapter", "another draft"])
 @pytest.mark.parametrize("kind", SAMPLINGS)
 def test_rounds_of_another_draft_are_known_exactly(
-    world: World, logs: Logs, kind: str, version: str, k: int, rows: int
+    world: Installation, logs: Logs, kind: str, version: str, k: int, rows: int
 ) -> None:
     chosen, logged = world.versions[version], logs(kind, rows)
     prompts = [g.prompt for g in logged]
@@ -214,7 +214,7 @@ def test_rounds_of_another_draft_are_known_exactly(
 
 
 @ROWS
-def test_a_log_written_without_any_draft_predicts_one(world: World, rows: int) -> None:
+def test_a_log_written_without_any_draft_predicts_one(world: Installation, rows: int) -> None:
     prompts = asked([*SAMPLINGS["greedy"][:rows], *SAMPLINGS["seeded"][:rows]], seed=5)
     logged = generations(world.target, world.logger, prompts, k=0, eos=EOS)
     assert all(r.drafted == 0 for g in logged for r in g.rounds)
@@ -230,7 +230,7 @@ def test_a_log_written_without_any_draft_predicts_one(world: World, rows: int) -
     assert all(predicted == done for predicted, done in told)
 
 
-def test_a_prompt_of_one_token_has_its_first_round_undrafted(world: World) -> None:
+def test_a_prompt_of_one_token_has_its_first_round_undrafted(world: Installation) -> None:
     prompts = [Prompt((token,), Sampling(max_tokens=16)) for token in range(4, 14)]
     logged = generations(world.target, world.logger, prompts, k=LOGGED_K)
     chosen = world.versions["adapter"]
@@ -255,7 +255,7 @@ def test_a_prompt_of_one_token_has_its_first_round_undrafted(world: World) -> No
     ],
 )
 def test_tokens_per_call_of_unseeded_traffic_are_predicted_on_average(
-    world: World, version: str, k: int, pairs: int, texts: int
+    world: Installation, version: str, k: int, pairs: int, texts: int
 ) -> None:
     """Both runs draw their own texts, so only means can agree: within 3 standard errors over several pairs of keys."""
     samplings = [Sampling(**FILTERS[i % 4], max_tokens=24) for i in range(texts)]  # pyright: ignore[reportArgumentType]

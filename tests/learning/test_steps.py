@@ -31,11 +31,11 @@ def head() -> Head:
     return tiny_head(plain_llama(1), 2)
 
 
-Told = Callable[[list[Sampling]], list[Generation]]
+Decode = Callable[[list[Sampling]], list[Generation]]
 
 
 @pytest.fixture(scope="module")
-def told(head: Head) -> Told:
+def decode(head: Head) -> Decode:
     """told(samplings) -> texts of the head's own target, which nothing drafted; decoded once."""
 
     @cache
@@ -95,9 +95,9 @@ def brute(head: Head, g: Generation, k: int) -> tuple[tuple[Round, ...], list[tu
 @pytest.mark.parametrize("samplings", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("k", [1, 2, 4])
 def test_rounds_and_calls_are_those_of_drafting_step_by_step(
-    head: Head, told: Told, samplings: list[Sampling], k: int
+    head: Head, decode: Decode, samplings: list[Sampling], k: int
 ) -> None:
-    texts = told(samplings)
+    texts = decode(samplings)
     found = logged(head, texts, k=k, adapter=0, vocabulary=VOCABULARY)
     scores = score(head, texts, k=k, vocabulary=VOCABULARY)
     compared, deep = 0, 0
@@ -120,8 +120,8 @@ def test_rounds_and_calls_are_those_of_drafting_step_by_step(
         assert (rates[0] != rates[1]).mean() > 0.05
 
 
-def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head, told: Told) -> None:
-    texts = told([Sampling(temperature=0.8, max_tokens=12)] * 6)
+def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head, decode: Decode) -> None:
+    texts = decode([Sampling(temperature=0.8, max_tokens=12)] * 6)
     for g, a in zip(texts, acceptance(head, texts, vocabulary=VOCABULARY, k=9), strict=True):
         assert a.rates.shape == (UNROLLED, len(g.output))
         agreed = 0
@@ -138,9 +138,9 @@ def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head, told: T
         assert a.agreed == agreed
 
 
-def test_a_cut_head_is_cut_in_every_step(head: Head, told: Told) -> None:
+def test_a_cut_head_is_cut_in_every_step(head: Head, decode: Decode) -> None:
     short = as_served(head, range(0, VOCABULARY, 3))
-    texts = [(g.prompt.tokens, g.output) for g in told(GREEDY)]
+    texts = [(g.prompt.tokens, g.output) for g in decode(GREEDY)]
     spans = list(response_logits(short, texts, vocabulary=VOCABULARY, depth=2))
     whole = list(response_logits(head, texts, vocabulary=VOCABULARY, depth=2))
     assert [span.depth for span in spans] == [span.depth for span in whole] == [0, 1] * (len(spans) // 2)
@@ -153,18 +153,18 @@ def test_a_cut_head_is_cut_in_every_step(head: Head, told: Told) -> None:
         assert np.allclose(np.array(some.logits)[~barred], np.array(every.logits)[~barred], atol=1e-5)
 
 
-def test_an_ordinary_draft_is_the_same_in_every_step(head: Head, told: Told) -> None:
+def test_an_ordinary_draft_is_the_same_in_every_step(head: Head, decode: Decode) -> None:
     draft = relative(tiny_llama(1), 2, 0.35)
     assert [depths(draft, k) for k in (0, 1, 9)] == [1, 1, 1]
     assert [depths(head, k) for k in (0, 1, 3, 9)] == [1, 1, 3, UNROLLED]
-    (g,) = told([Sampling(max_tokens=9)])
+    (g,) = decode([Sampling(max_tokens=9)])
     assert acceptance(draft, [g], vocabulary=VOCABULARY, k=5)[0].rates.shape == (1, 9)
     (span,) = response_logits(draft, [(g.prompt.tokens, g.output)], vocabulary=VOCABULARY, depth=3)
     assert span.depth == 0
 
 
-def test_overlap_is_of_the_first_step(head: Head, told: Told) -> None:
-    (g,) = told([Sampling(max_tokens=8)])
+def test_overlap_is_of_the_first_step(head: Head, decode: Decode) -> None:
+    (g,) = decode([Sampling(max_tokens=8)])
     tokens = mx.array([[*g.prompt.tokens, *g.output[:-1]]])
     q = mx.softmax(head(tokens, None, head.features(tokens))[0, len(g.prompt.tokens) - 1 :], axis=-1)
     assert head._taps is not None

@@ -10,7 +10,7 @@ import pytest
 from service.core import BARE_DRAFT, Round, RunState, Source, Trigger, Verdict
 from service.lifecycle.drift import BASELINE, LIMIT, SLACK, Drift, follow, rate
 from tests.support.drift_traffic import drafted, record, usual
-from tests.support.lifecycle_world import WHO, Server, World
+from tests.support.lifecycle_server import WHO, Installation, Server
 from tests.support.simulated_scores import requests
 
 USUAL = [0.6, 0.7] * (BASELINE // 2)
@@ -130,29 +130,29 @@ def test_a_real_fall_is_found_soon(fallen: float, within: int, half: int) -> Non
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def installation(tmp_path: Path) -> Installation:
+    return Installation(tmp_path)
 
 
 def follower(server: Server) -> Drift:
     return server.supervisor._traffic.drift()
 
 
-def test_a_restart_finds_in_the_rows_what_was_known(world: World) -> None:
-    with world.server(min_cases=10_000) as server:
+def test_a_restart_finds_in_the_rows_what_was_known(installation: Installation) -> None:
+    with installation.server(min_cases=10_000) as server:
         for made in (usual()[:70], usual()[70:], [drafted(0.5) for _ in range(7)]):
             record(server, *made)
             server.supervisor.tick()
         known = follower(server)
         assert known.seen == BASELINE + 7 and known.climb > 0
-    with world.server(min_cases=10_000) as heir:
-        assert follower(heir) == known
-        record(heir, drafted(0.5))
-        assert follower(heir).seen == BASELINE + 8
+    with installation.server(min_cases=10_000) as successor:
+        assert follower(successor) == known
+        record(successor, drafted(0.5))
+        assert follower(successor).seen == BASELINE + 8
 
 
-def test_a_swap_begins_anew_and_what_saw_both_counts_for_none(world: World) -> None:
-    with world.server(min_cases=3, min_tokens=1) as server:
+def test_a_swap_begins_anew_and_what_saw_both_counts_for_none(installation: Installation) -> None:
+    with installation.server(min_cases=3, min_tokens=1) as server:
         record(server, *[drafted(0.65) for _ in range(30)])
         assert follower(server).seen == 30
         ref = server.promote()
@@ -163,28 +163,28 @@ def test_a_swap_begins_anew_and_what_saw_both_counts_for_none(world: World) -> N
         assert follower(server).seen == 0
         record(server, drafted(0.65))
         assert follower(server).seen == 1
-    with world.server(enabled=False) as heir:
-        assert follower(heir).seen == 1
+    with installation.server(enabled=False) as successor:
+        assert follower(successor).seen == 1
 
 
-def test_a_swap_there_and_back_between_two_ticks_begins_anew(world: World) -> None:
-    with world.server(enabled=False) as server:
+def test_a_swap_there_and_back_between_two_ticks_begins_anew(installation: Installation) -> None:
+    with installation.server(enabled=False) as server:
         record(server, *[drafted(0.65) for _ in range(30)])
         assert follower(server).seen == 30
         record(server, *[drafted(0.65, 7) for _ in range(3)], drafted(0.65))
         assert follower(server).seen == 1
 
 
-def test_generations_of_another_draft_are_passed_over(world: World) -> None:
-    with world.server(enabled=False) as server:
-        foreign = replace(drafted(0.1), provenance=replace(WHO, draft="another"))
-        record(server, drafted(0.65), foreign, drafted(0.65))
+def test_generations_of_another_draft_are_passed_over(installation: Installation) -> None:
+    with installation.server(enabled=False) as server:
+        other_draft = replace(drafted(0.1), provenance=replace(WHO, draft="another"))
+        record(server, drafted(0.65), other_draft, drafted(0.65))
         assert follower(server).seen == 2
 
 
-def test_drift_starts_a_run_with_fewer_cases_and_is_answered_by_its_verdict(world: World) -> None:
-    world.act(train="lose")
-    with world.server(min_cases=400, min_tokens=100) as server:
+def test_drift_starts_a_run_with_fewer_cases_and_is_answered_by_its_verdict(installation: Installation) -> None:
+    installation.act(train="lose")
+    with installation.server(min_cases=400, min_tokens=100) as server:
         record(server, *usual())
         server.supervisor.tick()
         record(server, *[drafted(0.3, cases=4) for _ in range(24)])
@@ -202,12 +202,12 @@ def test_drift_starts_a_run_with_fewer_cases_and_is_answered_by_its_verdict(worl
         assert len(server.runs.latest(9)) == 1
 
 
-def test_a_crash_is_no_answer_to_drift(world: World) -> None:
-    world.act(train="kill")
-    with world.server(min_cases=400, min_tokens=100) as server:
+def test_a_crash_is_no_answer_to_drift(installation: Installation) -> None:
+    installation.act(train="kill")
+    with installation.server(min_cases=400, min_tokens=100) as server:
         record(server, *usual(), *[drafted(0.3, cases=4) for _ in range(25)])
         server.tick_until(server.ended(RunState.CRASHED))
-        world.act()
+        installation.act()
         server.tick_until(server.ended(RunState.PROMOTED))
         assert {run.trigger for run in server.runs.latest(9)} == {Trigger.DRIFT}
         ref = server.adapters.active(WHO.draft)

@@ -45,8 +45,8 @@ from service.store.tables import (
 )
 from service.store.unseen import Unseen
 from tests.support.drift_traffic import drafted, usual
-from tests.support.lifecycle_world import WHO, SmallEngine, Told, generation, undrafted
-from tests.support.mortal_database import Death, MortalDatabase
+from tests.support.failing_database import FailingDatabase, Killed
+from tests.support.lifecycle_server import WHO, RecordedEvents, SmallEngine, generation, undrafted
 
 WATCH = 16
 CALLS = {"better": 0.8, "same": 1.0, "worse": 1.25}
@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.home = Path(tempfile.mkdtemp())
         shutil.copy(self.template, self.home / "redraft.db")
-        self.ahead = timedelta()
+        self.clock_offset = timedelta()
         self.strain: str | None = None
         self.busy = False
         self.drifted = False
@@ -151,19 +151,19 @@ class Machine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.db = MortalDatabase(f"sqlite:///{self.home / 'redraft.db'}")
+        self.db = FailingDatabase(f"sqlite:///{self.home / 'redraft.db'}")
         self.runs, self.adapters = Runs(self.db), Adapters(self.db)
         self.generations = Generations(self.db)
-        self.engine, self.children, self.told = SmallEngine(), Children(), Told()
+        self.engine, self.children, self.events = SmallEngine(), Children(), RecordedEvents()
         self.supervisor = Supervisor(
             runs=self.runs,
             adapters=self.adapters,
             generations=self.generations,
             replay=Replay(self.db),
             unseen=Unseen(self.db),
-            switching=Switching(self.engine, self.adapters, WHO.draft, self.told),
+            switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
             launcher=self.children,
-            events=self.told,
+            events=self.events,
             rules=Rules(
                 TrainingSettings(min_cases=8, min_tokens=1, cooldown_seconds=60.0),
                 GateSettings(
@@ -176,7 +176,7 @@ class Machine(RuleBasedStateMachine):
             who=WHO,
             busy=lambda: self.busy,
             strain=lambda: self.strain,
-            now=lambda: datetime.now(UTC) + self.ahead,
+            now=lambda: datetime.now(UTC) + self.clock_offset,
         )
         self.supervisor.start()
         assert self.runs.current() is None, "a start leaves no run open"
@@ -184,7 +184,7 @@ class Machine(RuleBasedStateMachine):
     def close(self, *, stopping: bool) -> None:
         if stopping:
             self.supervisor.stop()
-        self.db.fuse = None
+        self.db.writes_left = None
         self.db.close()
         self.engine.close()
 
@@ -277,7 +277,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(minutes=st.sampled_from([2, 120]))
     def time_passes(self, minutes: int) -> None:
-        self.ahead += timedelta(minutes=minutes)
+        self.clock_offset += timedelta(minutes=minutes)
 
     @rule(strain=st.sampled_from([None, None, "on battery"]), busy=st.booleans())
     def surroundings_change(self, strain: str | None, busy: bool) -> None:
@@ -324,16 +324,16 @@ class Machine(RuleBasedStateMachine):
         self.db.arm(writes, after=after)
         try:
             self.supervisor.tick()
-        except Death:
+        except Killed:
             self.happened["death"] += 1
             self.restart(stopping=False)
-        self.db.fuse = None
+        self.db.writes_left = None
 
     @rule(quality=st.sampled_from(["better", "same", "worse"]))
     def whole_circle(self, quality: str) -> None:
         """From the cases to the end of the watch, so that adapters have ancestors often enough."""
         self.strain, self.busy = None, False
-        self.ahead += timedelta(minutes=2)
+        self.clock_offset += timedelta(minutes=2)
         for cases, end in ((4, "better"), (0, quality), (0, quality)):
             self.traffic(WATCH // 2, cases)
             for _ in range(2):

@@ -12,7 +12,7 @@ import pytest
 from service.lifecycle.recorder import Recorder
 from service.store.database import Database, upgrade
 from service.store.generations import Generations
-from tests.support.lifecycle_world import generation
+from tests.support.lifecycle_server import generation
 
 
 class Log:
@@ -24,8 +24,8 @@ class Log:
         upgrade(url)
         self.database = Database(url)
         self.generations = Generations(self.database)
-        self.told: list[int] = []
-        self.recorder = Recorder(self.generations, on_drop=self.told.append, **changes)  # pyright: ignore[reportArgumentType]
+        self.reported: list[int] = []
+        self.recorder = Recorder(self.generations, on_drop=self.reported.append, **changes)  # pyright: ignore[reportArgumentType]
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -110,7 +110,7 @@ def test_a_locked_database_delays_nobody_and_loses_what_the_buffer_cannot_hold(
     with log.locked():
         assert log.record(300) < 0.5
         assert not log.recorder.flush(0.5)
-        assert log.recorder.dropped == sum(log.told) > 0
+        assert log.recorder.dropped == sum(log.reported) > 0
     assert log.recorder.flush(10)
     assert log.stored + log.recorder.dropped == 300
     assert log.generations.by_ids(["g299"]), "the oldest go first"
@@ -124,7 +124,7 @@ def test_a_database_that_refuses_everything_costs_counted_losses_and_recovers(ma
     with log.broken():
         assert log.record(40) < 0.5
         assert log.recorder.flush(10)
-        assert log.recorder.dropped == sum(log.told) == 40
+        assert log.recorder.dropped == sum(log.reported) == 40
     log.record(5, "later")
     assert log.recorder.flush(10)
     assert (log.stored, log.recorder.dropped) == (5, 40)

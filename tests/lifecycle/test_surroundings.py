@@ -22,7 +22,7 @@ from service.lifecycle.surroundings import (
 )
 from service.metrics import Metrics
 from service.settings import TrainingSettings
-from tests.support.lifecycle_world import World
+from tests.support.lifecycle_server import Installation
 
 BATTERY = {"type": "Battery", "status": "Discharging"}
 MOUSE = {"type": "Battery", "status": "Discharging", "scope": "Device"}
@@ -177,12 +177,12 @@ def test_the_system_is_asked_now_and_then() -> None:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def installation(tmp_path: Path) -> Installation:
+    return Installation(tmp_path)
 
 
-def test_nothing_starts_on_battery_but_what_is_asked_for(world: World) -> None:
-    with world.server() as server:
+def test_nothing_starts_on_battery_but_what_is_asked_for(installation: Installation) -> None:
+    with installation.server() as server:
         server.strain = "on battery"
         server.traffic()
         for _ in range(5):
@@ -193,9 +193,9 @@ def test_nothing_starts_on_battery_but_what_is_asked_for(world: World) -> None:
         assert server.runs.get(run.id).progress.paused is None
 
 
-def test_a_run_says_why_it_holds_still_and_its_time_stands_still_too(world: World) -> None:
-    world.act(train="hang")
-    with world.server(timeout_seconds=60.0) as server:
+def test_a_run_says_why_it_holds_still_and_its_time_stands_still_too(installation: Installation) -> None:
+    installation.act(train="hang")
+    with installation.server(timeout_seconds=60.0) as server:
         server.traffic()
         server.tick_until(lambda: bool(server.runs.latest(1)) and server.runs.latest(1)[0].progress.step == 1)
 
@@ -209,20 +209,20 @@ def test_a_run_says_why_it_holds_still_and_its_time_stands_still_too(world: Worl
         server.strain = "on battery"
         assert paused() == "on battery"
         assert server.runs.latest(1)[0].progress.step == 1, "the rest of its progress stays"
-        world.ahead = timedelta(hours=8)
+        installation.clock_offset = timedelta(hours=8)
         assert paused() == "on battery"
         server.busy, server.strain = False, None
         assert paused() is None
-        world.ahead += timedelta(seconds=50)
+        installation.clock_offset += timedelta(seconds=50)
         assert paused() is None and server.runs.current() is not None
         assert server.runs.loss_curve(1) == [(1, 1.5)], "pausing is no step"
-        world.ahead += timedelta(seconds=20)
+        installation.clock_offset += timedelta(seconds=20)
         server.tick_until(server.ended(RunState.CRASHED))
 
 
-def test_what_a_paused_child_still_says_does_not_hide_the_pause(world: World) -> None:
-    world.act(train="hang")
-    with world.server() as server:
+def test_what_a_paused_child_still_says_does_not_hide_the_pause(installation: Installation) -> None:
+    installation.act(train="hang")
+    with installation.server() as server:
         server.traffic()
         server.supervisor.tick()
         server.strain = "memory is short"
@@ -230,17 +230,17 @@ def test_what_a_paused_child_still_says_does_not_hide_the_pause(world: World) ->
         assert server.runs.latest(1)[0].progress.paused == "memory is short"
 
 
-def test_a_comparison_does_not_wait_for_the_mains(world: World) -> None:
-    with world.server() as server:
+def test_a_comparison_does_not_wait_for_the_mains(installation: Installation) -> None:
+    with installation.server() as server:
         ref = server.promote()
         server.strain = "on battery"
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
 
 
-def test_what_serving_felt_beside_a_run_is_told_apart(world: World) -> None:
-    world.act(train="hang")
-    with world.server() as server:
+def test_what_serving_felt_beside_a_run_is_told_apart(installation: Installation) -> None:
+    installation.act(train="hang")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
         metrics = Metrics(3)

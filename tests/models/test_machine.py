@@ -16,7 +16,7 @@ from service.models import machine as machine_module
 from service.models.machine import examine, outdated
 from service.models.pair import load_model
 from service.models.weights import bytes_in_memory
-from tests.support.foreign import foreign_folder, imported
+from tests.support.other_package import folder_with_other_package, imported
 from tests.support.typed import leaves
 
 MakeModel = Callable[..., Path]
@@ -72,7 +72,7 @@ def test_a_model_that_cannot_be_found_is_a_problem(
 
 
 def test_it_measures_from_a_folder_with_a_package_of_our_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(foreign_folder(tmp_path))
+    monkeypatch.chdir(folder_with_other_package(tmp_path))
     assert examine(tmp_path / "home").device is not None
     assert not imported(tmp_path)
 

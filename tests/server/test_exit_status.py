@@ -15,7 +15,7 @@ import pytest
 
 from service.engine.decoder import Decoder, RoundReport
 from service.evaluation.server import LocalServer
-from tests.support.tiny_server import prompts, say, server_here, tiny_server, write_pair
+from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
 
 
 def redraft(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -58,7 +58,7 @@ def served(shared: LocalServer) -> LocalServer:
 
 def test_train_fails_when_its_run_does(served: LocalServer) -> None:
     for line in prompts(4):
-        say(served, line.prompt)
+        generate(served, line.prompt)
     done = redraft("train", "--url", served.url)
     assert done.returncode == 1
     assert done.stdout == ""
@@ -138,7 +138,7 @@ def test_an_answer_that_takes_too_long_is_ended_with_an_error(
         return decode(decoder, coming)
 
     monkeypatch.setattr(Decoder, "round", slow)
-    server = server_here(tmp_path, pair, server={"drain_seconds": 0.2})
+    server = in_process_server(tmp_path, pair, server={"drain_seconds": 0.2})
     server.start()
     try:
         with streaming(server, 2000) as stream:

@@ -16,7 +16,7 @@ from service.evaluation.server import LocalServer
 from service.store.adapters import Adapters
 from service.store.database import Database, integrity
 from service.store.runs import Runs
-from tests.support.tiny_server import prompts, say, tiny_server, write_pair
+from tests.support.tiny_server import generate, prompts, tiny_server, write_pair
 
 SETTLED_SECONDS = 1.0
 """An answer that a client has had for so long is in the database, whatever happens next."""
@@ -70,7 +70,7 @@ def train(server: LocalServer, seed: int) -> tuple[int, set[int]]:
     known = len(generation_ids(server))
     lines = list(prompts(6, seed))
     for line in lines:
-        say(server, line.prompt)
+        generate(server, line.prompt)
     end = time.monotonic() + 60
     while len(generation_ids(server)) < known + len(lines):
         assert time.monotonic() < end, "what was answered is not recorded"
@@ -83,7 +83,7 @@ def meanwhile(server: LocalServer, before: set[int], seconds: float, child: bool
     """Serve for some time, child: at least until the run has a process; the run's processes."""
     end = time.monotonic() + seconds
     while time.monotonic() < end or (child and not children(process_id(server)) - before):
-        assert say(server, "meanwhile")["tokens"], "serving goes on while a run trains"
+        assert generate(server, "meanwhile")["tokens"], "serving goes on while a run trains"
         assert time.monotonic() < end + 60, "no child was started"
     return children(process_id(server)) - before
 
@@ -102,7 +102,7 @@ def check_restart(server: LocalServer, settled: set[str]) -> None:
     """It serves again after a kill, and its rows are in order."""
     server.start()
     try:
-        assert say(server, "still there")["finish_reason"] in {"stop", "length"}
+        assert generate(server, "still there")["finish_reason"] in {"stop", "length"}
         active = server.get("/adapters")["active"]
     finally:
         assert server.stop() == 0
@@ -126,7 +126,7 @@ def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> Non
         for pid in meanwhile(server, before, rng.uniform(0.0, 1.0), child=True):
             os.kill(pid, signal.SIGKILL)
         assert over(server, run) is RunState.CRASHED
-        assert say(server, "and after")["tokens"]
+        assert generate(server, "and after")["tokens"]
         assert server.request("GET", "/health/ready").status_code == 200
 
         run, before = train(server, 1)
@@ -135,7 +135,7 @@ def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> Non
         texts = iter(dict.fromkeys(f"later {line.prompt}" for line in prompts(10_000, 2)))
         end = time.monotonic() + SETTLED_SECONDS + rng.uniform(0.2, 1.0)
         while time.monotonic() < end or not children(process_id(server)) - before:
-            answered.append((time.monotonic(), say(server, next(texts))["id"]))
+            answered.append((time.monotonic(), generate(server, next(texts))["id"]))
             assert time.monotonic() < end + 60, "no child was started"
         orphans, committed, killed = children(process_id(server)), generation_ids(server), time.monotonic()
         os.kill(process_id(server), signal.SIGKILL)
@@ -165,7 +165,7 @@ def test_the_server_is_killed_at_random_moments(tmp_path: Path) -> None:
                 if line.prompt in asked:
                     continue  # equal texts are one row, which keeps the first one's id
                 asked.add(line.prompt)
-                answered.append((time.monotonic(), say(server, line.prompt)["id"]))
+                answered.append((time.monotonic(), generate(server, line.prompt)["id"]))
                 # The first kill comes while a run trains, so that there is a child to be left behind.
                 if time.monotonic() > end and (turn or children(process_id(server))):
                     break
@@ -198,7 +198,7 @@ def test_the_training_child_is_killed_at_random_moments(tmp_path: Path) -> None:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             states.append(over(server, run))
-            assert say(server, "and after")["tokens"]
+            assert generate(server, "and after")["tokens"]
         assert states[0] is RunState.CRASHED
         assert server.request("GET", "/health/ready").status_code == 200
     finally:

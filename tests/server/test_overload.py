@@ -15,7 +15,7 @@ import service.server
 from service.engine.decoder import Decoder, RoundReport
 from service.evaluation.server import LocalServer
 from service.models.text import TextEncoder
-from tests.support.tiny_server import server_here, tiny_server, write_pair
+from tests.support.tiny_server import in_process_server, tiny_server, write_pair
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away from what it has seen there "
 
@@ -63,7 +63,7 @@ def test_only_what_is_admitted_is_tokenised(
         async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=httpx.Limits(max_connections=None)) as client:
             return await asyncio.gather(*(one(client, number) for number in range(24)))
 
-    server = server_here(tmp_path, pair, engine={"max_rows": 2, "max_waiting": 4})
+    server = in_process_server(tmp_path, pair, engine={"max_rows": 2, "max_waiting": 4})
     server.start()
     try:
         monkeypatch.setattr(Decoder, "round", held_back)

@@ -92,9 +92,9 @@ def test_every_route_answers_while_the_models_load_and_a_signal_ends_it(
     scraped = client.get(f"{server.url}/metrics")
     assert scraped.status_code == 200
     assert 'redraft:requests_refused_total{code="unavailable"} 1.0' in scraped.text.splitlines()
-    for foreign in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+    for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
         for path in ("/health/live", "/metrics", "/train"):
-            assert client.post(f"{server.url}{path}", headers=foreign).status_code == 403
+            assert client.post(f"{server.url}{path}", headers=headers).status_code == 403
     # A thread that loads cannot be stopped; the process ends in order all the same.
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0, server.tail()

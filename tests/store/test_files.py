@@ -63,7 +63,7 @@ def test_killed_at_any_step_there_is_the_whole_folder_or_none(tmp_path: Path) ->
     for step in range(1, 100):
         root = tmp_path / str(step)
         scratch, final = written(root / ".scratch"), root / "7"
-        command = [sys.executable, "-m", "tests.support.publish_and_die", str(scratch), str(final), str(step)]
+        command = [sys.executable, "-m", "tests.support.publish_killed", str(scratch), str(final), str(step)]
         code = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
         assert final.exists() is not scratch.exists()
         if final.exists():

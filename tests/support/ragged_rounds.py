@@ -28,13 +28,13 @@ from service.engine.length import Choice, Match
 from service.engine.prefix import PrefixCache
 from service.engine.row import Row
 from service.mlx_environment import DEFAULTS
-from tests.support.batches import take_in
-from tests.support.fixed_choices import Always, always
+from tests.support.batches import admit
+from tests.support.fixed_length import FixedLength, fix_length
 from tests.support.oracle import relative, tiny_llama
 
 
-class Changing(Always):
-    """Another number of drafted and of looked-up tokens each round, none at times."""
+class RandomLength(FixedLength):
+    """A random number of drafted and looked-up tokens each round, sometimes none."""
 
     def __init__(self, most: int, rng: random.Random) -> None:
         super().__init__(most)
@@ -55,7 +55,7 @@ class Changing(Always):
 
 @dataclass(frozen=True, slots=True)
 class Ragged:
-    """What went through the decoder. shapes: distinct rounds, by the sorted lengths of their rows and the tokens proposed.
+    """Counts of a run. shapes: distinct rounds, by the sorted lengths of their rows and the tokens proposed.
     slowest: seconds of the slowest round. peak_gb: most memory that MLX held."""
 
     rounds: int
@@ -86,7 +86,7 @@ def ragged_rounds(
     decoder = Decoder(
         target, draft, vocabulary=vocabulary, k=k, adaptive=True, lookup=k, collect=True, prefix=PrefixCache(2**26)
     )
-    always(decoder, Changing(k, rng))
+    fix_length(decoder, RandomLength(k, rng))
     shapes: set[tuple[object, ...]] = set()
     requests = tokens = done = 0
     slowest, begun = 0.0, time.perf_counter()
@@ -104,7 +104,7 @@ def ragged_rounds(
             prompt = Prompt(tuple(rng.randrange(vocabulary) for _ in range(length)), sampling)
             coming.append(Row(str(requests), prompt, frozenset(), None))
             requests += 1
-        take_in(decoder, coming)
+        admit(decoder, coming)
         lengths = tuple(sorted(len(row.tokens) for row in decoder.rows))
         report = decoder.round()
         shapes.add((lengths, tuple(sorted((each.drafted, each.source) for each in report.rounds))))
