@@ -37,13 +37,13 @@ def measured(verify: dict[tuple[int, int], float], step: dict[int, float]) -> Co
 def play(
     length: DraftLength, rounds: int, *, accept: float, cost: Cost, rows: int = 1, seed: int = 0, pace: float = 1.0
 ) -> list[int]:
-    """The lengths chosen in a world where each drafted token is kept with the same probability."""
+    """The chosen draft lengths if every drafted token is accepted with the same probability."""
     rng, chosen, nothing = random.Random(seed), [], [None] * rows
     for _ in range(rounds):
         choice = length.choose(Load(rows, 0), nothing)
         k = choice.drafted
-        kept = [next((i for i in range(k) if rng.random() >= accept), k) for _ in range(rows)]
-        length.observe(Load(rows, 0), choice, nothing, kept, pace * cost(rows, k) * rng.uniform(0.9, 1.1))
+        accepted = [next((i for i in range(k) if rng.random() >= accept), k) for _ in range(rows)]
+        length.observe(Load(rows, 0), choice, nothing, accepted, pace * cost(rows, k) * rng.uniform(0.9, 1.1))
         chosen.append(k)
     return chosen
 
@@ -81,18 +81,18 @@ def test_it_settles_on_what_pays(accept: float, cost: Cost, least: int, most: in
 
 
 def test_what_a_round_costs_is_told_by_the_tokens_drafted() -> None:
-    """For one row that holds 200 positions: the call over one token more, and a step for each."""
-    told = Costs({(1, 1): 0.05, (1, 2): 0.06, (1, 5): 0.09}, {1: 0.01}, {1: 1e-5, 5: 5e-5}, 2e-6, 1e-4)
+    """For one row of 200 positions: a call over k + 1 tokens and k draft steps."""
+    measured_costs = Costs({(1, 1): 0.05, (1, 2): 0.06, (1, 5): 0.09}, {1: 0.01}, {1: 1e-5, 5: 5e-5}, 2e-6, 1e-4)
     expected = [0.05 + 0.01 * k + 200 * 1e-5 * (k + 1) + k * (0.01 + 200 * 2e-6) for k in range(1, 5)]
-    assert DraftLength(4, 8, told).round_seconds() == pytest.approx(tuple(expected))
-    assert DraftLength(0, 8, told).round_seconds() == (), "look-ups alone"
-    length = DraftLength(4, 0, told)
+    assert DraftLength(4, 8, measured_costs).round_seconds() == pytest.approx(tuple(expected))
+    assert DraftLength(0, 8, measured_costs).round_seconds() == (), "look-ups alone"
+    length = DraftLength(4, 0, measured_costs)
     play(length, 200, accept=0.5, cost=one_stream, pace=3.0)
     assert length.round_seconds() == pytest.approx(tuple(expected)), "as measured at start"
 
 
 def test_a_text_that_the_draft_does_not_know_is_soon_told_from_the_others() -> None:
-    """Texts of forty rounds, of which the draft knows every other: by what it is worth to each row, and to all alike."""
+    """Texts of forty rounds with acceptance high and low in turn: rates per row against one rate for all rows."""
 
     def rate(accept: float, k: int) -> float:
         return sum(accept**i for i in range(k + 1)) / one_stream(1, k)
@@ -105,8 +105,8 @@ def test_a_text_that_the_draft_does_not_know_is_soon_told_from_the_others() -> N
             for _ in range(40):
                 choice = length.choose(ONE, nothing, own if apart else None)
                 k = choice.drafted
-                kept = next((i for i in range(k) if rng.random() >= accept), k)
-                length.observe(ONE, choice, nothing, [kept], one_stream(1, k), own if apart else None)
+                accepted = next((i for i in range(k) if rng.random() >= accept), k)
+                length.observe(ONE, choice, nothing, [accepted], one_stream(1, k), own if apart else None)
                 got += rate(accept, k)
                 best += max(rate(accept, j) for j in range(4))
         return got / best
@@ -116,12 +116,12 @@ def test_a_text_that_the_draft_does_not_know_is_soon_told_from_the_others() -> N
 
 
 def test_rows_are_weighed_each_by_its_own() -> None:
-    """One row's draft is always right, seven others' never: together it does not pay; alone, for the first, it does."""
+    """The draft is always right for one row and never for seven others: it pays for the first row alone, not for the batch."""
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     own = [Acceptance(3) for _ in range(8)]
-    load, kept = Load(8, 0), [3] + [0] * 7
+    load, accepted = Load(8, 0), [3] + [0] * 7
     for _ in range(30):
-        length.observe(load, Choice(3, (0,) * 8), [None] * 8, kept, None, own)
+        length.observe(load, Choice(3, (0,) * 8), [None] * 8, accepted, None, own)
     assert length.choose(load, [None] * 8, own).drafted == 0
     assert length.choose(ONE, [None], own[:1]).drafted == 3
     assert length.choose(ONE, [None], own[1:2]).drafted == 0
@@ -145,7 +145,7 @@ def test_a_machine_that_slows_down_as_a_whole_changes_nothing() -> None:
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     fast = play(length, 200, accept=0.7, cost=one_stream)
     slow = play(length, 200, accept=0.7, cost=one_stream, pace=3.0)
-    # Two and three are as good as each other here.
+    # Draft lengths two and three are equally fast here.
     assert fast.count(2) + fast.count(3) > 180 and slow.count(2) + slow.count(3) > 180
 
 
@@ -164,7 +164,7 @@ def test_a_parked_draft_is_still_looked_at_and_comes_back_when_it_got_better() -
     parked = play(length, 640, accept=0.1, cost=one_stream)
     late = parked[320:]
     assert late.count(0) > 0.8 * len(late) and max(len(list(run)) for k, run in groupby(late) if k == 0) < PROBE
-    # No restart: it is seen in the probes alone.
+    # Without a restart only the probes show the better draft.
     assert usual(play(length, 4000, accept=0.9, cost=one_stream)) == 3
 
 
@@ -227,7 +227,7 @@ def test_what_a_draft_would_have_to_read_first_must_pay_too() -> None:
 
 
 def test_prompts_that_answers_do_not_repay_are_not_read_for() -> None:
-    """Sixteen rows, of which the draft gains a little: not where it must read four tokens for each that is said."""
+    """Drafting for sixteen rows gains a little, but not if the draft must prefill four tokens per output token."""
     of = measured({(16, 1): 0.075, (16, 2): 0.097, (16, 5): 0.165}, {16: 0.014})
     length = DraftLength(3, 0, replace(of, read=0.00025))
     for _ in range(100):
@@ -239,11 +239,11 @@ def test_prompts_that_answers_do_not_repay_are_not_read_for() -> None:
 
 @pytest.mark.parametrize(("coming", "answer", "reads"), [(1, 48, True), (1, 1, False), (16, 48, False)])
 def test_a_draft_reads_a_prompt_by_the_batch_that_it_will_be_in(coming: int, answer: int, reads: bool) -> None:
-    """Alone it pays if there is something to say; where sixteen come together it does not."""
+    """Alone it pays if the answer is long enough; in a batch of sixteen it does not."""
     target = tiny_llama(0)
     decoder = Decoder(target, bare(relative(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
-    told = measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
-    decoder.length = DraftLength(3, 0, replace(told, read=0.002))
+    timed = measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
+    decoder.length = DraftLength(3, 0, replace(timed, read=0.002))
     prefill = decoder.begin(Row("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=answer)), frozenset(), None))
     while not decoder.read(prefill, coming):
         pass
@@ -269,7 +269,7 @@ def test_in_a_full_batch_a_draft_that_rests_stops_reading_and_is_seldom_tried() 
         length.observe(load, Choice(3, (0,) * 8), [None] * 8, [0] * 8, None)
     assert length.choose(load, [None] * 8).drafted == 0
     assert not length.follows(load) and length.follows(ONE)
-    # Rows come and go: it never misses more than they hold. It reads so much in a round, and drafts when it is there.
+    # The draft lacks at most what the rows hold; it prefills 256 tokens per round, and drafts once it has caught up.
     unread, reading, drafting = 0, 0, 0
     for _ in range(4000):
         unread = min(unread + 8, 800)
@@ -280,7 +280,7 @@ def test_in_a_full_batch_a_draft_that_rests_stops_reading_and_is_seldom_tried() 
         unread, drafting = (0, drafting + 1) if choice.drafted else (unread, drafting)
         length.observe(load, choice, [None] * 8, [0] * 8, None)
     assert 3 < drafting < 20 and reading < 100
-    # One row is cheap to follow, and is looked at again soon.
+    # A single row is cheap to follow, and is probed again soon.
     for turn in range(2 * PROBE):
         if length.choose(Load(1, 100, turn), [None]).drafted:
             break
@@ -320,10 +320,10 @@ def test_a_look_up_is_used_where_it_promises_more_and_costs_no_draft_step() -> N
         length.observe(ONE, Choice(0, (8,)), [good], [8], None)
         length.observe(ONE, Choice(0, (4,)), [bad], [0], None)
     assert length.choose(ONE, [good]) == Choice(0, (8,))
-    # No more than what follows the match.
+    # No more tokens than follow the match.
     assert length.choose(ONE, [Match(8, 2)]).looked_up[0] <= 2
     assert length.choose(ONE, [bad]) == Choice(3, (0,))
-    # One row of two has something: the draft serves the other, unless it is not worth its steps.
+    # One row of two has a match: the draft proposes for the other, if its steps pay.
     assert length.choose(Load(2, 0), [Match(8, 3), None]) == Choice(3, (3, 0))
     assert length.choose(Load(2, 0), [good, None]) == Choice(0, (8, 0))
     assert length.choose(Load(2, 0), [Match(8, 3), bad]) == Choice(3, (3, 0))
@@ -336,13 +336,13 @@ def test_without_a_draft_only_look_ups_are_chosen() -> None:
     assert length.choose(ONE, [Match(4, 4)]).looked_up == (4,)
 
 
-@pytest.mark.parametrize("kept", [0, 3], ids=["resting", "drafting"])
-def test_a_draft_that_is_put_aside_is_neither_tried_nor_missed(kept: int) -> None:
+@pytest.mark.parametrize("accepted", [0, 3], ids=["parked", "drafting"])
+def test_a_draft_that_is_put_aside_is_neither_tried_nor_missed(accepted: int) -> None:
     of = replace(costs(one_stream, 0.009), read=0.001)
     length, without = DraftLength(3, 4, of), DraftLength(0, 4, of)
     for _ in range(100):
-        length.observe(ONE, Choice(3, (0,)), [None], [kept], None)
-    assert (length.choose(ONE, [None]).drafted > 0) is (kept > 0)
+        length.observe(ONE, Choice(3, (0,)), [None], [accepted], None)
+    assert (length.choose(ONE, [None]).drafted > 0) is (accepted > 0)
     found = [Match(8, 4), None, Match(4, 2)]
     rounds = [(Load(1, turn, unread=8), [found[turn % 3]]) for turn in range(6 * PROBE)]
     chosen = [length.choose(load, matches, drafts=False) for load, matches in rounds]
@@ -352,8 +352,8 @@ def test_a_draft_that_is_put_aside_is_neither_tried_nor_missed(kept: int) -> Non
     assert length.choose(ONE, [None]).drafted > 0
 
 
-class Anything(DraftLength):
-    """Every choice gets its turn, with rows that fell behind in between."""
+class RandomChoice(DraftLength):
+    """Random draft and look-up lengths, with rounds that do not draft in between."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(4, 6, measured({(1, 1): 1.0}, {1: 0.1}))
@@ -387,8 +387,8 @@ def test_whatever_is_chosen_the_tokens_are_the_targets_own(greedy: bool) -> None
     ]
 
     def between(decoder: Decoder) -> None:
-        if not isinstance(decoder.length, Anything):
-            decoder.length = Anything(1)
+        if not isinstance(decoder.length, RandomChoice):
+            decoder.length = RandomChoice(1)
 
     draft = relative(target, 1, 0.1)
     rows = decode(target, draft, asked, k=4, vocabulary=97, adaptive=True, lookup=6, between=between)

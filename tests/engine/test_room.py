@@ -1,4 +1,4 @@
-"""Rows come and go in place: what stays is what it was, whoever moved, and nothing else is copied."""
+"""Rows join and leave the cache in place: remaining rows keep their contents, and only moved rows are copied."""
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +11,7 @@ from tests.support.typed import as_ints
 
 
 def filled(rows: int, capacity: int = STEP, first: int = 1) -> mx.array:
-    """Every row a number of its own, from `first` on."""
+    """Every row is filled with its own number, from `first` on."""
     return mx.zeros((rows, 2, capacity, 4)) + mx.arange(first, first + rows)[:, None, None, None]
 
 
@@ -28,7 +28,7 @@ def test_those_at_the_end_come_into_the_places_of_those_who_go(case: tuple[int, 
     staying = closed(rows, gone)
     assert sorted(staying) == [row for row in range(rows) if row not in gone]
     moved = [row for place, row in enumerate(staying) if place != row]
-    assert len(moved) == sum(row < len(staying) for row in gone), "no more than there are holes"
+    assert len(moved) == sum(row < len(staying) for row in gone), "no more moves than holes"
 
 
 @settings(max_examples=60, deadline=None)
@@ -69,7 +69,7 @@ def test_room_is_used_and_given_back() -> None:
 
 @pytest.mark.parametrize("starts", [3, mx.array([0, 7, 40])])
 def test_what_is_not_in_use_is_not_written_over(starts: int | mx.array) -> None:
-    """Three of five rows are in use; the others' next owners bring their own."""
+    """Three of five slots are in use."""
     new = mx.ones((3, 2, 2, 4)) * 9
     held = np.array(written(filled(5), new, starts))
     at = [3] * 3 if isinstance(starts, int) else as_ints(starts)
@@ -79,7 +79,7 @@ def test_what_is_not_in_use_is_not_written_over(starts: int | mx.array) -> None:
 
 
 def test_nothing_but_what_moves_is_copied() -> None:
-    """Memory at its peak stays below a second batch."""
+    """Peak memory stays below that of a second batch."""
     batch = [filled(16, capacity=8 * STEP) for _ in range(8)]
     mx.eval(batch)
     size = sum(one.nbytes for one in batch)
