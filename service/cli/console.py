@@ -71,17 +71,17 @@ def stages(title: str) -> Generator[Stages]:
     """Progress of work in stages, on stderr: a line for every new stage, and between them a bar, or, where stderr is not a
     terminal, the newest state every HEARTBEAT_SECONDS."""
     seen: set[str] = set()
-    state, said, over = title, time.monotonic(), threading.Event()
+    state, printed_at, over = title, time.monotonic(), threading.Event()
 
-    def say(line: str) -> None:
-        nonlocal said
-        said = time.monotonic()
+    def print_line(line: str) -> None:
+        nonlocal printed_at
+        printed_at = time.monotonic()
         err.print(line, highlight=False, soft_wrap=True)
 
     def heartbeat() -> None:
         while not over.wait(0.5):
-            if time.monotonic() - said >= HEARTBEAT_SECONDS:
-                say(f"  {state} ({time.monotonic() - started:.0f} s)")
+            if time.monotonic() - printed_at >= HEARTBEAT_SECONDS:
+                print_line(f"  {state} ({time.monotonic() - started:.0f} s)")
 
     with progress(title) as bar:
 
@@ -93,7 +93,7 @@ def stages(title: str) -> Generator[Stages]:
             bar(done, of, f"{stage}, {note}" if note else stage)
             if stage not in seen:
                 seen.add(stage)
-                say(stage)
+                print_line(stage)
 
         started = time.monotonic()
         thread = threading.Thread(target=heartbeat, name="progress", daemon=True)

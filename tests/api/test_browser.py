@@ -1,4 +1,4 @@
-"""A real browser shows a page of another origin (another port of this machine), which tries every way it has to post here."""
+"""A page of another origin in a real browser tries every way to send requests to the server; all are refused."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def page(text: str) -> Generator[str]:
             self.wfile.write(text.encode())
 
         def log_message(self, format: str, *args: object) -> None:
-            """Silence."""
+            """Prints nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -58,29 +58,29 @@ def page(text: str) -> Generator[str]:
         server.shutdown()
 
 
-class Watched(EchoServer):
-    """Notes every request's method, path and status."""
+class RecordingServer(EchoServer):
+    """Records every request's method, path and status."""
 
     @property
     def app(self) -> ASGIApp:  # pyright: ignore[reportIncompatibleMethodOverride]
         inner = super().app
         self.seen: set[tuple[str, str, int]] = set()
 
-        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-            async def noted(message: Message) -> None:
+        async def recording(scope: Scope, receive: Receive, send: Send) -> None:
+            async def record(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     self.seen.add((scope["method"], scope["path"], message["status"]))
                 await send(message)
 
-            await inner(scope, receive, noted)
+            await inner(scope, receive, record)
 
-        return watched
+        return recording
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_a_page_of_another_origin_reaches_nothing(tmp_path: Path) -> None:
-    server = Watched()
+    server = RecordingServer()
     with server.served() as address, page(PAGE % {"port": urlsplit(address).port}) as url:
         command = [
             str(BROWSER),

@@ -103,8 +103,8 @@ def test_requests_that_are_almost_right(examples: int) -> None:
         response = ask("POST", "/generate", json.dumps(asked).encode(), JSON)
         assert_answered(response)
         if response.status_code == 200 and not asked.get("stream"):
-            said = asked.get("prompt") or "".join(turn["content"] for turn in asked["messages"])
-            assert said.startswith(response.json()["text"])
+            prompt = asked.get("prompt") or "".join(turn["content"] for turn in asked["messages"])
+            assert prompt.startswith(response.json()["text"])
 
     check()
 

@@ -1,4 +1,4 @@
-"""POST /generate over real HTTP: JSON and streams, what is refused, and what happens when the client leaves."""
+"""POST /generate over real HTTP: JSON and streams, refusals, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def http(server: EchoServer) -> Iterator[httpx.Client]:
 
 
 def events(text: str) -> list[tuple[str, str]]:
-    """(kind, data) of every server-sent event; comments come as kind ":"."""
+    """(kind, data) of every server-sent event; a comment has the kind ":"."""
     found: list[tuple[str, str]] = []
     for block in text.removesuffix("\n\n").split("\n\n"):
         if block.startswith(":"):
@@ -78,7 +78,7 @@ def test_tokens_come_when_asked_for(http: httpx.Client) -> None:
     assert answer["finish_reason"] == "length"
 
 
-def test_a_stream_says_the_same_as_the_json_answer(http: httpx.Client) -> None:
+def test_a_stream_carries_the_same_as_the_json_answer(http: httpx.Client) -> None:
     asked: dict[str, Any] = {"prompt": 'tab\tline\nquote" \u2028 snow☃', "return_tokens": True}
     whole = http.post("/generate", json=asked).json()
     response = http.post("/generate", json={**asked, "stream": True})
@@ -100,7 +100,7 @@ def test_a_stream_without_tokens_has_text_alone(http: httpx.Client) -> None:
     assert "tokens" not in json.loads(last[1])
 
 
-def test_prompts_and_messages_reach_the_encoder_as_meant(server: EchoServer, http: httpx.Client) -> None:
+def test_prompts_and_messages_are_encoded_correctly(server: EchoServer, http: httpx.Client) -> None:
     turns = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "first"},
@@ -116,7 +116,7 @@ def test_prompts_and_messages_reach_the_encoder_as_meant(server: EchoServer, htt
     assert server.engine.tickets[-1].prompt.tokens == server.encoder.encode_chat([{"role": "user", "content": "turn"}])
 
 
-def test_without_max_tokens_the_answer_takes_what_fits(server: EchoServer, http: httpx.Client) -> None:
+def test_without_max_tokens_the_answer_fills_the_context(server: EchoServer, http: httpx.Client) -> None:
     assert http.post("/generate", json={"prompt": "x" * 3_900}).status_code == 200
     prompt = server.engine.tickets[-1].prompt
     assert len(prompt.tokens) + prompt.sampling.max_tokens == LIMITS.max_context
@@ -301,7 +301,7 @@ def test_a_silent_stream_is_kept_alive() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("pause", [0.02, 30.0], ids=["decoding", "queued"])
-def test_a_gone_client_gives_its_row_back_at_once(stream: bool, pause: float) -> None:
+def test_a_disconnected_client_frees_its_row_at_once(stream: bool, pause: float) -> None:
     server = EchoServer(engine=EchoEngine(pause=pause))
     with server.served() as address:
         connection = HTTPConnection(urlsplit(address).netloc, timeout=60)
@@ -316,7 +316,7 @@ def test_a_gone_client_gives_its_row_back_at_once(stream: bool, pause: float) ->
     assert server.engine.ended[ticket.id] == "cancelled"
 
 
-def test_a_hundred_aborted_streams_leave_nothing_running() -> None:
+def test_a_hundred_aborted_streams_leave_no_request_running() -> None:
     server = EchoServer(engine=EchoEngine(pause=0.01))
     with server.served() as address, httpx.Client(base_url=address) as client:
         for number in range(100):
@@ -365,7 +365,7 @@ def test_no_prompt_text_in_errors_or_logs(caplog: pytest.LogCaptureFixture) -> N
 
 
 class Counting(Codepoints):
-    """Counts what it tokenises, and how many places in the queue were held meanwhile."""
+    """Counts tokenised prompts, and the places in the queue reserved meanwhile."""
 
     def __init__(self) -> None:
         self.engine = EchoEngine()
@@ -418,7 +418,7 @@ def test_a_place_is_held_while_a_prompt_is_tokenised_and_given_back_whatever_hap
     ],
 )
 def test_a_prompt_that_cannot_fit_by_its_bytes_is_refused_untokenised(asked: dict[str, Any], status: int) -> None:
-    """Only what every chat template keeps counts."""
+    """Only text that every chat template keeps is counted."""
     encoder = Counting()
     with EchoServer(
         engine=encoder.engine, encoder=encoder, limits=replace(LIMITS, max_prompt_bytes=100)

@@ -1,4 +1,4 @@
-"""Training, adapters, health, metrics, and the one error shape on every route there is or is not."""
+"""Training, adapters, health and metrics, and the error shape of every route and of unknown ones."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def assert_shape(response: httpx.Response, status: int, code: str, field: str | 
     assert (error["code"], error["field"]) == (code, field)
 
 
-def test_training_is_asked_for_once_and_followed(http: httpx.Client, server: EchoServer) -> None:
+def test_training_is_requested_once_and_followed(http: httpx.Client, server: EchoServer) -> None:
     key = {"Idempotency-Key": "monday"}
     first = http.post("/train", headers=key)
     assert first.status_code == 202
@@ -72,7 +72,7 @@ def test_a_run_number_that_cannot_be_is_named(http: httpx.Client, number: str) -
     assert_shape(http.get(f"/train/{number}"), 400, "bad_request", "id")
 
 
-def test_a_run_that_is_not_there(http: httpx.Client) -> None:
+def test_an_unknown_run_is_not_found(http: httpx.Client) -> None:
     assert_shape(http.get("/train/7"), 404, "not_found")
 
 
@@ -113,7 +113,7 @@ class Refusing(InMemoryOperator):
         raise StoreError("select * from adapters where folder = '/secret'")
 
 
-def test_a_refused_adapter_is_a_conflict_and_the_servers_own_trouble_is_not_told() -> None:
+def test_a_refused_adapter_is_a_conflict_and_internal_errors_are_not_disclosed() -> None:
     with EchoServer(operator=Refusing()).served() as address:
         assert_shape(httpx.post(f"{address}/adapters/2/activate"), 409, "adapter_refused")
         trouble = httpx.post(f"{address}/adapters/rollback")
@@ -131,7 +131,7 @@ class Slow(InMemoryOperator):
         return None
 
 
-def test_operators_that_take_their_time_hold_up_nobody() -> None:
+def test_a_slow_operator_does_not_block_other_requests() -> None:
     operator = Slow()
     with (
         EchoServer(operator=operator).served() as address,
@@ -153,7 +153,7 @@ def test_operators_that_take_their_time_hold_up_nobody() -> None:
         assert not any(caller.is_alive() for caller in callers)
 
 
-def test_health_tells_alive_from_ready(http: httpx.Client, server: EchoServer) -> None:
+def test_health_distinguishes_alive_from_ready(http: httpx.Client, server: EchoServer) -> None:
     assert http.get("/health/live").json() == {"status": "alive"}
     ready = http.get("/health/ready")
     assert ready.status_code == 200

@@ -41,7 +41,7 @@ def draft_steps_taken(steps: Steps, sure: Sequence[float]) -> int:
     return steps.most
 
 
-def test_what_was_seen_of_a_probability_goes_before_what_it_says() -> None:
+def test_observed_acceptance_overrides_the_stated_confidence() -> None:
     trust = Trust()
     initial = [trust.rate(i / 20) for i in range(21)]
     assert initial == sorted(initial) and initial[0] > 0 and initial[-1] < 1
@@ -52,7 +52,7 @@ def test_what_was_seen_of_a_probability_goes_before_what_it_says() -> None:
     assert trust.rate(0.55) == initial[11], "other confidences are unaffected"
 
 
-def test_a_draft_stops_where_it_is_in_doubt() -> None:
+def test_drafting_stops_where_confidence_is_low() -> None:
     def drafted(*sure: float, pace: float = 30.0) -> int:
         return draft_steps_taken(DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), pace, USUAL, ALONE), [True]), sure)
 
@@ -64,7 +64,7 @@ def test_a_draft_stops_where_it_is_in_doubt() -> None:
     assert drafted(*[0.5] * 8, pace=0.1) == 8 and drafted(*[0.99] * 8, pace=200.0) == 1
 
 
-def test_a_row_is_gone_on_with_by_what_its_own_drafts_are_worth() -> None:
+def test_a_row_continues_by_its_own_acceptance_rate() -> None:
     """The same confidence in a row whose tokens are rarely accepted."""
     goes_on = [
         DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), 30.0, ((rate,) * 8,), ALONE), [True]).more([[0.6]])
@@ -73,7 +73,7 @@ def test_a_row_is_gone_on_with_by_what_its_own_drafts_are_worth() -> None:
     assert goes_on == [True, False]
 
 
-def test_a_batch_goes_on_for_the_rows_that_are_sure() -> None:
+def test_a_batch_continues_for_its_confident_rows() -> None:
     costs = Costs({(4, 1): 0.060, (4, 9): 0.140}, {4: 0.012}, {1: 0.0}, 0.0, 0.0)
 
     def goes_on(*sure: float, looked_up: tuple[int, ...] = (0, 0, 0, 0)) -> bool:
@@ -87,7 +87,7 @@ def test_a_batch_goes_on_for_the_rows_that_are_sure() -> None:
     assert not goes_on(0.99, 0.99, 0.99, 0.1, looked_up=(1, 1, 1, 0))
 
 
-def test_greedy_and_drawn_tokens_are_trusted_apart() -> None:
+def test_greedy_and_sampled_confidences_are_calibrated_separately() -> None:
     length = DraftLength(8, 0, COSTS)
     for _ in range(300):
         steps = length.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
@@ -101,7 +101,7 @@ def test_greedy_and_drawn_tokens_are_trusted_apart() -> None:
     )
 
 
-def test_what_was_never_reached_is_not_counted() -> None:
+def test_positions_that_were_not_verified_are_not_counted() -> None:
     trust = Trust()
     steps = Steps(8, [trust], lambda drafted, reach: True)
     steps.more([[0.95]])
@@ -113,13 +113,13 @@ def test_what_was_never_reached_is_not_counted() -> None:
     )
 
 
-def test_a_fixed_length_is_not_asked_about() -> None:
+def test_a_fixed_length_needs_no_host_sync() -> None:
     steps = Steps(5)
     assert steps.stops == () and steps.most == 5
     steps.observe([3, 2])
 
 
-def test_confidence_is_the_softmax_over_what_the_head_keeps() -> None:
+def test_confidence_is_the_softmax_over_the_reduced_vocabulary() -> None:
     model = tiny_llama(0)
     reduced = list(range(4, 60, 3))
     cut(model, reduced)
@@ -134,7 +134,7 @@ def test_confidence_is_the_softmax_over_what_the_head_keeps() -> None:
 
 
 @pytest.mark.parametrize("doubtful", [0.3, 0.6])
-def test_it_beats_every_fixed_length_where_confidence_tells(doubtful: float) -> None:
+def test_it_beats_every_fixed_length_where_confidence_predicts_acceptance(doubtful: float) -> None:
     """A share of the tokens has low confidence and is accepted one time in three; the others 19 times in 20."""
 
     def simulated_tokens(seed: int) -> list[tuple[float, bool]]:
@@ -165,7 +165,7 @@ def test_it_beats_every_fixed_length_where_confidence_tells(doubtful: float) -> 
     assert tokens / seconds > 1.03 * max(fixed(k) for k in range(9))
 
 
-def test_where_asking_is_dear_the_length_is_the_usual_one() -> None:
+def test_an_expensive_host_sync_leaves_the_length_fixed() -> None:
     """As on an accelerator, where a round takes a few milliseconds and a host sync is expensive."""
     costs = replace(COSTS, asked={1: 0.04 * COSTS.round(ONE, 3)})
     steps = DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
@@ -192,7 +192,7 @@ class Doubting(DraftLength):
 
 
 @pytest.mark.parametrize("draws", [200, pytest.param(2000, marks=pytest.mark.nightly)])
-def test_unseeded_sampling_keeps_its_distribution_where_the_draft_stops_by_what_it_drew(draws: int) -> None:
+def test_a_draft_that_stops_by_its_own_samples_keeps_the_distribution(draws: int) -> None:
     """The joint distribution of both tokens of an answer: whether the second is drafted depends on the first."""
     target, sampling = tiny_llama(4), Sampling(temperature=1.0, top_k=3, max_tokens=2)
     decoder = Decoder(

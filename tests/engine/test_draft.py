@@ -60,7 +60,9 @@ def make(folder: Path, quantised: bool = False) -> tuple[nn.Module, AdapterRef, 
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["folded", "quantised"])
-def test_it_computes_what_was_trained_and_leaves_the_base_alone(tmp_path: Path, quantised: bool) -> None:
+def test_a_folded_adapter_computes_what_was_trained_and_leaves_the_base_unchanged(
+    tmp_path: Path, quantised: bool
+) -> None:
     base, ref, expected = make(tmp_path / "a", quantised)
     before = np.array(base(TOKENS))
     held = {name: id(array) for name, array in leaves(base.parameters())}
@@ -76,7 +78,7 @@ def test_it_computes_what_was_trained_and_leaves_the_base_alone(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["folded", "quantised"])
-def test_it_proposes_from_its_own_vocabulary_else_from_its_bases(tmp_path: Path, quantised: bool) -> None:
+def test_an_adapter_proposes_from_its_own_reduced_vocabulary_or_its_bases(tmp_path: Path, quantised: bool) -> None:
     base, ref, expected = make(tmp_path / "a", quantised)
     cut(base, [1, 2, 3])
     found = load(base, ref, DRAFT).model(TOKENS)
@@ -90,7 +92,7 @@ def test_it_proposes_from_its_own_vocabulary_else_from_its_bases(tmp_path: Path,
 
 @pytest.mark.parametrize("ids", [None, [96, 4, 3]], ids=["whole", "cut"])
 @pytest.mark.parametrize("quantised", [False, True], ids=["folded", "quantised"])
-def test_the_gate_scores_the_very_model_that_serves(tmp_path: Path, quantised: bool, ids: list[int] | None) -> None:
+def test_the_gate_scores_the_model_that_serves(tmp_path: Path, quantised: bool, ids: list[int] | None) -> None:
     base, ref, _ = make(tmp_path / "a", quantised)
     if ids is not None:
         vocabulary.write(ids, ref.folder)
@@ -171,7 +173,7 @@ CORRUPTIONS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_damage_is_refused(tmp_path: Path, kind: str) -> None:
+def test_damaged_adapters_are_refused(tmp_path: Path, kind: str) -> None:
     base, ref, _ = make(tmp_path / "a")
     before = np.array(base(TOKENS))
     CORRUPTIONS[kind](ref.folder)

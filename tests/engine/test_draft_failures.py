@@ -90,7 +90,7 @@ def truncated(folder: Path, kind: str) -> mx.array:
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("after", [0, 5])
-def test_an_error_that_shows_when_the_round_is_evaluated(
+def test_an_error_raised_by_the_rounds_evaluation(
     tmp_path: Path, kind: str, seeded: bool, after: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = 0
@@ -119,7 +119,7 @@ def test_an_error_that_shows_when_the_round_is_evaluated(
 @pytest.mark.own_process
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
-def test_an_error_that_comes_with_the_verification(
+def test_an_error_raised_during_verification(
     tmp_path: Path, kind: str, seeded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the device is slower than Python the proposal's error shows after the target's call was built on it."""
@@ -170,7 +170,7 @@ def test_every_exception_is_logged_once_with_its_traceback(caplog: pytest.LogCap
 # ------------------------------------------------------------------------------------------- logits that are not finite
 
 
-def test_a_row_whose_logits_are_not_finite_goes_on_alone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_row_with_non_finite_draft_logits_continues_without_drafts(caplog: pytest.LogCaptureFixture) -> None:
     """The others are drafted for as if it were not there, and it is drafted for again after a while."""
     rows, alone = rows_of(4, tokens=3 * RETRY), rows_of(4, tokens=3 * RETRY)
     decode(Decoder(target(), bare(good()), vocabulary=VOCABULARY, k=K), alone)
@@ -214,7 +214,7 @@ class Infected(nn.Module):
         return layers_of(self.inner)
 
 
-def test_keys_and_values_that_are_not_finite_stay_in_no_row() -> None:
+def test_non_finite_keys_and_values_stay_in_no_row() -> None:
     """A slot that held NaN is given to other rows, and what lies behind a row's end is multiplied by zero: both must be
     clean. Once the draft is well again, so is the row."""
     asked = rows_of(4, tokens=40)

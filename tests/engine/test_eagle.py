@@ -116,7 +116,7 @@ def prompts(rng: random.Random, count: int) -> list[Prompt]:
     ("rows", "count"),
     [(1, 6), (5, 8), *(pytest.param(rows, 12, marks=pytest.mark.nightly) for rows in (1, 5))],
 )
-def test_every_proposal_is_the_one_that_the_row_alone_would_get(rows: int, count: int) -> None:
+def test_every_proposal_equals_that_of_the_row_alone(rows: int, count: int) -> None:
     rng = random.Random(rows)
     decoder, proposals = recording_decoder(head())
 
@@ -133,7 +133,7 @@ def test_every_proposal_is_the_one_that_the_row_alone_would_get(rows: int, count
     assert not all(is_proposal_of_row_alone(head(2), tokens, guesses) for tokens, guesses in proposals)
 
 
-def test_beginnings_that_were_kept_bring_their_hidden_states() -> None:
+def test_cached_prefixes_bring_their_hidden_states() -> None:
     rng, prefix = random.Random(5), PrefixCache(2**24)
     shared = tuple(rng.randrange(4, VOCABULARY) for _ in range(70))
     asked = [
@@ -149,7 +149,7 @@ def test_beginnings_that_were_kept_bring_their_hidden_states() -> None:
     assert proposals and all(is_proposal_of_row_alone(head(), tokens, guesses) for tokens, guesses in proposals)
 
 
-def test_text_is_the_targets_whatever_the_head_its_cut_or_a_switch() -> None:
+def test_output_is_the_targets_own_with_any_head_reduced_vocabulary_or_switch() -> None:
     rng = random.Random(9)
     small = twin(head(3))
     cut(small, list(range(0, VOCABULARY, 2)))

@@ -27,7 +27,7 @@ def find(text: list[int], most: int = 4) -> Found | None:
     return Lookup(most).find(text, Grams())
 
 
-def test_the_latest_place_with_the_longest_match_is_read_on() -> None:
+def test_the_latest_longest_match_is_proposed() -> None:
     assert find([1, 2, 3, 4, 5, 1, 2]) == Found(2, [3, 4, 5, 1])
     assert find([1, 2, 3, 1, 2, 4, 9, 1, 2]) == Found(2, [4, 9, 1, 2])
     # A match of four tokens beats a later match of two.
@@ -35,12 +35,12 @@ def test_the_latest_place_with_the_longest_match_is_read_on() -> None:
     assert find([1, 2, 3]) is None and find([1]) is None and find([]) is None
 
 
-def test_a_text_that_repeats_itself_is_taken_to_go_on() -> None:
+def test_a_repeating_text_is_proposed_to_continue() -> None:
     assert find([5, 6, 7, 5, 6, 7, 5, 6], most=5) == Found(4, [7, 5, 6, 7, 5])
     assert find([9] * 12, most=3) == Found(8, [9, 9, 9])
 
 
-def test_a_growing_text_is_read_once_and_finds_what_a_fresh_reading_finds() -> None:
+def test_an_incremental_index_finds_what_a_fresh_one_finds() -> None:
     rng, grams, lookup = random.Random(0), Grams(), Lookup(6)
     text: list[int] = []
     for _ in range(300):
@@ -48,7 +48,7 @@ def test_a_growing_text_is_read_once_and_finds_what_a_fresh_reading_finds() -> N
         assert lookup.find(text, grams) == find(text, most=6)
 
 
-def test_recent_outputs_are_shared_and_old_ones_forgotten() -> None:
+def test_recent_outputs_are_shared_and_old_ones_evicted() -> None:
     lookup, text = Lookup(3), [90, 91, 92, 93, 94, 95, 96]
     lookup.remember(text)
     assert lookup.find([1, 90, 91, 92, 93], Grams()) == Found(4, [94, 95, 96])
@@ -60,7 +60,7 @@ def test_recent_outputs_are_shared_and_old_ones_forgotten() -> None:
     assert lookup.find([1, 90, 91, 92, 93], Grams()) is None
 
 
-def test_what_may_not_be_stored_is_not_offered_to_others() -> None:
+def test_outputs_that_may_not_be_stored_are_not_shared() -> None:
     target = tiny_llama(0)
     prompt = tuple(random.Random(1).randrange(4, VOCABULARY) for _ in range(12))
     for store in (True, False):
@@ -114,7 +114,7 @@ class RaisingDraft(nn.Module):
         return layers_of(self.inner)
 
 
-def test_look_ups_go_on_after_a_draft_that_rested_broke() -> None:
+def test_look_ups_continue_after_a_parked_draft_failed() -> None:
     target = tiny_llama(0)
     decoder = Decoder(target, bare(RaisingDraft(target)), vocabulary=VOCABULARY, k=3, adaptive=True, lookup=4)
     # A draft step that costs as much as a target call never pays.
@@ -131,7 +131,7 @@ def test_look_ups_go_on_after_a_draft_that_rested_broke() -> None:
 
 
 @pytest.mark.parametrize("draws", [1000, pytest.param(4000, marks=pytest.mark.nightly)])
-def test_unseeded_sampling_with_look_ups_has_the_targets_law(draws: int) -> None:
+def test_unseeded_sampling_with_look_ups_keeps_the_targets_distribution(draws: int) -> None:
     """A look-up proposes one token with q = 1: it is accepted with p(x), else the residual is sampled. In a text that repeats
     itself both happen often."""
     target = tiny_llama(4)
@@ -165,7 +165,7 @@ def test_unseeded_sampling_with_look_ups_has_the_targets_law(draws: int) -> None
     assert 0 < accepted < draws
 
 
-def test_two_proposals_are_joined_row_by_row() -> None:
+def test_two_proposals_are_merged_row_by_row() -> None:
     one = looked_up([[1, 2], [3]], 2, VOCABULARY, unseeded=True)
     other = looked_up([[4, 5], [6, 7]], 2, VOCABULARY, unseeded=True)
     both = joined(one, other, [False, True])

@@ -104,7 +104,7 @@ def assert_fits(decoder: Decoder) -> None:
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}], ids=["greedy", "seeded"])
-def test_a_chat_that_grows_is_read_once(sampling: dict[str, Any]) -> None:
+def test_a_growing_chat_is_prefilled_once(sampling: dict[str, Any]) -> None:
     decoder = make_decoder()
     tokens = random_tokens(1, 20)
     verified = reused = 0
@@ -125,7 +125,7 @@ def test_the_same_prompt_again(length: int) -> None:
     assert (first.reused, again.reused) == (0, whole(length - 1))
 
 
-def test_a_beginning_is_held_once_and_found_by_all() -> None:
+def test_a_shared_prefix_is_stored_once_and_hit_by_all() -> None:
     decoder = make_decoder()
     system = random_tokens(1, 100)
     rows = serve(decoder, [request((*system, *random_tokens(i, 1 + 5 * i)), answer=1) for i in range(2, 9)], seed=1)
@@ -136,7 +136,7 @@ def test_a_beginning_is_held_once_and_found_by_all() -> None:
     assert len({block.tokens for block in decoder.prefix.blocks}) == 3 + tails  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def test_requests_that_came_together_do_not_read_the_same_twice() -> None:
+def test_concurrent_requests_do_not_prefill_a_shared_prefix_twice() -> None:
     decoder = make_decoder()
     system = random_tokens(1, 70)
     under_way = [decoder.begin(Row(str(i), request((*system, i + 10)), EOS, None)) for i in range(3)]
@@ -152,7 +152,7 @@ def test_requests_that_came_together_do_not_read_the_same_twice() -> None:
         assert_own(row)
 
 
-def test_a_token_of_difference_is_a_difference() -> None:
+def test_one_different_token_ends_the_match() -> None:
     decoder = make_decoder()
     tokens = random_tokens(1, 100)
     answer(decoder, request(tokens))
@@ -165,7 +165,7 @@ def test_a_token_of_difference_is_a_difference() -> None:
 # ----------------------------------------------------------------------------------------------------- what is cached
 
 
-def test_only_verified_tokens_are_kept() -> None:
+def test_only_verified_tokens_are_cached() -> None:
     """With mostly rejected drafts, for rows of different lengths that end in the middle of a round."""
     decoder = make_decoder(draft_=draft(3))
     rows = serve(decoder, [request(random_tokens(i, 9 + 11 * i), answer=60 + i) for i in range(6)], eos=EOS, seed=2)
@@ -176,7 +176,7 @@ def test_only_verified_tokens_are_kept() -> None:
         assert held(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
 
 
-def test_requests_that_leave_nothing_behind_may_find_something() -> None:
+def test_requests_that_may_not_be_stored_can_hit_but_not_add() -> None:
     decoder = make_decoder()
     tokens = random_tokens(1, 80)
     assert answer(decoder, request(tokens, store=False)).reused == 0
@@ -187,7 +187,7 @@ def test_requests_that_leave_nothing_behind_may_find_something() -> None:
     assert set(decoder.prefix.blocks) == set(before)
 
 
-def test_what_was_said_until_a_request_was_cancelled_is_kept() -> None:
+def test_the_output_of_a_cancelled_request_is_cached() -> None:
     decoder = make_decoder()
     row = Row("0", request(random_tokens(7, 40), answer=64), frozenset(), None)
     decoder.admit(row)
@@ -216,7 +216,7 @@ class RecordingDraft(nn.Module):
         return layers_of(self.inner)
 
 
-def test_a_swap_keeps_the_target_s_and_reads_the_draft_s_in_chunks() -> None:
+def test_a_swap_keeps_the_targets_blocks_and_prefills_the_drafts_in_chunks() -> None:
     decoder, tokens = make_decoder(), random_tokens(1, 150)
     answer(decoder, request(tokens))
     new = RecordingDraft(draft(1).model)
@@ -231,7 +231,7 @@ def test_a_swap_keeps_the_target_s_and_reads_the_draft_s_in_chunks() -> None:
     assert sum(new.fed[:2]) == 149 - 128
 
 
-def test_rows_under_way_at_a_swap_leave_nothing_of_two_drafts() -> None:
+def test_rows_running_at_a_swap_cache_no_mixed_draft_blocks() -> None:
     """One row is decoding, one in prefill; the new draft alone prefills the latter."""
     decoder = make_decoder()
     running, reading = (Row(str(i), request(random_tokens(i, 100), answer=80), frozenset(), None) for i in range(2))
@@ -253,7 +253,7 @@ def test_rows_under_way_at_a_swap_leave_nothing_of_two_drafts() -> None:
 
 @pytest.mark.parametrize("how", ["raises", "nan"])
 @pytest.mark.parametrize("when", ["between requests", "while a prompt is read", "while decoding"])
-def test_what_a_failed_draft_read_is_worth_nothing(how: str, when: str) -> None:
+def test_blocks_of_a_failed_draft_are_discarded(how: str, when: str) -> None:
     weak = RecordingDraft(draft(0).model)
     decoder, tokens = make_decoder(draft_=bare(weak)), random_tokens(1, 100)
     answer(decoder, request(tokens))
@@ -289,7 +289,7 @@ def test_what_a_failed_draft_read_is_worth_nothing(how: str, when: str) -> None:
 # --------------------------------------------------------------------------------------------------------------- room
 
 
-def test_the_longest_unused_goes_first_and_beginnings_last() -> None:
+def test_the_least_recently_used_is_evicted_first_and_prefixes_last() -> None:
     decoder = make_decoder(budget=6 * BLOCK_BYTES, draft_=draft(0))
     one, two = random_tokens(1, 70), random_tokens(2, 40)
     answer(decoder, request(one, answer=1))
@@ -307,7 +307,7 @@ def test_the_longest_unused_goes_first_and_beginnings_last() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, BLOCK_BYTES - 1, BLOCK_BYTES, 5 * BLOCK_BYTES])
-def test_a_prompt_longer_than_the_budget_keeps_its_beginning(budget: int) -> None:
+def test_a_prompt_longer_than_the_budget_caches_its_beginning(budget: int) -> None:
     decoder, tokens = make_decoder(budget), random_tokens(1, 300)
     for _ in range(2):
         answer(decoder, request(tokens))
@@ -332,7 +332,7 @@ def found(prefix: PrefixCache, tokens: Sequence[int]) -> int:
     return BLOCK * sum(tuple(tokens[at : at + BLOCK]) in have for at in range(0, len(tokens), BLOCK))
 
 
-def test_chains_lose_their_ends_and_a_chain_that_grows_loses_nothing() -> None:
+def test_eviction_takes_chain_ends_and_spares_a_growing_chain() -> None:
     one, two, three = random_tokens(1, 4 * BLOCK), random_tokens(2, 2 * BLOCK), random_tokens(3, BLOCK)
     size = 2 * BLOCK * 8 * 4
     prefix = PrefixCache(5 * size)
@@ -349,7 +349,7 @@ def test_chains_lose_their_ends_and_a_chain_that_grows_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("dims", [(256, 256), (256, 128)], ids=["of one shape", "of two shapes"])
-def test_a_block_keeps_nothing_else_alive(dims: tuple[int, int]) -> None:
+def test_a_block_holds_no_other_memory(dims: tuple[int, int]) -> None:
     """One head, whose positions are contiguous in memory: the case in which a copy could be a view."""
     prefix, tokens = PrefixCache(2**30), random_tokens(1, 3 * BLOCK)
     gc.collect()
@@ -380,16 +380,14 @@ ANY = given(
 
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
-def test_whatever_was_asked_before(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool) -> None:
+def test_random_histories(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool) -> None:
     check_history(seed, blocks, batch, swaps, leaving)
 
 
 @pytest.mark.nightly
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
-def test_whatever_was_asked_before_in_many_orders(
-    seed: int, blocks: int, batch: int, swaps: bool, leaving: bool
-) -> None:
+def test_random_histories_in_many_orders(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool) -> None:
     check_history(seed, blocks, batch, swaps, leaving)
 
 

@@ -65,7 +65,7 @@ def test_healthy_models_are_served(name: str, dtype: str, rounded: str) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS[::3], ids=lambda fault: fault.kind)
 @pytest.mark.parametrize("dtype", HALF)
-def test_structure_is_refused(dtype: str, fault: Fault) -> None:
+def test_structural_faults_are_refused(dtype: str, fault: Fault) -> None:
     assert refused(model("llama", dtype, "shapes round apart"), fault)
 
 

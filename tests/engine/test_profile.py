@@ -61,7 +61,7 @@ def test_a_busy_moment_at_the_start_is_forgotten() -> None:
     assert round_of(Profile(*pair(20), rows=[1], most=1).measure()) < SLOW
 
 
-def test_what_was_measured_on_a_busy_machine_is_measured_again() -> None:
+def test_costs_measured_on_a_busy_machine_are_measured_again() -> None:
     machine = Machine(10**6)
     target = tiny_llama(0)
     profile = Profile(On(target, machine), On(relative(target, 1, 0.1), machine), rows=[1], most=1, rest=1.0)
@@ -83,7 +83,7 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again() -> None:
     assert length.round_seconds()[0] == round_of(costs)
 
 
-def test_work_that_comes_finds_the_draft_as_it_was() -> None:
+def test_timing_leaves_the_draft_cache_unchanged() -> None:
     """A step is timed with tokens of the rows' own, which the next row has not shown."""
     target = tiny_llama(0)
     draft = twin(relative(target, 1, 0.1))
@@ -98,7 +98,7 @@ def test_work_that_comes_finds_the_draft_as_it_was() -> None:
     assert mx.array_equal(draft(token), before)
 
 
-def test_costs_that_hardly_differ_leave_corrections_alone() -> None:
+def test_nearly_equal_costs_keep_their_corrections() -> None:
     of = Costs({(1, 1): 0.05, (1, 3): 0.06}, {1: 0.01}, {1: 0.0}, 0.0, 0.0)
     length = DraftLength(2, 0, of)
     load = Load(1, 0)
@@ -114,7 +114,7 @@ def test_costs_that_hardly_differ_leave_corrections_alone() -> None:
     assert length.seconds(load, 2, 2) == pytest.approx(other.round(load, 2))
 
 
-def test_a_model_that_fails_while_nobody_asks_ends_nothing() -> None:
+def test_a_model_that_fails_during_timing_does_not_end_the_engine() -> None:
     """Nor is it asked again and again."""
 
     class Broken(nn.Module):

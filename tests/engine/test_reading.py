@@ -50,7 +50,7 @@ def read(decoder: Decoder, texts: Sequence[Sequence[int]], room: int = 4 * CHUNK
     return calls
 
 
-def test_keys_and_values_are_those_of_each_prompt_alone() -> None:
+def test_batched_prefill_equals_each_prompt_alone() -> None:
     decoder = make_decoder()
     rows = rows_of([random_tokens(i, count) for i, count in enumerate((22, 20, 21, 23))])
     (prefill,) = admit(decoder, rows, room=4 * CHUNK)
@@ -65,30 +65,30 @@ def test_keys_and_values_are_those_of_each_prompt_alone() -> None:
 
 
 @pytest.mark.parametrize("k", [0, 3])
-def test_those_of_like_length_go_together_whatever_stands_between_them(k: int) -> None:
+def test_prompts_of_similar_length_are_batched_in_any_order(k: int) -> None:
     """A call pads the shorter ones, by an eighth of them all at most."""
     texts = [random_tokens(i, count) for i, count in enumerate((21, 11, 22, 1, 20, 12, 33, 2))]
     assert read(make_decoder(k=k), texts) == [[21, 22, 20], [11, 12], [1], [33], [2]]
 
 
 @pytest.mark.parametrize(("room", "calls"), [(20, [1, 1, 1, 1]), (40, [2, 2]), (79, [3, 1]), (80, [4])])
-def test_no_call_is_larger_than_the_room_there_is(room: int, calls: list[int]) -> None:
+def test_no_call_exceeds_the_free_rows(room: int, calls: list[int]) -> None:
     assert [len(call) for call in read(make_decoder(), [random_tokens(i, 21) for i in range(4)], room)] == calls
 
 
-def test_a_prompt_of_more_than_a_chunk_is_read_alone() -> None:
+def test_a_prompt_longer_than_a_chunk_is_prefilled_alone() -> None:
     assert read(make_decoder(), [random_tokens(i, CHUNK + 2) for i in range(3)], 8 * CHUNK) == [[CHUNK + 2]] * 3
     assert read(make_decoder(), [random_tokens(i, CHUNK + 1) for i in range(3)], 8 * CHUNK) == [[CHUNK + 1] * 3]
     assert read(make_decoder(), [random_tokens(i, CHUNK + 1 + i) for i in range(3)], 8 * CHUNK) == [[33], [34], [35]]
 
 
-def test_what_one_leaves_behind_saves_the_others_reading_it() -> None:
+def test_a_shared_prefix_is_prefilled_once_for_the_others() -> None:
     texts = [(*random_tokens(1, 32), *random_tokens(i, 14)) for i in range(2, 6)]
     assert read(make_decoder(PrefixCache(2**24), chunk=2 * CHUNK), texts, 8 * CHUNK) == [[46], [46, 46, 46]]
     assert read(make_decoder(chunk=2 * CHUNK), texts, 8 * CHUNK) == [[46] * 4]
 
 
-def test_each_leaves_its_own_behind() -> None:
+def test_each_prompt_of_a_batch_is_cached() -> None:
     decoder, texts = make_decoder(PrefixCache(2**24), chunk=2 * CHUNK), [random_tokens(i, 41) for i in range(3)]
     assert read(decoder, texts) == [[41] * 3]
     rows = rows_of([(*text, 9, 10) for text in texts])
@@ -97,7 +97,7 @@ def test_each_leaves_its_own_behind() -> None:
     finish(decoder, rows)
 
 
-def test_beginnings_of_unlike_length_that_were_kept_are_taken_over_together() -> None:
+def test_cached_prefixes_of_different_lengths_are_restored_together() -> None:
     decoder = make_decoder(PrefixCache(2**24))
     known = [random_tokens(1, 97), random_tokens(2, 33)]
     read(decoder, known)
@@ -110,7 +110,7 @@ def test_beginnings_of_unlike_length_that_were_kept_are_taken_over_together() ->
     finish(decoder, rows)
 
 
-def test_another_draft_that_has_kept_nothing_reads_the_whole_alone() -> None:
+def test_a_new_draft_without_cached_blocks_prefills_the_whole_prompt_alone() -> None:
     """What the target knows of these is more than a chunk, and the new draft is to read all of it."""
     decoder = make_decoder(PrefixCache(2**24))
     system = random_tokens(1, 64)
@@ -137,7 +137,7 @@ class Alone(nn.Module):
         return layers_of(self.inner)
 
 
-def test_a_draft_that_fails_over_several_costs_speed_only() -> None:
+def test_a_draft_that_fails_on_a_batched_prefill_costs_speed_only() -> None:
     decoder = make_decoder()
     decoder.switch(bare(Alone(relative(tiny_llama(0), 1, 0.2))))
     assert read(decoder, [random_tokens(1, 20)]) == [[20]] and not decoder.failed

@@ -84,7 +84,7 @@ def test_without_a_usable_draft_the_target_draws_alone() -> None:
     assert p_value(np.bincount(drawn[:, 0], minlength=VOCABULARY), expected) > 1e-4
 
 
-def test_equal_laws_accept_everything_and_leave_no_residual() -> None:
+def test_equal_distributions_accept_everything_and_leave_no_residual() -> None:
     logp = mx.log(mx.softmax(mx.random.normal((64, 4, VOCABULARY), key=mx.random.key(1)), axis=-1))
     drafted = mx.random.categorical(logp[:, :3], key=mx.random.key(2)).astype(mx.int32)
     accepted, following = verify.reject(logp, logp[:, :3], drafted, mx.ones((64, 3), dtype=mx.bool_), mx.random.key(3))
@@ -105,7 +105,7 @@ def test_acceptance_is_the_overlap() -> None:
     assert abs(float(np.array(accepted).mean()) - overlap) < 5 * error
 
 
-def test_a_draft_that_stops_where_it_is_in_doubt_leaves_the_law() -> None:
+def test_stopping_at_low_confidence_keeps_the_distribution() -> None:
     """The second token is drafted only if the confidence in the first is high; the first is verified in any case."""
     p, q = draw_logits(3)
     batch = SamplingBatch.of([Sampling(temperature=1.0)] * DRAWS, VOCABULARY)
@@ -127,4 +127,6 @@ def test_a_draft_that_stops_where_it_is_in_doubt_leaves_the_law() -> None:
     assert p_value(np.bincount(first, minlength=VOCABULARY), probabilities[0]) > 1e-4
     for part in (far, ~far):
         assert p_value(np.bincount(second[part & (second >= 0)], minlength=VOCABULARY), probabilities[1]) > 1e-4
-    assert p_value(np.bincount(first[far], minlength=VOCABULARY), probabilities[0]) < 1e-4, "the test notices a missing part"
+    assert p_value(np.bincount(first[far], minlength=VOCABULARY), probabilities[0]) < 1e-4, (
+        "the test notices a missing part"
+    )

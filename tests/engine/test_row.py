@@ -36,7 +36,7 @@ def test_a_stop_string_across_tokens_never_shows() -> None:
     assert all("E" not in piece for piece in pieces)
 
 
-def test_what_only_looked_like_a_stop_string_is_shown_after_all() -> None:
+def test_text_withheld_for_a_possible_stop_string_is_shown_later() -> None:
     pieces, stopped = streamed("an ENvelope", "END")
     assert not stopped and "".join(pieces) == "an ENvelope."
 

@@ -40,7 +40,7 @@ def test_a_mixed_batch_equals_mlx_lm_row_by_row(rows: list[Sampling], seed: int)
         assert np.allclose(np.exp(np.array(ours[i])), np.exp(np.array(theirs)), atol=1e-5)
 
 
-def test_greedy_rows_are_untouched_by_their_neighbours_filters() -> None:
+def test_greedy_rows_ignore_the_filters_of_other_rows() -> None:
     logits = mx.random.normal((2, 1, 50), key=mx.random.key(0))
     batch = SamplingBatch.of([Sampling(), Sampling(temperature=0.5, top_k=3)], 50)
     out = np.array(transform(logits, batch))
@@ -83,7 +83,7 @@ GOLDEN_NOISE = {
 same text in every later version."""
 
 
-def test_seeded_noise_is_what_it_always_was() -> None:
+def test_seeded_noise_is_pinned() -> None:
     for (seed, position), key in GOLDEN_KEYS.items():
         assert noise_key(seed, position) == seeded_key(seed, position) == key
     for (seed, position, width), values in GOLDEN_NOISE.items():
@@ -100,7 +100,7 @@ def test_seeds_and_positions_differ() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-39, 1e-9, 9.9e-6])
-def test_hardly_any_temperature_is_greedy(temperature: float) -> None:
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     """Divided by so little, log-probabilities overflow: NaN, of which the largest is token 0."""
     logits = mx.random.normal((2, 1, 50), key=mx.random.key(3)) * 5
     rows = [Sampling(temperature=temperature, seed=4), Sampling(temperature=1.0)]
@@ -114,7 +114,7 @@ def test_hardly_any_temperature_is_greedy(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 50, 60])
-def test_a_draft_s_logits_are_brought_to_the_target_s_width(width: int) -> None:
+def test_draft_logits_are_padded_to_the_target_s_width(width: int) -> None:
     logits = mx.random.normal((2, 3, width), key=mx.random.key(0))
     out = np.array(fit(logits, 50))
     both = min(width, 50)

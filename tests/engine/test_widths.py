@@ -54,7 +54,7 @@ def asked(count: int, tokens: int = 40) -> list[Prompt]:
 
 @pytest.mark.parametrize("listed", [False, True], ids=["whole head", "cut head"])
 @pytest.mark.parametrize("width", [60, 96, WIDTH, 98, 130])
-def test_whatever_the_draft_s_width_the_text_is_the_target_s(width: int, listed: bool) -> None:
+def test_output_is_the_targets_own_with_a_draft_of_any_width(width: int, listed: bool) -> None:
     failures: list[int] = []
     rows = decode(
         target(),

@@ -323,7 +323,7 @@ class Measuring(WorkerHarness):
         return engine
 
 
-def test_what_rounds_cost_is_told_once_it_is_measured() -> None:
+def test_round_costs_are_reported_once_measured() -> None:
     harness = Measuring()
     assert harness.worker.round_seconds() is None, "not loaded yet"
     with harness:
@@ -336,7 +336,7 @@ def test_what_rounds_cost_is_told_once_it_is_measured() -> None:
         assert harness.worker.round_seconds() is None, "its draft length is fixed"
 
 
-def test_prompts_join_several_at_a_time_and_more_where_more_wait_than_run() -> None:
+def test_prompts_are_prefilled_together_and_admitted_in_groups() -> None:
     """Two of these fill a chunk. The first is read alone, for nobody else is there yet."""
     hold = BlockingHook(match=lambda fed: fed.shape[1] == CHUNK // 2)
     with WorkerHarness(hold, None, rows=8) as harness:
@@ -414,7 +414,7 @@ def test_a_worker_that_is_stopped_while_it_loads_ends_at_once() -> None:
     assert not harness.fatal.done()
 
 
-def test_models_that_cannot_be_loaded_are_start_s_error_and_nothing_fatal() -> None:
+def test_a_model_that_cannot_be_loaded_raises_from_start_and_is_not_fatal() -> None:
     class Without(WorkerHarness):
         def build(self) -> Engine:
             raise RuntimeError("no such model")
@@ -429,7 +429,7 @@ def test_models_that_cannot_be_loaded_are_start_s_error_and_nothing_fatal() -> N
     harness.worker.stop()
 
 
-def test_a_full_queue_refuses_and_loses_nothing_it_took() -> None:
+def test_a_full_queue_refuses_and_loses_no_admitted_request() -> None:
     hold = BlockingHook()
     with WorkerHarness(hold, rows=2, waiting=3) as harness:
         clients = [harness.submit(prompt(0))]
@@ -457,7 +457,7 @@ def test_a_full_queue_refuses_and_loses_nothing_it_took() -> None:
     assert Counter(g.id for g in harness.generations) == Counter(client.finished().id for client in clients)
 
 
-def test_what_cannot_fit_is_refused_at_once() -> None:
+def test_a_prompt_that_cannot_fit_is_refused_at_once() -> None:
     with WorkerHarness() as harness:
         for asked, field in (
             (Prompt((), Sampling()), "prompt"),
@@ -470,7 +470,7 @@ def test_what_cannot_fit_is_refused_at_once() -> None:
         harness.submit(prompt(0, length=1000, tokens=24)).finished()
 
 
-def test_what_was_read_before_is_told_apart() -> None:
+def test_cached_prompt_tokens_are_reported_separately() -> None:
     asked = prompt(3, length=2 * BLOCK + 5)
     with WorkerHarness() as harness:
         ends = [harness.submit(asked).finished() for _ in range(2)]
@@ -478,7 +478,7 @@ def test_what_was_read_before_is_told_apart() -> None:
     assert harness.read == [(2 * BLOCK + 5, 0), (2 * BLOCK + 5, 2 * BLOCK)]
 
 
-def test_models_that_will_not_load_are_told_to_whoever_starts() -> None:
+def test_start_and_submit_raise_the_loading_error() -> None:
     class Empty(WorkerHarness):
         def build(self) -> Engine:
             raise PairError("they do not belong together")
@@ -517,7 +517,7 @@ def test_cancelled_while_queued() -> None:
     assert len(harness.generations) == 3 and gone.ticket.result().id not in {g.id for g in harness.generations}
 
 
-def test_cancelled_while_its_prompt_is_read() -> None:
+def test_cancelled_during_prefill() -> None:
     """Reading stops after the chunk under way, and the place goes to who waits."""
     hold = BlockingHook(at=2, match=lambda fed: fed.shape == (1, CHUNK))
     with WorkerHarness(hold, rows=4) as harness:
@@ -651,7 +651,7 @@ def adapters(folder: Path, *sizes: float) -> list[AdapterRef]:
 
 
 @pytest.mark.parametrize("how", ["raises", "adapter"])
-def test_rows_under_way_draft_as_well_as_before_once_the_draft_works_again(how: str, tmp_path: Path) -> None:
+def test_running_rows_draft_as_well_as_before_once_the_draft_recovers(how: str, tmp_path: Path) -> None:
     """The draft is the target's double, so that whatever a failure left in its cache shows in what is accepted. The
     adapter's weights are finite, what they make of activations is not: no check before serving can see that."""
     breaking = FailingHook(2 + 3 * K, "raises")  # its prompt, a look at its parts, three rounds
@@ -673,7 +673,7 @@ def test_rows_under_way_draft_as_well_as_before_once_the_draft_works_again(how: 
     assert accepted[:7] == [K] * 3 + [0] * 4 and set(accepted[7:-1]) == {K}
 
 
-def test_a_broken_target_ends_everyone_with_the_reason() -> None:
+def test_a_failing_target_ends_every_request_with_the_reason() -> None:
     with WorkerHarness(FailingHook(12, "raises"), rows=2, hang_seconds=2.0) as harness:
         clients = [harness.submit(one) for one in long_prompts(5, 48)]
         for client in clients:
@@ -714,7 +714,7 @@ def test_a_request_that_cannot_be_handled_still_ends(where: str) -> None:
 # ------------------------------------------------------------------------------------------------------- the heartbeat
 
 
-def test_a_target_that_hangs_shows_and_may_come_back() -> None:
+def test_a_hanging_target_is_reported_and_may_recover() -> None:
     hold = BlockingHook(at=2, match=decoding)
     with WorkerHarness(hold, hang_seconds=4.0) as harness:
         clients = [harness.submit(prompt(seed)) for seed in (1, 2)]
@@ -748,7 +748,7 @@ def test_a_target_that_hangs_for_good_is_given_up(at: str) -> None:
     assert harness.generations == []
 
 
-def test_what_comes_back_after_it_was_given_up_does_not_hide_why() -> None:
+def test_a_late_return_does_not_hide_the_reason() -> None:
     hold = BlockingHook(at=2, match=decoding)
     with WorkerHarness(hold, hang_seconds=1.0) as harness:
         client = harness.submit(prompt(1))
@@ -760,7 +760,7 @@ def test_what_comes_back_after_it_was_given_up_does_not_hide_why() -> None:
 # ------------------------------------------------------------------------------------------------------------- the end
 
 
-def test_draining_lets_everyone_finish_and_takes_nobody_else() -> None:
+def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
     hold = BlockingHook()
     with WorkerHarness(hold, rows=2) as harness:
         clients = [harness.submit(prompt(seed)) for seed in range(1, 7)]
@@ -780,7 +780,7 @@ def test_draining_lets_everyone_finish_and_takes_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_what_is_left_when_the_time_is_over_ends_with_the_reason(comes_back: bool) -> None:
+def test_requests_left_after_the_drain_end_with_the_reason(comes_back: bool) -> None:
     """Running, being read, queued: one Failed each, whether or not the call under way ever returns."""
     hold = BlockingHook(at=3, match=decoding)
     with WorkerHarness(hold, rows=2, hang_seconds=PATIENCE if comes_back else 1.0) as harness:
@@ -903,7 +903,7 @@ def spelled(tokens: Sequence[int]) -> str:
     return "".join(chr(0x100 + token) for token in tokens if token not in EOS)
 
 
-def test_the_record_says_what_was_delivered() -> None:
+def test_the_logged_generation_matches_what_was_delivered() -> None:
     hold = BlockingHook()
     stop = long_prompts(1, 48)[0]
     pair = spelled(oracle(stop)[9:11])

@@ -1,4 +1,4 @@
-"""Real server processes: one to a database, and training that makes way for requests between two ticks."""
+"""Real server processes: one per database, and training that pauses for requests between two ticks."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def train(server: LocalServer) -> dict[str, Any]:
-    """Force a run, as soon as what was recorded is written."""
+    """Force a run once the recorded generations are written."""
     end = time.monotonic() + 30.0
     while True:
         try:
@@ -62,7 +62,7 @@ def test_a_second_server_on_the_same_database_is_refused(
             second.start()
         now = first.get(f"/train/{run['id']}")
         assert now["state"] in {"claimed", "training"} and now["error"] is None, "its run goes on"
-        # Commands work beside a server, those that write too.
+        # Commands work while a server runs, including those that write.
         stats = CliRunner().invoke(app, ["cases", "stats", "--config", str(first.config)])
         assert stats.exit_code == 0 and "requests recorded" in stats.output
         stores = open_stores(load_settings(first.config))
@@ -75,7 +75,7 @@ def test_a_second_server_on_the_same_database_is_refused(
         assert generate(second, "hello")["tokens"]
         assert second.get(f"/train/{run['id']}")["state"] == "crashed"
         assert second.stop() == 0
-        # A server that was stopped frees the database whoever comes next.
+        # A stopped server frees the database for the next one.
         stores = open_stores(load_settings(first.config))
         Lease(stores.database, Owner("elsewhere", "elsewhere", 1)).acquire()
         stores.close()

@@ -1,4 +1,4 @@
-"""Swaps under eight streaming clients: nobody notices."""
+"""Adapter swaps under eight streaming clients: no error, no cut stream, and the target's own outputs."""
 
 import itertools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.support.tiny_server import generate, in_process_server, prompts, regi
     [(in_process_server, 6, 8), pytest.param(tiny_server, 50, 25, marks=pytest.mark.nightly)],
     ids=["6", "50-process"],
 )
-def test_swaps_under_eight_streams(
+def test_swaps_under_eight_streams_do_not_change_outputs(
     tmp_path: Path, make: Callable[[Path, tuple[Path, Path]], LocalServer], swaps: int, checked: int
 ) -> None:
     pair = write_pair(tmp_path)

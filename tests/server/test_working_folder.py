@@ -1,4 +1,4 @@
-"""Commands, server and training child, started from a folder that has a `service/` of its own: it is never imported."""
+"""Commands, server and training child, started in a folder with another `service` package, which is never imported."""
 
 import os
 import subprocess
@@ -17,8 +17,8 @@ SCRIPT = [str(Path(sys.executable).with_name("redraft"))]
 MODULE = [sys.executable, "-m", "service.cli"]
 
 
-def test_the_foreign_package_is_what_python_would_import(tmp_path: Path) -> None:
-    """The other tests prove nothing where it is not."""
+def test_python_alone_would_import_the_other_package(tmp_path: Path) -> None:
+    """Otherwise the other tests would prove nothing."""
     done = subprocess.run(MODULE, cwd=folder_with_other_package(tmp_path), capture_output=True, text=True)
     assert "the package of another project" in done.stderr
     assert imported(tmp_path)
@@ -43,7 +43,7 @@ def test_commands_run_from_there(command: list[str], environment: dict[str, str]
     assert not imported(tmp_path)
 
 
-def test_the_training_child_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_training_child_imports_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder_with_other_package(tmp_path))
     process = ProcessLauncher(tmp_path / "training.log").launch({"kind": "nonsense"})
     try:
