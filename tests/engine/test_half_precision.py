@@ -10,7 +10,7 @@ import pytest
 from service.core import PairError, Prompt, Sampling
 from service.engine.probe import check_rows
 from service.evaluation.ties import RATE, Text, TieReport, generate, measure_ties
-from tests.support.families import IDENTICAL, RECURRENT, V, build, likeness
+from tests.support.families import IDENTICAL, RECURRENT, V, build, noisy_draft
 from tests.support.faults import KINDS, Fault, plant
 from tests.support.rounding import shape_dependent
 
@@ -35,7 +35,7 @@ def asked(count: int, tokens: int, seed: int = 0) -> list[Prompt]:
 def pair(name: str, dtype: str) -> tuple[Any, Any]:
     """A target and a draft whose rounding depends on the shape of the call, as on an accelerator."""
     target = build(name, (IDENTICAL | RECURRENT)[name])
-    draft = likeness(name, (IDENTICAL | RECURRENT)[name], target)
+    draft = noisy_draft(name, (IDENTICAL | RECURRENT)[name], target)
     for model in (target, draft):
         model.set_dtype(HALF[dtype])
         shape_dependent(model)

@@ -1,4 +1,4 @@
-"""What the engine measured decides at which draft lengths adapters are compared, in the gate and in the watch."""
+"""Measured costs decide at which draft lengths the gate and the watch compare adapters."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from tests.support.lifecycle_server import Installation, check_consistent
 
 @pytest.fixture
 def installation(tmp_path: Path) -> Installation:
-    """Children train adapters that need a fifth fewer calls, but only where three tokens are drafted."""
+    """Children train adapters that need a fifth fewer calls, but only at a draft length of three."""
     installation = Installation(tmp_path)
     installation.act(train="long")
     return installation
@@ -18,7 +18,7 @@ def installation(tmp_path: Path) -> Installation:
 
 # Calls at 1, 2 and 3 drafted tokens are as 1.4, 1.2 and 1, the candidate's as 1.4, 1.2 and 0.8.
 @pytest.mark.parametrize(
-    ("costs", "gain", "said"),
+    ("costs", "gain", "message"),
     [
         (None, 0.25, "at K = 3,"),
         ((1.0, 1.0, 1.0), 0.25, "at K = 3,"),
@@ -28,7 +28,7 @@ def installation(tmp_path: Path) -> Installation:
     ],
 )
 def test_a_candidate_that_is_better_at_three_serves_where_three_pay(
-    installation: Installation, costs: tuple[float, ...] | None, gain: float, said: str
+    installation: Installation, costs: tuple[float, ...] | None, gain: float, message: str
 ) -> None:
     with installation.server() as server:
         server.engine.costs = costs
@@ -37,11 +37,11 @@ def test_a_candidate_that_is_better_at_three_serves_where_three_pay(
         verdict = server.runs.latest(1)[0].verdict
         assert verdict is not None
         assert verdict.gain == pytest.approx(gain)
-        assert said in verdict.reason
+        assert message in verdict.reason
         check_consistent(server)
 
 
-def test_costs_of_other_draft_lengths_are_nobody_s_verdict(installation: Installation) -> None:
+def test_costs_for_other_draft_lengths_are_not_used(installation: Installation) -> None:
     with installation.server() as server:
         server.engine.costs = (1.0, 1.1)
         server.traffic()
@@ -49,7 +49,7 @@ def test_costs_of_other_draft_lengths_are_nobody_s_verdict(installation: Install
         assert "costs of 2 draft lengths" in (server.runs.latest(1)[0].error or "")
 
 
-def test_the_watch_goes_by_costs_too(installation: Installation) -> None:
+def test_the_watch_uses_costs_too(installation: Installation) -> None:
     with installation.server() as server:
         ref = server.promote()
         server.engine.costs = (1.0, 2.0, 3.0)
@@ -61,7 +61,7 @@ def test_the_watch_goes_by_costs_too(installation: Installation) -> None:
 
 
 def test_a_candidate_whose_draft_steps_cost_more_is_refused(tmp_path: Path) -> None:
-    """It needs a fifth fewer calls at any length, which would be a gain of 25 %, and twice the time for each draft step."""
+    """A fifth fewer calls at any draft length, a gain of 25 %, but draft steps that take twice the time."""
     installation = Installation(tmp_path)
     installation.act(train="dear")
     with installation.server() as server:
@@ -75,8 +75,8 @@ def test_a_candidate_whose_draft_steps_cost_more_is_refused(tmp_path: Path) -> N
         check_consistent(server)
 
 
-def test_the_watch_takes_back_what_costs_more_than_it_saves(installation: Installation) -> None:
-    """The adapter serves: what the engine measured is its own step, and the others' steps cost half of it."""
+def test_the_watch_rolls_back_an_adapter_that_costs_more_than_it_saves(installation: Installation) -> None:
+    """The adapter serves, so the engine measured its draft step; those of the others cost half of it."""
     installation.act(train="better", score="dear")
     with installation.server() as server:
         ref = server.promote()

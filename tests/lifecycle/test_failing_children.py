@@ -1,4 +1,4 @@
-"""Children, engines and candidates that fail leave the old adapter serving and every row legal."""
+"""After failures of children, engines and candidates the old adapter serves and all rows are consistent."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ def installation(tmp_path: Path) -> Installation:
 
 
 @pytest.mark.parametrize("act", ["kill", "garbage", "leave", "kill before publishing", "kill after the candidate"])
-def test_a_child_that_breaks_off_gives_its_cases_back(installation: Installation, act: str) -> None:
+def test_a_crashed_child_frees_its_cases(installation: Installation, act: str) -> None:
     installation.act(train=act)
     with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
@@ -36,7 +36,7 @@ def test_a_child_that_breaks_off_gives_its_cases_back(installation: Installation
         server.tick_until(server.ended(RunState.PROMOTED))
 
 
-def test_what_a_killed_child_had_published_is_removed(installation: Installation) -> None:
+def test_a_folder_published_by_a_killed_child_is_removed(installation: Installation) -> None:
     installation.act(train="kill after publishing")
     with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
@@ -47,7 +47,7 @@ def test_what_a_killed_child_had_published_is_removed(installation: Installation
         assert not list((installation.home / "adapters").iterdir())
 
 
-def test_the_folder_of_a_child_at_work_is_never_removed(installation: Installation) -> None:
+def test_the_folder_of_a_running_child_is_never_removed(installation: Installation) -> None:
     installation.act(train="hang")
     with installation.server() as server:
         server.traffic()
@@ -58,7 +58,7 @@ def test_the_folder_of_a_child_at_work_is_never_removed(installation: Installati
         assert (installation.home / "adapters" / ".run-1.part").is_dir()
 
 
-def test_a_child_that_never_ends_is_ended(installation: Installation) -> None:
+def test_a_hanging_child_is_killed(installation: Installation) -> None:
     installation.act(train="hang")
     with installation.server(timeout_seconds=60.0, cooldown_seconds=300.0) as server:
         server.traffic()
@@ -69,7 +69,7 @@ def test_a_child_that_never_ends_is_ended(installation: Installation) -> None:
         assert server.launcher.started[0].exit_code() is not None
 
 
-def test_a_run_that_gives_up_says_why_and_uses_its_cases_up(installation: Installation) -> None:
+def test_a_failed_run_reports_the_reason_and_uses_up_its_cases(installation: Installation) -> None:
     installation.act(train="give up")
     with installation.server() as server:
         server.traffic()
@@ -80,7 +80,7 @@ def test_a_run_that_gives_up_says_why_and_uses_its_cases_up(installation: Instal
 
 
 @pytest.mark.parametrize("act", ["other texts", "no parent"])
-def test_scores_that_do_not_compare_fail_the_run(installation: Installation, act: str) -> None:
+def test_scores_of_different_texts_fail_the_run(installation: Installation, act: str) -> None:
     installation.act(train=act)
     with installation.server() as server:
         server.traffic()
@@ -89,7 +89,7 @@ def test_scores_that_do_not_compare_fail_the_run(installation: Installation, act
         check_consistent(server)
 
 
-def test_cases_under_three_crashes_are_put_aside(installation: Installation) -> None:
+def test_cases_of_three_crashes_are_quarantined(installation: Installation) -> None:
     installation.act(train="kill")
     with installation.server() as server:
         server.traffic()
@@ -126,7 +126,7 @@ def test_a_candidate_that_will_not_load_changes_nothing(installation: Installati
         check_consistent(server)
 
 
-def test_an_engine_that_does_not_answer_costs_the_candidate_not_its_cases(installation: Installation) -> None:
+def test_a_dead_engine_loses_the_candidate_but_not_its_cases(installation: Installation) -> None:
     with installation.server(cooldown_seconds=300.0) as server:
         server.engine.dead = True
         server.traffic()
@@ -138,7 +138,7 @@ def test_an_engine_that_does_not_answer_costs_the_candidate_not_its_cases(instal
         server.tick_until(server.ended(RunState.PROMOTED))
 
 
-def test_an_engine_that_fails_at_the_switch_follows_the_rows_later(installation: Installation) -> None:
+def test_an_engine_that_fails_at_the_switch_catches_up_later(installation: Installation) -> None:
     with installation.server() as server:
         server.engine.switch_dead = True
         server.traffic()
@@ -152,15 +152,15 @@ def test_an_engine_that_fails_at_the_switch_follows_the_rows_later(installation:
         assert server.engine.active == server.adapters.all()[0].id
 
 
-def test_the_child_holds_still_while_serving_is_busy(installation: Installation) -> None:
+def test_the_child_pauses_while_serving_is_busy(installation: Installation) -> None:
     installation.act(train="hang")
     with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
-        said: list[bool] = []
+        pauses: list[bool] = []
         process, pause = server.launcher.started[0], server.launcher.started[0].pause
-        process.pause = lambda paused: (said.append(paused), pause(paused))[0]  # pyright: ignore
+        process.pause = lambda paused: (pauses.append(paused), pause(paused))[0]  # pyright: ignore
         for busy in (False, True, True, False, False):
             server.busy = busy
             server.supervisor.tick()
-        assert said == [True, False]
+        assert pauses == [True, False]

@@ -1,4 +1,4 @@
-"""A request that has to wait pauses the child at once, whenever the next tick may be: real engine, real child process."""
+"""A waiting request pauses the child at once, without waiting for a tick: real engine, real child process."""
 
 import threading
 import time
@@ -31,7 +31,7 @@ SECONDS = 20.0
 
 
 class Plain:
-    """Detokenizer, recorder and observer of a worker whose answers nobody reads."""
+    """Detokenizer, recorder and observer that do nothing."""
 
     text = last_segment = ""
 
@@ -87,7 +87,7 @@ class Setup:
         return ended
 
     def lines_read(self, count: int) -> list[tuple[str, float]]:
-        """The next `count` lines that the child read, and when."""
+        """The next `count` lines that the child read, with their times."""
         end = time.monotonic() + SECONDS
         found: list[tuple[str, float]] = []
         while len(found) < count:
@@ -117,7 +117,7 @@ def test_a_request_that_waits_pauses_the_child_at_once(setup: Setup) -> None:
     assert len(setup.waits) == 3
     ((line, at),) = setup.lines_read(1)
     assert line == "pause"
-    # 100 ms on a machine of its own; a tick would come after 15 s.
+    # Takes 100 ms on an idle machine; a tick would come after 15 s.
     assert at - setup.waits[0] < 2.0
     assert not running.is_set(), "paused while requests waited"
     for ended in (running, *waiting):
@@ -165,7 +165,7 @@ def test_a_child_pauses_while_there_is_any_reason(setup: Setup) -> None:
 
 
 def test_the_supervisor_waits_for_no_tick(tmp_path: Path) -> None:
-    """A tick that takes long, staging an adapter for example, holds the supervisor's lock."""
+    """A long tick, staging an adapter for example, holds the supervisor's lock."""
     installation = Installation(tmp_path)
     installation.act(train="hang")
     with installation.server() as server:

@@ -1,4 +1,4 @@
-"""Recording never delays or breaks decoding, whatever the database does."""
+"""The recorder neither delays nor breaks decoding, whatever happens to the database."""
 
 import sqlite3
 import threading
@@ -16,7 +16,7 @@ from tests.support.lifecycle_server import generation
 
 
 class Log:
-    """A real database, a recorder on it, and a second connection that gets in the way."""
+    """A recorder on a real database, and a second connection that can lock it or make writes fail."""
 
     def __init__(self, path: Path, **changes: float) -> None:
         self.path = path
@@ -77,7 +77,7 @@ def make_log(tmp_path: Path) -> Iterator[Callable[..., Log]]:
         log.database.close()
 
 
-def test_what_is_recorded_is_stored(make_log: Callable[..., Log]) -> None:
+def test_recorded_generations_are_stored(make_log: Callable[..., Log]) -> None:
     log = make_log()
     log.record(100)
     assert log.recorder.flush(10)
@@ -85,7 +85,7 @@ def test_what_is_recorded_is_stored(make_log: Callable[..., Log]) -> None:
     assert log.recorder.dropped == 0
 
 
-def test_a_request_that_says_no_is_never_written(make_log: Callable[..., Log]) -> None:
+def test_a_request_with_store_false_is_never_written(make_log: Callable[..., Log]) -> None:
     log = make_log()
     log.recorder.record(generation("secret", store=False))
     log.recorder.record(generation("open"))
@@ -94,8 +94,8 @@ def test_a_request_that_says_no_is_never_written(make_log: Callable[..., Log]) -
     assert log.recorder.dropped == 0, "not stored, not lost"
 
 
-def test_a_request_that_says_no_is_not_even_kept_in_memory(make_log: Callable[..., Log]) -> None:
-    """The store would refuse it too: with no store behind it, the recorder has nothing that it could lose."""
+def test_a_request_with_store_false_is_not_buffered(make_log: Callable[..., Log]) -> None:
+    """The database is closed, so that a buffered generation would be counted as dropped. The store would refuse it too."""
     log = make_log(backoff_seconds=0.005)
     log.database.close()
     log.recorder.record(generation("secret", store=False))
@@ -103,7 +103,7 @@ def test_a_request_that_says_no_is_not_even_kept_in_memory(make_log: Callable[..
     assert log.recorder.dropped == 0
 
 
-def test_a_locked_database_delays_nobody_and_loses_what_the_buffer_cannot_hold(
+def test_a_locked_database_delays_no_request_and_drops_only_the_overflow(
     make_log: Callable[..., Log],
 ) -> None:
     log = make_log(capacity=50)
@@ -147,7 +147,7 @@ def test_a_database_that_is_gone_is_survived(make_log: Callable[..., Log]) -> No
     assert log.recorder.dropped == 40
 
 
-def test_closing_writes_what_is_there_and_refuses_the_rest(make_log: Callable[..., Log]) -> None:
+def test_closing_writes_the_buffer_and_refuses_new_generations(make_log: Callable[..., Log]) -> None:
     log = make_log()
     log.record(200)
     assert log.recorder.close(10)
@@ -166,7 +166,7 @@ def test_closing_waits_no_longer_than_it_may(make_log: Callable[..., Log]) -> No
         began = time.monotonic()
         assert not log.recorder.close(0.3)
         assert time.monotonic() - began < 2
-    # What the writer had in hand is written when the lock goes; the rest was counted.
+    # The batch in progress is written once the lock is released; the rest was counted as dropped.
     assert log.recorder.flush(10)
     assert log.stored + log.recorder.dropped == 100
 

@@ -1,4 +1,4 @@
-"""Whenever the server dies, the next one finds a legal state, the right adapter serving, and a circle that goes on."""
+"""Whenever the server is killed, the next one finds consistent rows, serves the right adapter and continues the cycle."""
 
 import time
 from contextlib import suppress
@@ -17,7 +17,7 @@ def installation(tmp_path: Path) -> Installation:
 
 
 def live(server: Server, writes: int, *, after: bool) -> bool:
-    """Once round the circle and through the watch; False when it died on the way."""
+    """One cycle up to the end of the watch. Returns False if the server was killed on the way."""
     server.traffic()
     server.db.arm(writes, after=after)
     try:
@@ -38,8 +38,8 @@ def live(server: Server, writes: int, *, after: bool) -> bool:
     ("score", "first"), [("fair", 1), ("worse", 8), pytest.param("worse", 1, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("after", [False, True], ids=["before the commit", "after the commit"])
-def test_a_death_at_any_write_is_survived(installation: Installation, after: bool, score: str, first: int) -> None:
-    """Every write of the circle in turn is the server's last; up to the watch's verdict, scores make no difference."""
+def test_a_kill_at_any_write_is_survived(installation: Installation, after: bool, score: str, first: int) -> None:
+    """The server is killed at each write of the cycle in turn. Scores make no difference before the watch's verdict."""
     installation.act(score=score)
     deaths, survived = 0, False
     for writes in range(first, 40):
@@ -56,8 +56,8 @@ def test_a_death_at_any_write_is_survived(installation: Installation, after: boo
     assert deaths >= 10 - first
 
 
-def test_a_write_that_fails_is_made_up_for_by_the_same_server(installation: Installation) -> None:
-    """Every write of the circle in turn fails once; no run stays behind half done, and nothing serves that should not."""
+def test_the_same_server_recovers_from_a_failed_write(installation: Installation) -> None:
+    """Each write of the cycle fails once in turn; no run stays unfinished, and only the right adapter serves."""
     failures = 0
     for writes in range(1, 40):
         with installation.server() as server:
@@ -106,7 +106,7 @@ def test_a_child_that_lost_its_server_ends(installation: Installation) -> None:
         assert process.exit_code() == 75, "by itself, at the end of its line"
 
 
-def test_servers_stopped_while_they_train_put_nothing_aside(installation: Installation) -> None:
+def test_stopping_servers_during_training_quarantines_nothing(installation: Installation) -> None:
     installation.act(train="hang")
     for _ in range(4):
         with installation.server() as server:
@@ -146,7 +146,7 @@ def test_the_next_server_serves_the_active_adapter_and_finishes_its_watch(instal
 
 
 def grown(installation: Installation, generations: int) -> list[int]:
-    """Adapters, each on top of the one before."""
+    """Promote adapters, each trained from the one before."""
     made: list[int] = []
     with installation.server() as server:
         for _ in range(generations):

@@ -1,4 +1,4 @@
-"""The whole circle over real rows and real child processes."""
+"""The whole cycle on a real database with real child processes."""
 
 from concurrent.futures import Future
 from datetime import timedelta
@@ -22,7 +22,7 @@ def installation(tmp_path: Path) -> Installation:
     return Installation(tmp_path)
 
 
-def test_enough_traffic_becomes_a_better_adapter_that_serves(installation: Installation) -> None:
+def test_enough_traffic_leads_to_a_better_adapter_that_serves(installation: Installation) -> None:
     with installation.server() as server:
         for _ in range(3):
             server.supervisor.tick()
@@ -64,7 +64,7 @@ def test_the_next_run_starts_from_the_active_adapter_once_its_watch_is_over(inst
         check_consistent(server)
 
 
-def test_a_run_that_lost_leaves_everything_as_it_was_and_its_cases_are_used_up(installation: Installation) -> None:
+def test_a_rejected_run_uses_up_its_cases_and_changes_nothing_else(installation: Installation) -> None:
     installation.act(train="lose")
     with installation.server() as server:
         server.traffic()
@@ -93,7 +93,7 @@ def test_a_candidate_that_loses_on_the_golden_set_is_refused(installation: Insta
         check_consistent(server)
 
 
-def test_cool_down_holds_the_next_run_back(installation: Installation) -> None:
+def test_the_cooldown_delays_the_next_run(installation: Installation) -> None:
     installation.act(train="lose")
     with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
@@ -117,7 +117,7 @@ def test_old_generations_are_purged(installation: Installation) -> None:
 
 
 def test_a_parent_that_stops_serving_while_its_candidate_is_staged(installation: Installation) -> None:
-    """By another process's word, say: nothing here could have held it back."""
+    """As when another process rolls it back, which nothing in this one can prevent."""
     with installation.server() as server:
         first = server.promote()
         server.supervisor.activate(BARE_DRAFT)

@@ -1,4 +1,4 @@
-"""A draft that rests must not starve learning: its cases are worked out afterwards, once, whatever happens on the way."""
+"""Backfill: generations decoded while speculation was parked get their cases later, exactly once, despite failures."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -22,14 +22,14 @@ HALF: dict[str, Any] = RULES | {"min_tokens": 12 * ENOUGH // 2}
 
 
 def cases_each(server: Server) -> list[int]:
-    """Cases of every generation."""
+    """Number of cases of every generation."""
     query = text("select count(c.id) from generations g left join failure_cases c on c.seq = g.seq group by g.seq")
     with server.db.read() as connection:
         return list(connection.execute(query).scalars())
 
 
 def settle(server: Server, children: int) -> None:
-    """Until so many children have been started and the last has ended, and nothing more comes of it."""
+    """Tick until `children` were started and the last has ended, and check that no more follow."""
     launcher = server.launcher
     server.tick_until(lambda: len(launcher.started) >= children and launcher.started[-1].exit_code() is not None)
     for _ in range(5):
@@ -37,7 +37,7 @@ def settle(server: Server, children: int) -> None:
     assert len(launcher.started) == children
 
 
-def test_generations_without_drafts_get_their_cases_and_a_run_follows(installation: Installation) -> None:
+def test_undrafted_generations_are_backfilled_and_start_a_run(installation: Installation) -> None:
     with installation.server(**RULES) as server:
         names = server.undrafted_traffic()
         server.supervisor.tick()
@@ -89,7 +89,7 @@ def test_a_child_that_cannot_be_started_is_tried_three_times(installation: Insta
         assert not server.unseen.tokens(WHO)
 
 
-def test_what_a_child_leaves_out_is_not_asked_again(installation: Installation) -> None:
+def test_generations_a_child_skips_are_not_asked_again(installation: Installation) -> None:
     installation.act(cases="silent")
     with installation.server(**RULES) as server:
         server.undrafted_traffic()
@@ -97,7 +97,7 @@ def test_what_a_child_leaves_out_is_not_asked_again(installation: Installation) 
         assert not server.unseen.tokens(WHO)
 
 
-def test_a_child_that_dies_half_way_is_followed_by_one_for_the_rest(installation: Installation) -> None:
+def test_a_second_child_finishes_after_one_died_half_way(installation: Installation) -> None:
     installation.act(cases="kill half way")
     with installation.server(**HALF) as server:
         server.undrafted_traffic()
@@ -109,7 +109,7 @@ def test_a_child_that_dies_half_way_is_followed_by_one_for_the_rest(installation
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_server_that_ends_half_way_is_followed_by_one_for_the_rest(installation: Installation, killed: bool) -> None:
+def test_the_next_server_finishes_a_backfill(installation: Installation, killed: bool) -> None:
     installation.act(cases="hang half way")
     with installation.server(**HALF) as server:
         server.undrafted_traffic()
@@ -129,8 +129,8 @@ def test_a_server_that_ends_half_way_is_followed_by_one_for_the_rest(installatio
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_database_that_is_away_for_a_moment_costs_nothing(installation: Installation, after: bool) -> None:
-    """Failing before the commit, and after it."""
+def test_a_failed_write_loses_no_cases(installation: Installation, after: bool) -> None:
+    """A write fails before or after its commit."""
     with installation.server(**RULES) as server:
         server.undrafted_traffic()
         server.supervisor.tick()
@@ -142,7 +142,7 @@ def test_a_database_that_is_away_for_a_moment_costs_nothing(installation: Instal
         assert cases_each(server) == [3] * ENOUGH
 
 
-def test_two_servers_of_one_database_do_it_once(installation: Installation) -> None:
+def test_two_servers_on_one_database_backfill_once(installation: Installation) -> None:
     with installation.server(**RULES) as one, installation.server(start=False, **RULES) as other:
         one.undrafted_traffic()
         one.supervisor.tick()
@@ -157,7 +157,7 @@ def test_two_servers_of_one_database_do_it_once(installation: Installation) -> N
         assert cases_each(one) == [3] * ENOUGH
 
 
-def test_it_holds_still_while_serving_is_busy(installation: Installation) -> None:
+def test_a_backfill_pauses_while_serving_is_busy(installation: Installation) -> None:
     installation.act(cases="wait")
     with installation.server(**RULES) as server:
         server.undrafted_traffic()
@@ -171,7 +171,7 @@ def test_it_holds_still_while_serving_is_busy(installation: Installation) -> Non
         server.tick_until(server.ended(RunState.PROMOTED))
 
 
-def test_a_run_that_can_start_goes_first(installation: Installation) -> None:
+def test_a_run_goes_before_a_backfill(installation: Installation) -> None:
     with installation.server(**RULES) as server:
         server.undrafted_traffic()
         server.traffic()
@@ -180,7 +180,7 @@ def test_a_run_that_can_start_goes_first(installation: Installation) -> None:
         assert server.unseen.tokens(WHO) == 12 * ENOUGH
 
 
-def test_the_watch_goes_first(installation: Installation) -> None:
+def test_a_watch_goes_before_a_backfill(installation: Installation) -> None:
     with installation.server(**RULES) as server:
         ref = server.promote()
         server.undrafted_traffic()
@@ -189,7 +189,7 @@ def test_the_watch_goes_first(installation: Installation) -> None:
         assert server.launcher.kinds == ["train", "score", "cases"]
 
 
-def test_a_run_that_somebody_asks_for_does_not_wait_for_it(installation: Installation) -> None:
+def test_a_requested_run_does_not_wait_for_a_backfill(installation: Installation) -> None:
     installation.act(cases="hang half way")
     with installation.server(**RULES) as server:
         server.undrafted_traffic()
@@ -202,8 +202,8 @@ def test_a_run_that_somebody_asks_for_does_not_wait_for_it(installation: Install
         check_consistent(server)
 
 
-def test_a_text_that_a_run_has_had_does_not_come_back(installation: Installation) -> None:
-    """One case of its own was enough for a run to learn from all of it."""
+def test_a_generation_that_was_trained_on_is_not_backfilled(installation: Installation) -> None:
+    """A run trains on the whole generation once one of its cases is claimed."""
     with installation.server(**RULES) as server:
         server.undrafted_traffic()
         change = text("insert into failure_cases (seq, position, drafted, target, p, q, margin, tie, crashes, quarantined)"
@@ -217,7 +217,7 @@ def test_a_text_that_a_run_has_had_does_not_come_back(installation: Installation
         assert server.launcher.kinds == ["train"] and cases_each(server) == [1] * ENOUGH
 
 
-def test_training_that_is_switched_off_needs_no_cases(installation: Installation) -> None:
+def test_disabled_training_starts_no_backfill(installation: Installation) -> None:
     with installation.server(**RULES, enabled=False) as server:
         server.undrafted_traffic()
         server.generations.add([generation("other")]).result(60)

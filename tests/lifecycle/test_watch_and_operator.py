@@ -1,4 +1,4 @@
-"""Taking promotions back, and what an operator may ask."""
+"""The watch after a promotion, rollbacks, and what an operator may request."""
 
 import time
 from dataclasses import replace
@@ -30,7 +30,7 @@ def installation(tmp_path: Path) -> Installation:
     return Installation(tmp_path)
 
 
-def test_a_promotion_that_turns_out_worse_is_taken_back(installation: Installation) -> None:
+def test_a_promotion_that_turns_out_worse_is_rolled_back(installation: Installation) -> None:
     installation.act(score="worse")
     with installation.server() as server:
         ref = server.promote()
@@ -49,14 +49,14 @@ def test_a_promotion_that_turns_out_worse_is_taken_back(installation: Installati
         check_consistent(server)
 
 
-def test_a_forced_bad_promotion_goes_back_to_its_parent(installation: Installation) -> None:
+def test_a_forced_bad_promotion_is_rolled_back_to_its_parent(installation: Installation) -> None:
     with installation.server() as server:
         parent = server.promote()
         server.supervisor.activate(parent.id)
         installation.act(train="lose", score="fair")
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
-        # Whoever waves this one through is wrong: its folder says that it needs more calls.
+        # A forced promotion of an adapter that needs more calls.
         bad = server.adapters.all()[0]
         force = text("update adapters set state = 'retired' where id = :id").bindparams(id=bad.id)
         server.db.write(lambda connection: connection.execute(force)).result(60)
@@ -117,7 +117,7 @@ def test_a_forced_run_needs_no_minimum_and_the_same_key_is_the_same_run(installa
             server.supervisor.run(99)
 
 
-def test_only_ties_are_nothing_to_learn_from(installation: Installation) -> None:
+def test_ties_alone_cannot_start_a_run(installation: Installation) -> None:
     with installation.server() as server:
         server.generations.add([generation("tie", tie=True)]).result(60)
         with pytest.raises(BadRequest):
@@ -142,7 +142,7 @@ def test_an_operator_may_go_back_and_forth(installation: Installation) -> None:
         check_consistent(server)
 
 
-def test_what_the_gate_refused_no_operator_can_activate(installation: Installation) -> None:
+def test_an_operator_cannot_activate_a_rejected_candidate(installation: Installation) -> None:
     installation.act(train="lose")
     with installation.server() as server:
         server.traffic()
@@ -163,7 +163,7 @@ def test_activating_a_damaged_adapter_changes_nothing(installation: Installation
         check_consistent(server)
 
 
-def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(installation: Installation) -> None:
+def test_a_candidate_is_promoted_only_over_the_adapter_it_was_compared_with(installation: Installation) -> None:
     with installation.server() as server:
         first = server.promote()
         server.supervisor.activate(first.id)
@@ -181,7 +181,7 @@ def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(installa
 
 
 def force(server: Server, share: float) -> AdapterRef:
-    """A candidate that lost, waved through by whoever is wrong: its folder says what share of the calls it needs."""
+    """Promote a rejected candidate by force; its folder holds the share of calls that it needs."""
     (ref, *_) = server.adapters.all()
     assert ref.state is AdapterState.REJECTED and ref.run is not None
     (ref.folder / "adapters.safetensors").write_text(str(share))
@@ -198,8 +198,8 @@ def force(server: Server, share: float) -> AdapterRef:
     return ref
 
 
-def aside(server: Server) -> tuple[int, int]:
-    """Cases that were put aside, and generations that may be replayed."""
+def quarantined_and_replayable(server: Server) -> tuple[int, int]:
+    """Numbers of quarantined cases, and of generations that may be replayed."""
     return server.generations.stats().quarantined, sum(server.replay.sizes().values())
 
 
@@ -211,7 +211,7 @@ def test_a_forced_bad_promotion_is_gone_within_200_generations_and_does_not_come
     with installation.server(min_cases=3 * ENOUGH) as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
-        assert aside(server) == (0, ENOUGH)
+        assert quarantined_and_replayable(server) == (0, ENOUGH)
         bad = force(server, 1.05)
         served = 0
         while server.engine.active == bad.id:
@@ -221,10 +221,10 @@ def test_a_forced_bad_promotion_is_gone_within_200_generations_and_does_not_come
             server.supervisor.tick()
             server.tick_until(lambda: server.launcher.started[-1].exit_code() is not None)
             server.supervisor.tick()
-        assert served == 50, "a look at 50 is enough for so clear a thing"
+        assert served == 50, "the check after 50 is enough for a clear difference"
         assert server.engine.active == BARE_DRAFT
         assert server.adapters.get(bad.id).state is AdapterState.ROLLED_BACK
-        assert aside(server) == (3 * ENOUGH, 0), "what it was made of is neither trained on nor replayed"
+        assert quarantined_and_replayable(server) == (3 * ENOUGH, 0), "its texts are neither trained on nor replayed"
         assert server.events.rollbacks == 1
         for _ in range(40):
             server.traffic(10, cases=0)
@@ -233,8 +233,8 @@ def test_a_forced_bad_promotion_is_gone_within_200_generations_and_does_not_come
         check_consistent(server)
 
 
-def test_worse_than_the_bare_draft_goes_back_to_the_bare_draft(installation: Installation) -> None:
-    """Its parent is worse still."""
+def test_an_adapter_worse_than_the_bare_draft_is_rolled_back_to_it(installation: Installation) -> None:
+    """Its parent is even worse."""
     with installation.server() as server:
         parent = server.promote()
         server.supervisor.activate(parent.id)
@@ -258,18 +258,18 @@ def test_worse_than_the_bare_draft_goes_back_to_the_bare_draft(installation: Ins
         assert successor.engine.active == BARE_DRAFT
 
 
-def test_an_undecided_watch_looks_again_also_after_a_restart(installation: Installation) -> None:
+def test_an_undecided_watch_checks_again_also_after_a_restart(installation: Installation) -> None:
     installation.watch = 40
     installation.act(train="lose")
     with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
-        ref = force(server, 1.0)  # as good as the bare draft: never decided before the last look
+        ref = force(server, 1.0)  # as good as the bare draft: never decided before the last check
         server.traffic(10, cases=0)
         server.tick_until(lambda: len(server.adapters.evaluations(ref.id, "look")) == 1)
         for _ in range(3):
             server.supervisor.tick()
-        assert len(server.launcher.started) == 2, "the next look waits for its generations"
+        assert len(server.launcher.started) == 2, "the next check waits for its generations"
     with installation.server() as successor:
         for _ in range(3):
             successor.supervisor.tick()
@@ -290,7 +290,7 @@ def test_after_a_rollback_the_next_run_waits_and_after_the_next_one_twice_as_lon
     with installation.server() as server:
         server.traffic()
         for number, wait in enumerate((0, 600, 1200)):
-            # Rows carry the real time, so each wait begins at an `ahead` of 0.
+            # Rows carry the real time, so each wait begins at a clock offset of 0.
             installation.clock_offset = timedelta(seconds=max(wait - 60, 0))
             for _ in range(3 if wait else 0):
                 server.supervisor.tick()
@@ -311,7 +311,7 @@ def test_an_operators_rollback_is_a_lost_watch(installation: Installation) -> No
         ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
         assert not verdict.promoted and "operator" in verdict.reason
         assert server.events.rollbacks == 1
-        assert aside(server) == (3 * ENOUGH, 0), "what it learnt from is quarantined"
+        assert quarantined_and_replayable(server) == (3 * ENOUGH, 0), "what it learnt from is quarantined"
         server.traffic()
         installation.clock_offset = timedelta(seconds=301)
         for _ in range(3):
@@ -344,7 +344,7 @@ def test_two_clicks_on_rollback_go_back_once(installation: Installation) -> None
 
 
 def checked(number: int) -> Generation:
-    """An answer to the one prompt of a health check. It is sampled: the store knows no two of them as one text."""
+    """A sampled answer to the prompt of a health check, so that no two of them are the same text to the store."""
     asked = generation("health", cases=0)
     return replace(asked, id=f"health-{number}", output=(*asked.output[:3], number), created_at=datetime.now(UTC))
 
@@ -377,7 +377,7 @@ def with_health_checks(
 
 
 def test_identical_health_checks_do_not_roll_back_a_good_adapter(installation: Installation) -> None:
-    """A tenth slower on the one text that is five in six requests, as much faster on all others."""
+    """A tenth slower on the one text that makes up five of six requests, a tenth faster on all others."""
     assert with_health_checks(installation, 0, 1.1, 0.9) == (False, 240, 40)
 
 
@@ -396,7 +396,7 @@ def test_a_watch_on_traffic_that_is_one_text_comes_to_an_end(installation: Insta
         server.tick_until(lambda: len(server.adapters.evaluations(ref.id, "look")) == 2)
         for _ in range(3):
             server.supervisor.tick()
-        assert len(server.launcher.started) == 3, "the last look waits"
+        assert len(server.launcher.started) == 3, "the last check waits"
         server.generations.add(made[199:]).result(60)
         server.tick_until(server.watched(ref.id))
         ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")

@@ -21,7 +21,7 @@ from service.engine.probe import check_rows
 from service.engine.state import StateLayer
 from service.models.pair import check_cache
 from tests.support.batches import decode
-from tests.support.families import IDENTICAL, METAL, NOT_BUILT, RECURRENT, REFUSED, V, build, family_of, likeness
+from tests.support.families import IDENTICAL, METAL, NOT_BUILT, RECURRENT, REFUSED, V, build, family_of, noisy_draft
 from tests.support.oracle import forced, relative, tiny_llama
 
 TOKENS, CONTROLLED_TOKENS, FULL = 8, 20, 48
@@ -73,7 +73,7 @@ def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) ->
     Without them mlx-lm reads the engine's text in one call, where that is the same arithmetic as a call for each token."""
     target = build(name, needs)
     start(target)
-    draft, prefix = likeness(name, needs, target), PrefixCache(2**24)
+    draft, prefix = noisy_draft(name, needs, target), PrefixCache(2**24)
     rows = decode(target, draft, asked(tokens), k=3, vocabulary=V, prefix=prefix)
     expected = [
         by_mlx_lm(target, row.prompt.tokens, tokens)

@@ -19,7 +19,7 @@ from service.engine.length import Choice, DraftLength, Match
 from service.engine.row import Row
 from service.engine.state import StateLayer
 from tests.support.batches import decode, serve
-from tests.support.families import RECURRENT, V, build, likeness
+from tests.support.families import RECURRENT, V, build, noisy_draft
 from tests.support.oracle import naive, tiny_llama
 
 EOS = frozenset({3})
@@ -34,7 +34,7 @@ def target(name: str) -> nn.Module:
 
 @cache
 def draft(name: str, kind: str) -> nn.Module:
-    return tiny_llama(1, vocabulary=V) if kind == "attention" else likeness(name, RECURRENT[name], target(name))
+    return tiny_llama(1, vocabulary=V) if kind == "attention" else noisy_draft(name, RECURRENT[name], target(name))
 
 
 def asked(rng: random.Random, greedy: bool, count: int) -> list[Prompt]:

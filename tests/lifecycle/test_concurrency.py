@@ -1,4 +1,4 @@
-"""Many threads, two supervisors, a clock: one run at a time."""
+"""Many threads, two supervisors and a clock start one run at a time."""
 
 import threading
 import time
@@ -20,7 +20,7 @@ def installation(tmp_path: Path) -> Installation:
     return Installation(tmp_path)
 
 
-def test_many_threads_ticking_make_one_run(installation: Installation) -> None:
+def test_ticks_from_many_threads_start_one_run(installation: Installation) -> None:
     with installation.server() as server:
         server.traffic()
         stop = threading.Event()
@@ -43,7 +43,7 @@ def test_many_threads_ticking_make_one_run(installation: Installation) -> None:
         assert len(server.launcher.started) == 1
 
 
-def test_two_supervisors_on_one_database_make_one_run(installation: Installation) -> None:
+def test_two_supervisors_on_one_database_start_one_run(installation: Installation) -> None:
     with installation.server() as one, installation.server() as other:
         one.traffic()
         end = time.monotonic() + 60
@@ -61,7 +61,7 @@ def test_two_supervisors_on_one_database_make_one_run(installation: Installation
         assert one.engine.active == other.engine.active == one.adapters.all()[0].id
 
 
-def test_a_run_of_a_supervisor_that_has_gone_is_given_up_after_its_time(installation: Installation) -> None:
+def test_a_run_of_a_dead_supervisor_expires(installation: Installation) -> None:
     installation.act(train="hang")
     with installation.server() as gone, installation.server(timeout_seconds=60.0, cooldown_seconds=300.0) as other:
         gone.traffic()
@@ -72,13 +72,13 @@ def test_a_run_of_a_supervisor_that_has_gone_is_given_up_after_its_time(installa
         installation.clock_offset = timedelta(seconds=61)
         other.supervisor.tick()
         assert [run.state for run in other.runs.latest(10)] == [RunState.CRASHED]
-        # It was not gone after all, only slow: what it still says changes nothing.
+        # The supervisor was only slow: its late messages change nothing.
         gone.supervisor.stop()
         assert gone.launcher.started[0].exit_code() is not None
         assert [run.state for run in other.runs.latest(10)] == [RunState.CRASHED]
 
 
-def test_a_supervisor_whose_run_was_taken_ends_its_child(installation: Installation) -> None:
+def test_a_supervisor_that_lost_its_run_ends_its_child(installation: Installation) -> None:
     with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
@@ -90,7 +90,7 @@ def test_a_supervisor_whose_run_was_taken_ends_its_child(installation: Installat
         assert not [ref for ref in server.adapters.all() if ref.run == run.id and ref.state is AdapterState.ACTIVE]
 
 
-def test_the_clock_drives_the_whole_circle(installation: Installation) -> None:
+def test_the_clock_drives_the_whole_cycle(installation: Installation) -> None:
     with installation.server() as server:
         server.traffic()
         clock = Clock(server.supervisor.tick, 0.05)
