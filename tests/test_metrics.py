@@ -63,8 +63,8 @@ def one_round(draw: st.DrawFn) -> Round:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(one_round(), max_size=5), max_size=25), st.integers(1, 8))
-def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], kept: int) -> None:
-    metrics = Metrics(draft_tokens=K, adapters_kept=kept)
+def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], limit: int) -> None:
+    metrics = Metrics(draft_tokens=K, adapters_kept=limit)
     for batch in batches:
         metrics.observe(batch, 0.05)
     rounds = [item for batch in batches for item in batch]
@@ -94,8 +94,8 @@ def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], kept
     ):
         versions = by_label(found, name)
         assert sum(versions.values()) == sum(amounts)
-        assert len(versions) <= kept + 1
-        if len({0, *(item.adapter for item in drafted)}) <= kept:
+        assert len(versions) <= limit + 1
+        if len({0, *(item.adapter for item in drafted)}) <= limit:
             expected = {OLDER: 0, "0": 0}
             for item, amount in zip(drafted, amounts, strict=True):
                 expected[str(item.adapter)] = expected.get(str(item.adapter), 0) + amount
@@ -196,7 +196,7 @@ def test_the_engine_is_asked_at_every_scrape() -> None:
     assert [samples(metrics)[name, ()] for name in names] == [0, 0, 0, 0, 8]
 
 
-def test_prompt_tokens_are_counted_by_who_held_them() -> None:
+def test_prompt_tokens_are_counted_by_computed_and_cached() -> None:
     metrics = Metrics(draft_tokens=K)
     metrics.prompt_read(100, 0)
     metrics.prompt_read(70, 64)

@@ -114,7 +114,7 @@ def test_sampled_texts_are_made_once_and_are_samples(pair: Pair, tmp_path: Path)
         assert len(g.sampled_logprobs) == len(g.output) and max(g.sampled_logprobs) <= 0
 
 
-def test_selection_keeps_what_gains_most(pair: Pair, tmp_path: Path) -> None:
+def test_selection_takes_the_largest_gains(pair: Pair, tmp_path: Path) -> None:
     texts = generations(pair, lines(6, 3), tmp_path, temperature=0.0, max_tokens=12)
     examples = build(texts, max_length=256, reject_weight=2.0, vocabulary=pair.vocabulary).examples
     assert pair.draft is not None
@@ -132,7 +132,7 @@ def test_selection_keeps_what_gains_most(pair: Pair, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("objective", [Objective.KL, Objective.JSD])
-def test_all_logits_say_what_a_whole_top_says(pair: Pair, tmp_path: Path, objective: Objective) -> None:
+def test_full_logits_equal_a_complete_top_k(pair: Pair, tmp_path: Path, objective: Objective) -> None:
     """Where the top holds nearly everything the two losses are one, up to what 16 bits store."""
     texts = generations(pair, lines(6, 4), tmp_path, temperature=0.0, max_tokens=12)
     batch = collate(build(texts, max_length=256, reject_weight=1.0, vocabulary=pair.vocabulary).examples)

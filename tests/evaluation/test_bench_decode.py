@@ -110,7 +110,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -
 
 
 def counted(target: nn.Module, draft: nn.Module, asked: Sequence[int], ends: frozenset[int]) -> tuple[int, int]:
-    """Tokens and target calls of greedy speculation at K, by hand: what the draft says alone after every round's tokens."""
+    """Tokens and target calls of greedy speculation at K, counted by hand: the draft alone proposes after every round."""
     output = naive(target, asked, Sampling(max_tokens=TOKENS), ends)
     done = rounds = 0
     while done < len(output):
@@ -161,7 +161,7 @@ def test_outputs_are_the_target_s_and_calls_are_counted_right(bench_files: Bench
     assert found["settings"]["adapter"] == {"version": 7}
 
 
-def test_half_precision_is_told_by_its_ties(bench_files: BenchFiles, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_precision_is_compared_up_to_ties(bench_files: BenchFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator, where weights stay as they are stored."""
 
     def half(target: Path, draft: Path | None) -> Pair:
@@ -190,7 +190,7 @@ def test_every_call_ends_with_a_token_of_the_target_but_the_last_may_be_cut() ->
     assert calls([yes, no, yes, yes]) == 2
 
 
-def test_mlx_lm_gets_the_whole_head_and_no_lora_layers(bench_files: BenchFiles) -> None:
+def test_mlx_lm_gets_the_full_head_and_no_lora_layers(bench_files: BenchFiles) -> None:
     pair = load_pair(bench_files.target, bench_files.draft)
     assert pair.draft is not None
     probe = mx.array([[5, 9, 30]])
@@ -309,7 +309,7 @@ def test_sampled_output_is_not_compared(bench_files: BenchFiles, bench: Bench, t
     assert written["arms"]["static"]["k"] == written["arms"]["mlx_lm_spec_static"]["k"] == 2
 
 
-def test_without_a_draft_plain_decoding_is_what_is_left(bench_files: BenchFiles, bench: Bench, tmp_path: Path) -> None:
+def test_without_a_draft_only_plain_decoding_is_measured(bench_files: BenchFiles, bench: Bench, tmp_path: Path) -> None:
     out = tmp_path / "plain.json"
     words = ("--limit", 1, "--max-tokens", 4, "--draft", "none", "--json", out, "--config", bench_files.config)
     assert bench("decode", "--prompts", bench_files.prompts, *words)[0] == 0

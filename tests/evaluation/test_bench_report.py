@@ -9,7 +9,7 @@ from service.evaluation.bench import host
 from service.evaluation.bench.report import Report, publish, ratios, spread, with_section
 
 
-def test_a_spread_is_the_median_and_what_resampling_makes_of_it() -> None:
+def test_a_spread_is_the_median_with_a_bootstrap_interval() -> None:
     assert spread([3.0]) == spread([3.0, 3.0, 3.0])
     one = spread([3.0])
     assert (one.median, one.low, one.high) == (3.0, 3.0, 3.0)
@@ -24,7 +24,7 @@ def test_a_spread_is_the_median_and_what_resampling_makes_of_it() -> None:
     assert spread([1.0, 2.0, 5.0, 9.0]) == spread([1.0, 2.0, 5.0, 9.0]), "the same every time"
 
 
-def test_ratios_are_taken_turn_by_turn() -> None:
+def test_ratios_are_computed_per_turn() -> None:
     """A machine that slows down four times between turns moves no ratio."""
     speeds = {"fast": [20.0, 5.0, 10.0], "slow": [10.0, 2.5, 5.0], "other": [10.0, 10.0, 10.0]}
     found = ratios(speeds, [("fast", "slow"), ("fast", "other"), ("fast", "absent"), ("absent", "slow")])
@@ -90,7 +90,7 @@ def test_json_and_picture_are_written_where_asked(tmp_path: Path) -> None:
     assert (tmp_path / "b" / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_machine_is_told_without_folders_or_names() -> None:
+def test_the_machine_is_described_without_folders_or_names() -> None:
     found = host.describe()
     assert found["cores"] and found["processor"] and found["memory_gib"]
     assert found["device"] in {"cpu", "metal", "cuda"}

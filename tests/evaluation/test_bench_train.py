@@ -50,7 +50,7 @@ def test_both_trainers_are_fed_and_learn_the_same_tokens(models: tuple[Path, Pat
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_train_says_why_a_child_failed(
+def test_train_reports_why_a_child_failed(
     settings: Settings, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real: bool
 ) -> None:
     if not real:

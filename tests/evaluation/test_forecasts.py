@@ -90,7 +90,7 @@ def held_out(stores: Stores, pair: Pair) -> list[Generation]:
     return stores.generations.held_out(pair.provenance, 100)
 
 
-def test_adapters_lengths_and_settings_are_told_apart(
+def test_scores_are_separate_by_adapter_length_and_setting(
     stores: Stores, pair: Pair, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     ref = adapter(stores, pair, models[1], tmp_path)
@@ -116,7 +116,7 @@ def test_adapters_lengths_and_settings_are_told_apart(
         assert ratio == pytest.approx(speeds[0].tokens_per_call / speeds[1].tokens_per_call)
 
 
-def test_a_vocabulary_is_what_may_be_proposed(stores: Stores, pair: Pair, models: tuple[Path, Path]) -> None:
+def test_a_reduced_vocabulary_limits_the_proposals(stores: Stores, pair: Pair, models: tuple[Path, Path]) -> None:
     def greedy(reduced: int | None) -> tuple[float, ...]:
         found = run_score(stores, models, [0], [2], kept=reduced, rows=None)
         return next(one.forecasts[0].rates for one in found if one.sampling == "greedy")
@@ -128,7 +128,7 @@ def test_a_vocabulary_is_what_may_be_proposed(stores: Stores, pair: Pair, models
     assert greedy(4)[0] > 0, "a row's own tokens can still be proposed"
 
 
-def test_what_cannot_be_scored_is_said(
+def test_unscorable_requests_are_refused_with_the_reason(
     stores: Stores, settings: Settings, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(BadRequest, match="draft lengths"):

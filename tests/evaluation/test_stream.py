@@ -24,7 +24,7 @@ def write(path: Path, count: int) -> Path:
     return path
 
 
-def test_a_file_goes_on_where_it_was_left(tmp_path: Path) -> None:
+def test_a_file_continues_where_it_stopped(tmp_path: Path) -> None:
     a, b = write(tmp_path / "math.train.jsonl", 7), write(tmp_path / "sql.jsonl", 3)
     parts = parts_of([f"{a}:3", str(b), f"{a}:2", str(a)])
     assert [part.topic for part in parts] == ["math", "sql", "math", "math"]
@@ -39,7 +39,7 @@ def arm(agreed: list[int]) -> Course:
     return Course(agreed=agreed, tokens=[10] * len(agreed), calls=[5] * len(agreed), serving=[None, None, None])
 
 
-def test_what_is_told_of_a_stream() -> None:
+def test_the_report_of_a_stream() -> None:
     parts = tuple(Part(topic, [PromptLine("", topic, "x")] * 10) for topic in ("a", "b", "a"))
     static, online = [5] * 30, [5] * 4 + [7] * 6 + [5] * 10 + [7] * 10
     found = Stream(

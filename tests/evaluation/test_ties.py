@@ -70,7 +70,7 @@ FILTERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("draws", [15, pytest.param(60, marks=pytest.mark.nightly)])
-def test_nothing_is_needed_for_the_oracle_s_own_choice_and_something_for_any_other(draws: int) -> None:
+def test_the_oracles_choice_needs_no_change_of_logits_and_others_do(draws: int) -> None:
     random_ = np.random.default_rng(0)
     for i in range(draws):
         logits = random_.normal(size=40) * 3

@@ -1,4 +1,4 @@
-"""The child where the draft reads its target's hidden states: it loads that one too, whatever the job."""
+"""Training jobs of an EAGLE head: every kind of job loads the target too."""
 
 import json
 from dataclasses import replace
@@ -49,7 +49,7 @@ def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
     return LoggedPair(root, *folders, root / "general.npz", who, logged)
 
 
-def test_a_run_and_what_is_asked_of_its_adapter(home: Home, logged_pair: LoggedPair) -> None:
+def test_a_run_of_a_head_and_jobs_with_its_adapter(home: Home, logged_pair: LoggedPair) -> None:
     spec = home.spec(training={"epochs": 4}, gate={"min_prompts": 1, "min_tokens": 1})
     messages = perform(spec)
     assert messages[-1]["type"] == "done", messages[-1]
@@ -61,8 +61,8 @@ def test_a_run_and_what_is_asked_of_its_adapter(home: Home, logged_pair: LoggedP
     model = pair.draft.model
     held_out = Generations(home.database).held_out(logged_pair.who, 100)
 
-    def calls(told: list[dict[str, list[float]]]) -> np.ndarray:
-        return np.array([s["calls"] for s in told])
+    def calls(scored: list[dict[str, list[float]]]) -> np.ndarray:
+        return np.array([s["calls"] for s in scored])
 
     def expected() -> np.ndarray:
         return np.array([s.calls for s in score(model, held_out, k=3, vocabulary=VOCABULARY)])
@@ -80,7 +80,7 @@ def test_a_run_and_what_is_asked_of_its_adapter(home: Home, logged_pair: LoggedP
     assert np.allclose(calls(again["scores"]["1"])[order], expected(), rtol=1e-4)
 
 
-def test_every_kind_of_job_loads_the_target_beside(home: Home, logged_pair: LoggedPair, tmp_path: Path) -> None:
+def test_every_kind_of_job_loads_the_target(home: Home, logged_pair: LoggedPair, tmp_path: Path) -> None:
     spec = home.spec()
     other = save_model(plain_llama(7), tmp_path / "other")
     for kind, extra in (

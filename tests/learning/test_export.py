@@ -1,4 +1,4 @@
-"""`redraft adapters export`: what it writes is what mlx-lm loads, and computes what this engine serves."""
+"""`redraft adapters export`: mlx-lm loads the result and computes the same as this engine."""
 
 import json
 import shutil
@@ -46,7 +46,7 @@ class Installation:
     ref: AdapterRef
 
     def version(self) -> nn.Module:
-        """What the engine would serve."""
+        """The draft with its adapter, as the engine serves it."""
         base = load_model(self.draft)
         return load(base.model, self.ref, base.fingerprint).model
 
@@ -167,7 +167,7 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 
 
 def guessed(target: nn.Module, draft: nn.Module, tokens: int) -> tuple[list[int], list[bool]]:
-    """mlx-lm's own speculative decoding: what came out, and which of it the draft had proposed."""
+    """mlx-lm's own speculative decoding: the output, and which of its tokens the draft proposed."""
     steps = speculative_generate_step(mx.array(PROMPT), target, draft, num_draft_tokens=K, max_tokens=tokens)
     out = [(int(token), bool(from_draft)) for token, _, from_draft in steps]
     return [token for token, _ in out], [from_draft for _, from_draft in out]
@@ -209,11 +209,11 @@ def test_mlx_lm_drafts_with_the_fused_model(
     if bits is None:
         assert np.allclose(np.array(fused(PROBE)), np.array(served_here(PROBE)), atol=1e-4)
     else:
-        # Folded layers are quantised again: near what is served, and far nearer than the bare draft is.
+        # Folded layers are quantised again, so outputs are near those of the served draft, much nearer than the bare draft's.
         assert 0 < distance(fused, served_here) < 0.3 * distance(bare, served_here)
         assert any(isinstance(module, nn.QuantizedLinear) for _, module in fused.named_modules())
 
-    # The target here is what the adapter made of the draft, so the fused model should guess nearly all of its tokens.
+    # The target here is the draft with its adapter, so nearly all proposals of the fused model are accepted.
     text, with_adapter = guessed(served_here, fused, 48)
     assert text == naive(served_here, PROMPT, Sampling(max_tokens=48))
     assert with_adapter == ours(served_here, fused, 48), "mlx-lm accepts what this engine accepts"
@@ -238,10 +238,10 @@ def test_the_fused_folder_can_be_served_as_a_draft_here(
 
 @pytest.mark.parametrize("flags", [(), ("--fuse",)], ids=["adapter", "fused"])
 class TestRefusals:
-    """One sentence, exit status 1, and no folder."""
+    """Refusals: one sentence, exit status 1, and no folder."""
 
     @pytest.mark.parametrize("version", [99, BARE_DRAFT])
-    def test_versions_that_do_not_exist(
+    def test_unknown_versions(
         self, tmp_path: Path, plain_installation: Installation, export: Export, flags: tuple[str, ...], version: int
     ) -> None:
         assert export(plain_installation, tmp_path / "out", *flags, version=version) == (
@@ -250,7 +250,7 @@ class TestRefusals:
         )
         assert not (tmp_path / "out").exists()
 
-    def test_a_folder_that_exists_is_left_alone(
+    def test_an_existing_folder_is_left_alone(
         self, tmp_path: Path, plain_installation: Installation, export: Export, flags: tuple[str, ...]
     ) -> None:
         (tmp_path / "out").mkdir()
@@ -260,7 +260,7 @@ class TestRefusals:
         assert err == f"redraft: {tmp_path / 'out'} exists already\n"
         assert files(tmp_path / "out") == {"adapters.safetensors": b"mine"}
 
-    def test_files_that_are_gone(
+    def test_missing_files(
         self, tmp_path: Path, plain_installation: Installation, export: Export, flags: tuple[str, ...]
     ) -> None:
         for file in plain_installation.ref.folder.iterdir():
@@ -272,7 +272,7 @@ class TestRefusals:
         assert err.count("\n") == 1
         assert not (tmp_path / "out").exists()
 
-    def test_files_that_were_altered(
+    def test_altered_files(
         self, tmp_path: Path, plain_installation: Installation, export: Export, flags: tuple[str, ...]
     ) -> None:
         file = plain_installation.ref.folder / "adapters.safetensors"
@@ -301,17 +301,15 @@ def test_fusing_needs_the_draft_that_was_trained(
 ) -> None:
     other = write_draft(tmp_path / "other", seed=5, bits=None)
     text = plain_installation.config.read_text()
-    for draft, said in ((str(other), "adapter 1: it was trained on another draft model"), ("none", "name no draft")):
+    for draft, message in ((str(other), "adapter 1: it was trained on another draft model"), ("none", "name no draft")):
         plain_installation.config.write_text(text.replace(json.dumps(str(plain_installation.draft)), json.dumps(draft)))
         status, err = export(plain_installation, tmp_path / "out", "--fuse")
         assert status == 1
-        assert said in err
+        assert message in err
         assert not (tmp_path / "out").exists()
 
 
-def test_mlx_lm_gets_no_draft_that_it_cannot_run(
-    tmp_path: Path, plain_installation: Installation, export: Export
-) -> None:
+def test_a_head_is_not_exported_for_mlx_lm(tmp_path: Path, plain_installation: Installation, export: Export) -> None:
     head = save_model(tiny_head(tiny_llama(1, hidden=64), 2), tmp_path / "head")
     text = plain_installation.config.read_text()
     plain_installation.config.write_text(text.replace(json.dumps(str(plain_installation.draft)), json.dumps(str(head))))

@@ -40,7 +40,7 @@ def ours(logits: np.ndarray, ids: np.ndarray, logp: np.ndarray, tail: np.ndarray
 
 
 @pytest.mark.parametrize("vocabulary", [5, 31, 32])
-def test_it_is_the_whole_kl_when_the_top_is_all_there_is(vocabulary: int) -> None:
+def test_a_complete_top_k_gives_the_full_kl(vocabulary: int) -> None:
     rng = np.random.default_rng(vocabulary)
     p, q = (log_softmax(3 * rng.normal(size=(40, vocabulary))) for _ in range(2))
     whole = (np.exp(p) * (p - q)).sum(axis=-1)

@@ -1,4 +1,4 @@
-"""A draft that reads its target's hidden states: what a pass over a whole text says of it is what it does a step at a time."""
+"""EAGLE heads: scoring a whole text in one pass equals drafting step by step."""
 
 from collections.abc import Callable
 from functools import cache
@@ -36,7 +36,7 @@ Decode = Callable[[list[Sampling]], list[Generation]]
 
 @pytest.fixture(scope="module")
 def decode(head: Head) -> Decode:
-    """told(samplings) -> texts of the head's own target, which nothing drafted; decoded once."""
+    """decode(samplings) -> undrafted generations of the head's target, decoded once."""
 
     @cache
     def decoded(samplings: tuple[Sampling, ...]) -> list[Generation]:
@@ -46,7 +46,7 @@ def decode(head: Head) -> Decode:
     return lambda samplings: decoded(tuple(samplings))
 
 
-def test_every_step_is_that_of_serving_with_a_cache(head: Head) -> None:
+def test_every_draft_step_equals_serving_with_a_cache(head: Head) -> None:
     tokens = mx.random.randint(0, VOCABULARY, (2, 12), key=mx.random.key(0))
     features = head.features(tokens)
     found = head.model.unrolled(tokens, features, UNROLLED)
@@ -61,7 +61,7 @@ def test_every_step_is_that_of_serving_with_a_cache(head: Head) -> None:
 
 
 def chooser(g: Generation, start: int) -> Callable[[int, mx.array], int]:
-    """What the draft's choice is in a round that begins at output position `start`."""
+    """The draft's choice of tokens in a round that starts at output position `start`."""
 
     def choose(place: int, logits: mx.array) -> int:
         sampling = g.prompt.sampling
@@ -75,17 +75,17 @@ def chooser(g: Generation, start: int) -> Callable[[int, mx.array], int]:
 
 
 def brute(head: Head, g: Generation, k: int) -> tuple[tuple[Round, ...], list[tuple[int, int, int, float]]]:
-    """Rounds and (position, drafted, target, q) of their cases, by really drafting."""
+    """Rounds and (position, drafted, target, q) of their failure cases, by drafting step by step."""
     rounds, cases, start = list[Round](), list[tuple[int, int, int, float]](), 0
     while start < len(g.output):
         chosen, logits = proposal(head, [*g.prompt.tokens, *g.output[:start]], k, chooser(g, start))
         ahead = g.output[start : start + k]
-        accepted = next((i for i, said in enumerate(ahead) if chosen[i] != said), len(ahead))
+        accepted = next((i for i, target_id in enumerate(ahead) if chosen[i] != target_id), len(ahead))
         if accepted < len(ahead):
             q = as_float(mx.softmax(logits[accepted], axis=-1)[chosen[accepted]])
             cases.append((start + accepted, chosen[accepted], g.output[start + accepted], q))
         emitted = min(accepted + 1, len(g.output) - start)
-        # What lies behind the end of the text was not tested.
+        # Proposals past the end of the text were not verified.
         drafted = min(k, emitted) if start + emitted == len(g.output) else k
         rounds.append(Round(0, start, drafted, accepted, emitted))
         start += emitted
@@ -94,7 +94,7 @@ def brute(head: Head, g: Generation, k: int) -> tuple[tuple[Round, ...], list[tu
 
 @pytest.mark.parametrize("samplings", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_rounds_and_calls_are_those_of_drafting_step_by_step(
+def test_rounds_and_calls_equal_drafting_step_by_step(
     head: Head, decode: Decode, samplings: list[Sampling], k: int
 ) -> None:
     texts = decode(samplings)
@@ -114,7 +114,7 @@ def test_rounds_and_calls_are_those_of_drafting_step_by_step(
     assert compared >= 0.9 * len(texts)
     assert deep > 5 or k == 1
     if k > 1:
-        # What it says first is not what it says later in a round.
+        # First and later draft steps differ.
         rates = np.concatenate([a.rates for a in acceptance(head, texts, vocabulary=VOCABULARY, k=k)], axis=1)
         assert len(rates) == k
         assert (rates[0] != rates[1]).mean() > 0.05
@@ -127,7 +127,7 @@ def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head, decode:
         agreed = 0
         for start in range(len(g.output)):
             ahead = g.output[start : start + UNROLLED]
-            # Every token before was kept: the course in which this rate is asked for.
+            # The rate is conditional on all earlier tokens being accepted.
             chosen, logits = proposal(head, [*g.prompt.tokens, *g.output[:start]], len(ahead), lambda i, _: ahead[i])  # noqa: B023
             assert tuple(chosen) == ahead
             agreed += as_int(mx.argmax(logits[0])) == ahead[0]
@@ -138,7 +138,7 @@ def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head, decode:
         assert a.agreed == agreed
 
 
-def test_a_cut_head_is_cut_in_every_step(head: Head, decode: Decode) -> None:
+def test_a_reduced_head_is_reduced_in_every_step(head: Head, decode: Decode) -> None:
     short = as_served(head, range(0, VOCABULARY, 3))
     texts = [(g.prompt.tokens, g.output) for g in decode(GREEDY)]
     spans = list(response_logits(short, texts, vocabulary=VOCABULARY, depth=2))

@@ -331,7 +331,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(quality=st.sampled_from(["better", "same", "worse"]))
     def whole_circle(self, quality: str) -> None:
-        """From the cases to the end of the watch, so that adapters have ancestors often enough."""
+        """A whole cycle up to the end of the watch, so that adapters often have ancestors."""
         self.strain, self.busy = None, False
         self.clock_offset += timedelta(minutes=2)
         for cases, end in ((4, "better"), (0, quality), (0, quality)):

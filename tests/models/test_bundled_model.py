@@ -162,7 +162,7 @@ def test_the_shipped_draft_is_assembled_once_and_again_when_it_changes(conversio
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-draft", "smollm2-135m-eagle"])
-def test_what_ships_guesses_well_and_leaves_the_text_alone(with_draft: Callable[[str], Pair], name: str) -> None:
+def test_shipped_drafts_are_accepted_often_and_keep_the_output(with_draft: Callable[[str], Pair], name: str) -> None:
     pair = with_draft(name)
     assert pair.draft is not None
     asked = TextEncoder(pair.target.tokenizer).encode_chat([{"role": "user", "content": "Count from one to twenty."}])

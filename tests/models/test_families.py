@@ -1,4 +1,4 @@
-"""Every architecture mlx-lm ships: in ragged rows and past its window the tokens mlx-lm decodes, or refused by name."""
+"""Every architecture mlx-lm ships: the same tokens as mlx-lm in ragged batches and past its window, or refused by name."""
 
 import contextlib
 import importlib
@@ -87,11 +87,11 @@ def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) ->
     assert 0 < accepted < drafted, "accepting or rolling back was not tested"
     if not controls:
         return
-    said = tokens - 8
-    chat = Prompt((*PROMPTS[0], *expected[0][:said]), Sampling(max_tokens=tokens - said))
+    length = tokens - 8
+    chat = Prompt((*PROMPTS[0], *expected[0][:length]), Sampling(max_tokens=tokens - length))
     (later,) = decode(target, draft, [chat], k=3, vocabulary=V, prefix=prefix)
     recurrent = bool(RowCache(target, 1).states)
-    assert (later.reused == 0) == recurrent and later.output == expected[0][said:]
+    assert (later.reused == 0) == recurrent and later.output == expected[0][length:]
     if any(isinstance(layer, RotatingKVCache) for layer in make_prompt_cache(target)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RowLayer, "make_mask", without_window)
@@ -147,7 +147,7 @@ def test_without_metal_its_kernels_are_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_BUILT)
-def test_what_cannot_be_built_still_cannot(name: str) -> None:
+def test_models_that_cannot_be_built_still_cannot(name: str) -> None:
     with pytest.raises(SystemExit):
         importlib.import_module(f"mlx_lm.models.{name}")
 

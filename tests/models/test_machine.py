@@ -1,4 +1,4 @@
-"""What doctor reports."""
+"""The machine as `redraft doctor` reports it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ print(json.dumps(dataclasses.asdict(examine(Path(sys.argv[1])))))
 def test_old_versions_are_named(versions: dict[str, str], named: list[str]) -> None:
     found = outdated(versions)
     assert len(found) == len(named)
-    assert all(said.startswith(name) for said, name in zip(found, named, strict=True))
+    assert all(line.startswith(name) for line, name in zip(found, named, strict=True))
 
 
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="weights are widened on the CPU only")

@@ -1,4 +1,4 @@
-"""Pairs of tiny models: what belongs together, what is refused and why."""
+"""Pairs of tiny models: which are served, and which are refused and why."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_anything_else_is_refused_by_name(model: nn.Module, named: str) -> None:
         check_cache(model, "target")
 
 
-def test_what_mlx_lm_cannot_load_says_where_and_why(make_model: MakeModel) -> None:
+def test_a_model_mlx_lm_cannot_load_names_place_and_reason(make_model: MakeModel) -> None:
     folder = make_model("m")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "no_such_family"}))

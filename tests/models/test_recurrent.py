@@ -1,4 +1,4 @@
-"""Recurrent layers in a batch: rows join, leave, keep some of a proposal, and still say what the target says alone."""
+"""Recurrent layers in a batch: rows join, leave and accept part of a proposal, and outputs stay the target's own."""
 
 import random
 from collections.abc import Sequence
@@ -79,7 +79,7 @@ def test_rows_come_and_go(name: str, k: int, greedy: bool) -> None:
 
 
 class Whims(DraftLength):
-    """Chooses by lot what to propose."""
+    """Random draft lengths."""
 
     def __init__(self, seed: int) -> None:
         cost = {1: 1.0, 2: 1.0}
@@ -133,7 +133,7 @@ def logits(model: nn.Module, tokens: list[int]) -> mx.array:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_draft_is_taken_back_over_several_calls(name: str) -> None:
+def test_a_proposal_is_rolled_back_over_several_calls(name: str) -> None:
     """As when it drafted four tokens one by one and the target kept two."""
     model = target(name)
     held = RowCache(model, 2)
@@ -149,7 +149,7 @@ def test_a_draft_is_taken_back_over_several_calls(name: str) -> None:
         assert mx.allclose(ours[row, -1], expected, rtol=1e-3, atol=1e-4).item()
 
 
-def test_what_was_settled_is_not_taken_back() -> None:
+def test_a_committed_state_is_not_rolled_back() -> None:
     held = RowCache(target("lfm2"), 1)
     target("lfm2")(mx.array([[5, 6, 7]]), cache=held.layers)
     held.settle([3])
@@ -185,7 +185,7 @@ def test_noting_changes_no_name_array_or_result() -> None:
 
 
 def test_calls_are_not_held_beyond_a_round() -> None:
-    """What a layer was given is kept until the round is decided, not for as long as the row lives."""
+    """A layer's inputs are kept until the round is verified, not for the life of the row."""
     decoder = Decoder(target("lfm2"), Draft(0, draft("lfm2", "alike")), vocabulary=V, k=3)
     decoder.admit(Row("0", Prompt((5, 6, 7), Sampling(max_tokens=12)), EOS, None))
     states: list[StateLayer] = decoder.cache.states

@@ -46,13 +46,13 @@ def test_every_acknowledged_row_survives_kill_9(template: Path, tmp_path: Path, 
         database = Database(url)
         assert integrity(database) == "ok"
         with database.read() as connection:
-            kept = set(connection.execute(text("SELECT id FROM generations")).scalars())
+            stored = set(connection.execute(text("SELECT id FROM generations")).scalars())
             orphans = connection.execute(text("PRAGMA foreign_key_check")).all()
             cases = connection.execute(text("SELECT count(*) FROM failure_cases")).scalar()
         database.close()
-        assert acknowledged <= kept
+        assert acknowledged <= stored
         assert orphans == []
-        assert cases == 2 * len(kept)
+        assert cases == 2 * len(stored)
     assert len(acknowledged) >= 3 * deaths
 
 
@@ -177,7 +177,7 @@ def test_a_failed_write_leaves_nothing_and_the_next_one_works(database: Database
     assert Generations(database).add([generation()]).result() == 1
 
 
-def test_closing_writes_what_is_queued_then_refuses(url: str) -> None:
+def test_closing_writes_the_queue_then_refuses(url: str) -> None:
     database = Database(url)
     store = Generations(database)
     futures = [store.add([generation()]) for _ in range(30)]
@@ -217,7 +217,7 @@ def test_a_long_read_neither_blocks_writing_nor_changes_under_it(database: Datab
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_a_wrong_revision_is_told_what_to_do(url: str, tmp_path: Path, read_only: bool) -> None:
+def test_a_wrong_revision_names_the_remedy(url: str, tmp_path: Path, read_only: bool) -> None:
     with sqlite3.connect(tmp_path / "redraft.db") as other:
         other.execute("UPDATE alembic_version SET version_num = '0000'")
     other.close()
@@ -226,13 +226,13 @@ def test_a_wrong_revision_is_told_what_to_do(url: str, tmp_path: Path, read_only
     assert "0000" in str(refused.value)
 
 
-def test_no_database_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_database_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="redraft db upgrade"):
         Database(url_of(tmp_path / "none.db"))
     assert not (tmp_path / "none.db").exists()
 
 
-def test_what_is_no_database_is_an_error_of_the_store(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_a_store_error(tmp_path: Path) -> None:
     path = tmp_path / "text.db"
     path.write_text("this is no database, and it is long enough to be looked at" * 100)
     with pytest.raises(StoreError):
@@ -276,7 +276,7 @@ def test_a_full_disk_is_an_error_of_that_write_alone(database: Database) -> None
     assert integrity(database) == "ok"
 
 
-def test_what_was_cancelled_before_its_turn_is_not_written(database: Database) -> None:
+def test_a_write_cancelled_before_its_turn_is_not_made(database: Database) -> None:
     begun, go = threading.Event(), threading.Event()
 
     def block(connection: Connection) -> None:
@@ -286,9 +286,9 @@ def test_what_was_cancelled_before_its_turn_is_not_written(database: Database) -
     first = database.write(block)
     assert begun.wait(10)
     dropped = Generations(database).add([generation()])
-    kept = Generations(database).add([generation()])
+    pending = Generations(database).add([generation()])
     assert dropped.cancel()
     go.set()
     first.result(60)
-    assert kept.result(60) == 1
+    assert pending.result(60) == 1
     assert Generations(database).stats().generations == 1

@@ -56,7 +56,7 @@ def test_the_hash_sees_names_bytes_and_nothing_else(tmp_path: Path) -> None:
     assert folder_sha256(one) != folder_sha256(other)
 
 
-def test_killed_at_any_step_there_is_the_whole_folder_or_none(tmp_path: Path) -> None:
+def test_a_kill_at_any_step_leaves_the_whole_folder_or_none(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     whole = folder_sha256(written(tmp_path / "model"))
     seen = {True: 0, False: 0}
@@ -80,7 +80,7 @@ def test_killed_at_any_step_there_is_the_whole_folder_or_none(tmp_path: Path) ->
     assert all(seen.values())
 
 
-def test_sweeping_removes_only_what_no_row_knows(tmp_path: Path) -> None:
+def test_sweeping_removes_only_unregistered_folders(tmp_path: Path) -> None:
     root = tmp_path / "adapters"
     known = [written(root / "1"), written(root / "2")]
     precious = written(tmp_path / "precious")

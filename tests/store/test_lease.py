@@ -32,7 +32,7 @@ def ended_process() -> int:
     return child.pid
 
 
-def test_a_second_owner_is_refused_and_told_the_first(database: Database) -> None:
+def test_a_second_owner_is_refused_with_the_first_ones_name(database: Database) -> None:
     parent = replace(HERE, pid=os.getppid())
     first, second = Lease(database, parent), Lease(database)
     first.acquire()
@@ -54,7 +54,7 @@ def test_a_dead_process_of_this_machine_holds_nothing(database: Database) -> Non
         Lease(database).acquire()
 
 
-def test_whoever_had_this_process_id_before_is_gone(database: Database) -> None:
+def test_a_reused_process_id_does_not_hold_the_lease(database: Database) -> None:
     Lease(database).acquire()
     Lease(database).acquire()
 

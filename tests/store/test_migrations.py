@@ -71,7 +71,7 @@ def test_migrations_and_tables_say_the_same(tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_down_and_up_again_is_where_it_was(tmp_path: Path) -> None:
+def test_downgrade_and_upgrade_restore_the_schema(tmp_path: Path) -> None:
     path = tmp_path / "new.db"
     upgrade(url_of(path))
     before = schema(path)
@@ -116,7 +116,7 @@ def dump(path: Path) -> dict[str, list[dict[str, object]]]:
     return found
 
 
-def test_a_full_database_of_the_former_schema_comes_out_whole(tmp_path: Path) -> None:
+def test_a_full_database_of_the_former_schema_is_migrated_completely(tmp_path: Path) -> None:
     path = tmp_path / "old.db"
     url = url_of(path)
     command.upgrade(configured(url), "0003")
@@ -197,7 +197,7 @@ def test_a_newer_database_is_not_touched(tmp_path: Path) -> None:
     assert revision(url_of(path)) == "9999"
 
 
-def test_an_upgrade_that_fails_half_way_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_upgrade_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "new.db"
     with sqlite3.connect(path) as other:
         other.execute("CREATE TABLE evaluations (mine)")  # among the last that the first migration makes
@@ -213,7 +213,7 @@ def test_an_upgrade_that_fails_half_way_leaves_what_was_there(tmp_path: Path) ->
     Database(url_of(path)).close()
 
 
-def test_an_upgrade_waits_for_whoever_writes(tmp_path: Path) -> None:
+def test_an_upgrade_waits_for_other_writers(tmp_path: Path) -> None:
     path = tmp_path / "new.db"
     other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")

@@ -59,14 +59,14 @@ def stores(database: Database) -> QuarantineStores:
     return QuarantineStores(database)
 
 
-def test_what_is_put_aside_is_told_by_what_it_was_put_aside_for(stores: QuarantineStores) -> None:
+def test_quarantined_cases_are_listed_by_their_reason(stores: QuarantineStores) -> None:
     assert stores.quarantine.held() == []
     first, second = stores.roll_back_one(2), stores.roll_back_one(3)
     stores.crash_out()
     assert stores.quarantine.held() == [Held(*second, 6, 3), Held(*first, 4, 2), Held(None, None, 1, 1)]
 
 
-def test_what_is_released_can_be_learnt_from_again(stores: QuarantineStores) -> None:
+def test_released_cases_can_be_trained_on_again(stores: QuarantineStores) -> None:
     first, second = stores.roll_back_one(2), stores.roll_back_one(3)
     stores.crash_out()
     assert stores.log.counts(WHO).cases == 0
@@ -80,7 +80,7 @@ def test_what_is_released_can_be_learnt_from_again(stores: QuarantineStores) -> 
     assert (run.cases, run.generations) == (11, 6)
 
 
-def test_what_is_released_may_crash_as_often_as_before(stores: QuarantineStores) -> None:
+def test_released_cases_may_crash_as_often_as_before(stores: QuarantineStores) -> None:
     stores.crash_out()
     assert stores.quarantine.release() == 1
     for _ in range(MAX_CRASHES - 1):

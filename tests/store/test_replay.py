@@ -48,7 +48,7 @@ def test_what_is_held_out_never_enters(database: Database) -> None:
     assert replay.sizes() == {("code", ""): 20}
 
 
-def test_small_domains_are_heard_like_large_ones(database: Database) -> None:
+def test_small_domains_are_sampled_like_large_ones(database: Database) -> None:
     store, replay = Generations(database), Replay(database)
     for domain, count in (("large", 40), ("small", 5), ("other", 40)):
         made = [generation(domain=domain) for _ in range(count)]

@@ -84,7 +84,7 @@ def test_adding_twice_changes_nothing(database: Database) -> None:
     assert store.stats().cases == 2
 
 
-def test_what_must_not_be_stored_is_not(database: Database) -> None:
+def test_generations_with_store_false_are_not_stored(database: Database) -> None:
     store = Generations(database)
     assert store.add([generation(store=False), generation()]).result() == 1
     assert store.stats().generations == 1
@@ -117,7 +117,7 @@ def test_held_out_gives_the_newest_of_every_prompt(database: Database) -> None:
     assert [g.id for g in store.held_out(WHO, 1)] == [made[2].id]
 
 
-def test_drafting_is_told_newest_first_between_two_places(database: Database) -> None:
+def test_drafting_is_listed_newest_first_between_two_positions(database: Database) -> None:
     store = Generations(database)
     made = [generation() for _ in range(3)]
     store.add([*made, generation(who=replace(WHO, draft="e" * 64)), generation()]).result()
@@ -129,7 +129,7 @@ def test_drafting_is_told_newest_first_between_two_places(database: Database) ->
     assert [one.seq for one in store.drafting(WHO, 10, above=1, below=4)] == [3, 2]
 
 
-def test_after_gives_what_came_later_newest_first(database: Database) -> None:
+def test_after_lists_later_generations_newest_first(database: Database) -> None:
     store = Generations(database)
     made = [generation(created=START + timedelta(microseconds=i)) for i in range(5)]
     store.add(made).result()
@@ -170,9 +170,7 @@ def purge(store: Generations) -> int:
 
 
 @pytest.mark.parametrize("remove", [erase_client, erase_domain, erase_both, purge])
-def test_what_is_removed_leaves_no_bytes(
-    database: Database, tmp_path: Path, remove: Callable[[Generations], int]
-) -> None:
+def test_removed_texts_leave_no_bytes(database: Database, tmp_path: Path, remove: Callable[[Generations], int]) -> None:
     store, replay = Generations(database), Replay(database)
     secrets = [
         generation(
@@ -186,8 +184,8 @@ def test_what_is_removed_leaves_no_bytes(
         )
         for i in range(3)
     ]
-    kept = [generation(domain="open", collected=targets(5)) for _ in range(20)]
-    store.add([*secrets, *kept]).result()
+    open_ones = [generation(domain="open", collected=targets(5)) for _ in range(20)]
+    store.add([*secrets, *open_ones]).result()
     replay.offer("secret", [g.id for g in secrets], 8, 0)
     canaries = (b"canary-7f3a", np.array(CANARY_TOKENS[:3], "<u4").tobytes())
 
@@ -197,12 +195,12 @@ def test_what_is_removed_leaves_no_bytes(
     assert all(canary in on_disk() for canary in canaries)
     assert remove(store) == 3
     assert not any(canary in on_disk() for canary in canaries)
-    assert set(store.names_after(WHO, START - timedelta(days=1), 100)) == {g.id for g in kept}
-    assert store.stats().cases == len(kept)
+    assert set(store.names_after(WHO, START - timedelta(days=1), 100)) == {g.id for g in open_ones}
+    assert store.stats().cases == len(open_ones)
     assert replay.sizes() == {}
 
 
-def test_erasing_wants_to_be_told_what(database: Database) -> None:
+def test_erasing_needs_a_selection(database: Database) -> None:
     store = Generations(database)
     store.add([generation(client="ada"), generation(client="bob")]).result()
     with pytest.raises(ValueError, match="client"):
@@ -242,7 +240,7 @@ def test_eight_hundred_copies_count_once(database: Database) -> None:
 
 
 @pytest.mark.parametrize("other", ["prompt", "output", "split", "adapter", "draft", "target"])
-def test_what_differs_is_no_copy(database: Database, other: str) -> None:
+def test_different_texts_are_no_copies(database: Database, other: str) -> None:
     store = Generations(database)
     made = generation(tokens=[1, 2], output=[3, 4])
     prompt = replace(made.prompt, tokens=(1, 9)) if other == "prompt" else made.prompt
@@ -285,7 +283,7 @@ def test_numbers_are_never_used_again(database: Database) -> None:
     assert [drafting.seq for drafting in store.drafting(WHO, 10)] == [last + 1]
 
 
-def test_retention_spares_what_replay_holds(database: Database) -> None:
+def test_retention_spares_replayed_texts(database: Database) -> None:
     store, replay = Generations(database), Replay(database)
     old = [generation() for _ in range(40)]
     store.add(old).result()

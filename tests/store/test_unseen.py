@@ -61,7 +61,9 @@ def unseen(database: Database) -> Unseen:
         (rested(who=replace(WHO, tokenizer="other")), False),
     ],
 )
-def test_what_the_draft_had_no_part_in_waits(made: Generation, counts: bool, log: Generations, unseen: Unseen) -> None:
+def test_undrafted_generations_wait_for_backfill(
+    made: Generation, counts: bool, log: Generations, unseen: Unseen
+) -> None:
     log.add([made]).result()
     assert unseen.names(WHO, 10) == [made.id] * counts
     assert unseen.tokens(WHO) == 10 * counts
@@ -107,7 +109,7 @@ def test_they_can_be_claimed_like_all_others(database: Database, log: Generation
     assert [g.id for g in log.claimed(run.id)] == [made.id]
 
 
-def test_what_a_run_has_had_is_left_alone(database: Database, log: Generations, unseen: Unseen) -> None:
+def test_generations_of_a_run_are_not_backfilled(database: Database, log: Generations, unseen: Unseen) -> None:
     made, other = rested(cases=[case(2)]), rested()
     log.add([made, other]).result()
     runs = Runs(database)
@@ -126,7 +128,7 @@ def test_what_a_run_has_had_is_left_alone(database: Database, log: Generations, 
         assert connection.exec_driver_sql("select count(*) from unseen").scalar() == 0, "nothing waits for ever"
 
 
-def test_what_was_put_aside_is_left_alone(database: Database, log: Generations, unseen: Unseen) -> None:
+def test_quarantined_generations_are_not_backfilled(database: Database, log: Generations, unseen: Unseen) -> None:
     made = rested(cases=[case(2)])
     log.add([made]).result()
     runs, adapters = Runs(database), Adapters(database)
@@ -151,7 +153,7 @@ def test_what_was_put_aside_is_left_alone(database: Database, log: Generations, 
     assert unseen.supply({made.id: [case(0)]}) == 0
 
 
-def test_deletions_take_what_waits_along(database: Database, log: Generations, unseen: Unseen) -> None:
+def test_deletions_remove_waiting_generations(database: Database, log: Generations, unseen: Unseen) -> None:
     made = [rested(client="ada"), rested(client="bob"), rested(client="bob")]
     log.add(made).result()
     log.erase(client="ada").result()
@@ -171,7 +173,7 @@ def test_the_queue_outlives_the_process(template: Path, tmp_path: Path) -> None:
     second.close()
 
 
-def test_only_what_waits_is_looked_at(database: Database, unseen: Unseen) -> None:
+def test_only_waiting_generations_are_read(database: Database, unseen: Unseen) -> None:
     """However much this pair has ever made."""
     asked: list[tuple[str, Any]] = []
 

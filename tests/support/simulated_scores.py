@@ -50,8 +50,8 @@ def pair(
     accepted: float = 0.65,
     domains: int = 1,
 ) -> tuple[list[Score], list[Score]]:
-    """Scores of two drafts. accepted: acceptance rate of the second on a usual text, about which texts vary. differ: share of the tokens
-    on which the two disagree; better: by how much the first one's acceptance is higher."""
+    """Scores of two drafts. accepted: acceptance rate of the second on a usual text, varying by text. differ: share of the
+    tokens on which the two disagree; better: by how much the first one's acceptance is higher."""
     tokens = np.clip(rng.lognormal(np.log(90), 0.6, texts), 8, LONGEST).astype(np.int64)
     usual = 1 / (1 + np.exp(-(np.log(accepted / (1 - accepted)) + rng.normal(0, 0.5, (texts, 1)))))
     old = rng.random((texts, LONGEST)) < usual
