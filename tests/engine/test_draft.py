@@ -1,4 +1,4 @@
-"""An adapter is checked to the last name before anything of it is used."""
+"""Every tensor and setting of an adapter is checked before it is used."""
 
 import json
 import shutil
@@ -177,7 +177,7 @@ def test_damaged_adapters_are_refused(tmp_path: Path, kind: str) -> None:
     base, ref, _ = make(tmp_path / "a")
     before = np.array(base(TOKENS))
     CORRUPTIONS[kind](ref.folder)
-    # With the damaged folder's own hash registered: each check must hold by itself, not behind the hash.
+    # The damaged folder's hash is registered, so that each check is tested without the hash check.
     with pytest.raises(AdapterRefused):
         load(base, replace(ref, sha256=folder_sha256(ref.folder)), DRAFT)
     assert np.array_equal(np.array(base(TOKENS)), before)
@@ -191,7 +191,7 @@ def test_altered_files_are_refused_by_their_hash(tmp_path: Path) -> None:
 
 
 def test_mlx_lm_itself_rejects_an_unknown_tensor(tmp_path: Path) -> None:
-    """The version floor: older mlx-lm loaded whatever a file held."""
+    """The reason for the minimum version: older mlx-lm ignored unknown tensors."""
     base, ref, expected = make(tmp_path / "a")
     shutil.copytree(ref.folder, tmp_path / "b")
     assert np.allclose(np.array(load_adapters(base, str(ref.folder))(TOKENS)), np.array(expected), atol=1e-5)

@@ -1,4 +1,4 @@
-"""A draft that fails costs speed alone, wherever it fails, and it is said once what happened."""
+"""A failing draft costs only speed, wherever it fails, and each exception is logged once."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ from tests.support.typed import layers_of, load_arrays
 
 VOCABULARY, K = 97, 3
 Spoil = Callable[[mx.array, mx.array], mx.array]
-"""Tokens (B, N) and the logits (B, N, V) after them, to other logits."""
+"""(tokens (B, N), logits (B, N, V)) -> changed logits."""
 
 
 @cache
@@ -37,8 +37,8 @@ def good() -> nn.Module:
 
 
 class Spoilt(nn.Module):
-    """A draft whose logits (B, N, V) go through `spoil(tokens, logits)`. It has no parts that could be run by themselves, so
-    that its head's errors show where the round is evaluated."""
+    """A draft whose logits (B, N, V) go through `spoil(tokens, logits)`. It cannot be split into body and head, so
+    that its errors show when the round is evaluated."""
 
     def __init__(self, spoil: Spoil) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ def decode(decoder: Decoder, rows: list[Row]) -> None:
 
 
 def truncated(folder: Path, kind: str) -> mx.array:
-    """(VOCABULARY,) zeros that MLX reads from a file when they are evaluated, which the file is too short for. MLX raises for
-    one kind where work is handed over, for the other where it is waited for."""
+    """(VOCABULARY,) zeros that MLX reads from a file when they are evaluated, from a truncated file. MLX raises one kind of
+    error at launch, the other at the host sync."""
     path = folder / f"bias.{kind}"
     if kind == "npy":
         mx.save(str(path), mx.zeros((VOCABULARY,)))
@@ -109,7 +109,7 @@ def test_an_error_raised_by_the_rounds_evaluation(
     assert after < calls <= after + K and decoder.draft_failures == 1, "it was not asked again"
     assert [record.exc_info is not None for record in caplog.records] == [True]
     assert "Unable to read" in caplog.text and "adapter 0" in caplog.text
-    # Another draft serves again.
+    # A new draft serves.
     decoder.switch(Draft(1, good()))
     again = rows_of(2)
     decode(decoder, again)
@@ -122,7 +122,7 @@ def test_an_error_raised_by_the_rounds_evaluation(
 def test_an_error_raised_during_verification(
     tmp_path: Path, kind: str, seeded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the device is slower than Python the proposal's error shows after the target's call was built on it."""
+    """If the device is slower than Python, the proposal's error shows after the target's call was launched."""
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: None)
     calls = 0
 
@@ -146,8 +146,8 @@ def test_an_error_of_the_target_is_the_caller_s(tmp_path: Path) -> None:
 
 
 def test_errors_of_evaluations() -> None:
-    """Runs the tests above. In MLX 0.32.4 on a CPU an evaluation that fails may leave a task counted that never ends; two of
-    them make any later evaluation of the process wait for ever, now and then."""
+    """Runs the tests above in a process of their own: in MLX 0.32.4 on a CPU a failed evaluation may leave a task count that
+    never drops, and two of them can make later evaluations of the process hang."""
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "own_process", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240)
@@ -171,7 +171,7 @@ def test_every_exception_is_logged_once_with_its_traceback(caplog: pytest.LogCap
 
 
 def test_a_row_with_non_finite_draft_logits_continues_without_drafts(caplog: pytest.LogCaptureFixture) -> None:
-    """The others are drafted for as if it were not there, and it is drafted for again after a while."""
+    """The other rows are drafted for as before, and the row itself is drafted for again after a while."""
     rows, alone = rows_of(4, tokens=3 * RETRY), rows_of(4, tokens=3 * RETRY)
     decode(Decoder(target(), bare(good()), vocabulary=VOCABULARY, k=K), alone)
     steps = 0
@@ -198,7 +198,7 @@ def test_a_row_with_non_finite_draft_logits_continues_without_drafts(caplog: pyt
 
 
 class Infected(nn.Module):
-    """A draft that writes NaN into its own keys and values for a row that holds a token, when told to."""
+    """A draft that writes NaN into its own keys and values for a row that contains a given token, if enabled."""
 
     def __init__(self, token: int) -> None:
         super().__init__()
@@ -215,8 +215,8 @@ class Infected(nn.Module):
 
 
 def test_non_finite_keys_and_values_stay_in_no_row() -> None:
-    """A slot that held NaN is given to other rows, and what lies behind a row's end is multiplied by zero: both must be
-    clean. Once the draft is well again, so is the row."""
+    """A slot that held NaN is reused by other rows, and values past a row's end are multiplied by zero, so both must be
+    cleaned. Once the draft recovers, so does the row."""
     asked = rows_of(4, tokens=40)
     token = asked[0].prompt.tokens[3]
     weak = Infected(token)

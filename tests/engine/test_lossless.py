@@ -215,7 +215,7 @@ class Broken(nn.Module):
 @pytest.mark.parametrize(
     ("greedy", "after", "how"),
     [
-        # Every day each moment in both ways, once greedy and once sampled.
+        # The daily tests cover each moment with both kinds of failure, once greedy and once sampled.
         pytest.param(greedy, after, how, marks=() if (greedy + i + (how == "nan")) % 2 else pytest.mark.nightly)
         for greedy in (True, False)
         for i, after in enumerate([0, 1, 3, 7])
@@ -236,7 +236,7 @@ def test_a_broken_draft_costs_speed_only(how: str, after: int, greedy: bool) -> 
     )
     for row in rows:
         assert row.output == forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS)
-    # One that raises is not asked again; logits that are not finite concern one row at a time.
+    # A draft that raises is not called again; non-finite logits disable it for one row at a time.
     assert counted[-1] == 1 if how == "raises" else counted[-1] >= 1
 
 

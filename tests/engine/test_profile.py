@@ -1,4 +1,4 @@
-"""What calls cost is timed more than once: a machine that was busy for a moment is not taken for a slow one."""
+"""Call costs are timed repeatedly, so that a short load on the machine does not distort them."""
 
 import time
 
@@ -18,7 +18,7 @@ SLOW = 0.03
 
 
 class Machine:
-    """Holds every call up while it is busy. calls: until it is so no more."""
+    """Delays every call while it is busy. calls: number of calls until it is idle again."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
@@ -30,7 +30,7 @@ class Machine:
 
 
 class On(nn.Module):
-    """A model on such a machine."""
+    """A model on that machine."""
 
     def __init__(self, model: nn.Module, machine: Machine) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def round_of(costs: Costs) -> float:
 
 
 def test_a_busy_moment_at_the_start_is_forgotten() -> None:
-    """A pass is twenty calls at least."""
+    """One pass makes at least twenty calls."""
     assert round_of(Profile(*pair(0), rows=[1], most=1).measure()) < SLOW
     assert round_of(Profile(*pair(20), rows=[1], most=1).measure()) < SLOW
 
@@ -83,8 +83,8 @@ def test_costs_measured_on_a_busy_machine_are_measured_again() -> None:
     assert length.round_seconds()[0] == round_of(costs)
 
 
-def test_timing_leaves_the_draft_cache_unchanged() -> None:
-    """A step is timed with tokens of the rows' own, which the next row has not shown."""
+def test_timing_restores_the_drafts_extra_ids() -> None:
+    """Draft steps are timed with extra ids, which must not be left in the head."""
     target = tiny_llama(0)
     draft = twin(relative(target, 1, 0.1))
     cut(draft, list(range(0, 97, 2)))
@@ -115,7 +115,7 @@ def test_nearly_equal_costs_keep_their_corrections() -> None:
 
 
 def test_a_model_that_fails_during_timing_does_not_end_the_engine() -> None:
-    """Nor is it asked again and again."""
+    """It is not timed again either."""
 
     class Broken(nn.Module):
         def __init__(self, model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Batches whose shapes change every round: on CUDA each may be a graph that MLX has not cached. None may end the process."""
+"""Batches whose shapes change every round: on CUDA each may need a graph that MLX has not cached. None may end the process."""
 
 import mlx.core as mx
 import pytest

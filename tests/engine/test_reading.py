@@ -1,4 +1,4 @@
-"""Prompts that are read together: the same as each alone, in fewer calls, and never such as had better not be."""
+"""Batched prefill: the same results as each prompt alone, in fewer calls, and which prompts are batched."""
 
 import random
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def finish(decoder: Decoder, rows: Sequence[Row]) -> None:
 
 
 def read(decoder: Decoder, texts: Sequence[Sequence[int]], room: int = 4 * CHUNK) -> list[list[int]]:
-    """Lengths of the prompts of each call, after all of them were answered as the target alone does."""
+    """Prompt lengths by prefill call; all prompts are then decoded and checked against the target alone."""
     rows = rows_of(texts)
     calls = [[len(row.prompt.tokens) for row in prefill.rows] for prefill in admit(decoder, rows, room)]
     finish(decoder, rows)
@@ -66,13 +66,13 @@ def test_batched_prefill_equals_each_prompt_alone() -> None:
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_prompts_of_similar_length_are_batched_in_any_order(k: int) -> None:
-    """A call pads the shorter ones, by an eighth of them all at most."""
+    """Padding is at most an eighth of a call's tokens."""
     texts = [random_tokens(i, count) for i, count in enumerate((21, 11, 22, 1, 20, 12, 33, 2))]
     assert read(make_decoder(k=k), texts) == [[21, 22, 20], [11, 12], [1], [33], [2]]
 
 
 @pytest.mark.parametrize(("room", "calls"), [(20, [1, 1, 1, 1]), (40, [2, 2]), (79, [3, 1]), (80, [4])])
-def test_no_call_exceeds_the_free_rows(room: int, calls: list[int]) -> None:
+def test_no_call_exceeds_the_token_limit(room: int, calls: list[int]) -> None:
     assert [len(call) for call in read(make_decoder(), [random_tokens(i, 21) for i in range(4)], room)] == calls
 
 
@@ -111,7 +111,7 @@ def test_cached_prefixes_of_different_lengths_are_restored_together() -> None:
 
 
 def test_a_new_draft_without_cached_blocks_prefills_the_whole_prompt_alone() -> None:
-    """What the target knows of these is more than a chunk, and the new draft is to read all of it."""
+    """The target has more than a chunk of these cached, and the new draft must prefill all of it."""
     decoder = make_decoder(PrefixCache(2**24))
     system = random_tokens(1, 64)
     read(decoder, [(*system, 5)])
@@ -121,7 +121,7 @@ def test_a_new_draft_without_cached_blocks_prefills_the_whole_prompt_alone() -> 
 
 
 class Alone(nn.Module):
-    """A draft that fails over more than one row."""
+    """A draft that fails on calls of more than one row."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

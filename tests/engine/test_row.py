@@ -1,4 +1,4 @@
-"""Where a request ends, and what of its text may be shown before that is known."""
+"""Where a request ends, and which text may be streamed before."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from service.engine.row import Row, TextStream
 
 
 class Letters:
-    """A detokenizer of one letter a token."""
+    """A detokenizer with one letter per token."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -74,7 +74,7 @@ def test_a_round_that_passes_the_end_token_is_cut_there() -> None:
 def test_positions_behind_the_end_are_not_counted(
     tokens: list[int], drafted: list[int], counted: tuple[int, int]
 ) -> None:
-    """Nobody knows whether they would have been accepted."""
+    """It is unknown whether they would have been accepted."""
     request = row(max_tokens=10)
     request.take(tokens, drafted, Source.DRAFT, adapter=3, evidence=None, tie_margin=0.0)
     (done,) = request.rounds

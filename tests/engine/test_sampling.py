@@ -1,4 +1,4 @@
-"""The transform is mlx-lm's, row by row, and the shared noise depends on seed and position alone."""
+"""The sampling transform equals mlx-lm's, row by row, and the shared noise depends only on seed and position."""
 
 import mlx.core as mx
 import numpy as np
@@ -57,7 +57,7 @@ def test_noise_is_a_function_of_seed_and_position() -> None:
     assert (held[1] == 0).all()
     assert (held[0, 0] != held[0, 1]).any()
     assert shared_noise(SamplingBatch.of([Sampling()], 33), [0], 3, 33) is None
-    # Made as far as it is asked for, it is the same.
+    # Noise for fewer positions is the same.
     made = SharedNoise(SamplingBatch.of(rows, 33), [4, 0, 6], 33)
     later = made.at(1)
     assert later is not None and mx.array_equal(later, noise[:, 1:2])
@@ -139,7 +139,7 @@ def test_top_is_exact_and_the_tail_is_the_rest(vocabulary: int) -> None:
     assert np.array_equal(np.take_along_axis(logp, np.array(ids).astype(int), -1), best)
     rest = 1 - np.exp(best.astype(np.float64)).sum(-1)
     assert np.allclose(np.exp(np.array(tail_mass(values))), np.maximum(rest, 0), atol=2e-6)
-    # Row by row in the host's memory it is the same, whatever the logits are shifted by.
+    # Computed row by row on the host it is the same, for any shift of the logits.
     flat = logp.reshape(-1, vocabulary)
     there, largest, mass = top_and_mass(list(flat + np.float32(40.0)), 32)
     assert np.array_equal(there, np.array(ids).reshape(-1, there.shape[-1]))

@@ -1,4 +1,4 @@
-"""What a draft step costs with one adapter and with another: measured where their weights differ, and counted by the gate."""
+"""Costs of draft steps differ between adapters: they are measured where weights differ, and the gate counts them."""
 
 import time
 from functools import cache
@@ -24,8 +24,8 @@ BYTES_A_SECOND = 20e6
 
 
 class MemoryBound(nn.Module):
-    """A model on a machine where a call takes as long as reading its weights does, as on a GPU; on a CPU quantised products
-    are slower than others."""
+    """A model whose calls take as long as reading its weights, as on a GPU; on a CPU quantised products are slower
+    instead."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def bytes_of(model: nn.Module) -> int:
 
 @cache
 def drafts() -> tuple[MemoryBound, MemoryBound]:
-    """A draft of four bits, and the same with an adapter that changes nothing folded into it."""
+    """A four-bit draft, and the same with a zero adapter folded into it."""
     base, trained = (tiny_llama(1, hidden=128) for _ in range(2))
     for model in (base, trained):
         nn.quantize(model, group_size=32, bits=4)

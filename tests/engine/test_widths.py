@@ -1,4 +1,4 @@
-"""Logits of unlike widths: which draft is loaded changes no text."""
+"""Drafts with other logit widths than the target do not change outputs."""
 
 import random
 from functools import cache
@@ -26,7 +26,7 @@ def target() -> nn.Module:
 
 @cache
 def draft(width: int, *, listed: bool = False) -> nn.Module:
-    """The target with fewer or more tokens: right wherever both know the token."""
+    """The target with fewer or more output ids; right for ids that both have."""
     model, shared = tiny_llama(0, vocabulary=width), min(width, WIDTH)
     weights = dict(leaves(target().parameters()))
     for name, own in leaves(model.parameters()):
@@ -75,7 +75,7 @@ def test_output_is_the_targets_own_with_a_draft_of_any_width(width: int, listed:
 
 @pytest.mark.parametrize("width", [60, 130])
 def test_the_estimate_of_acceptance_draws_the_same_noise(width: int) -> None:
-    """What the engine accepted of seeded texts is what the off-policy estimate says, draft by draft."""
+    """For seeded texts the off-policy estimate equals what the engine accepted, position by position."""
     prompts = [each for each in asked(8) if each.sampling.seed is not None]
     rows = decode(target(), draft(width), prompts, k=1, vocabulary=WIDTH, collect=True)
     for row in rows:

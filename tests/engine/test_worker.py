@@ -1,5 +1,4 @@
-"""The engine's thread with real tiny models: whatever happens around a request, its tokens are the target's own or it
-ends once with a reason."""
+"""The engine's thread with real tiny models: every request gets the target's own tokens, or ends once with a reason."""
 
 import random
 import threading
@@ -65,7 +64,7 @@ def unchanged(fed: mx.array, logits: mx.array) -> mx.array:
 
 
 class Hooked(nn.Module):
-    """A real model whose every call goes through `hook`, which may wait, raise or spoil the logits."""
+    """A real model whose logits pass through `hook`, which may wait, raise or change them."""
 
     def __init__(self, inner: nn.Module, hook: Hook) -> None:
         super().__init__()
@@ -80,7 +79,7 @@ class Hooked(nn.Module):
 
 
 class BlockingHook:
-    """A hook that keeps the engine's thread inside the `at`-th call (of those that match) until released."""
+    """A hook that blocks the engine's thread in the `at`-th matching call until released."""
 
     def __init__(self, at: int = 1, match: Callable[[mx.array], bool] = lambda fed: True) -> None:
         self.at, self.match, self.calls = at, match, 0
@@ -99,7 +98,7 @@ class BlockingHook:
 
 
 class FailingHook:
-    """A hook that spoils every call from the `after`-th on, until healed."""
+    """A hook that raises or returns NaN in every call after the first `after`, until healed."""
 
     def __init__(self, after: int, how: str) -> None:
         self.after, self.how, self.calls, self.healed = after, how, 0, False
@@ -114,7 +113,7 @@ class FailingHook:
 
 
 class LetterDetokenizer:
-    """A detokenizer that gives every token a letter of its own."""
+    """A detokenizer with one letter per token."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -126,7 +125,7 @@ class LetterDetokenizer:
 
 
 class Client:
-    """Collects one request's events. `on_delta` runs on the engine's thread, so it strikes between two given rounds."""
+    """Collects one request's events. `on_delta` runs on the engine's thread, between two rounds."""
 
     def __init__(self, prompt: Prompt, on_delta: Callable[["Client"], None]) -> None:
         self.prompt, self.on_delta = prompt, on_delta
@@ -161,7 +160,7 @@ class Client:
         return ends[0]
 
     def finished(self, reason: FinishReason | None = None) -> Finished:
-        """The end of a request that got the target's own tokens, or their beginning where it was cancelled."""
+        """The end of a request with the target's own tokens, or their beginning if it was cancelled."""
         end = self.end()
         assert isinstance(end, Finished), end
         expected = oracle(self.prompt)
@@ -178,7 +177,7 @@ class Client:
 
 
 class WorkerHarness:
-    """A worker over a tiny pair, and whatever it hands out: it is its own recorder, observer and watch."""
+    """A worker on a tiny pair, which records everything that the worker reports."""
 
     def __init__(
         self,
@@ -244,7 +243,7 @@ class WorkerHarness:
         return client
 
     def rows_held(self) -> tuple[int, int]:
-        """How many rows the caches of target and draft hold, and that nothing is kept for none."""
+        """Rows in the caches of target and draft; checks that no memory is held without rows."""
         assert self.engine is not None and self.engine.decoder.drafter is not None
         caches = (self.engine.decoder.cache, self.engine.decoder.drafter.cache)
         for held in caches:
@@ -267,7 +266,7 @@ class WorkerHarness:
 
 @cache
 def reference() -> nn.Module:
-    """The worker's target once more, for the thread that runs the tests."""
+    """A copy of the worker's target for the thread that runs the tests."""
     return tiny_llama(0)
 
 
@@ -299,7 +298,7 @@ def long_prompts(count: int, tokens: int) -> list[Prompt]:
 
 
 def wait_for(holds: Callable[[], bool], what: str) -> None:
-    """For what only shows in a status: looked at again and again, with a deadline."""
+    """Polls a condition until it holds, with a deadline."""
     pause = threading.Event()
     for _ in range(int(PATIENCE / 0.01)):
         if holds():
@@ -309,12 +308,12 @@ def wait_for(holds: Callable[[], bool], what: str) -> None:
 
 
 def decoding(fed: mx.array) -> bool:
-    """Whether a target call is a round: prompts are read in chunks of other lengths."""
+    """Whether a target call is a round; prefill chunks have other lengths."""
     return fed.shape[1] in (1, K + 1)
 
 
 class Measuring(WorkerHarness):
-    """One that measures what rounds cost before it serves."""
+    """Measures the costs of rounds before it serves."""
 
     def build(self) -> Engine:
         engine = super().build()
@@ -337,7 +336,7 @@ def test_round_costs_are_reported_once_measured() -> None:
 
 
 def test_prompts_are_prefilled_together_and_admitted_in_groups() -> None:
-    """Two of these fill a chunk. The first is read alone, for nobody else is there yet."""
+    """Two of these prompts fill a chunk. The first is prefilled alone, because no other has arrived."""
     hold = BlockingHook(match=lambda fed: fed.shape[1] == CHUNK // 2)
     with WorkerHarness(hold, None, rows=8) as harness:
         clients = [harness.submit(prompt(0, CHUNK // 2 + 1))]
@@ -362,17 +361,17 @@ def test_a_reserved_place_counts_until_it_is_used_or_released() -> None:
         for refused in (harness.worker.reserve, lambda: harness.submit(prompt(1))):
             with pytest.raises(Overloaded):
                 refused()
-        # Released twice, it is one place.
+        # Releasing twice frees one place.
         assert (first.release(), first.release()) == (True, False)
         third = harness.worker.reserve()
         with pytest.raises(Overloaded):
             harness.worker.reserve()
-        # Used, it is the request's, and nobody can give it back.
+        # A used place belongs to the request and cannot be released.
         clients.append(harness.submit(prompt(1), place=second))
         assert not second.release()
         with pytest.raises(Overloaded):
             harness.worker.reserve()
-        # A place that was used or released before is none.
+        # A place cannot be used after it was used or released.
         with pytest.raises(Overloaded):
             harness.submit(prompt(2), place=second)
         with pytest.raises(BadRequest), third:
@@ -422,7 +421,7 @@ def test_a_model_that_cannot_be_loaded_raises_from_start_and_is_not_fatal() -> N
     harness = Without(hang_seconds=0.04)
     with pytest.raises(Unavailable, match="no such model"):
         harness.worker.start(PATIENCE)
-    # The watchdog has looked by now, had it not been called off.
+    # By now the watchdog would have fired if it were still running.
     harness.worker._watchdog._thread.join(PATIENCE)
     assert not harness.worker._watchdog._thread.is_alive()
     assert not harness.fatal.done()
@@ -518,7 +517,7 @@ def test_cancelled_while_queued() -> None:
 
 
 def test_cancelled_during_prefill() -> None:
-    """Reading stops after the chunk under way, and the place goes to who waits."""
+    """Prefill stops after the current chunk, and the place goes to a waiting request."""
     hold = BlockingHook(at=2, match=lambda fed: fed.shape == (1, CHUNK))
     with WorkerHarness(hold, rows=4) as harness:
         others = [harness.submit(prompt(seed, tokens=64)) for seed in (2, 3, 4)]
@@ -538,7 +537,7 @@ def test_cancelled_during_prefill() -> None:
 
 
 def test_cancelled_while_decoding() -> None:
-    """The row leaves before the next round, its room with it, and nobody else notices."""
+    """The row and its memory are gone before the next round, and other requests are unaffected."""
     hold = BlockingHook()
     held: list[tuple[int, tuple[int, int]]] = []
     last: list[int] = []
@@ -608,7 +607,7 @@ def test_a_broken_draft_costs_speed_only(how: str, after: int) -> None:
         clients = [harness.submit(one) for one in long_prompts(5, 48)]
         for client in clients:
             client.finished()
-        # Logits that are not finite are counted for each row.
+        # Non-finite logits are counted per row.
         failures, status = len(harness.failures), harness.worker.status()
         assert failures == 1 if how == "raises" else 1 <= failures <= 2 * len(clients)
         assert status.draft_failures == failures and status.ready
@@ -623,7 +622,7 @@ def test_a_broken_draft_costs_speed_only(how: str, after: int) -> None:
 
 
 def adapters(folder: Path, *sizes: float) -> list[AdapterRef]:
-    """Adapters of the draft with random weights of these sizes."""
+    """Adapters of the draft with random weights of the given sizes."""
     made: list[AdapterRef] = []
     for id, size in enumerate(sizes, start=1):
         model = Hooked(relative(tiny_llama(0), 1, 0.3), unchanged)
@@ -652,9 +651,9 @@ def adapters(folder: Path, *sizes: float) -> list[AdapterRef]:
 
 @pytest.mark.parametrize("how", ["raises", "adapter"])
 def test_running_rows_draft_as_well_as_before_once_the_draft_recovers(how: str, tmp_path: Path) -> None:
-    """The draft is the target's double, so that whatever a failure left in its cache shows in what is accepted. The
-    adapter's weights are finite, what they make of activations is not: no check before serving can see that."""
-    breaking = FailingHook(2 + 3 * K, "raises")  # its prompt, a look at its parts, three rounds
+    """The draft equals the target, so that a damaged draft cache shows as rejections. The adapter's weights are finite but its
+    activations are not, which no check before serving can detect."""
+    breaking = FailingHook(2 + 3 * K, "raises")  # prefill, the check of body and head, three rounds
     breaking.healed = how == "adapter"
     with WorkerHarness(draft=breaking if how == "raises" else unchanged, noise=0.0) as harness:
         (ref,) = adapters(tmp_path, 1e30)
@@ -691,7 +690,7 @@ def test_a_failing_target_ends_every_request_with_the_reason() -> None:
 
 @pytest.mark.parametrize("where", ["start", "record"])
 def test_a_request_that_cannot_be_handled_still_ends(where: str) -> None:
-    class Clumsy(WorkerHarness):
+    class Failing(WorkerHarness):
         def record(self, generation: Generation) -> None:
             if where == "record":
                 raise RuntimeError("no such luck")
@@ -704,7 +703,7 @@ def test_a_request_that_cannot_be_handled_still_ends(where: str) -> None:
         made.append(LetterDetokenizer())
         return made[-1]
 
-    with Clumsy(detokenizer=detokenizer, hang_seconds=2.0) as harness:
+    with Failing(detokenizer=detokenizer, hang_seconds=2.0) as harness:
         clients = [harness.submit(prompt(seed)) for seed in (1, 2)]
         assert [client.ended.wait(2.0) for client in clients] == [True, True]
         for client in clients:
@@ -781,7 +780,7 @@ def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
 
 @pytest.mark.parametrize("comes_back", [True, False])
 def test_requests_left_after_the_drain_end_with_the_reason(comes_back: bool) -> None:
-    """Running, being read, queued: one Failed each, whether or not the call under way ever returns."""
+    """Running, in prefill or waiting: each gets one Failed, whether or not the current call returns."""
     hold = BlockingHook(at=3, match=decoding)
     with WorkerHarness(hold, rows=2, hang_seconds=PATIENCE if comes_back else 1.0) as harness:
         clients = [harness.submit(one) for one in long_prompts(5, 48)]
@@ -806,7 +805,7 @@ def test_requests_left_after_the_drain_end_with_the_reason(comes_back: bool) -> 
 
 @pytest.mark.parametrize("moment", ["admitting", "recording"])
 def test_draining_also_waits_while_no_row_is_taken(moment: str) -> None:
-    """The first request is on its way into the rows, or out of them with another one in the queue."""
+    """The first request is being admitted, or is leaving while another one waits."""
     begun, go, hold = threading.Event(), threading.Event(), BlockingHook()
 
     def pause(now: str) -> None:
@@ -840,7 +839,7 @@ def test_draining_also_waits_while_no_row_is_taken(moment: str) -> None:
 
 @pytest.mark.parametrize(("many", "tokens"), [(16, 80), pytest.param(50, 224, marks=pytest.mark.nightly)])
 def test_many_swaps_while_eight_requests_stream(tmp_path: Path, many: int, tokens: int) -> None:
-    """Every swap is asked for while the draft is at work and holds from the next round on, for every row at once."""
+    """Every swap is requested during a draft call and applies to all rows from the next round on."""
     inside, asked_for = threading.Semaphore(0), threading.Semaphore(0)
     left, steps = [many], count()
 
@@ -882,7 +881,7 @@ def test_many_swaps_while_eight_requests_stream(tmp_path: Path, many: int, token
 def test_a_change_of_draft_that_is_refused_changes_nothing() -> None:
     with WorkerHarness() as harness:
         with pytest.raises(TypeError):
-            harness.worker.switch(Imposter()).result(PATIENCE)
+            harness.worker.switch(UnknownStaged()).result(PATIENCE)
         assert harness.worker.active == BARE_DRAFT and harness.submit(prompt(1)).finished().timings.draft_n > 0
     with WorkerHarness(draft=None) as harness:
         with pytest.raises(Unavailable, match="without a draft"):
@@ -892,7 +891,7 @@ def test_a_change_of_draft_that_is_refused_changes_nothing() -> None:
         harness.worker.stage(None).result(PATIENCE)
 
 
-class Imposter:
+class UnknownStaged:
     adapter = 9
 
 
@@ -964,7 +963,7 @@ def agrees(generation: Generation, client: Client, end: Finished) -> None:
         assert (round.start, round.emitted) == (start, len(delta.tokens))
         assert delta.drafted == (True,) * round.accepted + (False,) * (round.emitted - round.accepted)
         assert round.accepted <= round.drafted and round.emitted <= round.accepted + 1
-        # None behind the end of the text.
+        # None past the end of the text.
         whole = round.start + round.emitted < len(output) or end.finish is FinishReason.CANCELLED
         assert round.drafted in ((0, K) if whole else (0, min(K, round.emitted)))
         start += round.emitted

@@ -89,7 +89,7 @@ def test_rounds_cover_the_text(flags: list[tuple[bool, ...]], depths: int, k: in
         assert expected_calls(accepts.astype(np.float64), k) == len(found)
 
 
-def test_only_reproducible_texts_have_one_course() -> None:
+def test_rounds_need_a_greedy_or_seeded_text_with_targets() -> None:
     target = tiny_llama(1)
     (made,) = served(target, target, [Sampling(max_tokens=4)], k=0)
     for wrong in (replace(made, targets=None), generation([1], [2], sampling=Sampling(temperature=1.0))):

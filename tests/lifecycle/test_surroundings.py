@@ -238,7 +238,7 @@ def test_a_comparison_runs_on_battery(installation: Installation) -> None:
         server.tick_until(server.watched(ref.id))
 
 
-def test_rounds_during_a_run_are_reported_separately(installation: Installation) -> None:
+def test_latencies_during_a_run_are_reported_separately(installation: Installation) -> None:
     installation.act(train="hang")
     with installation.server() as server:
         server.traffic()

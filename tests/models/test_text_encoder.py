@@ -75,7 +75,7 @@ def sentence_piece(*, byte_fallback: bool) -> Tokenizer:
     return tokenizer
 
 
-def test_the_longest_token_bounds_the_prompt_length() -> None:
+def test_the_longest_token_sets_the_bytes_per_token() -> None:
     assert bytes_per_token(wrapped(byte_level("\u0120\u0120", "abc"))) == 3
     special = byte_level("abc")
     special.add_special_tokens([AddedToken("<|end|>", special=True)])
