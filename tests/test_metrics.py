@@ -1,4 +1,4 @@
-"""Every metric is in the table, at zero from the start, and equals a recount of what was fed in."""
+"""Every metric is in the table, starts at zero, and equals a recount of the inputs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], limi
         assert by_label(found, "source_num_drafts_total")[source] == len(named)
         assert by_label(found, "source_num_draft_tokens_total")[source] == sum(item.drafted for item in named)
         assert by_label(found, "source_num_accepted_tokens_total")[source] == sum(item.accepted for item in named)
-    # What was looked up is no adapter's merit.
+    # Look-ups do not count for an adapter.
     drafted = [item for item in drafted if item.source is Source.DRAFT]
     for name, amounts in (
         ("adapter_num_drafts_total", [1 for _ in drafted]),

@@ -20,7 +20,7 @@ print(json.dumps([mine, child]))
 
 
 def seen(module: str, loads: bool, **operator: str) -> list[list[str | None]]:
-    """The variables in a process that imported a module of ours, and in a child of it."""
+    """The variables in a process that imported a module of the service, and in a child of it."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES} | operator
     script = SCRIPT.format(module=module, loads=loads, names=NAMES)
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True, text=True)

@@ -1,4 +1,4 @@
-"""How many tokens are drafted: a pure rule, held to tables; and a decoder that follows it says what the target says."""
+"""The draft length: the rule on tables and in simulations, and that outputs stay the target's own."""
 
 import random
 from collections.abc import Callable, Sequence

@@ -50,7 +50,7 @@ def target() -> Model:
 
 
 def cut_to(model: nn.Module, ids: Iterable[int]) -> nn.Module:
-    """A draft that can propose half of what the target says."""
+    """A draft whose reduced vocabulary holds half of the target's ids."""
     cut(model, list(ids))
     return model
 

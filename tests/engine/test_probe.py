@@ -84,7 +84,7 @@ def test_a_row_that_turns_nan_is_refused() -> None:
 
 
 def healthy() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Fifty: families, and Llamas of several widths, depths and seeds, with this machine's and with shape-dependent rounding."""
+    """Fifty families and Llamas of several widths, depths and seeds, with this machine's and with shape-dependent rounding."""
     for rounded, change in ROUNDED.items():
         for name in DENSE:
             for dtype in HALF:

@@ -1,4 +1,4 @@
-"""The ablation at the size of a toy, and the pieces it is made of."""
+"""The ablation at toy size, and its parts."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_tables_vary_one_thing_each() -> None:
     assert [r.cases for r in made["cases"].rows.values()] == [50, 200, 800]
     assert [r.cases for t in tables(base, 300, ["cases"]) for r in t.rows.values()] == [50, 200]
     assert [r.positions for r in made["positions"].rows.values()].count(Positions.ALL) == 3
-    # What every table is compared from is one recipe, trained once.
+    # All tables share one baseline recipe, which is trained once.
     for table in made.values():
         assert base in table.rows.values() or table.name == "loss_t1"
     assert [t.name for t in tables(base, 800, ["loss", "rank"])] == ["loss", "loss_t1", "rank"]
@@ -83,14 +83,14 @@ def test_every_row_is_there_as_soon_as_it_is_known(
         (static, *rows) = outcome.rows
         assert static.loss is None and all(row.seconds is not None and row.seconds > 0 for row in rows)
         json.dumps(outcome.plain())
-    # The same recipe has the same outcome in every table, and the draft is bare again after each.
+    # A recipe has the same result in every table, and the draft is bare again afterwards.
     same = [
         next(r for r in last[t].rows if r.label == label)
         for t, label in (("loss", "jsd"), ("positions", "all"), ("targets", "top 32 and tail"))
     ]
     assert same[0].tests["held"] == same[1].tests["held"] == same[2].tests["held"]
     assert last["loss"].rows[0].tests == last["targets"].rows[0].tests
-    # Something was learnt, and not the same by all.
+    # Training changed the scores, differently for each recipe.
     assert len({row.tests["held"] for row in last["loss_t1"].rows}) >= 5
 
 
@@ -133,7 +133,7 @@ def test_selection_takes_the_largest_gains(pair: Pair, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("objective", [Objective.KL, Objective.JSD])
 def test_full_logits_equal_a_complete_top_k(pair: Pair, tmp_path: Path, objective: Objective) -> None:
-    """Where the top holds nearly everything the two losses are one, up to what 16 bits store."""
+    """If the stored top-k holds nearly all probability the two losses are equal, up to half precision."""
     texts = generations(pair, lines(6, 4), tmp_path, temperature=0.0, max_tokens=12)
     batch = collate(build(texts, max_length=256, reject_weight=1.0, vocabulary=pair.vocabulary).examples)
     assert pair.draft is not None

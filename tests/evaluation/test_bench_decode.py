@@ -1,4 +1,4 @@
-"""`redraft bench decode` on a tiny pair, mlx-lm's own generators among the arms: outputs and calls against a hand count."""
+"""`redraft bench decode` on a tiny pair, with mlx-lm's own generators: outputs and calls against a hand count."""
 
 import json
 import re
@@ -34,7 +34,7 @@ from tests.support.typed import leaves
 
 K, TOKENS, COUNT = 3, 20, 4
 REDUCED = 150
-"""Ids the served draft may propose, of 258: the cut and the whole head draft differently."""
+"""Size of the served draft's reduced vocabulary, of 258 ids: the reduced and the full head draft differently."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def test_outputs_are_the_target_s_and_calls_are_counted_right(bench_files: Bench
 
 
 def test_half_precision_is_compared_up_to_ties(bench_files: BenchFiles, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on an accelerator, where weights stay as they are stored."""
+    """As on an accelerator, where weights keep their stored precision."""
 
     def half(target: Path, draft: Path | None) -> Pair:
         pair = load_pair(target, draft)

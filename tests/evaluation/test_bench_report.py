@@ -1,4 +1,4 @@
-"""What a benchmark writes: medians and ratios with their spread, and its own section of a document."""
+"""Benchmark reports: medians and ratios with their spread, and a section in a document."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def test_a_spread_is_the_median_with_a_bootstrap_interval() -> None:
 
 
 def test_ratios_are_computed_per_turn() -> None:
-    """A machine that slows down four times between turns moves no ratio."""
+    """A machine that becomes four times slower between turns changes no ratio."""
     speeds = {"fast": [20.0, 5.0, 10.0], "slow": [10.0, 2.5, 5.0], "other": [10.0, 10.0, 10.0]}
     found = ratios(speeds, [("fast", "slow"), ("fast", "other"), ("fast", "absent"), ("absent", "slow")])
     assert list(found) == ["fast/slow", "fast/other"]

@@ -1,4 +1,4 @@
-"""`redraft bench serve` on a tiny pair: real servers, mlx_lm.server among them, asked by real clients."""
+"""`redraft bench serve` on a tiny pair: real servers, including mlx_lm.server, and real clients."""
 
 import json
 import tomllib
@@ -49,25 +49,25 @@ def test_the_rate_is_of_all_streams_together() -> None:
 def test_all_servers_say_the_same(tmp_path: Path, turns: int, names: list[str]) -> None:
     pair = write_pair(tmp_path)
     load = Load(list(prompts(3 * turns)), clients=[1, 2], turns=turns, max_tokens=TOKENS)
-    # Drafting always: whether it pays for so small a pair is a matter of the moment.
+    # Always drafts, because whether drafting pays for so small a pair depends on timing noise.
     settings = Settings(home=tmp_path / "home", engine=EngineSettings(adaptive=False))
     report = run_serve(settings, pair, load, title="t", command="c", arms=names)
     found = report.plain
     assert list(found["arms"]) == names
     assert found["clients"].keys() == {"1", "2"}
-    assert found["arms"] == found["clients"]["2"]["arms"], "beside it those of the most clients"
+    assert found["arms"] == found["clients"]["2"]["arms"], "at the top level those of the most clients"
     for number, result in found["clients"].items():
         ((requests, _),) = {(arm["requests"], arm["prompt_tokens"]) for arm in result["arms"].values()}
         (tokens,) = {arm["tokens"] for name, arm in result["arms"].items() if name != "mlx_lm_server_draft"}
         assert requests == turns * int(number)
         assert requests <= tokens <= requests * TOKENS
         for name, arm in result["arms"].items():
-            # On this pair mlx_lm.server 0.32.2 with a draft answers otherwise where it goes on from a cached prefix.
+            # On this pair mlx_lm.server 0.32.2 with a draft gives other answers when it continues from a cached prefix.
             assert name == "mlx_lm_server_draft" or (arm["identical"], arm["same_text"]) == (True, 1.0), name
             assert len(arm["turns"]) == turns
             assert arm["low"] <= arm["tokens_per_second"] <= arm["high"]
             assert 0 < arm["first_ms"]["p50"] <= arm["first_ms"]["p95"]
-            # mlx-lm sends text alone, and random bytes seldom make any.
+            # mlx-lm sends only text, and random bytes rarely decode to any.
             assert name.startswith("mlx") or 0 < arm["gap_ms"]["p50"] <= arm["gap_ms"]["p95"]
         assert result["arms"]["plain"]["tokens_per_call"] == 1.0
         assert "static" not in names or result["arms"]["static"]["tokens_per_call"] > 1.0

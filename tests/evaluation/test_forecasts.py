@@ -1,4 +1,4 @@
-"""`eval score` over a real store, and the commands of this room as they are typed."""
+"""`eval score` on a real store, and the evaluation commands as typed."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def logged_home(settings: Settings, pair: Pair, tmp_path_factory: pytest.TempPat
         logged_answers = [
             replace(g, id=f"{name}{i}") for name, each in (("g", cold), ("h", hot)) for i, g in enumerate(each)
         ]
-        # A prompt is scored once: the newest of its answers.
+        # Each prompt is scored once, with its newest answer.
         logged_answers = [g for i, g in enumerate(logged_answers) if (i % 60) % 2 == (i >= 60)]
         stores.generations.add(logged_answers).result()
     finally:
@@ -109,7 +109,7 @@ def test_scores_are_separate_by_adapter_length_and_setting(
     calls = sum(expected_calls(one.rates, 3) for one in rates)
     assert whole.forecasts[2].tokens_per_call == pytest.approx(whole.tokens / calls, rel=1e-6)
     assert by_name[ref.id, ALL].forecasts[2] != whole.forecasts[2]
-    # One price list for all: the same length costs the same, so speed goes with tokens per call.
+    # The same costs for all, so speed follows tokens per call.
     for at in (1, 2):
         speeds = [by_name[v, ALL].forecasts[at] for v in (0, ref.id)]
         ratio = (speeds[0].tokens_per_second or 0) / (speeds[1].tokens_per_second or 1)

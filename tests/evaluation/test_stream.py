@@ -1,4 +1,4 @@
-"""A stream at the size of a toy: the loop's own store, policy, training and gate over texts that are there already."""
+"""A stream at toy size: the loop's own store, policy, training and gate on given texts."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_the_report_of_a_stream() -> None:
     )
     assert found.moving(ONLINE)[:6] == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.6, 0.7])
     assert found.part_means(ONLINE)[0] == pytest.approx((0.62, 0.7))
-    # What b's best gains cannot be told from nothing; the second a is there as soon as there is a whole window.
+    # The best gain of b is not significant; the second a is reported as soon as its window is complete.
     assert found.recovered(ONLINE) == [6, None, 2]
     assert found.recovered(NO_REPLAY) == [None, None, None]
     assert found.gained(ONLINE) == [pytest.approx(1.0), None, pytest.approx(1.0)]

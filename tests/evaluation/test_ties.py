@@ -1,4 +1,4 @@
-"""The tie rule itself, in single positions: what may be called a tie, and what may not."""
+"""The tie rule at single positions: which differences are ties, and which are not."""
 
 import random
 from typing import Any
@@ -16,7 +16,7 @@ GREEDY = Sampling()
 
 
 def scores(logits: np.ndarray, sampling: Sampling, noise: np.ndarray) -> np.ndarray:
-    """By mlx-lm's own filters."""
+    """Scores with mlx-lm's own filters."""
     return np.array(tempered(mx.array(logits[None].astype(np.float32)), sampling))[0] + noise
 
 
@@ -47,13 +47,13 @@ def test_a_seeded_gap_counts_the_noise_and_the_temperature() -> None:
 def test_a_filtered_gap_is_that_to_the_edge_of_the_set(
     filters: dict[str, Any], logits: list[float], edge: float
 ) -> None:
-    """The token just outside would win by its noise: only the edge keeps it out. The oracle's own choice is far behind."""
+    """The token just outside the filter would win by its noise; the oracle's own choice is far behind."""
     sampling = Sampling(temperature=1.0, seed=1, **filters)
     noise = np.zeros(len(logits))
     noise[2] = 20.0
     found = needed_rounding(np.array(logits), 2, sampling, noise)
     assert found == pytest.approx(edge, rel=0.02)
-    # The other way round: the best token of all may fall out of the set, and the next best be chosen.
+    # Conversely, the best token may drop out of the set, and the next best be chosen.
     wider: dict[str, Any] = {"top_k": 3} if "top_k" in filters else {"min_p": 1e-9}
     inside = Sampling(temperature=1.0, seed=1, **wider)
     assert needed_rounding(np.array(logits), 2, inside, noise) == 0.0
@@ -81,7 +81,7 @@ def test_the_oracles_choice_needs_no_change_of_logits_and_others_do(draws: int) 
         assert needed_rounding(logits, int(by_score[0]), sampling, noise) == 0.0
         others = [needed_rounding(logits, int(token), sampling, noise) for token in by_score[1:]]
         assert min(others) > 0.0
-        # Moved as far as it says, the logits make another token the choice.
+        # Logits changed by that amount make another token the choice.
         token = int(by_score[1 + int(np.argmin(others))])
         moved = logits.copy()
         moved[token] += 1.01 * min(others)

@@ -340,7 +340,7 @@ def test_two_clicks_on_rollback_go_back_once(installation: Installation) -> None
         check_consistent(server)
 
 
-# --------------------------------------------------------------------------------------------- health checks beside
+# ---------------------------------------------------------------------------------------------------- health checks
 
 
 def checked(number: int) -> Generation:

@@ -1,4 +1,4 @@
-"""The bundled model: converted by two processes at once, and then a model like any other."""
+"""The bundled model: converted by two processes at once, and loaded like any other model."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_two_processes_at_once_make_it_once(conversion: Conversion) -> None:
 
 @pytest.mark.parametrize("step", [48, pytest.param(1, marks=pytest.mark.nightly)])
 def test_nothing_is_lost_in_conversion(conversion: Conversion, step: int) -> None:
-    """step: of so many rows of a weight, one."""
+    """step: one of this many rows of a weight is compared."""
     gguf = catalog._bundled_gguf()
     assert gguf is not None
     stored = load_arrays(gguf)

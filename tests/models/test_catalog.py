@@ -21,7 +21,7 @@ MakeModel = Callable[..., Path]
 
 
 def _ship(data: Path, model: Path) -> Path:
-    """What a release carries for a draft: everything of `model` but its embeddings."""
+    """A shipped draft: all weights of `model` except its embeddings."""
     folder = data / "smollm2-135m-draft"
     folder.mkdir(parents=True)
     weights = load_arrays(model / "model.safetensors")
@@ -141,7 +141,7 @@ except ModelError as error:
 
 
 def test_without_the_package_the_message_names_how_to_install_it(tmp_path: Path) -> None:
-    """In an interpreter where nothing of that name can be found."""
+    """In an interpreter in which the package cannot be found."""
     code = """
 import sys
 from pathlib import Path

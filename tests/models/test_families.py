@@ -27,16 +27,16 @@ from tests.support.oracle import forced, relative, tiny_llama
 TOKENS, CONTROLLED_TOKENS, FULL = 8, 20, 48
 """Tokens decoded every day, of the families below, and nightly."""
 CONTROLLED = ("llama", "gemma3_text", "lfm2")
-"""One family for each kind of cache (whole, sliding window, recurrent): there the comparison is shown to see what it must."""
+"""One family for each kind of cache (whole, sliding window, recurrent): for these the comparison is shown to detect faults."""
 PROMPTS = (tuple(range(5, 90, 4)), tuple(range(11, 38, 3)), (60,))
-"""Longer than the window, outgrowing it, and a single token."""
+"""Longer than the window, growing past it, and a single token."""
 
 ordinary_mask = RowLayer.make_mask
 
 
 @cache
 def installed() -> frozenset[str]:
-    """Modules of mlx-lm that define a model, and those that cannot be imported to find out."""
+    """Modules of mlx-lm that define a model, and those that cannot be imported."""
     found: set[str] = set()
     for module in pkgutil.iter_modules(mlx_lm.models.__path__):
         try:
@@ -69,7 +69,7 @@ def without_window(layer: RowLayer, N: int, return_array: bool = False, window_s
 
 
 def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) -> None:
-    """The same tokens; controls: the comparison sees a sliding window that is not kept, and a state that is not rolled back.
+    """The same tokens; controls: the comparison detects a missing sliding window, and a state that is not rolled back.
     Without them mlx-lm reads the engine's text in one call, where that is the same arithmetic as a call for each token."""
     target = build(name, needs)
     start(target)
@@ -137,7 +137,7 @@ def test_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", METAL)
 def test_without_metal_its_kernels_are_named(name: str) -> None:
-    """With Metal, identical and refused are both in order: which of them was not looked at yet."""
+    """With Metal both identical and refused are accepted; which applies has not been checked yet."""
     if mx.metal.is_available():
         with contextlib.suppress(PairError):
             compare(name, METAL[name], FULL, controls=True)

@@ -1,4 +1,4 @@
-"""Fingerprints change with the content and with nothing else."""
+"""Fingerprints depend only on the content."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_each_row_of_a_batch_may_be_given_further_tokens(
     alone = model(tokens)
     head = cut_head(model)
     assert head is not None and head.keeps.nonzero()[0].tolist() == sorted(reduced)
-    # Doubles, and an id that is kept anyway, as in a list that was filled up.
+    # Duplicates, and an id of the reduced vocabulary, as in a padded list.
     also = [[5, 9, 3], [20, 20, 3]]
     head.also(mx.array(also))
     given = model(tokens)

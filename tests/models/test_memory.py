@@ -1,4 +1,4 @@
-"""Free memory, as this system counts it and as a control group limits it."""
+"""Free memory of the system and of a control group."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ def group(folder: Path, limit: str, used: int, cached: int) -> Path:
 
 
 def test_memory_in_use_is_not_free(tmp_path: Path) -> None:
-    """On every system: where it is not asked, all of the memory would pass for free."""
+    """Every system is supported; otherwise all memory would count as free."""
     before = free_bytes(tmp_path / "no group")
     assert 2**28 < before < total_bytes()
     taken = mx.ones((2**26,), dtype=mx.float32)

@@ -122,7 +122,7 @@ def test_a_draft_may_be_recurrent(make_model: MakeModel) -> None:
 
 
 class _Custom(nn.Module):
-    """A family in miniature: its caches and its call are what the test says."""
+    """A minimal model family; the test sets its caches and its call."""
 
     model_type = "custom"
 
@@ -150,7 +150,7 @@ class _Stateless(_Custom):
 
 
 class _OwnCache(KVCache):
-    """Looks like a KVCache, may do anything."""
+    """A subclass of KVCache, which may behave differently."""
 
 
 def test_attention_and_states_are_accepted() -> None:

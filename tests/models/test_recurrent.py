@@ -24,7 +24,7 @@ from tests.support.oracle import naive, tiny_llama
 
 EOS = frozenset({3})
 KINDS = ("lfm2", "granitemoehybrid", "falcon_h1", "jamba", "qwen3_5", "rwkv7")
-"""Convolutions alone; Mamba-2; beside attention in one layer; Mamba, a delta rule, and two modules on one state."""
+"""Convolutions alone; Mamba-2; next to attention in one layer; Mamba, a delta rule, and two modules on one state."""
 
 
 @cache
@@ -50,7 +50,7 @@ def asked(rng: random.Random, greedy: bool, count: int) -> list[Prompt]:
 @pytest.mark.parametrize(
     ("name", "k", "greedy"),
     [
-        # Every day each kind once, and one kind at every draft length.
+        # The daily tests cover each kind once, and one kind at every draft length.
         pytest.param(
             name,
             k,
@@ -78,7 +78,7 @@ def test_rows_come_and_go(name: str, k: int, greedy: bool) -> None:
     assert [row.output for row in rows] == [naive(target(name), p.tokens, p.sampling, EOS) for p in prompts]
 
 
-class Whims(DraftLength):
+class RandomLength(DraftLength):
     """Random draft lengths."""
 
     def __init__(self, seed: int) -> None:
@@ -117,12 +117,12 @@ class Whims(DraftLength):
     ],
 )
 def test_lengths_and_sources_may_change_every_round(name: str, kind: str, count: int, tokens: int) -> None:
-    rng, whims = random.Random(kind), Whims(1)
+    rng, lengths = random.Random(kind), RandomLength(1)
     prompts = [Prompt(p.tokens * 3, Sampling(max_tokens=tokens)) for p in asked(rng, True, count)]
     decoder = Decoder(
         target(name), Draft(0, draft(name, kind)), vocabulary=V, k=4, prefill_chunk=7, adaptive=True, lookup=4
     )
-    decoder.length = whims
+    decoder.length = lengths
     rows = serve(decoder, prompts, max_rows=3, seed=1)
     assert [row.output for row in rows] == [naive(target(name), p.tokens, p.sampling) for p in prompts]
     assert len({(round.drafted, round.source) for row in rows for round in row.rounds}) > 4
@@ -134,7 +134,7 @@ def logits(model: nn.Module, tokens: list[int]) -> mx.array:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_proposal_is_rolled_back_over_several_calls(name: str) -> None:
-    """As when it drafted four tokens one by one and the target kept two."""
+    """As after four draft steps of which the target accepted two tokens."""
     model = target(name)
     held = RowCache(model, 2)
     model(mx.array([[5, 6, 7], [8, 9, 0]]), cache=held.layers)

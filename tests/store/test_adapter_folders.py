@@ -90,7 +90,7 @@ def test_sweeping_removes_unregistered_folders_and_nothing_else(tmp_path: Path) 
     photos = folder(root / "photos", {"me.png": b""})
     link = root / "run-6-6"
     link.symlink_to(elsewhere)
-    # The rows may spell the same folder otherwise.
+    # The rows may spell the same path differently.
     gone = sweep(root, [root / ".." / "adapters" / "run-1-1"])
     assert sorted(gone) == sorted([orphan, bare, writing, removing])
     assert set(root.iterdir()) == {known, root / "notes.txt", photos, link}

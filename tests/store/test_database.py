@@ -39,7 +39,7 @@ def test_every_acknowledged_row_survives_kill_9(template: Path, tmp_path: Path, 
         acknowledged |= {child.stdout.readline().strip() for _ in range(rng.randint(3, 30))}
         time.sleep(rng.uniform(0.0, 0.01))  # anywhere within a write
         child.send_signal(signal.SIGKILL)
-        # A line cut short by the kill acknowledges nothing.
+        # A line that the kill cut short acknowledges nothing.
         acknowledged |= {line.strip() for line in child.stdout if line.endswith("\n")}
         child.stdout.close()
         assert child.wait(60) == -signal.SIGKILL
@@ -123,7 +123,7 @@ def test_a_write_waits_for_another_process(database: Database, tmp_path: Path) -
 
 
 def test_opening_waits_for_another_process(url: str, tmp_path: Path) -> None:
-    # A new database is not in WAL mode yet, and SQLite does not wait for a lock when it is to become so.
+    # A new database is not in WAL mode yet, and SQLite does not wait for the lock to change the mode.
     with holding_the_lock(tmp_path / "redraft.db"):
         database = Database(url)
         assert Generations(database).add([generation()]).result(60) == 1
@@ -258,7 +258,7 @@ def test_a_full_disk_is_an_error_of_that_write_alone(database: Database) -> None
     store.add([generation(id="before")]).result()
 
     def fill(connection: Connection) -> None:
-        # SQLite's own limit on the file's size raises what a full disk does.
+        # SQLite's limit on the file size raises the same error as a full disk.
         connection.execute(text("PRAGMA max_page_count = 1"))
         for _ in range(200):
             connection.execute(text("INSERT INTO replay_domains VALUES (hex(randomblob(60)), '', 1)"))

@@ -72,7 +72,7 @@ def test_a_kill_at_any_step_leaves_the_whole_folder_or_none(tmp_path: Path) -> N
             break
         assert code == -signal.SIGKILL
         seen[final.exists()] += 1
-        # The next start removes what no row knows; then the same name can be published.
+        # The next start removes unregistered folders, and then the same name can be published.
         assert len(sweep(root, [])) == 1
         assert publish(written(root / ".scratch"), final) == whole
     else:

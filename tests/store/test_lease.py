@@ -61,7 +61,7 @@ def test_a_reused_process_id_does_not_hold_the_lease(database: Database) -> None
 
 def test_another_machine_is_given_up_after_a_while(database: Database) -> None:
     time = Time()
-    # Its process id means nothing here, dead or alive, whatever the host is called.
+    # A process id of another machine means nothing here, even if the host names are equal.
     far = Lease(database, replace(HERE, machine="elsewhere", pid=ended_process()), time)
     near = Lease(database, now=time)
     far.acquire()

@@ -33,7 +33,7 @@ def configured(url: str) -> Config:
 
 def schema(path: Path) -> set[tuple[str, str]]:
     connection = sqlite3.connect(path)
-    # sqlite_sequence, where SQLite counts for AUTOINCREMENT, stays for ever.
+    # sqlite_sequence, the counter of AUTOINCREMENT, is never dropped.
     query = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name != 'sqlite_sequence'"
     rows = connection.execute(query).fetchall()
     connection.close()
@@ -133,7 +133,7 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(tmp_path: P
         connection.execute(
             "INSERT INTO failure_cases VALUES (?, ?, 2, 7, 9, 0.1, 0.6, 1.5, 0, NULL, 1, 2, 1)", (seq, seq)
         )
-        # A client that calls its domain like a kind had one reservoir with it.
+        # A domain named like a kind shared its reservoir.
         connection.execute("INSERT INTO replay_buffer VALUES (?, ?, ?)", (tag or kind, seq, seq))
     connection.execute("INSERT INTO unseen VALUES (7)")
     for name, seen in (("code", 5), (kind, 9), ("general", 1), ("cluster:00000000000000bb", 3), ("empty", 2)):
@@ -164,7 +164,7 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(tmp_path: P
     }  # fmt: skip
     assert after == {name: rows for name, rows in before.items() if not name.startswith("replay")}
 
-    # The key is the one that new rows get: a copy of an old text is counted in its row.
+    # Migrated rows have the key that new rows get, so that a copy of an old text is counted in its row.
     database = Database(url)
     copy = replace(generation(tokens=[1], output=[7], who=Provenance("t", "k", "d")), rounds=(Round(3, 0, 4, 2, 3),))
     assert Generations(database).add([copy]).result() == 0

@@ -93,7 +93,7 @@ def test_released_cases_may_crash_as_often_as_before(stores: QuarantineStores) -
 
 
 def test_nothing_else_is_touched(stores: QuarantineStores) -> None:
-    """Cases that a run keeps, and cases that a run is at work on."""
+    """Cases used by a failed run, and cases claimed by a running one."""
     stores.log.add([generation()]).result()
     failed = stores.claim()
     stores.runs.move(failed.id, failed.fencing, RunState.FAILED)

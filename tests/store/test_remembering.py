@@ -16,7 +16,7 @@ CAPACITY = 32
 
 
 def run_on(database: Database) -> int:
-    """A run that claims all there is and fails, after it was remembered."""
+    """A run that claims all cases, is remembered and fails."""
     runs = Runs(database)
     run = runs.claim(trigger=Trigger.MANUAL, who=WHO, parent=0, limit=1000)
     assert run is not None
@@ -34,8 +34,8 @@ def test_failures_and_successes_are_remembered_once(database: Database) -> None:
     store, replay = Generations(database), Replay(database)
     well = [generation(cases=[]) for _ in range(4)]
     badly = [generation(cases=[case(2)]) for _ in range(4)]
-    aside = [generation(cases=[], first_user=HELD_OUT_TEXT)]
-    store.add([*well[:2], *badly[:2], *aside, *well[2:], *badly[2:]]).result()
+    held_out = [generation(cases=[], first_user=HELD_OUT_TEXT)]
+    store.add([*well[:2], *badly[:2], *held_out, *well[2:], *badly[2:]]).result()
     late = [generation(cases=[])]
     store.add(late).result()
     first = run_on(database)

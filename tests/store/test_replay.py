@@ -19,17 +19,17 @@ def test_every_offer_is_held_with_the_same_probability(template: Path, tmp_path:
     Generations(database).add([generation(id=name) for name in names]).result()
     held = dict.fromkeys(names, 0)
     for trial in range(trials):
-        # One domain for each trial; offered in pieces, as runs do it.
+        # One domain per trial; generations are offered in parts, as by runs.
         for start in range(0, offers, 7):
             replay.offer(f"d{trial}", names[start : start + 7], capacity, seed=5)
     assert set(replay.sizes().values()) == {capacity}
-    # One sample that takes everything would name a generation once: count the rows themselves.
+    # A sample lists a generation only once, so the rows are counted.
     with database.read() as connection:
         for (name,) in connection.exec_driver_sql("SELECT id FROM replay_buffer JOIN generations USING (seq)"):
             held[name] += 1
     database.close()
     expected = trials * capacity / offers
-    # Drawing without replacement spreads less than a multinomial: with the factor below the statistic is chi-square
+    # Drawing without replacement varies less than a multinomial: with the factor below the statistic is chi-square
     # with offers - 1 degrees of freedom.
     spread = (offers - 1) / offers / (1 - capacity / offers)
     statistic = sum((count - expected) ** 2 for count in held.values()) / expected * spread

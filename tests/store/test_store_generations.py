@@ -124,7 +124,9 @@ def test_drafting_is_listed_newest_first_between_two_positions(database: Databas
     found = store.drafting(WHO, 10)
     assert [one.seq for one in found] == [5, 4, 3, 2, 1]
     assert found[-1].rounds == made[0].rounds and found[-1].created_at == made[0].created_at
-    assert [bool(one.rounds) for one in found] == [True, False, True, True, True], "another draft's are not told"
+    assert [bool(one.rounds) for one in found] == [True, False, True, True, True], (
+        "rounds of another draft are not listed"
+    )
     assert [one.seq for one in store.drafting(WHO, 2)] == [5, 4]
     assert [one.seq for one in store.drafting(WHO, 10, above=1, below=4)] == [3, 2]
 
@@ -234,7 +236,7 @@ def test_eight_hundred_copies_count_once(database: Database) -> None:
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=10)
     assert run is not None and (run.cases, run.generations) == (3, 2)
     runs.move(run.id, run.fencing, RunState.FAILED)
-    # A run has had the text: while the same adapter serves, more of it is nothing new.
+    # A run has claimed the text, so copies of it are not new while the same adapter serves.
     store.add([replace(first, id="later")]).result()
     assert store.counts(WHO).cases == 0
 
@@ -295,7 +297,7 @@ def test_retention_spares_replayed_texts(database: Database) -> None:
         store.purge(keep=20).result()
         assert {g.id for g in replay.sample(WHO, 100, 0)} == held
         assert store.stats().generations == 28
-    # What clients name without end does not keep the log growing: the newest of it stay, as many again at most.
+    # Unlimited names from clients do not grow the log: the newest generations stay, at most twice the limit.
     for i in range(30):
         made = generation(domain=f"tag {i}")
         store.add([made]).result()

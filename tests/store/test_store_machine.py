@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
             offset == 0
             and RunState.PROMOTED in RUN_MOVES[self.run_states[run]]
             and self.owner[adapter] == run
-            # The active one is retired first, and may itself be the one.
+            # The active adapter is retired first, and may be the chosen one itself.
             and (state is AdapterState.ACTIVE or AdapterState.ACTIVE in ADAPTER_MOVES[state])
             and Runs(self.database).get(run).parent == self.serving(self.drafts[run])
         )

@@ -42,7 +42,7 @@ def claim(database: Database, key: str | None = None, limit: int = 100) -> Train
 
 
 def at(database: Database, state: RunState) -> TrainingRun:
-    """A freshly claimed run, taken to `state`."""
+    """A newly claimed run, moved to `state`."""
     Generations(database).add([generation()]).result()
     run = claim(database)
     for step in PATHS[state]:
@@ -111,7 +111,7 @@ def test_a_candidate_is_promoted_only_over_what_it_was_compared_with(database: D
     old, parent = promoted(database), promoted(database, parent=1)
     run = at(database, RunState.STAGING)
     ref = candidate(database, run, parent.id)
-    # Meanwhile somebody else, in another process maybe, lets something else serve.
+    # Meanwhile another adapter is activated, perhaps by another process.
     adapters.activate(old.id if word == "an adapter" else 0, WHO.draft)
     before = adapters.active(WHO.draft)
     with pytest.raises(ParentChanged, match=f"adapter {parent.id}, which it was compared with, no longer serves"):
@@ -181,7 +181,7 @@ def test_a_run_ended_from_outside_is_not_held_against_its_cases(database: Databa
 def test_only_legal_moves_are_made(database: Database, state: RunState) -> None:
     runs = Runs(database)
     run = at(database, state)
-    # Rejecting and promoting have methods of their own, which know the adapter and its verdict.
+    # Rejecting and promoting have their own methods, which take the adapter and its verdict.
     for aim in (set(RunState) - RUN_MOVES[state]) | {RunState.PROMOTED, RunState.REJECTED}:
         with pytest.raises(IllegalMove, match=str(run.id)):
             runs.move(run.id, run.fencing, aim)
@@ -422,7 +422,7 @@ def test_a_rollback_quarantines_cases_and_empties_their_replay(database: Databas
     assert adapters.get(second.id).state is AdapterState.ROLLED_BACK
     assert [verdict for _, verdict in adapters.evaluations(second.id, "watch")] == [LOST]
     assert replay.sizes() == {("code", ""): 1}
-    # Two generations and the one that `promoted` made for its run.
+    # Two generations, and one that `promoted` made for its run.
     assert store.stats().quarantined == 5
     assert store.counts(WHO).cases == 0
     assert [verdict for _, verdict in adapters.watched(WHO.draft, 9)] == [LOST]

@@ -25,8 +25,8 @@ class FixedLength(DraftLength):
         drafts: bool = True,
     ) -> Choice:
         self.number += 1
-        looks = self.looks_up(self.number)
-        counts = tuple(min(self.drafted, m.available) if m and looks else 0 for m in matches)
+        looks_up = self.looks_up(self.number)
+        counts = tuple(min(self.drafted, m.available) if m and looks_up else 0 for m in matches)
         return Choice(self.drafted if drafts else 0, counts)
 
     def steps(self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None) -> Steps:
