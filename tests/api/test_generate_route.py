@@ -364,7 +364,7 @@ def test_no_prompt_text_in_errors_or_logs(caplog: pytest.LogCaptureFixture) -> N
 # ------------------------------------------------------------------------------------- refused before it costs anything
 
 
-class Counting(Codepoints):
+class CountingEncoder(Codepoints):
     """Counts tokenised prompts, and the places in the queue reserved meanwhile."""
 
     def __init__(self) -> None:
@@ -378,7 +378,7 @@ class Counting(Codepoints):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_is_tokenised_while_the_queue_is_full(stream: bool) -> None:
-    encoder = Counting()
+    encoder = CountingEncoder()
     with EchoServer(engine=EchoEngine(full=True), encoder=encoder).served() as address:
         refused = httpx.post(f"{address}/generate", json={"prompt": "x" * 3_000, "stream": stream})
         assert_refused(refused, 503, "overloaded", None)
@@ -389,7 +389,7 @@ def test_nothing_is_tokenised_while_the_queue_is_full(stream: bool) -> None:
 
 
 def test_a_place_is_held_while_a_prompt_is_tokenised_and_given_back_whatever_happens() -> None:
-    encoder = Counting()
+    encoder = CountingEncoder()
     with EchoServer(engine=encoder.engine, encoder=encoder).served() as address:
         for asked, status in [
             ({"prompt": "ab"}, 200),
@@ -419,7 +419,7 @@ def test_a_place_is_held_while_a_prompt_is_tokenised_and_given_back_whatever_hap
 )
 def test_a_prompt_that_cannot_fit_by_its_bytes_is_refused_untokenised(asked: dict[str, Any], status: int) -> None:
     """Only text that every chat template keeps is counted."""
-    encoder = Counting()
+    encoder = CountingEncoder()
     with EchoServer(
         engine=encoder.engine, encoder=encoder, limits=replace(LIMITS, max_prompt_bytes=100)
     ).served() as address:

@@ -105,7 +105,7 @@ def test_adapters_are_listed_activated_and_rolled_back(http: httpx.Client) -> No
     assert_shape(http.post("/adapters/rollback"), 409, "conflict")
 
 
-class Refusing(InMemoryOperator):
+class RefusingOperator(InMemoryOperator):
     def activate(self, adapter_id: int) -> AdapterRef | None:
         raise AdapterRefused("the adapter belongs to another draft")
 
@@ -114,14 +114,14 @@ class Refusing(InMemoryOperator):
 
 
 def test_a_refused_adapter_is_a_conflict_and_internal_errors_are_not_disclosed() -> None:
-    with EchoServer(operator=Refusing()).served() as address:
+    with EchoServer(operator=RefusingOperator()).served() as address:
         assert_shape(httpx.post(f"{address}/adapters/2/activate"), 409, "adapter_refused")
         trouble = httpx.post(f"{address}/adapters/rollback")
         assert_shape(trouble, 500, "store_error")
         assert "secret" not in trouble.text
 
 
-class Slow(InMemoryOperator):
+class SlowOperator(InMemoryOperator):
     def __init__(self) -> None:
         super().__init__()
         self.go = threading.Event()
@@ -132,7 +132,7 @@ class Slow(InMemoryOperator):
 
 
 def test_a_slow_operator_does_not_block_other_requests() -> None:
-    operator = Slow()
+    operator = SlowOperator()
     with (
         EchoServer(operator=operator).served() as address,
         httpx.Client(base_url=address, timeout=60.0, limits=httpx.Limits(max_connections=None)) as http,
@@ -166,13 +166,13 @@ def test_health_distinguishes_alive_from_ready(http: httpx.Client, server: EchoS
     assert_shape(http.post("/generate", json={"prompt": "a"}), 503, "unavailable")
 
 
-class Hung(EchoEngine):
+class RaisingEngine(EchoEngine):
     def status(self) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise AssertionError("asked")
 
 
 def test_the_live_probe_never_asks_the_engine() -> None:
-    with EchoServer(engine=Hung()).served() as address:
+    with EchoServer(engine=RaisingEngine()).served() as address:
         assert httpx.get(f"{address}/health/live").status_code == 200
         assert_shape(httpx.get(f"{address}/health/ready"), 500, "internal_error")
 

@@ -93,7 +93,7 @@ def test_a_shared_prefix_of_a_thousand_tokens_is_prefilled_once(pair: Pair) -> N
     assert median(ratios) <= 0.15
 
 
-class Timed(Decoder):
+class TimedDecoder(Decoder):
     """Records how long each prefill chunk takes."""
 
     def read(self, prefill: Prefill, coming: int = 1) -> bool:
@@ -105,7 +105,7 @@ class Timed(Decoder):
     chunks: list[float]
 
 
-class Nobody:
+class NoObserver:
     """Neither a log nor metrics."""
 
     def record(self, generation: Generation) -> None: ...
@@ -121,10 +121,10 @@ def test_a_long_prompt_does_not_hold_up_a_running_stream(pair: Pair) -> None:
     """The longest gap between two deliveries to a stream, during a prefill of 2,000 tokens for another, in chunk times."""
     assert pair.draft is not None
     base = served(pair.draft)
-    decoder = Timed(pair.target.model, base, vocabulary=pair.vocabulary, k=3, prefix=PrefixCache(512 * 2**20))
+    decoder = TimedDecoder(pair.target.model, base, vocabulary=pair.vocabulary, k=3, prefix=PrefixCache(512 * 2**20))
     decoder.chunks = []
     engine = Engine(decoder, base, frozenset(), 4096, pair.provenance, lambda: pair.target.tokenizer.detokenizer)
-    worker = Worker(lambda: engine, max_rows=4, max_waiting=4, recorder=Nobody(), observer=Nobody())
+    worker = Worker(lambda: engine, max_rows=4, max_waiting=4, recorder=NoObserver(), observer=NoObserver())
     times: list[float] = []
     running, read = threading.Event(), threading.Event()
 

@@ -377,7 +377,7 @@ def test_an_answer_goes_to_stdout_and_its_figures_to_stderr(served: Served, redr
         assert "tokens per target call" in done.err
 
 
-def test_a_chat_goes_on_until_an_empty_line(served: Served) -> None:
+def test_a_chat_continues_until_an_empty_line(served: Served) -> None:
     words = ["chat", "--max-tokens", "6", "--config", str(served.config)]
     done = CliRunner().invoke(app, words, input="abc\nx\n\n")
     assert done.exit_code == 0

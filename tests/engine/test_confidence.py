@@ -134,7 +134,7 @@ def test_confidence_is_the_softmax_over_the_reduced_vocabulary() -> None:
 
 
 @pytest.mark.parametrize("doubtful", [0.3, 0.6])
-def test_it_beats_every_fixed_length_where_confidence_predicts_acceptance(doubtful: float) -> None:
+def test_confidence_beats_every_fixed_length_where_it_predicts_acceptance(doubtful: float) -> None:
     """A share of the tokens has low confidence and is accepted one time in three; the others 19 times in 20."""
 
     def simulated_tokens(seed: int) -> list[tuple[float, bool]]:
@@ -174,7 +174,7 @@ def test_an_expensive_host_sync_leaves_the_length_fixed() -> None:
     assert DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).stops == (1, 3, 7)
 
 
-class Doubting(DraftLength):
+class StopsAtLowConfidence(DraftLength):
     """Drafts three tokens if the confidence in the first is high, else one."""
 
     def choose(
@@ -198,7 +198,7 @@ def test_a_draft_that_stops_by_its_own_samples_keeps_the_distribution(draws: int
     decoder = Decoder(
         target, bare(relative(target, 5, 0.1)), vocabulary=VOCABULARY, k=3, adaptive=True, key=mx.random.key(3)
     )
-    decoder.length = Doubting(3, 0, COSTS)
+    decoder.length = StopsAtLowConfidence(3, 0, COSTS)
 
     def distribution(tokens: Sequence[int]) -> dict[int, float]:
         weights = as_floats(mx.exp(tempered(target(mx.array([list(tokens)]))[0, -1:], sampling)[0]))

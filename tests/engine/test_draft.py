@@ -74,7 +74,7 @@ def test_a_folded_adapter_computes_what_was_trained_and_leaves_the_base_unchange
     assert not any(isinstance(module, LoRALinear) for module in draft.model.modules()), "a step costs nothing more"
     kinds = {type(module) for module in layers_of(draft.model)[0].modules()}
     assert nn.Linear in kinds and nn.QuantizedLinear not in kinds, "four bits would round the adapter away"
-    assert type(draft.model.lm_head) is type(base.lm_head), "what it does not touch stays as it is"
+    assert type(draft.model.lm_head) is type(base.lm_head), "other tensors are unchanged"
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["folded", "quantised"])

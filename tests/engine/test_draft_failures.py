@@ -36,7 +36,7 @@ def good() -> nn.Module:
     return relative(target(), 1, 0.1)
 
 
-class Spoilt(nn.Module):
+class HookedDraft(nn.Module):
     """A draft whose logits (B, N, V) go through `spoil(tokens, logits)`. It cannot be split into body and head, so
     that its errors show when the round is evaluated."""
 
@@ -102,7 +102,7 @@ def test_an_error_raised_by_the_rounds_evaluation(
 
     with pytest.raises(RuntimeError, match="Unable to read"):
         mx.eval(mx.ones((VOCABULARY,)) + truncated(tmp_path, kind))
-    decoder = Decoder(target(), bare(Spoilt(spoil)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
     rows = rows_of(3, seeded=seeded)
     with caplog.at_level(logging.ERROR):
         decode(decoder, rows)
@@ -131,14 +131,14 @@ def test_an_error_raised_during_verification(
         calls += tokens.shape[1] <= 2
         return logits + truncated(tmp_path, kind) if calls == 6 and tokens.shape[1] <= 2 else logits
 
-    decoder = Decoder(target(), bare(Spoilt(spoil)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
     decode(decoder, rows_of(3, seeded=seeded))
     assert decoder.draft_failures == 1
 
 
 @pytest.mark.own_process
 def test_an_error_of_the_target_is_the_caller_s(tmp_path: Path) -> None:
-    failing = Spoilt(lambda tokens, logits: logits + truncated(tmp_path, "npy"))
+    failing = HookedDraft(lambda tokens, logits: logits + truncated(tmp_path, "npy"))
     decoder = Decoder(failing, bare(good()), vocabulary=VOCABULARY, k=K)
     decoder.admit(rows_of(1)[0])
     with pytest.raises(RuntimeError, match="Unable to read"):
@@ -158,11 +158,11 @@ def test_every_exception_is_logged_once_with_its_traceback(caplog: pytest.LogCap
     def broken(tokens: mx.array, logits: mx.array) -> mx.array:
         raise ValueError("no such layer")
 
-    decoder = Decoder(target(), bare(Spoilt(broken)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(broken)), vocabulary=VOCABULARY, k=K)
     with caplog.at_level(logging.ERROR):
         decode(decoder, rows_of(3))
         assert len(caplog.records) == 1 and "no such layer" in caplog.text and "Traceback" in caplog.text
-        decoder.switch(Draft(7, Spoilt(broken)))
+        decoder.switch(Draft(7, HookedDraft(broken)))
         decode(decoder, rows_of(2))
     assert len(caplog.records) == 2 and "adapter 7" in caplog.records[1].getMessage()
 
@@ -183,7 +183,7 @@ def test_a_row_with_non_finite_draft_logits_continues_without_drafts(caplog: pyt
         first = (mx.arange(tokens.shape[0]) == 0)[:, None, None]
         return mx.where(first, float("nan"), logits) if steps == 2 * K + 2 else logits
 
-    decoder = Decoder(target(), bare(Spoilt(spoil)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
     with caplog.at_level(logging.WARNING):
         decode(decoder, rows)
     assert decoder.draft_failures == 1 and not decoder.failed
@@ -197,7 +197,7 @@ def test_a_row_with_non_finite_draft_logits_continues_without_drafts(caplog: pyt
     assert drafted[3 + RETRY] == K and sum(each.accepted for each in rows[0].rounds[3 + RETRY :]) > 0
 
 
-class Infected(nn.Module):
+class NanDraft(nn.Module):
     """A draft that writes NaN into its own keys and values for a row that contains a given token, if enabled."""
 
     def __init__(self, token: int) -> None:
@@ -219,7 +219,7 @@ def test_non_finite_keys_and_values_stay_in_no_row() -> None:
     cleaned. Once the draft recovers, so does the row."""
     asked = rows_of(4, tokens=40)
     token = asked[0].prompt.tokens[3]
-    weak = Infected(token)
+    weak = NanDraft(token)
     decoder = Decoder(target(), bare(weak), vocabulary=VOCABULARY, k=K)
     for row in asked:
         decoder.admit(row)

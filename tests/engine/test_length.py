@@ -75,7 +75,7 @@ def full_batch(rows: int, k: int) -> float:
         (0.0, full_batch, 0, 0),
     ],
 )
-def test_it_settles_on_what_pays(accept: float, cost: Cost, least: int, most: int) -> None:
+def test_the_draft_length_settles_on_what_pays(accept: float, cost: Cost, least: int, most: int) -> None:
     length = DraftLength(4, 0, costs(cost, 0.009))
     assert least <= usual(play(length, 1000, accept=accept, cost=cost)) <= most
 

@@ -191,7 +191,7 @@ def test_the_check_itself_can_fail() -> None:
     assert any(row.output != forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS) for row in rows)
 
 
-class Broken(nn.Module):
+class FailingDraft(nn.Module):
     """A draft that fails in a chosen way after a number of calls."""
 
     def __init__(self, inner: nn.Module, after: int, how: str) -> None:
@@ -227,7 +227,7 @@ def test_a_broken_draft_costs_speed_only(how: str, after: int, greedy: bool) -> 
     counted: list[int] = []
     rows = decode(
         target(),
-        Broken(draft("adapter-a"), after, how),
+        FailingDraft(draft("adapter-a"), after, how),
         asked,
         k=3,
         vocabulary=VOCABULARY,
@@ -241,7 +241,7 @@ def test_a_broken_draft_costs_speed_only(how: str, after: int, greedy: bool) -> 
 
 
 def test_a_new_draft_ends_the_degradation() -> None:
-    broken = Broken(draft("adapter-a"), 0, "raises")
+    broken = FailingDraft(draft("adapter-a"), 0, "raises")
     seen: list[bool] = []
 
     def between(decoder: Decoder) -> None:

@@ -17,7 +17,7 @@ from tests.support.oracle import relative, tiny_llama
 SLOW = 0.03
 
 
-class Machine:
+class BusyMachine:
     """Delays every call while it is busy. calls: number of calls until it is idle again."""
 
     def __init__(self, calls: int) -> None:
@@ -29,10 +29,10 @@ class Machine:
             time.sleep(SLOW)
 
 
-class On(nn.Module):
+class DelayedModel(nn.Module):
     """A model on that machine."""
 
-    def __init__(self, model: nn.Module, machine: Machine) -> None:
+    def __init__(self, model: nn.Module, machine: BusyMachine) -> None:
         super().__init__()
         self.model = model
         self._machine = machine
@@ -47,8 +47,8 @@ class On(nn.Module):
 
 
 def pair(calls: int) -> tuple[nn.Module, nn.Module]:
-    target, machine = tiny_llama(0), Machine(calls)
-    return On(target, machine), On(relative(target, 1, 0.1), machine)
+    target, machine = tiny_llama(0), BusyMachine(calls)
+    return DelayedModel(target, machine), DelayedModel(relative(target, 1, 0.1), machine)
 
 
 def round_of(costs: Costs) -> float:
@@ -62,9 +62,11 @@ def test_a_busy_moment_at_the_start_is_forgotten() -> None:
 
 
 def test_costs_measured_on_a_busy_machine_are_measured_again() -> None:
-    machine = Machine(10**6)
+    machine = BusyMachine(10**6)
     target = tiny_llama(0)
-    profile = Profile(On(target, machine), On(relative(target, 1, 0.1), machine), rows=[1], most=1, rest=1.0)
+    profile = Profile(
+        DelayedModel(target, machine), DelayedModel(relative(target, 1, 0.1), machine), rows=[1], most=1, rest=1.0
+    )
     first = profile.measure()
     assert round_of(first) > 2 * SLOW
     assert profile.settle() is None, "nothing was timed since"

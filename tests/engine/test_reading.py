@@ -120,7 +120,7 @@ def test_a_new_draft_without_cached_blocks_prefills_the_whole_prompt_alone() -> 
     assert read(decoder, [(*system, *random_tokens(i, 11)) for i in range(3)])[0] == [75]
 
 
-class Alone(nn.Module):
+class FailsInBatches(nn.Module):
     """A draft that fails on calls of more than one row."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -139,6 +139,6 @@ class Alone(nn.Module):
 
 def test_a_draft_that_fails_on_a_batched_prefill_costs_speed_only() -> None:
     decoder = make_decoder()
-    decoder.switch(bare(Alone(relative(tiny_llama(0), 1, 0.2))))
+    decoder.switch(bare(FailsInBatches(relative(tiny_llama(0), 1, 0.2))))
     assert read(decoder, [random_tokens(1, 20)]) == [[20]] and not decoder.failed
     assert read(decoder, [random_tokens(i, 20 + i) for i in range(3)]) == [[20, 21, 22]] and decoder.failed

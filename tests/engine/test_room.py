@@ -58,7 +58,7 @@ def test_capacity_is_reused_and_released() -> None:
     (held,) = kept([batch], closed(12, {2, 5}), STEP)
     assert held is not None and held.shape[0] == 15 and numbers(held, 10) == [1, 2, 12, 4, 5, 11, 7, 8, 9, 10]
     again = joined([held, filled(3, first=20)], [10, 3])
-    assert again is held, "there is room for them"
+    assert again is held, "the spare capacity is enough"
     assert numbers(again, 13)[10:] == [20, 21, 22]
     (few,) = kept([again], [12, 0], STEP)
     assert few is not None and few.shape[0] == 2 and numbers(few, 2) == [22, 1]

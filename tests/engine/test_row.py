@@ -6,7 +6,7 @@ from service.core import FinishReason, Prompt, Sampling, Source
 from service.engine.row import Row, TextStream
 
 
-class Letters:
+class LetterDetokenizer:
     """A detokenizer with one letter per token."""
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class Letters:
 
 
 def streamed(text: str, *stop: str) -> tuple[list[str], bool]:
-    stream = TextStream(Letters(), stop)
+    stream = TextStream(LetterDetokenizer(), stop)
     pieces: list[str] = []
     for letter in text:
         stopped = stream.add(ord(letter))
@@ -84,7 +84,7 @@ def test_positions_behind_the_end_are_not_counted(
 
 
 def test_positions_behind_a_stop_string_are_not_counted() -> None:
-    request = Row("r", Prompt((1, 2), Sampling(stop=("ab",))), frozenset(), TextStream(Letters(), ("ab",)))
+    request = Row("r", Prompt((1, 2), Sampling(stop=("ab",))), frozenset(), TextStream(LetterDetokenizer(), ("ab",)))
     request.take([*b"xabyz"], [*b"xaby"], Source.LOOKUP, adapter=3, evidence=None, tie_margin=0.0)
     assert request.finish is FinishReason.STOP
     assert [(done.drafted, done.accepted, done.emitted) for done in request.rounds] == [(3, 3, 3)]

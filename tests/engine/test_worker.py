@@ -63,7 +63,7 @@ def unchanged(fed: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
-class Hooked(nn.Module):
+class HookedModel(nn.Module):
     """A real model whose logits pass through `hook`, which may wait, raise or change them."""
 
     def __init__(self, inner: nn.Module, hook: Hook) -> None:
@@ -209,9 +209,9 @@ class WorkerHarness:
 
     def build(self) -> Engine:
         target, draft = self.hooks
-        base = bare(Hooked(relative(tiny_llama(0), 1, self.noise), draft)) if draft is not None else None
+        base = bare(HookedModel(relative(tiny_llama(0), 1, self.noise), draft)) if draft is not None else None
         decoder = Decoder(
-            Hooked(tiny_llama(0), target),
+            HookedModel(tiny_llama(0), target),
             base,
             vocabulary=97,
             k=K if base else 0,
@@ -312,7 +312,7 @@ def decoding(fed: mx.array) -> bool:
     return fed.shape[1] in (1, K + 1)
 
 
-class Measuring(WorkerHarness):
+class MeasuringHarness(WorkerHarness):
     """Measures the costs of rounds before it serves."""
 
     def build(self) -> Engine:
@@ -323,7 +323,7 @@ class Measuring(WorkerHarness):
 
 
 def test_round_costs_are_reported_once_measured() -> None:
-    harness = Measuring()
+    harness = MeasuringHarness()
     assert harness.worker.round_seconds() is None, "not loaded yet"
     with harness:
         costs = harness.worker.round_seconds()
@@ -625,7 +625,7 @@ def adapters(folder: Path, *sizes: float) -> list[AdapterRef]:
     """Adapters of the draft with random weights of the given sizes."""
     made: list[AdapterRef] = []
     for id, size in enumerate(sizes, start=1):
-        model = Hooked(relative(tiny_llama(0), 1, 0.3), unchanged)
+        model = HookedModel(relative(tiny_llama(0), 1, 0.3), unchanged)
         shape = lora.wrap(model, rank=4, scale=2.0, seed=id)
         trained: dict[str, mx.array] = tree_flatten(model.trainable_parameters(), destination={})  # pyright: ignore
         noise = [(name, size * mx.random.normal(a.shape)) for name, a in trained.items() if name.endswith("lora_b")]

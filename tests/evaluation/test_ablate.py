@@ -58,9 +58,7 @@ def test_tables_vary_one_thing_each() -> None:
         tables(base, 800, ["colour"])
 
 
-def test_every_row_is_there_as_soon_as_it_is_known(
-    trained: Settings, models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_ablation_results_are_yielded_as_they_are_measured(trained: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
     outcomes = list(
         run_ablate(
             trained,
@@ -140,7 +138,7 @@ def test_full_logits_equal_a_complete_top_k(pair: Pair, tmp_path: Path, objectiv
     draft = pair.draft.model
     stored = as_float(TargetDivergence(draft, objective)(draft, batch))
     whole = as_float(WholeDivergence(draft, pair.target.model, pair.vocabulary, objective)(draft, batch))
-    assert stored <= whole + 1e-3, "merging what is outside the top can only lose"
+    assert stored <= whole + 1e-3, "merging the tail can only lower the divergence"
     assert WholeDivergence(draft, draft, pair.vocabulary, objective)(draft, batch).item() == pytest.approx(0, abs=1e-5)
     lora.wrap(draft, rank=2, scale=2.0, seed=0)
     try:

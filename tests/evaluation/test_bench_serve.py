@@ -22,7 +22,7 @@ def line(number: int) -> PromptLine:
     return PromptLine(str(number), "letters", f"prompt {number}")
 
 
-def test_every_cell_has_prompts_of_its_own_and_as_many_for_each_client() -> None:
+def test_every_cell_has_distinct_prompts_and_as_many_per_client() -> None:
     load = Load([line(i) for i in range(35)], clients=[1, 4], turns=3, max_tokens=8)
     cells = load.cells()
     assert [(clients, len(lines)) for clients, lines in cells] == [(1, 2), (4, 8)] * 3

@@ -102,4 +102,4 @@ def test_a_stream_learns_what_it_sees(
     )
     assert (tmp_path / "s.png").stat().st_size > 5000
     assert found.best[0].agreement > found.best[0].static and found.best[0].gain
-    assert all(run.promoted for run in found.courses[UNGUARDED].runs), "nobody asks a gate there"
+    assert all(run.promoted for run in found.courses[UNGUARDED].runs), "no gate is asked there"

@@ -36,7 +36,7 @@ def test_targets_are_shifted_by_one_and_the_prompt_is_masked(texts: list[Generat
         assert tokens[row, : learnt[-1] + 1].tolist() == whole[:-1]
 
 
-def test_a_position_carries_the_distribution_of_its_own_output_token(texts: list[Generation]) -> None:
+def test_a_position_has_the_distribution_of_its_output_token(texts: list[Generation]) -> None:
     target = tiny_llama(1)
     batch = collate(made(texts).examples)
     states = target(batch.tokens).reshape(-1, VOCABULARY)[batch.at]

@@ -216,7 +216,7 @@ def test_mlx_lm_drafts_with_the_fused_model(
     # The target here is the draft with its adapter, so nearly all proposals of the fused model are accepted.
     text, with_adapter = guessed(served_here, fused, 48)
     assert text == naive(served_here, PROMPT, Sampling(max_tokens=48))
-    assert with_adapter == ours(served_here, fused, 48), "mlx-lm accepts what this engine accepts"
+    assert with_adapter == ours(served_here, fused, 48), "mlx-lm accepts the same tokens as this engine"
     text_of_bare, without = guessed(served_here, bare, 48)
     assert text_of_bare == text
     assert sum(without) < sum(with_adapter) - 6

@@ -77,7 +77,7 @@ def test_a_poisoned_target_shows(objective: Objective) -> None:
 
 
 @pytest.mark.parametrize("objective", Objective)
-def test_a_fit_lowers_what_it_minimises(objective: Objective) -> None:
+def test_a_fit_lowers_its_objective(objective: Objective) -> None:
     target = tiny_llama(1)
     draft = relative(target, 2, 0.5)
     logged = with_targets(target, random_texts(12, 0))

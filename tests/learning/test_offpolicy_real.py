@@ -39,7 +39,7 @@ LOGGED_K = 3
 
 
 @dataclass(frozen=True)
-class Version:
+class DraftVersion:
     """One draft version twice: as the engine serves it (adapter folded in) and as a training job scores it (as LoRA layers)."""
 
     served: Draft
@@ -52,7 +52,7 @@ class LoggedDrafts:
 
     target: Model
     logger: Model
-    versions: dict[str, Version]
+    versions: dict[str, DraftVersion]
 
 
 def adapter(base: Model, noise: float, folder: Path) -> AdapterRef:
@@ -92,9 +92,9 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> LoggedDrafts:
     cut(short, range(0, VOCABULARY, 3))
     lora.attach(apart, ref.folder, WHO.draft)
     versions = {
-        "adapter": Version(load(logger(), ref, WHO.draft), apart),
-        "another draft": Version(bare(other), other),
-        "a cut head": Version(bare(short), short),
+        "adapter": DraftVersion(load(logger(), ref, WHO.draft), apart),
+        "another draft": DraftVersion(bare(other), other),
+        "a cut head": DraftVersion(bare(short), short),
     }
     return LoggedDrafts(target, logger(), versions)
 

@@ -92,7 +92,7 @@ def test_the_last_messages_are_read_before_the_end(tmp_path: Path) -> None:
     listen(child)
     assert list(child.inbox) == [Progress(1, 1), Done()]
     assert process.exit_code() == 0
-    assert not child.over, "nobody has acted on it yet"
+    assert not child.over, "it has not been acted on yet"
     child.inbox.clear()
     assert child.over
 

@@ -46,7 +46,7 @@ def test_the_first_requests_set_the_baseline_and_raise_no_alarm() -> None:
     drift = follow(USUAL)
     assert drift.mean == pytest.approx(np.mean(USUAL))
     assert drift.deviation == pytest.approx(np.std(USUAL, ddof=1))
-    assert follow([0.6] * 40, drift).mean == drift.mean, "what comes later changes it no more"
+    assert follow([0.6] * 40, drift).mean == drift.mean, "later requests do not change it"
 
 
 @pytest.mark.parametrize(

@@ -402,7 +402,7 @@ def test_the_interval_of_chats_of_20_turns_is_that_of_conversations() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("conversations", "trials"), [(10, 2000), (30, 2000), (60, 2000), (200, 1000)])
-def test_nine_in_ten_intervals_of_chats_hold_the_truth(conversations: int, trials: int) -> None:
+def test_nine_in_ten_intervals_of_chats_contain_the_true_gain(conversations: int, trials: int) -> None:
     share = covered(conversations, trials, 1000)
     print(f"{conversations} conversations: {share:.3f} of {trials}")
     assert 0.88 <= share <= 0.92

@@ -366,8 +366,8 @@ class Machine(RuleBasedStateMachine):
         active = [ref for ref in refs if ref.state == AdapterState.ACTIVE]
         assert len({ref.draft for ref in active}) == len(active), "two adapters serve one draft"
         gated = {row.adapter for row in judged if row.kind == "gate" and '"promoted": true' in row.verdict}
-        assert {ref.id for ref in active} <= gated, "what no gate let through serves"
-        assert not {ref.id for ref in active} & self.back, "a rolled-back adapter came back by itself"
+        assert {ref.id for ref in active} <= gated, "an adapter serves without a passed gate"
+        assert not {ref.id for ref in active} & self.back, "a rolled-back adapter was activated again by itself"
         self.back |= {ref.id for ref in refs if ref.state == AdapterState.ROLLED_BACK}
         for case in cases:
             assert not (case.quarantined and case.claimed_run), "a run has quarantined cases"

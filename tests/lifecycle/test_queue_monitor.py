@@ -30,7 +30,7 @@ for line in sys.stdin:
 SECONDS = 20.0
 
 
-class Plain:
+class Noop:
     """Detokenizer, recorder and observer that do nothing."""
 
     text = last_segment = ""
@@ -50,7 +50,7 @@ class Plain:
     def draft_failed(self, adapter: int) -> None: ...
 
 
-class Setup:
+class QueueSetup:
     """A worker that decodes one request at a time, its queue's monitor, and a child process that sends back each line."""
 
     def __init__(self, tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ class Setup:
         self.child = Child(self.process, NOW)
         self.monitor = QueueMonitor(lambda: self.worker.status().waiting, self.pause)
         self.worker = Worker(
-            self.build, max_rows=1, max_waiting=9, recorder=Plain(), observer=Plain(), on_wait=self.on_wait
+            self.build, max_rows=1, max_waiting=9, recorder=Noop(), observer=Noop(), on_wait=self.on_wait
         )
         self.worker.start(SECONDS)
         self.monitor.start()
@@ -67,7 +67,7 @@ class Setup:
     def build(self) -> Engine:
         base = bare(relative(tiny_llama(0), 1, 0.3))
         decoder = Decoder(tiny_llama(0), base, vocabulary=97, k=3, prefill_chunk=16)
-        return Engine(decoder, base, frozenset(), 2048, Provenance("t", "k", "d"), Plain)
+        return Engine(decoder, base, frozenset(), 2048, Provenance("t", "k", "d"), Noop)
 
     def on_wait(self) -> None:
         self.waits.append(time.monotonic())
@@ -103,13 +103,13 @@ class Setup:
 
 
 @pytest.fixture
-def setup(tmp_path: Path) -> Iterator[Setup]:
-    made = Setup(tmp_path)
+def setup(tmp_path: Path) -> Iterator[QueueSetup]:
+    made = QueueSetup(tmp_path)
     yield made
     made.close()
 
 
-def test_a_request_that_waits_pauses_the_child_at_once(setup: Setup) -> None:
+def test_a_request_that_waits_pauses_the_child_at_once(setup: QueueSetup) -> None:
     setup.submit_prompt(4).wait(SECONDS)
     assert setup.waits == [], "a free row: nobody waited"
     running = setup.submit_prompt(300)
@@ -127,7 +127,7 @@ def test_a_request_that_waits_pauses_the_child_at_once(setup: Setup) -> None:
     assert setup.process.poll() == []
 
 
-def test_a_short_gap_in_the_queue_does_not_let_it_go_on(setup: Setup) -> None:
+def test_a_short_gap_in_the_queue_does_not_resume_training(setup: QueueSetup) -> None:
     ended = [setup.submit_prompt(200), setup.submit_prompt(4)]
     assert setup.lines_read(1)[0][0] == "pause"
     for _ in range(3):
@@ -152,7 +152,7 @@ def test_a_stop_that_comes_just_before_the_flag_is_cleared_is_not_missed() -> No
     assert not monitor._thread.is_alive()
 
 
-def test_a_child_pauses_while_there_is_any_reason(setup: Setup) -> None:
+def test_a_child_pauses_while_there_is_any_reason(setup: QueueSetup) -> None:
     pauses = list[bool]()
     setup.process.pause = lambda paused: pauses.append(paused)
     pause = setup.child.pause

@@ -45,7 +45,7 @@ def test_a_promotion_that_turns_out_worse_is_rolled_back(installation: Installat
         server.traffic(cases=0)
         for _ in range(5):
             server.supervisor.tick()
-        assert server.engine.active == BARE_DRAFT, "it does not come back by itself"
+        assert server.engine.active == BARE_DRAFT, "it is not activated again by itself"
         check_consistent(server)
 
 
@@ -311,7 +311,7 @@ def test_an_operators_rollback_is_a_lost_watch(installation: Installation) -> No
         ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
         assert not verdict.promoted and "operator" in verdict.reason
         assert server.events.rollbacks == 1
-        assert quarantined_and_replayable(server) == (3 * ENOUGH, 0), "what it learnt from is quarantined"
+        assert quarantined_and_replayable(server) == (3 * ENOUGH, 0), "its training cases are quarantined"
         server.traffic()
         installation.clock_offset = timedelta(seconds=301)
         for _ in range(3):

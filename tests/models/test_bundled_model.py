@@ -78,7 +78,7 @@ def bundled(with_draft: Callable[[str], Pair]) -> Loaded:
     return with_draft("smollm2-135m-draft").target
 
 
-def test_two_processes_at_once_make_it_once(conversion: Conversion) -> None:
+def test_two_processes_at_once_convert_the_model_once(conversion: Conversion) -> None:
     assert {answer["folder"] for answer in conversion.answers} == {str(conversion.home / "models" / "smollm2-135m")}
     assert sum(len(answer["steps"]) for answer in conversion.answers) == 1
     assert conversion.answers[0]["files"] == conversion.answers[1]["files"]
@@ -112,7 +112,7 @@ def test_it_answers_in_english(bundled: Loaded) -> None:
     assert "Paris" in answer
 
 
-def test_its_tokenizer_is_the_one_it_was_trained_with(bundled: Loaded) -> None:
+def test_a_bundled_models_tokenizer_is_the_trained_one(bundled: Loaded) -> None:
     encoder = TextEncoder(bundled.tokenizer)
     for text in ("Hello wörld 2024!\n\n  def f(x):\n\treturn x", "日本語 🎉", "it's <|im_end|> done"):
         tokens = encoder.encode_text(text)

@@ -103,7 +103,7 @@ def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) ->
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StateLayer, "rewind", lambda layer, counts: layer.settle())
             blind = decode(target, draft, asked(tokens), k=3, vocabulary=V)
-            assert [row.output for row in blind] != expected, "what was rejected left no trace"
+            assert [row.output for row in blind] != expected, "rejected tokens leave no trace"
             with pytest.raises(PairError, match="gives other results in a batch than alone"):
                 start(target)
 

@@ -71,7 +71,9 @@ def test_a_model_that_cannot_be_found_is_a_problem(
     assert len(found) == 2
 
 
-def test_it_measures_from_a_folder_with_a_package_of_our_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_measures_from_a_folder_with_another_service_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(folder_with_other_package(tmp_path))
     assert examine(tmp_path / "home").device is not None
     assert not imported(tmp_path)
@@ -112,7 +114,7 @@ def test_old_versions_are_named(versions: dict[str, str], named: list[str]) -> N
 
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="weights are widened on the CPU only")
 @pytest.mark.parametrize("bits", [None, 4])
-def test_the_memory_a_model_needs_is_what_it_takes(make_model: MakeModel, bits: int | None) -> None:
+def test_the_estimated_memory_equals_the_memory_used(make_model: MakeModel, bits: int | None) -> None:
     folder = make_model("m", bits=bits)
     parameters = leaves(load_model(folder).model.parameters())
     assert bytes_in_memory(folder, widen=True) == sum(value.nbytes for _, value in parameters)

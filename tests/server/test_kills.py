@@ -73,7 +73,7 @@ def train(server: LocalServer, seed: int) -> tuple[int, set[int]]:
         generate(server, line.prompt)
     end = time.monotonic() + 60
     while len(generation_ids(server)) < known + len(lines):
-        assert time.monotonic() < end, "what was answered is not recorded"
+        assert time.monotonic() < end, "an answer was not recorded"
         time.sleep(0.05)
     before = children(process_id(server))
     return server.post("/train")["id"], before

@@ -89,6 +89,6 @@ def test_undrafted_generations_are_learnt_from(tmp_path: Path) -> None:
     reported = re.search(r"^redraft:cases_supplied_total (\S+)", metrics, re.MULTILINE)
     assert reported is not None and float(reported[1]) == sum(len(g.cases) for g in found.values()) >= 100
     (run,) = stores.runs.latest(9)
-    assert run.cases == float(reported[1]), "the one run there was learnt from them"
+    assert run.cases == float(reported[1]), "the only run was trained on them"
     assert run.error is None, run.error
     stores.close()

@@ -206,7 +206,7 @@ def test_a_reader_follows_the_writer_and_cannot_write(database: Database) -> Non
     reader.close()
 
 
-def test_a_long_read_neither_blocks_writing_nor_changes_under_it(database: Database) -> None:
+def test_a_long_read_does_not_block_writes_and_sees_one_snapshot(database: Database) -> None:
     store = Generations(database)
     count = text("SELECT count(*) FROM generations")
     with database.read() as connection:

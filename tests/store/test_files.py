@@ -22,7 +22,7 @@ def written(folder: Path) -> Path:
     return folder
 
 
-def test_publishing_renames_the_whole(tmp_path: Path) -> None:
+def test_publishing_renames_the_whole_folder(tmp_path: Path) -> None:
     scratch, final = written(tmp_path / "scratch"), tmp_path / "adapters" / "7"
     expected = folder_sha256(scratch)
     assert publish(scratch, final) == expected == folder_sha256(final)

@@ -15,7 +15,7 @@ from service.store.lease import LEASE_SECONDS, Lease, Owner
 HERE = Owner.here()
 
 
-class Time:
+class FakeClock:
     def __init__(self) -> None:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -60,7 +60,7 @@ def test_a_reused_process_id_does_not_hold_the_lease(database: Database) -> None
 
 
 def test_another_machine_is_given_up_after_a_while(database: Database) -> None:
-    time = Time()
+    time = FakeClock()
     # A process id of another machine means nothing here, even if the host names are equal.
     far = Lease(database, replace(HERE, machine="elsewhere", pid=ended_process()), time)
     near = Lease(database, now=time)

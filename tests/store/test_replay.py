@@ -36,7 +36,7 @@ def test_every_offer_is_held_with_the_same_probability(template: Path, tmp_path:
     assert chi2.ppf(1e-5, offers - 1) < statistic < chi2.ppf(1 - 1e-5, offers - 1)
 
 
-def test_what_is_held_out_never_enters(database: Database) -> None:
+def test_held_out_texts_never_enter_a_reservoir(database: Database) -> None:
     store, replay = Generations(database), Replay(database)
     held_out = [generation(first_user=text) for text in texts("held_out", 20)]
     train = [generation(first_user=text) for text in texts("train", 20)]

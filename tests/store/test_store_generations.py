@@ -20,7 +20,7 @@ from service.store.unseen import Unseen
 from tests.support.store_rows import START, WHO, case, generation, targets, texts
 
 
-def test_a_generation_comes_back_as_it_went_in(database: Database) -> None:
+def test_a_generation_is_read_as_it_was_stored(database: Database) -> None:
     store = Generations(database)
     made = generation(collected=targets(5), cases=[case(1), case(3, tie=True)])
     bare = generation(client=None, domain=None, cases=[], output=[], first_user="")
@@ -273,7 +273,7 @@ def test_a_text_that_was_not_drafted_gets_the_cases_of_a_copy_that_was(database:
     assert unseen.names(WHO, 9) == []
     assert store.by_ids(["parked"])[0].cases == drafted.cases
     store.add([replace(drafted, id="once more", cases=(case(3),))]).result()
-    assert store.by_ids(["parked"])[0].cases == drafted.cases, "only what had none gets them"
+    assert store.by_ids(["parked"])[0].cases == drafted.cases, "only generations without cases get them"
 
 
 def test_numbers_are_never_used_again(database: Database) -> None:

@@ -438,7 +438,7 @@ def test_taking_back_may_mean_the_bare_draft(database: Database) -> None:
     assert adapters.get(first.id).state is AdapterState.RETIRED
     with pytest.raises(IllegalMove):
         adapters.take_back(second.id, 0, LOST)
-    assert len(adapters.evaluations(second.id, "watch")) == 1, "what is refused changes nothing"
+    assert len(adapters.evaluations(second.id, "watch")) == 1, "a refused move changes nothing"
 
 
 def test_watches_are_listed_newest_first(database: Database) -> None:
@@ -468,7 +468,7 @@ def test_drift_is_answered_by_a_verdict_alone(database: Database) -> None:
     assert runs.drift_answered(WHO.draft) is None
     usual = claim(database)
     runs.move(usual.id, usual.fencing, RunState.FAILED, error="x")
-    assert runs.drift_answered(WHO.draft) is None, "not what drift had set off"
+    assert runs.drift_answered(WHO.draft) is None, "not those started by drift"
     run = drifted()
     runs.move(run.id, run.fencing, RunState.FAILED, error="x")
     assert runs.drift_answered(WHO.draft) == run.created_at

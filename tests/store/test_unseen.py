@@ -88,7 +88,7 @@ def test_supplied_cases_join_those_that_were_logged(log: Generations, unseen: Un
     supplied = [case(0), case(2), case(7, tie=True)]
     assert unseen.supply({made.id: supplied, "gone": [case(1)]}) == 2
     (found,) = log.by_ids([made.id])
-    assert found == replace(made, cases=(case(0), own, case(7, tie=True))), "rounds and all else stay as they were"
+    assert found == replace(made, cases=(case(0), own, case(7, tie=True))), "rounds and everything else are unchanged"
     assert log.counts(WHO).cases == 2
     assert unseen.names(WHO, 10) == [other.id]
     # Once.

@@ -54,7 +54,7 @@ class RandomLength(FixedLength):
 
 
 @dataclass(frozen=True, slots=True)
-class Ragged:
+class RaggedReport:
     """Counts of a run. shapes: distinct rounds, by the sorted lengths of their rows and the tokens proposed.
     slowest: seconds of the slowest round. peak_gb: most memory that MLX held."""
 
@@ -79,7 +79,7 @@ def ragged_rounds(
     seed: int = 0,
     on_finished: Callable[[Row], None] = lambda row: None,
     on_round: Callable[[int], None] = lambda done: None,
-) -> Ragged:
+) -> RaggedReport:
     """Put at least `rounds` rounds through a Decoder over at most `max_rows` rows, whose prompts are of 2 to `longest` tokens;
     then let the rows that still run end."""
     rng = random.Random(seed)
@@ -116,7 +116,7 @@ def ragged_rounds(
         on_round(done)
     assert decoder.draft_failures == 0, "the draft failed on the way"
     seconds = time.perf_counter() - begun
-    return Ragged(done, len(shapes), requests, tokens, seconds, slowest, mx.get_peak_memory() / 1e9)
+    return RaggedReport(done, len(shapes), requests, tokens, seconds, slowest, mx.get_peak_memory() / 1e9)
 
 
 def tiny_pair(layers: int, hidden: int, vocabulary: int, dtype: mx.Dtype) -> tuple[nn.Module, Draft]:
