@@ -1,4 +1,4 @@
-"""What commands print with: progress on stderr, tables on stdout, and JSON files for programs."""
+"""Output of the commands: progress on stderr, tables on stdout, and JSON files for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-# What is printed holds names that clients chose: never markup.
+# Printed text holds names that clients chose, so markup is off.
 out = Console(markup=False)
 err = Console(stderr=True, markup=False)
 
@@ -34,15 +34,15 @@ class Bar(Protocol):
     """Moves a progress bar."""
 
     def __call__(self, done: int, of: int, note: str = "") -> None:
-        """`done` of `of` (0: nobody knows), and a note next to the bar."""
+        """`done` of `of` (0: unknown), and a note next to the bar."""
         ...
 
 
 class Stages(Protocol):
-    """Says where work in stages is."""
+    """Reports the progress of work in stages."""
 
     def __call__(self, stage: str, done: int, of: int, note: str = "") -> None:
-        """The stage, `done` of `of` in it (0: nobody knows), and a note."""
+        """The stage, `done` of `of` in it (0: unknown), and a note."""
         ...
 
 

@@ -58,7 +58,9 @@ def test_tables_vary_one_thing_each() -> None:
         tables(base, 800, ["colour"])
 
 
-def test_ablation_results_are_yielded_as_they_are_measured(trained: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_ablation_results_are_yielded_as_they_are_measured(
+    trained: Settings, models: tuple[Path, Path], tmp_path: Path
+) -> None:
     outcomes = list(
         run_ablate(
             trained,
