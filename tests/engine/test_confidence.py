@@ -20,7 +20,7 @@ from service.engine.drafting import confidence, heard
 from service.engine.length import Choice, DraftLength, Match
 from service.engine.row import Row
 from service.models.heads import cut, cut_head
-from tests.support.oracle import relative, tempered, tiny_llama
+from tests.support.oracle import filtered_logprobs, noisy_copy, tiny_llama
 from tests.support.typed import as_floats
 
 ONE, VOCABULARY = Load(1, 0), 97
@@ -196,12 +196,12 @@ def test_a_draft_that_stops_by_its_own_samples_keeps_the_distribution(draws: int
     """The joint distribution of both tokens of an answer: whether the second is drafted depends on the first."""
     target, sampling = tiny_llama(4), Sampling(temperature=1.0, top_k=3, max_tokens=2)
     decoder = Decoder(
-        target, bare(relative(target, 5, 0.1)), vocabulary=VOCABULARY, k=3, adaptive=True, key=mx.random.key(3)
+        target, bare(noisy_copy(target, 5, 0.1)), vocabulary=VOCABULARY, k=3, adaptive=True, key=mx.random.key(3)
     )
     decoder.length = StopsAtLowConfidence(3, 0, COSTS)
 
     def distribution(tokens: Sequence[int]) -> dict[int, float]:
-        weights = as_floats(mx.exp(tempered(target(mx.array([list(tokens)]))[0, -1:], sampling)[0]))
+        weights = as_floats(mx.exp(filtered_logprobs(target(mx.array([list(tokens)]))[0, -1:], sampling)[0]))
         return {i: p / sum(weights) for i, p in enumerate(weights) if p > 0}
 
     text = (5, 9, 11, 7)

@@ -16,7 +16,7 @@ from service.engine.prefix import BLOCK, Owner, PrefixCache
 from service.engine.row import Row
 from tests.support.families import RECURRENT, V, build
 from tests.support.fixed_length import FixedLength, fix_length
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 
 @cache
@@ -26,7 +26,7 @@ def target() -> Model:
 
 def draft(kind: str) -> nn.Module:
     """Mostly wrong, so that the keys and values of its proposals differ from those of the row's tokens."""
-    return relative(target(), 3, 0.6) if kind == "attention" else build(kind, RECURRENT[kind])
+    return noisy_copy(target(), 3, 0.6) if kind == "attention" else build(kind, RECURRENT[kind])
 
 
 def repeating(seed: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from service.core import Prompt, Sampling
 from service.engine.decoder import RETRY, Decoder
 from service.engine.draft import Draft, bare
 from service.engine.row import Row
-from tests.support.oracle import forced, relative, tiny_llama
+from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of, load_arrays
 
 VOCABULARY, K = 97, 3
@@ -33,7 +33,7 @@ def target() -> Model:
 
 @cache
 def good() -> nn.Module:
-    return relative(target(), 1, 0.1)
+    return noisy_copy(target(), 1, 0.1)
 
 
 class HookedDraft(nn.Module):
@@ -202,7 +202,7 @@ class NanDraft(nn.Module):
 
     def __init__(self, token: int) -> None:
         super().__init__()
-        self.inner, self.token, self.ill = relative(target(), 1, 0.1), token, True
+        self.inner, self.token, self.ill = noisy_copy(target(), 1, 0.1), token, True
 
     def __call__(self, tokens: mx.array, cache: list[object] | None = None) -> mx.array:
         sick = ((tokens == self.token) & self.ill)[..., None]

@@ -16,7 +16,7 @@ from service.engine.draft import bare
 from service.engine.length import PROBE, Choice, DraftLength, Match
 from service.engine.row import Row
 from tests.support.batches import decode
-from tests.support.oracle import forced, relative, tiny_llama
+from tests.support.oracle import forced, noisy_copy, tiny_llama
 
 Cost = Callable[[int, int], float]
 """Seconds of a round by rows and tokens drafted."""
@@ -24,13 +24,13 @@ ONE = Load(1, 0)
 
 
 def costs(cost: Cost, step: float, sizes: tuple[int, ...] = (1, 8)) -> Costs:
-    """What a start-up measurement would say of such a machine."""
+    """The costs that a start-up measurement would find on this machine."""
     verify = {(rows, n): cost(rows, n - 1) - (n - 1) * step for rows in sizes for n in (1, 3, 5)}
     return measured(verify, dict.fromkeys(sizes, step))
 
 
 def measured(verify: dict[tuple[int, int], float], step: dict[int, float]) -> Costs:
-    """Costs that do not depend on what the rows hold."""
+    """Costs that do not depend on the number of cached positions."""
     return Costs(verify, step, {1: 0.0}, 0.0, 0.0)
 
 
@@ -49,18 +49,18 @@ def play(
 
 
 def usual(chosen: list[int]) -> int:
-    """What most of the later rounds drafted."""
+    """The most frequent draft length of the later rounds."""
     late = chosen[len(chosen) // 2 :]
     return max(set(late), key=late.count)
 
 
 def one_stream(rows: int, k: int) -> float:
-    """Weight traffic: a longer verification costs little, a draft step a fifth of a target call."""
+    """Memory-bound: a longer verification costs little, a draft step a fifth of a target call."""
     return 0.050 + 0.013 * k
 
 
 def full_batch(rows: int, k: int) -> float:
-    """Arithmetic: every position costs."""
+    """Compute-bound: every position costs the same."""
     return 0.060 + 0.045 * k
 
 
@@ -241,7 +241,7 @@ def test_prompts_too_long_for_their_answers_are_not_prefilled_by_the_draft() -> 
 def test_draft_prefill_depends_on_the_coming_batch_size(coming: int, answer: int, reads: bool) -> None:
     """Alone it pays if the answer is long enough; in a batch of sixteen it does not."""
     target = tiny_llama(0)
-    decoder = Decoder(target, bare(relative(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
+    decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
     timed = measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
     decoder.length = DraftLength(3, 0, replace(timed, read=0.002))
     prefill = decoder.begin(Row("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=answer)), frozenset(), None))
@@ -253,7 +253,7 @@ def test_draft_prefill_depends_on_the_coming_batch_size(coming: int, answer: int
 @pytest.mark.parametrize(("coming", "drafts"), [(0, True), (15, False)])
 def test_drafting_depends_on_the_requests_that_wait(coming: int, drafts: bool) -> None:
     target = tiny_llama(0)
-    decoder = Decoder(target, bare(relative(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
+    decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
     decoder.length = DraftLength(
         3, 0, measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
     )
@@ -390,7 +390,7 @@ def test_random_choices_keep_the_targets_own_tokens(greedy: bool) -> None:
         if not isinstance(decoder.length, RandomChoice):
             decoder.length = RandomChoice(1)
 
-    draft = relative(target, 1, 0.1)
+    draft = noisy_copy(target, 1, 0.1)
     rows = decode(target, draft, asked, k=4, vocabulary=97, adaptive=True, lookup=6, between=between)
     for row in rows:
         assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)

@@ -17,7 +17,7 @@ from service.engine.length import PROBE, DraftLength
 from service.engine.lookup import REMEMBERED, Found, Grams, Lookup
 from service.engine.row import Row
 from tests.support.batches import admit, decode
-from tests.support.oracle import forced, relative, tempered, tiny_llama
+from tests.support.oracle import filtered_logprobs, forced, noisy_copy, tiny_llama
 from tests.support.typed import as_floats, layers_of
 
 VOCABULARY = 97
@@ -84,7 +84,7 @@ def test_with_look_ups_the_tokens_are_the_targets_own(drafted: int, seeded: bool
         sampling = Sampling(temperature=0.3, seed=i, max_tokens=48) if seeded else Sampling(max_tokens=48)
         asked.append(Prompt(tuple(phrase * rng.randint(1, 5)), sampling))
     rows = decode(
-        target, relative(target, 1, 0.2) if drafted else None, asked, k=drafted, vocabulary=VOCABULARY, adaptive=True,
+        target, noisy_copy(target, 1, 0.2) if drafted else None, asked, k=drafted, vocabulary=VOCABULARY, adaptive=True,
         lookup=6, eos=frozenset({3}), collect=True,
     )  # fmt: skip
     found = [round for row in rows for round in row.rounds if round.source is Source.LOOKUP]
@@ -138,7 +138,7 @@ def test_unseeded_sampling_with_look_ups_keeps_the_targets_distribution(draws: i
     sampling = Sampling(temperature=0.6, top_k=6, max_tokens=2)
 
     def distribution(tokens: list[int]) -> list[float]:
-        return as_floats(mx.exp(tempered(target(mx.array([tokens]))[0, -1:], sampling)[0]))
+        return as_floats(mx.exp(filtered_logprobs(target(mx.array([tokens]))[0, -1:], sampling)[0]))
 
     phrases = ([a, b, c, a, b, c, a, b] for a in range(4, 30) for b in range(30, 40) for c in range(40, 50))
     text = next(phrase for phrase in phrases if 0.2 < distribution(phrase)[phrase[2]] < 0.8)

@@ -20,7 +20,7 @@ from service.engine.draft import Draft, bare
 from service.engine.prefix import BLOCK, Owner, PrefixCache
 from service.engine.row import Row
 from tests.support.batches import serve
-from tests.support.oracle import forced, relative, tiny_llama
+from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of
 
 VOCABULARY, CHUNK, K = 97, 16, 3
@@ -37,7 +37,7 @@ def target() -> Model:
 @cache
 def draft(version: int) -> Draft:
     """0 is right some of the time, later ones less and less."""
-    return Draft(version, relative(target(), version + 1, 0.2 * (version + 1)))
+    return Draft(version, noisy_copy(target(), version + 1, 0.2 * (version + 1)))
 
 
 def make_decoder(budget: int = 2**24, draft_: Draft | None = None, model: nn.Module | None = None) -> Decoder:

@@ -12,7 +12,7 @@ from service.engine.draft import bare
 from service.engine.length import Choice, DraftLength
 from service.engine.profile import Profile
 from service.models.heads import cut, twin
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 SLOW = 0.03
 
@@ -48,7 +48,7 @@ class DelayedModel(nn.Module):
 
 def pair(calls: int) -> tuple[nn.Module, nn.Module]:
     target, machine = tiny_llama(0), BusyMachine(calls)
-    return DelayedModel(target, machine), DelayedModel(relative(target, 1, 0.1), machine)
+    return DelayedModel(target, machine), DelayedModel(noisy_copy(target, 1, 0.1), machine)
 
 
 def round_of(costs: Costs) -> float:
@@ -65,7 +65,7 @@ def test_costs_measured_on_a_busy_machine_are_measured_again() -> None:
     machine = BusyMachine(10**6)
     target = tiny_llama(0)
     profile = Profile(
-        DelayedModel(target, machine), DelayedModel(relative(target, 1, 0.1), machine), rows=[1], most=1, rest=1.0
+        DelayedModel(target, machine), DelayedModel(noisy_copy(target, 1, 0.1), machine), rows=[1], most=1, rest=1.0
     )
     first = profile.measure()
     assert round_of(first) > 2 * SLOW
@@ -88,7 +88,7 @@ def test_costs_measured_on_a_busy_machine_are_measured_again() -> None:
 def test_timing_restores_the_drafts_extra_ids() -> None:
     """Draft steps are timed with extra ids, which must not be left in the head."""
     target = tiny_llama(0)
-    draft = twin(relative(target, 1, 0.1))
+    draft = twin(noisy_copy(target, 1, 0.1))
     cut(draft, list(range(0, 97, 2)))
     token = mx.array([[5]])
     before = draft(token)
@@ -143,7 +143,7 @@ def test_a_model_that_fails_during_timing_does_not_end_the_engine() -> None:
 
 def test_a_decoder_without_rows_measures_in_time() -> None:
     target = tiny_llama(0)
-    decoder = Decoder(target, bare(relative(target, 1, 0.1)), vocabulary=97, k=2, adaptive=True)
+    decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=2, adaptive=True)
     assert not decoder.idle(), "nothing was measured yet"
     decoder.profile(1)
     assert not decoder.idle(), "it was just measured"

@@ -14,7 +14,7 @@ from service.engine.draft import bare
 from service.engine.prefix import PrefixCache
 from service.engine.row import Row
 from tests.support.batches import admit
-from tests.support.oracle import forced, relative, tiny_llama
+from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of
 
 VOCABULARY, CHUNK, EOS = 97, 32, frozenset({3})
@@ -22,7 +22,7 @@ VOCABULARY, CHUNK, EOS = 97, 32, frozenset({3})
 
 def make_decoder(prefix: PrefixCache | None = None, k: int = 3, chunk: int = CHUNK) -> Decoder:
     target = tiny_llama(0)
-    draft = bare(relative(target, 1, 0.2)) if k else None
+    draft = bare(noisy_copy(target, 1, 0.2)) if k else None
     return Decoder(target, draft, vocabulary=VOCABULARY, k=k, prefill_chunk=chunk, prefix=prefix)
 
 
@@ -116,7 +116,7 @@ def test_a_new_draft_without_cached_blocks_prefills_the_whole_prompt_alone() -> 
     system = random_tokens(1, 64)
     read(decoder, [(*system, 5)])
     assert read(decoder, [(*system, *random_tokens(i, 10)) for i in range(3)]) == [[74] * 3]
-    decoder.switch(bare(relative(tiny_llama(0), 2, 0.2)))
+    decoder.switch(bare(noisy_copy(tiny_llama(0), 2, 0.2)))
     assert read(decoder, [(*system, *random_tokens(i, 11)) for i in range(3)])[0] == [75]
 
 
@@ -139,6 +139,6 @@ class FailsInBatches(nn.Module):
 
 def test_a_draft_that_fails_on_a_batched_prefill_costs_speed_only() -> None:
     decoder = make_decoder()
-    decoder.switch(bare(FailsInBatches(relative(tiny_llama(0), 1, 0.2))))
+    decoder.switch(bare(FailsInBatches(noisy_copy(tiny_llama(0), 1, 0.2))))
     assert read(decoder, [random_tokens(1, 20)]) == [[20]] and not decoder.failed
     assert read(decoder, [random_tokens(i, 20 + i) for i in range(3)]) == [[20, 21, 22]] and decoder.failed

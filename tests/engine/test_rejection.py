@@ -10,7 +10,7 @@ from scipy import stats
 from service.core import Sampling
 from service.engine import verify
 from service.engine.sampling import SamplingBatch, draw, transform
-from tests.support.oracle import tempered
+from tests.support.oracle import filtered_logprobs
 
 VOCABULARY = 10
 DRAWS = 100_000
@@ -60,7 +60,7 @@ def test_draws_follow_the_target(temperature: float, top_p: float, top_k: int) -
     seed = int(temperature * 10 + top_p * 100) + top_k
     drawn = one_round(sampling, seed)
     # Computed with mlx-lm's own filters, not with our transform.
-    expected = np.array(mx.exp(tempered(draw_logits(seed)[0], sampling)))
+    expected = np.array(mx.exp(filtered_logprobs(draw_logits(seed)[0], sampling)))
     for position in (0, 1):
         tokens = drawn[:, position]
         counts = np.bincount(tokens[tokens >= 0], minlength=VOCABULARY)
@@ -71,7 +71,7 @@ def test_draws_follow_the_target(temperature: float, top_p: float, top_k: int) -
 def test_the_statistic_notices_a_biased_rule() -> None:
     """The same χ² test rejects samples of the draft's distribution."""
     p, q = draw_logits(1)
-    probabilities = np.array(mx.exp(tempered(p, Sampling(temperature=1.0))))[0]
+    probabilities = np.array(mx.exp(filtered_logprobs(p, Sampling(temperature=1.0))))[0]
     biased = np.array(mx.random.categorical(q[0], shape=(DRAWS,), key=mx.random.key(0)))
     assert p_value(np.bincount(biased, minlength=VOCABULARY), probabilities) < 1e-4
 
@@ -79,7 +79,7 @@ def test_the_statistic_notices_a_biased_rule() -> None:
 def test_without_a_usable_draft_the_target_draws_alone() -> None:
     sampling = Sampling(temperature=1.0)
     drawn = one_round(sampling, 5, usable=False)
-    expected = np.array(mx.exp(tempered(draw_logits(5)[0], sampling)))[0]
+    expected = np.array(mx.exp(filtered_logprobs(draw_logits(5)[0], sampling)))[0]
     assert (drawn[:, 1] == -1).all()
     assert p_value(np.bincount(drawn[:, 0], minlength=VOCABULARY), expected) > 1e-4
 

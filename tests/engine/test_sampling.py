@@ -10,7 +10,7 @@ from scipy import stats
 from service.core import Sampling
 from service.engine.sampling import SamplingBatch, SharedNoise, fit, gumbel, noise_key, shared_noise, transform
 from service.engine.targets import tail_mass, top_and_mass, top_logits
-from tests.support.oracle import seeded_key, seeded_noise, tempered
+from tests.support.oracle import filtered_logprobs, seeded_key, seeded_noise
 from tests.support.typed import as_float
 
 
@@ -36,7 +36,7 @@ def test_a_mixed_batch_equals_mlx_lm_row_by_row(rows: list[Sampling], seed: int)
     for i, sampling in enumerate(rows):
         if sampling.top_k >= vocabulary:  # mlx-lm refuses what we treat as no filter
             sampling = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p)
-        theirs = tempered(logits[i], sampling)
+        theirs = filtered_logprobs(logits[i], sampling)
         assert np.allclose(np.exp(np.array(ours[i])), np.exp(np.array(theirs)), atol=1e-5)
 
 

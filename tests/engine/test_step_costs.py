@@ -17,7 +17,7 @@ from service.learning import lora
 from service.lifecycle import gate
 from service.models.folding import as_served
 from service.settings import GateSettings
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import layers_of, leaves
 
 BYTES_A_SECOND = 20e6
@@ -56,7 +56,7 @@ def drafts() -> tuple[MemoryBound, MemoryBound]:
 
 
 def test_drafts_of_the_same_shapes_cost_the_same() -> None:
-    one, other = (MemoryBound(relative(tiny_llama(0), seed, 0.1)) for seed in (1, 2))
+    one, other = (MemoryBound(noisy_copy(tiny_llama(0), seed, 0.1)) for seed in (1, 2))
     assert step_ratios({"0": one, "candidate": other}) == {"0": 1.0, "candidate": 1.0}
     assert one.calls == other.calls == 0, "no chance of timing tells them apart"
 

@@ -49,7 +49,7 @@ from service.engine.prefix import BLOCK, PrefixCache
 from service.engine.worker import Worker
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
-from tests.support.oracle import naive, relative, tempered, tiny_llama
+from tests.support.oracle import filtered_logprobs, naive, noisy_copy, tiny_llama
 from tests.support.typed import layers_of
 
 EOS = frozenset({3})
@@ -209,7 +209,7 @@ class WorkerHarness:
 
     def build(self) -> Engine:
         target, draft = self.hooks
-        base = bare(HookedModel(relative(tiny_llama(0), 1, self.noise), draft)) if draft is not None else None
+        base = bare(HookedModel(noisy_copy(tiny_llama(0), 1, self.noise), draft)) if draft is not None else None
         decoder = Decoder(
             HookedModel(tiny_llama(0), target),
             base,
@@ -625,7 +625,7 @@ def adapters(folder: Path, *sizes: float) -> list[AdapterRef]:
     """Adapters of the draft with random weights of the given sizes."""
     made: list[AdapterRef] = []
     for id, size in enumerate(sizes, start=1):
-        model = HookedModel(relative(tiny_llama(0), 1, 0.3), unchanged)
+        model = HookedModel(noisy_copy(tiny_llama(0), 1, 0.3), unchanged)
         shape = lora.wrap(model, rank=4, scale=2.0, seed=id)
         trained: dict[str, mx.array] = tree_flatten(model.trainable_parameters(), destination={})  # pyright: ignore
         noise = [(name, size * mx.random.normal(a.shape)) for name, a in trained.items() if name.endswith("lora_b")]
@@ -977,7 +977,11 @@ def agrees(generation: Generation, client: Client, end: Finished) -> None:
     logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     at = np.arange(len(output))
     np.testing.assert_allclose(generation.logprobs, logprobs[at, output], atol=1e-3)
-    drawn = np.zeros(len(output)) if asked.sampling.greedy else np.array(tempered(logits, asked.sampling))[at, output]
+    drawn = (
+        np.zeros(len(output))
+        if asked.sampling.greedy
+        else np.array(filtered_logprobs(logits, asked.sampling))[at, output]
+    )
     np.testing.assert_allclose(generation.sampled_logprobs, drawn, atol=1e-3)
 
     targets = generation.targets

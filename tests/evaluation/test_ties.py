@@ -10,14 +10,14 @@ import pytest
 from service.core import Prompt, Sampling
 from service.engine.sampling import SamplingBatch, gumbel, transform
 from service.evaluation.ties import Text, TieReport, generate, measure_ties, needed_rounding
-from tests.support.oracle import tempered, tiny_llama
+from tests.support.oracle import filtered_logprobs, tiny_llama
 
 GREEDY = Sampling()
 
 
 def scores(logits: np.ndarray, sampling: Sampling, noise: np.ndarray) -> np.ndarray:
     """Scores with mlx-lm's own filters."""
-    return np.array(tempered(mx.array(logits[None].astype(np.float32)), sampling))[0] + noise
+    return np.array(filtered_logprobs(mx.array(logits[None].astype(np.float32)), sampling))[0] + noise
 
 
 def test_a_greedy_gap_is_the_gap_of_the_logits() -> None:
@@ -94,7 +94,9 @@ def test_the_scores_are_those_of_mlx_lm_s_filters() -> None:
     noise = gumbel([(1, i) for i in range(6)], 50)
     sampling = Sampling(temperature=0.7, top_p=0.9, min_p=0.01, top_k=20, seed=1)
     ours = transform(logits[None], SamplingBatch.of([sampling], 50))[0] + noise
-    assert mx.array_equal(mx.argmax(ours, axis=-1), mx.argmax(tempered(logits, sampling) + noise, axis=-1)).item()
+    assert mx.array_equal(
+        mx.argmax(ours, axis=-1), mx.argmax(filtered_logprobs(logits, sampling) + noise, axis=-1)
+    ).item()
 
 
 def test_exact_text_has_no_ties_and_a_wrong_token_is_a_difference() -> None:

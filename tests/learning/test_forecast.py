@@ -15,7 +15,7 @@ from service.engine.costs import Costs
 from service.learning.forecast import forecast
 from service.learning.offpolicy import Acceptance, acceptance, expected_calls, expected_positions
 from tests.support.logged_texts import VOCABULARY, served
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 SETTINGS = {
     "greedy": [Sampling(max_tokens=24)] * 60,
@@ -77,7 +77,7 @@ def by_position(real: list[Generation], k: int) -> tuple[np.ndarray, np.ndarray]
 def models() -> tuple[Model, Model, Model]:
     """The target, the draft of the log, and the draft whose acceptance is estimated."""
     target = tiny_llama(1)
-    return target, relative(target, 2, 0.35), relative(target, 9, 0.2)
+    return target, noisy_copy(target, 2, 0.35), noisy_copy(target, 9, 0.2)
 
 
 @pytest.fixture(scope="module")

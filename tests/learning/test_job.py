@@ -27,7 +27,7 @@ from service.models.pair import load_model
 from service.store.generations import Generations, split_of
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.model_folders import save_model
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.training_child import TRAINING, Child, Home, LoggedPair, Message, child, of_type, perform
 from tests.support.typed import as_float
 
@@ -40,7 +40,7 @@ LONG = {"epochs": 2000, "learning_rate": 1e-4}
 def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
     root = tmp_path_factory.mktemp("logged_pair")
     target = tiny_llama(1, sharpness=8.0)
-    draft = relative(target, 2, 0.5)
+    draft = noisy_copy(target, 2, 0.5)
     folders = save_model(target, root / "target"), save_model(draft, root / "draft")
     vocabulary.write(REDUCED, folders[1])
     who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))

@@ -21,7 +21,7 @@ from service.models.eagle import Model as Head
 from service.models.folding import as_served
 from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.logged_texts import VOCABULARY, random_texts, served, with_targets
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import as_float, leaves
 
 KEYS = {"fuse"} | {f"self_attn.{n}_proj" for n in "qkvo"} | {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
@@ -142,7 +142,7 @@ def test_full_logits_equal_a_complete_top_k() -> None:
 
 def test_an_ordinary_draft_trains_unchanged() -> None:
     target = tiny_llama(1)
-    draft, batch = relative(target, 2, 0.5), some_batch(target)
+    draft, batch = noisy_copy(target, 2, 0.5), some_batch(target)
     logp = mx.concatenate([batch.logprobs, batch.tail[:, None]], axis=-1)
     logits = draft(batch.tokens).reshape(-1, VOCABULARY)[batch.at]
     alone = (each(Objective.KL, logp, buckets(logits, batch.ids)) * batch.weight).sum() / batch.weight.sum()

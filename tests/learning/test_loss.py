@@ -1,4 +1,4 @@
-"""The divergence against float64 arithmetic, and where it is computed."""
+"""The divergence against float64 arithmetic, and the positions at which it is computed."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -156,7 +156,7 @@ def test_a_model_that_cannot_be_split_gets_the_same_loss(model: nn.Module, batch
 
 
 def counted_rows(model: nn.Module) -> list[int]:
-    """How many positions each coming call of the model's head is given."""
+    """Records the number of positions in each call of the model's head."""
     rows: list[int] = []
 
     class Counting(nn.Module):

@@ -11,7 +11,7 @@ from service.learning.loss import TargetDivergence, buckets
 from service.learning.objectives import Objective, each
 from service.settings import TrainingSettings
 from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import as_float
 
 
@@ -55,7 +55,7 @@ def test_values(objective: Objective) -> None:
 @pytest.mark.parametrize("objective", Objective)
 @pytest.mark.parametrize("tail", [-np.inf, np.log(1e-12), np.log(0.3)])
 def test_gradients_are_finite_whatever_the_tail(objective: Objective, tail: float) -> None:
-    """Also where the vocabulary lies within the top, so that the draft has no mass outside either."""
+    """Also for a vocabulary inside the top-k, so that the draft has no mass outside it."""
     for width in (8, 40):
         ids = mx.array(np.tile(np.arange(8), (4, 1)))
         top = draw_logprobs(2, 4, 8) + np.log1p(-np.exp(tail))
@@ -79,7 +79,7 @@ def test_a_poisoned_target_shows(objective: Objective) -> None:
 @pytest.mark.parametrize("objective", Objective)
 def test_a_fit_lowers_its_objective(objective: Objective) -> None:
     target = tiny_llama(1)
-    draft = relative(target, 2, 0.5)
+    draft = noisy_copy(target, 2, 0.5)
     logged = with_targets(target, random_texts(12, 0))
     examples = build(logged, max_length=64, reject_weight=1.0, vocabulary=VOCABULARY).examples
     lora.wrap(draft, rank=8, scale=2.0, seed=0)

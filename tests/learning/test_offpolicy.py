@@ -14,7 +14,7 @@ from service.core import Generation, Sampling
 from service.learning.dataset import unpack
 from service.learning.offpolicy import acceptance, calls_by_length, expected_calls, expected_positions, overlap
 from tests.support.logged_texts import VOCABULARY, generation, random_texts, served, with_targets
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import as_int
 
 GREEDY = Sampling(max_tokens=24)
@@ -103,7 +103,7 @@ def test_calls_in_cases_one_can_count() -> None:
 @pytest.mark.parametrize("k", [1, 4])
 def test_greedy_and_seeded_scores_equal_decoding(k: int) -> None:
     target = tiny_llama(1)
-    draft = relative(target, 2, 0.35)
+    draft = noisy_copy(target, 2, 0.35)
     samplings = [replace(GREEDY, max_tokens=1 + i) for i in range(0, 40, 5)]
     samplings += [Sampling(**settings, seed=i, max_tokens=24) for i in range(3) for settings in FILTERS]  # pyright: ignore[reportArgumentType]
     logged = served(target, draft, samplings, k=k)
@@ -117,7 +117,7 @@ def test_greedy_and_seeded_scores_equal_decoding(k: int) -> None:
 
 def test_unseeded_scores_equal_decoding_on_average() -> None:
     target = tiny_llama(1)
-    draft = relative(target, 2, 0.35)
+    draft = noisy_copy(target, 2, 0.35)
     samplings = [Sampling(**FILTERS[i % 4], max_tokens=20) for i in range(160)]  # pyright: ignore[reportArgumentType]
     logged = served(target, draft, samplings, k=3)
     found = acceptance(draft, logged, vocabulary=VOCABULARY)
@@ -149,7 +149,7 @@ def test_agreement_counts_the_draft_s_argmax() -> None:
 
 def test_scores_do_not_depend_on_the_company() -> None:
     target = tiny_llama(1)
-    draft = relative(target, 2, 0.35)
+    draft = noisy_copy(target, 2, 0.35)
     samplings = [random.Random(i).choice([GREEDY, SEEDED, UNSEEDED]) for i in range(12)]
     logged = served(target, draft, samplings, k=3)
     together = acceptance(draft, logged, vocabulary=VOCABULARY)
@@ -193,7 +193,7 @@ def test_nothing_is_drafted_after_a_single_prompt_token() -> None:
 @pytest.mark.parametrize("vocabulary", [30, VOCABULARY])
 def test_overlap_is_the_shared_mass(vocabulary: int) -> None:
     target = tiny_llama(1, vocabulary=vocabulary)
-    draft = relative(target, 2, 0.5)
+    draft = noisy_copy(target, 2, 0.5)
     texts = with_targets(target, random_texts(8, seed=1, vocabulary=vocabulary), vocabulary)
     for g, found in zip(texts, overlap(draft, texts, vocabulary=vocabulary), strict=True):
         p, q = (np.exp(naive(m, g)) for m in (target, draft))

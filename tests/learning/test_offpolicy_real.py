@@ -25,7 +25,7 @@ from service.models.fingerprint import folder_sha256
 from service.models.heads import cut
 from tests.support.batches import decode
 from tests.support.logged_texts import VOCABULARY, WHO
-from tests.support.oracle import relative, tempered, tiny_llama
+from tests.support.oracle import filtered_logprobs, noisy_copy, tiny_llama
 from tests.support.typed import as_float, leaves
 
 FILTERS = [
@@ -84,10 +84,10 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> LoggedDrafts:
     target = tiny_llama(1)
 
     def logger() -> Model:
-        return relative(target, 2, 0.35)
+        return noisy_copy(target, 2, 0.35)
 
     ref = adapter(logger(), 0.1, tmp_path_factory.mktemp("made") / "adapter")
-    apart, other, short = logger(), relative(target, 9, 0.2), relative(target, 4, 0.2)
+    apart, other, short = logger(), noisy_copy(target, 9, 0.2), noisy_copy(target, 4, 0.2)
     # A reduced vocabulary, which the extra ids of the row often complete.
     cut(short, range(0, VOCABULARY, 3))
     lora.attach(apart, ref.folder, WHO.draft)
@@ -160,7 +160,7 @@ def clear(model: nn.Module, g: Generation) -> bool:
     logits = model(mx.array([[*g.prompt.tokens, *g.output[:-1]]]))[0, len(g.prompt.tokens) - 1 :].astype(mx.float32)
     if sampling.seed is not None:
         keys = [noise_key(sampling.seed, i) for i in range(len(g.output))]
-        logits = tempered(logits, sampling) + gumbel(keys, logits.shape[-1])
+        logits = filtered_logprobs(logits, sampling) + gumbel(keys, logits.shape[-1])
     best = mx.sort(logits, axis=-1)[:, -2:]
     return as_float((best[:, 1] - best[:, 0]).min()) > 1e-4
 
@@ -286,7 +286,7 @@ def test_tokens_per_call_of_unseeded_traffic_are_predicted_on_average(
 def test_overlap_is_the_acceptance_rate_of_the_first_token(vocabulary: int, texts: int) -> None:
     """Unfiltered sampling at T = 1. Up to 32 tokens the stored targets are complete; beyond, the tail bounds the error."""
     target = tiny_llama(1, vocabulary=vocabulary, sharpness=1.5)
-    draft = relative(target, 2, 0.8)
+    draft = noisy_copy(target, 2, 0.8)
     rng = random.Random(0)
     prompts = [
         Prompt(tuple(rng.randrange(vocabulary) for _ in range(9)), Sampling(temperature=1.0, max_tokens=24))

@@ -45,7 +45,7 @@ for words in json.loads(sys.argv[1]):
 
 
 def command(out: Path, *words: str) -> list[str]:
-    """The words of `redraft make-draft` for the target in the folder above `out`'s own."""
+    """The arguments of `redraft make-draft` for the target in the folder above `out`'s own."""
     target = out.parent.parent / "target"
     settings = ("--layers", "0,2", "--length", str(LENGTH), "--held-out", "2")
     return ["make-draft", "--target", str(target), "--out", str(out), *settings, *words]
@@ -78,7 +78,7 @@ def launch(folder: Path, ranks: int, *commands: list[str]) -> list[str]:
 
 
 def keep(path: Path, tokens: np.ndarray) -> None:
-    """Texts as make-draft keeps them, all but their first token written."""
+    """Texts in make-draft's format, whose tokens but the first are written ones."""
     role = np.full(tokens.shape, ANSWER, dtype=np.uint8)
     role[:, 0] = FORCED
     np.savez(path, tokens=tokens.astype(np.int32), role=role, temperature=np.zeros(len(tokens)))
@@ -129,7 +129,7 @@ def test_two_processes_train_like_one_on_all_texts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """began: the target's layer that the draft's first one was taken from."""
+    """began: the target layer from which the draft's first layer was copied."""
     outputs = launched(kind)
     here = root / f"one-{kind}"
     here.mkdir()

@@ -13,7 +13,7 @@ from service.core import Sampling
 from service.learning.dataset import unpack
 from service.learning.rescore import TargetCache, rescore, with_targets
 from tests.support.logged_texts import VOCABULARY, random_texts, served
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 
 def test_it_equals_the_models_distribution() -> None:
@@ -34,7 +34,7 @@ def test_it_equals_the_models_distribution() -> None:
 def test_it_equals_what_the_engine_logs() -> None:
     target = tiny_llama(1)
     samplings = [Sampling(max_tokens=20), Sampling(temperature=1.0, max_tokens=20, seed=4)] * 3
-    logged = served(target, relative(target, 2, 0.3), samplings, k=3)
+    logged = served(target, noisy_copy(target, 2, 0.3), samplings, k=3)
     for g, targets in zip(logged, rescore(target, logged, vocabulary=VOCABULARY), strict=True):
         assert g.targets is not None
         ours, theirs = unpack(targets), unpack(g.targets)

@@ -14,7 +14,7 @@ from service.core import Generation, Sampling
 from service.learning.offpolicy import expected_calls
 from service.learning.rounds import logged, walk
 from tests.support.logged_texts import VOCABULARY, generation, served
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 Decoded = Callable[[Sampling, int, int], list[Generation]]
 
@@ -22,7 +22,7 @@ Decoded = Callable[[Sampling, int, int], list[Generation]]
 @pytest.fixture(scope="module")
 def pair() -> tuple[Model, Model]:
     target = tiny_llama(1)
-    return target, relative(target, 2, 0.35)
+    return target, noisy_copy(target, 2, 0.35)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from service.models.eagle import Model as Head
 from service.models.folding import as_served
 from tests.support.eagle_models import plain_llama, proposal, tiny_head
 from tests.support.logged_texts import VOCABULARY, served
-from tests.support.oracle import relative, tempered, tiny_llama
+from tests.support.oracle import filtered_logprobs, noisy_copy, tiny_llama
 from tests.support.typed import as_float, as_int
 
 GREEDY = [Sampling(max_tokens=n) for n in (1, 2, 7, 24)] * 4
@@ -69,7 +69,7 @@ def chooser(g: Generation, start: int) -> Callable[[int, mx.array], int]:
             return as_int(mx.argmax(logits))
         assert sampling.seed is not None
         noise = gumbel([noise_key(sampling.seed, start + place)], logits.shape[-1])
-        return as_int(mx.argmax(tempered(logits[None], sampling) + noise))
+        return as_int(mx.argmax(filtered_logprobs(logits[None], sampling) + noise))
 
     return choose
 
@@ -154,7 +154,7 @@ def test_a_reduced_head_is_reduced_in_every_step(head: Head, decode: Decode) -> 
 
 
 def test_an_ordinary_draft_is_the_same_in_every_step(head: Head, decode: Decode) -> None:
-    draft = relative(tiny_llama(1), 2, 0.35)
+    draft = noisy_copy(tiny_llama(1), 2, 0.35)
     assert [depths(draft, k) for k in (0, 1, 9)] == [1, 1, 1]
     assert [depths(head, k) for k in (0, 1, 3, 9)] == [1, 1, 3, UNROLLED]
     (g,) = decode([Sampling(max_tokens=9)])

@@ -18,7 +18,7 @@ from service.learning.dataset import Batch, batches, build, collate
 from service.learning.loss import TargetDivergence
 from service.learning.trainer import Optimiser, TrainReport, global_norm, number, train, update_count
 from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import leaves
 
 
@@ -173,7 +173,7 @@ def test_a_learning_rate_a_million_times_too_high_fails_the_run() -> None:
     target = tiny_llama(1, sharpness=40.0)
     texts = with_targets(target, random_texts(24, seed=2))
     examples = build(texts, max_length=64, reject_weight=2.0, vocabulary=VOCABULARY).examples
-    model = relative(target, 3, 0.05)
+    model = noisy_copy(target, 3, 0.05)
     lora.wrap(model, rank=8, scale=2.0, seed=0)
     data: list[Batch] = [batch for epoch in range(6) for batch in batches(examples, 4, epoch)]
     loss = TargetDivergence(model)

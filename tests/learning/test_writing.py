@@ -11,7 +11,7 @@ from service.learning.distil import Distillation, TextBatch
 from service.learning.writing import ANSWER, FORCED, USER, Text, write
 from service.models.pair import Loaded, load_model
 from tests.support.model_folders import save_model
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 END, FIRST = 1, 2
 """Ids of the tiny tokenizer, which has no chat template: turns begin with the beginning-of-text token."""
@@ -58,7 +58,7 @@ def probabilities(logits: mx.array) -> np.ndarray:
 
 
 def test_the_losses_equal_their_definitions(target: Loaded) -> None:
-    draft = relative(tiny_llama(1), 5, 0.3)
+    draft = noisy_copy(tiny_llama(1), 5, 0.3)
     tokens = mx.array(np.random.default_rng(0).integers(3, 97, (2, 12)).astype(np.int32))
     written = np.ones((2, 11), dtype=np.float32)
     written[0, :5] = 0.0

@@ -232,7 +232,7 @@ def test_of_20_candidates_that_are_truly_two_per_cent_better_19_pass(
 # ------------------------------------------------------------------------------------------------ measured costs
 
 SHORT, LONG = (1.0, 2.0, 3.0), (1.0, 1.1, 1.2)
-"""Costs at which one drafted token is best, and at which three are, for everything below."""
+"""Costs at which K = 1 is best, and at which K = 3 is, for the tests below."""
 
 
 @pytest.mark.parametrize(
@@ -363,7 +363,7 @@ def chats(scored: Sequence[Score], turns: int) -> list[Score]:
 
 
 GAIN, SPREAD = 0.03, 0.08
-"""Mean and standard deviation of a draft's gain over conversations: a quarter of what texts differ in."""
+"""Mean and standard deviation of the gain over conversations; a quarter of the variation between texts."""
 
 
 def talk(rng: np.random.Generator, conversations: int, turns: int) -> tuple[list[Score], list[Score]]:

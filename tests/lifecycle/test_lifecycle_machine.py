@@ -46,7 +46,7 @@ from service.store.tables import (
 from service.store.unseen import Unseen
 from tests.support.drift_traffic import drafted, usual
 from tests.support.failing_database import FailingDatabase, Killed
-from tests.support.lifecycle_server import WHO, RecordedEvents, SmallEngine, generation, undrafted
+from tests.support.lifecycle_server import WHO, FakeEngine, RecordedEvents, generation, undrafted
 
 WATCH = 16
 CALLS = {"better": 0.8, "same": 1.0, "worse": 1.25}
@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
         self.db = FailingDatabase(f"sqlite:///{self.home / 'redraft.db'}")
         self.runs, self.adapters = Runs(self.db), Adapters(self.db)
         self.generations = Generations(self.db)
-        self.engine, self.children, self.events = SmallEngine(), ScriptedLauncher(), RecordedEvents()
+        self.engine, self.children, self.events = FakeEngine(), ScriptedLauncher(), RecordedEvents()
         self.supervisor = Supervisor(
             runs=self.runs,
             adapters=self.adapters,

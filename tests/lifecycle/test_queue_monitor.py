@@ -18,7 +18,7 @@ from service.lifecycle.children import Child, Pause
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.queue_monitor import QueueMonitor
 from tests.support.lifecycle_server import Installation
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ECHO = """
@@ -65,7 +65,7 @@ class QueueSetup:
         self.monitor.start()
 
     def build(self) -> Engine:
-        base = bare(relative(tiny_llama(0), 1, 0.3))
+        base = bare(noisy_copy(tiny_llama(0), 1, 0.3))
         decoder = Decoder(tiny_llama(0), base, vocabulary=97, k=3, prefill_chunk=16)
         return Engine(decoder, base, frozenset(), 2048, Provenance("t", "k", "d"), Noop)
 

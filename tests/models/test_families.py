@@ -22,7 +22,7 @@ from service.engine.state import StateLayer
 from service.models.pair import check_cache
 from tests.support.batches import decode
 from tests.support.families import IDENTICAL, METAL, NOT_BUILT, RECURRENT, REFUSED, V, build, family_of, noisy_draft
-from tests.support.oracle import forced, relative, tiny_llama
+from tests.support.oracle import forced, noisy_copy, tiny_llama
 
 TOKENS, CONTROLLED_TOKENS, FULL = 8, 20, 48
 """Tokens decoded every day, of the families below, and nightly."""
@@ -160,7 +160,7 @@ def test_the_draft_may_be_of_another_family() -> None:
 
 def test_quantised_weights_decode_as_mlx_lm_does() -> None:
     target = tiny_llama(0, hidden=64)
-    draft = relative(target, 1, 0.2)
+    draft = noisy_copy(target, 1, 0.2)
     for model in (target, draft):
         nn.quantize(model, group_size=32, bits=4)
         assert isinstance(model.layers[0].self_attn.q_proj, nn.QuantizedLinear)

@@ -9,7 +9,7 @@ from mlx_lm.models.llama import Model
 
 from service.models.eagle import Model as Head
 from service.models.eagle import ModelArgs
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 TAPS = (0, 1)
 Choose = Callable[[int, mx.array], int]
@@ -43,7 +43,7 @@ def tiny_head(target: Model, seed: int, *, noise: float = 0.1, reads: float = 0.
             taps=TAPS,
         )
     )
-    own = dict(tree_flatten(relative(target, seed, noise).parameters()))
+    own = dict(tree_flatten(noisy_copy(target, seed, noise).parameters()))
     weights = {name: array for name, array in own.items() if not name.startswith("model.layers.1.")}
     mx.random.seed(seed)
     usual = mx.sqrt(mx.square(own["model.embed_tokens.weight"]).mean())

@@ -96,7 +96,7 @@ class Loaded:
     adapter: int
 
 
-class SmallEngine:
+class FakeEngine:
     """core.DraftSwitch on its own thread; it checks adapter folders as the real one does. dead: nothing can be staged. costs:
     the measured seconds of a round."""
 
@@ -197,7 +197,7 @@ class Server:
         self.db = FailingDatabase(installation.url)
         self.generations, self.runs, self.adapters = Generations(self.db), Runs(self.db), Adapters(self.db)
         self.replay, self.unseen = Replay(self.db), Unseen(self.db)
-        self.engine, self.events = SmallEngine(), RecordedEvents()
+        self.engine, self.events = FakeEngine(), RecordedEvents()
         self.launcher = Launcher(
             installation.home / "child.log",
             (str(Path(__file__).with_name("scripted_child.py")), str(installation.plan)),

@@ -66,7 +66,7 @@ def naive(target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: fro
         logits = read(target, feed, cache)[-1].astype(mx.float32)
         if not sampling.greedy:
             assert sampling.seed is not None
-            logits = tempered(logits[None], sampling)[0]
+            logits = filtered_logprobs(logits[None], sampling)[0]
             logits = logits + mx.array(seeded_noise(sampling.seed, position, logits.shape[-1]))
         token = as_int(mx.argmax(logits))
         out.append(token)
@@ -101,7 +101,7 @@ def forced(
         assert sampling.seed is not None
         width = logits.shape[-1]
         noise = [seeded_noise(sampling.seed, position, width) for position in range(len(output) + 1)]
-        logits = tempered(logits, sampling) + mx.array(np.stack(noise))
+        logits = filtered_logprobs(logits, sampling) + mx.array(np.stack(noise))
     tokens = as_ints(mx.argmax(logits, axis=-1))
     for i, token in enumerate(tokens[: sampling.max_tokens]):
         if token in eos:
@@ -109,7 +109,7 @@ def forced(
     return tokens[: sampling.max_tokens]
 
 
-def tempered(logits: mx.array, sampling: Sampling) -> mx.array:
+def filtered_logprobs(logits: mx.array, sampling: Sampling) -> mx.array:
     """mlx-lm's own filters in its own order, then the temperature: log-probabilities (N, V)."""
     logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     if sampling.top_p < 1.0:
@@ -143,7 +143,7 @@ def tiny_llama(seed: int, *, layers: int = 2, vocabulary: int = 97, hidden: int 
     return model
 
 
-def relative(model: Model, seed: int, noise: float) -> Model:
+def noisy_copy(model: Model, seed: int, noise: float) -> Model:
     """A draft for `model`: the same weights with noise added, so that it is right some of the time."""
     mx.random.seed(seed)
     from mlx.utils import tree_unflatten

@@ -1,4 +1,4 @@
-"""Rounds of ever-changing shapes: rows of unlike length join and leave, and every round drafts another number of tokens.
+"""Rounds of ever-changing shapes: rows of different lengths join and leave, and the draft length changes every round.
 
     python -m tests.support.ragged_rounds --rounds 5000 --rows 16 --layers 8 --hidden 256 --dtype bfloat16
 
@@ -30,7 +30,7 @@ from service.engine.row import Row
 from service.mlx_environment import DEFAULTS
 from tests.support.batches import admit
 from tests.support.fixed_length import FixedLength, fix_length
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 
 class RandomLength(FixedLength):
@@ -122,7 +122,7 @@ def ragged_rounds(
 def tiny_pair(layers: int, hidden: int, vocabulary: int, dtype: mx.Dtype) -> tuple[nn.Module, Draft]:
     """A random target and a draft that is right some of the time."""
     target = tiny_llama(0, layers=layers, hidden=hidden, vocabulary=vocabulary)
-    draft = relative(target, 1, 0.1)
+    draft = noisy_copy(target, 1, 0.1)
     for model in (target, draft):
         model.set_dtype(dtype)
         mx.eval(model.parameters())

@@ -73,8 +73,8 @@ def pair(
 def requests(
     rng: np.random.Generator, shape: tuple[int, int], *, accepted: float = 0.65, linger: float = 0.2
 ) -> NDArray[np.float64]:
-    """Acceptance of single requests, (streams, requests): texts of unlike length and difficulty, each one's a little like the
-    one's before (linger: autocorrelation)."""
+    """Acceptance of single requests, (streams, requests): texts of different length and difficulty, with
+    autocorrelation `linger`."""
     tokens = np.clip(rng.lognormal(np.log(90), 0.6, shape), 8, 400).astype(np.int64)
     hard = rng.normal(0, 1, shape)
     for i in range(1, shape[1]):

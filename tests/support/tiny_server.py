@@ -24,7 +24,7 @@ from service.models.pair import load_model, load_pair
 from service.server import FATAL_EXIT, Application, Server
 from service.settings import load_settings
 from service.store.files import publish
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.store_rows import generation
 from tests.support.typed import leaves
 
@@ -39,7 +39,7 @@ def write_pair(root: Path) -> tuple[Path, Path]:
     alphabet = ["</s>", "<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     target = tiny_llama(0, vocabulary=len(alphabet))
     folders: list[Path] = []
-    for name, model in (("target", target), ("draft", relative(target, 1, 0.3))):
+    for name, model in (("target", target), ("draft", noisy_copy(target, 1, 0.3))):
         folder = root / name
         folder.mkdir(parents=True)
         tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
