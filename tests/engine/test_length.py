@@ -154,9 +154,9 @@ def test_a_wrong_cost_is_corrected_over_time() -> None:
     length = DraftLength(3, 0, wrong)
     assert usual(play(length, 100, accept=0.7, cost=one_stream)) == 0
     assert usual(play(length, 8000, accept=0.7, cost=one_stream)) > 0
-    dear = DraftLength(3, 0, measured({(1, 1): 0.120, (1, 4): 0.123}, {1: 0.009}))
-    assert usual(play(dear, 100, accept=0.1, cost=one_stream)) > 0
-    assert usual(play(dear, 8000, accept=0.1, cost=one_stream)) == 0
+    costly = DraftLength(3, 0, measured({(1, 1): 0.120, (1, 4): 0.123}, {1: 0.009}))
+    assert usual(play(costly, 100, accept=0.1, cost=one_stream)) > 0
+    assert usual(play(costly, 8000, accept=0.1, cost=one_stream)) == 0
 
 
 def test_a_parked_draft_is_probed_and_returns_when_it_improves() -> None:

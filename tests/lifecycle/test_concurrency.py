@@ -56,13 +56,13 @@ def test_two_supervisors_on_one_database_start_one_run(installation: Installatio
                 thread.join()
         assert [run.state for run in one.runs.latest(10)] == [RunState.PROMOTED]
         assert len(one.launcher.started) + len(other.launcher.started) == 1
-        one.supervisor.tick()  # whoever did not make it follows the rows
+        one.supervisor.tick()  # the supervisor that did not start it follows the rows
         other.supervisor.tick()
         assert one.engine.active == other.engine.active == one.adapters.all()[0].id
 
 
 def test_a_run_of_a_dead_supervisor_expires(installation: Installation) -> None:
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server() as gone, installation.server(timeout_seconds=60.0, cooldown_seconds=300.0) as other:
         gone.traffic()
         gone.tick_until(lambda: gone.runs.current() is not None)
@@ -85,7 +85,7 @@ def test_a_supervisor_that_lost_its_run_ends_its_child(installation: Installatio
         run = server.runs.current()
         assert run is not None
         server.runs.move(run.id, run.fencing, RunState.CRASHED, error="taken")
-        installation.act(train="hang")
+        installation.plan_children(train="hang")
         server.tick_until(lambda: server.launcher.started[0].exit_code() is not None)
         assert not [ref for ref in server.adapters.all() if ref.run == run.id and ref.state is AdapterState.ACTIVE]
 

@@ -12,7 +12,7 @@ from tests.support.lifecycle_server import Installation, check_consistent
 def installation(tmp_path: Path) -> Installation:
     """Children train adapters that need a fifth fewer calls, but only at a draft length of three."""
     installation = Installation(tmp_path)
-    installation.act(train="long")
+    installation.plan_children(train="long")
     return installation
 
 
@@ -63,7 +63,7 @@ def test_the_watch_uses_costs_too(installation: Installation) -> None:
 def test_a_candidate_whose_draft_steps_cost_more_is_refused(tmp_path: Path) -> None:
     """A fifth fewer calls at any draft length, a gain of 25 %, but draft steps that take twice the time."""
     installation = Installation(tmp_path)
-    installation.act(train="dear")
+    installation.plan_children(train="slow steps")
     with installation.server() as server:
         server.engine.costs, server.engine.draft_step = (1.0, 1.3, 1.6), 0.3
         server.traffic()
@@ -77,7 +77,7 @@ def test_a_candidate_whose_draft_steps_cost_more_is_refused(tmp_path: Path) -> N
 
 def test_the_watch_rolls_back_an_adapter_that_costs_more_than_it_saves(installation: Installation) -> None:
     """The adapter serves, so the engine measured its draft step; those of the others cost half of it."""
-    installation.act(train="better", score="dear")
+    installation.plan_children(train="better", score="slow steps")
     with installation.server() as server:
         ref = server.promote()
         server.engine.costs, server.engine.draft_step = (2.0, 2.9, 3.8), 0.9

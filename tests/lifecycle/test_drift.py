@@ -185,7 +185,7 @@ def test_generations_of_another_draft_are_ignored(installation: Installation) ->
 
 
 def test_drift_starts_a_run_with_fewer_cases_and_ends_with_its_verdict(installation: Installation) -> None:
-    installation.act(train="lose")
+    installation.plan_children(train="lose")
     with installation.server(min_cases=400, min_tokens=100) as server:
         record(server, *usual())
         server.supervisor.tick()
@@ -205,11 +205,11 @@ def test_drift_starts_a_run_with_fewer_cases_and_ends_with_its_verdict(installat
 
 
 def test_a_crashed_run_leaves_the_drift_open(installation: Installation) -> None:
-    installation.act(train="kill")
+    installation.plan_children(train="kill")
     with installation.server(min_cases=400, min_tokens=100) as server:
         record(server, *usual(), *[drafted(0.3, cases=4) for _ in range(25)])
         server.tick_until(server.ended(RunState.CRASHED))
-        installation.act()
+        installation.plan_children()
         server.tick_until(server.ended(RunState.PROMOTED))
         assert {run.trigger for run in server.runs.latest(9)} == {Trigger.DRIFT}
         ref = server.adapters.active(WHO.draft)

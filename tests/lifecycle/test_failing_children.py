@@ -19,9 +19,9 @@ def installation(tmp_path: Path) -> Installation:
     return Installation(tmp_path)
 
 
-@pytest.mark.parametrize("act", ["kill", "garbage", "leave", "kill before publishing", "kill after the candidate"])
-def test_a_crashed_child_frees_its_cases(installation: Installation, act: str) -> None:
-    installation.act(train=act)
+@pytest.mark.parametrize("plan", ["kill", "garbage", "leave", "kill before publishing", "kill after the candidate"])
+def test_a_crashed_child_frees_its_cases(installation: Installation, plan: str) -> None:
+    installation.plan_children(train=plan)
     with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
         cases = server.generations.counts(WHO).cases
@@ -31,13 +31,13 @@ def test_a_crashed_child_frees_its_cases(installation: Installation, act: str) -
         assert server.engine.active == BARE_DRAFT
         assert server.launcher.started[0].exit_code() is not None
         check_consistent(server)
-        installation.act()
+        installation.plan_children()
         installation.clock_offset = timedelta(seconds=301)
         server.tick_until(server.ended(RunState.PROMOTED))
 
 
 def test_a_folder_published_by_a_killed_child_is_removed(installation: Installation) -> None:
-    installation.act(train="kill after publishing")
+    installation.plan_children(train="kill after publishing")
     with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
         server.tick_until(server.ended(RunState.CRASHED))
@@ -48,7 +48,7 @@ def test_a_folder_published_by_a_killed_child_is_removed(installation: Installat
 
 
 def test_the_folder_of_a_running_child_is_never_removed(installation: Installation) -> None:
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
@@ -59,7 +59,7 @@ def test_the_folder_of_a_running_child_is_never_removed(installation: Installati
 
 
 def test_a_hanging_child_is_killed(installation: Installation) -> None:
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server(timeout_seconds=60.0, cooldown_seconds=300.0) as server:
         server.traffic()
         server.tick_until(lambda: bool(server.runs.latest(1)) and server.runs.latest(1)[0].progress.step == 1)
@@ -70,7 +70,7 @@ def test_a_hanging_child_is_killed(installation: Installation) -> None:
 
 
 def test_a_failed_run_reports_the_reason_and_uses_up_its_cases(installation: Installation) -> None:
-    installation.act(train="give up")
+    installation.plan_children(train="give up")
     with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.FAILED))
@@ -79,9 +79,9 @@ def test_a_failed_run_reports_the_reason_and_uses_up_its_cases(installation: Ins
         check_consistent(server)
 
 
-@pytest.mark.parametrize("act", ["other texts", "no parent"])
-def test_scores_of_different_texts_fail_the_run(installation: Installation, act: str) -> None:
-    installation.act(train=act)
+@pytest.mark.parametrize("plan", ["other texts", "no parent"])
+def test_scores_of_different_texts_fail_the_run(installation: Installation, plan: str) -> None:
+    installation.plan_children(train=plan)
     with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.FAILED))
@@ -90,7 +90,7 @@ def test_scores_of_different_texts_fail_the_run(installation: Installation, act:
 
 
 def test_cases_of_three_crashes_are_quarantined(installation: Installation) -> None:
-    installation.act(train="kill")
+    installation.plan_children(train="kill")
     with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.CRASHED, 3))
@@ -98,7 +98,7 @@ def test_cases_of_three_crashes_are_quarantined(installation: Installation) -> N
             server.supervisor.tick()
         assert len(server.runs.latest(10)) == 3
         assert server.generations.stats().quarantined == 3 * ENOUGH
-        installation.act()
+        installation.plan_children()
         server.promote()
         check_consistent(server)
 
@@ -116,7 +116,7 @@ def test_a_candidate_that_will_not_load_changes_nothing(installation: Installati
     with installation.server() as server:
         first = server.promote()
         server.supervisor.activate(first.id)
-        installation.act(train="broken")
+        installation.plan_children(train="broken")
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
         verdict = server.runs.latest(1)[0].verdict
@@ -153,7 +153,7 @@ def test_an_engine_that_fails_at_the_switch_catches_up_later(installation: Insta
 
 
 def test_the_child_pauses_while_serving_is_busy(installation: Installation) -> None:
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)

@@ -111,7 +111,7 @@ def setup(tmp_path: Path) -> Iterator[QueueSetup]:
 
 def test_a_request_that_waits_pauses_the_child_at_once(setup: QueueSetup) -> None:
     setup.submit_prompt(4).wait(SECONDS)
-    assert setup.waits == [], "a free row: nobody waited"
+    assert setup.waits == [], "a free row: no request waited"
     running = setup.submit_prompt(300)
     waiting = [setup.submit_prompt(4) for _ in range(3)]
     assert len(setup.waits) == 3
@@ -167,7 +167,7 @@ def test_a_child_pauses_while_there_is_any_reason(setup: QueueSetup) -> None:
 def test_the_supervisor_waits_for_no_tick(tmp_path: Path) -> None:
     """A long tick, staging an adapter for example, holds the supervisor's lock."""
     installation = Installation(tmp_path)
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
@@ -182,7 +182,7 @@ def test_the_supervisor_waits_for_no_tick(tmp_path: Path) -> None:
 
 def test_a_child_that_starts_while_serving_is_busy_pauses_at_once(tmp_path: Path) -> None:
     installation = Installation(tmp_path)
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server() as server:
         server.busy = True
         server.traffic()

@@ -40,13 +40,13 @@ def live(server: Server, writes: int, *, after: bool) -> bool:
 @pytest.mark.parametrize("after", [False, True], ids=["before the commit", "after the commit"])
 def test_a_kill_at_any_write_is_survived(installation: Installation, after: bool, score: str, first: int) -> None:
     """The server is killed at each write of the cycle in turn. Scores make no difference before the watch's verdict."""
-    installation.act(score=score)
+    installation.plan_children(score=score)
     deaths, survived = 0, False
     for writes in range(first, 40):
         with installation.server() as server:
             server.supervisor.activate(BARE_DRAFT)
             survived = live(server, writes, after=after)
-            server.die()
+            server.kill()
         with installation.server() as successor:
             check_consistent(successor)
         deaths += not survived
@@ -82,13 +82,13 @@ def test_the_same_server_recovers_from_a_failed_write(installation: Installation
 
 
 def test_a_server_killed_while_its_child_trains(installation: Installation) -> None:
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
         cases = server.runs.latest(1)[0].cases
-        server.die()
-    installation.act()
+        server.kill()
+    installation.plan_children()
     with installation.server() as successor:
         check_consistent(successor)
         assert successor.runs.latest(1)[0].state is RunState.CRASHED
@@ -97,7 +97,7 @@ def test_a_server_killed_while_its_child_trains(installation: Installation) -> N
 
 
 def test_a_child_that_lost_its_server_ends(installation: Installation) -> None:
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
@@ -107,7 +107,7 @@ def test_a_child_that_lost_its_server_ends(installation: Installation) -> None:
 
 
 def test_stopping_servers_during_training_quarantines_nothing(installation: Installation) -> None:
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     for _ in range(4):
         with installation.server() as server:
             server.traffic()
@@ -118,7 +118,7 @@ def test_stopping_servers_during_training_quarantines_nothing(installation: Inst
 
 
 def test_stopping_ends_the_child_and_frees_its_cases(installation: Installation) -> None:
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
@@ -135,7 +135,7 @@ def test_stopping_ends_the_child_and_frees_its_cases(installation: Installation)
 def test_the_next_server_serves_the_active_adapter_and_finishes_its_watch(installation: Installation) -> None:
     with installation.server() as server:
         ref = server.promote()
-    installation.act(score="worse")
+    installation.plan_children(score="worse")
     with installation.server() as successor:
         assert successor.engine.active == ref.id
         successor.traffic(cases=0)
@@ -159,7 +159,7 @@ def grown(installation: Installation, generations: int) -> list[int]:
 def test_an_active_adapter_that_will_not_load_falls_back_to_its_parent_and_in_the_end_to_the_bare_draft(
     installation: Installation,
 ) -> None:
-    installation.act(train="better")
+    installation.plan_children(train="better")
     first, second, third = grown(installation, 3)
     with installation.server() as server:
         assert server.engine.active == third

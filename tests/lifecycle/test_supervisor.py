@@ -65,7 +65,7 @@ def test_the_next_run_starts_from_the_active_adapter_once_its_watch_is_over(inst
 
 
 def test_a_rejected_run_uses_up_its_cases_and_changes_nothing_else(installation: Installation) -> None:
-    installation.act(train="lose")
+    installation.plan_children(train="lose")
     with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
@@ -80,7 +80,7 @@ def test_a_rejected_run_uses_up_its_cases_and_changes_nothing_else(installation:
 
 
 def test_a_candidate_that_loses_on_the_golden_set_is_refused(installation: Installation) -> None:
-    installation.act(train="golden")
+    installation.plan_children(train="golden")
     with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
@@ -88,13 +88,13 @@ def test_a_candidate_that_loses_on_the_golden_set_is_refused(installation: Insta
         assert verdict is not None and "worse on golden set" in verdict.reason
         assert verdict.gain == pytest.approx(0.25), "the logged texts alone are the gain"
         assert verdict.prompts == 8
-        installation.act(train="fair golden")
+        installation.plan_children(train="fair golden")
         server.promote()
         check_consistent(server)
 
 
 def test_the_cooldown_delays_the_next_run(installation: Installation) -> None:
-    installation.act(train="lose")
+    installation.plan_children(train="lose")
     with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))

@@ -65,14 +65,14 @@ def test_too_few_wait_until_there_are_more(installation: Installation) -> None:
         assert server.launcher.kinds == ["cases"]
 
 
-@pytest.mark.parametrize("act", ["kill", "give up"])
-def test_a_child_that_always_fails_is_started_three_times(installation: Installation, act: str) -> None:
-    installation.act(cases=act)
+@pytest.mark.parametrize("plan", ["kill", "give up"])
+def test_a_child_that_always_fails_is_started_three_times(installation: Installation, plan: str) -> None:
+    installation.plan_children(cases=plan)
     with installation.server(**RULES) as server:
         server.undrafted_traffic()
         settle(server, ATTEMPTS)
         assert cases_each(server) == [0] * ENOUGH and not server.runs.latest(9)
-        installation.act()
+        installation.plan_children()
         server.undrafted_traffic()
         server.tick_until(server.ended(RunState.PROMOTED))
         assert sorted(cases_each(server)) == [0] * ENOUGH + [3] * ENOUGH, "those that came later are not to blame"
@@ -90,7 +90,7 @@ def test_a_child_that_cannot_be_started_is_tried_three_times(installation: Insta
 
 
 def test_generations_a_child_skips_are_not_asked_again(installation: Installation) -> None:
-    installation.act(cases="silent")
+    installation.plan_children(cases="silent")
     with installation.server(**RULES) as server:
         server.undrafted_traffic()
         settle(server, 1)
@@ -98,11 +98,11 @@ def test_generations_a_child_skips_are_not_asked_again(installation: Installatio
 
 
 def test_a_second_child_finishes_after_one_died_half_way(installation: Installation) -> None:
-    installation.act(cases="kill half way")
+    installation.plan_children(cases="kill half way")
     with installation.server(**HALF) as server:
         server.undrafted_traffic()
         server.tick_until(lambda: server.events.supplied == 3 * ENOUGH // 2)
-        installation.act()
+        installation.plan_children()
         server.tick_until(server.ended(RunState.PROMOTED))
         assert server.launcher.kinds == ["cases", "cases", "train"]
         assert cases_each(server) == [3] * ENOUGH and server.events.supplied == 3 * ENOUGH
@@ -110,17 +110,17 @@ def test_a_second_child_finishes_after_one_died_half_way(installation: Installat
 
 @pytest.mark.parametrize("killed", [False, True])
 def test_the_next_server_finishes_a_backfill(installation: Installation, killed: bool) -> None:
-    installation.act(cases="hang half way")
+    installation.plan_children(cases="hang half way")
     with installation.server(**HALF) as server:
         server.undrafted_traffic()
         server.tick_until(lambda: server.events.supplied > 0)
         child = server.launcher.started[0]
         if killed:
-            server.die()
+            server.kill()
         else:
             server.supervisor.stop()
         assert child.exit_code() is not None
-    installation.act()
+    installation.plan_children()
     with installation.server(**HALF) as successor:
         successor.tick_until(successor.ended(RunState.PROMOTED))
         assert successor.events.supplied == 3 * ENOUGH // 2
@@ -158,7 +158,7 @@ def test_two_servers_on_one_database_backfill_once(installation: Installation) -
 
 
 def test_a_backfill_pauses_while_serving_is_busy(installation: Installation) -> None:
-    installation.act(cases="wait")
+    installation.plan_children(cases="wait")
     with installation.server(**RULES) as server:
         server.undrafted_traffic()
         server.busy = True
@@ -190,7 +190,7 @@ def test_a_watch_goes_before_a_backfill(installation: Installation) -> None:
 
 
 def test_a_requested_run_does_not_wait_for_a_backfill(installation: Installation) -> None:
-    installation.act(cases="hang half way")
+    installation.plan_children(cases="hang half way")
     with installation.server(**RULES) as server:
         server.undrafted_traffic()
         server.tick_until(lambda: server.events.supplied > 0)

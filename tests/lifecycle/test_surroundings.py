@@ -194,7 +194,7 @@ def test_on_battery_only_requested_runs_start(installation: Installation) -> Non
 
 
 def test_a_paused_run_reports_the_reason_and_its_time_limit_pauses(installation: Installation) -> None:
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server(timeout_seconds=60.0) as server:
         server.traffic()
         server.tick_until(lambda: bool(server.runs.latest(1)) and server.runs.latest(1)[0].progress.step == 1)
@@ -221,7 +221,7 @@ def test_a_paused_run_reports_the_reason_and_its_time_limit_pauses(installation:
 
 
 def test_progress_of_a_paused_child_does_not_hide_the_pause(installation: Installation) -> None:
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
         server.supervisor.tick()
@@ -239,7 +239,7 @@ def test_a_comparison_runs_on_battery(installation: Installation) -> None:
 
 
 def test_latencies_during_a_run_are_reported_separately(installation: Installation) -> None:
-    installation.act(train="hang")
+    installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)

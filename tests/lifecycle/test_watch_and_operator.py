@@ -31,7 +31,7 @@ def installation(tmp_path: Path) -> Installation:
 
 
 def test_a_promotion_that_turns_out_worse_is_rolled_back(installation: Installation) -> None:
-    installation.act(score="worse")
+    installation.plan_children(score="worse")
     with installation.server() as server:
         ref = server.promote()
         server.traffic(cases=0)
@@ -53,7 +53,7 @@ def test_a_forced_bad_promotion_is_rolled_back_to_its_parent(installation: Insta
     with installation.server() as server:
         parent = server.promote()
         server.supervisor.activate(parent.id)
-        installation.act(train="lose", score="fair")
+        installation.plan_children(train="lose", score="fair")
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
         # A forced promotion of an adapter that needs more calls.
@@ -72,7 +72,7 @@ def test_a_forced_bad_promotion_is_rolled_back_to_its_parent(installation: Insta
 
 
 def test_a_watch_that_cannot_compare_ends_and_keeps_the_adapter(installation: Installation) -> None:
-    installation.act(score="kill")
+    installation.plan_children(score="kill")
     with installation.server() as server:
         ref = server.promote()
         server.traffic(cases=0)
@@ -83,7 +83,7 @@ def test_a_watch_that_cannot_compare_ends_and_keeps_the_adapter(installation: In
 
 
 def test_an_operators_choice_ends_the_watch(installation: Installation) -> None:
-    installation.act(score="worse")
+    installation.plan_children(score="worse")
     with installation.server() as server:
         ref = server.promote()
         server.traffic(cases=0)
@@ -143,7 +143,7 @@ def test_an_operator_may_go_back_and_forth(installation: Installation) -> None:
 
 
 def test_an_operator_cannot_activate_a_rejected_candidate(installation: Installation) -> None:
-    installation.act(train="lose")
+    installation.plan_children(train="lose")
     with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
@@ -207,7 +207,7 @@ def test_a_forced_bad_promotion_is_gone_within_200_generations_and_does_not_come
     installation: Installation,
 ) -> None:
     installation.watch = 200
-    installation.act(train="lose")
+    installation.plan_children(train="lose")
     with installation.server(min_cases=3 * ENOUGH) as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
@@ -242,7 +242,7 @@ def test_an_adapter_worse_than_the_bare_draft_is_rolled_back_to_it(installation:
         sha256 = folder_sha256(parent.folder)
         change = text("update adapters set sha256 = :sha where id = :id").bindparams(id=parent.id, sha=sha256)
         server.db.write(lambda connection: connection.execute(change)).result(60)
-        installation.act(train="lose")  # 1.05: better than its parent, so the gate lets it through
+        installation.plan_children(train="lose")  # 1.05: better than its parent, so the gate lets it through
         server.traffic()
         server.tick_until(lambda: server.events.promotions == 2)
         ref = server.adapters.active(WHO.draft)
@@ -260,7 +260,7 @@ def test_an_adapter_worse_than_the_bare_draft_is_rolled_back_to_it(installation:
 
 def test_an_undecided_watch_checks_again_also_after_a_restart(installation: Installation) -> None:
     installation.watch = 40
-    installation.act(train="lose")
+    installation.plan_children(train="lose")
     with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
@@ -285,7 +285,7 @@ def test_an_undecided_watch_checks_again_also_after_a_restart(installation: Inst
 
 
 def test_after_a_rollback_the_next_run_waits_and_after_the_next_one_twice_as_long(installation: Installation) -> None:
-    installation.act(score="worse")
+    installation.plan_children(score="worse")
     installation.backoff = 600.0
     with installation.server() as server:
         server.traffic()
@@ -323,7 +323,7 @@ def test_an_operators_rollback_is_a_lost_watch(installation: Installation) -> No
 
 
 def test_two_clicks_on_rollback_go_back_once(installation: Installation) -> None:
-    installation.act(train="better")
+    installation.plan_children(train="better")
     with installation.server() as server:
         first = server.promote()
         server.supervisor.activate(first.id)  # ends its watch
@@ -356,7 +356,7 @@ def with_health_checks(
     calls that the adapter needs on either. client: of the honest requests. Whether it was rolled back, after how many
     generations and honest ones."""
     installation.watch = 200
-    installation.act(score=f"health {checks} {others}")
+    installation.plan_children(score=f"health {checks} {others}")
     with installation.server() as server:
         ref = server.promote()
         served = honest = 0
@@ -388,7 +388,7 @@ def test_identical_health_checks_do_not_keep_a_bad_adapter(installation: Install
 
 def test_a_watch_on_traffic_that_is_one_text_comes_to_an_end(installation: Installation) -> None:
     installation.watch = 20
-    installation.act(score="health 1.1 0.9")
+    installation.plan_children(score="health 1.1 0.9")
     with installation.server() as server:
         ref = server.promote()
         made = [checked(i) for i in range(200)]

@@ -265,7 +265,7 @@ class Server:
         assert ref is not None
         return ref
 
-    def die(self) -> None:
+    def kill(self) -> None:
         """As after kill -9: the child and the writer of the database end, and nothing is cleaned up."""
         for process in self.launcher.started:
             with suppress(ProcessLookupError):
@@ -277,7 +277,7 @@ class Server:
 
     def close(self) -> None:
         self.supervisor.stop()
-        self.die()
+        self.kill()
 
 
 @cache
@@ -300,9 +300,9 @@ class Installation:
         self.keep = 10_000
         self.watch, self.backoff = ENOUGH, 0.0
         (home / "redraft.db").write_bytes(empty_database())
-        self.act()
+        self.plan_children()
 
-    def act(self, train: str = "pass", score: str = "fair", cases: str = "tell") -> None:
+    def plan_children(self, train: str = "pass", score: str = "fair", cases: str = "tell") -> None:
         """Set what the next children do, by the kind of their job."""
         self.plan.write_text(json.dumps({"train": train, "score": score, "cases": cases}))
 

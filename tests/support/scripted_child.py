@@ -48,7 +48,7 @@ def train(job: dict[str, object], act: str) -> None:
         case "hang":
             sys.stdin.read()
             sys.exit(75)
-        case "deaf":
+        case "ignore the pipe":
             time.sleep(60)
         case "give up":
             return send("failed", reason="too few examples")
@@ -84,8 +84,8 @@ def train(job: dict[str, object], act: str) -> None:
     if act == "golden":
         for item in golden["candidate"]:
             item["calls"] = [1.1 * calls for calls in item["calls"]]  # pyright: ignore
-    # "dear": each of its draft steps takes twice the time.
-    steps = {name: 2.0 if act == "dear" and name == "candidate" else 1.0 for name in found}
+    # "slow steps": each of its draft steps takes twice the time.
+    steps = {name: 2.0 if act == "slow steps" and name == "candidate" else 1.0 for name in found}
     send("scores", scores=found, golden=golden if act in {"golden", "fair golden"} else {}, steps=steps)
     send("done")
 
@@ -110,7 +110,7 @@ def score(job: dict[str, object], act: str) -> None:
         newest = max(adapters, key=int)
         for item in found[newest]:
             item["calls"] = [2 * calls for calls in item["calls"]]  # pyright: ignore
-    steps = {name: 2.0 if act == "dear" and name == max(adapters, key=int) else 1.0 for name in adapters}
+    steps = {name: 2.0 if act == "slow steps" and name == max(adapters, key=int) else 1.0 for name in adapters}
     send("scores", scores=found, steps=steps)
     send("done")
 
