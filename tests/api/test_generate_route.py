@@ -122,7 +122,7 @@ def test_without_max_tokens_the_answer_fills_the_context(server: EchoServer, htt
     assert len(prompt.tokens) + prompt.sampling.max_tokens == LIMITS.max_context
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "prompt"),
@@ -259,7 +259,7 @@ def test_a_full_queue_is_503_with_retry_after() -> None:
     assert server.value('redraft:requests_refused_total{code="overloaded"}') == 2
 
 
-# --------------------------------------------------------------------------------------------- what ends before its end
+# ----------------------------------------------------------------------------------------------------- aborted requests
 
 
 def test_an_engine_that_stops_midway_is_an_error_in_either_mode() -> None:
@@ -361,7 +361,7 @@ def test_no_prompt_text_in_errors_or_logs(caplog: pytest.LogCaptureFixture) -> N
     assert server.value('redraft:requests_refused_total{code="internal_error"}') == 1
 
 
-# ------------------------------------------------------------------------------------- refused before it costs anything
+# ------------------------------------------------------------------------------------------------------- early refusals
 
 
 class CountingEncoder(Codepoints):

@@ -100,7 +100,7 @@ def assert_fits(decoder: Decoder) -> None:
     assert all(block.parent is not None and block.parent.after[block.tokens] is block for block in prefix.blocks)
 
 
-# ------------------------------------------------------------------------------------------------------ what is found
+# --------------------------------------------------------------------------------------------------------------- hits
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}], ids=["greedy", "seeded"])
@@ -162,7 +162,7 @@ def test_one_different_token_ends_the_match() -> None:
         assert answer(decoder, request(other, answer=4, store=False)).reused == whole(at)
 
 
-# ----------------------------------------------------------------------------------------------------- what is cached
+# ------------------------------------------------------------------------------------------------------ cached blocks
 
 
 def test_only_verified_tokens_are_cached() -> None:
@@ -286,7 +286,7 @@ def test_blocks_of_a_failed_draft_are_discarded(how: str, when: str) -> None:
     assert held(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
 
 
-# --------------------------------------------------------------------------------------------------------------- room
+# ------------------------------------------------------------------------------------------------------------- budget
 
 
 def test_the_least_recently_used_is_evicted_first_and_prefixes_last() -> None:
@@ -366,7 +366,7 @@ def test_a_block_holds_no_other_memory(dims: tuple[int, int]) -> None:
         gc.enable()
 
 
-# ------------------------------------------------------------------------------------------------------ all of it at once
+# ----------------------------------------------------------------------------------------------------- everything at once
 
 
 ANY = given(

@@ -177,7 +177,7 @@ def test_a_candidate_is_promoted_only_over_the_adapter_it_was_compared_with(inst
         check_consistent(server)
 
 
-# ------------------------------------------------------------------------------------------------ looking repeatedly
+# --------------------------------------------------------------------------------------------------- repeated checks
 
 
 def force(server: Server, share: float) -> AdapterRef:

@@ -46,7 +46,7 @@ def test_many_threads_get_the_same_as_one(make_model: MakeModel) -> None:
     assert together == alone
 
 
-# ------------------------------------------------------------------------------------------ how much text a token may be
+# ------------------------------------------------------------------------------------------------------- bytes per token
 
 
 def wrapped(tokenizer: Tokenizer) -> TokenizerWrapper:
