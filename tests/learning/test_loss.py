@@ -21,11 +21,11 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def stored(logp: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ids = np.argsort(-logp, axis=-1)[:, :top]
-    top = np.take_along_axis(logp, ids, axis=-1)
-    rest = np.exp(logp).sum(axis=-1) - np.exp(top).sum(axis=-1)
+    largest = np.take_along_axis(logp, ids, axis=-1)
+    rest = np.exp(logp).sum(axis=-1) - np.exp(largest).sum(axis=-1)
     with np.errstate(divide="ignore"):
         tail = np.log(np.where(top < logp.shape[1], np.maximum(rest, 0), 0))
-    return ids, top, tail
+    return ids, largest, tail
 
 
 def ours(logits: np.ndarray, ids: np.ndarray, logp: np.ndarray, tail: np.ndarray) -> np.ndarray:
