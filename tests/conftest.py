@@ -10,10 +10,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The service loads the fast BLAS before it imports mlx: it comes first.
+# Must come first: the service loads the fast BLAS before it imports mlx.
 from service.engine import profile
 
-# Settings of whoever runs the tests are not the tests'.
+# The environment's settings do not apply to the tests.
 for name in [name for name in os.environ if name.startswith("REDRAFT_") and name != "REDRAFT_BLAS"]:
     del os.environ[name]
 
@@ -25,8 +25,8 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.fixture(scope="session", autouse=True)
 def brief_costs(pytestconfig: pytest.Config) -> Iterator[None]:
-    """What calls cost is timed for a moment only: a decoder that chooses its draft length does so before its first round, and
-    calls of the tests' models take a millisecond."""
+    """Shorten the timing of calls, which an adaptive decoder makes before its first round; calls of tiny models take a
+    millisecond."""
     with pytest.MonkeyPatch.context() as patch:
         if pytestconfig.getoption("markexpr") != "bench":
             patch.setattr(profile, "SPENT", 0.02)

@@ -1,4 +1,4 @@
-"""The documents are true: every setting, metric, route and command is named in them, and their links lead somewhere."""
+"""The documents name every setting, metric, route and command, and their links are valid."""
 
 import re
 import tomllib

@@ -1,4 +1,4 @@
-"""Where state lives by default, and what an earlier install left."""
+"""The default home folder, and that of an earlier install."""
 
 from pathlib import Path
 

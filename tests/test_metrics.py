@@ -1,4 +1,4 @@
-"""Every metric is in the table, at zero from the start, and equals a recount of what was fed in."""
+"""Every metric is in the table, starts at zero, and equals a recount of the inputs."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def one_round(draw: st.DrawFn) -> Round:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(one_round(), max_size=5), max_size=25), st.integers(1, 8))
-def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], kept: int) -> None:
-    metrics = Metrics(draft_tokens=K, adapters_kept=kept)
+def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], limit: int) -> None:
+    metrics = Metrics(draft_tokens=K, adapters_kept=limit)
     for batch in batches:
         metrics.observe(batch, 0.05)
     rounds = [item for batch in batches for item in batch]
@@ -85,7 +85,7 @@ def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], kept
         assert by_label(found, "source_num_drafts_total")[source] == len(named)
         assert by_label(found, "source_num_draft_tokens_total")[source] == sum(item.drafted for item in named)
         assert by_label(found, "source_num_accepted_tokens_total")[source] == sum(item.accepted for item in named)
-    # What was looked up is no adapter's merit.
+    # Look-ups do not count for an adapter.
     drafted = [item for item in drafted if item.source is Source.DRAFT]
     for name, amounts in (
         ("adapter_num_drafts_total", [1 for _ in drafted]),
@@ -94,8 +94,8 @@ def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], kept
     ):
         versions = by_label(found, name)
         assert sum(versions.values()) == sum(amounts)
-        assert len(versions) <= kept + 1
-        if len({0, *(item.adapter for item in drafted)}) <= kept:
+        assert len(versions) <= limit + 1
+        if len({0, *(item.adapter for item in drafted)}) <= limit:
             expected = {OLDER: 0, "0": 0}
             for item, amount in zip(drafted, amounts, strict=True):
                 expected[str(item.adapter)] = expected.get(str(item.adapter), 0) + amount
@@ -196,7 +196,7 @@ def test_the_engine_is_asked_at_every_scrape() -> None:
     assert [samples(metrics)[name, ()] for name in names] == [0, 0, 0, 0, 8]
 
 
-def test_prompt_tokens_are_counted_by_who_held_them() -> None:
+def test_prompt_tokens_are_counted_by_computed_and_cached() -> None:
     metrics = Metrics(draft_tokens=K)
     metrics.prompt_read(100, 0)
     metrics.prompt_read(70, 64)

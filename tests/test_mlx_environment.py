@@ -20,7 +20,7 @@ print(json.dumps([mine, child]))
 
 
 def seen(module: str, loads: bool, **operator: str) -> list[list[str | None]]:
-    """The variables in a process that imported a module of ours, and in a child of it."""
+    """The variables in a process that imported a module of the service, and in a child of it."""
     environment = {name: value for name, value in os.environ.items() if name not in NAMES} | operator
     script = SCRIPT.format(module=module, loads=loads, names=NAMES)
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, check=True, text=True)
@@ -35,7 +35,7 @@ def test_graphs_are_cached_by_the_thousand_and_misses_end_nothing(module: str, l
     assert size is not None and int(size) >= 4096 and check == "0"
 
 
-def test_what_the_operator_set_stays() -> None:
+def test_variables_set_by_the_operator_are_kept() -> None:
     for operator in ({NAMES[0]: "77"}, {NAMES[1]: "1"}, dict(zip(NAMES, ("500", "1"), strict=True))):
         mine, child = seen("service", False, **operator)
         assert mine == child

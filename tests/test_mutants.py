@@ -1,4 +1,4 @@
-"""The list of changes that tests must catch is itself in order; `just mutants` tries them."""
+"""The list of mutants is valid; `just mutants` runs them."""
 
 import pytest
 

@@ -77,7 +77,7 @@ HTTP_CODES: Mapping[int, str] = {
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong. `code` is stable, `message` one sentence, `field` the name of what is wrong in the request."""
+    """An error. `code` is stable, `message` one sentence, `field` the name of what is wrong in the request."""
 
     code: str
     message: str
@@ -85,7 +85,7 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """What every error looks like."""
+    """The body of every error."""
 
     error: ErrorDetail
 
@@ -112,7 +112,7 @@ def answer(error: RedraftError) -> JSONResponse:
 
 
 def invalid(error: RequestValidationError) -> BadRequest:
-    """What pydantic refused, naming every wrong field (five at most) and carrying the first as `field`."""
+    """A pydantic validation error, naming every wrong field (five at most) and carrying the first as `field`."""
     problems: list[str] = []
     fields: list[str] = []
     for item in error.errors()[:MAX_PROBLEMS]:
@@ -123,7 +123,7 @@ def invalid(error: RequestValidationError) -> BadRequest:
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:
-    """Bring everything raised inside the application into the one shape, and count what /generate refuses."""
+    """Bring everything raised inside the application into the one shape, and count refusals of /generate."""
 
     def refuse(request: Request, response: JSONResponse, code: str) -> JSONResponse:
         if request.url.path == COUNTED and request.method == "POST":
@@ -150,7 +150,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
 
 
 class ErrorBoundary:
-    """Outermost ASGI middleware: an exception nobody expected becomes a 500 in the one shape.
+    """Outermost ASGI middleware: an unexpected exception becomes a 500 in the one shape.
 
     Its class and where it came from are logged, its message is not: libraries quote their input in messages, and that
     may be a prompt.

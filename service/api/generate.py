@@ -18,7 +18,7 @@ from service.core import BadRequest, Delta, Encoder, Finished, GenerationService
 from service.metrics import Metrics
 
 CLIENT_GONE = 499
-"""nginx's status for a client that disconnected: nobody reads it."""
+"""nginx's status for a client that disconnected, which no client sees."""
 
 
 def generate_routes(
@@ -60,7 +60,7 @@ def check_size(body: GenerateRequest, limits: Limits) -> None:
     """Raises BadRequest for a prompt that cannot fit by its bytes, which costs nothing to count."""
     if limits.max_prompt_bytes is None:
         return
-    # Chat templates may trim what they are given, and leave out system messages or earlier answers: neither is counted.
+    # Chat templates may trim messages, and drop system messages or earlier answers, so neither is counted.
     turns = [turn.content for turn in body.messages or () if turn.role == "user"]
     size = sum(len(text.strip().encode()) for text in (body.prompt or "", *turns))
     if size > limits.max_prompt_bytes:

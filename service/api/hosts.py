@@ -55,7 +55,7 @@ def normalise_host(host: str) -> str:
 
 
 class HostGuard:
-    """ASGI middleware in front of every route: 403 for a foreign `Host`, and for requests of other sites' pages.
+    """ASGI middleware in front of every route: 403 for an unknown `Host`, and for requests of other sites' pages.
 
     A `Host` must carry one of `allowed_hosts` (names or addresses without a port). A request with an `Origin` must come
     from a page of this very server: the same name and port as `Host`. So must one that a browser marks as another site's

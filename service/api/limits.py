@@ -1,4 +1,4 @@
-"""Ceilings on what one request may cost."""
+"""Limits on the cost of one request."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH_DIGITS = 20
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a request may cost. Times in seconds; max_tokens bounds an answer, max_context prompt and answer together.
+    """Limits of one request. Times in seconds; max_tokens bounds an answer, max_context prompt and answer together.
 
     max_prompt_bytes: a prompt of more bytes (UTF-8) has more than max_context tokens, whatever it says, and is refused
     before it is tokenised; None: unknown.

@@ -42,13 +42,13 @@ Finite = Annotated[float | None, BeforeValidator(_finite_or_none)]
 
 
 class RequestModel(BaseModel):
-    """What clients send. Errors must not quote it."""
+    """Base of request bodies. Errors must not quote them."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
 
 class ResponseModel(BaseModel):
-    """What clients get, made from core's values."""
+    """Base of responses, made from core's values."""
 
     model_config = ConfigDict(from_attributes=True)
 
@@ -149,7 +149,7 @@ class ProgressAnswer(ResponseModel):
 
 
 class VerdictAnswer(ResponseModel):
-    """What the gate decided and on how much text. gain: relative change of predicted tokens per second over the active
+    """The gate's decision, and on how much text. gain: relative change of predicted tokens per second over the active
     version, with its 90 % interval; domains: (gain, low, high) of each."""
 
     promoted: bool
@@ -202,7 +202,7 @@ class AdaptersAnswer(ResponseModel):
 
 
 class SwitchAnswer(ResponseModel):
-    """What serves after a switch; adapter is null for the bare draft."""
+    """The active adapter after a switch; null for the bare draft."""
 
     active: int
     adapter: AdapterAnswer | None

@@ -50,7 +50,7 @@ class Exchange:
         self._counted = False
 
     def submit(self, service: GenerationService, prompt: Prompt, place: Place) -> None:
-        """Queue the request in its place. Raises what GenerationService.submit raises."""
+        """Queue the request in its place. Raises the errors of GenerationService.submit."""
         self._prompt_tokens = len(prompt.tokens)
         self._ticket = service.submit(prompt, self._receive, place)
         self._metrics.request_started()
@@ -94,7 +94,7 @@ class Exchange:
             self._finish(FinishReason.CANCELLED)
 
     def _receive(self, event: Event) -> None:
-        # On the engine's thread. When the event loop has closed nobody waits for this event any more.
+        # On the engine's thread. After the event loop has closed nothing waits for this event.
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._queue.put_nowait, (time.monotonic(), event))
 

@@ -1,4 +1,4 @@
-"""Parsing a request's body: JSON without what two parsers could understand differently."""
+"""Strict parsing of request bodies: JSON that every parser reads in the same way."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that refuses what it would otherwise ignore: unknown query parameters, a body it does not take, and a body that
+    """A route that refuses input it would otherwise ignore: unknown query parameters, a body it does not take, and a body that
     is not application/json."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:

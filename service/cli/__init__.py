@@ -10,7 +10,7 @@ from service.core import RedraftError
 
 
 def main() -> None:
-    """Entry point: every known error, and what the file system refuses, becomes one sentence and exit status 1."""
+    """Entry point: every known error and every OSError becomes one sentence and exit status 1."""
     try:
         app()
     except (RedraftError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What commands print with: progress on stderr, tables on stdout, and JSON files for programs."""
+"""Output of the commands: progress on stderr, tables on stdout, and JSON files for programs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-# What is printed holds names that clients chose: never markup.
+# Printed text holds names that clients chose, so markup is off.
 out = Console(markup=False)
 err = Console(stderr=True, markup=False)
 
@@ -34,15 +34,15 @@ class Bar(Protocol):
     """Moves a progress bar."""
 
     def __call__(self, done: int, of: int, note: str = "") -> None:
-        """`done` of `of` (0: nobody knows), and a note next to the bar."""
+        """`done` of `of` (0: unknown), and a note next to the bar."""
         ...
 
 
 class Stages(Protocol):
-    """Says where work in stages is."""
+    """Reports the progress of work in stages."""
 
     def __call__(self, stage: str, done: int, of: int, note: str = "") -> None:
-        """The stage, `done` of `of` in it (0: nobody knows), and a note."""
+        """The stage, `done` of `of` in it (0: unknown), and a note."""
         ...
 
 
@@ -71,17 +71,17 @@ def stages(title: str) -> Generator[Stages]:
     """Progress of work in stages, on stderr: a line for every new stage, and between them a bar, or, where stderr is not a
     terminal, the newest state every HEARTBEAT_SECONDS."""
     seen: set[str] = set()
-    state, said, over = title, time.monotonic(), threading.Event()
+    state, printed_at, over = title, time.monotonic(), threading.Event()
 
-    def say(line: str) -> None:
-        nonlocal said
-        said = time.monotonic()
+    def print_line(line: str) -> None:
+        nonlocal printed_at
+        printed_at = time.monotonic()
         err.print(line, highlight=False, soft_wrap=True)
 
     def heartbeat() -> None:
         while not over.wait(0.5):
-            if time.monotonic() - said >= HEARTBEAT_SECONDS:
-                say(f"  {state} ({time.monotonic() - started:.0f} s)")
+            if time.monotonic() - printed_at >= HEARTBEAT_SECONDS:
+                print_line(f"  {state} ({time.monotonic() - started:.0f} s)")
 
     with progress(title) as bar:
 
@@ -93,7 +93,7 @@ def stages(title: str) -> Generator[Stages]:
             bar(done, of, f"{stage}, {note}" if note else stage)
             if stage not in seen:
                 seen.add(stage)
-                say(stage)
+                print_line(stage)
 
         started = time.monotonic()
         thread = threading.Thread(target=heartbeat, name="progress", daemon=True)

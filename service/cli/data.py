@@ -61,8 +61,8 @@ def stats(config: Config = None) -> None:
 def purge(
     config: Config = None,
     keep: Annotated[int | None, typer.Option(min=0, help="Keep this many newest generations.")] = None,
-    client: Annotated[str | None, typer.Option(help="Erase what this client left.")] = None,
-    domain: Annotated[str | None, typer.Option(help="Erase what this domain left.")] = None,
+    client: Annotated[str | None, typer.Option(help="Erase the generations of this client.")] = None,
+    domain: Annotated[str | None, typer.Option(help="Erase the generations of this domain.")] = None,
     everything: Annotated[bool, typer.Option("--everything", help="Erase the whole log.")] = False,
 ) -> None:
     """Delete recorded generations with their cases; with secure_delete their bytes are overwritten."""
@@ -94,15 +94,15 @@ def quarantined(config: Config = None) -> None:
         ]
     finally:
         stores.close()
-    table("put aside", ("after", "run", "failure cases", "generations"), rows)
+    table("quarantined", ("after", "run", "failure cases", "generations"), rows)
 
 
 @cases.command()
 def release(
     config: Config = None,
-    run: Annotated[int | None, typer.Option(min=1, help="Only what this run's adapter had learnt from.")] = None,
+    run: Annotated[int | None, typer.Option(min=1, help="Only cases that this run was trained on.")] = None,
 ) -> None:
-    """Let runs learn again from cases that were put aside."""
+    """Let runs learn again from quarantined cases."""
     from service.app import open_stores
 
     stores = open_stores(settings_from(config))

@@ -33,7 +33,7 @@ def make_draft(
     learning_rate: Annotated[float, typer.Option(min=0.0)] = 1e-3,
     seed: Annotated[int, typer.Option(min=0)] = 0,
     dtype: Annotated[str, typer.Option(help="Precision of writing and training: float32 or bfloat16.")] = "float32",
-    held_out: Annotated[int, typer.Option(min=1, help="Greedy texts kept aside for measuring.")] = 64,
+    held_out: Annotated[int, typer.Option(min=1, help="Greedy texts held out for measuring.")] = 64,
     vocabulary: Annotated[
         int, typer.Option(min=0, help="Tokens the draft may propose, the most frequent ones; 0: all.")
     ] = 8192,

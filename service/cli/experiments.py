@@ -1,4 +1,4 @@
-"""`eval ablate`, `eval stream` and `eval score`: what docs/learning.md is made of."""
+"""`eval ablate`, `eval stream` and `eval score`: the measurements behind docs/learning.md."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def score(
     draft: Draft = None,
     json: Json = None,
 ) -> None:
-    """What adapters would be worth on the logged traffic, by draft length and sampling setting. Reads only."""
+    """Estimate adapters on the logged traffic, by draft length and sampling setting. Reads only."""
     from service.app import open_stores
     from service.evaluation.forecasts import run_score
 

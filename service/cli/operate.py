@@ -1,4 +1,4 @@
-"""`train` and `adapters`: what an operator asks of a running server, over HTTP, and of the log."""
+"""`train` and `adapters`: requests of an operator to a running server, over HTTP, and to the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`eval gate` and `eval poison`: whether what guards the draft does."""
+"""`eval gate` and `eval poison`: tests of the guards of the draft."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from service.cli.options import Config, Draft, Json, Target, again, settings_fro
 def gate(
     context: typer.Context,
     train: Annotated[Path, typer.Option(help="Prompts: four in five to learn from, the others for the gate.")],
-    test: Annotated[Path, typer.Option(help="Other prompts, to measure on what each adapter is worth.")],
+    test: Annotated[Path, typer.Option(help="Other prompts, on which each adapter is measured.")],
     keep: Annotated[Path, typer.Option(help="Folder of the adapters; those that are there are not trained again.")],
     count: Annotated[int, typer.Option(min=1, help="Adapters of either kind to train.")] = 20,
     noisy: Annotated[int, typer.Option(min=0, help="Copies with noise to judge.")] = 100,
@@ -77,7 +77,7 @@ def poison(
     json: Json = None,
     markdown: Markdown = None,
 ) -> None:
-    """Let nine in ten requests be hostile and see what the loop makes of the draft for the others."""
+    """Make nine in ten requests hostile, and measure the draft for the others."""
     from service.evaluation.bench import host
     from service.evaluation.poison import COLUMNS, Poisoned, run_poison
     from service.evaluation.prompts import read_prompts

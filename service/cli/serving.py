@@ -42,7 +42,7 @@ def serve(
         err.print(notice, highlight=False, soft_wrap=True)
     status = run_server(settings, lambda url: err.print(f"redraft serves at {url}", highlight=False))
     # Everything is written and closed. MLX's CUDA back end aborts while the interpreter is taken down (MLX 0.32.4 on an H200:
-    # a clean stop ended with SIGABRT), which whoever supervises this process would take for a crash.
+    # a clean stop ended with SIGABRT), which a process supervisor would take for a crash.
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -114,12 +114,12 @@ def chat(
     drafted = accepted = 0
     while True:
         try:
-            said = typer.prompt("you", default="", show_default=False)
+            line = typer.prompt("you", default="", show_default=False)
         except (EOFError, typer.Abort):
             break
-        if not said.strip():
+        if not line.strip():
             break
-        messages.append({"role": "user", "content": said})
+        messages.append({"role": "user", "content": line})
         pieces: list[str] = []
 
         def show(delta: Delta, pieces: list[str] = pieces) -> None:

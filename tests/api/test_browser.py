@@ -1,4 +1,4 @@
-"""A real browser shows a page of another origin (another port of this machine), which tries every way it has to post here."""
+"""A page of another origin in a real browser tries every way to send requests to the server; all are refused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tests.support.echo_engine import House
+from tests.support.echo_engine import EchoServer
 
 BROWSER = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
@@ -50,7 +50,7 @@ def page(text: str) -> Generator[str]:
             self.wfile.write(text.encode())
 
         def log_message(self, format: str, *args: object) -> None:
-            """Silence."""
+            """Prints nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -58,30 +58,30 @@ def page(text: str) -> Generator[str]:
         server.shutdown()
 
 
-class Watched(House):
-    """Notes every request's method, path and status."""
+class RecordingServer(EchoServer):
+    """Records every request's method, path and status."""
 
     @property
     def app(self) -> ASGIApp:  # pyright: ignore[reportIncompatibleMethodOverride]
         inner = super().app
         self.seen: set[tuple[str, str, int]] = set()
 
-        async def watched(scope: Scope, receive: Receive, send: Send) -> None:
-            async def noted(message: Message) -> None:
+        async def recording(scope: Scope, receive: Receive, send: Send) -> None:
+            async def record(message: Message) -> None:
                 if message["type"] == "http.response.start":
                     self.seen.add((scope["method"], scope["path"], message["status"]))
                 await send(message)
 
-            await inner(scope, receive, noted)
+            await inner(scope, receive, record)
 
-        return watched
+        return recording
 
 
 @pytest.mark.nightly
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine")
 def test_a_page_of_another_origin_reaches_nothing(tmp_path: Path) -> None:
-    house = Watched()
-    with house.served() as address, page(PAGE % {"port": urlsplit(address).port}) as url:
+    server = RecordingServer()
+    with server.served() as address, page(PAGE % {"port": urlsplit(address).port}) as url:
         command = [
             str(BROWSER),
             *("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"),
@@ -91,9 +91,9 @@ def test_a_page_of_another_origin_reaches_nothing(tmp_path: Path) -> None:
         ]
         subprocess.run(command, capture_output=True, timeout=120, check=True)
     posts = ("/train", "/generate", "/adapters/rollback", "/adapters/2/activate")
-    assert house.seen >= {("POST", path, 403) for path in posts} | {
+    assert server.seen >= {("POST", path, 403) for path in posts} | {
         ("GET", "/adapters", 403),
         ("OPTIONS", "/generate", 403),
     }
-    assert {status for _, _, status in house.seen} == {403}
-    assert (house.operator.runs, len(house.operator.known), house.engine.tickets) == ([], 2, [])
+    assert {status for _, _, status in server.seen} == {403}
+    assert (server.operator.runs, len(server.operator.known), server.engine.tickets) == ([], 2, [])

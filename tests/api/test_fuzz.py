@@ -15,10 +15,10 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.echo_engine import LIMITS, EchoEngine, House
+from tests.support.echo_engine import LIMITS, EchoEngine, EchoServer
 
 JSON = {"content-type": "application/json"}
-HOUSE = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 EXAMPLES = pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.nightly)])
 
 anything = st.recursive(
@@ -55,7 +55,7 @@ nearly = st.fixed_dictionaries(
 @cache
 def app() -> FastAPI:
     """One application for all requests: building it takes longer than answering."""
-    return House(engine=EchoEngine()).app
+    return EchoServer(engine=EchoEngine()).app
 
 
 def ask(
@@ -77,7 +77,7 @@ def assert_answered(response: httpx.Response) -> None:
 
 @EXAMPLES
 def test_any_bytes(examples: int) -> None:
-    @settings(HOUSE, max_examples=examples)
+    @settings(SETTINGS, max_examples=examples)
     @given(st.binary(max_size=200) | like_json)
     def check(body: bytes) -> None:
         assert_answered(ask("POST", "/generate", body, JSON))
@@ -87,7 +87,7 @@ def test_any_bytes(examples: int) -> None:
 
 @EXAMPLES
 def test_any_json(examples: int) -> None:
-    @settings(HOUSE, max_examples=examples)
+    @settings(SETTINGS, max_examples=examples)
     @given(anything)
     def check(value: Any) -> None:
         assert_answered(ask("POST", "/generate", json.dumps(value).encode(), JSON))
@@ -97,24 +97,24 @@ def test_any_json(examples: int) -> None:
 
 @EXAMPLES
 def test_requests_that_are_almost_right(examples: int) -> None:
-    @settings(HOUSE, max_examples=examples)
+    @settings(SETTINGS, max_examples=examples)
     @given(nearly)
     def check(asked: dict[str, Any]) -> None:
         response = ask("POST", "/generate", json.dumps(asked).encode(), JSON)
         assert_answered(response)
         if response.status_code == 200 and not asked.get("stream"):
-            said = asked.get("prompt") or "".join(turn["content"] for turn in asked["messages"])
-            assert said.startswith(response.json()["text"])
+            prompt = asked.get("prompt") or "".join(turn["content"] for turn in asked["messages"])
+            assert prompt.startswith(response.json()["text"])
 
     check()
 
 
-@settings(HOUSE, max_examples=30)
+@settings(SETTINGS, max_examples=30)
 @given(st.sampled_from(["GET", "POST"]), st.text(string.printable + "é\u2028\x00", max_size=12), st.text(max_size=40))
 def test_any_path_and_key(method: str, part: str, key: str) -> None:
     quoted = quote(part)
     headers = {"Idempotency-Key": key.encode("ascii", "ignore").decode().translate(dict.fromkeys(range(32)))}
-    own = House(engine=EchoEngine()).app  # a run that is under way would refuse the next
+    own = EchoServer(engine=EchoEngine()).app  # a run that is under way would refuse the next
     for path in (f"/{quoted}", f"/train/{quoted}", "/train", f"/adapters/{quoted}/activate"):
         response = ask(method, path, b"", headers, on=own if path == "/train" else None)
         assert response.status_code in {200, 202, 400, 404, 405}, response.text

@@ -1,4 +1,4 @@
-"""POST /generate over real HTTP: JSON and streams, what is refused, and what happens when the client leaves."""
+"""POST /generate over real HTTP: JSON and streams, refusals, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import httpx
 import pytest
 
 from service.core import Sampling
-from tests.support.echo_engine import LIMITS, Broken, Codepoints, EchoEngine, House, wait_until
+from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer, FailingEncoder, wait_until
 
 
 @pytest.fixture(scope="module")
-def house() -> House:
-    return House()
+def server() -> EchoServer:
+    return EchoServer()
 
 
 @pytest.fixture(scope="module")
-def http(house: House) -> Iterator[httpx.Client]:
-    with house.served() as address, httpx.Client(base_url=address, timeout=60) as client:
+def http(server: EchoServer) -> Iterator[httpx.Client]:
+    with server.served() as address, httpx.Client(base_url=address, timeout=60) as client:
         yield client
 
 
 def events(text: str) -> list[tuple[str, str]]:
-    """(kind, data) of every server-sent event; comments come as kind ":"."""
+    """(kind, data) of every server-sent event; a comment has the kind ":"."""
     found: list[tuple[str, str]] = []
     for block in text.removesuffix("\n\n").split("\n\n"):
         if block.startswith(":"):
@@ -52,12 +52,12 @@ def assert_refused(response: httpx.Response, status: int, code: str, field: str 
 # ------------------------------------------------------------------------------------------------------------ answers
 
 
-def test_a_json_answer_carries_text_usage_and_timings(house: House, http: httpx.Client) -> None:
+def test_a_json_answer_carries_text_usage_and_timings(server: EchoServer, http: httpx.Client) -> None:
     asked = {"prompt": "grüße 🌍", "seed": 5, "temperature": 0.5, "stop": "\n", "domain": "sql", "store": False}
     response = http.post("/generate", json=asked)
     assert response.status_code == 200
     answer = response.json()
-    prompt = house.engine.tickets[-1].prompt
+    prompt = server.engine.tickets[-1].prompt
     assert answer["text"] == "grüße 🌍"
     assert answer["model"] == "echo"
     assert answer["finish_reason"] == "stop"
@@ -78,7 +78,7 @@ def test_tokens_come_when_asked_for(http: httpx.Client) -> None:
     assert answer["finish_reason"] == "length"
 
 
-def test_a_stream_says_the_same_as_the_json_answer(http: httpx.Client) -> None:
+def test_a_stream_carries_the_same_as_the_json_answer(http: httpx.Client) -> None:
     asked: dict[str, Any] = {"prompt": 'tab\tline\nquote" \u2028 snow☃', "return_tokens": True}
     whole = http.post("/generate", json=asked).json()
     response = http.post("/generate", json={**asked, "stream": True})
@@ -100,7 +100,7 @@ def test_a_stream_without_tokens_has_text_alone(http: httpx.Client) -> None:
     assert "tokens" not in json.loads(last[1])
 
 
-def test_prompts_and_messages_reach_the_encoder_as_meant(house: House, http: httpx.Client) -> None:
+def test_prompts_and_messages_are_encoded_correctly(server: EchoServer, http: httpx.Client) -> None:
     turns = [
         {"role": "system", "content": "s"},
         {"role": "user", "content": "first"},
@@ -108,21 +108,21 @@ def test_prompts_and_messages_reach_the_encoder_as_meant(house: House, http: htt
         {"role": "user", "content": "second"},
     ]
     assert http.post("/generate", json={"messages": turns}).status_code == 200
-    assert house.engine.tickets[-1].prompt.tokens == house.encoder.encode_chat(turns)
-    assert house.engine.tickets[-1].prompt.first_user == "first"
+    assert server.engine.tickets[-1].prompt.tokens == server.encoder.encode_chat(turns)
+    assert server.engine.tickets[-1].prompt.first_user == "first"
     assert http.post("/generate", json={"prompt": "plain", "chat_template": False}).status_code == 200
-    assert house.engine.tickets[-1].prompt.tokens == house.encoder.encode_text("plain")
+    assert server.engine.tickets[-1].prompt.tokens == server.encoder.encode_text("plain")
     assert http.post("/generate", json={"prompt": "turn"}).status_code == 200
-    assert house.engine.tickets[-1].prompt.tokens == house.encoder.encode_chat([{"role": "user", "content": "turn"}])
+    assert server.engine.tickets[-1].prompt.tokens == server.encoder.encode_chat([{"role": "user", "content": "turn"}])
 
 
-def test_without_max_tokens_the_answer_takes_what_fits(house: House, http: httpx.Client) -> None:
+def test_without_max_tokens_the_answer_fills_the_context(server: EchoServer, http: httpx.Client) -> None:
     assert http.post("/generate", json={"prompt": "x" * 3_900}).status_code == 200
-    prompt = house.engine.tickets[-1].prompt
+    prompt = server.engine.tickets[-1].prompt
     assert len(prompt.tokens) + prompt.sampling.max_tokens == LIMITS.max_context
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({}, "prompt"),
@@ -172,11 +172,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("asked", "field"), WRONG, ids=lambda value: str(value)[:50].encode("unicode_escape").decode())
-def test_a_wrong_field_is_named(house: House, http: httpx.Client, asked: dict[str, Any], field: str) -> None:
-    before = len(house.engine.tickets)
+def test_a_wrong_field_is_named(server: EchoServer, http: httpx.Client, asked: dict[str, Any], field: str) -> None:
+    before = len(server.engine.tickets)
     response = http.post("/generate", content=json.dumps(asked), headers={"content-type": "application/json"})
     assert_refused(response, 400, "bad_request", field)
-    assert len(house.engine.tickets) == before
+    assert len(server.engine.tickets) == before
 
 
 @pytest.mark.parametrize(
@@ -224,7 +224,7 @@ def test_a_query_is_refused(http: httpx.Client) -> None:
     assert_refused(http.post("/generate?seed=1", json={"prompt": "a"}), 400, "bad_request", "seed")
 
 
-def test_a_body_beyond_the_limit_is_refused_declared_or_chunked(house: House, http: httpx.Client) -> None:
+def test_a_body_beyond_the_limit_is_refused_declared_or_chunked(server: EchoServer, http: httpx.Client) -> None:
     size = 5 * LIMITS.max_body_bytes
     headers = {"content-type": "application/json"}
     assert_refused(http.post("/generate", content=b" " * size, headers=headers), 413, "body_too_large", None)
@@ -233,11 +233,11 @@ def test_a_body_beyond_the_limit_is_refused_declared_or_chunked(house: House, ht
     just = json.dumps({"prompt": "a"}).encode().ljust(LIMITS.max_body_bytes)
     assert http.post("/generate", content=iter([just[:7], just[7:]]), headers=headers).status_code == 200
     assert_refused(http.post("/generate", content=just + b" ", headers=headers), 413, "body_too_large", None)
-    assert house.value('redraft:requests_refused_total{code="body_too_large"}') == 3
+    assert server.value('redraft:requests_refused_total{code="body_too_large"}') == 3
 
 
 def test_a_body_that_never_ends_is_given_up() -> None:
-    with House(limits=replace(LIMITS, request_timeout=0.3)).served() as address:
+    with EchoServer(limits=replace(LIMITS, request_timeout=0.3)).served() as address:
         connection = HTTPConnection(urlsplit(address).netloc, timeout=60)
         connection.putrequest("POST", "/generate")
         connection.putheader("content-type", "application/json")
@@ -250,46 +250,48 @@ def test_a_body_that_never_ends_is_given_up() -> None:
 
 
 def test_a_full_queue_is_503_with_retry_after() -> None:
-    house = House(engine=EchoEngine(full=True))
-    with house.served() as address:
+    server = EchoServer(engine=EchoEngine(full=True))
+    with server.served() as address:
         for stream in (False, True):
             response = httpx.post(f"{address}/generate", json={"prompt": "a", "stream": stream})
             assert_refused(response, 503, "overloaded", None)
             assert response.headers["retry-after"] == "7"
-    assert house.value('redraft:requests_refused_total{code="overloaded"}') == 2
+    assert server.value('redraft:requests_refused_total{code="overloaded"}') == 2
 
 
-# --------------------------------------------------------------------------------------------- what ends before its end
+# ----------------------------------------------------------------------------------------------------- aborted requests
 
 
 def test_an_engine_that_stops_midway_is_an_error_in_either_mode() -> None:
-    house = House(engine=EchoEngine(break_after=2))
-    with house.served() as address:
+    server = EchoServer(engine=EchoEngine(break_after=2))
+    with server.served() as address:
         response = httpx.post(f"{address}/generate", json={"prompt": "abcdef"})
         assert_refused(response, 503, "unavailable", None)
         streamed = events(httpx.post(f"{address}/generate", json={"prompt": "abcdef", "stream": True}).text)
     assert [kind for kind, _ in streamed] == ["message", "message", "error"]
     assert json.loads(streamed[-1][1]) == response.json()
-    assert house.value('redraft:requests_failed_total{code="unavailable"}') == 2
-    assert house.value('redraft:requests_refused_total{code="unavailable"}') == 0
+    assert server.value('redraft:requests_failed_total{code="unavailable"}') == 2
+    assert server.value('redraft:requests_refused_total{code="unavailable"}') == 0
 
 
 def test_a_request_out_of_time_is_cancelled_in_either_mode() -> None:
-    house = House(engine=EchoEngine(pause=0.05), limits=replace(LIMITS, request_timeout=0.4, keepalive_seconds=0.1))
-    with house.served() as address:
+    server = EchoServer(
+        engine=EchoEngine(pause=0.05), limits=replace(LIMITS, request_timeout=0.4, keepalive_seconds=0.1)
+    )
+    with server.served() as address:
         response = httpx.post(f"{address}/generate", json={"prompt": "x" * 100})
         assert_refused(response, 504, "timeout", None)
         streamed = events(httpx.post(f"{address}/generate", json={"prompt": "x" * 100, "stream": True}).text)
         assert streamed[-1][0] == "error"
         assert json.loads(streamed[-1][1])["error"]["code"] == "timeout"
         assert len(streamed) > 2
-    assert all(ticket.cancelled.is_set() for ticket in house.engine.tickets)
-    assert house.value('redraft:requests_failed_total{code="timeout"}') == 2
+    assert all(ticket.cancelled.is_set() for ticket in server.engine.tickets)
+    assert server.value('redraft:requests_failed_total{code="timeout"}') == 2
 
 
 def test_a_silent_stream_is_kept_alive() -> None:
-    house = House(engine=EchoEngine(pause=0.35), limits=replace(LIMITS, keepalive_seconds=0.1))
-    with house.served() as address:
+    server = EchoServer(engine=EchoEngine(pause=0.35), limits=replace(LIMITS, keepalive_seconds=0.1))
+    with server.served() as address:
         streamed = events(httpx.post(f"{address}/generate", json={"prompt": "ab", "stream": True}).text)
     kinds = [kind for kind, _ in streamed]
     assert kinds.count(":") >= 4
@@ -299,56 +301,56 @@ def test_a_silent_stream_is_kept_alive() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("pause", [0.02, 30.0], ids=["decoding", "queued"])
-def test_a_gone_client_gives_its_row_back_at_once(stream: bool, pause: float) -> None:
-    house = House(engine=EchoEngine(pause=pause))
-    with house.served() as address:
+def test_a_disconnected_client_frees_its_row_at_once(stream: bool, pause: float) -> None:
+    server = EchoServer(engine=EchoEngine(pause=pause))
+    with server.served() as address:
         connection = HTTPConnection(urlsplit(address).netloc, timeout=60)
         body = json.dumps({"prompt": "x" * 2_000, "stream": stream, "max_tokens": 1_000})
         connection.request("POST", "/generate", body, {"content-type": "application/json"})
-        wait_until(lambda: house.engine.tickets)
-        ticket = house.engine.tickets[0]
+        wait_until(lambda: server.engine.tickets)
+        ticket = server.engine.tickets[0]
         assert not ticket.cancelled.wait(0.2)
         connection.close()
         assert ticket.cancelled.wait(1.0)
-        wait_until(lambda: house.value('redraft:requests_finished_total{finish="cancelled"}') == 1)
-    assert house.engine.ended[ticket.id] == "cancelled"
+        wait_until(lambda: server.value('redraft:requests_finished_total{finish="cancelled"}') == 1)
+    assert server.engine.ended[ticket.id] == "cancelled"
 
 
-def test_a_hundred_aborted_streams_leave_nothing_running() -> None:
-    house = House(engine=EchoEngine(pause=0.01))
-    with house.served() as address, httpx.Client(base_url=address) as client:
+def test_a_hundred_aborted_streams_leave_no_request_running() -> None:
+    server = EchoServer(engine=EchoEngine(pause=0.01))
+    with server.served() as address, httpx.Client(base_url=address) as client:
         for number in range(100):
             asked = {"prompt": "x" * 2_900, "stream": True, "max_tokens": 1_000}
             with client.stream("POST", "/generate", json=asked) as response:
                 assert response.status_code == 200
                 if number % 2:
                     next(response.iter_raw())
-        wait_until(lambda: house.engine.status().rows == 0)
-        assert len(house.engine.tickets) == 100
+        wait_until(lambda: server.engine.status().rows == 0)
+        assert len(server.engine.tickets) == 100
         assert client.post("/generate", json={"prompt": "ab"}).json()["text"] == "ab"
 
 
-def test_requests_are_counted_as_they_end(house: House, http: httpx.Client) -> None:
-    started = house.value("redraft:requests_started_total")
-    stopped = house.value('redraft:requests_finished_total{finish="stop"}')
-    first = house.value("redraft:time_to_first_token_seconds_count")
-    later = house.value("redraft:inter_token_latency_seconds_count")
-    prompt = house.value("redraft:prompt_tokens_total")
+def test_requests_are_counted_as_they_end(server: EchoServer, http: httpx.Client) -> None:
+    started = server.value("redraft:requests_started_total")
+    stopped = server.value('redraft:requests_finished_total{finish="stop"}')
+    first = server.value("redraft:time_to_first_token_seconds_count")
+    later = server.value("redraft:inter_token_latency_seconds_count")
+    prompt = server.value("redraft:prompt_tokens_total")
     for stream in (False, True):
         assert http.post("/generate", json={"prompt": "abcd", "stream": stream}).status_code == 200
-    assert house.value("redraft:requests_started_total") == started + 2
-    assert house.value('redraft:requests_finished_total{finish="stop"}') == stopped + 2
-    assert house.value("redraft:time_to_first_token_seconds_count") == first + 2
-    assert house.value("redraft:inter_token_latency_seconds_count") == later + 6
-    assert house.value("redraft:prompt_tokens_total") == prompt + 12
-    assert house.value('redraft:requests_finished_total{finish="cancelled"}') == 0
+    assert server.value("redraft:requests_started_total") == started + 2
+    assert server.value('redraft:requests_finished_total{finish="stop"}') == stopped + 2
+    assert server.value("redraft:time_to_first_token_seconds_count") == first + 2
+    assert server.value("redraft:inter_token_latency_seconds_count") == later + 6
+    assert server.value("redraft:prompt_tokens_total") == prompt + 12
+    assert server.value('redraft:requests_finished_total{finish="cancelled"}') == 0
 
 
 def test_no_prompt_text_in_errors_or_logs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     canary = "xyzzy-canary"
-    house = House(encoder=Broken())
-    with house.served() as address:
+    server = EchoServer(encoder=FailingEncoder())
+    with server.served() as address:
         broken = httpx.post(f"{address}/generate", json={"prompt": canary})
         assert_refused(broken, 500, "internal_error", None)
         wrong = httpx.post(f"{address}/generate", json={"prompt": [canary], "domain": f"{canary}\n", "seed": canary})
@@ -356,14 +358,14 @@ def test_no_prompt_text_in_errors_or_logs(caplog: pytest.LogCaptureFixture) -> N
     assert canary not in broken.text + wrong.text
     assert canary not in caplog.text
     assert "ValueError" in caplog.text
-    assert house.value('redraft:requests_refused_total{code="internal_error"}') == 1
+    assert server.value('redraft:requests_refused_total{code="internal_error"}') == 1
 
 
-# ------------------------------------------------------------------------------------- refused before it costs anything
+# ------------------------------------------------------------------------------------------------------- early refusals
 
 
-class Counting(Codepoints):
-    """Counts what it tokenises, and how many places in the queue were held meanwhile."""
+class CountingEncoder(Codepoints):
+    """Counts tokenised prompts, and the places in the queue reserved meanwhile."""
 
     def __init__(self) -> None:
         self.engine = EchoEngine()
@@ -376,8 +378,8 @@ class Counting(Codepoints):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_nothing_is_tokenised_while_the_queue_is_full(stream: bool) -> None:
-    encoder = Counting()
-    with House(engine=EchoEngine(full=True), encoder=encoder).served() as address:
+    encoder = CountingEncoder()
+    with EchoServer(engine=EchoEngine(full=True), encoder=encoder).served() as address:
         refused = httpx.post(f"{address}/generate", json={"prompt": "x" * 3_000, "stream": stream})
         assert_refused(refused, 503, "overloaded", None)
         # Before the body is parsed, too.
@@ -387,8 +389,8 @@ def test_nothing_is_tokenised_while_the_queue_is_full(stream: bool) -> None:
 
 
 def test_a_place_is_held_while_a_prompt_is_tokenised_and_given_back_whatever_happens() -> None:
-    encoder = Counting()
-    with House(engine=encoder.engine, encoder=encoder).served() as address:
+    encoder = CountingEncoder()
+    with EchoServer(engine=encoder.engine, encoder=encoder).served() as address:
         for asked, status in [
             ({"prompt": "ab"}, 200),
             ({"prompt": "ab", "stream": True}, 200),
@@ -399,7 +401,7 @@ def test_a_place_is_held_while_a_prompt_is_tokenised_and_given_back_whatever_hap
             assert httpx.post(f"{address}/generate", json=asked).status_code == status
             assert encoder.engine.reserved == 0
     assert encoder.held == [1, 1, 1, 1]
-    with House(engine=encoder.engine, encoder=Broken()).served() as address:
+    with EchoServer(engine=encoder.engine, encoder=FailingEncoder()).served() as address:
         assert httpx.post(f"{address}/generate", json={"prompt": "ab"}).status_code == 500
     assert encoder.engine.reserved == 0
 
@@ -416,9 +418,9 @@ def test_a_place_is_held_while_a_prompt_is_tokenised_and_given_back_whatever_hap
     ],
 )
 def test_a_prompt_that_cannot_fit_by_its_bytes_is_refused_untokenised(asked: dict[str, Any], status: int) -> None:
-    """Only what every chat template keeps counts."""
-    encoder = Counting()
-    with House(
+    """Only text that every chat template keeps is counted."""
+    encoder = CountingEncoder()
+    with EchoServer(
         engine=encoder.engine, encoder=encoder, limits=replace(LIMITS, max_prompt_bytes=100)
     ).served() as address:
         response = httpx.post(f"{address}/generate", json=asked)

@@ -1,4 +1,4 @@
-"""Who may call: clients that name this server, and no page of another site, whatever it sends."""
+"""Host and Origin checks: clients that name this server are served, pages of other sites are refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 from service.core import BadRequest
 from service.settings import load_settings
-from tests.support.echo_engine import House
+from tests.support.echo_engine import EchoServer
 
 EVIL = "https://evil.example"
 POSTS = ("/generate", "/train", "/adapters/2/activate", "/adapters/rollback")
 GETS = ("/train/1", "/adapters", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/nothing-here")
 
-# What a page may send without the browser asking first: forms, and fetch with what a form could send.
+# Requests that a page may send without a preflight: forms, and fetch with what a form could send.
 BOUNDARY = "----WebKitFormBoundary7MA4YWxkTrZu0gW"
 PART = f'--{BOUNDARY}\r\ncontent-disposition: form-data; name="prompt"\r\n\r\na\r\n--{BOUNDARY}--\r\n'
 SIMPLE: list[tuple[str | None, bytes]] = [
@@ -28,27 +28,27 @@ SIMPLE: list[tuple[str | None, bytes]] = [
     (f"multipart/form-data; boundary={BOUNDARY}", PART.encode()),
     ("text/plain", b'{"prompt": "a"}'),
     ("text/plain;charset=UTF-8", b"{}"),
-    # Not simple, so that the browser would ask first; refused all the same.
+    # Needs a preflight in a browser; refused without one too.
     ("application/json", b'{"prompt": "a"}'),
 ]
 
 
 @pytest.fixture(scope="module")
-def house() -> House:
-    return House()
+def server() -> EchoServer:
+    return EchoServer()
 
 
 @pytest.fixture(scope="module")
-def place(house: House) -> Iterator[str]:
+def place(server: EchoServer) -> Iterator[str]:
     """host:port of a real server."""
-    with house.served() as address:
+    with server.served() as address:
         yield urlsplit(address).netloc
 
 
 def send(
     place: str, method: str, path: str, headers: Mapping[str, str], body: bytes = b"", host: str | None = ""
 ) -> tuple[int, dict[str, Any]]:
-    """One request with just these headers. host: "" is the server's own, None leaves the header out."""
+    """One request with only these headers. host: "" sends the server's own, None no Host header."""
     connection = HTTPConnection(place, timeout=60)
     connection.putrequest(method, path, skip_host=True, skip_accept_encoding=True)
     if host is not None:
@@ -76,21 +76,21 @@ def assert_forbidden(answer: tuple[int, dict[str, Any]], field: str) -> None:
 @pytest.mark.parametrize(("media", "body"), SIMPLE, ids=lambda value: str(value)[:20])
 @pytest.mark.parametrize("path", POSTS)
 def test_a_page_of_another_site_is_refused_whatever_it_posts(
-    house: House, place: str, path: str, media: str | None, body: bytes
+    server: EchoServer, place: str, path: str, media: str | None, body: bytes
 ) -> None:
     headers = {"Origin": EVIL} | ({"Content-Type": media} if media else {})
     assert_forbidden(send(place, "POST", path, headers, body), "Origin")
-    assert (house.operator.runs, len(house.operator.known), house.engine.tickets) == ([], 2, [])
+    assert (server.operator.runs, len(server.operator.known), server.engine.tickets) == ([], 2, [])
 
 
 @pytest.mark.parametrize("path", GETS)
 def test_no_route_answers_a_page_of_another_site(place: str, path: str) -> None:
     assert_forbidden(send(place, "GET", path, {"Origin": EVIL}), "Origin")
-    # What a page loads as an image or a script carries no Origin.
+    # Requests for images and scripts of a page carry no Origin.
     assert_forbidden(send(place, "GET", path, {"Sec-Fetch-Site": "cross-site"}), "Sec-Fetch-Site")
 
 
-def test_the_question_before_a_fetch_is_refused_without_permission(place: str) -> None:
+def test_a_preflight_request_is_refused(place: str) -> None:
     asked = {"Origin": EVIL, "Access-Control-Request-Method": "POST"}
     assert_forbidden(send(place, "OPTIONS", "/train", asked), "Origin")
 
@@ -121,8 +121,8 @@ def test_an_origin_that_is_not_the_server_s_own_is_refused(place: str, origin: s
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site", "Cross-Site"])
-def test_a_browser_s_own_word_for_another_site_is_believed(place: str, site: str) -> None:
-    """Another port is the same site to a browser, but another origin."""
+def test_a_cross_site_sec_fetch_site_header_is_refused(place: str, site: str) -> None:
+    """For a browser another port is the same site but another origin."""
     assert_forbidden(send(place, "POST", "/train", {"Sec-Fetch-Site": site}), "Sec-Fetch-Site")
 
 
@@ -148,7 +148,7 @@ def test_a_browser_s_own_word_for_another_site_is_believed(place: str, site: str
     ],
 )
 def test_a_host_that_is_not_one_of_the_server_s_names_is_refused(place: str, host: str) -> None:
-    """By DNS rebinding a page's own host name leads here, and its requests are of the same origin to the browser."""
+    """With DNS rebinding a page's own host name resolves to this server, so its requests are same-origin to the browser."""
     written = host.format(port=place.partition(":")[2])
     rebound = {"Origin": f"http://{written}", "Sec-Fetch-Site": "same-origin"}
     for path in POSTS:
@@ -157,7 +157,7 @@ def test_a_host_that_is_not_one_of_the_server_s_names_is_refused(place: str, hos
 
 
 def test_a_request_without_a_host_is_refused(place: str) -> None:
-    # HTTP/1.1 has no such request at all; HTTP/1.0 has, and no browser sends it.
+    # HTTP/1.1 requires a Host header; HTTP/1.0 does not, but no browser sends it.
     assert send(place, "GET", "/health/live", {}, host=None)[0] == 400
     connection = HTTPConnection(place, timeout=60)
     connection._http_vsn_str = "HTTP/1.0"  # pyright: ignore[reportAttributeAccessIssue]
@@ -189,13 +189,13 @@ def test_clients_without_an_origin_and_pages_of_the_server_itself_pass(place: st
         assert send(place, "GET", "/adapters", {"Sec-Fetch-Site": site}, b"", written)[0] == 200
 
 
-def test_names_are_the_operator_s_to_choose() -> None:
-    house = House(allowed_hosts=("Chat.Example", "[2001:DB8:0::1]"))
-    with house.served() as address:
+def test_allowed_hosts_are_configurable() -> None:
+    server = EchoServer(allowed_hosts=("Chat.Example", "[2001:DB8:0::1]"))
+    with server.served() as address:
         place = urlsplit(address).netloc
         for host in ("chat.example", "chat.example:8443", "[2001:db8::1]:80"):
             assert send(place, "GET", "/adapters", {}, b"", host)[0] == 200
-        # A proxy that speaks TLS in front, which passes Host on as it came.
+        # Behind a TLS proxy that passes the Host header unchanged.
         assert send(place, "GET", "/adapters", {"Origin": "https://chat.example"}, b"", "chat.example")[0] == 200
         assert send(place, "GET", "/adapters", {"Origin": "https://chat.example:443"}, b"", "chat.example")[0] == 200
         assert_forbidden(
@@ -204,11 +204,11 @@ def test_names_are_the_operator_s_to_choose() -> None:
         assert_forbidden(send(place, "GET", "/adapters", {}, b"", "localhost"), "Host")
 
 
-def test_refusals_are_counted(house: House, place: str) -> None:
-    before = house.value('redraft:requests_refused_total{code="forbidden"}')
+def test_refusals_are_counted(server: EchoServer, place: str) -> None:
+    before = server.value('redraft:requests_refused_total{code="forbidden"}')
     send(place, "POST", "/generate", {"Origin": EVIL}, b"{}")
     send(place, "POST", "/train", {"Origin": EVIL})
-    assert house.value('redraft:requests_refused_total{code="forbidden"}') == before + 1
+    assert server.value('redraft:requests_refused_total{code="forbidden"}') == before + 1
 
 
 @pytest.mark.parametrize(
@@ -217,5 +217,5 @@ def test_refusals_are_counted(house: House, place: str) -> None:
 def test_a_setting_that_names_no_host_is_refused(name: str) -> None:
     with pytest.raises(BadRequest, match="allowed_hosts"):
         load_settings(flags={"server.allowed_hosts": [name]})
-    kept = ["chat.example", "::1", "[::1]", "10.0.0.7"]
-    assert load_settings(flags={"server.allowed_hosts": kept}).server.allowed_hosts == kept
+    allowed = ["chat.example", "::1", "[::1]", "10.0.0.7"]
+    assert load_settings(flags={"server.allowed_hosts": allowed}).server.allowed_hosts == allowed

@@ -1,4 +1,4 @@
-"""Training, adapters, health, metrics, and the one error shape on every route there is or is not."""
+"""Training, adapters, health and metrics, and the error shape of every route and of unknown ones."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from service.core import AdapterRef, AdapterRefused, Progress, RunState, StoreError, Verdict
-from tests.support.echo_engine import EchoEngine, House, Ledger, make_run
+from tests.support.echo_engine import EchoEngine, EchoServer, InMemoryOperator, make_run
 
 
 @pytest.fixture
-def house() -> House:
-    return House()
+def server() -> EchoServer:
+    return EchoServer()
 
 
 @pytest.fixture
-def http(house: House) -> Iterator[httpx.Client]:
-    with house.served() as address, httpx.Client(base_url=address, timeout=60) as client:
+def http(server: EchoServer) -> Iterator[httpx.Client]:
+    with server.served() as address, httpx.Client(base_url=address, timeout=60) as client:
         yield client
 
 
@@ -35,7 +35,7 @@ def assert_shape(response: httpx.Response, status: int, code: str, field: str | 
     assert (error["code"], error["field"]) == (code, field)
 
 
-def test_training_is_asked_for_once_and_followed(http: httpx.Client, house: House) -> None:
+def test_training_is_requested_once_and_followed(http: httpx.Client, server: EchoServer) -> None:
     key = {"Idempotency-Key": "monday"}
     first = http.post("/train", headers=key)
     assert first.status_code == 202
@@ -43,7 +43,7 @@ def test_training_is_asked_for_once_and_followed(http: httpx.Client, house: Hous
     assert http.post("/train", headers=key).json() == first.json()
     assert_shape(http.post("/train"), 409, "conflict")
     assert_shape(http.post("/train", headers={"Idempotency-Key": "tuesday"}), 409, "conflict")
-    house.operator.runs[0] = make_run(1, progress=Progress(3, 12, 0.5, 1.25, 900.0, 4.5, "on battery"))
+    server.operator.runs[0] = make_run(1, progress=Progress(3, 12, 0.5, 1.25, 900.0, 4.5, "on battery"))
     shown = http.get(first.headers["location"]).json()
     assert shown["state"] == "training"
     assert shown["progress"] == {
@@ -57,10 +57,10 @@ def test_training_is_asked_for_once_and_followed(http: httpx.Client, house: Hous
     }
 
 
-def test_figures_that_are_not_finite_are_sent_as_null(http: httpx.Client, house: House) -> None:
+def test_figures_that_are_not_finite_are_sent_as_null(http: httpx.Client, server: EchoServer) -> None:
     verdict = Verdict(False, "worse", 30, 2_000, math.nan, -math.inf, 0.5, {"sql": (math.nan, 0.0, 1.0)})
     run = make_run(1, RunState.REJECTED, Progress(1, 2, math.nan, math.inf))
-    house.operator.runs.append(replace(run, verdict=verdict))
+    server.operator.runs.append(replace(run, verdict=verdict))
     shown = http.get("/train/1").json()
     assert (shown["progress"]["loss"], shown["progress"]["grad_norm"]) == (None, None)
     assert (shown["verdict"]["gain"], shown["verdict"]["low90"], shown["verdict"]["high90"]) == (None, None, 0.5)
@@ -72,7 +72,7 @@ def test_a_run_number_that_cannot_be_is_named(http: httpx.Client, number: str) -
     assert_shape(http.get(f"/train/{number}"), 400, "bad_request", "id")
 
 
-def test_a_run_that_is_not_there(http: httpx.Client) -> None:
+def test_an_unknown_run_is_not_found(http: httpx.Client) -> None:
     assert_shape(http.get("/train/7"), 404, "not_found")
 
 
@@ -105,7 +105,7 @@ def test_adapters_are_listed_activated_and_rolled_back(http: httpx.Client) -> No
     assert_shape(http.post("/adapters/rollback"), 409, "conflict")
 
 
-class Refusing(Ledger):
+class RefusingOperator(InMemoryOperator):
     def activate(self, adapter_id: int) -> AdapterRef | None:
         raise AdapterRefused("the adapter belongs to another draft")
 
@@ -113,15 +113,15 @@ class Refusing(Ledger):
         raise StoreError("select * from adapters where folder = '/secret'")
 
 
-def test_a_refused_adapter_is_a_conflict_and_the_servers_own_trouble_is_not_told() -> None:
-    with House(operator=Refusing()).served() as address:
+def test_a_refused_adapter_is_a_conflict_and_internal_errors_are_not_disclosed() -> None:
+    with EchoServer(operator=RefusingOperator()).served() as address:
         assert_shape(httpx.post(f"{address}/adapters/2/activate"), 409, "adapter_refused")
         trouble = httpx.post(f"{address}/adapters/rollback")
         assert_shape(trouble, 500, "store_error")
         assert "secret" not in trouble.text
 
 
-class Slow(Ledger):
+class SlowOperator(InMemoryOperator):
     def __init__(self) -> None:
         super().__init__()
         self.go = threading.Event()
@@ -131,10 +131,10 @@ class Slow(Ledger):
         return None
 
 
-def test_operators_that_take_their_time_hold_up_nobody() -> None:
-    operator = Slow()
+def test_a_slow_operator_does_not_block_other_requests() -> None:
+    operator = SlowOperator()
     with (
-        House(operator=operator).served() as address,
+        EchoServer(operator=operator).served() as address,
         httpx.Client(base_url=address, timeout=60.0, limits=httpx.Limits(max_connections=None)) as http,
     ):
         callers = [threading.Thread(target=http.post, args=("/adapters/2/activate",), daemon=True) for _ in range(50)]
@@ -153,12 +153,12 @@ def test_operators_that_take_their_time_hold_up_nobody() -> None:
         assert not any(caller.is_alive() for caller in callers)
 
 
-def test_health_tells_alive_from_ready(http: httpx.Client, house: House) -> None:
+def test_health_distinguishes_alive_from_ready(http: httpx.Client, server: EchoServer) -> None:
     assert http.get("/health/live").json() == {"status": "alive"}
     ready = http.get("/health/ready")
     assert ready.status_code == 200
     assert (ready.json()["status"], ready.json()["adapter"]) == ("ready", 3)
-    house.engine.dead = "no progress for 61 s"
+    server.engine.dead = "no progress for 61 s"
     unready = http.get("/health/ready")
     assert_shape(unready, 503, "unavailable")
     assert unready.json()["error"]["message"] == "no progress for 61 s"
@@ -166,19 +166,19 @@ def test_health_tells_alive_from_ready(http: httpx.Client, house: House) -> None
     assert_shape(http.post("/generate", json={"prompt": "a"}), 503, "unavailable")
 
 
-class Hung(EchoEngine):
+class RaisingEngine(EchoEngine):
     def status(self) -> object:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise AssertionError("asked")
 
 
 def test_the_live_probe_never_asks_the_engine() -> None:
-    with House(engine=Hung()).served() as address:
+    with EchoServer(engine=RaisingEngine()).served() as address:
         assert httpx.get(f"{address}/health/live").status_code == 200
         assert_shape(httpx.get(f"{address}/health/ready"), 500, "internal_error")
 
 
-def test_metrics_are_scraped_in_the_format_asked_for(http: httpx.Client, house: House) -> None:
-    house.metrics.watch_engine(house.engine.status)
+def test_metrics_are_scraped_in_the_format_asked_for(http: httpx.Client, server: EchoServer) -> None:
+    server.metrics.watch_engine(server.engine.status)
     plain = http.get("/metrics")
     assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
     assert "redraft:adapter_active 3.0" in plain.text.splitlines()

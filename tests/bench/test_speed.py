@@ -1,4 +1,4 @@
-"""Speeds that are promised, on the bundled pair and quiet cores: `pytest -m bench -s tests/bench`."""
+"""Promised speeds, on the bundled pair and idle cores: `pytest -m bench -s tests/bench`."""
 
 import random
 import threading
@@ -37,7 +37,7 @@ def pair() -> Pair:
 
 
 def rate(pair: Pair, rows: int, k: int, tokens: int = 48) -> float:
-    """Tokens per second of `rows` streams decoded together, prompts read beforehand."""
+    """Tokens per second of `rows` streams decoded together, after their prefill."""
     encoder = TextEncoder(pair.target.tokenizer)
     assert pair.draft is not None
     decoder = Decoder(pair.target.model, served(pair.draft), vocabulary=pair.vocabulary, k=k, collect=True)
@@ -63,13 +63,13 @@ def test_eight_streams_decode_much_faster_than_one(pair: Pair, k: int) -> None:
 
 
 def noise(number: int, count: int) -> tuple[int, ...]:
-    """Tokens that nobody asked before."""
+    """Random tokens that are not in the prefix cache."""
     rng = random.Random(number)
     return tuple(rng.randrange(1000, 40_000) for _ in range(count))
 
 
 def first_token(decoder: Decoder, prompt: tuple[int, ...]) -> tuple[float, int]:
-    """Seconds until a request's first token, and how much of its prompt was held."""
+    """Seconds until a request's first token, and how much of its prompt was cached."""
     row = Row("0", Prompt(prompt, Sampling(max_tokens=1)), frozenset(), None)
     begun = time.perf_counter()
     decoder.admit(row)
@@ -77,7 +77,7 @@ def first_token(decoder: Decoder, prompt: tuple[int, ...]) -> tuple[float, int]:
     return time.perf_counter() - begun, row.reused
 
 
-def test_a_shared_beginning_of_a_thousand_tokens_is_read_once(pair: Pair) -> None:
+def test_a_shared_prefix_of_a_thousand_tokens_is_prefilled_once(pair: Pair) -> None:
     assert pair.draft is not None
     decoder = Decoder(
         pair.target.model, served(pair.draft), vocabulary=pair.vocabulary, k=3, prefix=PrefixCache(512 * 2**20)
@@ -93,8 +93,8 @@ def test_a_shared_beginning_of_a_thousand_tokens_is_read_once(pair: Pair) -> Non
     assert median(ratios) <= 0.15
 
 
-class Timed(Decoder):
-    """Notes how long each chunk of a prompt took to read."""
+class TimedDecoder(Decoder):
+    """Records how long each prefill chunk takes."""
 
     def read(self, prefill: Prefill, coming: int = 1) -> bool:
         begun = time.perf_counter()
@@ -105,7 +105,7 @@ class Timed(Decoder):
     chunks: list[float]
 
 
-class Nobody:
+class NoObserver:
     """Neither a log nor metrics."""
 
     def record(self, generation: Generation) -> None: ...
@@ -118,13 +118,13 @@ class Nobody:
 
 
 def test_a_long_prompt_does_not_hold_up_a_running_stream(pair: Pair) -> None:
-    """The longest gap between two deliveries to a stream, while 2,000 tokens are read for another, in chunks' times."""
+    """The longest gap between two deliveries to a stream, during a prefill of 2,000 tokens for another, in chunk times."""
     assert pair.draft is not None
     base = served(pair.draft)
-    decoder = Timed(pair.target.model, base, vocabulary=pair.vocabulary, k=3, prefix=PrefixCache(512 * 2**20))
+    decoder = TimedDecoder(pair.target.model, base, vocabulary=pair.vocabulary, k=3, prefix=PrefixCache(512 * 2**20))
     decoder.chunks = []
     engine = Engine(decoder, base, frozenset(), 4096, pair.provenance, lambda: pair.target.tokenizer.detokenizer)
-    worker = Worker(lambda: engine, max_rows=4, max_waiting=4, recorder=Nobody(), observer=Nobody())
+    worker = Worker(lambda: engine, max_rows=4, max_waiting=4, recorder=NoObserver(), observer=NoObserver())
     times: list[float] = []
     running, read = threading.Event(), threading.Event()
 
@@ -157,10 +157,10 @@ def test_a_long_prompt_does_not_hold_up_a_running_stream(pair: Pair) -> None:
 
 def example(seed: int, vocabulary: int) -> Example:
     rng = np.random.default_rng(seed)
-    law = np.log(rng.dirichlet(np.ones(TOP_TARGETS + 1), size=40)).astype(np.float32)
+    logprobs = np.log(rng.dirichlet(np.ones(TOP_TARGETS + 1), size=40)).astype(np.float32)
     ids = np.stack([rng.choice(vocabulary, TOP_TARGETS, replace=False) for _ in range(40)]).astype(np.int32)
     tokens = rng.integers(0, vocabulary, 160).astype(np.int32)
-    return Example(tokens, 120, ids, law[:, :-1], law[:, -1], np.ones(40, dtype=np.float32))
+    return Example(tokens, 120, ids, logprobs[:, :-1], logprobs[:, -1], np.ones(40, dtype=np.float32))
 
 
 def test_a_training_step_takes_less_than_two_seconds(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""Every command, run in this process: what it prints where, and that bad input ends in one sentence and a non-zero status."""
+"""Every command, run in this process: its output, and that bad input gives one sentence and a non-zero status."""
 
 import io
 import json
@@ -50,13 +50,13 @@ from service.store.database import REVISION, revision
 from service.store.generations import split_of
 from service.store.runs import MAX_CRASHES
 from tests.support.oracle import naive
-from tests.support.tiny_server import prompts, register_adapters, say, tiny_server, write_pair
+from tests.support.tiny_server import generate, prompts, register_adapters, tiny_server, write_pair
 
 TREE = typer.main.get_command(app)
 
 
 def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """Every command and group with its words, the root first."""
+    """Every command and group with its path, the root first."""
     found = [(path, group)]
     for name, command in getattr(group, "commands", {}).items():
         found += commands(command, (*path, name))
@@ -75,13 +75,13 @@ Redraft = Callable[..., Outcome]
 
 @pytest.fixture
 def redraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Redraft:
-    """redraft("cases", "list", …) -> what the entry point does, in this process."""
+    """redraft("cases", "list", …) -> the outcome of the command line, run in this process."""
     for shown in (console.out, console.err):
         monkeypatch.setattr(shown, "_width", 240)
 
-    def run(*words: object, said: str = "") -> Outcome:
+    def run(*words: object, stdin: str = "") -> Outcome:
         monkeypatch.setattr(sys, "argv", ["redraft", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
@@ -94,7 +94,7 @@ def redraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 
 
 def child(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    """The same as a process of its own."""
+    """The same in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "service.cli", *map(str, words)],
         capture_output=True,
@@ -105,7 +105,7 @@ def child(*words: object, **environment: str) -> subprocess.CompletedProcess[str
 
 
 def cells(text: str) -> list[list[str]]:
-    """The rows of a printed table, without its head."""
+    """The rows of a printed table, without the header."""
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
 
 
@@ -117,7 +117,7 @@ def cells(text: str) -> list[list[str]]:
     commands(TREE),
     ids=lambda value: " ".join(value) or "redraft" if isinstance(value, tuple) else "",
 )
-def test_help_names_every_option_and_says_what_the_command_does(path: tuple[str, ...], command: Any) -> None:
+def test_help_names_every_option_and_describes_the_command(path: tuple[str, ...], command: Any) -> None:
     result = CliRunner().invoke(app, [*path, "--help"])
     assert result.exit_code == 0
     text = " ".join(re.sub(r"[^\w\s./-]", " ", result.output).split())
@@ -129,7 +129,7 @@ def test_help_names_every_option_and_says_what_the_command_does(path: tuple[str,
         assert name in text
 
 
-def test_doctor_says_what_this_machine_is(tmp_path: Path, redraft: Redraft) -> None:
+def test_doctor_describes_this_machine(tmp_path: Path, redraft: Redraft) -> None:
     config = tmp_path / "settings.toml"
     config.write_text(f"home = {json.dumps(str(tmp_path / 'home'))}\n")
     done = redraft("doctor", "--config", config, "--json", tmp_path / "new" / "doctor.json")
@@ -172,7 +172,7 @@ def test_the_database_is_created_once(tmp_path: Path, redraft: Redraft) -> None:
 
 
 def put_aside(config: Path) -> int:
-    """Two cases that a run's adapter had learnt from, which was rolled back, and one that runs crashed over; which run."""
+    """Quarantine two cases through the rollback of a run's adapter, and one through crashes. Returns the run."""
     stores = open_stores(load_settings(config))
     runs, who = stores.runs, Provenance("target", "tokenizer", "draft")
     words = [name for name in (f"question {i}" for i in range(99)) if split_of(name) == "train"]
@@ -203,9 +203,9 @@ def put_aside(config: Path) -> int:
     )
     for state in (RunState.TRAINING, RunState.SCORING, RunState.STAGING):
         runs.move(learnt.id, learnt.fencing, state)
-    said = Verdict(True, "", 9, 9, 0.1, 0.1, 0.1)
-    runs.promote(learnt.id, learnt.fencing, ref.id, said)
-    stores.adapters.take_back(ref.id, BARE_DRAFT, said)
+    verdict = Verdict(True, "", 9, 9, 0.1, 0.1, 0.1)
+    runs.promote(learnt.id, learnt.fencing, ref.id, verdict)
+    stores.adapters.take_back(ref.id, BARE_DRAFT, verdict)
     run = claimed(1)
     for _ in range(MAX_CRASHES):
         runs.move(run.id, run.fencing, RunState.CRASHED)
@@ -214,7 +214,7 @@ def put_aside(config: Path) -> int:
     return learnt.id
 
 
-def test_what_was_put_aside_is_shown_and_released(tmp_path: Path, redraft: Redraft) -> None:
+def test_quarantined_cases_are_shown_and_released(tmp_path: Path, redraft: Redraft) -> None:
     config = tmp_path / "settings.toml"
     config.write_text(f"home = {json.dumps(str(tmp_path))}\n")
     assert redraft("db", "upgrade", "--config", config).status == 0
@@ -272,7 +272,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
     server.start()
     try:
         for i, line in enumerate(prompts(14, seed=3)):
-            say(server, line.prompt, domain="odd" if i % 2 else "even", client="someone" if i < 4 else "other")
+            generate(server, line.prompt, domain="odd" if i % 2 else "even", client="someone" if i < 4 else "other")
         until(lambda: stored(server) == 14)
         yield Served(server, pair, made)
     finally:
@@ -281,7 +281,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
 
 
 def until(reached: Callable[[], bool]) -> None:
-    """Answers come before they are recorded, and runs end when they end."""
+    """Wait until all answers are recorded and no run is under way."""
     end = time.monotonic() + 60
     while not reached():
         assert time.monotonic() < end
@@ -314,13 +314,13 @@ def test_adapters_are_listed_switched_and_rolled_back(served: Served, redraft: R
     assert (done.status, done.out) == (0, "adapter 0 serves now\n")
     assert served.server.get("/adapters")["active"] == 0
     assert states() == {str(second.id): "retired", str(first.id): "rolled_back"}
-    for words, said in (
+    for words, message in (
         (("activate", 99), "no adapter 99"),
         (("rollback",), ""),
     ):
         done = redraft("adapters", *words, *url)
         assert done.status == 1
-        assert said in done.err
+        assert message in done.err
         one_sentence(done)
     assert redraft("adapters", "activate", second.id, *url).out == f"adapter {second.id} serves now\n"
 
@@ -328,7 +328,7 @@ def test_adapters_are_listed_switched_and_rolled_back(served: Served, redraft: R
 def test_training_is_followed_to_its_end(served: Served, redraft: Redraft, monkeypatch: pytest.MonkeyPatch) -> None:
     url = ("--url", served.server.url)
     with monkeypatch.context() as patch:
-        # The same key gets the same run: one that was started is then followed.
+        # The same key returns the same run, which is then followed.
         patch.setattr(uuid, "uuid4", lambda: uuid.UUID(int=1))
         started = redraft("train", "--no-wait", *url)
         assert started.status == 0, started.err
@@ -377,7 +377,7 @@ def test_an_answer_goes_to_stdout_and_its_figures_to_stderr(served: Served, redr
         assert "tokens per target call" in done.err
 
 
-def test_a_chat_goes_on_until_an_empty_line(served: Served) -> None:
+def test_a_chat_continues_until_an_empty_line(served: Served) -> None:
     words = ["chat", "--max-tokens", "6", "--config", str(served.config)]
     done = CliRunner().invoke(app, words, input="abc\nx\n\n")
     assert done.exit_code == 0
@@ -426,10 +426,10 @@ def test_agreement_is_measured_and_written_as_json(served: Served, redraft: Redr
     assert json.loads((tmp_path / "other.json").read_text())["agreement"] != found["agreement"]
 
 
-def test_what_a_client_calls_its_domain_does_not_disturb_the_lists(served: Served, redraft: Redraft) -> None:
-    """Square brackets are markup to the library that prints the tables."""
+def test_markup_in_a_domain_does_not_break_the_tables(served: Served, redraft: Redraft) -> None:
+    """Square brackets are markup for the library that prints the tables."""
     for name in ("[/b]", "[red]"):
-        say(served.server, "abcdefgh", domain=name, client="brackets")
+        generate(served.server, "abcdefgh", domain=name, client="brackets")
         try:
             until(lambda name=name: f"generations of {name}" in recorded(redraft, served))
             listed = redraft("cases", "list", "--config", served.config)
@@ -442,14 +442,14 @@ def test_what_a_client_calls_its_domain_does_not_disturb_the_lists(served: Serve
 
 
 def one_sentence(done: Outcome) -> None:
-    """On stderr alone, in one line."""
+    """Exactly one line, on stderr only."""
     assert done.status != 0
     assert done.out == ""
     assert re.fullmatch(r"redraft: \S[^\n]*\n", done.err), done.err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("models", "get", "nothing-here"), "no model nothing-here"),
         (("generate", "hi", "--target", "/no/such/folder"), "no model /no/such/folder"),
@@ -477,7 +477,7 @@ def one_sentence(done: Outcome) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_bad_input_is_answered_with_one_sentence(
-    words: tuple[str, ...], said: str, tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch
+    words: tuple[str, ...], message: str, tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))
     places = {"empty": tmp_path / "empty", "file": tmp_path / "file"}
@@ -485,11 +485,11 @@ def test_bad_input_is_answered_with_one_sentence(
     places["file"].write_text("no folder")
     done = redraft(*(word.format_map(places) for word in words))
     one_sentence(Outcome(done.status, "", done.err) if words[0] == "doctor" else done)
-    assert said in done.err
+    assert message in done.err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("nonsense",), "No such command"),
         (("cases", "purge"), "say one of --keep"),
@@ -503,15 +503,15 @@ def test_bad_input_is_answered_with_one_sentence(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_wrong_words_are_a_usage_error(words: tuple[str, ...], said: str, redraft: Redraft) -> None:
+def test_wrong_arguments_are_a_usage_error(words: tuple[str, ...], message: str, redraft: Redraft) -> None:
     done = redraft(*words)
     assert done.status == 2
     assert done.out == ""
-    assert said in done.err
+    assert message in done.err
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (None, "no such configuration file"),
         (b"[models\ntarget = 1", "settings.toml"),
@@ -524,14 +524,14 @@ def test_wrong_words_are_a_usage_error(words: tuple[str, ...], said: str, redraf
     ids=["missing", "malformed", "no text", "out of range", "no URL", "in memory", "contradiction"],
 )
 def test_a_bad_configuration_file_is_answered_with_one_sentence(
-    content: bytes | None, said: str, tmp_path: Path, redraft: Redraft
+    content: bytes | None, message: str, tmp_path: Path, redraft: Redraft
 ) -> None:
     config = tmp_path / "settings.toml"
     if content is not None:
         config.write_bytes(content)
     done = redraft("cases", "stats", "--config", config)
     one_sentence(done)
-    assert said in done.err
+    assert message in done.err
 
 
 def test_every_problem_of_a_configuration_is_named(tmp_path: Path, redraft: Redraft) -> None:
@@ -545,7 +545,7 @@ def test_every_problem_of_a_configuration_is_named(tmp_path: Path, redraft: Redr
 
 @contextmanager
 def another_server(status: int, body: bytes) -> Generator[str]:
-    """Something else that listens where the server was expected."""
+    """Another HTTP server at the expected address."""
 
     class Answer(BaseHTTPRequestHandler):
         timeout = 10.0
@@ -573,7 +573,7 @@ def another_server(status: int, body: bytes) -> Generator[str]:
     [(404, b"<html>not here</html>"), (200, b"<html>hello</html>"), (500, b'{"detail": "broken"}'), (200, b"[]")],
 )
 @pytest.mark.parametrize("words", [("train",), ("adapters", "rollback")], ids=["train", "rollback"])
-def test_something_else_that_answers_is_no_server_of_ours(
+def test_a_different_server_at_the_address_is_recognised(
     words: tuple[str, ...], status: int, body: bytes, redraft: Redraft
 ) -> None:
     with another_server(status, body) as url:
@@ -622,6 +622,6 @@ def test_a_server_of_an_unknown_model_ends_with_one_sentence(tmp_path: Path) -> 
     assert done.stderr.splitlines()[-1].startswith("redraft: no model nothing-here")
 
 
-def test_the_server_says_where_it_serves_and_that_it_is_already_there(served: Served) -> None:
+def test_the_server_prints_its_address_and_is_ready(served: Served) -> None:
     assert f"redraft serves at {served.server.url}" in served.server.log.read_text()
     assert httpx.get(f"{served.server.url}/health/ready", timeout=60).status_code == 200

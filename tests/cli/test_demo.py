@@ -1,4 +1,4 @@
-"""`redraft demo` on a tiny random pair: what it shows, and that every way of failing ends in a reason and a non-zero status.
+"""`redraft demo` on a tiny random pair: its output, and that every failure gives a reason and a non-zero status.
 
 The server of the first test and its training child are real processes.
 """
@@ -25,7 +25,7 @@ from service.models.text import TextEncoder
 from service.settings import Settings
 from service.store.generations import HELD_OUT, split_of
 from tests.support.rounding import shape_dependent
-from tests.support.tiny_server import ServerHere, prompts, register_adapters, settings_of, write_pair
+from tests.support.tiny_server import InProcessServer, prompts, register_adapters, settings_of, write_pair
 
 TINY = demo.Scale(
     clients=2,
@@ -51,7 +51,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 class Demo:
-    """`redraft demo` with traffic of its own, in this process; its server is another."""
+    """`redraft demo` with its own traffic, run in this process; its server is a process of its own."""
 
     def __init__(self, root: Path, pair: tuple[Path, Path]) -> None:
         self.png = root / "pictures" / "demo.png"
@@ -84,26 +84,26 @@ def shown(tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPat
 
 
 def in_turn(texts: list[str]) -> list[str]:
-    """Two prompts that are learnt from, one that the gate holds out, and so on: some tens of requests are enough for both."""
+    """Two training prompts, one held-out prompt, and so on, so that some tens of requests are enough for both."""
     held = [text for text in texts if split_of(text) == HELD_OUT]
     learnt = [text for text in texts if split_of(text) != HELD_OUT]
     return [text for i, one in enumerate(held) for text in (*learnt[2 * i : 2 * i + 2], one)]
 
 
-def test_it_learns_swaps_and_says_so_line_by_line(
+def test_it_trains_and_swaps_and_reports_each_step(
     shown: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown.write(in_turn([line.prompt for line in prompts(300)]))
     monkeypatch.setattr("service.cli.console.HEARTBEAT_SECONDS", 0.0)
     assert shown.run(monkeypatch) == 0
-    said = capsys.readouterr()
+    captured = capsys.readouterr()
     found = json.loads(shown.json.read_text())
     assert found["failed_requests"] == found["greedy_mismatches"] == 0
     assert found["promotions"] == 1
     assert found["agreement"]["low90"] > 0
     assert shown.png.read_bytes().startswith(b"\x89PNG")
-    assert str(shown.png) in said.out.replace("\n", "")
-    # stderr is no terminal here: progress is plain lines.
+    assert str(shown.png) in captured.out.replace("\n", "")
+    # stderr is not a terminal here, so progress is plain lines.
     for pattern in (
         r"^starting the server",
         r"gathering failure cases: \d+, [1-9]\d* failure cases recorded, 0 requests failed",
@@ -113,8 +113,8 @@ def test_it_learns_swaps_and_says_so_line_by_line(
         r"checking every answer against the target alone",
         r"timing one stream",
     ):
-        assert re.search(pattern, said.err, re.MULTILINE), (pattern, said.err)
-    assert said.err.index(" promoted, ") < said.err.index("swap: ")
+        assert re.search(pattern, captured.err, re.MULTILINE), (pattern, captured.err)
+    assert captured.err.index(" promoted, ") < captured.err.index("swap: ")
 
 
 def test_wrong_answers_and_failed_requests_are_failures(
@@ -123,7 +123,7 @@ def test_wrong_answers_and_failed_requests_are_failures(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Checked against the draft in the target's place: a server that let its draft decide would answer so."""
+    """Answers are checked against the draft instead of the target, as if the server had accepted every proposal."""
 
     def serve_here(
         settings: Settings,
@@ -132,8 +132,8 @@ def test_wrong_answers_and_failed_requests_are_failures(
         scale: demo.Scale,
         on_progress: demo.OnProgress,
     ) -> demo.Story:
-        """Without learning: an adapter is there, and nothing is promoted."""
-        server = ServerHere(folder, settings_of(pair), settings.home)
+        """Skips training: an adapter exists, and none is promoted."""
+        server = InProcessServer(folder, settings_of(pair), settings.home)
         register_adapters(server, pair, 1)
         server.start()
         try:
@@ -157,7 +157,7 @@ def test_wrong_answers_and_failed_requests_are_failures(
     assert json.loads(shown.json.read_text())["greedy_mismatches"] > 0
 
 
-def test_either_of_them_is_enough() -> None:
+def test_one_kind_of_failure_is_enough() -> None:
     measured = {name: dict[str, float]() for name in MEASURED}
     fine = demo.DemoReport(
         failed_requests=0,
@@ -178,17 +178,17 @@ def test_either_of_them_is_enough() -> None:
 def test_nothing_promoted_is_a_failure_with_its_reason(
     shown: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A run without memory to run in fails, and no other follows in time."""
+    """A run with too little memory fails, and there is no time for another."""
     monkeypatch.setattr(demo, "QUICK", replace(TINY, limit_seconds=4.0))
     shown.config.write_text(shown.config.read_text() + "memory_gb = 1e6\n")
     assert shown.run(monkeypatch) == 1
-    said = capsys.readouterr().err
-    assert "redraft: no adapter was promoted in 4 s of traffic: " in said
+    captured = capsys.readouterr().err
+    assert "redraft: no adapter was promoted in 4 s of traffic: " in captured
     assert not shown.png.exists()
 
 
-def test_an_answer_that_breaks_off_is_no_answer(pair: tuple[Path, Path]) -> None:
-    """Its tokens are right: the target would have gone on."""
+def test_a_truncated_answer_is_wrong(pair: tuple[Path, Path]) -> None:
+    """Every token is right, but the target would have continued."""
     loaded = load_pair(*pair)
     line = PromptLine("0", "letters", "abc")
     prompt = TextEncoder(loaded.target.tokenizer).encode_chat([{"role": "user", "content": line.prompt}])
@@ -200,7 +200,7 @@ def test_an_answer_that_breaks_off_is_no_answer(pair: tuple[Path, Path]) -> None
     assert list(found.values()) == [1, 1, 1, 0]
 
 
-def test_what_rounding_cannot_explain_is_wrong_in_half_precision_too(pair: tuple[Path, Path]) -> None:
+def test_differences_beyond_rounding_are_wrong_in_half_precision_too(pair: tuple[Path, Path]) -> None:
     loaded = load_pair(*pair)
     shape_dependent(loaded.target.model).set_dtype(mx.bfloat16)
     encoder, answers = TextEncoder(loaded.target.tokenizer), list[Answer]()

@@ -1,4 +1,4 @@
-"""How far a draft goes by how sure it is: a rule held to tables, and in worlds where its confidence says something."""
+"""Draft length by confidence: the rule on tables, and in simulations where confidence predicts acceptance."""
 
 import random
 from collections import Counter
@@ -20,19 +20,19 @@ from service.engine.drafting import confidence, heard
 from service.engine.length import Choice, DraftLength, Match
 from service.engine.row import Row
 from service.models.heads import cut, cut_head
-from tests.support.oracle import relative, tempered, tiny_llama
+from tests.support.oracle import filtered_logprobs, noisy_copy, tiny_llama
 from tests.support.typed import as_floats
 
 ONE, VOCABULARY = Load(1, 0), 97
 USUAL = ((0.8,) * 8,)
 ALONE = (None,)
-"""No look-up beside the draft."""
+"""No look-up matches."""
 COSTS = Costs({(1, 1): 0.048, (1, 9): 0.084}, {1: 0.0063}, {1: 0.0}, 0.0, 0.0)
-"""As on 2 CPU cores: a call over nine tokens costs 1.75 of one over one, a draft step an eighth of it."""
+"""As on 2 CPU cores: a call over nine tokens costs 1.75 calls over one token, a draft step an eighth of one."""
 
 
-def gone(steps: Steps, sure: Sequence[float]) -> int:
-    """Tokens drafted of so sure ones, one row."""
+def draft_steps_taken(steps: Steps, sure: Sequence[float]) -> int:
+    """Tokens drafted for one row whose tokens have these confidences."""
     asked = 0
     for stop in steps.stops:
         if not steps.more([[q] for q in sure[asked:stop]]):
@@ -41,31 +41,31 @@ def gone(steps: Steps, sure: Sequence[float]) -> int:
     return steps.most
 
 
-def test_what_was_seen_of_a_probability_goes_before_what_it_says() -> None:
+def test_observed_acceptance_overrides_the_stated_confidence() -> None:
     trust = Trust()
-    said = [trust.rate(i / 20) for i in range(21)]
-    assert said == sorted(said) and said[0] > 0 and said[-1] < 1
+    initial = [trust.rate(i / 20) for i in range(21)]
+    assert initial == sorted(initial) and initial[0] > 0 and initial[-1] < 1
     for _ in range(300):
         trust.observe(0.95, False)
         trust.observe(0.35, True)
     assert trust.rate(0.95) < 0.1 and trust.rate(0.35) > 0.9
-    assert trust.rate(0.55) == said[11], "others keep theirs"
+    assert trust.rate(0.55) == initial[11], "other confidences are unaffected"
 
 
-def test_a_draft_stops_where_it_is_in_doubt() -> None:
+def test_drafting_stops_where_confidence_is_low() -> None:
     def drafted(*sure: float, pace: float = 30.0) -> int:
-        return gone(DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), pace, USUAL, ALONE), [True]), sure)
+        return draft_steps_taken(DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), pace, USUAL, ALONE), [True]), sure)
 
     assert drafted(*[0.99] * 8) == 8
     assert drafted(0.1, *[0.99] * 7) == 1
     assert drafted(0.99, 0.99, 0.1, *[0.99] * 5) == drafted(0.99, 0.1, *[0.99] * 6) == 3
-    # Doubts add up, and what is in doubt depends on what else the time is worth.
+    # Uncertainty accumulates, and the threshold depends on what the time is worth.
     assert drafted(*[0.7] * 8) == 3 and drafted(*[0.85] * 8) == 7
     assert drafted(*[0.5] * 8, pace=0.1) == 8 and drafted(*[0.99] * 8, pace=200.0) == 1
 
 
-def test_a_row_is_gone_on_with_by_what_its_own_drafts_are_worth() -> None:
-    """As sure of a token as elsewhere, in a text where what follows is seldom kept."""
+def test_a_row_continues_by_its_own_acceptance_rate() -> None:
+    """The same confidence in a row whose tokens are rarely accepted."""
     goes_on = [
         DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), 30.0, ((rate,) * 8,), ALONE), [True]).more([[0.6]])
         for rate in (0.8, 0.4)
@@ -73,7 +73,7 @@ def test_a_row_is_gone_on_with_by_what_its_own_drafts_are_worth() -> None:
     assert goes_on == [True, False]
 
 
-def test_a_batch_goes_on_for_the_rows_that_are_sure() -> None:
+def test_a_batch_continues_for_its_confident_rows() -> None:
     costs = Costs({(4, 1): 0.060, (4, 9): 0.140}, {4: 0.012}, {1: 0.0}, 0.0, 0.0)
 
     def goes_on(*sure: float, looked_up: tuple[int, ...] = (0, 0, 0, 0)) -> bool:
@@ -82,12 +82,12 @@ def test_a_batch_goes_on_for_the_rows_that_are_sure() -> None:
         return DraftLength(8, 8, costs).steps(Load(4, 0), choice, [True] * 4).more([sure])
 
     assert goes_on(0.99, 0.99, 0.99, 0.1) and not goes_on(0.99, 0.1, 0.1, 0.1)
-    # What is looked up would be cut to as much as is drafted; what ends there anyway needs no draft step.
+    # A longer look-up would be cut to the draft length; a look-up that ends here needs no draft step.
     assert goes_on(0.1, 0.1, 0.1, 0.1, looked_up=(3, 3, 3, 0))
     assert not goes_on(0.99, 0.99, 0.99, 0.1, looked_up=(1, 1, 1, 0))
 
 
-def test_greedy_and_drawn_tokens_are_trusted_apart() -> None:
+def test_greedy_and_sampled_confidences_are_calibrated_separately() -> None:
     length = DraftLength(8, 0, COSTS)
     for _ in range(300):
         steps = length.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
@@ -101,7 +101,7 @@ def test_greedy_and_drawn_tokens_are_trusted_apart() -> None:
     )
 
 
-def test_what_was_never_reached_is_not_counted() -> None:
+def test_positions_that_were_not_verified_are_not_counted() -> None:
     trust = Trust()
     steps = Steps(8, [trust], lambda drafted, reach: True)
     steps.more([[0.95]])
@@ -113,60 +113,60 @@ def test_what_was_never_reached_is_not_counted() -> None:
     )
 
 
-def test_a_fixed_length_is_not_asked_about() -> None:
+def test_a_fixed_length_needs_no_host_sync() -> None:
     steps = Steps(5)
     assert steps.stops == () and steps.most == 5
     steps.observe([3, 2])
 
 
-def test_confidence_is_the_softmax_over_what_the_head_keeps() -> None:
+def test_confidence_is_the_softmax_over_the_reduced_vocabulary() -> None:
     model = tiny_llama(0)
-    kept = list(range(4, 60, 3))
-    cut(model, kept)
+    reduced = list(range(4, 60, 3))
+    cut(model, reduced)
     head = cut_head(model)
     assert head is not None
     logits = model(mx.array([[5, 9], [7, 8]]))[:, -1:]
-    law = np.exp(np.array(logits[:, 0, mx.array(kept)]))
-    law /= law.sum(axis=-1, keepdims=True)
-    drawn = mx.array([[kept[3]], [kept[7]]])
-    told = heard([confidence(logits, drawn, head), confidence(logits, drawn, None)])
-    assert np.allclose(told, [[law[0, 3], law[1, 7]]] * 2, atol=1e-5)
+    distribution = np.exp(np.array(logits[:, 0, mx.array(reduced)]))
+    distribution /= distribution.sum(axis=-1, keepdims=True)
+    drawn = mx.array([[reduced[3]], [reduced[7]]])
+    confidences = heard([confidence(logits, drawn, head), confidence(logits, drawn, None)])
+    assert np.allclose(confidences, [[distribution[0, 3], distribution[1, 7]]] * 2, atol=1e-5)
 
 
 @pytest.mark.parametrize("doubtful", [0.3, 0.6])
-def test_it_beats_every_fixed_length_where_confidence_tells(doubtful: float) -> None:
-    """A share of the tokens is in doubt and kept one time in three, the others are kept 19 times in 20."""
+def test_confidence_beats_every_fixed_length_where_it_predicts_acceptance(doubtful: float) -> None:
+    """A share of the tokens has low confidence and is accepted one time in three; the others 19 times in 20."""
 
-    def world(seed: int) -> list[tuple[float, bool]]:
+    def simulated_tokens(seed: int) -> list[tuple[float, bool]]:
         rng = random.Random(seed)
         kinds = [(0.3, 1 / 3) if rng.random() < doubtful else (0.95, 0.95) for _ in range(8)]
-        return [(sure, rng.random() < kept) for sure, kept in kinds]
+        return [(sure, rng.random() < rate) for sure, rate in kinds]
 
-    def kept_of(tokens: list[tuple[float, bool]], k: int) -> int:
-        return next((i for i, (_, kept) in enumerate(tokens[:k]) if not kept), k)
+    def accepted_of(tokens: list[tuple[float, bool]], k: int) -> int:
+        return next((i for i, (_, accepted) in enumerate(tokens[:k]) if not accepted), k)
 
     def fixed(k: int) -> float:
-        return sum(kept_of(world(i), k) + 1 for i in range(3000)) / (3000 * COSTS.round(ONE, k))
+        return sum(accepted_of(simulated_tokens(i), k) + 1 for i in range(3000)) / (3000 * COSTS.round(ONE, k))
 
     length, tokens, seconds = DraftLength(8, 0, COSTS), 0, 0.0
     for i in range(3000):
-        told, choice, steps = world(i), length.choose(ONE, [None]), None
+        tokens_drafted, choice, steps = simulated_tokens(i), length.choose(ONE, [None]), None
         k = choice.drafted
         if k:
             steps = length.steps(ONE, choice, [True])
-            k = gone(steps, [sure for sure, _ in told])
+            k = draft_steps_taken(steps, [sure for sure, _ in tokens_drafted])
             choice = choice.having(k)
-        kept = kept_of(told, k)
-        length.observe(ONE, choice, [None], [kept], COSTS.round(ONE, k))
+        accepted = accepted_of(tokens_drafted, k)
+        length.observe(ONE, choice, [None], [accepted], COSTS.round(ONE, k))
         if k and steps is not None:
-            steps.observe([kept])
-        tokens += kept + 1
+            steps.observe([accepted])
+        tokens += accepted + 1
         seconds += COSTS.round(ONE, k)
     assert tokens / seconds > 1.03 * max(fixed(k) for k in range(9))
 
 
-def test_where_asking_is_dear_the_length_is_the_usual_one() -> None:
-    """As on an accelerator whose rounds take a few milliseconds."""
+def test_an_expensive_host_sync_leaves_the_length_fixed() -> None:
+    """As on an accelerator, where a round takes a few milliseconds and a host sync is expensive."""
     costs = replace(COSTS, asked={1: 0.04 * COSTS.round(ONE, 3)})
     steps = DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
     assert steps.most == 3 and not steps.stops
@@ -174,8 +174,8 @@ def test_where_asking_is_dear_the_length_is_the_usual_one() -> None:
     assert DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).stops == (1, 3, 7)
 
 
-class Doubting(DraftLength):
-    """Drafts three tokens where it is sure of the first, else that one alone."""
+class StopsAtLowConfidence(DraftLength):
+    """Drafts three tokens if the confidence in the first is high, else one."""
 
     def choose(
         self,
@@ -192,20 +192,20 @@ class Doubting(DraftLength):
 
 
 @pytest.mark.parametrize("draws", [200, pytest.param(2000, marks=pytest.mark.nightly)])
-def test_unseeded_sampling_keeps_its_distribution_where_the_draft_stops_by_what_it_drew(draws: int) -> None:
-    """Both tokens of an answer, jointly: whether the second was drafted depends on the first."""
+def test_a_draft_that_stops_by_its_own_samples_keeps_the_distribution(draws: int) -> None:
+    """The joint distribution of both tokens of an answer: whether the second is drafted depends on the first."""
     target, sampling = tiny_llama(4), Sampling(temperature=1.0, top_k=3, max_tokens=2)
     decoder = Decoder(
-        target, bare(relative(target, 5, 0.1)), vocabulary=VOCABULARY, k=3, adaptive=True, key=mx.random.key(3)
+        target, bare(noisy_copy(target, 5, 0.1)), vocabulary=VOCABULARY, k=3, adaptive=True, key=mx.random.key(3)
     )
-    decoder.length = Doubting(3, 0, COSTS)
+    decoder.length = StopsAtLowConfidence(3, 0, COSTS)
 
-    def law(tokens: Sequence[int]) -> dict[int, float]:
-        told = as_floats(mx.exp(tempered(target(mx.array([list(tokens)]))[0, -1:], sampling)[0]))
-        return {i: p / sum(told) for i, p in enumerate(told) if p > 0}
+    def distribution(tokens: Sequence[int]) -> dict[int, float]:
+        weights = as_floats(mx.exp(filtered_logprobs(target(mx.array([list(tokens)]))[0, -1:], sampling)[0]))
+        return {i: p / sum(weights) for i, p in enumerate(weights) if p > 0}
 
     text = (5, 9, 11, 7)
-    p = {(a, b): x * y for a, x in law(text).items() for b, y in law((*text, a)).items()}
+    p = {(a, b): x * y for a, x in distribution(text).items() for b, y in distribution((*text, a)).items()}
     counts, drafted = Counter[tuple[int, int]](), Counter[int]()
     for i in range(draws):
         row = Row(str(i), Prompt(text, sampling), frozenset(), None)

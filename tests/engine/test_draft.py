@@ -1,4 +1,4 @@
-"""An adapter is checked to the last name before anything of it is used."""
+"""Every tensor and setting of an adapter is checked before it is used."""
 
 import json
 import shutil
@@ -60,7 +60,9 @@ def make(folder: Path, quantised: bool = False) -> tuple[nn.Module, AdapterRef, 
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["folded", "quantised"])
-def test_it_computes_what_was_trained_and_leaves_the_base_alone(tmp_path: Path, quantised: bool) -> None:
+def test_a_folded_adapter_computes_what_was_trained_and_leaves_the_base_unchanged(
+    tmp_path: Path, quantised: bool
+) -> None:
     base, ref, expected = make(tmp_path / "a", quantised)
     before = np.array(base(TOKENS))
     held = {name: id(array) for name, array in leaves(base.parameters())}
@@ -72,11 +74,11 @@ def test_it_computes_what_was_trained_and_leaves_the_base_alone(tmp_path: Path, 
     assert not any(isinstance(module, LoRALinear) for module in draft.model.modules()), "a step costs nothing more"
     kinds = {type(module) for module in layers_of(draft.model)[0].modules()}
     assert nn.Linear in kinds and nn.QuantizedLinear not in kinds, "four bits would round the adapter away"
-    assert type(draft.model.lm_head) is type(base.lm_head), "what it does not touch stays as it is"
+    assert type(draft.model.lm_head) is type(base.lm_head), "other tensors are unchanged"
 
 
 @pytest.mark.parametrize("quantised", [False, True], ids=["folded", "quantised"])
-def test_it_proposes_from_its_own_vocabulary_else_from_its_bases(tmp_path: Path, quantised: bool) -> None:
+def test_an_adapter_proposes_from_its_own_reduced_vocabulary_or_its_bases(tmp_path: Path, quantised: bool) -> None:
     base, ref, expected = make(tmp_path / "a", quantised)
     cut(base, [1, 2, 3])
     found = load(base, ref, DRAFT).model(TOKENS)
@@ -90,7 +92,7 @@ def test_it_proposes_from_its_own_vocabulary_else_from_its_bases(tmp_path: Path,
 
 @pytest.mark.parametrize("ids", [None, [96, 4, 3]], ids=["whole", "cut"])
 @pytest.mark.parametrize("quantised", [False, True], ids=["folded", "quantised"])
-def test_the_gate_scores_the_very_model_that_serves(tmp_path: Path, quantised: bool, ids: list[int] | None) -> None:
+def test_the_gate_scores_the_model_that_serves(tmp_path: Path, quantised: bool, ids: list[int] | None) -> None:
     base, ref, _ = make(tmp_path / "a", quantised)
     if ids is not None:
         vocabulary.write(ids, ref.folder)
@@ -171,11 +173,11 @@ CORRUPTIONS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
-def test_damage_is_refused(tmp_path: Path, kind: str) -> None:
+def test_damaged_adapters_are_refused(tmp_path: Path, kind: str) -> None:
     base, ref, _ = make(tmp_path / "a")
     before = np.array(base(TOKENS))
     CORRUPTIONS[kind](ref.folder)
-    # With the damaged folder's own hash registered: each check must hold by itself, not behind the hash.
+    # The damaged folder's hash is registered, so that each check is tested without the hash check.
     with pytest.raises(AdapterRefused):
         load(base, replace(ref, sha256=folder_sha256(ref.folder)), DRAFT)
     assert np.array_equal(np.array(base(TOKENS)), before)
@@ -189,7 +191,7 @@ def test_altered_files_are_refused_by_their_hash(tmp_path: Path) -> None:
 
 
 def test_mlx_lm_itself_rejects_an_unknown_tensor(tmp_path: Path) -> None:
-    """The version floor: older mlx-lm loaded whatever a file held."""
+    """The reason for the minimum version: older mlx-lm ignored unknown tensors."""
     base, ref, expected = make(tmp_path / "a")
     shutil.copytree(ref.folder, tmp_path / "b")
     assert np.allclose(np.array(load_adapters(base, str(ref.folder))(TOKENS)), np.array(expected), atol=1e-5)

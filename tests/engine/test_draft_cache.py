@@ -1,4 +1,4 @@
-"""After every round the draft's cache holds what a fresh prefill of each row's tokens makes, whoever proposed them."""
+"""After every round the draft's cache equals a fresh prefill of each row's tokens, whichever drafter proposed them."""
 
 import random
 from functools import cache
@@ -15,8 +15,8 @@ from service.engine.draft import bare
 from service.engine.prefix import BLOCK, Owner, PrefixCache
 from service.engine.row import Row
 from tests.support.families import RECURRENT, V, build
-from tests.support.fixed_choices import Always, always
-from tests.support.oracle import relative, tiny_llama
+from tests.support.fixed_length import FixedLength, fix_length
+from tests.support.oracle import noisy_copy, tiny_llama
 
 
 @cache
@@ -25,19 +25,19 @@ def target() -> Model:
 
 
 def draft(kind: str) -> nn.Module:
-    """Mostly wrong, so that what it wrote of its own proposal is not what the row says."""
-    return relative(target(), 3, 0.6) if kind == "attention" else build(kind, RECURRENT[kind])
+    """Mostly wrong, so that the keys and values of its proposals differ from those of the row's tokens."""
+    return noisy_copy(target(), 3, 0.6) if kind == "attention" else build(kind, RECURRENT[kind])
 
 
 def repeating(seed: int) -> tuple[int, ...]:
-    """Every pair of its tokens occurs before, so that a look-up finds something whatever comes next."""
+    """Random tokens of four ids, so that a look-up finds a match for nearly every pair."""
     rng = random.Random(seed)
     few = [rng.randrange(4, V) for _ in range(4)]
     return tuple(rng.choice(few) for _ in range(40 + seed))
 
 
 def assert_fresh(model: nn.Module, held: RowCache, row: int, tokens: list[int]) -> None:
-    """What a row holds is what the model makes of the row's own tokens."""
+    """The row's cache equals a prefill of the row's tokens."""
     count = held.lengths.host[row]
     assert count < len(tokens)
     read = RowCache(model, 1)
@@ -57,8 +57,8 @@ def assert_fresh(model: nn.Module, held: RowCache, row: int, tokens: list[int]) 
 def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
     model = draft(kind)
     decoder = Decoder(target(), bare(model), vocabulary=V, k=3, adaptive=True, lookup=3, prefix=PrefixCache(2**24))
-    always(decoder, Always(3, looks_up=lambda number: number % 3 > 0))
-    # The last one finds nothing: its drafts and others' look-ups share their rounds.
+    fix_length(decoder, FixedLength(3, looks_up=lambda number: number % 3 > 0))
+    # The last prompt has no match, so its drafts share rounds with the others' look-ups.
     prompts = [repeating(seed) for seed in range(3)] + [tuple(range(4, 60))]
     rows = [Row(str(i), Prompt(prompt, Sampling(max_tokens=30)), frozenset(), None) for i, prompt in enumerate(prompts)]
     for row in rows:
@@ -76,10 +76,10 @@ def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
 
 
 def assert_blocks(decoder: Decoder, model: nn.Module, rows: list[Row]) -> None:
-    """What finished rows left in the prefix cache is what the draft makes of those very tokens."""
+    """The draft's blocks in the prefix cache equal a prefill of the finished rows' tokens."""
     assert decoder.prefix is not None
     for row in rows:
-        kept = RowCache(model, 1)
-        decoder.prefix.fill(Owner.DRAFT, [row.tokens], kept)
-        assert kept.lengths.host[0] >= BLOCK
-        assert_fresh(model, kept, 0, row.tokens)
+        cached = RowCache(model, 1)
+        decoder.prefix.fill(Owner.DRAFT, [row.tokens], cached)
+        assert cached.lengths.host[0] >= BLOCK
+        assert_fresh(model, cached, 0, row.tokens)

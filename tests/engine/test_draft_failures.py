@@ -1,4 +1,4 @@
-"""A draft that fails costs speed alone, wherever it fails, and it is said once what happened."""
+"""A failing draft costs only speed, wherever it fails, and each exception is logged once."""
 
 import logging
 import os
@@ -18,12 +18,12 @@ from service.core import Prompt, Sampling
 from service.engine.decoder import RETRY, Decoder
 from service.engine.draft import Draft, bare
 from service.engine.row import Row
-from tests.support.oracle import forced, relative, tiny_llama
+from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of, load_arrays
 
 VOCABULARY, K = 97, 3
 Spoil = Callable[[mx.array, mx.array], mx.array]
-"""Tokens (B, N) and the logits (B, N, V) after them, to other logits."""
+"""(tokens (B, N), logits (B, N, V)) -> changed logits."""
 
 
 @cache
@@ -33,12 +33,12 @@ def target() -> Model:
 
 @cache
 def good() -> nn.Module:
-    return relative(target(), 1, 0.1)
+    return noisy_copy(target(), 1, 0.1)
 
 
-class Spoilt(nn.Module):
-    """A draft whose logits (B, N, V) go through `spoil(tokens, logits)`. It has no parts that could be run by themselves, so
-    that its head's errors show where the round is evaluated."""
+class HookedDraft(nn.Module):
+    """A draft whose logits (B, N, V) go through `spoil(tokens, logits)`. It cannot be split into body and head, so
+    that its errors show when the round is evaluated."""
 
     def __init__(self, spoil: Spoil) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ def decode(decoder: Decoder, rows: list[Row]) -> None:
 
 
 def truncated(folder: Path, kind: str) -> mx.array:
-    """(VOCABULARY,) zeros that MLX reads from a file when they are evaluated, which the file is too short for. MLX raises for
-    one kind where work is handed over, for the other where it is waited for."""
+    """(VOCABULARY,) zeros that MLX reads from a file when they are evaluated, from a truncated file. MLX raises one kind of
+    error at launch, the other at the host sync."""
     path = folder / f"bias.{kind}"
     if kind == "npy":
         mx.save(str(path), mx.zeros((VOCABULARY,)))
@@ -90,7 +90,7 @@ def truncated(folder: Path, kind: str) -> mx.array:
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("after", [0, 5])
-def test_an_error_that_shows_when_the_round_is_evaluated(
+def test_an_error_raised_by_the_rounds_evaluation(
     tmp_path: Path, kind: str, seeded: bool, after: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = 0
@@ -102,14 +102,14 @@ def test_an_error_that_shows_when_the_round_is_evaluated(
 
     with pytest.raises(RuntimeError, match="Unable to read"):
         mx.eval(mx.ones((VOCABULARY,)) + truncated(tmp_path, kind))
-    decoder = Decoder(target(), bare(Spoilt(spoil)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
     rows = rows_of(3, seeded=seeded)
     with caplog.at_level(logging.ERROR):
         decode(decoder, rows)
     assert after < calls <= after + K and decoder.draft_failures == 1, "it was not asked again"
     assert [record.exc_info is not None for record in caplog.records] == [True]
     assert "Unable to read" in caplog.text and "adapter 0" in caplog.text
-    # Another draft serves again.
+    # A new draft serves.
     decoder.switch(Draft(1, good()))
     again = rows_of(2)
     decode(decoder, again)
@@ -119,10 +119,10 @@ def test_an_error_that_shows_when_the_round_is_evaluated(
 @pytest.mark.own_process
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
-def test_an_error_that_comes_with_the_verification(
+def test_an_error_raised_during_verification(
     tmp_path: Path, kind: str, seeded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where the device is slower than Python the proposal's error shows after the target's call was built on it."""
+    """If the device is slower than Python, the proposal's error shows after the target's call was launched."""
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: None)
     calls = 0
 
@@ -131,14 +131,14 @@ def test_an_error_that_comes_with_the_verification(
         calls += tokens.shape[1] <= 2
         return logits + truncated(tmp_path, kind) if calls == 6 and tokens.shape[1] <= 2 else logits
 
-    decoder = Decoder(target(), bare(Spoilt(spoil)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
     decode(decoder, rows_of(3, seeded=seeded))
     assert decoder.draft_failures == 1
 
 
 @pytest.mark.own_process
 def test_an_error_of_the_target_is_the_caller_s(tmp_path: Path) -> None:
-    failing = Spoilt(lambda tokens, logits: logits + truncated(tmp_path, "npy"))
+    failing = HookedDraft(lambda tokens, logits: logits + truncated(tmp_path, "npy"))
     decoder = Decoder(failing, bare(good()), vocabulary=VOCABULARY, k=K)
     decoder.admit(rows_of(1)[0])
     with pytest.raises(RuntimeError, match="Unable to read"):
@@ -146,8 +146,8 @@ def test_an_error_of_the_target_is_the_caller_s(tmp_path: Path) -> None:
 
 
 def test_errors_of_evaluations() -> None:
-    """Runs the tests above. In MLX 0.32.4 on a CPU an evaluation that fails may leave a task counted that never ends; two of
-    them make any later evaluation of the process wait for ever, now and then."""
+    """Runs the tests above in a process of their own: in MLX 0.32.4 on a CPU a failed evaluation may leave a task count that
+    never drops, and two of them can make later evaluations of the process hang."""
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-m", "own_process", "-p", "no:cacheprovider", __file__]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240)
@@ -158,11 +158,11 @@ def test_every_exception_is_logged_once_with_its_traceback(caplog: pytest.LogCap
     def broken(tokens: mx.array, logits: mx.array) -> mx.array:
         raise ValueError("no such layer")
 
-    decoder = Decoder(target(), bare(Spoilt(broken)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(broken)), vocabulary=VOCABULARY, k=K)
     with caplog.at_level(logging.ERROR):
         decode(decoder, rows_of(3))
         assert len(caplog.records) == 1 and "no such layer" in caplog.text and "Traceback" in caplog.text
-        decoder.switch(Draft(7, Spoilt(broken)))
+        decoder.switch(Draft(7, HookedDraft(broken)))
         decode(decoder, rows_of(2))
     assert len(caplog.records) == 2 and "adapter 7" in caplog.records[1].getMessage()
 
@@ -170,8 +170,8 @@ def test_every_exception_is_logged_once_with_its_traceback(caplog: pytest.LogCap
 # ------------------------------------------------------------------------------------------- logits that are not finite
 
 
-def test_a_row_whose_logits_are_not_finite_goes_on_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """The others are drafted for as if it were not there, and it is drafted for again after a while."""
+def test_a_row_with_non_finite_draft_logits_continues_without_drafts(caplog: pytest.LogCaptureFixture) -> None:
+    """The other rows are drafted for as before, and the row itself is drafted for again after a while."""
     rows, alone = rows_of(4, tokens=3 * RETRY), rows_of(4, tokens=3 * RETRY)
     decode(Decoder(target(), bare(good()), vocabulary=VOCABULARY, k=K), alone)
     steps = 0
@@ -183,7 +183,7 @@ def test_a_row_whose_logits_are_not_finite_goes_on_alone(caplog: pytest.LogCaptu
         first = (mx.arange(tokens.shape[0]) == 0)[:, None, None]
         return mx.where(first, float("nan"), logits) if steps == 2 * K + 2 else logits
 
-    decoder = Decoder(target(), bare(Spoilt(spoil)), vocabulary=VOCABULARY, k=K)
+    decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
     with caplog.at_level(logging.WARNING):
         decode(decoder, rows)
     assert decoder.draft_failures == 1 and not decoder.failed
@@ -197,12 +197,12 @@ def test_a_row_whose_logits_are_not_finite_goes_on_alone(caplog: pytest.LogCaptu
     assert drafted[3 + RETRY] == K and sum(each.accepted for each in rows[0].rounds[3 + RETRY :]) > 0
 
 
-class Infected(nn.Module):
-    """A draft that writes NaN into its own keys and values for a row that holds a token, when told to."""
+class NanDraft(nn.Module):
+    """A draft that writes NaN into its own keys and values for a row that contains a given token, if enabled."""
 
     def __init__(self, token: int) -> None:
         super().__init__()
-        self.inner, self.token, self.ill = relative(target(), 1, 0.1), token, True
+        self.inner, self.token, self.ill = noisy_copy(target(), 1, 0.1), token, True
 
     def __call__(self, tokens: mx.array, cache: list[object] | None = None) -> mx.array:
         sick = ((tokens == self.token) & self.ill)[..., None]
@@ -214,12 +214,12 @@ class Infected(nn.Module):
         return layers_of(self.inner)
 
 
-def test_keys_and_values_that_are_not_finite_stay_in_no_row() -> None:
-    """A slot that held NaN is given to other rows, and what lies behind a row's end is multiplied by zero: both must be
-    clean. Once the draft is well again, so is the row."""
+def test_non_finite_keys_and_values_stay_in_no_row() -> None:
+    """A slot that held NaN is reused by other rows, and values past a row's end are multiplied by zero, so both must be
+    cleaned. Once the draft recovers, so does the row."""
     asked = rows_of(4, tokens=40)
     token = asked[0].prompt.tokens[3]
-    weak = Infected(token)
+    weak = NanDraft(token)
     decoder = Decoder(target(), bare(weak), vocabulary=VOCABULARY, k=K)
     for row in asked:
         decoder.admit(row)

@@ -1,4 +1,4 @@
-"""A head that reads hidden states, through the decoder: it proposes what it would after each row alone, read afresh."""
+"""EAGLE heads in the decoder: every proposal is what the head proposes for that row alone after a fresh prefill."""
 
 import random
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from tests.support.oracle import forced, tiny_llama
 VOCABULARY, K = 97, 3
 EOS = frozenset({3})
 CLOSE = 1e-3
-"""Logits so close to one another may come out in either order."""
+"""Logits closer than this count as a tie."""
 
 
 @cache
@@ -38,7 +38,7 @@ def target() -> Llama:
 
 @cache
 def head(seed: int = 1) -> Model:
-    """Random, so that nearly everything it proposes is refused."""
+    """Random, so that nearly all of its proposals are rejected."""
     args = target().args
     mx.random.seed(seed)
     made = Model(
@@ -59,10 +59,10 @@ def head(seed: int = 1) -> Model:
     return made
 
 
-class Overheard(EagleDrafter):
-    """Keeps what was proposed, and after what."""
+class RecordingDrafter(EagleDrafter):
+    """Records each row's tokens with the proposal that followed."""
 
-    heard: list[tuple[list[int], list[int]]]
+    proposals: list[tuple[list[int], list[int]]]
 
     def propose(
         self, rows: Sequence[Sequence[int]], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
@@ -70,20 +70,20 @@ class Overheard(EagleDrafter):
         proposal = super().propose(rows, steps, batch, noise, key)
         if proposal is not None:
             guessed = np.array(proposal.tokens).tolist()
-            self.heard += [(list(row), tokens) for row, tokens in zip(rows, guessed, strict=True)]
+            self.proposals += [(list(row), tokens) for row, tokens in zip(rows, guessed, strict=True)]
         return proposal
 
 
-def overheard(model: Model, **kept: object) -> tuple[Decoder, list[tuple[list[int], list[int]]]]:
-    decoder = Decoder(target(), bare(model), vocabulary=VOCABULARY, k=K, prefill_chunk=16, **kept)  # pyright: ignore[reportArgumentType]
-    drafter = Overheard(bare(model), VOCABULARY, decoder.cache)
-    drafter.heard = []
+def recording_decoder(model: Model, **options: object) -> tuple[Decoder, list[tuple[list[int], list[int]]]]:
+    decoder = Decoder(target(), bare(model), vocabulary=VOCABULARY, k=K, prefill_chunk=16, **options)  # pyright: ignore[reportArgumentType]
+    drafter = RecordingDrafter(bare(model), VOCABULARY, decoder.cache)
+    drafter.proposals = []
     decoder.drafter = drafter
-    return decoder, drafter.heard
+    return decoder, drafter.proposals
 
 
-def alone(model: Model, tokens: list[int], guesses: list[int]) -> bool:
-    """Whether these guesses follow tokens: the whole text read at once, then step by step on the head's own states."""
+def is_proposal_of_row_alone(model: Model, tokens: list[int], guesses: list[int]) -> bool:
+    """Whether the head proposes `guesses` after `tokens`: one prefill, then draft steps on its own hidden states."""
     features = model.features(mx.array([tokens]))
     cache, fed = RowCache(model, 1), mx.array([tokens])
     for guess in guesses:
@@ -116,40 +116,40 @@ def prompts(rng: random.Random, count: int) -> list[Prompt]:
     ("rows", "count"),
     [(1, 6), (5, 8), *(pytest.param(rows, 12, marks=pytest.mark.nightly) for rows in (1, 5))],
 )
-def test_every_proposal_is_the_one_that_the_row_alone_would_get(rows: int, count: int) -> None:
+def test_every_proposal_equals_that_of_the_row_alone(rows: int, count: int) -> None:
     rng = random.Random(rows)
-    decoder, heard = overheard(head())
+    decoder, proposals = recording_decoder(head())
 
     def between(decoder: Decoder) -> None:
-        # Rows that are decoded plainly for some, or many, rounds fall behind and catch up.
+        # Rounds without drafts let the draft cache fall behind; it catches up.
         decoder.drafted = K if rng.random() < 0.4 or len(decoder.rows) < 2 else 0
 
     asked = prompts(rng, count)
     served = serve(decoder, asked, eos=EOS, max_rows=rows, seed=rows, between=between)
     assert_own(served)
-    assert len(heard) > 20 and any(len(tokens) > 100 for tokens, _ in heard)
-    assert all(alone(head(), tokens, guesses) for tokens, guesses in heard)
-    # The check can fail: the states of the target matter.
-    assert not all(alone(head(2), tokens, guesses) for tokens, guesses in heard)
+    assert len(proposals) > 20 and any(len(tokens) > 100 for tokens, _ in proposals)
+    assert all(is_proposal_of_row_alone(head(), tokens, guesses) for tokens, guesses in proposals)
+    # The check can fail: the target's hidden states matter.
+    assert not all(is_proposal_of_row_alone(head(2), tokens, guesses) for tokens, guesses in proposals)
 
 
-def test_beginnings_that_were_kept_bring_their_hidden_states() -> None:
+def test_cached_prefixes_bring_their_hidden_states() -> None:
     rng, prefix = random.Random(5), PrefixCache(2**24)
     shared = tuple(rng.randrange(4, VOCABULARY) for _ in range(70))
     asked = [
         Prompt((*shared, *(rng.randrange(4, VOCABULARY) for _ in range(20))), Sampling(max_tokens=8)) for _ in range(4)
     ]
-    decoder, heard = overheard(head(), prefix=prefix)
+    decoder, proposals = recording_decoder(head(), prefix=prefix)
     first = serve(decoder, asked[:1], eos=EOS)
-    # Another version reads what the target need not: from the hidden states that were kept with it.
+    # A new version prefills from the hidden states in the prefix cache, which the target does not read again.
     decoder.switch(Draft(1, twin(head())))
     rest = serve(decoder, asked[1:], eos=EOS, max_rows=2)
     assert first[0].reused == 0 and all(row.reused == 64 for row in rest)
     assert_own([*first, *rest])
-    assert heard and all(alone(head(), tokens, guesses) for tokens, guesses in heard)
+    assert proposals and all(is_proposal_of_row_alone(head(), tokens, guesses) for tokens, guesses in proposals)
 
 
-def test_text_is_the_targets_whatever_the_head_its_cut_or_a_switch() -> None:
+def test_output_is_the_targets_own_with_any_head_reduced_vocabulary_or_switch() -> None:
     rng = random.Random(9)
     small = twin(head(3))
     cut(small, list(range(0, VOCABULARY, 2)))

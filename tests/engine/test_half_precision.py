@@ -1,4 +1,4 @@
-"""In bfloat16 and float16 the tokens are the target's own but for ties of its own rounding (the rule: evaluation/ties.py)."""
+"""In bfloat16 and float16 outputs are the target's own up to ties of rounding (see evaluation/ties.py)."""
 
 import random
 from functools import cache
@@ -10,7 +10,7 @@ import pytest
 from service.core import PairError, Prompt, Sampling
 from service.engine.probe import check_rows
 from service.evaluation.ties import RATE, Text, TieReport, generate, measure_ties
-from tests.support.families import IDENTICAL, RECURRENT, V, build, likeness
+from tests.support.families import IDENTICAL, RECURRENT, V, build, noisy_draft
 from tests.support.faults import KINDS, Fault, plant
 from tests.support.rounding import shape_dependent
 
@@ -21,7 +21,7 @@ K = 3
 
 
 def asked(count: int, tokens: int, seed: int = 0) -> list[Prompt]:
-    """Ragged prompts, every third of them greedy, seeded, and seeded and filtered; some repeat themselves."""
+    """Prompts of different lengths: greedy, seeded, and seeded with filters in turn; some repeat themselves."""
     rng, made = random.Random(seed), list[Prompt]()
     for i in range(count):
         drawn: dict[str, Any] = {"temperature": rng.choice([0.7, 1.0]), "seed": rng.randrange(2**62)} if i % 3 else {}
@@ -35,7 +35,7 @@ def asked(count: int, tokens: int, seed: int = 0) -> list[Prompt]:
 def pair(name: str, dtype: str) -> tuple[Any, Any]:
     """A target and a draft whose rounding depends on the shape of the call, as on an accelerator."""
     target = build(name, (IDENTICAL | RECURRENT)[name])
-    draft = likeness(name, (IDENTICAL | RECURRENT)[name], target)
+    draft = noisy_draft(name, (IDENTICAL | RECURRENT)[name], target)
     for model in (target, draft):
         model.set_dtype(HALF[dtype])
         shape_dependent(model)
@@ -43,7 +43,7 @@ def pair(name: str, dtype: str) -> tuple[Any, Any]:
 
 
 def texts(name: str, dtype: str, *, count: int, tokens: int, lookup: bool = False, plain: bool = True) -> list[Text]:
-    """Decoded plainly, with a draft, and with look-ups, in ragged batches."""
+    """Outputs without a draft, with a draft, and with look-ups, in ragged batches."""
     target, draft = pair(name, dtype)
     prompts = asked(count, tokens)
     made = generate(target, draft, prompts, vocabulary=V, k=K, rows=4)
@@ -63,7 +63,7 @@ def report(name: str, dtype: str, made: list[Text]) -> TieReport:
     [("llama", "bfloat16"), ("llama", "float16"), ("gemma3_text", "bfloat16"), ("lfm2", "float16")],
 )
 def test_all_differences_are_ties_and_no_more_than_the_target_s_own(name: str, dtype: str) -> None:
-    """Each kind of cache in one precision, and the plain one in both; nightly all, and thousands of tokens (below)."""
+    """Each kind of cache in one precision, full attention in both; the nightly tests run all of them with more tokens."""
     found = report(name, dtype, texts(name, dtype, count=6, tokens=20, lookup=name == "llama"))
     assert found.rounding > 0.0, "shapes that round alike prove nothing"
     assert found.lossless(), found

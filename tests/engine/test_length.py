@@ -1,4 +1,4 @@
-"""How many tokens are drafted: a pure rule, held to tables; and a decoder that follows it says what the target says."""
+"""The draft length: the rule on tables and in simulations, and that outputs stay the target's own."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from service.engine.draft import bare
 from service.engine.length import PROBE, Choice, DraftLength, Match
 from service.engine.row import Row
 from tests.support.batches import decode
-from tests.support.oracle import forced, relative, tiny_llama
+from tests.support.oracle import forced, noisy_copy, tiny_llama
 
 Cost = Callable[[int, int], float]
 """Seconds of a round by rows and tokens drafted."""
@@ -24,43 +24,43 @@ ONE = Load(1, 0)
 
 
 def costs(cost: Cost, step: float, sizes: tuple[int, ...] = (1, 8)) -> Costs:
-    """What a start-up measurement would say of such a machine."""
+    """The costs that a start-up measurement would find on this machine."""
     verify = {(rows, n): cost(rows, n - 1) - (n - 1) * step for rows in sizes for n in (1, 3, 5)}
     return measured(verify, dict.fromkeys(sizes, step))
 
 
 def measured(verify: dict[tuple[int, int], float], step: dict[int, float]) -> Costs:
-    """Costs that do not depend on what the rows hold."""
+    """Costs that do not depend on the number of cached positions."""
     return Costs(verify, step, {1: 0.0}, 0.0, 0.0)
 
 
 def play(
     length: DraftLength, rounds: int, *, accept: float, cost: Cost, rows: int = 1, seed: int = 0, pace: float = 1.0
 ) -> list[int]:
-    """The lengths chosen in a world where each drafted token is kept with the same probability."""
+    """The chosen draft lengths if every drafted token is accepted with the same probability."""
     rng, chosen, nothing = random.Random(seed), [], [None] * rows
     for _ in range(rounds):
         choice = length.choose(Load(rows, 0), nothing)
         k = choice.drafted
-        kept = [next((i for i in range(k) if rng.random() >= accept), k) for _ in range(rows)]
-        length.observe(Load(rows, 0), choice, nothing, kept, pace * cost(rows, k) * rng.uniform(0.9, 1.1))
+        accepted = [next((i for i in range(k) if rng.random() >= accept), k) for _ in range(rows)]
+        length.observe(Load(rows, 0), choice, nothing, accepted, pace * cost(rows, k) * rng.uniform(0.9, 1.1))
         chosen.append(k)
     return chosen
 
 
 def usual(chosen: list[int]) -> int:
-    """What most of the later rounds drafted."""
+    """The most frequent draft length of the later rounds."""
     late = chosen[len(chosen) // 2 :]
     return max(set(late), key=late.count)
 
 
 def one_stream(rows: int, k: int) -> float:
-    """Weight traffic: a longer verification costs little, a draft step a fifth of a target call."""
+    """Memory-bound: a longer verification costs little, a draft step a fifth of a target call."""
     return 0.050 + 0.013 * k
 
 
 def full_batch(rows: int, k: int) -> float:
-    """Arithmetic: every position costs."""
+    """Compute-bound: every position costs the same."""
     return 0.060 + 0.045 * k
 
 
@@ -75,24 +75,24 @@ def full_batch(rows: int, k: int) -> float:
         (0.0, full_batch, 0, 0),
     ],
 )
-def test_it_settles_on_what_pays(accept: float, cost: Cost, least: int, most: int) -> None:
+def test_the_draft_length_settles_on_what_pays(accept: float, cost: Cost, least: int, most: int) -> None:
     length = DraftLength(4, 0, costs(cost, 0.009))
     assert least <= usual(play(length, 1000, accept=accept, cost=cost)) <= most
 
 
-def test_what_a_round_costs_is_told_by_the_tokens_drafted() -> None:
-    """For one row that holds 200 positions: the call over one token more, and a step for each."""
-    told = Costs({(1, 1): 0.05, (1, 2): 0.06, (1, 5): 0.09}, {1: 0.01}, {1: 1e-5, 5: 5e-5}, 2e-6, 1e-4)
+def test_round_costs_are_reported_by_draft_length() -> None:
+    """For one row of 200 positions: a call over k + 1 tokens and k draft steps."""
+    measured_costs = Costs({(1, 1): 0.05, (1, 2): 0.06, (1, 5): 0.09}, {1: 0.01}, {1: 1e-5, 5: 5e-5}, 2e-6, 1e-4)
     expected = [0.05 + 0.01 * k + 200 * 1e-5 * (k + 1) + k * (0.01 + 200 * 2e-6) for k in range(1, 5)]
-    assert DraftLength(4, 8, told).round_seconds() == pytest.approx(tuple(expected))
-    assert DraftLength(0, 8, told).round_seconds() == (), "look-ups alone"
-    length = DraftLength(4, 0, told)
+    assert DraftLength(4, 8, measured_costs).round_seconds() == pytest.approx(tuple(expected))
+    assert DraftLength(0, 8, measured_costs).round_seconds() == (), "look-ups alone"
+    length = DraftLength(4, 0, measured_costs)
     play(length, 200, accept=0.5, cost=one_stream, pace=3.0)
     assert length.round_seconds() == pytest.approx(tuple(expected)), "as measured at start"
 
 
-def test_a_text_that_the_draft_does_not_know_is_soon_told_from_the_others() -> None:
-    """Texts of forty rounds, of which the draft knows every other: by what it is worth to each row, and to all alike."""
+def test_rows_with_low_acceptance_soon_get_shorter_drafts() -> None:
+    """Texts of forty rounds with acceptance high and low in turn: rates per row against one rate for all rows."""
 
     def rate(accept: float, k: int) -> float:
         return sum(accept**i for i in range(k + 1)) / one_stream(1, k)
@@ -105,8 +105,8 @@ def test_a_text_that_the_draft_does_not_know_is_soon_told_from_the_others() -> N
             for _ in range(40):
                 choice = length.choose(ONE, nothing, own if apart else None)
                 k = choice.drafted
-                kept = next((i for i in range(k) if rng.random() >= accept), k)
-                length.observe(ONE, choice, nothing, [kept], one_stream(1, k), own if apart else None)
+                accepted = next((i for i in range(k) if rng.random() >= accept), k)
+                length.observe(ONE, choice, nothing, [accepted], one_stream(1, k), own if apart else None)
                 got += rate(accept, k)
                 best += max(rate(accept, j) for j in range(4))
         return got / best
@@ -115,13 +115,13 @@ def test_a_text_that_the_draft_does_not_know_is_soon_told_from_the_others() -> N
     assert apart > 0.95 and apart > alike + 0.02, (apart, alike)
 
 
-def test_rows_are_weighed_each_by_its_own() -> None:
-    """One row's draft is always right, seven others' never: together it does not pay; alone, for the first, it does."""
+def test_rows_are_weighed_by_their_own_acceptance() -> None:
+    """The draft is always right for one row and never for seven others: it pays for the first row alone, not for the batch."""
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     own = [Acceptance(3) for _ in range(8)]
-    load, kept = Load(8, 0), [3] + [0] * 7
+    load, accepted = Load(8, 0), [3] + [0] * 7
     for _ in range(30):
-        length.observe(load, Choice(3, (0,) * 8), [None] * 8, kept, None, own)
+        length.observe(load, Choice(3, (0,) * 8), [None] * 8, accepted, None, own)
     assert length.choose(load, [None] * 8, own).drafted == 0
     assert length.choose(ONE, [None], own[:1]).drafted == 3
     assert length.choose(ONE, [None], own[1:2]).drafted == 0
@@ -129,7 +129,7 @@ def test_rows_are_weighed_each_by_its_own() -> None:
 
 @pytest.mark.parametrize("accept", [0.0, 0.3, 0.5, 0.7, 0.95])
 @pytest.mark.parametrize("cost", [one_stream, full_batch])
-def test_what_was_measured_brings_it_near_the_best_fixed_length_within_an_answer(accept: float, cost: Cost) -> None:
+def test_measured_costs_bring_it_near_the_best_fixed_length_within_an_answer(accept: float, cost: Cost) -> None:
     def rate(k: int) -> float:
         return sum(accept**i for i in range(k + 1)) / cost(1, k)
 
@@ -145,30 +145,30 @@ def test_a_machine_that_slows_down_as_a_whole_changes_nothing() -> None:
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     fast = play(length, 200, accept=0.7, cost=one_stream)
     slow = play(length, 200, accept=0.7, cost=one_stream, pace=3.0)
-    # Two and three are as good as each other here.
+    # Draft lengths two and three are equally fast here.
     assert fast.count(2) + fast.count(3) > 180 and slow.count(2) + slow.count(3) > 180
 
 
-def test_a_cost_that_was_measured_wrong_is_mended_by_and_by() -> None:
+def test_a_wrong_cost_is_corrected_over_time() -> None:
     wrong = measured({(1, 1): 0.050, (1, 4): 0.077}, {1: 0.15})
     length = DraftLength(3, 0, wrong)
     assert usual(play(length, 100, accept=0.7, cost=one_stream)) == 0
     assert usual(play(length, 8000, accept=0.7, cost=one_stream)) > 0
-    dear = DraftLength(3, 0, measured({(1, 1): 0.120, (1, 4): 0.123}, {1: 0.009}))
-    assert usual(play(dear, 100, accept=0.1, cost=one_stream)) > 0
-    assert usual(play(dear, 8000, accept=0.1, cost=one_stream)) == 0
+    costly = DraftLength(3, 0, measured({(1, 1): 0.120, (1, 4): 0.123}, {1: 0.009}))
+    assert usual(play(costly, 100, accept=0.1, cost=one_stream)) > 0
+    assert usual(play(costly, 8000, accept=0.1, cost=one_stream)) == 0
 
 
-def test_a_parked_draft_is_still_looked_at_and_comes_back_when_it_got_better() -> None:
+def test_a_parked_draft_is_probed_and_returns_when_it_improves() -> None:
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     parked = play(length, 640, accept=0.1, cost=one_stream)
     late = parked[320:]
     assert late.count(0) > 0.8 * len(late) and max(len(list(run)) for k, run in groupby(late) if k == 0) < PROBE
-    # No restart: it is seen in the probes alone.
+    # Without a restart only the probes show the better draft.
     assert usual(play(length, 4000, accept=0.9, cost=one_stream)) == 3
 
 
-def test_a_run_of_bad_luck_is_soon_seen_through() -> None:
+def test_a_few_rejections_park_a_good_draft_only_briefly() -> None:
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     for _ in range(12):
         length.observe(ONE, Choice(3, (0,)), [None], [0], 0.1)
@@ -182,7 +182,7 @@ def test_a_hopeless_draft_costs_next_to_nothing() -> None:
     assert sum(one_stream(1, k) for k in chosen[200:]) < 1.02 * 3800 * one_stream(1, 0)
 
 
-def test_after_a_swap_the_new_draft_gets_its_chance_at_once() -> None:
+def test_a_new_draft_is_tried_at_once_after_a_swap() -> None:
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     assert usual(play(length, 640, accept=0.05, cost=one_stream)) == 0
     length.restart()
@@ -202,7 +202,7 @@ def test_each_batch_size_has_costs_of_its_own() -> None:
     assert usual(alone) > 0 and usual(together) == 0
 
 
-def test_costs_between_and_beyond_what_was_measured_lie_on_lines() -> None:
+def test_costs_are_interpolated_and_extrapolated_linearly() -> None:
     found = measured({(1, 1): 10.0, (1, 5): 18.0, (4, 1): 13.0, (4, 5): 25.0}, {1: 2.0, 4: 5.0})
     assert found.call(Load(1, 7), 3) == 14.0 and found.call(ONE, 9) == 26.0
     assert found.call(Load(2, 0), 1) == 11.0 and found.call(Load(7, 0), 1) == 16.0
@@ -211,13 +211,13 @@ def test_costs_between_and_beyond_what_was_measured_lie_on_lines() -> None:
     assert measured({(2, 1): 7.0}, {2: 1.0}).call(Load(9, 0), 9) == 7.0
 
 
-def test_every_position_of_every_row_is_read() -> None:
+def test_costs_grow_with_the_positions_of_the_rows() -> None:
     found = Costs({(1, 1): 10.0, (1, 5): 18.0}, {1: 2.0}, {1: 0.01, 5: 0.03}, 0.001, 0.0)
     assert found.call(Load(1, 100), 1) == 11.0 and found.call(Load(4, 100), 5) == 30.0
     assert found.call(Load(1, 100), 3) == 16.0 and found.draft(Load(3, 200)) == pytest.approx(2.6)
 
 
-def test_what_a_draft_would_have_to_read_first_must_pay_too() -> None:
+def test_a_drafts_pending_prefill_must_pay_too() -> None:
     of = costs(one_stream, 0.009, sizes=(1, 8))
     length = DraftLength(3, 0, replace(of, read=0.003))
     for _ in range(100):
@@ -226,8 +226,8 @@ def test_what_a_draft_would_have_to_read_first_must_pay_too() -> None:
     assert length.choose(near, [None]).drafted > 0 and length.choose(far, [None]).drafted == 0
 
 
-def test_prompts_that_answers_do_not_repay_are_not_read_for() -> None:
-    """Sixteen rows, of which the draft gains a little: not where it must read four tokens for each that is said."""
+def test_prompts_too_long_for_their_answers_are_not_prefilled_by_the_draft() -> None:
+    """Drafting for sixteen rows gains a little, but not if the draft must prefill four tokens per output token."""
     of = measured({(16, 1): 0.075, (16, 2): 0.097, (16, 5): 0.165}, {16: 0.014})
     length = DraftLength(3, 0, replace(of, read=0.00025))
     for _ in range(100):
@@ -238,12 +238,12 @@ def test_prompts_that_answers_do_not_repay_are_not_read_for() -> None:
 
 
 @pytest.mark.parametrize(("coming", "answer", "reads"), [(1, 48, True), (1, 1, False), (16, 48, False)])
-def test_a_draft_reads_a_prompt_by_the_batch_that_it_will_be_in(coming: int, answer: int, reads: bool) -> None:
-    """Alone it pays if there is something to say; where sixteen come together it does not."""
+def test_draft_prefill_depends_on_the_coming_batch_size(coming: int, answer: int, reads: bool) -> None:
+    """Alone it pays if the answer is long enough; in a batch of sixteen it does not."""
     target = tiny_llama(0)
-    decoder = Decoder(target, bare(relative(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
-    told = measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
-    decoder.length = DraftLength(3, 0, replace(told, read=0.002))
+    decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
+    timed = measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
+    decoder.length = DraftLength(3, 0, replace(timed, read=0.002))
     prefill = decoder.begin(Row("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=answer)), frozenset(), None))
     while not decoder.read(prefill, coming):
         pass
@@ -251,9 +251,9 @@ def test_a_draft_reads_a_prompt_by_the_batch_that_it_will_be_in(coming: int, ans
 
 
 @pytest.mark.parametrize(("coming", "drafts"), [(0, True), (15, False)])
-def test_nothing_is_drafted_that_would_not_pay_among_those_who_wait(coming: int, drafts: bool) -> None:
+def test_drafting_depends_on_the_requests_that_wait(coming: int, drafts: bool) -> None:
     target = tiny_llama(0)
-    decoder = Decoder(target, bare(relative(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
+    decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
     decoder.length = DraftLength(
         3, 0, measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
     )
@@ -262,14 +262,14 @@ def test_nothing_is_drafted_that_would_not_pay_among_those_who_wait(coming: int,
     assert (done.drafted > 0) == drafts
 
 
-def test_in_a_full_batch_a_draft_that_rests_stops_reading_and_is_seldom_tried() -> None:
+def test_a_parked_draft_in_a_full_batch_stops_prefilling_and_is_rarely_probed() -> None:
     length, load = DraftLength(3, 0, replace(costs(full_batch, 0.009), read=0.0005)), Load(8, 100)
     assert length.follows(load)
     for _ in range(100):
         length.observe(load, Choice(3, (0,) * 8), [None] * 8, [0] * 8, None)
     assert length.choose(load, [None] * 8).drafted == 0
     assert not length.follows(load) and length.follows(ONE)
-    # Rows come and go: it never misses more than they hold. It reads so much in a round, and drafts when it is there.
+    # The draft lacks at most what the rows hold; it prefills 256 tokens per round, and drafts once it has caught up.
     unread, reading, drafting = 0, 0, 0
     for _ in range(4000):
         unread = min(unread + 8, 800)
@@ -280,7 +280,7 @@ def test_in_a_full_batch_a_draft_that_rests_stops_reading_and_is_seldom_tried() 
         unread, drafting = (0, drafting + 1) if choice.drafted else (unread, drafting)
         length.observe(load, choice, [None] * 8, [0] * 8, None)
     assert 3 < drafting < 20 and reading < 100
-    # One row is cheap to follow, and is looked at again soon.
+    # A single row is cheap to follow, and is probed again soon.
     for turn in range(2 * PROBE):
         if length.choose(Load(1, 100, turn), [None]).drafted:
             break
@@ -288,7 +288,7 @@ def test_in_a_full_batch_a_draft_that_rests_stops_reading_and_is_seldom_tried() 
         pytest.fail("never tried")
 
 
-def test_a_long_text_wants_a_shorter_draft() -> None:
+def test_a_long_context_gets_a_shorter_draft() -> None:
     of = costs(one_stream, 0.009)
     length = DraftLength(4, 0, Costs(of.verify, of.step, {1: 1e-5, 5: 1e-4}, 1e-6, 0.0))
     for _ in range(300):
@@ -305,7 +305,7 @@ def test_one_slow_round_changes_little() -> None:
     assert length.seconds(ONE, 3, 3) < 1.1 * before
 
 
-def test_a_round_that_did_other_work_tells_nothing_of_time() -> None:
+def test_a_round_with_other_work_is_not_timed() -> None:
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     play(length, 64, accept=0.5, cost=one_stream)
     before = length.seconds(ONE, 3, 3)
@@ -313,17 +313,17 @@ def test_a_round_that_did_other_work_tells_nothing_of_time() -> None:
     assert length.seconds(ONE, 3, 3) == before
 
 
-def test_a_look_up_is_used_where_it_promises_more_and_costs_no_draft_step() -> None:
+def test_a_look_up_is_used_where_it_gains_more_than_the_draft() -> None:
     length = DraftLength(3, 8, measured({(1, 1): 1.0, (1, 9): 1.8}, {1: 0.05}))
     good, bad = Match(8, 8), Match(2, 8)
     for _ in range(200):
         length.observe(ONE, Choice(0, (8,)), [good], [8], None)
         length.observe(ONE, Choice(0, (4,)), [bad], [0], None)
     assert length.choose(ONE, [good]) == Choice(0, (8,))
-    # No more than what follows the match.
+    # No more tokens than follow the match.
     assert length.choose(ONE, [Match(8, 2)]).looked_up[0] <= 2
     assert length.choose(ONE, [bad]) == Choice(3, (0,))
-    # One row of two has something: the draft serves the other, unless it is not worth its steps.
+    # One row of two has a match: the draft proposes for the other, if its steps pay.
     assert length.choose(Load(2, 0), [Match(8, 3), None]) == Choice(3, (3, 0))
     assert length.choose(Load(2, 0), [good, None]) == Choice(0, (8, 0))
     assert length.choose(Load(2, 0), [Match(8, 3), bad]) == Choice(3, (3, 0))
@@ -336,13 +336,13 @@ def test_without_a_draft_only_look_ups_are_chosen() -> None:
     assert length.choose(ONE, [Match(4, 4)]).looked_up == (4,)
 
 
-@pytest.mark.parametrize("kept", [0, 3], ids=["resting", "drafting"])
-def test_a_draft_that_is_put_aside_is_neither_tried_nor_missed(kept: int) -> None:
+@pytest.mark.parametrize("accepted", [0, 3], ids=["parked", "drafting"])
+def test_a_disabled_draft_leaves_look_ups_as_without_a_draft(accepted: int) -> None:
     of = replace(costs(one_stream, 0.009), read=0.001)
     length, without = DraftLength(3, 4, of), DraftLength(0, 4, of)
     for _ in range(100):
-        length.observe(ONE, Choice(3, (0,)), [None], [kept], None)
-    assert (length.choose(ONE, [None]).drafted > 0) is (kept > 0)
+        length.observe(ONE, Choice(3, (0,)), [None], [accepted], None)
+    assert (length.choose(ONE, [None]).drafted > 0) is (accepted > 0)
     found = [Match(8, 4), None, Match(4, 2)]
     rounds = [(Load(1, turn, unread=8), [found[turn % 3]]) for turn in range(6 * PROBE)]
     chosen = [length.choose(load, matches, drafts=False) for load, matches in rounds]
@@ -352,8 +352,8 @@ def test_a_draft_that_is_put_aside_is_neither_tried_nor_missed(kept: int) -> Non
     assert length.choose(ONE, [None]).drafted > 0
 
 
-class Anything(DraftLength):
-    """Every choice gets its turn, with rows that fell behind in between."""
+class RandomChoice(DraftLength):
+    """Random draft and look-up lengths, with rounds that do not draft in between."""
 
     def __init__(self, seed: int) -> None:
         super().__init__(4, 6, measured({(1, 1): 1.0}, {1: 0.1}))
@@ -376,7 +376,7 @@ class Anything(DraftLength):
 
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
-def test_whatever_is_chosen_the_tokens_are_the_targets_own(greedy: bool) -> None:
+def test_random_choices_keep_the_targets_own_tokens(greedy: bool) -> None:
     target, rng = tiny_llama(0), random.Random(5)
     asked = [
         Prompt(
@@ -387,10 +387,10 @@ def test_whatever_is_chosen_the_tokens_are_the_targets_own(greedy: bool) -> None
     ]
 
     def between(decoder: Decoder) -> None:
-        if not isinstance(decoder.length, Anything):
-            decoder.length = Anything(1)
+        if not isinstance(decoder.length, RandomChoice):
+            decoder.length = RandomChoice(1)
 
-    draft = relative(target, 1, 0.1)
+    draft = noisy_copy(target, 1, 0.1)
     rows = decode(target, draft, asked, k=4, vocabulary=97, adaptive=True, lookup=6, between=between)
     for row in rows:
         assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)

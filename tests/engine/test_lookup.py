@@ -1,4 +1,4 @@
-"""What followed before may follow again: a look-up proposes, and whatever it proposes the law of the output is the target's."""
+"""Prompt look-up: what it proposes, and that the distribution of the output stays the target's."""
 
 import random
 from collections import Counter
@@ -16,8 +16,8 @@ from service.engine.drafting import joined, looked_up
 from service.engine.length import PROBE, DraftLength
 from service.engine.lookup import REMEMBERED, Found, Grams, Lookup
 from service.engine.row import Row
-from tests.support.batches import decode, take_in
-from tests.support.oracle import forced, relative, tempered, tiny_llama
+from tests.support.batches import admit, decode
+from tests.support.oracle import filtered_logprobs, forced, noisy_copy, tiny_llama
 from tests.support.typed import as_floats, layers_of
 
 VOCABULARY = 97
@@ -27,20 +27,20 @@ def find(text: list[int], most: int = 4) -> Found | None:
     return Lookup(most).find(text, Grams())
 
 
-def test_the_latest_place_with_the_longest_match_is_read_on() -> None:
+def test_the_latest_longest_match_is_proposed() -> None:
     assert find([1, 2, 3, 4, 5, 1, 2]) == Found(2, [3, 4, 5, 1])
     assert find([1, 2, 3, 1, 2, 4, 9, 1, 2]) == Found(2, [4, 9, 1, 2])
-    # Four tokens that match beat two of a later place.
+    # A match of four tokens beats a later match of two.
     assert find([7, 8, 1, 2, 30, 31, 32, 33, 1, 2, 50, 51, 7, 8, 1, 2]) == Found(4, [30, 31, 32, 33])
     assert find([1, 2, 3]) is None and find([1]) is None and find([]) is None
 
 
-def test_a_text_that_repeats_itself_is_taken_to_go_on() -> None:
+def test_a_repeating_text_is_proposed_to_continue() -> None:
     assert find([5, 6, 7, 5, 6, 7, 5, 6], most=5) == Found(4, [7, 5, 6, 7, 5])
     assert find([9] * 12, most=3) == Found(8, [9, 9, 9])
 
 
-def test_a_growing_text_is_read_once_and_finds_what_a_fresh_reading_finds() -> None:
+def test_an_incremental_index_finds_what_a_fresh_one_finds() -> None:
     rng, grams, lookup = random.Random(0), Grams(), Lookup(6)
     text: list[int] = []
     for _ in range(300):
@@ -48,11 +48,11 @@ def test_a_growing_text_is_read_once_and_finds_what_a_fresh_reading_finds() -> N
         assert lookup.find(text, grams) == find(text, most=6)
 
 
-def test_recent_outputs_are_shared_and_old_ones_forgotten() -> None:
+def test_recent_outputs_are_shared_and_old_ones_evicted() -> None:
     lookup, text = Lookup(3), [90, 91, 92, 93, 94, 95, 96]
     lookup.remember(text)
     assert lookup.find([1, 90, 91, 92, 93], Grams()) == Found(4, [94, 95, 96])
-    # Two matching tokens of somebody else's text say nothing; what the row has itself comes first.
+    # Two matching tokens of another text are too few; a match in the row itself comes first.
     assert lookup.find([1, 92, 93], Grams()) is None
     assert lookup.find([90, 91, 92, 93, 5, 6, 90, 91, 92, 93], Grams()) == Found(4, [5, 6, 90])
     for start in range(3):
@@ -60,7 +60,7 @@ def test_recent_outputs_are_shared_and_old_ones_forgotten() -> None:
     assert lookup.find([1, 90, 91, 92, 93], Grams()) is None
 
 
-def test_what_may_not_be_stored_is_not_offered_to_others() -> None:
+def test_outputs_that_may_not_be_stored_are_not_shared() -> None:
     target = tiny_llama(0)
     prompt = tuple(random.Random(1).randrange(4, VOCABULARY) for _ in range(12))
     for store in (True, False):
@@ -84,14 +84,14 @@ def test_with_look_ups_the_tokens_are_the_targets_own(drafted: int, seeded: bool
         sampling = Sampling(temperature=0.3, seed=i, max_tokens=48) if seeded else Sampling(max_tokens=48)
         asked.append(Prompt(tuple(phrase * rng.randint(1, 5)), sampling))
     rows = decode(
-        target, relative(target, 1, 0.2) if drafted else None, asked, k=drafted, vocabulary=VOCABULARY, adaptive=True,
+        target, noisy_copy(target, 1, 0.2) if drafted else None, asked, k=drafted, vocabulary=VOCABULARY, adaptive=True,
         lookup=6, eos=frozenset({3}), collect=True,
     )  # fmt: skip
     found = [round for row in rows for round in row.rounds if round.source is Source.LOOKUP]
     assert sum(round.accepted for round in found) > 10 and any(round.accepted < round.drafted for round in found)
     for row in rows:
         assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, frozenset({3}))
-        # A wrong look-up is no failure of the draft.
+        # A rejected look-up is no failure case of the draft.
         drafts = {
             round.start + round.accepted for round in row.rounds if round.source is Source.DRAFT and round.drafted
         }
@@ -99,7 +99,7 @@ def test_with_look_ups_the_tokens_are_the_targets_own(drafted: int, seeded: bool
         assert {round.adapter for round in row.rounds} == {0}
 
 
-class Broken(nn.Module):
+class RaisingDraft(nn.Module):
     """A draft that raises."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -114,10 +114,10 @@ class Broken(nn.Module):
         return layers_of(self.inner)
 
 
-def test_look_ups_go_on_after_a_draft_that_rested_broke() -> None:
+def test_look_ups_continue_after_a_parked_draft_failed() -> None:
     target = tiny_llama(0)
-    decoder = Decoder(target, bare(Broken(target)), vocabulary=VOCABULARY, k=3, adaptive=True, lookup=4)
-    # A draft step as dear as a call never pays.
+    decoder = Decoder(target, bare(RaisingDraft(target)), vocabulary=VOCABULARY, k=3, adaptive=True, lookup=4)
+    # A draft step that costs as much as a target call never pays.
     decoder.length = DraftLength(3, 4, Costs({(1, 1): 1.0, (1, 5): 1.0}, {1: 1.0}, {1: 0.0}, 0.0, 0.0))
     row = Row("a", Prompt((5, 6, 7) * 4, Sampling(max_tokens=800)), frozenset(), None)
     decoder.admit(row)
@@ -131,41 +131,41 @@ def test_look_ups_go_on_after_a_draft_that_rested_broke() -> None:
 
 
 @pytest.mark.parametrize("draws", [1000, pytest.param(4000, marks=pytest.mark.nightly)])
-def test_unseeded_sampling_with_look_ups_has_the_targets_law(draws: int) -> None:
-    """A look-up says one token for certain: kept with p(x), else drawn from what remains of p. The text repeats itself, so
-    that both happen often."""
+def test_unseeded_sampling_with_look_ups_keeps_the_targets_distribution(draws: int) -> None:
+    """A look-up proposes one token with q = 1: it is accepted with p(x), else the residual is sampled. In a text that repeats
+    itself both happen often."""
     target = tiny_llama(4)
     sampling = Sampling(temperature=0.6, top_k=6, max_tokens=2)
 
-    def law(tokens: list[int]) -> list[float]:
-        return as_floats(mx.exp(tempered(target(mx.array([tokens]))[0, -1:], sampling)[0]))
+    def distribution(tokens: list[int]) -> list[float]:
+        return as_floats(mx.exp(filtered_logprobs(target(mx.array([tokens]))[0, -1:], sampling)[0]))
 
     phrases = ([a, b, c, a, b, c, a, b] for a in range(4, 30) for b in range(30, 40) for c in range(40, 50))
-    text = next(phrase for phrase in phrases if 0.2 < law(phrase)[phrase[2]] < 0.8)
+    text = next(phrase for phrase in phrases if 0.2 < distribution(phrase)[phrase[2]] < 0.8)
     prompt = Prompt(tuple(text), sampling)
     decoder = Decoder(target, None, vocabulary=VOCABULARY, k=0, adaptive=True, lookup=3, key=mx.random.key(7))
-    # Whatever it costs, it looks up.
+    # Costs at which look-up is always chosen.
     decoder.length = DraftLength(0, 3, Costs({(1, 1): 1.0, (1, 4): 1.0}, {1: 0.0}, {1: 0.0}, 0.0, 0.0))
     counts: Counter[int] = Counter()
-    kept = 0
+    accepted = 0
     for start in range(0, draws, 200):
         rows = [Row(str(start + i), prompt, frozenset(), None) for i in range(200)]
-        take_in(decoder, rows, room=len(rows))
+        admit(decoder, rows, room=len(rows))
         decoder.round()
         for row in rows:
             counts[row.output[0]] += 1
-            kept += row.rounds[0].accepted > 0
+            accepted += row.rounds[0].accepted > 0
             assert row.rounds[0].source is Source.LOOKUP
         decoder.leave(list(decoder.rows))
-    p = law(text)
+    p = distribution(text)
     likely = [i for i in range(VOCABULARY) if p[i] > 0]
     assert set(counts) <= set(likely)
     expected = [draws * p[i] / sum(p[j] for j in likely) for i in likely]
     assert chisquare([counts[i] for i in likely], expected).pvalue > 1e-4
-    assert 0 < kept < draws
+    assert 0 < accepted < draws
 
 
-def test_two_proposals_are_joined_row_by_row() -> None:
+def test_two_proposals_are_merged_row_by_row() -> None:
     one = looked_up([[1, 2], [3]], 2, VOCABULARY, unseeded=True)
     other = looked_up([[4, 5], [6, 7]], 2, VOCABULARY, unseeded=True)
     both = joined(one, other, [False, True])

@@ -1,4 +1,4 @@
-"""Whatever the draft, its length, the batch or the moment of a swap: the tokens are the target's own (float32)."""
+"""Outputs are the target's own with any draft, draft length and batch, and across swaps (float32)."""
 
 import random
 from collections.abc import Iterable
@@ -17,7 +17,7 @@ from service.engine.draft import Draft, bare
 from service.engine.row import Row
 from service.models.heads import cut
 from tests.support.batches import decode
-from tests.support.oracle import forced, naive, relative, tiny_llama
+from tests.support.oracle import forced, naive, noisy_copy, tiny_llama
 from tests.support.typed import layers_of
 
 VOCABULARY = 97
@@ -50,7 +50,7 @@ def target() -> Model:
 
 
 def cut_to(model: nn.Module, ids: Iterable[int]) -> nn.Module:
-    """A draft that can propose half of what the target says."""
+    """The model with its head reduced to `ids`."""
     cut(model, list(ids))
     return model
 
@@ -61,10 +61,10 @@ def draft(kind: str) -> nn.Module:
         "same": lambda: target(),
         "random": lambda: tiny_llama(7),
         "wrong": lambda: AlwaysWrong(target()),
-        "adapter-a": lambda: relative(target(), 1, 0.2),
-        "adapter-b": lambda: relative(target(), 2, 0.4),
-        "swapped": lambda: relative(target(), 1, 0.2),
-        "cut": lambda: cut_to(relative(target(), 1, 0.1), range(0, VOCABULARY, 2)),
+        "adapter-a": lambda: noisy_copy(target(), 1, 0.2),
+        "adapter-b": lambda: noisy_copy(target(), 2, 0.4),
+        "swapped": lambda: noisy_copy(target(), 1, 0.2),
+        "cut": lambda: cut_to(noisy_copy(target(), 1, 0.1), range(0, VOCABULARY, 2)),
     }[kind]()
 
 
@@ -102,7 +102,7 @@ def swapper(rng: random.Random) -> object:
 def differences(
     kind: str, k: int, batch: int, seed: int, greedy: bool, count: int, *, stepwise: bool = False
 ) -> tuple[int, list[str]]:
-    """Tokens emitted, and what differs from the target's own. stepwise: the oracle decodes a token at a time."""
+    """Tokens emitted, and differences from the target's own. stepwise: the oracle decodes one token at a time."""
     rng = random.Random(seed)
     asked = prompts(rng, greedy, count)
     between = swapper(rng) if kind == "swapped" else lambda decoder: None
@@ -162,7 +162,7 @@ def test_any_draft_any_batch_at_length(kind: str, k: int, batch: int, seed: int,
     ids=["one pass", "20,000 stepwise"],
 )
 def test_thousands_of_tokens(count: int, prompts_each: int, stepwise: bool, greedy: bool) -> None:
-    """Every kind of draft in turn, over unlike draft lengths and batches."""
+    """Every kind of draft in turn, with different draft lengths and batch sizes."""
     tokens, wrong, seed = 0, [], 0
     while tokens < count or seed < len(KINDS):
         kind, k, batch = KINDS[seed % len(KINDS)], (seed * 5) % 9, 1 + (seed * 3) % 8
@@ -173,7 +173,7 @@ def test_thousands_of_tokens(count: int, prompts_each: int, stepwise: bool, gree
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
 def test_one_pass_finds_what_stepwise_decoding_finds(greedy: bool) -> None:
-    """The oracles say the same of right answers, of a wrong token anywhere, and of an answer cut short or gone on too long."""
+    """Both oracles agree on correct answers, on a wrong token anywhere, and on answers that are too short or too long."""
     rng = random.Random(5)
     for prompt in prompts(rng, greedy, 6):
         right = naive(target(), prompt.tokens, prompt.sampling, EOS)
@@ -185,14 +185,14 @@ def test_one_pass_finds_what_stepwise_decoding_finds(greedy: bool) -> None:
 
 
 def test_the_check_itself_can_fail() -> None:
-    """A decoder that takes the draft's word unverified must be caught by the same comparison."""
+    """The same comparison catches a decoder that accepts proposals without verification."""
     asked = prompts(random.Random(3), True, 4)
     rows = decode(draft("random"), None, asked, k=0, vocabulary=VOCABULARY, eos=EOS)
     assert any(row.output != forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS) for row in rows)
 
 
-class Broken(nn.Module):
-    """A draft that fails in a chosen way after a number of calls."""
+class FailingDraft(nn.Module):
+    """A draft that raises or returns NaN after a number of calls."""
 
     def __init__(self, inner: nn.Module, after: int, how: str) -> None:
         super().__init__()
@@ -215,7 +215,7 @@ class Broken(nn.Module):
 @pytest.mark.parametrize(
     ("greedy", "after", "how"),
     [
-        # Every day each moment in both ways, once greedy and once sampled.
+        # The daily tests cover each moment with both kinds of failure, once greedy and once sampled.
         pytest.param(greedy, after, how, marks=() if (greedy + i + (how == "nan")) % 2 else pytest.mark.nightly)
         for greedy in (True, False)
         for i, after in enumerate([0, 1, 3, 7])
@@ -227,7 +227,7 @@ def test_a_broken_draft_costs_speed_only(how: str, after: int, greedy: bool) -> 
     counted: list[int] = []
     rows = decode(
         target(),
-        Broken(draft("adapter-a"), after, how),
+        FailingDraft(draft("adapter-a"), after, how),
         asked,
         k=3,
         vocabulary=VOCABULARY,
@@ -236,12 +236,12 @@ def test_a_broken_draft_costs_speed_only(how: str, after: int, greedy: bool) -> 
     )
     for row in rows:
         assert row.output == forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS)
-    # One that raises is not asked again; logits that are not finite concern one row at a time.
+    # A draft that raises is not called again; non-finite logits disable it for one row at a time.
     assert counted[-1] == 1 if how == "raises" else counted[-1] >= 1
 
 
 def test_a_new_draft_ends_the_degradation() -> None:
-    broken = Broken(draft("adapter-a"), 0, "raises")
+    broken = FailingDraft(draft("adapter-a"), 0, "raises")
     seen: list[bool] = []
 
     def between(decoder: Decoder) -> None:

@@ -1,4 +1,4 @@
-"""With what earlier requests left behind: the tokens are still the target's own, what is kept is true, and it fits."""
+"""The prefix cache: outputs stay the target's own, cached blocks equal a fresh prefill, and the budget holds."""
 
 import gc
 import random
@@ -20,7 +20,7 @@ from service.engine.draft import Draft, bare
 from service.engine.prefix import BLOCK, Owner, PrefixCache
 from service.engine.row import Row
 from tests.support.batches import serve
-from tests.support.oracle import forced, relative, tiny_llama
+from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of
 
 VOCABULARY, CHUNK, K = 97, 16, 3
@@ -37,10 +37,10 @@ def target() -> Model:
 @cache
 def draft(version: int) -> Draft:
     """0 is right some of the time, later ones less and less."""
-    return Draft(version, relative(target(), version + 1, 0.2 * (version + 1)))
+    return Draft(version, noisy_copy(target(), version + 1, 0.2 * (version + 1)))
 
 
-def house(budget: int = 2**24, draft_: Draft | None = None, model: nn.Module | None = None) -> Decoder:
+def make_decoder(budget: int = 2**24, draft_: Draft | None = None, model: nn.Module | None = None) -> Decoder:
     return Decoder(
         model or target(),
         draft_ or draft(0),
@@ -51,23 +51,23 @@ def house(budget: int = 2**24, draft_: Draft | None = None, model: nn.Module | N
     )
 
 
-def words(number: int, count: int) -> tuple[int, ...]:
+def random_tokens(number: int, count: int) -> tuple[int, ...]:
     rng = random.Random(number)
     return tuple(rng.randrange(4, VOCABULARY) for _ in range(count))
 
 
-def asking(tokens: Sequence[int], answer: int = 12, store: bool = True, **sampling: Any) -> Prompt:
+def request(tokens: Sequence[int], answer: int = 12, store: bool = True, **sampling: Any) -> Prompt:
     return Prompt(tuple(tokens), Sampling(max_tokens=answer, **sampling), store=store)
 
 
-def ask(decoder: Decoder, prompt: Prompt) -> Row:
+def answer(decoder: Decoder, prompt: Prompt) -> Row:
     (row,) = serve(decoder, [prompt], eos=EOS)
     assert_own(row)
     return row
 
 
 def assert_own(row: Row) -> None:
-    """Its tokens are the target's own; a row that was taken out has the first of them."""
+    """The row's output is the target's own; that of a cancelled row is its beginning."""
     expected = forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS)
     assert row.output == (expected if row.finish else expected[: row.emitted])
 
@@ -77,18 +77,18 @@ def whole(count: int) -> int:
 
 
 def held(decoder: Decoder, owner: Owner, tokens: Sequence[int]) -> int:
-    """How much of `tokens` is kept, which must be what the model makes of them, now and alone."""
+    """How many of `tokens` are cached; their keys and values must equal those of a fresh prefill."""
     assert decoder.prefix is not None and decoder.drafter is not None
     model = decoder.target.model if owner is Owner.TARGET else decoder.drafter.draft.model
-    kept, read = RowCache(model, 1), RowCache(model, 1)
-    decoder.prefix.fill(owner, [tokens], kept)
-    count = kept.lengths.host[0]
+    cached, read = RowCache(model, 1), RowCache(model, 1)
+    decoder.prefix.fill(owner, [tokens], cached)
+    count = cached.lengths.host[0]
     assert count == decoder.prefix.held(owner, tokens)
     if count:
         for start in range(0, count, BLOCK):
             model(mx.array([tokens[start : start + BLOCK]]), cache=read.layers)
             read.commit(BLOCK)
-        for mine, theirs in zip(kept.arrays(), read.arrays(), strict=True):
+        for mine, theirs in zip(cached.arrays(), read.arrays(), strict=True):
             assert mx.allclose(mine[:, :, :count], theirs[:, :, :count], atol=1e-4)
     return count
 
@@ -100,35 +100,35 @@ def assert_fits(decoder: Decoder) -> None:
     assert all(block.parent is not None and block.parent.after[block.tokens] is block for block in prefix.blocks)
 
 
-# ------------------------------------------------------------------------------------------------------ what is found
+# --------------------------------------------------------------------------------------------------------------- hits
 
 
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}], ids=["greedy", "seeded"])
-def test_a_chat_that_grows_is_read_once(sampling: dict[str, Any]) -> None:
-    decoder = house()
-    tokens = words(1, 20)
+def test_a_growing_chat_is_prefilled_once(sampling: dict[str, Any]) -> None:
+    decoder = make_decoder()
+    tokens = random_tokens(1, 20)
     verified = reused = 0
     for turn in range(6):
-        row = ask(decoder, asking(tokens, answer=24, **sampling))
+        row = answer(decoder, request(tokens, answer=24, **sampling))
         assert row.reused == whole(min(verified, len(tokens) - 1))
         verified, reused = len(row.tokens) - 1, row.reused
-        tokens = (*row.tokens, *words(10 + turn, 7))
+        tokens = (*row.tokens, *random_tokens(10 + turn, 7))
     assert reused > 100
     assert len(decoder.prefix.blocks) == 2 * (verified // BLOCK)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 34, 64, 65, 66])
 def test_the_same_prompt_again(length: int) -> None:
-    """Its last token is always read: someone must say what follows."""
-    decoder = house()
-    first, again = (ask(decoder, asking(words(length, length))) for _ in range(2))
+    """The last token of a prompt is always computed, because its logits are needed."""
+    decoder = make_decoder()
+    first, again = (answer(decoder, request(random_tokens(length, length))) for _ in range(2))
     assert (first.reused, again.reused) == (0, whole(length - 1))
 
 
-def test_a_beginning_is_held_once_and_found_by_all() -> None:
-    decoder = house()
-    system = words(1, 100)
-    rows = serve(decoder, [asking((*system, *words(i, 1 + 5 * i)), answer=1) for i in range(2, 9)], seed=1)
+def test_a_shared_prefix_is_stored_once_and_hit_by_all() -> None:
+    decoder = make_decoder()
+    system = random_tokens(1, 100)
+    rows = serve(decoder, [request((*system, *random_tokens(i, 1 + 5 * i)), answer=1) for i in range(2, 9)], seed=1)
     for row in rows:
         assert_own(row)
     assert [row.reused for row in rows] == [0] + [96] * 6
@@ -136,10 +136,10 @@ def test_a_beginning_is_held_once_and_found_by_all() -> None:
     assert len({block.tokens for block in decoder.prefix.blocks}) == 3 + tails  # pyright: ignore[reportOptionalMemberAccess]
 
 
-def test_requests_that_came_together_do_not_read_the_same_twice() -> None:
-    decoder = house()
-    system = words(1, 70)
-    under_way = [decoder.begin(Row(str(i), asking((*system, i + 10)), EOS, None)) for i in range(3)]
+def test_concurrent_requests_do_not_prefill_a_shared_prefix_twice() -> None:
+    decoder = make_decoder()
+    system = random_tokens(1, 70)
+    under_way = [decoder.begin(Row(str(i), request((*system, i + 10)), EOS, None)) for i in range(3)]
     for prefill in under_way:
         while not decoder.read(prefill):
             pass
@@ -152,23 +152,23 @@ def test_requests_that_came_together_do_not_read_the_same_twice() -> None:
         assert_own(row)
 
 
-def test_a_token_of_difference_is_a_difference() -> None:
-    decoder = house()
-    tokens = words(1, 100)
-    ask(decoder, asking(tokens))
+def test_one_different_token_ends_the_match() -> None:
+    decoder = make_decoder()
+    tokens = random_tokens(1, 100)
+    answer(decoder, request(tokens))
     for at in (0, 31, 32, 63, 64, 95, 96):
         other = list(tokens)
         other[at] = 4 if tokens[at] != 4 else 5
-        assert ask(decoder, asking(other, answer=4, store=False)).reused == whole(at)
+        assert answer(decoder, request(other, answer=4, store=False)).reused == whole(at)
 
 
-# ------------------------------------------------------------------------------------------------------- what is kept
+# ------------------------------------------------------------------------------------------------------ cached blocks
 
 
-def test_only_verified_tokens_are_kept() -> None:
-    """With drafts that are mostly rejected, for rows of unlike length that ended in the middle of a round."""
-    decoder = house(draft_=draft(3))
-    rows = serve(decoder, [asking(words(i, 9 + 11 * i), answer=60 + i) for i in range(6)], eos=EOS, seed=2)
+def test_only_verified_tokens_are_cached() -> None:
+    """With mostly rejected drafts, for rows of different lengths that end in the middle of a round."""
+    decoder = make_decoder(draft_=draft(3))
+    rows = serve(decoder, [request(random_tokens(i, 9 + 11 * i), answer=60 + i) for i in range(6)], eos=EOS, seed=2)
     rounds = [round for row in rows for round in row.rounds]
     assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds) / 2
     for row in rows:
@@ -176,20 +176,20 @@ def test_only_verified_tokens_are_kept() -> None:
         assert held(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
 
 
-def test_requests_that_leave_nothing_behind_may_find_something() -> None:
-    decoder = house()
-    tokens = words(1, 80)
-    assert ask(decoder, asking(tokens, store=False)).reused == 0
+def test_requests_that_may_not_be_stored_can_hit_but_not_add() -> None:
+    decoder = make_decoder()
+    tokens = random_tokens(1, 80)
+    assert answer(decoder, request(tokens, store=False)).reused == 0
     assert decoder.prefix is not None and decoder.prefix.blocks == ()
-    ask(decoder, asking(tokens))
+    answer(decoder, request(tokens))
     before = decoder.prefix.blocks
-    assert ask(decoder, asking((*tokens, *words(2, 60)), store=False)).reused == 64
+    assert answer(decoder, request((*tokens, *random_tokens(2, 60)), store=False)).reused == 64
     assert set(decoder.prefix.blocks) == set(before)
 
 
-def test_what_was_said_until_a_request_was_cancelled_is_kept() -> None:
-    decoder = house()
-    row = Row("0", asking(words(7, 40), answer=64), frozenset(), None)
+def test_the_output_of_a_cancelled_request_is_cached() -> None:
+    decoder = make_decoder()
+    row = Row("0", request(random_tokens(7, 40), answer=64), frozenset(), None)
     decoder.admit(row)
     while row.emitted < 30:
         decoder.round()
@@ -197,8 +197,8 @@ def test_what_was_said_until_a_request_was_cancelled_is_kept() -> None:
     assert held(decoder, Owner.TARGET, row.tokens) == whole(len(row.tokens) - 1) == 64
 
 
-class Fed(nn.Module):
-    """A draft that notes how many tokens each call fed it, and fails when told to."""
+class RecordingDraft(nn.Module):
+    """A draft that records the tokens per call, and fails if `fails` is set."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -216,25 +216,25 @@ class Fed(nn.Module):
         return layers_of(self.inner)
 
 
-def test_a_swap_keeps_the_target_s_and_reads_the_draft_s_in_chunks() -> None:
-    decoder, tokens = house(), words(1, 150)
-    ask(decoder, asking(tokens))
-    new = Fed(draft(1).model)
+def test_a_swap_keeps_the_targets_blocks_and_prefills_the_drafts_in_chunks() -> None:
+    decoder, tokens = make_decoder(), random_tokens(1, 150)
+    answer(decoder, request(tokens))
+    new = RecordingDraft(draft(1).model)
     decoder.switch(Draft(1, new))
     assert held(decoder, Owner.DRAFT, tokens) == 0
-    row = ask(decoder, asking(tokens))
+    row = answer(decoder, request(tokens))
     assert row.reused == 128
     assert sum(new.fed[:10]) == 149 and max(new.fed) == CHUNK
     assert held(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
     new.fed.clear()
-    ask(decoder, asking(tokens))
+    answer(decoder, request(tokens))
     assert sum(new.fed[:2]) == 149 - 128
 
 
-def test_rows_under_way_at_a_swap_leave_nothing_of_two_drafts() -> None:
-    """Neither a row that is decoded nor one whose prompt is read; the latter is read by the new draft alone."""
-    decoder = house()
-    running, reading = (Row(str(i), asking(words(i, 100), answer=80), frozenset(), None) for i in range(2))
+def test_rows_running_at_a_swap_cache_no_mixed_draft_blocks() -> None:
+    """One row is decoding, one in prefill; the new draft alone prefills the latter."""
+    decoder = make_decoder()
+    running, reading = (Row(str(i), request(random_tokens(i, 100), answer=80), frozenset(), None) for i in range(2))
     decoder.admit(running)
     prefill = decoder.begin(reading)
     for _ in range(3):
@@ -253,15 +253,15 @@ def test_rows_under_way_at_a_swap_leave_nothing_of_two_drafts() -> None:
 
 @pytest.mark.parametrize("how", ["raises", "nan"])
 @pytest.mark.parametrize("when", ["between requests", "while a prompt is read", "while decoding"])
-def test_what_a_failed_draft_read_is_worth_nothing(how: str, when: str) -> None:
-    weak = Fed(draft(0).model)
-    decoder, tokens = house(draft_=bare(weak)), words(1, 100)
-    ask(decoder, asking(tokens))
+def test_blocks_of_a_failed_draft_are_discarded(how: str, when: str) -> None:
+    weak = RecordingDraft(draft(0).model)
+    decoder, tokens = make_decoder(draft_=bare(weak)), random_tokens(1, 100)
+    answer(decoder, request(tokens))
     if when == "between requests":
         weak.fails = how
-        ask(decoder, asking((*tokens, *words(2, 50))))
+        answer(decoder, request((*tokens, *random_tokens(2, 50))))
     else:
-        row = Row("0", asking((*tokens, *words(2, 50))), EOS, None)
+        row = Row("0", request((*tokens, *random_tokens(2, 50))), EOS, None)
         prefill = decoder.begin(row)
         decoder.read(prefill)
         weak.fails = how if when == "while a prompt is read" else ""
@@ -277,46 +277,48 @@ def test_what_a_failed_draft_read_is_worth_nothing(how: str, when: str) -> None:
         assert decoder.draft_failures == 1 and decoder.failed
         assert held(decoder, Owner.DRAFT, tokens) == 0
     else:
-        # Logits alone were not finite: that row went on without the draft, and what it had read is as good as ever.
+        # Only the logits were not finite: the row went on without the draft, and its keys and values stay valid.
         assert decoder.draft_failures >= 1 and not decoder.failed
         assert held(decoder, Owner.DRAFT, tokens) >= whole(len(tokens) - 2)
     decoder.switch(Draft(1, draft(0).model))
-    row = ask(decoder, asking((*tokens, *words(3, 50))))
+    row = answer(decoder, request((*tokens, *random_tokens(3, 50))))
     assert row.reused == 96 and any(round.drafted for round in row.rounds)
     assert held(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
 
 
-# --------------------------------------------------------------------------------------------------------------- room
+# ------------------------------------------------------------------------------------------------------------- budget
 
 
-def test_the_longest_unused_goes_first_and_beginnings_last() -> None:
-    decoder = house(budget=6 * BLOCK_BYTES, draft_=draft(0))
-    one, two = words(1, 70), words(2, 40)
-    ask(decoder, asking(one, answer=1))
-    ask(decoder, asking(two, answer=1))
+def test_the_least_recently_used_is_evicted_first_and_prefixes_last() -> None:
+    decoder = make_decoder(budget=6 * BLOCK_BYTES, draft_=draft(0))
+    one, two = random_tokens(1, 70), random_tokens(2, 40)
+    answer(decoder, request(one, answer=1))
+    answer(decoder, request(two, answer=1))
     assert [held(decoder, owner, one) for owner in Owner] == [64, 64]
     assert_fits(decoder)
-    ask(decoder, asking(words(3, 40), answer=1))  # takes the room of `two`, which was used before `one`
+    answer(decoder, request(random_tokens(3, 40), answer=1))  # evicts `two`, which was used before `one`
     assert [held(decoder, owner, two) for owner in Owner] == [0, 0]
     assert [held(decoder, owner, one) for owner in Owner] == [64, 64]
-    ask(decoder, asking((*one[:32], *words(4, 40)), answer=1))  # shares the first block of `one` and needs two more
+    answer(
+        decoder, request((*one[:32], *random_tokens(4, 40)), answer=1)
+    )  # shares the first block of `one` and needs two more
     assert_fits(decoder)
     assert held(decoder, Owner.TARGET, one) >= 32
 
 
 @pytest.mark.parametrize("budget", [0, BLOCK_BYTES - 1, BLOCK_BYTES, 5 * BLOCK_BYTES])
-def test_a_prompt_longer_than_the_budget_keeps_its_beginning(budget: int) -> None:
-    decoder, tokens = house(budget), words(1, 300)
+def test_a_prompt_longer_than_the_budget_caches_its_beginning(budget: int) -> None:
+    decoder, tokens = make_decoder(budget), random_tokens(1, 300)
     for _ in range(2):
-        ask(decoder, asking(tokens))
+        answer(decoder, request(tokens))
         assert_fits(decoder)
-    kept = [held(decoder, owner, tokens) for owner in Owner]
-    assert sum(kept) <= whole(budget // BLOCK_BYTES * BLOCK)
-    assert (max(kept) > 0) == (budget >= BLOCK_BYTES)
+    cached = [held(decoder, owner, tokens) for owner in Owner]
+    assert sum(cached) <= whole(budget // BLOCK_BYTES * BLOCK)
+    assert (max(cached) > 0) == (budget >= BLOCK_BYTES)
 
 
 def written(tokens: Sequence[int], dims: tuple[int, int] = (8, 8)) -> RowCache:
-    """A row of one layer and one head that holds `tokens`, with room for many more."""
+    """The cache of one row with one layer and one head that holds `tokens`, with capacity for many more."""
     held = RowCache(tiny_llama(0, layers=1), 1)
     held.attention[0].keys, held.attention[0].values = (mx.random.normal((1, 1, 4096, n)) for n in dims)
     mx.eval(held.arrays())
@@ -325,13 +327,13 @@ def written(tokens: Sequence[int], dims: tuple[int, int] = (8, 8)) -> RowCache:
 
 
 def found(prefix: PrefixCache, tokens: Sequence[int]) -> int:
-    """Without making it younger."""
+    """The cached length of `tokens`, without marking the blocks as used."""
     have = {block.tokens for block in prefix.blocks}
     return BLOCK * sum(tuple(tokens[at : at + BLOCK]) in have for at in range(0, len(tokens), BLOCK))
 
 
-def test_chains_lose_their_ends_and_a_chain_that_grows_loses_nothing() -> None:
-    one, two, three = words(1, 4 * BLOCK), words(2, 2 * BLOCK), words(3, BLOCK)
+def test_eviction_takes_chain_ends_and_spares_a_growing_chain() -> None:
+    one, two, three = random_tokens(1, 4 * BLOCK), random_tokens(2, 2 * BLOCK), random_tokens(3, BLOCK)
     size = 2 * BLOCK * 8 * 4
     prefix = PrefixCache(5 * size)
     for tokens in (one, two):
@@ -347,9 +349,9 @@ def test_chains_lose_their_ends_and_a_chain_that_grows_loses_nothing() -> None:
 
 
 @pytest.mark.parametrize("dims", [(256, 256), (256, 128)], ids=["of one shape", "of two shapes"])
-def test_a_block_keeps_nothing_else_alive(dims: tuple[int, int]) -> None:
-    """One head, whose positions lie side by side: the case in which a copy could be a view."""
-    prefix, tokens = PrefixCache(2**30), words(1, 3 * BLOCK)
+def test_a_block_holds_no_other_memory(dims: tuple[int, int]) -> None:
+    """One head, whose positions are contiguous in memory: the case in which a copy could be a view."""
+    prefix, tokens = PrefixCache(2**30), random_tokens(1, 3 * BLOCK)
     gc.collect()
     empty = mx.get_active_memory()
     prefix.enter(Owner.TARGET, tokens, written(tokens, dims))
@@ -364,7 +366,7 @@ def test_a_block_keeps_nothing_else_alive(dims: tuple[int, int]) -> None:
         gc.enable()
 
 
-# ------------------------------------------------------------------------------------------------------ all of it at once
+# ----------------------------------------------------------------------------------------------------- everything at once
 
 
 ANY = given(
@@ -378,30 +380,28 @@ ANY = given(
 
 @settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
-def test_whatever_was_asked_before(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool) -> None:
+def test_random_histories(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool) -> None:
     check_history(seed, blocks, batch, swaps, leaving)
 
 
 @pytest.mark.nightly
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
-def test_whatever_was_asked_before_in_many_orders(
-    seed: int, blocks: int, batch: int, swaps: bool, leaving: bool
-) -> None:
+def test_random_histories_in_many_orders(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool) -> None:
     check_history(seed, blocks, batch, swaps, leaving)
 
 
 def check_history(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool) -> None:
-    """Requests that begin like earlier ones and their answers, in a batch, under swaps, failures and cancellations."""
+    """Batched requests that share prefixes with earlier texts, under swaps, failures and cancellations."""
     rng = random.Random(seed)
-    decoder = house(blocks * BLOCK_BYTES)
-    said: list[tuple[int, ...]] = [words(seed, 100)]
+    decoder = make_decoder(blocks * BLOCK_BYTES)
+    texts: list[tuple[int, ...]] = [random_tokens(seed, 100)]
     everyone: list[Row] = []
 
     def between(decoder: Decoder) -> None:
         assert_fits(decoder)
         if swaps and rng.random() < 0.1:
-            broken = Fed(draft(1).model)
+            broken = RecordingDraft(draft(1).model)
             broken.fails = rng.choice(["", "raises", "nan"])
             decoder.switch(rng.choice([draft(0), draft(1), Draft(9, broken)]))
         if leaving and rng.random() < 0.1:
@@ -410,12 +410,12 @@ def check_history(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool
     for wave in range(3):
         asked: list[Prompt] = []
         for _ in range(6):
-            earlier = rng.choice(said)
-            tokens = (*earlier[: rng.randint(0, len(earlier))], *words(rng.randrange(1000), rng.randint(1, 40)))
+            earlier = rng.choice(texts)
+            tokens = (*earlier[: rng.randint(0, len(earlier))], *random_tokens(rng.randrange(1000), rng.randint(1, 40)))
             seeded = {"temperature": 0.8, "seed": rng.randrange(1000)} if rng.random() < 0.5 else {}
-            asked.append(asking(tokens, rng.choice([1, 5, 40]), rng.random() < 0.8, **seeded))
+            asked.append(request(tokens, rng.choice([1, 5, 40]), rng.random() < 0.8, **seeded))
         rows = serve(decoder, asked, eos=EOS, max_rows=batch, seed=seed + wave, between=between)
-        said += [tuple(row.tokens) for row in rows]
+        texts += [tuple(row.tokens) for row in rows]
         everyone += rows
     for row in everyone:
         assert_own(row)

@@ -1,4 +1,4 @@
-"""The start-up check: half precision is served, rounding is never refused, structure always is."""
+"""The start-up check: models with rounding differences are served, models with structural faults are refused."""
 
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -21,7 +21,7 @@ ROUNDED: dict[str, Rounded] = {"same bits in any shape": lambda model: model, "s
 """A CPU gives half precision the same bits in calls of any shape; on an accelerator they differ."""
 
 DENSE = ("llama", "gemma3_text", "qwen3", "olmo2", "gpt_neox", "cohere2", "phi3", "starcoder2", "minicpm3", "lfm2")
-"""One or more of each kind of cache and attention whose kernels a CPU has in half precision (no experts)."""
+"""At least one of each kind of cache and attention with half-precision kernels on a CPU (no experts)."""
 
 FAULTS = [Fault(kind, layer, row) for kind in KINDS for layer, row in ((None, None), (None, 1), (0, 2))][:20]
 """In all layers and all rows, in all layers of one row, in one layer of another."""
@@ -48,7 +48,7 @@ def refused(model: Any, fault: Fault) -> bool:
 
 
 def test_half_precision_is_served() -> None:
-    """Rounding that grows through 32 layers, which a fixed share of the logits' range once refused."""
+    """Rounding that grows through 32 layers; a fixed tolerance relative to the logits' range refused it once."""
     made = tiny_llama(0, layers=32)
     made.set_dtype(mx.bfloat16)
     found = largest_difference(shape_dependent(made), "target")
@@ -65,7 +65,7 @@ def test_healthy_models_are_served(name: str, dtype: str, rounded: str) -> None:
 
 @pytest.mark.parametrize("fault", FAULTS[::3], ids=lambda fault: fault.kind)
 @pytest.mark.parametrize("dtype", HALF)
-def test_structure_is_refused(dtype: str, fault: Fault) -> None:
+def test_structural_faults_are_refused(dtype: str, fault: Fault) -> None:
     assert refused(model("llama", dtype, "shapes round apart"), fault)
 
 
@@ -84,7 +84,7 @@ def test_a_row_that_turns_nan_is_refused() -> None:
 
 
 def healthy() -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Fifty: families, and Llamas of several widths, depths and seeds, each as it rounds here and as it would elsewhere."""
+    """Fifty families and Llamas of several widths, depths and seeds, with this machine's and with shape-dependent rounding."""
     for rounded, change in ROUNDED.items():
         for name in DENSE:
             for dtype in HALF:

@@ -1,4 +1,4 @@
-"""What calls cost is timed more than once: a machine that was busy for a moment is not taken for a slow one."""
+"""Call costs are timed repeatedly, so that a short load on the machine does not distort them."""
 
 import time
 
@@ -12,13 +12,13 @@ from service.engine.draft import bare
 from service.engine.length import Choice, DraftLength
 from service.engine.profile import Profile
 from service.models.heads import cut, twin
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 SLOW = 0.03
 
 
-class Machine:
-    """Holds every call up while it is busy. calls: until it is so no more."""
+class BusyMachine:
+    """Delays every call while it is busy. calls: number of calls until it is idle again."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
@@ -29,10 +29,10 @@ class Machine:
             time.sleep(SLOW)
 
 
-class On(nn.Module):
-    """A model on such a machine."""
+class DelayedModel(nn.Module):
+    """A model on that machine."""
 
-    def __init__(self, model: nn.Module, machine: Machine) -> None:
+    def __init__(self, model: nn.Module, machine: BusyMachine) -> None:
         super().__init__()
         self.model = model
         self._machine = machine
@@ -47,8 +47,8 @@ class On(nn.Module):
 
 
 def pair(calls: int) -> tuple[nn.Module, nn.Module]:
-    target, machine = tiny_llama(0), Machine(calls)
-    return On(target, machine), On(relative(target, 1, 0.1), machine)
+    target, machine = tiny_llama(0), BusyMachine(calls)
+    return DelayedModel(target, machine), DelayedModel(noisy_copy(target, 1, 0.1), machine)
 
 
 def round_of(costs: Costs) -> float:
@@ -56,15 +56,17 @@ def round_of(costs: Costs) -> float:
 
 
 def test_a_busy_moment_at_the_start_is_forgotten() -> None:
-    """A pass is twenty calls at least."""
+    """One pass makes at least twenty calls."""
     assert round_of(Profile(*pair(0), rows=[1], most=1).measure()) < SLOW
     assert round_of(Profile(*pair(20), rows=[1], most=1).measure()) < SLOW
 
 
-def test_what_was_measured_on_a_busy_machine_is_measured_again() -> None:
-    machine = Machine(10**6)
+def test_costs_measured_on_a_busy_machine_are_measured_again() -> None:
+    machine = BusyMachine(10**6)
     target = tiny_llama(0)
-    profile = Profile(On(target, machine), On(relative(target, 1, 0.1), machine), rows=[1], most=1, rest=1.0)
+    profile = Profile(
+        DelayedModel(target, machine), DelayedModel(noisy_copy(target, 1, 0.1), machine), rows=[1], most=1, rest=1.0
+    )
     first = profile.measure()
     assert round_of(first) > 2 * SLOW
     assert profile.settle() is None, "nothing was timed since"
@@ -83,10 +85,10 @@ def test_what_was_measured_on_a_busy_machine_is_measured_again() -> None:
     assert length.round_seconds()[0] == round_of(costs)
 
 
-def test_work_that_comes_finds_the_draft_as_it_was() -> None:
-    """A step is timed with tokens of the rows' own, which the next row has not shown."""
+def test_timing_restores_the_drafts_extra_ids() -> None:
+    """Draft steps are timed with extra ids, which must not be left in the head."""
     target = tiny_llama(0)
-    draft = twin(relative(target, 1, 0.1))
+    draft = twin(noisy_copy(target, 1, 0.1))
     cut(draft, list(range(0, 97, 2)))
     token = mx.array([[5]])
     before = draft(token)
@@ -98,7 +100,7 @@ def test_work_that_comes_finds_the_draft_as_it_was() -> None:
     assert mx.array_equal(draft(token), before)
 
 
-def test_costs_that_hardly_differ_leave_corrections_alone() -> None:
+def test_nearly_equal_costs_keep_their_corrections() -> None:
     of = Costs({(1, 1): 0.05, (1, 3): 0.06}, {1: 0.01}, {1: 0.0}, 0.0, 0.0)
     length = DraftLength(2, 0, of)
     load = Load(1, 0)
@@ -114,8 +116,8 @@ def test_costs_that_hardly_differ_leave_corrections_alone() -> None:
     assert length.seconds(load, 2, 2) == pytest.approx(other.round(load, 2))
 
 
-def test_a_model_that_fails_while_nobody_asks_ends_nothing() -> None:
-    """Nor is it asked again and again."""
+def test_a_model_that_fails_during_timing_does_not_end_the_engine() -> None:
+    """It is not timed again either."""
 
     class Broken(nn.Module):
         def __init__(self, model: nn.Module) -> None:
@@ -141,7 +143,7 @@ def test_a_model_that_fails_while_nobody_asks_ends_nothing() -> None:
 
 def test_a_decoder_without_rows_measures_in_time() -> None:
     target = tiny_llama(0)
-    decoder = Decoder(target, bare(relative(target, 1, 0.1)), vocabulary=97, k=2, adaptive=True)
+    decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=2, adaptive=True)
     assert not decoder.idle(), "nothing was measured yet"
     decoder.profile(1)
     assert not decoder.idle(), "it was just measured"

@@ -1,4 +1,4 @@
-"""Batches whose shapes change every round: on CUDA each may be a graph that MLX has not cached. None may end the process."""
+"""Batches whose shapes change every round: on CUDA each may need a graph that MLX has not cached. None may end the process."""
 
 import mlx.core as mx
 import pytest
@@ -8,7 +8,7 @@ from tests.support.oracle import forced
 from tests.support.ragged_rounds import ragged_rounds, tiny_pair
 
 
-def test_every_round_of_another_shape() -> None:
+def test_rounds_of_ever_changing_shapes() -> None:
     target, draft = tiny_pair(2, 32, 97, mx.float32)
     finished: list[Row] = []
     found = ragged_rounds(target, draft, vocabulary=97, rounds=60, max_rows=5, longest=64, on_finished=finished.append)

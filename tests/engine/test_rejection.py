@@ -10,14 +10,14 @@ from scipy import stats
 from service.core import Sampling
 from service.engine import verify
 from service.engine.sampling import SamplingBatch, draw, transform
-from tests.support.oracle import tempered
+from tests.support.oracle import filtered_logprobs
 
 VOCABULARY = 10
 DRAWS = 100_000
 ROWS = 5_000
 
 
-def laws(seed: int) -> tuple[mx.array, mx.array]:
+def draw_logits(seed: int) -> tuple[mx.array, mx.array]:
     """Logits (3, V) of a target and a (2, V) draft that differ clearly."""
     rng = np.random.default_rng(seed)
     p = rng.normal(0, 1.5, (3, VOCABULARY))
@@ -25,8 +25,8 @@ def laws(seed: int) -> tuple[mx.array, mx.array]:
 
 
 def one_round(sampling: Sampling, seed: int, usable: bool = True) -> np.ndarray:
-    """First emitted token and, where the first draft was kept, the second: (DRAWS, 2), -1 where the round ended before."""
-    p, q = laws(seed)
+    """First emitted token and, if the first proposal was accepted, the second: (DRAWS, 2), else -1."""
+    p, q = draw_logits(seed)
     batch = SamplingBatch.of([sampling] * ROWS, VOCABULARY)
     logp = transform(mx.broadcast_to(p[None], (ROWS, 3, VOCABULARY)), batch)
     logq = transform(mx.broadcast_to(q[None], (ROWS, 2, VOCABULARY)), batch)
@@ -36,20 +36,20 @@ def one_round(sampling: Sampling, seed: int, usable: bool = True) -> np.ndarray:
         drafted = draw(logq, batch, None, a).astype(mx.int32)
         fine = mx.full(drafted.shape, usable)
         accepted, following = verify.reject(logp, logq if usable else logq * float("nan"), drafted, fine, b)
-        kept, after, guess = (np.array(a).astype(np.int64) for a in (accepted, following, drafted))
-        first = np.where(kept > 0, guess[:, 0], after)
-        second = np.where(kept > 1, guess[:, 1], np.where(kept == 1, after, -1))
+        count, after, guess = (np.array(a).astype(np.int64) for a in (accepted, following, drafted))
+        first = np.where(count > 0, guess[:, 0], after)
+        second = np.where(count > 1, guess[:, 1], np.where(count == 1, after, -1))
         out.append(np.stack([first, second], axis=1))
     return np.concatenate(out)
 
 
-def p_value(counts: np.ndarray, law: np.ndarray) -> float:
-    assert counts[law == 0].sum() == 0, "a token outside the filters was drawn"
-    law = law.astype(np.float64)
-    live = law > 0
+def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    assert counts[probabilities == 0].sum() == 0, "a token outside the filters was drawn"
+    probabilities = probabilities.astype(np.float64)
+    live = probabilities > 0
     if live.sum() == 1:
         return 1.0
-    return float(stats.chisquare(counts[live], law[live] / law[live].sum() * counts.sum()).pvalue)
+    return float(stats.chisquare(counts[live], probabilities[live] / probabilities[live].sum() * counts.sum()).pvalue)
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
@@ -59,8 +59,8 @@ def test_draws_follow_the_target(temperature: float, top_p: float, top_k: int) -
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
     seed = int(temperature * 10 + top_p * 100) + top_k
     drawn = one_round(sampling, seed)
-    # The law by mlx-lm's own filters, not by our transform.
-    expected = np.array(mx.exp(tempered(laws(seed)[0], sampling)))
+    # Computed with mlx-lm's own filters, not with our transform.
+    expected = np.array(mx.exp(filtered_logprobs(draw_logits(seed)[0], sampling)))
     for position in (0, 1):
         tokens = drawn[:, position]
         counts = np.bincount(tokens[tokens >= 0], minlength=VOCABULARY)
@@ -69,22 +69,22 @@ def test_draws_follow_the_target(temperature: float, top_p: float, top_k: int) -
 
 
 def test_the_statistic_notices_a_biased_rule() -> None:
-    """Accepting by the draft's law instead must be seen by the same χ² test."""
-    p, q = laws(1)
-    law = np.array(mx.exp(tempered(p, Sampling(temperature=1.0))))[0]
+    """The same χ² test rejects samples of the draft's distribution."""
+    p, q = draw_logits(1)
+    probabilities = np.array(mx.exp(filtered_logprobs(p, Sampling(temperature=1.0))))[0]
     biased = np.array(mx.random.categorical(q[0], shape=(DRAWS,), key=mx.random.key(0)))
-    assert p_value(np.bincount(biased, minlength=VOCABULARY), law) < 1e-4
+    assert p_value(np.bincount(biased, minlength=VOCABULARY), probabilities) < 1e-4
 
 
 def test_without_a_usable_draft_the_target_draws_alone() -> None:
     sampling = Sampling(temperature=1.0)
     drawn = one_round(sampling, 5, usable=False)
-    expected = np.array(mx.exp(tempered(laws(5)[0], sampling)))[0]
+    expected = np.array(mx.exp(filtered_logprobs(draw_logits(5)[0], sampling)))[0]
     assert (drawn[:, 1] == -1).all()
     assert p_value(np.bincount(drawn[:, 0], minlength=VOCABULARY), expected) > 1e-4
 
 
-def test_equal_laws_accept_everything_and_leave_no_residual() -> None:
+def test_equal_distributions_accept_everything_and_leave_no_residual() -> None:
     logp = mx.log(mx.softmax(mx.random.normal((64, 4, VOCABULARY), key=mx.random.key(1)), axis=-1))
     drafted = mx.random.categorical(logp[:, :3], key=mx.random.key(2)).astype(mx.int32)
     accepted, following = verify.reject(logp, logp[:, :3], drafted, mx.ones((64, 3), dtype=mx.bool_), mx.random.key(3))
@@ -93,8 +93,8 @@ def test_equal_laws_accept_everything_and_leave_no_residual() -> None:
 
 
 def test_acceptance_is_the_overlap() -> None:
-    """E[first kept] = Σ min(p, q) (Leviathan et al., theorem 3.5), within five standard errors."""
-    p, q = laws(9)
+    """E[first accepted] = Σ min(p, q) (Leviathan et al., theorem 3.5), within five standard errors."""
+    p, q = draw_logits(9)
     batch = SamplingBatch.of([Sampling(temperature=1.0)] * DRAWS, VOCABULARY)
     logp = mx.broadcast_to(transform(p[None, :2], batch), (DRAWS, 2, VOCABULARY))
     logq = mx.broadcast_to(transform(q[None, :1], batch), (DRAWS, 1, VOCABULARY))
@@ -105,9 +105,9 @@ def test_acceptance_is_the_overlap() -> None:
     assert abs(float(np.array(accepted).mean()) - overlap) < 5 * error
 
 
-def test_a_draft_that_stops_where_it_is_in_doubt_leaves_the_law() -> None:
-    """The second token is drafted only where the draft was sure of the first: that one is verified in any case."""
-    p, q = laws(3)
+def test_stopping_at_low_confidence_keeps_the_distribution() -> None:
+    """The second token is drafted only if the confidence in the first is high; the first is verified in any case."""
+    p, q = draw_logits(3)
     batch = SamplingBatch.of([Sampling(temperature=1.0)] * DRAWS, VOCABULARY)
     logp = mx.broadcast_to(transform(p[None], batch), (DRAWS, 3, VOCABULARY))
     logq = mx.broadcast_to(transform(q[None], batch), (DRAWS, 2, VOCABULARY))
@@ -117,14 +117,16 @@ def test_a_draft_that_stops_where_it_is_in_doubt_leaves_the_law() -> None:
     first, second = np.empty(DRAWS, dtype=np.int64), np.full(DRAWS, -1)
     for k, rows in ((2, np.flatnonzero(far)), (1, np.flatnonzero(~far))):
         at = mx.array(rows)
-        told = drafted[at, :k]
-        fine = mx.ones(told.shape, dtype=mx.bool_)
-        kept, after = verify.reject(logp[at, : k + 1], logq[at, :k], told, fine, mx.random.key(k + 5))
-        n, then, said = (np.array(a).astype(np.int64) for a in (kept, after, told))
-        first[rows] = np.where(n > 0, said[:, 0], then)
-        second[rows] = np.where(n > 1, said[:, -1], np.where(n == 1, then, -1))
-    law = np.array(mx.exp(logp[0]))
-    assert p_value(np.bincount(first, minlength=VOCABULARY), law[0]) > 1e-4
+        proposed = drafted[at, :k]
+        fine = mx.ones(proposed.shape, dtype=mx.bool_)
+        accepted, after = verify.reject(logp[at, : k + 1], logq[at, :k], proposed, fine, mx.random.key(k + 5))
+        n, then, tokens = (np.array(a).astype(np.int64) for a in (accepted, after, proposed))
+        first[rows] = np.where(n > 0, tokens[:, 0], then)
+        second[rows] = np.where(n > 1, tokens[:, -1], np.where(n == 1, then, -1))
+    probabilities = np.array(mx.exp(logp[0]))
+    assert p_value(np.bincount(first, minlength=VOCABULARY), probabilities[0]) > 1e-4
     for part in (far, ~far):
-        assert p_value(np.bincount(second[part & (second >= 0)], minlength=VOCABULARY), law[1]) > 1e-4
-    assert p_value(np.bincount(first[far], minlength=VOCABULARY), law[0]) < 1e-4, "the test would see a token left out"
+        assert p_value(np.bincount(second[part & (second >= 0)], minlength=VOCABULARY), probabilities[1]) > 1e-4
+    assert p_value(np.bincount(first[far], minlength=VOCABULARY), probabilities[0]) < 1e-4, (
+        "the test notices a missing part"
+    )

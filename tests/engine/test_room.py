@@ -1,4 +1,4 @@
-"""Rows come and go in place: what stays is what it was, whoever moved, and nothing else is copied."""
+"""Rows join and leave the cache in place: remaining rows keep their contents, and only moved rows are copied."""
 
 import mlx.core as mx
 import numpy as np
@@ -11,7 +11,7 @@ from tests.support.typed import as_ints
 
 
 def filled(rows: int, capacity: int = STEP, first: int = 1) -> mx.array:
-    """Every row a number of its own, from `first` on."""
+    """Every row is filled with its own number, from `first` on."""
     return mx.zeros((rows, 2, capacity, 4)) + mx.arange(first, first + rows)[:, None, None, None]
 
 
@@ -23,17 +23,17 @@ def numbers(held: mx.array | None, rows: int) -> list[float]:
 
 
 @given(st.integers(0, 12).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, max(n - 1, 0)), max_size=n))))
-def test_those_at_the_end_come_into_the_places_of_those_who_go(case: tuple[int, set[int]]) -> None:
+def test_rows_at_the_end_move_into_freed_slots(case: tuple[int, set[int]]) -> None:
     rows, gone = case[0], {row for row in case[1] if row < case[0]}
     staying = closed(rows, gone)
     assert sorted(staying) == [row for row in range(rows) if row not in gone]
     moved = [row for place, row in enumerate(staying) if place != row]
-    assert len(moved) == sum(row < len(staying) for row in gone), "no more than there are holes"
+    assert len(moved) == sum(row < len(staying) for row in gone), "no more moves than holes"
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 5), st.sets(st.integers(0, 7), min_size=1)), max_size=12))
-def test_rows_that_come_and_go_stay_what_they_are(events: list[int | set[int]]) -> None:
+def test_rows_keep_their_contents_as_others_join_and_leave(events: list[int | set[int]]) -> None:
     held: mx.array | None = None
     inside: list[float] = []
     named = 1
@@ -52,13 +52,13 @@ def test_rows_that_come_and_go_stay_what_they_are(events: list[int | set[int]]) 
             assert held.shape[0] <= max(2 * len(inside), len(inside) + len(inside) // SPARE)
 
 
-def test_room_is_used_and_given_back() -> None:
+def test_capacity_is_reused_and_released() -> None:
     batch = joined([filled(8), filled(4, first=9)], [8, 4])
     assert batch is not None and batch.shape[0] == 12 + 12 // SPARE
     (held,) = kept([batch], closed(12, {2, 5}), STEP)
     assert held is not None and held.shape[0] == 15 and numbers(held, 10) == [1, 2, 12, 4, 5, 11, 7, 8, 9, 10]
     again = joined([held, filled(3, first=20)], [10, 3])
-    assert again is held, "there is room for them"
+    assert again is held, "the spare capacity is enough"
     assert numbers(again, 13)[10:] == [20, 21, 22]
     (few,) = kept([again], [12, 0], STEP)
     assert few is not None and few.shape[0] == 2 and numbers(few, 2) == [22, 1]
@@ -68,8 +68,8 @@ def test_room_is_used_and_given_back() -> None:
 
 
 @pytest.mark.parametrize("starts", [3, mx.array([0, 7, 40])])
-def test_what_is_not_in_use_is_not_written_over(starts: int | mx.array) -> None:
-    """Three of five rows are in use; the others' next owners bring their own."""
+def test_slots_not_in_use_are_not_overwritten(starts: int | mx.array) -> None:
+    """Three of five slots are in use."""
     new = mx.ones((3, 2, 2, 4)) * 9
     held = np.array(written(filled(5), new, starts))
     at = [3] * 3 if isinstance(starts, int) else as_ints(starts)
@@ -78,8 +78,8 @@ def test_what_is_not_in_use_is_not_written_over(starts: int | mx.array) -> None:
         assert (np.delete(held[row], [begin, begin + 1], axis=1) == row + 1).all()
 
 
-def test_nothing_but_what_moves_is_copied() -> None:
-    """Memory at its peak stays below a second batch."""
+def test_only_moved_rows_are_copied() -> None:
+    """Peak memory stays below that of a second batch."""
     batch = [filled(16, capacity=8 * STEP) for _ in range(8)]
     mx.eval(batch)
     size = sum(one.nbytes for one in batch)

@@ -1,4 +1,4 @@
-"""Where a request ends, and what of its text may be shown before that is known."""
+"""Where a request ends, and which text may be streamed before."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from service.core import FinishReason, Prompt, Sampling, Source
 from service.engine.row import Row, TextStream
 
 
-class Letters:
-    """A detokenizer of one letter a token."""
+class LetterDetokenizer:
+    """A detokenizer with one letter per token."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -20,7 +20,7 @@ class Letters:
 
 
 def streamed(text: str, *stop: str) -> tuple[list[str], bool]:
-    stream = TextStream(Letters(), stop)
+    stream = TextStream(LetterDetokenizer(), stop)
     pieces: list[str] = []
     for letter in text:
         stopped = stream.add(ord(letter))
@@ -36,7 +36,7 @@ def test_a_stop_string_across_tokens_never_shows() -> None:
     assert all("E" not in piece for piece in pieces)
 
 
-def test_what_only_looked_like_a_stop_string_is_shown_after_all() -> None:
+def test_text_withheld_for_a_possible_stop_string_is_shown_later() -> None:
     pieces, stopped = streamed("an ENvelope", "END")
     assert not stopped and "".join(pieces) == "an ENvelope."
 
@@ -74,7 +74,7 @@ def test_a_round_that_passes_the_end_token_is_cut_there() -> None:
 def test_positions_behind_the_end_are_not_counted(
     tokens: list[int], drafted: list[int], counted: tuple[int, int]
 ) -> None:
-    """Nobody knows whether they would have been accepted."""
+    """It is unknown whether they would have been accepted."""
     request = row(max_tokens=10)
     request.take(tokens, drafted, Source.DRAFT, adapter=3, evidence=None, tie_margin=0.0)
     (done,) = request.rounds
@@ -84,7 +84,7 @@ def test_positions_behind_the_end_are_not_counted(
 
 
 def test_positions_behind_a_stop_string_are_not_counted() -> None:
-    request = Row("r", Prompt((1, 2), Sampling(stop=("ab",))), frozenset(), TextStream(Letters(), ("ab",)))
+    request = Row("r", Prompt((1, 2), Sampling(stop=("ab",))), frozenset(), TextStream(LetterDetokenizer(), ("ab",)))
     request.take([*b"xabyz"], [*b"xaby"], Source.LOOKUP, adapter=3, evidence=None, tie_margin=0.0)
     assert request.finish is FinishReason.STOP
     assert [(done.drafted, done.accepted, done.emitted) for done in request.rounds] == [(3, 3, 3)]

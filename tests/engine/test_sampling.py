@@ -1,4 +1,4 @@
-"""The transform is mlx-lm's, row by row, and the shared noise depends on seed and position alone."""
+"""The sampling transform equals mlx-lm's, row by row, and the shared noise depends only on seed and position."""
 
 import mlx.core as mx
 import numpy as np
@@ -10,7 +10,7 @@ from scipy import stats
 from service.core import Sampling
 from service.engine.sampling import SamplingBatch, SharedNoise, fit, gumbel, noise_key, shared_noise, transform
 from service.engine.targets import tail_mass, top_and_mass, top_logits
-from tests.support.oracle import seeded_key, seeded_noise, tempered
+from tests.support.oracle import filtered_logprobs, seeded_key, seeded_noise
 from tests.support.typed import as_float
 
 
@@ -36,11 +36,11 @@ def test_a_mixed_batch_equals_mlx_lm_row_by_row(rows: list[Sampling], seed: int)
     for i, sampling in enumerate(rows):
         if sampling.top_k >= vocabulary:  # mlx-lm refuses what we treat as no filter
             sampling = Sampling(temperature=sampling.temperature, top_p=sampling.top_p, min_p=sampling.min_p)
-        theirs = tempered(logits[i], sampling)
+        theirs = filtered_logprobs(logits[i], sampling)
         assert np.allclose(np.exp(np.array(ours[i])), np.exp(np.array(theirs)), atol=1e-5)
 
 
-def test_greedy_rows_are_untouched_by_their_neighbours_filters() -> None:
+def test_greedy_rows_ignore_the_filters_of_other_rows() -> None:
     logits = mx.random.normal((2, 1, 50), key=mx.random.key(0))
     batch = SamplingBatch.of([Sampling(), Sampling(temperature=0.5, top_k=3)], 50)
     out = np.array(transform(logits, batch))
@@ -57,7 +57,7 @@ def test_noise_is_a_function_of_seed_and_position() -> None:
     assert (held[1] == 0).all()
     assert (held[0, 0] != held[0, 1]).any()
     assert shared_noise(SamplingBatch.of([Sampling()], 33), [0], 3, 33) is None
-    # Made as far as it is asked for, it is the same.
+    # Noise for fewer positions is the same.
     made = SharedNoise(SamplingBatch.of(rows, 33), [4, 0, 6], 33)
     later = made.at(1)
     assert later is not None and mx.array_equal(later, noise[:, 1:2])
@@ -83,7 +83,7 @@ GOLDEN_NOISE = {
 same text in every later version."""
 
 
-def test_seeded_noise_is_what_it_always_was() -> None:
+def test_seeded_noise_is_pinned() -> None:
     for (seed, position), key in GOLDEN_KEYS.items():
         assert noise_key(seed, position) == seeded_key(seed, position) == key
     for (seed, position, width), values in GOLDEN_NOISE.items():
@@ -100,7 +100,7 @@ def test_seeds_and_positions_differ() -> None:
 
 
 @pytest.mark.parametrize("temperature", [1e-39, 1e-9, 9.9e-6])
-def test_hardly_any_temperature_is_greedy(temperature: float) -> None:
+def test_a_tiny_temperature_is_greedy(temperature: float) -> None:
     """Divided by so little, log-probabilities overflow: NaN, of which the largest is token 0."""
     logits = mx.random.normal((2, 1, 50), key=mx.random.key(3)) * 5
     rows = [Sampling(temperature=temperature, seed=4), Sampling(temperature=1.0)]
@@ -114,7 +114,7 @@ def test_hardly_any_temperature_is_greedy(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("width", [40, 50, 60])
-def test_a_draft_s_logits_are_brought_to_the_target_s_width(width: int) -> None:
+def test_draft_logits_are_padded_to_the_target_s_width(width: int) -> None:
     logits = mx.random.normal((2, 3, width), key=mx.random.key(0))
     out = np.array(fit(logits, 50))
     both = min(width, 50)
@@ -139,7 +139,7 @@ def test_top_is_exact_and_the_tail_is_the_rest(vocabulary: int) -> None:
     assert np.array_equal(np.take_along_axis(logp, np.array(ids).astype(int), -1), best)
     rest = 1 - np.exp(best.astype(np.float64)).sum(-1)
     assert np.allclose(np.exp(np.array(tail_mass(values))), np.maximum(rest, 0), atol=2e-6)
-    # Row by row in the host's memory it is the same, whatever the logits are shifted by.
+    # Computed row by row on the host it is the same, for any shift of the logits.
     flat = logp.reshape(-1, vocabulary)
     there, largest, mass = top_and_mass(list(flat + np.float32(40.0)), 32)
     assert np.array_equal(there, np.array(ids).reshape(-1, there.shape[-1]))

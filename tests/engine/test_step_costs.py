@@ -1,4 +1,4 @@
-"""What a draft step costs with one adapter and with another: measured where their weights differ, and counted by the gate."""
+"""Costs of draft steps differ between adapters: they are measured where weights differ, and the gate counts them."""
 
 import time
 from functools import cache
@@ -17,15 +17,15 @@ from service.learning import lora
 from service.lifecycle import gate
 from service.models.folding import as_served
 from service.settings import GateSettings
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import layers_of, leaves
 
 BYTES_A_SECOND = 20e6
 
 
 class MemoryBound(nn.Module):
-    """A model on a machine where a call takes as long as reading its weights does, as on a GPU; on a CPU quantised products
-    are slower than others."""
+    """A model whose calls take as long as reading its weights, as on a GPU; on a CPU quantised products are slower
+    instead."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def bytes_of(model: nn.Module) -> int:
 
 @cache
 def drafts() -> tuple[MemoryBound, MemoryBound]:
-    """A draft of four bits, and the same with an adapter that changes nothing folded into it."""
+    """A four-bit draft, and the same with a zero adapter folded into it."""
     base, trained = (tiny_llama(1, hidden=128) for _ in range(2))
     for model in (base, trained):
         nn.quantize(model, group_size=32, bits=4)
@@ -56,7 +56,7 @@ def drafts() -> tuple[MemoryBound, MemoryBound]:
 
 
 def test_drafts_of_the_same_shapes_cost_the_same() -> None:
-    one, other = (MemoryBound(relative(tiny_llama(0), seed, 0.1)) for seed in (1, 2))
+    one, other = (MemoryBound(noisy_copy(tiny_llama(0), seed, 0.1)) for seed in (1, 2))
     assert step_ratios({"0": one, "candidate": other}) == {"0": 1.0, "candidate": 1.0}
     assert one.calls == other.calls == 0, "no chance of timing tells them apart"
 
@@ -101,7 +101,7 @@ def test_a_switch_times_the_new_draft() -> None:
     decoder.switch(Draft(1, folded))
     (after,) = decoder.length.round_seconds()
     assert after > 1.5 * before
-    assert decoder.idle(), "all of it is timed again where there is time"
+    assert decoder.idle(), "everything is timed again when there is time"
     decoder.switch(Draft(2, MemoryBound(as_served(folded.model, None))))
     (same,) = decoder.length.round_seconds()
     assert same == after

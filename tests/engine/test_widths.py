@@ -1,4 +1,4 @@
-"""Logits of unlike widths: which draft is loaded changes no text."""
+"""Drafts with other logit widths than the target do not change outputs."""
 
 import random
 from functools import cache
@@ -26,7 +26,7 @@ def target() -> nn.Module:
 
 @cache
 def draft(width: int, *, listed: bool = False) -> nn.Module:
-    """The target with fewer or more tokens: right wherever both know the token."""
+    """The target with fewer or more output ids; right for ids that both have."""
     model, shared = tiny_llama(0, vocabulary=width), min(width, WIDTH)
     weights = dict(leaves(target().parameters()))
     for name, own in leaves(model.parameters()):
@@ -54,7 +54,7 @@ def asked(count: int, tokens: int = 40) -> list[Prompt]:
 
 @pytest.mark.parametrize("listed", [False, True], ids=["whole head", "cut head"])
 @pytest.mark.parametrize("width", [60, 96, WIDTH, 98, 130])
-def test_whatever_the_draft_s_width_the_text_is_the_target_s(width: int, listed: bool) -> None:
+def test_output_is_the_targets_own_with_a_draft_of_any_width(width: int, listed: bool) -> None:
     failures: list[int] = []
     rows = decode(
         target(),
@@ -69,13 +69,13 @@ def test_whatever_the_draft_s_width_the_text_is_the_target_s(width: int, listed:
         assert row.output == forced(target(), row.prompt.tokens, row.output, row.prompt.sampling)
     rounds = [each for row in rows for each in row.rounds]
     assert sum(each.accepted for each in rounds) > 0.05 * sum(each.drafted for each in rounds)
-    said = {token for row in rows for token in row.output}
-    assert width >= WIDTH or max(said) >= width, "the target says what the draft does not know"
+    emitted = {token for row in rows for token in row.output}
+    assert width >= WIDTH or max(emitted) >= width, "the target emits ids that the draft lacks"
 
 
 @pytest.mark.parametrize("width", [60, 130])
 def test_the_estimate_of_acceptance_draws_the_same_noise(width: int) -> None:
-    """What the engine accepted of seeded texts is what the off-policy estimate says, draft by draft."""
+    """For seeded texts the off-policy estimate equals what the engine accepted, position by position."""
     prompts = [each for each in asked(8) if each.sampling.seed is not None]
     rows = decode(target(), draft(width), prompts, k=1, vocabulary=WIDTH, collect=True)
     for row in rows:

@@ -1,5 +1,4 @@
-"""The engine's thread with real tiny models: whatever happens around a request, its tokens are the target's own or it
-ends once with a reason."""
+"""The engine's thread with real tiny models: every request gets the target's own tokens, or ends once with a reason."""
 
 import random
 import threading
@@ -50,7 +49,7 @@ from service.engine.prefix import BLOCK, PrefixCache
 from service.engine.worker import Worker
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
-from tests.support.oracle import naive, relative, tempered, tiny_llama
+from tests.support.oracle import filtered_logprobs, naive, noisy_copy, tiny_llama
 from tests.support.typed import layers_of
 
 EOS = frozenset({3})
@@ -60,12 +59,12 @@ K, ROWS, CHUNK, PATIENCE = 3, 8, 16, 30.0
 Hook = Callable[[mx.array, mx.array], mx.array]
 
 
-def untouched(fed: mx.array, logits: mx.array) -> mx.array:
+def unchanged(fed: mx.array, logits: mx.array) -> mx.array:
     return logits
 
 
-class Hooked(nn.Module):
-    """A real model whose every call goes through `hook`, which may wait, raise or spoil the logits."""
+class HookedModel(nn.Module):
+    """A real model whose logits pass through `hook`, which may wait, raise or change them."""
 
     def __init__(self, inner: nn.Module, hook: Hook) -> None:
         super().__init__()
@@ -79,8 +78,8 @@ class Hooked(nn.Module):
         return layers_of(self.inner)
 
 
-class Hold:
-    """A hook that keeps the engine's thread inside the `at`-th call (of those that match) until released."""
+class BlockingHook:
+    """A hook that blocks the engine's thread in the `at`-th matching call until released."""
 
     def __init__(self, at: int = 1, match: Callable[[mx.array], bool] = lambda fed: True) -> None:
         self.at, self.match, self.calls = at, match, 0
@@ -98,8 +97,8 @@ class Hold:
         return logits
 
 
-class Breaking:
-    """A hook that spoils every call from the `after`-th on, until healed."""
+class FailingHook:
+    """A hook that raises or returns NaN in every call after the first `after`, until healed."""
 
     def __init__(self, after: int, how: str) -> None:
         self.after, self.how, self.calls, self.healed = after, how, 0, False
@@ -113,8 +112,8 @@ class Breaking:
         return logits * float("nan")
 
 
-class Spelling:
-    """A detokenizer that gives every token a letter of its own."""
+class LetterDetokenizer:
+    """A detokenizer with one letter per token."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -126,7 +125,7 @@ class Spelling:
 
 
 class Client:
-    """Collects one request's events. `on_delta` runs on the engine's thread, so it strikes between two given rounds."""
+    """Collects one request's events. `on_delta` runs on the engine's thread, between two rounds."""
 
     def __init__(self, prompt: Prompt, on_delta: Callable[["Client"], None]) -> None:
         self.prompt, self.on_delta = prompt, on_delta
@@ -150,7 +149,7 @@ class Client:
         return [event for event in self.events if isinstance(event, Delta)]
 
     @property
-    def said(self) -> list[int]:
+    def tokens(self) -> list[int]:
         return [token for delta in self.deltas for token in delta.tokens]
 
     def end(self) -> Finished | Failed:
@@ -161,35 +160,35 @@ class Client:
         return ends[0]
 
     def finished(self, reason: FinishReason | None = None) -> Finished:
-        """The end of a request that got the target's own tokens, or their beginning where it was cancelled."""
+        """The end of a request with the target's own tokens, or their beginning if it was cancelled."""
         end = self.end()
         assert isinstance(end, Finished), end
         expected = oracle(self.prompt)
         if end.finish is FinishReason.CANCELLED:
             expected = expected[: len(end.output)]
-        assert list(end.output) == self.said == expected
+        assert list(end.output) == self.tokens == expected
         assert reason is None or end.finish is reason
         return end
 
-    def failed(self, says: str) -> Unavailable:
+    def failed(self, message: str) -> Unavailable:
         end = self.end()
-        assert isinstance(end, Failed) and isinstance(end.error, Unavailable) and says in str(end.error), end
+        assert isinstance(end, Failed) and isinstance(end.error, Unavailable) and message in str(end.error), end
         return end.error
 
 
-class House:
-    """A worker over a tiny pair, and whatever it hands out: it is its own recorder, observer and watch."""
+class WorkerHarness:
+    """A worker on a tiny pair, which records everything that the worker reports."""
 
     def __init__(
         self,
-        target: Hook = untouched,
-        draft: Hook | None = untouched,
+        target: Hook = unchanged,
+        draft: Hook | None = unchanged,
         *,
         rows: int = ROWS,
         waiting: int = 64,
         hang_seconds: float = 60.0,
         noise: float = 0.3,
-        detokenizer: Callable[[], Spelling] = Spelling,
+        detokenizer: Callable[[], LetterDetokenizer] = LetterDetokenizer,
     ) -> None:
         self.hooks, self.noise, self.detokenizer = (target, draft), noise, detokenizer
         self.engine: Engine | None = None
@@ -210,9 +209,9 @@ class House:
 
     def build(self) -> Engine:
         target, draft = self.hooks
-        base = bare(Hooked(relative(tiny_llama(0), 1, self.noise), draft)) if draft is not None else None
+        base = bare(HookedModel(noisy_copy(tiny_llama(0), 1, self.noise), draft)) if draft is not None else None
         decoder = Decoder(
-            Hooked(tiny_llama(0), target),
+            HookedModel(tiny_llama(0), target),
             base,
             vocabulary=97,
             k=K if base else 0,
@@ -236,7 +235,7 @@ class House:
     def draft_failed(self, adapter: int) -> None:
         self.failures.append(adapter)
 
-    def ask(
+    def submit(
         self, prompt: Prompt, on_delta: Callable[[Client], None] = lambda client: None, place: Place | None = None
     ) -> Client:
         client = Client(prompt, on_delta)
@@ -244,7 +243,7 @@ class House:
         return client
 
     def rows_held(self) -> tuple[int, int]:
-        """How many rows the caches of target and draft hold, and that nothing is kept for none."""
+        """Rows in the caches of target and draft; checks that no memory is held without rows."""
         assert self.engine is not None and self.engine.decoder.drafter is not None
         caches = (self.engine.decoder.cache, self.engine.decoder.drafter.cache)
         for held in caches:
@@ -260,14 +259,14 @@ class House:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for hook in self.hooks:
-            if isinstance(hook, Hold):
+            if isinstance(hook, BlockingHook):
                 hook.release.set()
         self.worker.stop()
 
 
 @cache
 def reference() -> nn.Module:
-    """The worker's target once more, for the thread that runs the tests."""
+    """A copy of the worker's target for the thread that runs the tests."""
     return tiny_llama(0)
 
 
@@ -285,7 +284,7 @@ def prompt(number: int, length: int = 12, tokens: int = 24, **sampling: Any) -> 
     return Prompt(tuple(rng.randrange(4, 97) for _ in range(length)), Sampling(max_tokens=tokens, **sampling))
 
 
-def lasting(count: int, tokens: int) -> list[Prompt]:
+def long_prompts(count: int, tokens: int) -> list[Prompt]:
     """Prompts, every other one sampled, whose outputs do not end before `tokens`."""
     made: list[Prompt] = []
     for seed in range(1000):
@@ -298,8 +297,8 @@ def lasting(count: int, tokens: int) -> list[Prompt]:
     raise AssertionError("too few prompts last")
 
 
-def eventually(holds: Callable[[], bool], what: str) -> None:
-    """For what only shows in a status: looked at again and again, with a deadline."""
+def wait_for(holds: Callable[[], bool], what: str) -> None:
+    """Polls a condition until it holds, with a deadline."""
     pause = threading.Event()
     for _ in range(int(PATIENCE / 0.01)):
         if holds():
@@ -309,12 +308,12 @@ def eventually(holds: Callable[[], bool], what: str) -> None:
 
 
 def decoding(fed: mx.array) -> bool:
-    """Whether a target call is a round: prompts are read in chunks of other lengths."""
+    """Whether a target call is a round; prefill chunks have other lengths."""
     return fed.shape[1] in (1, K + 1)
 
 
-class Measuring(House):
-    """One that measures what rounds cost before it serves."""
+class MeasuringHarness(WorkerHarness):
+    """Measures the costs of rounds before it serves."""
 
     def build(self) -> Engine:
         engine = super().build()
@@ -323,30 +322,30 @@ class Measuring(House):
         return engine
 
 
-def test_what_rounds_cost_is_told_once_it_is_measured() -> None:
-    house = Measuring()
-    assert house.worker.round_seconds() is None, "not loaded yet"
-    with house:
-        costs = house.worker.round_seconds()
+def test_round_costs_are_reported_once_measured() -> None:
+    harness = MeasuringHarness()
+    assert harness.worker.round_seconds() is None, "not loaded yet"
+    with harness:
+        costs = harness.worker.round_seconds()
         assert costs is not None and len(costs) == K
         assert all(0 < seconds < 1 for seconds in costs)
-        assert house.ask(prompt(1)).finished()
-        assert house.worker.round_seconds() == costs
-    with House() as house:
-        assert house.worker.round_seconds() is None, "its draft length is fixed"
+        assert harness.submit(prompt(1)).finished()
+        assert harness.worker.round_seconds() == costs
+    with WorkerHarness() as harness:
+        assert harness.worker.round_seconds() is None, "its draft length is fixed"
 
 
-def test_prompts_join_several_at_a_time_and_more_where_more_wait_than_run() -> None:
-    """Two of these fill a chunk. The first is read alone, for nobody else is there yet."""
-    hold = Hold(match=lambda fed: fed.shape[1] == CHUNK // 2)
-    with House(hold, None, rows=8) as house:
-        clients = [house.ask(prompt(0, CHUNK // 2 + 1))]
+def test_prompts_are_prefilled_together_and_admitted_in_groups() -> None:
+    """Two of these prompts fill a chunk. The first is prefilled alone, because no other has arrived."""
+    hold = BlockingHook(match=lambda fed: fed.shape[1] == CHUNK // 2)
+    with WorkerHarness(hold, None, rows=8) as harness:
+        clients = [harness.submit(prompt(0, CHUNK // 2 + 1))]
         assert hold.reached.wait(PATIENCE)
-        clients += [house.ask(prompt(seed, CHUNK // 2 + 1)) for seed in range(1, 8)]
+        clients += [harness.submit(prompt(seed, CHUNK // 2 + 1)) for seed in range(1, 8)]
         hold.release.set()
         for client in clients:
             client.finished()
-        assert [len(rounds) for rounds in house.observed[:4]] == [1, 5, 7, 8]
+        assert [len(rounds) for rounds in harness.observed[:4]] == [1, 5, 7, 8]
     assert [rows for rows, tokens in hold.fed if tokens == CHUNK // 2] == [1, 4, 2, 1], "those that fit are one call"
 
 
@@ -354,153 +353,153 @@ def test_prompts_join_several_at_a_time_and_more_where_more_wait_than_run() -> N
 
 
 def test_a_reserved_place_counts_until_it_is_used_or_released() -> None:
-    hold = Hold()
-    with House(hold, rows=1, waiting=2) as house:
-        clients = [house.ask(prompt(0))]
+    hold = BlockingHook()
+    with WorkerHarness(hold, rows=1, waiting=2) as harness:
+        clients = [harness.submit(prompt(0))]
         assert hold.reached.wait(PATIENCE)
-        first, second = house.worker.reserve(), house.worker.reserve()
-        for refused in (house.worker.reserve, lambda: house.ask(prompt(1))):
+        first, second = harness.worker.reserve(), harness.worker.reserve()
+        for refused in (harness.worker.reserve, lambda: harness.submit(prompt(1))):
             with pytest.raises(Overloaded):
                 refused()
-        # Released twice, it is one place.
+        # Releasing twice frees one place.
         assert (first.release(), first.release()) == (True, False)
-        third = house.worker.reserve()
+        third = harness.worker.reserve()
         with pytest.raises(Overloaded):
-            house.worker.reserve()
-        # Used, it is the request's, and nobody can give it back.
-        clients.append(house.ask(prompt(1), place=second))
+            harness.worker.reserve()
+        # A used place belongs to the request and cannot be released.
+        clients.append(harness.submit(prompt(1), place=second))
         assert not second.release()
         with pytest.raises(Overloaded):
-            house.worker.reserve()
-        # A place that was used or released before is none.
+            harness.worker.reserve()
+        # A place cannot be used after it was used or released.
         with pytest.raises(Overloaded):
-            house.ask(prompt(2), place=second)
+            harness.submit(prompt(2), place=second)
         with pytest.raises(BadRequest), third:
-            house.ask(Prompt((), Sampling()), place=third)
-        with house.worker.reserve() as fourth:
-            clients.append(house.ask(prompt(3), place=fourth))
-        assert house.worker.status().waiting == 2
+            harness.submit(Prompt((), Sampling()), place=third)
+        with harness.worker.reserve() as fourth:
+            clients.append(harness.submit(prompt(3), place=fourth))
+        assert harness.worker.status().waiting == 2
         hold.release.set()
         for client in clients:
             client.finished()
         for _ in range(3):
-            house.worker.reserve()
+            harness.worker.reserve()
         with pytest.raises(Overloaded):
-            house.worker.reserve()
+            harness.worker.reserve()
 
 
 def test_a_worker_that_is_stopped_while_it_loads_ends_at_once() -> None:
     loading, loaded = threading.Event(), threading.Event()
 
-    class Slow(House):
+    class Slow(WorkerHarness):
         def build(self) -> Engine:
             loading.set()
             assert loaded.wait(PATIENCE)
             return super().build()
 
-    house = Slow()
+    harness = Slow()
     with ThreadPoolExecutor(1) as pool:
-        started = pool.submit(house.worker.start)
+        started = pool.submit(harness.worker.start)
         assert loading.wait(PATIENCE)
-        assert house.worker.loading
+        assert harness.worker.loading
         asked = time.monotonic()
-        house.worker.stop()
-        assert time.monotonic() - asked < house.worker._watchdog.hang_seconds / 2
+        harness.worker.stop()
+        assert time.monotonic() - asked < harness.worker._watchdog.hang_seconds / 2
         with pytest.raises(Unavailable, match="shut"):
             started.result(PATIENCE)
         with pytest.raises(Unavailable):
-            house.worker.reserve()
+            harness.worker.reserve()
     loaded.set()
-    assert not house.fatal.done()
+    assert not harness.fatal.done()
 
 
-def test_models_that_cannot_be_loaded_are_start_s_error_and_nothing_fatal() -> None:
-    class Without(House):
+def test_a_model_that_cannot_be_loaded_raises_from_start_and_is_not_fatal() -> None:
+    class Without(WorkerHarness):
         def build(self) -> Engine:
             raise RuntimeError("no such model")
 
-    house = Without(hang_seconds=0.04)
+    harness = Without(hang_seconds=0.04)
     with pytest.raises(Unavailable, match="no such model"):
-        house.worker.start(PATIENCE)
-    # The watchdog has looked by now, had it not been called off.
-    house.worker._watchdog._thread.join(PATIENCE)
-    assert not house.worker._watchdog._thread.is_alive()
-    assert not house.fatal.done()
-    house.worker.stop()
+        harness.worker.start(PATIENCE)
+    # By now the watchdog would have fired if it were still running.
+    harness.worker._watchdog._thread.join(PATIENCE)
+    assert not harness.worker._watchdog._thread.is_alive()
+    assert not harness.fatal.done()
+    harness.worker.stop()
 
 
-def test_a_full_queue_refuses_and_loses_nothing_it_took() -> None:
-    hold = Hold()
-    with House(hold, rows=2, waiting=3) as house:
-        clients = [house.ask(prompt(0))]
+def test_a_full_queue_refuses_and_loses_no_admitted_request() -> None:
+    hold = BlockingHook()
+    with WorkerHarness(hold, rows=2, waiting=3) as harness:
+        clients = [harness.submit(prompt(0))]
         assert hold.reached.wait(PATIENCE)
         refused: list[Overloaded] = []
 
         def rush(seed: int) -> Client | None:
             try:
-                return house.ask(prompt(seed))
+                return harness.submit(prompt(seed))
             except Overloaded as error:
                 refused.append(error)
                 return None
 
         with ThreadPoolExecutor(8) as pool:
             clients += [client for client in pool.map(rush, range(1, 31)) if client is not None]
-        status = house.worker.status()
+        status = harness.worker.status()
         assert (len(clients), status.rows, status.waiting) == (2 + 3, 1, 4)
         assert len(refused) == 26 and all(error.retry_after > 0 for error in refused)
         hold.release.set()
         for client in clients:
             client.finished()
-        clients.append(house.ask(prompt(31)))
+        clients.append(harness.submit(prompt(31)))
         clients[-1].finished()
     assert max(shape[0] for shape in hold.fed) == 2
-    assert Counter(g.id for g in house.generations) == Counter(client.finished().id for client in clients)
+    assert Counter(g.id for g in harness.generations) == Counter(client.finished().id for client in clients)
 
 
-def test_what_cannot_fit_is_refused_at_once() -> None:
-    with House() as house:
+def test_a_prompt_that_cannot_fit_is_refused_at_once() -> None:
+    with WorkerHarness() as harness:
         for asked, field in (
             (Prompt((), Sampling()), "prompt"),
             (prompt(0, length=1000, tokens=25), "max_tokens"),
             (prompt(0, length=1025, tokens=1), "prompt"),
         ):
             with pytest.raises(BadRequest) as refused:
-                house.ask(asked)
+                harness.submit(asked)
             assert refused.value.field == field
-        house.ask(prompt(0, length=1000, tokens=24)).finished()
+        harness.submit(prompt(0, length=1000, tokens=24)).finished()
 
 
-def test_what_was_read_before_is_told_apart() -> None:
+def test_cached_prompt_tokens_are_reported_separately() -> None:
     asked = prompt(3, length=2 * BLOCK + 5)
-    with House() as house:
-        ends = [house.ask(asked).finished() for _ in range(2)]
-        assert [(end.timings.prompt_n, end.timings.cache_n) for end in ends] == house.read
-    assert house.read == [(2 * BLOCK + 5, 0), (2 * BLOCK + 5, 2 * BLOCK)]
+    with WorkerHarness() as harness:
+        ends = [harness.submit(asked).finished() for _ in range(2)]
+        assert [(end.timings.prompt_n, end.timings.cache_n) for end in ends] == harness.read
+    assert harness.read == [(2 * BLOCK + 5, 0), (2 * BLOCK + 5, 2 * BLOCK)]
 
 
-def test_models_that_will_not_load_are_told_to_whoever_starts() -> None:
-    class Empty(House):
+def test_start_and_submit_raise_the_loading_error() -> None:
+    class Empty(WorkerHarness):
         def build(self) -> Engine:
             raise PairError("they do not belong together")
 
-    house = Empty(hang_seconds=1.0)
+    harness = Empty(hang_seconds=1.0)
     with pytest.raises(Unavailable, match="starting"):
-        house.ask(prompt(0))
+        harness.submit(prompt(0))
     with pytest.raises(PairError, match="belong together"):
-        house.worker.start(PATIENCE)
+        harness.worker.start(PATIENCE)
     with pytest.raises(Unavailable, match="belong together"):
-        house.ask(prompt(0))
-    assert not house.worker.status().ready
-    house.worker.stop()
+        harness.submit(prompt(0))
+    assert not harness.worker.status().ready
+    harness.worker.stop()
 
 
 # --------------------------------------------------------------------------------------------------------- cancellation
 
 
 def test_cancelled_while_queued() -> None:
-    hold = Hold()
-    with House(hold, rows=1) as house:
-        running, gone, stays = (house.ask(prompt(seed)) for seed in (1, 2, 3))
+    hold = BlockingHook()
+    with WorkerHarness(hold, rows=1) as harness:
+        running, gone, stays = (harness.submit(prompt(seed)) for seed in (1, 2, 3))
         assert hold.reached.wait(PATIENCE)
         for _ in range(2):
             gone.cancel()
@@ -511,20 +510,20 @@ def test_cancelled_while_queued() -> None:
         stays.finished(FinishReason.LENGTH)
         for client in (gone, stays):
             client.cancel()
-        house.ask(prompt(4)).finished()
+        harness.submit(prompt(4)).finished()
         gone.failed("cancelled before it started")
         stays.finished(FinishReason.LENGTH)
-    assert len(house.generations) == 3 and gone.ticket.result().id not in {g.id for g in house.generations}
+    assert len(harness.generations) == 3 and gone.ticket.result().id not in {g.id for g in harness.generations}
 
 
-def test_cancelled_while_its_prompt_is_read() -> None:
-    """Reading stops after the chunk under way, and the place goes to who waits."""
-    hold = Hold(at=2, match=lambda fed: fed.shape == (1, CHUNK))
-    with House(hold, rows=4) as house:
-        others = [house.ask(prompt(seed, tokens=64)) for seed in (2, 3, 4)]
-        gone = house.ask(prompt(5, length=100))
+def test_cancelled_during_prefill() -> None:
+    """Prefill stops after the current chunk, and the place goes to a waiting request."""
+    hold = BlockingHook(at=2, match=lambda fed: fed.shape == (1, CHUNK))
+    with WorkerHarness(hold, rows=4) as harness:
+        others = [harness.submit(prompt(seed, tokens=64)) for seed in (2, 3, 4)]
+        gone = harness.submit(prompt(5, length=100))
         assert hold.reached.wait(PATIENCE)
-        follower = house.ask(prompt(6))
+        follower = harness.submit(prompt(6))
         gone.cancel()
         hold.release.set()
         end = gone.finished(FinishReason.CANCELLED)
@@ -532,50 +531,51 @@ def test_cancelled_while_its_prompt_is_read() -> None:
         for client in (*others, follower):
             client.finished()
             assert client.end() is not end
-        assert house.rows_held() == (0, 0)
+        assert harness.rows_held() == (0, 0)
     assert hold.calls == 2
-    assert Counter(g.id for g in house.generations) == Counter(c.finished().id for c in (*others, follower))
+    assert Counter(g.id for g in harness.generations) == Counter(c.finished().id for c in (*others, follower))
 
 
 def test_cancelled_while_decoding() -> None:
-    """The row leaves before the next round, its room with it, and nobody else notices."""
-    hold = Hold()
+    """The row and its memory are gone before the next round, and other requests are unaffected."""
+    hold = BlockingHook()
     held: list[tuple[int, tuple[int, int]]] = []
     last: list[int] = []
-    with House(hold) as house:
+    with WorkerHarness(hold) as harness:
 
         def third(client: Client) -> None:
             if len(client.deltas) == 3:
-                last.append(len(house.observed))
+                last.append(len(harness.observed))
                 client.cancel()
 
-        asked = lasting(4, 48)
+        asked = long_prompts(4, 48)
         survivors = [
-            house.ask(one, lambda c: held.append((len(house.observed), house.rows_held()))) for one in asked[:3]
+            harness.submit(one, lambda c: held.append((len(harness.observed), harness.rows_held())))
+            for one in asked[:3]
         ]
-        gone = house.ask(asked[3], third)
+        gone = harness.submit(asked[3], third)
         hold.release.set()
         end = gone.finished(FinishReason.CANCELLED)
         assert len(gone.deltas) == 3 and 3 <= len(end.output) < 48
         for client in survivors:
             client.finished(FinishReason.LENGTH)
-        assert house.rows_held() == (0, 0)
-        eventually(lambda: house.worker.status().rows == 0, "the place was given back")
+        assert harness.rows_held() == (0, 0)
+        wait_for(lambda: harness.worker.status().rows == 0, "the place was given back")
     (cancelled,) = last
-    assert len(house.observed[cancelled - 1]) == 4 and len(house.observed[cancelled]) == 3
+    assert len(harness.observed[cancelled - 1]) == 4 and len(harness.observed[cancelled]) == 3
     assert (cancelled, (4, 4)) in held and (cancelled + 1, (3, 3)) in held
     assert all(rows[0] == rows[1] < 4 for round, rows in held if round > cancelled)
-    assert [g.finish for g in house.generations if g.id == end.id] == [FinishReason.CANCELLED]
+    assert [g.finish for g in harness.generations if g.id == end.id] == [FinishReason.CANCELLED]
 
 
 def test_a_storm_of_cancellations_leaves_nothing_behind() -> None:
     rng = random.Random(7)
     asked = [prompt(seed % 12, length=6 + 7 * (seed % 12)) for seed in range(40)]
     when = [rng.choice([None, None, 0, 1, 2, 4]) for _ in asked]
-    with House(rows=4, waiting=len(asked)) as house:
+    with WorkerHarness(rows=4, waiting=len(asked)) as harness:
 
         def one(i: int) -> Client:
-            client = house.ask(asked[i], lambda c: c.cancel() if len(c.deltas) == when[i] else None)
+            client = harness.submit(asked[i], lambda c: c.cancel() if len(c.deltas) == when[i] else None)
             if when[i] == 0:
                 client.cancel()
             return client
@@ -589,11 +589,11 @@ def test_a_storm_of_cancellations_leaves_nothing_behind() -> None:
             else:
                 assert moment is not None or client.finished().finish is not FinishReason.CANCELLED
                 client.finished()
-        assert house.rows_held() == (0, 0)
-        eventually(lambda: house.worker.status().rows == 0, "every place was given back")
-        assert house.worker.status().ready and house.worker.status().waiting == 0
-    begun = [client.finished().id for client in clients if client.said]
-    assert Counter(g.id for g in house.generations) == Counter(begun)
+        assert harness.rows_held() == (0, 0)
+        wait_for(lambda: harness.worker.status().rows == 0, "every place was given back")
+        assert harness.worker.status().ready and harness.worker.status().waiting == 0
+    begun = [client.finished().id for client in clients if client.tokens]
+    assert Counter(g.id for g in harness.generations) == Counter(begun)
 
 
 # ------------------------------------------------------------------------------------------------------ broken models
@@ -602,30 +602,30 @@ def test_a_storm_of_cancellations_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("how", ["raises", "nan"])
 @pytest.mark.parametrize("after", [0, 5, 40])
 def test_a_broken_draft_costs_speed_only(how: str, after: int) -> None:
-    breaking = Breaking(after, how)
-    with House(draft=breaking) as house:
-        clients = [house.ask(one) for one in lasting(5, 48)]
+    breaking = FailingHook(after, how)
+    with WorkerHarness(draft=breaking) as harness:
+        clients = [harness.submit(one) for one in long_prompts(5, 48)]
         for client in clients:
             client.finished()
-        # Logits that are not finite are counted for each row.
-        failures, status = len(house.failures), house.worker.status()
+        # Non-finite logits are counted per row.
+        failures, status = len(harness.failures), harness.worker.status()
         assert failures == 1 if how == "raises" else 1 <= failures <= 2 * len(clients)
         assert status.draft_failures == failures and status.ready
-        drafted = [any(round.drafted for round in rounds) for rounds in house.observed]
+        drafted = [any(round.drafted for round in rounds) for rounds in harness.observed]
         assert drafted == sorted(drafted, reverse=True) and not drafted[-1] and (after < 40 or drafted[0])
-        assert house.ask(prompt(1)).finished().timings.draft_n == 0
+        assert harness.submit(prompt(1)).finished().timings.draft_n == 0
         breaking.healed = True
-        house.worker.switch(house.worker.stage(None).result(PATIENCE)).result(PATIENCE)
-        failures = len(house.failures)
-        assert house.ask(prompt(2)).finished().timings.draft_n > 0
-        assert len(house.failures) == failures
+        harness.worker.switch(harness.worker.stage(None).result(PATIENCE)).result(PATIENCE)
+        failures = len(harness.failures)
+        assert harness.submit(prompt(2)).finished().timings.draft_n > 0
+        assert len(harness.failures) == failures
 
 
 def adapters(folder: Path, *sizes: float) -> list[AdapterRef]:
-    """Adapters of the draft with random weights of these sizes."""
+    """Adapters of the draft with random weights of the given sizes."""
     made: list[AdapterRef] = []
     for id, size in enumerate(sizes, start=1):
-        model = Hooked(relative(tiny_llama(0), 1, 0.3), untouched)
+        model = HookedModel(noisy_copy(tiny_llama(0), 1, 0.3), unchanged)
         shape = lora.wrap(model, rank=4, scale=2.0, seed=id)
         trained: dict[str, mx.array] = tree_flatten(model.trainable_parameters(), destination={})  # pyright: ignore
         noise = [(name, size * mx.random.normal(a.shape)) for name, a in trained.items() if name.endswith("lora_b")]
@@ -650,61 +650,61 @@ def adapters(folder: Path, *sizes: float) -> list[AdapterRef]:
 
 
 @pytest.mark.parametrize("how", ["raises", "adapter"])
-def test_rows_under_way_draft_as_well_as_before_once_the_draft_works_again(how: str, tmp_path: Path) -> None:
-    """The draft is the target's double, so that whatever a failure left in its cache shows in what is accepted. The
-    adapter's weights are finite, what they make of activations is not: no check before serving can see that."""
-    breaking = Breaking(2 + 3 * K, "raises")  # its prompt, a look at its parts, three rounds
+def test_running_rows_draft_as_well_as_before_once_the_draft_recovers(how: str, tmp_path: Path) -> None:
+    """The draft equals the target, so that a damaged draft cache shows as rejections. The adapter's weights are finite but its
+    activations are not, which no check before serving can detect."""
+    breaking = FailingHook(2 + 3 * K, "raises")  # prefill, the check of body and head, three rounds
     breaking.healed = how == "adapter"
-    with House(draft=breaking if how == "raises" else untouched, noise=0.0) as house:
+    with WorkerHarness(draft=breaking if how == "raises" else unchanged, noise=0.0) as harness:
         (ref,) = adapters(tmp_path, 1e30)
-        bad, good = (house.worker.stage(version).result(PATIENCE) for version in (ref, None))
+        bad, good = (harness.worker.stage(version).result(PATIENCE) for version in (ref, None))
 
         def strike(client: Client) -> None:
             if len(client.deltas) == 3 and how == "adapter":
-                house.worker.switch(bad)
+                harness.worker.switch(bad)
             if len(client.deltas) == 7:
                 breaking.healed = True
-                house.worker.switch(good)
+                harness.worker.switch(good)
 
-        house.ask(lasting(1, 64)[0], strike).finished(FinishReason.LENGTH)
-    assert len(house.failures) == 1
-    kept = [rounds[0].accepted for rounds in house.observed]
-    assert kept[:7] == [K] * 3 + [0] * 4 and set(kept[7:-1]) == {K}
+        harness.submit(long_prompts(1, 64)[0], strike).finished(FinishReason.LENGTH)
+    assert len(harness.failures) == 1
+    accepted = [rounds[0].accepted for rounds in harness.observed]
+    assert accepted[:7] == [K] * 3 + [0] * 4 and set(accepted[7:-1]) == {K}
 
 
-def test_a_broken_target_ends_everyone_with_the_reason() -> None:
-    with House(Breaking(12, "raises"), rows=2, hang_seconds=2.0) as house:
-        clients = [house.ask(one) for one in lasting(5, 48)]
+def test_a_failing_target_ends_every_request_with_the_reason() -> None:
+    with WorkerHarness(FailingHook(12, "raises"), rows=2, hang_seconds=2.0) as harness:
+        clients = [harness.submit(one) for one in long_prompts(5, 48)]
         for client in clients:
             client.failed("the engine stopped: RuntimeError: no such luck")
-        assert any(client.said for client in clients)
-        status = house.worker.status()
+        assert any(client.tokens for client in clients)
+        status = harness.worker.status()
         assert not status.ready and "no such luck" in status.reason and (status.rows, status.waiting) == (0, 0)
         with pytest.raises(Unavailable, match="no such luck"):
-            house.ask(prompt(0))
+            harness.submit(prompt(0))
         with pytest.raises(Unavailable, match="no such luck"):
-            house.worker.stage(None).result(PATIENCE)
-        assert "no such luck" in house.fatal.result(PATIENCE)
-    assert house.generations == []
+            harness.worker.stage(None).result(PATIENCE)
+        assert "no such luck" in harness.fatal.result(PATIENCE)
+    assert harness.generations == []
 
 
 @pytest.mark.parametrize("where", ["start", "record"])
 def test_a_request_that_cannot_be_handled_still_ends(where: str) -> None:
-    class Clumsy(House):
+    class Failing(WorkerHarness):
         def record(self, generation: Generation) -> None:
             if where == "record":
                 raise RuntimeError("no such luck")
 
-    made: list[Spelling] = []
+    made: list[LetterDetokenizer] = []
 
-    def detokenizer() -> Spelling:
+    def detokenizer() -> LetterDetokenizer:
         if where == "start" and len(made) == 1:
             raise RuntimeError("no such luck")
-        made.append(Spelling())
+        made.append(LetterDetokenizer())
         return made[-1]
 
-    with Clumsy(detokenizer=detokenizer, hang_seconds=2.0) as house:
-        clients = [house.ask(prompt(seed)) for seed in (1, 2)]
+    with Failing(detokenizer=detokenizer, hang_seconds=2.0) as harness:
+        clients = [harness.submit(prompt(seed)) for seed in (1, 2)]
         assert [client.ended.wait(2.0) for client in clients] == [True, True]
         for client in clients:
             client.end()
@@ -713,83 +713,83 @@ def test_a_request_that_cannot_be_handled_still_ends(where: str) -> None:
 # ------------------------------------------------------------------------------------------------------- the heartbeat
 
 
-def test_a_target_that_hangs_shows_and_may_come_back() -> None:
-    hold = Hold(at=2, match=decoding)
-    with House(hold, hang_seconds=4.0) as house:
-        clients = [house.ask(prompt(seed)) for seed in (1, 2)]
+def test_a_hanging_target_is_reported_and_may_recover() -> None:
+    hold = BlockingHook(at=2, match=decoding)
+    with WorkerHarness(hold, hang_seconds=4.0) as harness:
+        clients = [harness.submit(prompt(seed)) for seed in (1, 2)]
         assert hold.reached.wait(PATIENCE)
-        eventually(lambda: not house.worker.status().ready, "health saw the hang")
-        status = house.worker.status()
+        wait_for(lambda: not harness.worker.status().ready, "health saw the hang")
+        status = harness.worker.status()
         assert "no progress" in status.reason and status.idle_seconds > 2.0
         hold.release.set()
         for client in clients:
             client.finished()
-        eventually(lambda: house.worker.status().rows == 0, "the rows were given back")
-        status = house.worker.status()
+        wait_for(lambda: harness.worker.status().rows == 0, "the rows were given back")
+        status = harness.worker.status()
         assert status.ready and status.idle_seconds == 0.0
-        assert not house.fatal.done()
+        assert not harness.fatal.done()
 
 
 @pytest.mark.parametrize("at", ["reading", "decoding"])
 def test_a_target_that_hangs_for_good_is_given_up(at: str) -> None:
-    hold = Hold(at=2, match=decoding) if at == "decoding" else Hold(match=lambda fed: not decoding(fed))
-    with House(hold, rows=2, hang_seconds=1.0) as house:
-        clients = [house.ask(prompt(seed)) for seed in (1, 2, 3, 4)]
+    hold = BlockingHook(at=2, match=decoding) if at == "decoding" else BlockingHook(match=lambda fed: not decoding(fed))
+    with WorkerHarness(hold, rows=2, hang_seconds=1.0) as harness:
+        clients = [harness.submit(prompt(seed)) for seed in (1, 2, 3, 4)]
         assert hold.reached.wait(PATIENCE)
-        assert "no progress" in house.fatal.result(PATIENCE)
+        assert "no progress" in harness.fatal.result(PATIENCE)
         for client in clients:
             client.failed("no progress")
         with pytest.raises(Unavailable, match="no progress"):
-            house.ask(prompt(5))
-        assert not house.worker.status().ready
+            harness.submit(prompt(5))
+        assert not harness.worker.status().ready
     for client in clients:
         client.failed("no progress")
-    assert house.generations == []
+    assert harness.generations == []
 
 
-def test_what_comes_back_after_it_was_given_up_does_not_hide_why() -> None:
-    hold = Hold(at=2, match=decoding)
-    with House(hold, hang_seconds=1.0) as house:
-        client = house.ask(prompt(1))
-        house.fatal.result(PATIENCE)
+def test_a_late_return_does_not_hide_the_reason() -> None:
+    hold = BlockingHook(at=2, match=decoding)
+    with WorkerHarness(hold, hang_seconds=1.0) as harness:
+        client = harness.submit(prompt(1))
+        harness.fatal.result(PATIENCE)
         client.failed("no progress")
-    assert "no progress" in house.worker.status().reason
+    assert "no progress" in harness.worker.status().reason
 
 
 # ------------------------------------------------------------------------------------------------------------- the end
 
 
-def test_draining_lets_everyone_finish_and_takes_nobody_else() -> None:
-    hold = Hold()
-    with House(hold, rows=2) as house:
-        clients = [house.ask(prompt(seed)) for seed in range(1, 7)]
+def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
+    hold = BlockingHook()
+    with WorkerHarness(hold, rows=2) as harness:
+        clients = [harness.submit(prompt(seed)) for seed in range(1, 7)]
         assert hold.reached.wait(PATIENCE)
         with ThreadPoolExecutor(1) as pool:
-            drained = pool.submit(house.worker.drain, PATIENCE)
-            eventually(lambda: house.worker.status().reason == "draining", "draining began")
+            drained = pool.submit(harness.worker.drain, PATIENCE)
+            wait_for(lambda: harness.worker.status().reason == "draining", "draining began")
             with pytest.raises(Unavailable, match="shutting down"):
-                house.ask(prompt(9))
+                harness.submit(prompt(9))
             assert not drained.done()
             hold.release.set()
             assert drained.result(PATIENCE) is True
-        house.worker.stop()
+        harness.worker.stop()
         for client in clients:
             client.finished()
-    assert len(house.generations) == len(clients)
+    assert len(harness.generations) == len(clients)
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
-def test_what_is_left_when_the_time_is_over_ends_with_the_reason(comes_back: bool) -> None:
-    """Running, being read, queued: one Failed each, whether or not the call under way ever returns."""
-    hold = Hold(at=3, match=decoding)
-    with House(hold, rows=2, hang_seconds=PATIENCE if comes_back else 1.0) as house:
-        clients = [house.ask(one) for one in lasting(5, 48)]
+def test_requests_left_after_the_drain_end_with_the_reason(comes_back: bool) -> None:
+    """Running, in prefill or waiting: each gets one Failed, whether or not the current call returns."""
+    hold = BlockingHook(at=3, match=decoding)
+    with WorkerHarness(hold, rows=2, hang_seconds=PATIENCE if comes_back else 1.0) as harness:
+        clients = [harness.submit(one) for one in long_prompts(5, 48)]
         assert hold.reached.wait(PATIENCE)
-        pending = house.worker.stage(None)
-        assert house.worker.drain(0.05) is False
+        pending = harness.worker.stage(None)
+        assert harness.worker.drain(0.05) is False
         with ThreadPoolExecutor(1) as pool:
-            stopped = pool.submit(house.worker.stop)
-            eventually(lambda: house.worker.stage(None).done(), "stopping began")
+            stopped = pool.submit(harness.worker.stop)
+            wait_for(lambda: harness.worker.stage(None).done(), "stopping began")
             if comes_back:
                 assert not any(client.ended.is_set() for client in clients)
                 hold.release.set()
@@ -798,36 +798,36 @@ def test_what_is_left_when_the_time_is_over_ends_with_the_reason(comes_back: boo
             client.failed("shut down")
         with pytest.raises(Unavailable):
             pending.result(PATIENCE)
-        assert any(client.said for client in clients)
+        assert any(client.tokens for client in clients)
     for client in clients:
         client.failed("shut down")
 
 
 @pytest.mark.parametrize("moment", ["admitting", "recording"])
 def test_draining_also_waits_while_no_row_is_taken(moment: str) -> None:
-    """The first request is on its way into the rows, or out of them with another one in the queue."""
-    begun, go, hold = threading.Event(), threading.Event(), Hold()
+    """The first request is being admitted, or is leaving while another one waits."""
+    begun, go, hold = threading.Event(), threading.Event(), BlockingHook()
 
     def pause(now: str) -> None:
         if now == moment:
             begun.set()
             assert go.wait(PATIENCE)
 
-    class Slow(House):
+    class Slow(WorkerHarness):
         def record(self, generation: Generation) -> None:
             pause("recording")
 
-    def detokenizer() -> Spelling:
+    def detokenizer() -> LetterDetokenizer:
         pause("admitting")
-        return Spelling()
+        return LetterDetokenizer()
 
-    with Slow(hold, rows=1, detokenizer=detokenizer) as house:
-        clients = [house.ask(prompt(1))]
+    with Slow(hold, rows=1, detokenizer=detokenizer) as harness:
+        clients = [harness.submit(prompt(1))]
         if moment == "recording":
-            clients.append(house.ask(prompt(2)))
+            clients.append(harness.submit(prompt(2)))
         hold.release.set()
         assert begun.wait(PATIENCE)
-        drained = house.worker.drain(0.1)
+        drained = harness.worker.drain(0.1)
         go.set()
         for client in clients:
             client.finished()
@@ -839,7 +839,7 @@ def test_draining_also_waits_while_no_row_is_taken(moment: str) -> None:
 
 @pytest.mark.parametrize(("many", "tokens"), [(16, 80), pytest.param(50, 224, marks=pytest.mark.nightly)])
 def test_many_swaps_while_eight_requests_stream(tmp_path: Path, many: int, tokens: int) -> None:
-    """Every swap is asked for while the draft is at work and holds from the next round on, for every row at once."""
+    """Every swap is requested during a draft call and applies to all rows from the next round on."""
     inside, asked_for = threading.Semaphore(0), threading.Semaphore(0)
     left, steps = [many], count()
 
@@ -851,27 +851,27 @@ def test_many_swaps_while_eight_requests_stream(tmp_path: Path, many: int, token
         return logits
 
     refs = adapters(tmp_path, 0.02, 0.05)
-    wanted = lasting(ROWS, tokens)
-    with House(draft=lockstep) as house:
-        versions = [house.worker.stage(ref).result(PATIENCE) for ref in [*refs, None]]
-        assert house.worker.active == BARE_DRAFT
-        clients = [house.ask(one) for one in wanted]
+    wanted = long_prompts(ROWS, tokens)
+    with WorkerHarness(draft=lockstep) as harness:
+        versions = [harness.worker.stage(ref).result(PATIENCE) for ref in [*refs, None]]
+        assert harness.worker.active == BARE_DRAFT
+        clients = [harness.submit(one) for one in wanted]
         swaps: list[Future[None]] = []
-        staged, refused = (house.worker.stage(ref) for ref in (refs[0], replace(refs[1], sha256="0" * 64)))
+        staged, refused = (harness.worker.stage(ref) for ref in (refs[0], replace(refs[1], sha256="0" * 64)))
         for i in range(many):
             assert inside.acquire(timeout=PATIENCE)
-            swaps.append(house.worker.switch(versions[i % 3]))
+            swaps.append(harness.worker.switch(versions[i % 3]))
             asked_for.release()
         ends = [client.finished(FinishReason.LENGTH) for client in clients]
         assert all(swap.result(PATIENCE) is None for swap in swaps)
         assert staged.result(PATIENCE).adapter == 1
         with pytest.raises(AdapterRefused):
             refused.result(PATIENCE)
-        assert house.worker.active == house.worker.status().adapter == versions[(many - 1) % 3].adapter
-    full = [{round.adapter for round in rounds} for rounds in house.observed if len(rounds) == ROWS]
+        assert harness.worker.active == harness.worker.status().adapter == versions[(many - 1) % 3].adapter
+    full = [{round.adapter for round in rounds} for rounds in harness.observed if len(rounds) == ROWS]
     assert full[: many + 1] == [{BARE_DRAFT}, *({versions[i % 3].adapter} for i in range(many))]
-    assert house.failures == []
-    logged = {generation.id: generation for generation in house.generations}
+    assert harness.failures == []
+    logged = {generation.id: generation for generation in harness.generations}
     for end in ends:
         used = [round.adapter for round in logged[end.id].rounds]
         assert end.timings.adapters == tuple(dict.fromkeys(used)) == (0, 1, 2)
@@ -879,37 +879,37 @@ def test_many_swaps_while_eight_requests_stream(tmp_path: Path, many: int, token
 
 
 def test_a_change_of_draft_that_is_refused_changes_nothing() -> None:
-    with House() as house:
+    with WorkerHarness() as harness:
         with pytest.raises(TypeError):
-            house.worker.switch(Imposter()).result(PATIENCE)
-        assert house.worker.active == BARE_DRAFT and house.ask(prompt(1)).finished().timings.draft_n > 0
-    with House(draft=None) as house:
+            harness.worker.switch(UnknownStaged()).result(PATIENCE)
+        assert harness.worker.active == BARE_DRAFT and harness.submit(prompt(1)).finished().timings.draft_n > 0
+    with WorkerHarness(draft=None) as harness:
         with pytest.raises(Unavailable, match="without a draft"):
-            house.worker.stage(None).result(PATIENCE)
-        assert house.ask(prompt(1)).finished().timings.draft_n == 0
+            harness.worker.stage(None).result(PATIENCE)
+        assert harness.submit(prompt(1)).finished().timings.draft_n == 0
     with pytest.raises(Unavailable):
-        house.worker.stage(None).result(PATIENCE)
+        harness.worker.stage(None).result(PATIENCE)
 
 
-class Imposter:
+class UnknownStaged:
     adapter = 9
 
 
-# ---------------------------------------------------------------------------------------------------- what is left behind
+# ----------------------------------------------------------------------------------------------------- logged generations
 
 
 def spelled(tokens: Sequence[int]) -> str:
     return "".join(chr(0x100 + token) for token in tokens if token not in EOS)
 
 
-def test_the_record_says_what_was_delivered() -> None:
-    hold = Hold()
-    stop = lasting(1, 48)[0]
+def test_the_logged_generation_matches_what_was_delivered() -> None:
+    hold = BlockingHook()
+    stop = long_prompts(1, 48)[0]
     pair = spelled(oracle(stop)[9:11])
     sampled = (prompt(seed, tokens=40, temperature=1.2, seed=seed) for seed in range(100))
     ended = next(one for one in sampled if 3 in oracle(one)[5:])
     asked = [
-        *lasting(2, 48),
+        *long_prompts(2, 48),
         replace(stop, sampling=replace(stop.sampling, stop=(pair,))),
         ended,
         prompt(50, tokens=1),
@@ -919,42 +919,42 @@ def test_the_record_says_what_was_delivered() -> None:
         replace(prompt(54), store=False),
         replace(prompt(55, temperature=0.9), store=False),
     ]
-    cancelled = [replace(lasting(1, 48)[0], store=kept) for kept in (True, False)]
-    with House(hold, rows=5, noise=0.1) as house:
-        clients = [house.ask(one) for one in asked]
-        clients += [house.ask(one, lambda c: c.cancel() if len(c.deltas) == 3 else None) for one in cancelled]
+    cancelled = [replace(long_prompts(1, 48)[0], store=store) for store in (True, False)]
+    with WorkerHarness(hold, rows=5, noise=0.1) as harness:
+        clients = [harness.submit(one) for one in asked]
+        clients += [harness.submit(one, lambda c: c.cancel() if len(c.deltas) == 3 else None) for one in cancelled]
         hold.release.set()
         ends = [client.end() for client in clients]
-    by_id = {generation.id: generation for generation in house.generations}
-    kept = {client.ticket.result().id for client in clients if client.prompt.store}
-    assert len(by_id) == len(house.generations) and set(by_id) == kept
+    by_id = {generation.id: generation for generation in harness.generations}
+    stored = {client.ticket.result().id for client in clients if client.prompt.store}
+    assert len(by_id) == len(harness.generations) and set(by_id) == stored
 
-    assert Counter((r.start, r.emitted, r.accepted) for rounds in house.observed for r in rounds) == Counter(
+    assert Counter((r.start, r.emitted, r.accepted) for rounds in harness.observed for r in rounds) == Counter(
         (sum(len(d.tokens) for d in client.deltas[:i]), len(delta.tokens), sum(delta.drafted))
         for client in clients
         for i, delta in enumerate(client.deltas)
     )
     for client, end in zip(clients, ends, strict=True):
         assert isinstance(end, Finished) and end.id == client.ticket.result().id
-        assert list(end.output) == client.said
+        assert list(end.output) == client.tokens
         stops = "".join(client.prompt.sampling.stop)
-        assert "".join(delta.text for delta in client.deltas) == spelled(client.said).removesuffix(stops)
+        assert "".join(delta.text for delta in client.deltas) == spelled(client.tokens).removesuffix(stops)
         if client.prompt.sampling.greedy or client.prompt.sampling.seed is not None:
-            assert client.said == oracle(client.prompt)[: len(client.said)]
+            assert client.tokens == oracle(client.prompt)[: len(client.tokens)]
         assert end.timings.predicted_n == len(end.output) and end.timings.rounds == len(client.deltas)
         assert end.timings.draft_n_accepted == sum(sum(delta.drafted) for delta in client.deltas)
         if (generation := by_id.get(end.id)) is not None:
             assert end.timings.draft_n == sum(round.drafted for round in generation.rounds)
             agrees(generation, client, end)
-    assert any(round.accepted == round.emitted for rounds in house.observed for round in rounds), "none was cut short"
+    assert any(round.accepted == round.emitted for rounds in harness.observed for round in rounds), "none was cut short"
     reasons = [end.finish for end in ends if isinstance(end, Finished)]
     assert reasons[2:4] == [FinishReason.STOP] * 2 and reasons[-2:] == [FinishReason.CANCELLED] * 2
-    assert len(clients[2].said) == spelled(oracle(stop)).index(pair) + len(pair)
+    assert len(clients[2].tokens) == spelled(oracle(stop)).index(pair) + len(pair)
 
 
 def agrees(generation: Generation, client: Client, end: Finished) -> None:
-    """A log entry against what the client saw and what the target says in one pass over the whole text."""
-    asked, output = client.prompt, client.said
+    """A log entry against what the client saw, and against one pass of the target over the whole text."""
+    asked, output = client.prompt, client.tokens
     assert (generation.prompt, generation.provenance, generation.finish) == (asked, WHO, end.finish)
     assert list(generation.output) == output
     start = 0
@@ -963,7 +963,7 @@ def agrees(generation: Generation, client: Client, end: Finished) -> None:
         assert (round.start, round.emitted) == (start, len(delta.tokens))
         assert delta.drafted == (True,) * round.accepted + (False,) * (round.emitted - round.accepted)
         assert round.accepted <= round.drafted and round.emitted <= round.accepted + 1
-        # None behind the end of the text.
+        # None past the end of the text.
         whole = round.start + round.emitted < len(output) or end.finish is FinishReason.CANCELLED
         assert round.drafted in ((0, K) if whole else (0, min(K, round.emitted)))
         start += round.emitted
@@ -974,20 +974,24 @@ def agrees(generation: Generation, client: Client, end: Finished) -> None:
 
     fed = mx.array([[*asked.tokens, *output[:-1]]])
     logits = reference()(fed)[0, len(asked.tokens) - 1 :]
-    law = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+    logprobs = np.array(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
     at = np.arange(len(output))
-    np.testing.assert_allclose(generation.logprobs, law[at, output], atol=1e-3)
-    drawn = np.zeros(len(output)) if asked.sampling.greedy else np.array(tempered(logits, asked.sampling))[at, output]
+    np.testing.assert_allclose(generation.logprobs, logprobs[at, output], atol=1e-3)
+    drawn = (
+        np.zeros(len(output))
+        if asked.sampling.greedy
+        else np.array(filtered_logprobs(logits, asked.sampling))[at, output]
+    )
     np.testing.assert_allclose(generation.sampled_logprobs, drawn, atol=1e-3)
 
     targets = generation.targets
     assert targets is not None and targets.positions == len(output)
     ids = np.frombuffer(targets.ids, "<u4").reshape(len(output), targets.top).astype(np.int64)
     held = np.frombuffer(targets.logprobs, "<f2").reshape(len(output), targets.top)
-    np.testing.assert_array_equal(ids[:, 0], law.argmax(axis=-1))
-    np.testing.assert_allclose(held, np.take_along_axis(law, ids, axis=-1), atol=2e-2)
+    np.testing.assert_array_equal(ids[:, 0], logprobs.argmax(axis=-1))
+    np.testing.assert_allclose(held, np.take_along_axis(logprobs, ids, axis=-1), atol=2e-2)
 
     assert [case.position for case in generation.cases] == positions
     for case in generation.cases:
         assert case.target == output[case.position] != case.drafted
-        np.testing.assert_allclose(case.p, np.exp(law[case.position, case.drafted]), atol=1e-3)
+        np.testing.assert_allclose(case.p, np.exp(logprobs[case.position, case.drafted]), atol=1e-3)

@@ -1,4 +1,4 @@
-"""The ablation at the size of a toy, and the pieces it is made of."""
+"""The ablation at toy size, and its parts."""
 
 import json
 from pathlib import Path
@@ -50,7 +50,7 @@ def test_tables_vary_one_thing_each() -> None:
     assert [r.cases for r in made["cases"].rows.values()] == [50, 200, 800]
     assert [r.cases for t in tables(base, 300, ["cases"]) for r in t.rows.values()] == [50, 200]
     assert [r.positions for r in made["positions"].rows.values()].count(Positions.ALL) == 3
-    # What every table is compared from is one recipe, trained once.
+    # All tables share one baseline recipe, which is trained once.
     for table in made.values():
         assert base in table.rows.values() or table.name == "loss_t1"
     assert [t.name for t in tables(base, 800, ["loss", "rank"])] == ["loss", "loss_t1", "rank"]
@@ -58,7 +58,7 @@ def test_tables_vary_one_thing_each() -> None:
         tables(base, 800, ["colour"])
 
 
-def test_every_row_is_there_as_soon_as_it_is_known(
+def test_ablation_results_are_yielded_as_they_are_measured(
     trained: Settings, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     outcomes = list(
@@ -83,14 +83,14 @@ def test_every_row_is_there_as_soon_as_it_is_known(
         (static, *rows) = outcome.rows
         assert static.loss is None and all(row.seconds is not None and row.seconds > 0 for row in rows)
         json.dumps(outcome.plain())
-    # The same recipe has the same outcome in every table, and the draft is bare again after each.
+    # A recipe has the same result in every table, and the draft is bare again afterwards.
     same = [
         next(r for r in last[t].rows if r.label == label)
         for t, label in (("loss", "jsd"), ("positions", "all"), ("targets", "top 32 and tail"))
     ]
     assert same[0].tests["held"] == same[1].tests["held"] == same[2].tests["held"]
     assert last["loss"].rows[0].tests == last["targets"].rows[0].tests
-    # Something was learnt, and not the same by all.
+    # Training changed the scores, differently for each recipe.
     assert len({row.tests["held"] for row in last["loss_t1"].rows}) >= 5
 
 
@@ -114,9 +114,9 @@ def test_sampled_texts_are_made_once_and_are_samples(pair: Pair, tmp_path: Path)
         assert len(g.sampled_logprobs) == len(g.output) and max(g.sampled_logprobs) <= 0
 
 
-def test_selection_keeps_what_gains_most(pair: Pair, tmp_path: Path) -> None:
-    told = generations(pair, lines(6, 3), tmp_path, temperature=0.0, max_tokens=12)
-    examples = build(told, max_length=256, reject_weight=2.0, vocabulary=pair.vocabulary).examples
+def test_selection_takes_the_largest_gains(pair: Pair, tmp_path: Path) -> None:
+    texts = generations(pair, lines(6, 3), tmp_path, temperature=0.0, max_tokens=12)
+    examples = build(texts, max_length=256, reject_weight=2.0, vocabulary=pair.vocabulary).examples
     assert pair.draft is not None
     losses = position_losses(pair.draft.model, examples, 4)
     assert [len(each) for each in losses] == [e.positions for e in examples]
@@ -124,23 +124,23 @@ def test_selection_keeps_what_gains_most(pair: Pair, tmp_path: Path) -> None:
     assert [each.mean() for each in losses] == pytest.approx(alone, rel=1e-4)
     rng = np.random.default_rng(0)
     gains = [rng.normal(size=e.positions) for e in examples]
-    kept = selected(examples, gains, KEPT)
-    weights, every = np.concatenate([e.weight for e in kept]), np.concatenate(gains)
+    chosen = selected(examples, gains, KEPT)
+    weights, every = np.concatenate([e.weight for e in chosen]), np.concatenate(gains)
     assert weights.mean() == pytest.approx(KEPT, abs=0.03)
     assert every[weights == 1].min() >= every[weights == 0].max()
     assert all(e.weight.sum() == 0 for e in rejections_only(examples, 2.0)), "no cases, nothing to learn"
 
 
 @pytest.mark.parametrize("objective", [Objective.KL, Objective.JSD])
-def test_all_logits_say_what_a_whole_top_says(pair: Pair, tmp_path: Path, objective: Objective) -> None:
-    """Where the top holds nearly everything the two losses are one, up to what 16 bits store."""
-    told = generations(pair, lines(6, 4), tmp_path, temperature=0.0, max_tokens=12)
-    batch = collate(build(told, max_length=256, reject_weight=1.0, vocabulary=pair.vocabulary).examples)
+def test_full_logits_equal_a_complete_top_k(pair: Pair, tmp_path: Path, objective: Objective) -> None:
+    """If the stored top-k holds nearly all probability the two losses are equal, up to half precision."""
+    texts = generations(pair, lines(6, 4), tmp_path, temperature=0.0, max_tokens=12)
+    batch = collate(build(texts, max_length=256, reject_weight=1.0, vocabulary=pair.vocabulary).examples)
     assert pair.draft is not None
     draft = pair.draft.model
     stored = as_float(TargetDivergence(draft, objective)(draft, batch))
     whole = as_float(WholeDivergence(draft, pair.target.model, pair.vocabulary, objective)(draft, batch))
-    assert stored <= whole + 1e-3, "merging what is outside the top can only lose"
+    assert stored <= whole + 1e-3, "merging the tail can only lower the divergence"
     assert WholeDivergence(draft, draft, pair.vocabulary, objective)(draft, batch).item() == pytest.approx(0, abs=1e-5)
     lora.wrap(draft, rank=2, scale=2.0, seed=0)
     try:

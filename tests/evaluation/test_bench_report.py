@@ -1,4 +1,4 @@
-"""What a benchmark writes: medians and ratios with their spread, and its own section of a document."""
+"""Benchmark reports: medians and ratios with their spread, and a section in a document."""
 
 import json
 from pathlib import Path
@@ -9,7 +9,7 @@ from service.evaluation.bench import host
 from service.evaluation.bench.report import Report, publish, ratios, spread, with_section
 
 
-def test_a_spread_is_the_median_and_what_resampling_makes_of_it() -> None:
+def test_a_spread_is_the_median_with_a_bootstrap_interval() -> None:
     assert spread([3.0]) == spread([3.0, 3.0, 3.0])
     one = spread([3.0])
     assert (one.median, one.low, one.high) == (3.0, 3.0, 3.0)
@@ -24,8 +24,8 @@ def test_a_spread_is_the_median_and_what_resampling_makes_of_it() -> None:
     assert spread([1.0, 2.0, 5.0, 9.0]) == spread([1.0, 2.0, 5.0, 9.0]), "the same every time"
 
 
-def test_ratios_are_taken_turn_by_turn() -> None:
-    """A machine that slows down four times between turns moves no ratio."""
+def test_ratios_are_computed_per_turn() -> None:
+    """A machine that becomes four times slower between turns changes no ratio."""
     speeds = {"fast": [20.0, 5.0, 10.0], "slow": [10.0, 2.5, 5.0], "other": [10.0, 10.0, 10.0]}
     found = ratios(speeds, [("fast", "slow"), ("fast", "other"), ("fast", "absent"), ("absent", "slow")])
     assert list(found) == ["fast/slow", "fast/other"]
@@ -82,15 +82,15 @@ def test_another_machine_s_section_is_another_one() -> None:
 
 def test_json_and_picture_are_written_where_asked(tmp_path: Path) -> None:
     publish(report("decode", "t", "1"), json=tmp_path / "a" / "r.json", png=tmp_path / "b" / "r.png", markdown=None)
-    told = json.loads((tmp_path / "a" / "r.json").read_text())
-    assert told["arms"]["plain"]["tokens_per_second"] == 1.5
-    assert (told["name"], told["title"]) == ("decode", "t")
-    assert told["command"] == "redraft bench x --prompts a.jsonl"
-    assert told["machine"] == host.describe()
+    written = json.loads((tmp_path / "a" / "r.json").read_text())
+    assert written["arms"]["plain"]["tokens_per_second"] == 1.5
+    assert (written["name"], written["title"]) == ("decode", "t")
+    assert written["command"] == "redraft bench x --prompts a.jsonl"
+    assert written["machine"] == host.describe()
     assert (tmp_path / "b" / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_machine_is_told_without_folders_or_names() -> None:
+def test_the_machine_is_described_without_folders_or_names() -> None:
     found = host.describe()
     assert found["cores"] and found["processor"] and found["memory_gib"]
     assert found["device"] in {"cpu", "metal", "cuda"}

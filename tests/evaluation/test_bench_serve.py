@@ -1,4 +1,4 @@
-"""`redraft bench serve` on a tiny pair: real servers, mlx_lm.server among them, asked by real clients."""
+"""`redraft bench serve` on a tiny pair: real servers, including mlx_lm.server, and real clients."""
 
 import json
 import tomllib
@@ -22,7 +22,7 @@ def line(number: int) -> PromptLine:
     return PromptLine(str(number), "letters", f"prompt {number}")
 
 
-def test_every_cell_has_prompts_of_its_own_and_as_many_for_each_client() -> None:
+def test_every_cell_has_distinct_prompts_and_as_many_per_client() -> None:
     load = Load([line(i) for i in range(35)], clients=[1, 4], turns=3, max_tokens=8)
     cells = load.cells()
     assert [(clients, len(lines)) for clients, lines in cells] == [(1, 2), (4, 8)] * 3
@@ -49,31 +49,31 @@ def test_the_rate_is_of_all_streams_together() -> None:
 def test_all_servers_say_the_same(tmp_path: Path, turns: int, names: list[str]) -> None:
     pair = write_pair(tmp_path)
     load = Load(list(prompts(3 * turns)), clients=[1, 2], turns=turns, max_tokens=TOKENS)
-    # Drafting always: whether it pays for so small a pair is a matter of the moment.
+    # Always drafts, because whether drafting pays for so small a pair depends on timing noise.
     settings = Settings(home=tmp_path / "home", engine=EngineSettings(adaptive=False))
     report = run_serve(settings, pair, load, title="t", command="c", arms=names)
     found = report.plain
     assert list(found["arms"]) == names
     assert found["clients"].keys() == {"1", "2"}
-    assert found["arms"] == found["clients"]["2"]["arms"], "beside it those of the most clients"
-    for number, told in found["clients"].items():
-        ((requests, _),) = {(arm["requests"], arm["prompt_tokens"]) for arm in told["arms"].values()}
-        (tokens,) = {arm["tokens"] for name, arm in told["arms"].items() if name != "mlx_lm_server_draft"}
+    assert found["arms"] == found["clients"]["2"]["arms"], "at the top level those of the most clients"
+    for number, result in found["clients"].items():
+        ((requests, _),) = {(arm["requests"], arm["prompt_tokens"]) for arm in result["arms"].values()}
+        (tokens,) = {arm["tokens"] for name, arm in result["arms"].items() if name != "mlx_lm_server_draft"}
         assert requests == turns * int(number)
         assert requests <= tokens <= requests * TOKENS
-        for name, arm in told["arms"].items():
-            # On this pair mlx_lm.server 0.32.2 with a draft answers otherwise where it goes on from a cached prefix.
+        for name, arm in result["arms"].items():
+            # On this pair mlx_lm.server 0.32.2 with a draft gives other answers when it continues from a cached prefix.
             assert name == "mlx_lm_server_draft" or (arm["identical"], arm["same_text"]) == (True, 1.0), name
             assert len(arm["turns"]) == turns
             assert arm["low"] <= arm["tokens_per_second"] <= arm["high"]
             assert 0 < arm["first_ms"]["p50"] <= arm["first_ms"]["p95"]
-            # mlx-lm sends text alone, and random bytes seldom make any.
+            # mlx-lm sends only text, and random bytes rarely decode to any.
             assert name.startswith("mlx") or 0 < arm["gap_ms"]["p50"] <= arm["gap_ms"]["p95"]
-        assert told["arms"]["plain"]["tokens_per_call"] == 1.0
-        assert "static" not in names or told["arms"]["static"]["tokens_per_call"] > 1.0
-        assert told["arms"]["mlx_lm_server"]["tokens_per_call"] is None
-        ours, theirs = (told["arms"][name]["turns"] for name in (names[-len(names) // 2 - 1], names[-1]))
-        ratio = told["ratios"][f"{names[-len(names) // 2 - 1]}/{names[-1]}"]
+        assert result["arms"]["plain"]["tokens_per_call"] == 1.0
+        assert "static" not in names or result["arms"]["static"]["tokens_per_call"] > 1.0
+        assert result["arms"]["mlx_lm_server"]["tokens_per_call"] is None
+        ours, theirs = (result["arms"][name]["turns"] for name in (names[-len(names) // 2 - 1], names[-1]))
+        ratio = result["ratios"][f"{names[-len(names) // 2 - 1]}/{names[-1]}"]
         assert ratio["low"] == min(a / b for a, b in zip(ours, theirs, strict=True))
         assert ratio["high"] == max(a / b for a, b in zip(ours, theirs, strict=True))
     assert list(report.bars) == ["tokens/s, 1 client", "tokens/s, 2 clients"]
@@ -85,12 +85,12 @@ def test_each_server_has_its_draft(tmp_path: Path) -> None:
     plan = Plan(Settings(home=tmp_path), Path("t"), Path("d"), Path("a"), Path("m"), tmp_path, rows=2)
     drafts: dict[str, object] = {}
     for name, make in HOUSES.items():
-        house = make(plan)
-        assert house is not None
-        if isinstance(house.server, LocalServer):
-            drafts[name] = tomllib.loads(house.server.config.read_text())["models"]["draft"]
+        server = make(plan)
+        assert server is not None
+        if isinstance(server.server, LocalServer):
+            drafts[name] = tomllib.loads(server.server.config.read_text())["models"]["draft"]
         else:
-            _, _, draft = " ".join(house.server._command).partition("--draft-model ")
+            _, _, draft = " ".join(server.server._command).partition("--draft-model ")
             drafts[name] = draft.partition(" ")[0] or "none"
     assert drafts == {
         "plain": "none",

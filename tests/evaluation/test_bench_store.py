@@ -1,4 +1,4 @@
-"""The benchmark of a full log at the size of a toy: a real database and a real server over it."""
+"""The benchmark of a full log at toy size: a real database and a real server on it."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def test_store_times_what_a_run_reads(settings: Settings, models: tuple[Path, Pa
     assert 0 < found["arms"]["choose"]["seconds"]["median"] < 1.0
     assert all(found["arms"][name]["p99_seconds"] > 0 for name in ("idle", "2 streams"))
     check_published(report, tmp_path)
-    # Every turn's run was given up: all cases are there and open, for the next one as for whoever looks.
+    # The run of every turn was cancelled, so all cases are open again.
     database = Database(sqlite_url(keep / "redraft.db"))
     try:
         assert integrity(database) == "ok"

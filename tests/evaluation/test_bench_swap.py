@@ -1,4 +1,4 @@
-"""The benchmark of swaps at the size of a toy: a real server, streams, adapters and recorder."""
+"""The benchmark of swaps at toy size: a real server, streams, adapters and recorder."""
 
 from pathlib import Path
 

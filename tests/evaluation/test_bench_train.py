@@ -1,4 +1,4 @@
-"""The benchmark of training at the size of a toy: both trainers, in processes of their own."""
+"""The benchmark of training at toy size: both trainers, each in its own process."""
 
 import sys
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_train_compares_both_trainers(
     report = run_train(settings, models, steps=2, turns=1, batch=2, length=32, response=8)
     arms = report.plain["arms"]
     assert arms.keys() == {OURS, THEIRS}
-    # A process that has loaded MLX and a model takes more than this, and fewer tokens a second than that.
+    # A process with MLX and a model uses more memory than this, and trains fewer tokens per second than that.
     assert all(
         arm["peak_bytes"]["median"] > 5e7 and 0 < arm["tokens_per_second"]["median"] < 1e7 for arm in arms.values()
     )
@@ -50,11 +50,11 @@ def test_both_trainers_are_fed_and_learn_the_same_tokens(models: tuple[Path, Pat
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.nightly)])
-def test_train_says_why_a_child_failed(
+def test_train_reports_why_a_child_failed(
     settings: Settings, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, real: bool
 ) -> None:
     if not real:
-        # Without the imports of a training child.
+        # Saves the imports of a training child.
         fails = "import json; raise FileNotFoundError(json.loads(input())['draft'])"
         monkeypatch.setattr(train, "python_command", lambda *words: [sys.executable, "-c", fails])
     with pytest.raises(RedraftError, match=r"ours failed: .*nowhere"):

@@ -1,4 +1,4 @@
-"""`eval score` over a real store, and the commands of this room as they are typed."""
+"""`eval score` on a real store, and the evaluation commands as typed."""
 
 import json
 import re
@@ -31,7 +31,7 @@ def pair(models: tuple[Path, Path]) -> Pair:
 
 
 @pytest.fixture(scope="module")
-def house(settings: Settings, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Settings:
+def logged_home(settings: Settings, pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Settings:
     """A home whose log holds greedy and sampled answers."""
     home = tmp_path_factory.mktemp("scored")
     chosen = settings.model_copy(update={"home": home})
@@ -42,18 +42,20 @@ def house(settings: Settings, pair: Pair, tmp_path_factory: pytest.TempPathFacto
     cold = [one.generation for one in logged(pair.draft.model, greedy, k=2, adapter=0, vocabulary=pair.vocabulary)]
     stores = open_stores(chosen, create=True)
     try:
-        told = [replace(g, id=f"{name}{i}") for name, each in (("g", cold), ("h", hot)) for i, g in enumerate(each)]
-        # A prompt is scored once: the newest of its answers.
-        told = [g for i, g in enumerate(told) if (i % 60) % 2 == (i >= 60)]
-        stores.generations.add(told).result()
+        logged_answers = [
+            replace(g, id=f"{name}{i}") for name, each in (("g", cold), ("h", hot)) for i, g in enumerate(each)
+        ]
+        # Each prompt is scored once, with its newest answer.
+        logged_answers = [g for i, g in enumerate(logged_answers) if (i % 60) % 2 == (i >= 60)]
+        stores.generations.add(logged_answers).result()
     finally:
         stores.close()
     return chosen
 
 
 @pytest.fixture
-def stores(house: Settings) -> Iterator[Stores]:
-    opened = open_stores(house)
+def stores(logged_home: Settings) -> Iterator[Stores]:
+    opened = open_stores(logged_home)
     yield opened
     opened.close()
 
@@ -88,7 +90,7 @@ def held_out(stores: Stores, pair: Pair) -> list[Generation]:
     return stores.generations.held_out(pair.provenance, 100)
 
 
-def test_adapters_lengths_and_settings_are_told_apart(
+def test_scores_are_separate_by_adapter_length_and_setting(
     stores: Stores, pair: Pair, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     ref = adapter(stores, pair, models[1], tmp_path)
@@ -101,22 +103,22 @@ def test_adapters_lengths_and_settings_are_told_apart(
     assert whole.generations == by_name[0, "greedy"].generations + by_name[0, "unseeded"].generations > 5
     assert [f.k for f in whole.forecasts] == [0, 1, 3]
     assert whole.forecasts[0].tokens_per_call == 1.0
-    told = held_out(stores, pair)
+    logged_answers = held_out(stores, pair)
     assert pair.draft is not None
-    rates = acceptance(pair.draft.model, told, vocabulary=pair.vocabulary)
+    rates = acceptance(pair.draft.model, logged_answers, vocabulary=pair.vocabulary)
     calls = sum(expected_calls(one.rates, 3) for one in rates)
     assert whole.forecasts[2].tokens_per_call == pytest.approx(whole.tokens / calls, rel=1e-6)
     assert by_name[ref.id, ALL].forecasts[2] != whole.forecasts[2]
-    # One price list for all: the same length costs the same, so speed goes with tokens per call.
+    # The same costs for all, so speed follows tokens per call.
     for at in (1, 2):
         speeds = [by_name[v, ALL].forecasts[at] for v in (0, ref.id)]
         ratio = (speeds[0].tokens_per_second or 0) / (speeds[1].tokens_per_second or 1)
         assert ratio == pytest.approx(speeds[0].tokens_per_call / speeds[1].tokens_per_call)
 
 
-def test_a_vocabulary_is_what_may_be_proposed(stores: Stores, pair: Pair, models: tuple[Path, Path]) -> None:
-    def greedy(kept: int | None) -> tuple[float, ...]:
-        found = run_score(stores, models, [0], [2], kept=kept, rows=None)
+def test_a_reduced_vocabulary_limits_the_proposals(stores: Stores, pair: Pair, models: tuple[Path, Path]) -> None:
+    def greedy(reduced: int | None) -> tuple[float, ...]:
+        found = run_score(stores, models, [0], [2], kept=reduced, rows=None)
         return next(one.forecasts[0].rates for one in found if one.sampling == "greedy")
 
     whole = greedy(0)
@@ -126,7 +128,7 @@ def test_a_vocabulary_is_what_may_be_proposed(stores: Stores, pair: Pair, models
     assert greedy(4)[0] > 0, "a row's own tokens can still be proposed"
 
 
-def test_what_cannot_be_scored_is_said(
+def test_unscorable_requests_are_refused_with_the_reason(
     stores: Stores, settings: Settings, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     with pytest.raises(BadRequest, match="draft lengths"):
@@ -145,10 +147,10 @@ def typed(*words: object) -> str:
     return result.output
 
 
-def config(house: Settings, folder: Path) -> Path:
+def config(settings: Settings, folder: Path) -> Path:
     path = folder / "c.toml"
     path.write_text(
-        f'home = "{house.home}"\n[models]\ntarget = "{house.models.target}"\ndraft = "{house.models.draft}"\n'
+        f'home = "{settings.home}"\n[models]\ntarget = "{settings.models.target}"\ndraft = "{settings.models.draft}"\n'
         "[training]\nmin_cases = 60\nmin_tokens = 150\nepochs = 1\nrank = 4\nreplay = 0.0\n"
         "[gate]\nmin_prompts = 2\nmin_tokens = 20\n"
     )
@@ -162,15 +164,15 @@ def written(folder: Path, name: str, count: int, seed: int) -> Path:
     return path
 
 
-def test_commands(house: Settings, tmp_path: Path) -> None:
-    toml, a, b = config(house, tmp_path), written(tmp_path, "a", 30, 7), written(tmp_path, "b", 20, 8)
+def test_commands(logged_home: Settings, tmp_path: Path) -> None:
+    toml, a, b = config(logged_home, tmp_path), written(tmp_path, "a", 30, 7), written(tmp_path, "b", 20, 8)
     files = [tmp_path / name for name in ("o.json", "o.md", "o.png")]
     typed("eval", "score", "--config", toml, "--k", "1,2", "--adapter", "bare", "--no-speed", "--json", files[0])
     assert json.loads(files[0].read_text())["scores"][0]["adapter"] == 0
 
     options = ["--max-tokens", 6, "--config", toml, "--json", files[0], "--markdown", files[1]]
-    said = typed("eval", "ablate", "--train", a, "--test", b, "--test", a, "--cases", 10, "--only", "rank", *options)
-    assert "Rank, 10 generations of a" in said
+    output = typed("eval", "ablate", "--train", a, "--test", b, "--test", a, "--cases", 10, "--only", "rank", *options)
+    assert "Rank, 10 generations of a" in output
     found = json.loads(files[0].read_text())
     assert found["command"] == (
         "redraft eval ablate --train a.jsonl --test b.jsonl --test a.jsonl --cases 10 --only rank --max-tokens 6 "

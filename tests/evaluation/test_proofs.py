@@ -1,4 +1,4 @@
-"""The gate and poisoned traffic at the size of a toy."""
+"""The proofs of the gate and of poisoned traffic at toy size."""
 
 from itertools import islice
 from pathlib import Path
@@ -62,10 +62,10 @@ def test_the_gate_on_adapters_of_every_kind(quick: Settings, models: tuple[Path,
     assert not any(one.verdict.promoted for one in by_kind[Kind.SHUFFLED])
     noisy = by_kind[Kind.NOISY]
     assert abs(noisy[0].verdict.gain) <= 0.05, "1 % of noise changes next to nothing"
-    assert len({one.verdict.gain for one in noisy}) > 1, "and noise of another strength something else"
+    assert len({one.verdict.gain for one in noisy}) > 1, "noise of another strength gives another result"
     assert all(len(row) == len(COLUMNS) for row in cells(found))
 
-    # What was trained is taken as it is, and so is what it is worth; what rounds cost is measured anew.
+    # Trained adapters and their scores are reused; costs are measured again.
     before = (tmp_path / "better-2" / WEIGHTS).stat().st_mtime_ns
     sizes["noisy"] = 0
     again = list(run_gate(quick, models, None, learn, other, tmp_path, **sizes))
@@ -81,15 +81,15 @@ def test_the_gate_needs_texts_enough(quick: Settings, models: tuple[Path, Path],
 
 
 @pytest.mark.nightly
-def test_the_gate_tells_adapters_apart_every_time(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
-    """20 better ones promoted, 20 with shuffled targets refused, none of 100 with noise promoted that is worth nothing."""
+def test_the_gate_decides_correctly_every_time(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
+    """20 better candidates are promoted, 20 with shuffled targets refused, and of 100 noisy ones no worthless one."""
     learn, other = list(prompts(60, 1)), list(prompts(60, 2))
     found = list(run_gate(quick, models, None, learn, other, tmp_path, count=20, noisy=100, cases=30, max_tokens=16))
     by_kind = {kind: [one for one in found if one.candidate.kind is kind] for kind in Kind}
     assert [len(each) for each in by_kind.values()] == [20, 20, 100]
     assert all(one.verdict.promoted for one in by_kind[Kind.BETTER])
     assert not any(one.verdict.promoted for one in by_kind[Kind.SHUFFLED])
-    # At a nominal 5 % of false promotions of what is worth nothing, 10 of 100 are seen once in forty nights.
+    # With a nominal 5 % of false promotions, 10 of 100 occur once in forty nights.
     assert sum(one.verdict.promoted for one in by_kind[Kind.NOISY]) < 10
 
 

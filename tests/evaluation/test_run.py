@@ -1,4 +1,4 @@
-"""One run of the real loop at the size of a toy, with a client that goes on asking."""
+"""One run of the real loop at toy size, with a client that keeps sending requests."""
 
 from pathlib import Path
 
@@ -10,9 +10,7 @@ from tests.support.tiny_server import prompts
 
 
 @pytest.mark.nightly
-def test_a_cycle_tells_what_a_run_costs_whoever_is_served_meanwhile(
-    settings: Settings, models: tuple[Path, Path]
-) -> None:
+def test_a_cycle_reports_the_speed_of_serving_during_a_run(settings: Settings, models: tuple[Path, Path]) -> None:
     training = TrainingSettings(rank=4, epochs=8, max_generations=40, learning_rate=2e-2)
     chosen = settings.model_copy(
         update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}

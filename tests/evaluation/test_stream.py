@@ -1,4 +1,4 @@
-"""A stream at the size of a toy: the loop's own store, policy, training and gate over texts that are there already."""
+"""A stream at toy size: the loop's own store, policy, training and gate on given texts."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def write(path: Path, count: int) -> Path:
     return path
 
 
-def test_a_file_goes_on_where_it_was_left(tmp_path: Path) -> None:
+def test_a_file_continues_where_it_stopped(tmp_path: Path) -> None:
     a, b = write(tmp_path / "math.train.jsonl", 7), write(tmp_path / "sql.jsonl", 3)
     parts = parts_of([f"{a}:3", str(b), f"{a}:2", str(a)])
     assert [part.topic for part in parts] == ["math", "sql", "math", "math"]
@@ -39,7 +39,7 @@ def arm(agreed: list[int]) -> Course:
     return Course(agreed=agreed, tokens=[10] * len(agreed), calls=[5] * len(agreed), serving=[None, None, None])
 
 
-def test_what_is_told_of_a_stream() -> None:
+def test_the_report_of_a_stream() -> None:
     parts = tuple(Part(topic, [PromptLine("", topic, "x")] * 10) for topic in ("a", "b", "a"))
     static, online = [5] * 30, [5] * 4 + [7] * 6 + [5] * 10 + [7] * 10
     found = Stream(
@@ -56,7 +56,7 @@ def test_what_is_told_of_a_stream() -> None:
     )
     assert found.moving(ONLINE)[:6] == pytest.approx([0.5, 0.5, 0.5, 0.5, 0.6, 0.7])
     assert found.part_means(ONLINE)[0] == pytest.approx((0.62, 0.7))
-    # What b's best gains cannot be told from nothing; the second a is there as soon as there is a whole window.
+    # The best gain of b is not significant; the second a is reported as soon as its window is complete.
     assert found.recovered(ONLINE) == [6, None, 2]
     assert found.recovered(NO_REPLAY) == [None, None, None]
     assert found.gained(ONLINE) == [pytest.approx(1.0), None, pytest.approx(1.0)]
@@ -102,4 +102,4 @@ def test_a_stream_learns_what_it_sees(
     )
     assert (tmp_path / "s.png").stat().st_size > 5000
     assert found.best[0].agreement > found.best[0].static and found.best[0].gain
-    assert all(run.promoted for run in found.courses[UNGUARDED].runs), "nobody asks a gate there"
+    assert all(run.promoted for run in found.courses[UNGUARDED].runs), "no gate is asked there"

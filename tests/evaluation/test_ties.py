@@ -1,4 +1,4 @@
-"""The tie rule itself, in single positions: what may be called a tie, and what may not."""
+"""The tie rule at single positions: which differences are ties, and which are not."""
 
 import random
 from typing import Any
@@ -10,14 +10,14 @@ import pytest
 from service.core import Prompt, Sampling
 from service.engine.sampling import SamplingBatch, gumbel, transform
 from service.evaluation.ties import Text, TieReport, generate, measure_ties, needed_rounding
-from tests.support.oracle import tempered, tiny_llama
+from tests.support.oracle import filtered_logprobs, tiny_llama
 
 GREEDY = Sampling()
 
 
 def scores(logits: np.ndarray, sampling: Sampling, noise: np.ndarray) -> np.ndarray:
-    """By mlx-lm's own filters."""
-    return np.array(tempered(mx.array(logits[None].astype(np.float32)), sampling))[0] + noise
+    """Scores with mlx-lm's own filters."""
+    return np.array(filtered_logprobs(mx.array(logits[None].astype(np.float32)), sampling))[0] + noise
 
 
 def test_a_greedy_gap_is_the_gap_of_the_logits() -> None:
@@ -47,13 +47,13 @@ def test_a_seeded_gap_counts_the_noise_and_the_temperature() -> None:
 def test_a_filtered_gap_is_that_to_the_edge_of_the_set(
     filters: dict[str, Any], logits: list[float], edge: float
 ) -> None:
-    """The token just outside would win by its noise: only the edge keeps it out. The oracle's own choice is far behind."""
+    """The token just outside the filter would win by its noise; the oracle's own choice is far behind."""
     sampling = Sampling(temperature=1.0, seed=1, **filters)
     noise = np.zeros(len(logits))
     noise[2] = 20.0
     found = needed_rounding(np.array(logits), 2, sampling, noise)
     assert found == pytest.approx(edge, rel=0.02)
-    # The other way round: the best token of all may fall out of the set, and the next best be chosen.
+    # Conversely, the best token may drop out of the set, and the next best be chosen.
     wider: dict[str, Any] = {"top_k": 3} if "top_k" in filters else {"min_p": 1e-9}
     inside = Sampling(temperature=1.0, seed=1, **wider)
     assert needed_rounding(np.array(logits), 2, inside, noise) == 0.0
@@ -70,7 +70,7 @@ FILTERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("draws", [15, pytest.param(60, marks=pytest.mark.nightly)])
-def test_nothing_is_needed_for_the_oracle_s_own_choice_and_something_for_any_other(draws: int) -> None:
+def test_the_oracles_choice_needs_no_change_of_logits_and_others_do(draws: int) -> None:
     random_ = np.random.default_rng(0)
     for i in range(draws):
         logits = random_.normal(size=40) * 3
@@ -81,7 +81,7 @@ def test_nothing_is_needed_for_the_oracle_s_own_choice_and_something_for_any_oth
         assert needed_rounding(logits, int(by_score[0]), sampling, noise) == 0.0
         others = [needed_rounding(logits, int(token), sampling, noise) for token in by_score[1:]]
         assert min(others) > 0.0
-        # Moved as far as it says, the logits make another token the choice.
+        # Logits changed by that amount make another token the choice.
         token = int(by_score[1 + int(np.argmin(others))])
         moved = logits.copy()
         moved[token] += 1.01 * min(others)
@@ -94,7 +94,9 @@ def test_the_scores_are_those_of_mlx_lm_s_filters() -> None:
     noise = gumbel([(1, i) for i in range(6)], 50)
     sampling = Sampling(temperature=0.7, top_p=0.9, min_p=0.01, top_k=20, seed=1)
     ours = transform(logits[None], SamplingBatch.of([sampling], 50))[0] + noise
-    assert mx.array_equal(mx.argmax(ours, axis=-1), mx.argmax(tempered(logits, sampling) + noise, axis=-1)).item()
+    assert mx.array_equal(
+        mx.argmax(ours, axis=-1), mx.argmax(filtered_logprobs(logits, sampling) + noise, axis=-1)
+    ).item()
 
 
 def test_exact_text_has_no_ties_and_a_wrong_token_is_a_difference() -> None:

@@ -1,15 +1,15 @@
-"""What the child's tests share: each of their modules has a rig of its own."""
+"""Fixtures for the tests of the training child. Each module defines its own logged_pair."""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.training_child import Home, Rig
+from tests.support.training_child import Home, LoggedPair
 
 
 @pytest.fixture
-def home(rig: Rig, tmp_path: Path) -> Iterator[Home]:
-    made = Home(rig, tmp_path)
+def home(logged_pair: LoggedPair, tmp_path: Path) -> Iterator[Home]:
+    made = Home(logged_pair, tmp_path)
     yield made
     made.database.close()

@@ -1,4 +1,4 @@
-"""Whether a run fits into memory."""
+"""The memory estimate that decides whether a run may start."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is learnt from: every output token once, nothing else, in few shapes."""
+"""Training examples: every output token once, nothing else, in few shapes."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ def made(generations: list[Generation], max_length: int = 512, reject_weight: fl
     return build(generations, max_length=max_length, reject_weight=reject_weight, vocabulary=VOCABULARY)
 
 
-def test_targets_are_shifted_once_and_the_prompt_is_masked(texts: list[Generation]) -> None:
+def test_targets_are_shifted_by_one_and_the_prompt_is_masked(texts: list[Generation]) -> None:
     batch = collate(made(texts).examples)
     tokens, at, weight = np.array(batch.tokens), np.array(batch.at), np.array(batch.weight)
     rows, columns = np.divmod(at[weight > 0], tokens.shape[1])
@@ -36,7 +36,7 @@ def test_targets_are_shifted_once_and_the_prompt_is_masked(texts: list[Generatio
         assert tokens[row, : learnt[-1] + 1].tolist() == whole[:-1]
 
 
-def test_a_position_carries_the_distribution_of_its_own_output_token(texts: list[Generation]) -> None:
+def test_a_position_has_the_distribution_of_its_output_token(texts: list[Generation]) -> None:
     target = tiny_llama(1)
     batch = collate(made(texts).examples)
     states = target(batch.tokens).reshape(-1, VOCABULARY)[batch.at]
@@ -54,9 +54,7 @@ def test_stored_distributions_sum_to_one(texts: list[Generation]) -> None:
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(8, 64))
-def test_windows_learn_every_output_token_once_with_the_context_it_can_have(
-    prompt: int, output: int, size: int
-) -> None:
+def test_windows_cover_every_output_token_once_with_the_most_context(prompt: int, output: int, size: int) -> None:
     length = prompt + output
     found = windows(prompt, length, size)
     assert [at for _, first, end in found for at in range(first, end)] == list(range(prompt, length))
@@ -88,7 +86,7 @@ def test_a_long_text_is_learnt_in_windows(prompt: int, output: int, cut: list[tu
         assert example.tokens.tolist() == whole[start : end - 1].tolist()
         assert example.before.tolist() == whole[:start].tolist()
         assert (example.start, example.positions) == (first - start - 1, end - first)
-        # The target's word on them is the one over the whole text.
+        # The target's distribution is that over the whole text.
         assert np.array_equal(example.ids, ids[first - prompt : end - prompt])
         assert np.array_equal(example.logprobs, logprobs[first - prompt : end - prompt])
 
@@ -110,7 +108,7 @@ def test_long_texts_cost_a_run_no_more_than_two_windows_each(texts: list[Generat
     assert len({window for seed in range(60) for window in learnt(seed)}) > 20, "another run learns others"
 
 
-def test_what_cannot_be_learnt_from_is_skipped_and_counted(texts: list[Generation]) -> None:
+def test_unusable_generations_are_skipped_and_counted(texts: list[Generation]) -> None:
     good = texts[0]
     targets = good.targets
     assert targets is not None

@@ -1,4 +1,4 @@
-"""The child where the draft reads its target's hidden states: it loads that one too, whatever the job."""
+"""Training jobs of an EAGLE head: every kind of job loads the target too."""
 
 import json
 from dataclasses import replace
@@ -24,12 +24,12 @@ from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.model_folders import save_model
 from tests.support.oracle import tiny_llama
-from tests.support.training_child import Home, Rig, of_type, perform
+from tests.support.training_child import Home, LoggedPair, of_type, perform
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    root = tmp_path_factory.mktemp("rig")
+def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
+    root = tmp_path_factory.mktemp("logged_pair")
     target = plain_llama(1, sharpness=8.0)
     folders = save_model(target, root / "target"), save_model(tiny_head(target, 2), root / "draft")
     who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
@@ -46,29 +46,29 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     ]
     general = GeneralSet.of((g.prompt.tokens, g.output) for g in logged[:5])
     general.save(root / "general.npz")
-    return Rig(root, *folders, root / "general.npz", who, logged)
+    return LoggedPair(root, *folders, root / "general.npz", who, logged)
 
 
-def test_a_run_and_what_is_asked_of_its_adapter(home: Home, rig: Rig) -> None:
+def test_a_run_of_a_head_and_jobs_with_its_adapter(home: Home, logged_pair: LoggedPair) -> None:
     spec = home.spec(training={"epochs": 4}, gate={"min_prompts": 1, "min_tokens": 1})
     messages = perform(spec)
     assert messages[-1]["type"] == "done", messages[-1]
     (candidate,), (scores,) = of_type(messages, "candidate"), of_type(messages, "scores")
     assert "fuse" in candidate["keys"]
     folder = Path(candidate["folder"])
-    pair = load_pair(rig.target, rig.draft)
+    pair = load_pair(logged_pair.target, logged_pair.draft)
     assert pair.draft is not None
     model = pair.draft.model
-    held_out = Generations(home.database).held_out(rig.who, 100)
+    held_out = Generations(home.database).held_out(logged_pair.who, 100)
 
-    def calls(told: list[dict[str, list[float]]]) -> np.ndarray:
-        return np.array([s["calls"] for s in told])
+    def calls(scored: list[dict[str, list[float]]]) -> np.ndarray:
+        return np.array([s["calls"] for s in scored])
 
     def expected() -> np.ndarray:
         return np.array([s.calls for s in score(model, held_out, k=3, vocabulary=VOCABULARY)])
 
     assert np.allclose(calls(scores["scores"]["0"]), expected(), rtol=1e-4)
-    lora.attach(model, folder, rig.who.draft)
+    lora.attach(model, folder, logged_pair.who.draft)
     assert np.allclose(calls(scores["scores"]["candidate"]), expected(), rtol=1e-4)
     assert (calls(scores["scores"]["candidate"]).sum(axis=0) < calls(scores["scores"]["0"]).sum(axis=0)).all()
 
@@ -80,7 +80,7 @@ def test_a_run_and_what_is_asked_of_its_adapter(home: Home, rig: Rig) -> None:
     assert np.allclose(calls(again["scores"]["1"])[order], expected(), rtol=1e-4)
 
 
-def test_every_kind_of_job_loads_the_target_beside(home: Home, rig: Rig, tmp_path: Path) -> None:
+def test_every_kind_of_job_loads_the_target(home: Home, logged_pair: LoggedPair, tmp_path: Path) -> None:
     spec = home.spec()
     other = save_model(plain_llama(7), tmp_path / "other")
     for kind, extra in (
@@ -89,31 +89,31 @@ def test_every_kind_of_job_loads_the_target_beside(home: Home, rig: Rig, tmp_pat
         ("cases", {"adapter": None, "generations": ["g0"], "tie_margin": 0.1}),
     ):
         draft = load_draft(parse(json.dumps(spec | extra | {"kind": kind})))
-        usable = [g for g in rig.logged[:3] if g.targets is not None]
+        usable = [g for g in logged_pair.logged[:3] if g.targets is not None]
         assert logged(draft.model, usable, k=3, adapter=0, vocabulary=VOCABULARY)
         with pytest.raises(TrainingFailed, match="the target in other is not the one that serves"):
             load_draft(parse(json.dumps(spec | extra | {"kind": kind, "target": str(other)})))
 
 
-def test_memory_counts_the_target_and_every_step(home: Home, rig: Rig) -> None:
+def test_memory_counts_the_target_and_every_step(home: Home, logged_pair: LoggedPair) -> None:
     job = parse(json.dumps(home.spec()))
-    both = sum(bytes_in_memory(folder, widen=True) for folder in (rig.target, rig.draft))
-    config = json.loads((rig.draft / "config.json").read_text())
+    both = sum(bytes_in_memory(folder, widen=True) for folder in (logged_pair.target, logged_pair.draft))
+    config = json.loads((logged_pair.draft / "config.json").read_text())
     steps = budget.training_bytes(config, weights=both, rows=4, length=64, steps=3)
     assert training_bytes(job, rows=4, length=64) == steps
-    ordinary = replace(job, draft=rig.target)
-    config = json.loads((rig.target / "config.json").read_text())
-    alone = bytes_in_memory(rig.target, widen=True)
+    ordinary = replace(job, draft=logged_pair.target)
+    config = json.loads((logged_pair.target / "config.json").read_text())
+    alone = bytes_in_memory(logged_pair.target, widen=True)
     assert training_bytes(ordinary, rows=4, length=64) == budget.training_bytes(
         config, weights=alone, rows=4, length=64
     )
 
 
-def test_an_adapter_is_exported_and_folded_in(rig: Rig, tmp_path: Path) -> None:
-    pair = load_pair(rig.target, rig.draft)
+def test_an_adapter_is_exported_and_folded_in(logged_pair: LoggedPair, tmp_path: Path) -> None:
+    pair = load_pair(logged_pair.target, logged_pair.draft)
     assert pair.draft is not None
     shape = lora.wrap(pair.draft.model, rank=2, scale=2.0, seed=0)
-    lora.save(pair.draft.model, shape, tmp_path / "made", draft=rig.who.draft, target=rig.who.target)
+    lora.save(pair.draft.model, shape, tmp_path / "made", draft=logged_pair.who.draft, target=logged_pair.who.target)
     ref = AdapterRef(
         id=1,
         folder=tmp_path / "made",
@@ -121,7 +121,7 @@ def test_an_adapter_is_exported_and_folded_in(rig: Rig, tmp_path: Path) -> None:
         rank=2,
         scale=2.0,
         keys=shape.keys,
-        draft=rig.who.draft,
+        draft=logged_pair.who.draft,
         parent=0,
         run=None,
         state=AdapterState.CANDIDATE,
@@ -129,6 +129,6 @@ def test_an_adapter_is_exported_and_folded_in(rig: Rig, tmp_path: Path) -> None:
     )
     export_adapter(ref, tmp_path / "copy")
     assert folder_sha256(tmp_path / "copy") == ref.sha256
-    export_fused(ref, rig.draft, tmp_path / "fused")
+    export_fused(ref, logged_pair.draft, tmp_path / "fused")
     assert not mlx_lm_runs(tmp_path / "fused")
-    assert load_pair(rig.target, tmp_path / "fused").draft is not None
+    assert load_pair(logged_pair.target, tmp_path / "fused").draft is not None

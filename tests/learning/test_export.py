@@ -1,4 +1,4 @@
-"""`redraft adapters export`: what it writes is what mlx-lm loads, and computes what this engine serves."""
+"""`redraft adapters export`: mlx-lm loads the result and computes the same as this engine."""
 
 import json
 import shutil
@@ -37,7 +37,7 @@ K = 3
 
 
 @dataclass(frozen=True)
-class House:
+class Installation:
     """A database with one adapter, the draft it belongs to, and the settings that name both."""
 
     root: Path
@@ -46,7 +46,7 @@ class House:
     ref: AdapterRef
 
     def version(self) -> nn.Module:
-        """What the engine would serve."""
+        """The draft with its adapter, as the engine serves it."""
         base = load_model(self.draft)
         return load(base.model, self.ref, base.fingerprint).model
 
@@ -63,7 +63,7 @@ def write_draft(folder: Path, *, seed: int, bits: int | None) -> Path:
     return folder
 
 
-def build(root: Path, bits: int | None) -> House:
+def build(root: Path, bits: int | None) -> Installation:
     target, draft = save_model(tiny_llama(1, hidden=64), root / "target"), write_draft(root / "d", seed=2, bits=bits)
     config = root / "settings.toml"
     lines = [f"home = {json.dumps(str(root / 'home'))}", "[models]"]
@@ -103,13 +103,13 @@ def build(root: Path, bits: int | None) -> House:
         parent=BARE_DRAFT,
     )
     stores.close()
-    return House(root, config, draft, ref)
+    return Installation(root, config, draft, ref)
 
 
 @pytest.fixture(scope="module")
-def houses(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], House]:
-    """Each is built once."""
-    return cache(lambda bits: build(tmp_path_factory.mktemp("house"), bits))
+def installations(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int | None], Installation]:
+    """installations(bits) -> one with a draft quantised so; each is built once."""
+    return cache(lambda bits: build(tmp_path_factory.mktemp("installation"), bits))
 
 
 @pytest.fixture(params=[None, 4], ids=["float", "four bits"])
@@ -118,20 +118,22 @@ def bits(request: pytest.FixtureRequest) -> int | None:
 
 
 @pytest.fixture
-def house(houses: Callable[[int | None], House], bits: int | None) -> House:
-    """Not to be changed."""
-    return houses(bits)
+def installation(installations: Callable[[int | None], Installation], bits: int | None) -> Installation:
+    """Shared by the tests, which must not change it."""
+    return installations(bits)
 
 
 @pytest.fixture
-def plain_house(houses: Callable[[int | None], House], tmp_path_factory: pytest.TempPathFactory) -> Iterator[House]:
-    """May be changed: it is put back as it was."""
-    house = houses(None)
-    saved = tmp_path_factory.mktemp("saved") / "house"
-    shutil.copytree(house.root, saved)
-    yield house
-    shutil.rmtree(house.root)
-    saved.rename(house.root)
+def plain_installation(
+    installations: Callable[[int | None], Installation], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Installation]:
+    """Tests may change it; it is restored afterwards."""
+    installation = installations(None)
+    saved = tmp_path_factory.mktemp("saved") / "installation"
+    shutil.copytree(installation.root, saved)
+    yield installation
+    shutil.rmtree(installation.root)
+    saved.rename(installation.root)
 
 
 Export = Callable[..., tuple[int, str]]
@@ -139,19 +141,19 @@ Export = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def export(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Export:
-    """export(house, folder, *flags, version=…) -> exit status and what stderr says."""
+    """export(installation, folder, *flags, version=…) -> exit status and stderr."""
 
-    def run(house: House, folder: Path, *flags: str, version: int | None = None) -> tuple[int, str]:
-        chosen = str(house.ref.id if version is None else version)
-        words = ["redraft", "adapters", "export", chosen, str(folder), "--config", str(house.config), *flags]
+    def run(installation: Installation, folder: Path, *flags: str, version: int | None = None) -> tuple[int, str]:
+        chosen = str(installation.ref.id if version is None else version)
+        words = ["redraft", "adapters", "export", chosen, str(folder), "--config", str(installation.config), *flags]
         monkeypatch.setattr(sys, "argv", words)
         capsys.readouterr()
         with pytest.raises(SystemExit) as ended:
             main()
-        told = capsys.readouterr()
+        captured = capsys.readouterr()
         if not ended.value.code:
-            assert told.out == f"adapter {chosen} written to {folder}\n"
-        return int(ended.value.code or 0), told.err
+            assert captured.out == f"adapter {chosen} written to {folder}\n"
+        return int(ended.value.code or 0), captured.err
 
     return run
 
@@ -165,7 +167,7 @@ def distance(one: nn.Module, other: nn.Module) -> float:
 
 
 def guessed(target: nn.Module, draft: nn.Module, tokens: int) -> tuple[list[int], list[bool]]:
-    """mlx-lm's own speculative decoding: what came out, and which of it the draft had proposed."""
+    """mlx-lm's own speculative decoding: the output, and which of its tokens the draft proposed."""
     steps = speculative_generate_step(mx.array(PROMPT), target, draft, num_draft_tokens=K, max_tokens=tokens)
     out = [(int(token), bool(from_draft)) for token, _, from_draft in steps]
     return [token for token, _ in out], [from_draft for _, from_draft in out]
@@ -181,32 +183,40 @@ def files(folder: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in folder.iterdir()}
 
 
-def test_mlx_lm_loads_the_adapter_and_computes_what_is_served(tmp_path: Path, house: House, export: Export) -> None:
+def test_mlx_lm_loads_the_adapter_and_computes_what_is_served(
+    tmp_path: Path, installation: Installation, export: Export
+) -> None:
     out = tmp_path / "new" / "adapter"
-    assert export(house, out) == (0, "")
-    assert folder_sha256(out) == house.ref.sha256
-    theirs, served_here, bare = loaded(house.draft, adapter_path=str(out)), house.version(), loaded(house.draft)
+    assert export(installation, out) == (0, "")
+    assert folder_sha256(out) == installation.ref.sha256
+    theirs, served_here, bare = (
+        loaded(installation.draft, adapter_path=str(out)),
+        installation.version(),
+        loaded(installation.draft),
+    )
     assert np.allclose(np.array(theirs(PROBE)), np.array(served_here(PROBE)), atol=1e-4)
     assert distance(served_here, bare) > 0.1, "the adapter does something"
 
 
-def test_mlx_lm_drafts_with_the_fused_model(tmp_path: Path, house: House, export: Export, bits: int | None) -> None:
+def test_mlx_lm_drafts_with_the_fused_model(
+    tmp_path: Path, installation: Installation, export: Export, bits: int | None
+) -> None:
     out = tmp_path / "new" / "fused"
-    assert export(house, out, "--fuse")[0] == 0
-    fused, served_here, bare = loaded(out), house.version(), loaded(house.draft)
+    assert export(installation, out, "--fuse")[0] == 0
+    fused, served_here, bare = loaded(out), installation.version(), loaded(installation.draft)
     names = {name for name, _ in leaves(fused.parameters())}
     assert names == {name for name, _ in leaves(bare.parameters())}, "a plain model, no LoRA layers"
     if bits is None:
         assert np.allclose(np.array(fused(PROBE)), np.array(served_here(PROBE)), atol=1e-4)
     else:
-        # Folded layers are quantised again: near what is served, and far nearer than the bare draft is.
+        # Folded layers are quantised again, so outputs are near those of the served draft, much nearer than the bare draft's.
         assert 0 < distance(fused, served_here) < 0.3 * distance(bare, served_here)
         assert any(isinstance(module, nn.QuantizedLinear) for _, module in fused.named_modules())
 
-    # The target here is what the adapter made of the draft, so the fused model should guess nearly all of its tokens.
+    # The target here is the draft with its adapter, so nearly all proposals of the fused model are accepted.
     text, with_adapter = guessed(served_here, fused, 48)
     assert text == naive(served_here, PROMPT, Sampling(max_tokens=48))
-    assert with_adapter == ours(served_here, fused, 48), "mlx-lm accepts what this engine accepts"
+    assert with_adapter == ours(served_here, fused, 48), "mlx-lm accepts the same tokens as this engine"
     text_of_bare, without = guessed(served_here, bare, 48)
     assert text_of_bare == text
     assert sum(without) < sum(with_adapter) - 6
@@ -214,87 +224,96 @@ def test_mlx_lm_drafts_with_the_fused_model(tmp_path: Path, house: House, export
         assert sum(with_adapter) == 48 * K // (K + 1)
 
 
-def test_the_fused_folder_can_be_served_as_a_draft_here(tmp_path: Path, house: House, export: Export) -> None:
+def test_the_fused_folder_can_be_served_as_a_draft_here(
+    tmp_path: Path, installation: Installation, export: Export
+) -> None:
     out = tmp_path / "fused"
-    assert export(house, out, "--fuse")[0] == 0
-    pair = load_pair(house.root / "target", out)
+    assert export(installation, out, "--fuse")[0] == 0
+    pair = load_pair(installation.root / "target", out)
     assert pair.draft is not None
-    assert pair.provenance.draft != house.ref.draft, "another draft: adapters of the bare one do not belong on it"
+    assert pair.provenance.draft != installation.ref.draft, (
+        "another draft: adapters of the bare one do not belong on it"
+    )
 
 
 @pytest.mark.parametrize("flags", [(), ("--fuse",)], ids=["adapter", "fused"])
 class TestRefusals:
-    """One sentence, exit status 1, and no folder."""
+    """Refusals: one sentence, exit status 1, and no folder."""
 
     @pytest.mark.parametrize("version", [99, BARE_DRAFT])
-    def test_versions_that_do_not_exist(
-        self, tmp_path: Path, plain_house: House, export: Export, flags: tuple[str, ...], version: int
+    def test_unknown_versions(
+        self, tmp_path: Path, plain_installation: Installation, export: Export, flags: tuple[str, ...], version: int
     ) -> None:
-        assert export(plain_house, tmp_path / "out", *flags, version=version) == (1, f"redraft: no adapter {version}\n")
+        assert export(plain_installation, tmp_path / "out", *flags, version=version) == (
+            1,
+            f"redraft: no adapter {version}\n",
+        )
         assert not (tmp_path / "out").exists()
 
-    def test_a_folder_that_exists_is_left_alone(
-        self, tmp_path: Path, plain_house: House, export: Export, flags: tuple[str, ...]
+    def test_an_existing_folder_is_left_alone(
+        self, tmp_path: Path, plain_installation: Installation, export: Export, flags: tuple[str, ...]
     ) -> None:
         (tmp_path / "out").mkdir()
         (tmp_path / "out" / "adapters.safetensors").write_text("mine")
-        status, err = export(plain_house, tmp_path / "out", *flags)
+        status, err = export(plain_installation, tmp_path / "out", *flags)
         assert status == 1
         assert err == f"redraft: {tmp_path / 'out'} exists already\n"
         assert files(tmp_path / "out") == {"adapters.safetensors": b"mine"}
 
-    def test_files_that_are_gone(
-        self, tmp_path: Path, plain_house: House, export: Export, flags: tuple[str, ...]
+    def test_missing_files(
+        self, tmp_path: Path, plain_installation: Installation, export: Export, flags: tuple[str, ...]
     ) -> None:
-        for file in plain_house.ref.folder.iterdir():
+        for file in plain_installation.ref.folder.iterdir():
             file.unlink()
-        plain_house.ref.folder.rmdir()
-        status, err = export(plain_house, tmp_path / "out", *flags)
+        plain_installation.ref.folder.rmdir()
+        status, err = export(plain_installation, tmp_path / "out", *flags)
         assert status == 1
         assert err.startswith("redraft: adapter 1: ")
         assert err.count("\n") == 1
         assert not (tmp_path / "out").exists()
 
-    def test_files_that_were_altered(
-        self, tmp_path: Path, plain_house: House, export: Export, flags: tuple[str, ...]
+    def test_altered_files(
+        self, tmp_path: Path, plain_installation: Installation, export: Export, flags: tuple[str, ...]
     ) -> None:
-        file = plain_house.ref.folder / "adapters.safetensors"
+        file = plain_installation.ref.folder / "adapters.safetensors"
         content = bytearray(file.read_bytes())
         content[-1] ^= 0x01  # a value, not the header
         file.write_bytes(content)
-        status, err = export(plain_house, tmp_path / "out", *flags)
+        status, err = export(plain_installation, tmp_path / "out", *flags)
         assert status == 1
         assert err.startswith("redraft: adapter 1: its files are ")
         assert not (tmp_path / "out").exists()
 
-    def test_a_house_without_a_database(
-        self, tmp_path: Path, plain_house: House, export: Export, flags: tuple[str, ...]
+    def test_a_home_without_a_database(
+        self, tmp_path: Path, plain_installation: Installation, export: Export, flags: tuple[str, ...]
     ) -> None:
-        for file in (plain_house.root / "home").glob("redraft.db*"):
+        for file in (plain_installation.root / "home").glob("redraft.db*"):
             file.unlink()
-        status, err = export(plain_house, tmp_path / "out", *flags)
+        status, err = export(plain_installation, tmp_path / "out", *flags)
         assert status == 1
         assert err.startswith("redraft: ")
         assert err.count("\n") == 1
         assert not (tmp_path / "out").exists()
 
 
-def test_fusing_needs_the_draft_that_was_trained(tmp_path: Path, plain_house: House, export: Export) -> None:
+def test_fusing_needs_the_draft_that_was_trained(
+    tmp_path: Path, plain_installation: Installation, export: Export
+) -> None:
     other = write_draft(tmp_path / "other", seed=5, bits=None)
-    text = plain_house.config.read_text()
-    for draft, said in ((str(other), "adapter 1: it was trained on another draft model"), ("none", "name no draft")):
-        plain_house.config.write_text(text.replace(json.dumps(str(plain_house.draft)), json.dumps(draft)))
-        status, err = export(plain_house, tmp_path / "out", "--fuse")
+    text = plain_installation.config.read_text()
+    for draft, message in ((str(other), "adapter 1: it was trained on another draft model"), ("none", "name no draft")):
+        plain_installation.config.write_text(text.replace(json.dumps(str(plain_installation.draft)), json.dumps(draft)))
+        status, err = export(plain_installation, tmp_path / "out", "--fuse")
         assert status == 1
-        assert said in err
+        assert message in err
         assert not (tmp_path / "out").exists()
 
 
-def test_mlx_lm_gets_no_draft_that_it_cannot_run(tmp_path: Path, plain_house: House, export: Export) -> None:
+def test_a_head_is_not_exported_for_mlx_lm(tmp_path: Path, plain_installation: Installation, export: Export) -> None:
     head = save_model(tiny_head(tiny_llama(1, hidden=64), 2), tmp_path / "head")
-    text = plain_house.config.read_text()
-    plain_house.config.write_text(text.replace(json.dumps(str(plain_house.draft)), json.dumps(str(head))))
-    status, err = export(plain_house, tmp_path / "out", "--fuse")
+    text = plain_installation.config.read_text()
+    plain_installation.config.write_text(text.replace(json.dumps(str(plain_installation.draft)), json.dumps(str(head))))
+    status, err = export(plain_installation, tmp_path / "out", "--fuse")
     assert status == 1
     assert "mlx-lm cannot draft with a head that reads hidden states" in err
     assert not (tmp_path / "out").exists()

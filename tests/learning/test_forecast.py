@@ -1,4 +1,4 @@
-"""Acceptance by position and predicted speed, against brute force and against what the engine really does."""
+"""Acceptance by position and predicted speed, against brute force and against the engine."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from service.engine.costs import Costs
 from service.learning.forecast import forecast
 from service.learning.offpolicy import Acceptance, acceptance, expected_calls, expected_positions
 from tests.support.logged_texts import VOCABULARY, served
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 SETTINGS = {
     "greedy": [Sampling(max_tokens=24)] * 60,
@@ -30,74 +30,74 @@ UNSEEDED = {
 
 
 def enumerated(rates: list[float], k: int, start: int = 0, reach: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
-    """Expected tests and keeps of every position, by walking every course of events."""
-    tested, kept = np.zeros(k), np.zeros(k)
+    """Expected verifications and acceptances by position, by enumerating all outcomes."""
+    tested, accepted = np.zeros(k), np.zeros(k)
     if start >= len(rates):
-        return tested, kept
+        return tested, accepted
     for i in range(k + 1):
         at = start + i
         if i == k or at >= len(rates):
             more = enumerated(rates, k, at + 1, reach)
-            return tested + more[0], kept + more[1]
+            return tested + more[0], accepted + more[1]
         tested[i] += reach
         more = enumerated(rates, k, at + 1, reach * (1 - rates[at]))
-        tested, kept = tested + more[0], kept + more[1]
+        tested, accepted = tested + more[0], accepted + more[1]
         reach *= rates[at]
-        kept[i] += reach
+        accepted[i] += reach
     raise AssertionError
 
 
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=8), st.integers(1, 5))
-def test_positions_are_those_of_every_course_of_events(rates: list[float], k: int) -> None:
+def test_positions_equal_the_enumeration_of_all_outcomes(rates: list[float], k: int) -> None:
     for got, wanted in zip(expected_positions(rates, k), enumerated(rates, k), strict=True):
         assert got == pytest.approx(wanted, abs=1e-9)
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(0, 6))
-def test_every_token_is_a_call_s_own_or_a_kept_one(rates: list[float], k: int) -> None:
-    """But for the last call, whose own token is not emitted where the text ends on a kept one."""
-    _, kept = expected_positions(rates, k)
+def test_every_token_is_a_calls_own_or_an_accepted_one(rates: list[float], k: int) -> None:
+    """The last call emits no token of its own if the text ends with an accepted one."""
+    _, accepted = expected_positions(rates, k)
     calls = expected_calls(rates, k)
-    assert calls - 1 - 1e-9 <= len(rates) - kept.sum() <= calls + 1e-9
+    assert calls - 1 - 1e-9 <= len(rates) - accepted.sum() <= calls + 1e-9
 
 
 def by_position(real: list[Generation], k: int) -> tuple[np.ndarray, np.ndarray]:
-    tested, kept = np.zeros(k), np.zeros(k)
+    tested, accepted = np.zeros(k), np.zeros(k)
     for g in real:
         for r in g.rounds:
             for i in range(min(r.accepted + 1, r.drafted, len(g.output) - r.start)):
                 tested[i] += 1
-                kept[i] += i < r.accepted
-    return tested, kept
+                accepted[i] += i < r.accepted
+    return tested, accepted
 
 
 @pytest.fixture(scope="module")
 def models() -> tuple[Model, Model, Model]:
-    """The target, the draft that the log was written with, and the one that is asked about."""
+    """The target, the draft of the log, and the draft whose acceptance is estimated."""
     target = tiny_llama(1)
-    return target, relative(target, 2, 0.35), relative(target, 9, 0.2)
+    return target, noisy_copy(target, 2, 0.35), noisy_copy(target, 9, 0.2)
 
 
 @pytest.fixture(scope="module")
 def logs(models: tuple[Model, Model, Model]) -> Callable[[str, int], list[Generation]]:
-    """logs(kind, rows) -> what was logged, decoded once."""
+    """logs(kind, rows) -> the logged generations, decoded once."""
     return cache(lambda kind, rows: served(models[0], models[1], SETTINGS[kind][:rows], k=3))
 
 
 @ROWS
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("k", [2, 4])
-def test_greedy_and_seeded_positions_are_known_exactly(
+def test_greedy_and_seeded_positions_are_predicted_exactly(
     models: tuple[Model, Model, Model], logs: Callable[[str, int], list[Generation]], kind: str, k: int, rows: int
 ) -> None:
     target, _, other = models
     real = served(target, other, SETTINGS[kind][:rows], k=k)
     found = forecast(acceptance(other, logs(kind, rows), vocabulary=VOCABULARY), k)
-    tested, kept = by_position(real, k)
-    # A near-tie may fall otherwise. The last of four positions is tested not twice a row.
-    assert found.rates == pytest.approx(tuple(kept / tested), abs=0.6 / rows)
+    tested, accepted = by_position(real, k)
+    # A near-tie may be decided differently. The last of four positions is verified less than twice per row.
+    assert found.rates == pytest.approx(tuple(accepted / tested), abs=0.6 / rows)
     assert found.tokens_per_call == pytest.approx(
         sum(len(g.output) for g in real) / sum(len(g.rounds) for g in real), rel=0.3 / rows
     )
@@ -106,17 +106,17 @@ def test_greedy_and_seeded_positions_are_known_exactly(
 @pytest.mark.parametrize(
     "kind", [kind if kind == "top-p" else pytest.param(kind, marks=pytest.mark.nightly) for kind in UNSEEDED]
 )
-def test_unseeded_positions_are_known_on_average(models: tuple[Model, Model, Model], kind: str) -> None:
+def test_unseeded_positions_are_predicted_on_average(models: tuple[Model, Model, Model], kind: str) -> None:
     k, (target, logger, other) = 3, models
     samplings = [Sampling(**UNSEEDED[kind], max_tokens=24)] * 150  # pyright: ignore[reportArgumentType]
     logged = served(target, logger, samplings, k=2, seed=1)
     found = forecast(acceptance(other, logged, vocabulary=VOCABULARY), k)
-    tested, kept = by_position(served(target, other, samplings, k=k, seed=2), k)
-    # The logger's own rates would be found out.
+    tested, accepted = by_position(served(target, other, samplings, k=k, seed=2), k)
+    # The rates of the logged draft itself would fail.
     wrong = forecast(acceptance(logger, logged, vocabulary=VOCABULARY), k).rates[0]
-    assert abs(wrong - kept[0] / tested[0]) > 4 * math.sqrt(2 * wrong * (1 - wrong) / tested[0])
-    for predicted, n, share in zip(found.rates, tested, kept / tested, strict=True):
-        # Both the log and the real run are samples.
+    assert abs(wrong - accepted[0] / tested[0]) > 4 * math.sqrt(2 * wrong * (1 - wrong) / tested[0])
+    for predicted, n, share in zip(found.rates, tested, accepted / tested, strict=True):
+        # Both the log and the decoding are samples.
         assert abs(predicted - share) < 4 * math.sqrt(2 * share * (1 - share) / n)
         assert 0.2 < share < 0.98
 

@@ -1,4 +1,4 @@
-"""Training jobs with a real database and models on disk, where it matters in a process of their own."""
+"""Training jobs with a real database and models on disk, in a process of their own where it matters."""
 
 import json
 import os
@@ -27,22 +27,22 @@ from service.models.pair import load_model
 from service.store.generations import Generations, split_of
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.model_folders import save_model
-from tests.support.oracle import relative, tiny_llama
-from tests.support.training_child import TRAINING, Child, Home, Message, Rig, child, of_type, perform
+from tests.support.oracle import noisy_copy, tiny_llama
+from tests.support.training_child import TRAINING, Child, Home, LoggedPair, Message, child, of_type, perform
 from tests.support.typed import as_float
 
-KEPT = list(range(VOCABULARY))[:1:-1][:60]
-"""What the draft may propose before it learns."""
+REDUCED = list(range(VOCABULARY))[:1:-1][:60]
+"""The draft's reduced vocabulary before training."""
 LONG = {"epochs": 2000, "learning_rate": 1e-4}
 
 
 @pytest.fixture(scope="module")
-def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
-    root = tmp_path_factory.mktemp("rig")
+def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
+    root = tmp_path_factory.mktemp("logged_pair")
     target = tiny_llama(1, sharpness=8.0)
-    draft = relative(target, 2, 0.5)
+    draft = noisy_copy(target, 2, 0.5)
     folders = save_model(target, root / "target"), save_model(draft, root / "draft")
-    vocabulary.write(KEPT, folders[1])
+    vocabulary.write(REDUCED, folders[1])
     who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
     samplings = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=3, max_tokens=24), Sampling(temperature=0.7)]
     samplings = [replace(samplings[i % 3], max_tokens=24) for i in range(60)]
@@ -61,13 +61,13 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Rig:
         (g.prompt.tokens, g.output) for g in served(target, draft, [Sampling(max_tokens=16)] * 40, k=3, seed=7)
     )
     general.save(root / "general.npz")
-    return Rig(root, *folders, root / "general.npz", who, logged)
+    return LoggedPair(root, *folders, root / "general.npz", who, logged)
 
 
-def test_a_run_from_claim_to_scores(home: Home, rig: Rig) -> None:
+def test_a_run_from_claim_to_scores(home: Home, logged_pair: LoggedPair) -> None:
     spec = home.spec()
     with child(spec) as running:
-        messages = running.rest()
+        messages = running.read_to_end()
     kinds = [message["type"] for message in messages]
     assert list(dict.fromkeys(kinds)) == ["progress", "candidate", "scores", "done"]
 
@@ -85,24 +85,24 @@ def test_a_run_from_claim_to_scores(home: Home, rig: Rig) -> None:
     assert (candidate["rank"], candidate["scale"], candidate["skipped"]) == (8, 2.0, 0)
     assert 0 < candidate["trainable"] < candidate["frozen"]
 
-    # The scores are those of the folder as mlx-lm loads it, on held-out generations alone.
+    # The scores equal those of the folder as mlx-lm loads it, on held-out generations only.
     (scores,) = of_type(messages, "scores")
-    golden = {g.id for g in GeneralSet.load(rig.general).generations(rig.who, golden=True)}
+    golden = {g.id for g in GeneralSet.load(logged_pair.general).generations(logged_pair.who, golden=True)}
     assert golden
     assert [{s["generation"] for s in scores["golden"][name]} for name in ("0", "candidate")] == [golden, golden]
     assert scores["steps"] == {"0": 1.0, "candidate": 1.0}, "weights of the same shapes cost the same"
-    held_out = Generations(home.database).held_out(rig.who, 100)
+    held_out = Generations(home.database).held_out(logged_pair.who, 100)
     assert {s["generation"] for s in scores["scores"]["0"]} == {g.id for g in held_out}
     assert all(split_of(g.prompt.first_user) == "held_out" for g in held_out)
-    bare = load_model(rig.draft).model
-    cut(bare, KEPT)
+    bare = load_model(logged_pair.draft).model
+    cut(bare, REDUCED)
     assert [Score(**(s | {"calls": tuple(s["calls"])})) for s in scores["scores"]["0"]] == score(
         bare, held_out, k=3, vocabulary=VOCABULARY
     )
     adapted = load_adapters(bare, str(folder))
-    # What it learnt from came first; it may propose as many tokens as before.
+    # Tokens of the training texts come first in the new reduced vocabulary, which keeps its size.
     learnt = vocabulary.read(folder)
-    assert learnt is not None and len(learnt) == len(KEPT) and learnt != KEPT
+    assert learnt is not None and len(learnt) == len(REDUCED) and learnt != REDUCED
     cut(adapted, learnt)
     mine = score(adapted, held_out, k=3, vocabulary=VOCABULARY)
     assert np.allclose([s["calls"] for s in scores["scores"]["candidate"]], [s.calls for s in mine], rtol=1e-4)
@@ -110,25 +110,27 @@ def test_a_run_from_claim_to_scores(home: Home, rig: Rig) -> None:
         assert sum(s.calls[at] for s in mine) < sum(s["calls"][at] for s in scores["scores"]["0"])
     assert {s["domain"] for s in scores["scores"]["0"]} <= {"sql", ""}
 
-    # The rows are the parent's business.
+    # Only the parent process updates the rows.
     assert home.runs.get(spec["run"]).state is RunState.TRAINING
-    # Only what lacked targets was scored again: the replayed general texts and the logged ones without.
+    # Targets were computed only where they were missing: for replayed general texts and some logged ones.
     claimed = Generations(home.database).claimed(spec["run"])
-    cached = len(list((home.cache / rig.who.target).iterdir()))
-    learnt = [*claimed, *Generations(home.database).earlier(rig.who, spec["run"], 350 - len(claimed))]
+    cached = len(list((home.cache / logged_pair.who.target).iterdir()))
+    learnt = [*claimed, *Generations(home.database).earlier(logged_pair.who, spec["run"], 350 - len(claimed))]
     assert len(learnt) > len(claimed)
     assert cached == round(len(learnt) / 3) + sum(g.targets is None for g in learnt)
 
 
-def test_a_second_run_goes_on_from_the_first_and_reads_what_it_scored(home: Home, rig: Rig, tmp_path: Path) -> None:
+def test_a_second_run_starts_from_the_first_and_reuses_its_targets(
+    home: Home, logged_pair: LoggedPair, tmp_path: Path
+) -> None:
     spec = home.spec(training={"epochs": 2})
     first = of_type(perform(spec), "candidate")[0]
     home.runs.move(spec["run"], spec["fencing"], RunState.CRASHED)
-    # Without its weights the target cannot be asked any more.
+    # Without its weights the target cannot be run again.
     asleep = tmp_path / "target"
     asleep.mkdir()
     for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (asleep / name).write_bytes((rig.target / name).read_bytes())
+        (asleep / name).write_bytes((logged_pair.target / name).read_bytes())
     again = home.spec(
         training={"epochs": 1, "learning_rate": 1e-4, "accumulate": 2},
         parent=first["folder"],
@@ -140,20 +142,22 @@ def test_a_second_run_goes_on_from_the_first_and_reads_what_it_scored(home: Home
     assert len(home.published()) == 2
     (scores,) = of_type(messages, "scores")
     assert scores["scores"].keys() == {"candidate", "5"}
-    # A tiny rate: the child of the first still drafts nearly like it, and not like the bare draft.
+    # With a tiny learning rate the second adapter drafts nearly like the first, and not like the bare draft.
     (candidate,) = of_type(messages, "candidate")
-    base = load_model(rig.draft).model
+    base = load_model(logged_pair.draft).model
     probe = mx.array([[3, 1, 4, 1, 5]])
     plain = base(probe)
-    moved = as_float(mx.abs(load_adapters(load_model(rig.draft).model, candidate["folder"])(probe) - plain).mean())
+    moved = as_float(
+        mx.abs(load_adapters(load_model(logged_pair.draft).model, candidate["folder"])(probe) - plain).mean()
+    )
     apart = mx.abs(
-        load_adapters(load_model(rig.draft).model, candidate["folder"])(probe)
-        - load_adapters(load_model(rig.draft).model, first["folder"])(probe)
+        load_adapters(load_model(logged_pair.draft).model, candidate["folder"])(probe)
+        - load_adapters(load_model(logged_pair.draft).model, first["folder"])(probe)
     )
     assert as_float(apart.mean()) < 0.2 * moved
 
     job = {key: again[key] for key in ("url", "draft", "target", "training", "k", "provenance")}
-    ids = [g.id for g in rig.logged[:9]]
+    ids = [g.id for g in logged_pair.logged[:9]]
     adapters = {"0": None, "5": first["folder"], "6": candidate["folder"]}
     messages = perform({**job, "kind": "score", "adapters": adapters, "generations": [*ids, "gone"]})
     assert [message["type"] for message in messages] == ["scores", "done"]
@@ -161,55 +165,55 @@ def test_a_second_run_goes_on_from_the_first_and_reads_what_it_scored(home: Home
     assert scored.keys() == adapters.keys()
     for name, folder in adapters.items():
         assert {s["generation"] for s in scored[name]} == set(ids)
-        model = load_model(rig.draft).model
+        model = load_model(logged_pair.draft).model
         model = load_adapters(model, folder) if folder else model
-        cut(model, vocabulary.read(Path(folder)) or [] if folder else KEPT)
+        cut(model, vocabulary.read(Path(folder)) or [] if folder else REDUCED)
         texts = Generations(home.database).by_ids(ids)
         expected = score(model, texts, k=3, vocabulary=VOCABULARY)
         assert np.allclose([s["calls"] for s in scored[name]], [s.calls for s in expected], rtol=1e-4)
 
-    # What the first would have drafted where nobody did; what cannot be looked at is told too.
-    settled = [g for g in rig.logged if g.prompt.sampling.rule is AcceptRule.MATCH][:20]
+    # Cases that the first adapter would have had; generations that cannot be scored are reported as empty.
+    settled = [g for g in logged_pair.logged if g.prompt.sampling.rule is AcceptRule.MATCH][:20]
     ids = [g.id for g in settled]
     asked = {"kind": "cases", "adapter": first["folder"], "generations": [*ids, "gone"], "tie_margin": 0.5}
     messages = perform({**job, **asked})
     assert [message["type"] for message in messages] == ["cases", "cases", "done"]
-    told = {name: cases for message in messages[:2] for name, cases in message["cases"].items()}
-    assert told.keys() == set(ids)
-    model = load_adapters(load_model(rig.draft).model, first["folder"])
+    supplied = {name: cases for message in messages[:2] for name, cases in message["cases"].items()}
+    assert supplied.keys() == set(ids)
+    model = load_adapters(load_model(logged_pair.draft).model, first["folder"])
     cut(model, vocabulary.read(Path(first["folder"])) or [])
     usable = [g for g in settled if g.targets is not None]
     assert 0 < len(usable) < len(settled)
     for one in logged(model, usable, k=3, adapter=0, vocabulary=VOCABULARY, tie_margin=0.5):
-        mine, theirs = one.generation.cases, told.pop(one.generation.id)
+        mine, theirs = one.generation.cases, supplied.pop(one.generation.id)
         assert [(c.position, c.drafted, c.target, c.p, c.margin, c.tie) for c in mine] == [
             tuple(c[name] for name in ("position", "drafted", "target", "p", "margin", "tie")) for c in theirs
         ]
         assert [c["q"] for c in theirs] == pytest.approx([c.q for c in mine], rel=1e-3)
-    assert all(cases == [] for cases in told.values())
+    assert all(cases == [] for cases in supplied.values())
 
 
-def test_it_makes_way_holds_still_and_dies_with_its_parent(home: Home) -> None:
+def test_the_child_lowers_its_priority_pauses_and_ends_with_its_parent(home: Home) -> None:
     with child(home.spec(training=LONG)) as running:
         running.until_training()
         started = psutil.Process(running.process.pid)
-        # Niceness belongs to a thread on Linux, to the process elsewhere.
+        # Niceness is per thread on Linux, per process elsewhere.
         threads = [thread.id for thread in started.threads()] if sys.platform == "linux" else [started.pid]
         nice = {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
         assert nice == {max(os.getpriority(os.PRIO_PROCESS, 0), 7)}
-        running.say("pause")
+        running.send_line("pause")
         os.set_blocking(running.stdout.fileno(), False)
         assert wait_for(lambda: silent(running))
-        running.say("resume")
+        running.send_line("resume")
         assert wait_for(lambda: drain(running))
-        running.say("pause")
+        running.send_line("pause")
         running.stdin.close()
         assert running.process.wait(60) == ORPHANED
     assert home.published() == []
 
 
 def drain(running: Child) -> bool:
-    """Whether anything was said since the last call."""
+    """Whether any message came since the last call."""
     try:
         return bool(os.read(running.stdout.fileno(), 2**20))
     except BlockingIOError:
@@ -217,7 +221,7 @@ def drain(running: Child) -> bool:
 
 
 def silent(running: Child) -> bool:
-    """Whether nothing is said for much longer than a step takes, but for what was said before."""
+    """Whether, after messages already sent, none comes for much longer than a step takes."""
     drain(running)
     time.sleep(0.5)
     return not drain(running)
@@ -232,7 +236,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     return False
 
 
-def test_a_run_that_was_given_up_meanwhile_is_not_published(home: Home) -> None:
+def test_a_run_that_was_cancelled_meanwhile_is_not_published(home: Home) -> None:
     spec = home.spec(training={"epochs": 1})
 
     def give_up(message: Message) -> None:
@@ -255,14 +259,14 @@ def test_a_run_that_was_given_up_meanwhile_is_not_published(home: Home) -> None:
         ({"parent": "/nowhere", "parent_id": 3}, "cannot be read"),
     ],
 )
-def test_a_run_that_cannot_be_done_says_why(home: Home, changes: Message, reason: str) -> None:
+def test_an_impossible_run_reports_the_reason(home: Home, changes: Message, reason: str) -> None:
     messages = perform(home.spec() | changes)
     assert [message["type"] for message in messages] == ["failed"]
     assert reason in messages[0]["reason"]
     assert home.published() == []
 
 
-def test_a_job_that_makes_no_sense_is_refused_by_name(home: Home) -> None:
+def test_an_invalid_job_is_refused_by_name(home: Home) -> None:
     spec = home.spec()
     job = parse(json.dumps(spec))
     assert isinstance(job, TrainJob)

@@ -1,4 +1,4 @@
-"""What a draft that reads its target's hidden states learns, and that all of its adapter does."""
+"""Training an EAGLE head: the objective of every draft step, and that all of its adapter is trained."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from service.models.eagle import Model as Head
 from service.models.folding import as_served
 from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.logged_texts import VOCABULARY, random_texts, served, with_targets
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import as_float, leaves
 
 KEYS = {"fuse"} | {f"self_attn.{n}_proj" for n in "qkvo"} | {f"mlp.{n}_proj" for n in ("gate", "up", "down")}
@@ -67,7 +67,7 @@ def test_every_position_is_learnt_in_one_step_of_a_round(
     assert mx.allclose(loss.positions(head, batch), steps[0], atol=1e-5).item()
 
 
-def test_in_a_window_the_target_has_read_the_whole_text(target: Model, head: Head) -> None:
+def test_a_window_has_the_targets_hidden_states_of_the_whole_text(target: Model, head: Head) -> None:
     texts = with_targets(target, [t for t in random_texts(8, seed=3) if len(t.prompt.tokens) + len(t.output) > 24])
     examples = build(texts, max_length=24, reject_weight=1.0, vocabulary=VOCABULARY).examples
     batch = collate(examples)
@@ -106,7 +106,7 @@ def test_every_matrix_of_the_adapter_learns_from_the_first_step_on(
     assert all(mx.array_equal(a, b).item() for a, (_, b) in zip(before, leaves(target.parameters()), strict=True))
 
 
-def test_what_is_learnt_is_served_and_scored_and_handed_on(target: Model, head: Head, tmp_path: Path) -> None:
+def test_a_trained_adapter_is_served_scored_and_continued(target: Model, head: Head, tmp_path: Path) -> None:
     texts = served(target, tiny_llama(5), [Sampling(max_tokens=24)] * 12, k=0)
     data = build(texts, max_length=128, reject_weight=1.0, vocabulary=VOCABULARY)
 
@@ -129,7 +129,7 @@ def test_what_is_learnt_is_served_and_scored_and_handed_on(target: Model, head: 
     assert calls(child) == pytest.approx(learnt, abs=1)
 
 
-def test_all_logits_say_what_a_whole_top_says() -> None:
+def test_full_logits_equal_a_complete_top_k() -> None:
     target = plain_llama(1, vocabulary=30)
     head, batch = tiny_head(target, 2), some_batch(target, 30)
     stored = TargetDivergence(head, Objective.JSD)(head, batch).item()
@@ -140,9 +140,9 @@ def test_all_logits_say_what_a_whole_top_says() -> None:
     assert all(as_float(mx.abs(g).max()) > 0 for name, g in leaves(grads) if name.endswith("lora_b"))
 
 
-def test_an_ordinary_draft_learns_as_ever() -> None:
+def test_an_ordinary_draft_trains_unchanged() -> None:
     target = tiny_llama(1)
-    draft, batch = relative(target, 2, 0.5), some_batch(target)
+    draft, batch = noisy_copy(target, 2, 0.5), some_batch(target)
     logp = mx.concatenate([batch.logprobs, batch.tail[:, None]], axis=-1)
     logits = draft(batch.tokens).reshape(-1, VOCABULARY)[batch.at]
     alone = (each(Objective.KL, logp, buckets(logits, batch.ids)) * batch.weight).sum() / batch.weight.sum()

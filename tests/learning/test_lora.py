@@ -1,4 +1,4 @@
-"""Adapters: what they touch, that they are mlx-lm's own, and what they begin from."""
+"""Adapters: the layers they change, mlx-lm's format, and starting from a parent."""
 
 import json
 from datetime import UTC, datetime
@@ -97,7 +97,7 @@ def test_merged_and_unmerged_logits_are_equal() -> None:
     assert mx.allclose(model(PROBE), unmerged, atol=1e-4).item()
 
 
-def test_mlx_lm_loads_what_is_saved(tmp_path: Path) -> None:
+def test_mlx_lm_loads_a_saved_adapter(tmp_path: Path) -> None:
     model = written(tmp_path / "a")
     loaded = load_adapters(tiny_llama(2), str(tmp_path / "a"))
     loaded.eval()
@@ -108,7 +108,7 @@ def test_mlx_lm_loads_what_is_saved(tmp_path: Path) -> None:
     assert config["lora_parameters"] == {"rank": 4, "scale": 2.0, "dropout": 0.0, "keys": sorted(KEYS)}
 
 
-def test_the_engine_serves_what_is_saved(tmp_path: Path) -> None:
+def test_the_engine_serves_a_saved_adapter(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     model = written(folder)
     ref = AdapterRef(
@@ -140,7 +140,7 @@ def test_a_four_bit_base_trains_and_stays_four_bit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rank", "scale"), [(4, 2.0), (4, 0.5), (16, 2.0), (16, 8.0)])
-def test_a_run_begins_where_its_parent_ended(tmp_path: Path, rank: int, scale: float) -> None:
+def test_a_run_starts_from_its_parents_weights(tmp_path: Path, rank: int, scale: float) -> None:
     parent = written(tmp_path / "parent")
     child = tiny_llama(2)
     shape = lora.wrap(child, rank=rank, scale=scale, seed=9)
@@ -195,7 +195,7 @@ def test_a_parent_that_does_not_fit_fails_the_run(tmp_path: Path) -> None:
             begin(tmp_path / label)
 
 
-def test_adapters_come_off_again(tmp_path: Path) -> None:
+def test_adapters_can_be_removed(tmp_path: Path) -> None:
     first = written(tmp_path / "a")
     model = tiny_llama(2)
     bare = model(PROBE)

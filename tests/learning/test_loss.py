@@ -1,4 +1,4 @@
-"""The divergence against float64 arithmetic, and where it is computed."""
+"""The divergence against float64 arithmetic, and the positions at which it is computed."""
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,11 +21,11 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 def stored(logp: np.ndarray, top: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     ids = np.argsort(-logp, axis=-1)[:, :top]
-    kept = np.take_along_axis(logp, ids, axis=-1)
-    rest = np.exp(logp).sum(axis=-1) - np.exp(kept).sum(axis=-1)
+    largest = np.take_along_axis(logp, ids, axis=-1)
+    rest = np.exp(logp).sum(axis=-1) - np.exp(largest).sum(axis=-1)
     with np.errstate(divide="ignore"):
         tail = np.log(np.where(top < logp.shape[1], np.maximum(rest, 0), 0))
-    return ids, kept, tail
+    return ids, largest, tail
 
 
 def ours(logits: np.ndarray, ids: np.ndarray, logp: np.ndarray, tail: np.ndarray) -> np.ndarray:
@@ -40,7 +40,7 @@ def ours(logits: np.ndarray, ids: np.ndarray, logp: np.ndarray, tail: np.ndarray
 
 
 @pytest.mark.parametrize("vocabulary", [5, 31, 32])
-def test_it_is_the_whole_kl_when_the_top_is_all_there_is(vocabulary: int) -> None:
+def test_a_complete_top_k_gives_the_full_kl(vocabulary: int) -> None:
     rng = np.random.default_rng(vocabulary)
     p, q = (log_softmax(3 * rng.normal(size=(40, vocabulary))) for _ in range(2))
     whole = (np.exp(p) * (p - q)).sum(axis=-1)
@@ -156,7 +156,7 @@ def test_a_model_that_cannot_be_split_gets_the_same_loss(model: nn.Module, batch
 
 
 def counted_rows(model: nn.Module) -> list[int]:
-    """How many positions each coming call of the model's head is given."""
+    """Records the number of positions in each call of the model's head."""
     rows: list[int] = []
 
     class Counting(nn.Module):

@@ -1,4 +1,4 @@
-"""`make-draft` end to end at toy size: a head that reads its tiny target's hidden states."""
+"""`make-draft` end to end with tiny models: an EAGLE head for a tiny target."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_head_is_made_loads_and_can_be_gone_on_from(target: Path, tmp_path: Pa
     assert pair.draft is not None
     assert isinstance(pair.draft.model, eagle.Model)
     assert len(vocabulary.read(first) or []) == 32
-    # What ships is the head's own; the rest is the target's to the bit.
+    # The folder holds only the head's own weights; the rest are the target's, bit for bit.
     shipped = mx.load(str(package / "layers.safetensors"))
     assert isinstance(shipped, dict)
     assert {array.dtype for array in shipped.values()} == {mx.bfloat16}
@@ -105,10 +105,10 @@ def test_the_loss_is_the_mean_of_its_steps(bound: tuple[eagle.Model, eagle.Model
     written = np.ones((2, 12), dtype=np.float32)
     written[0, :5] = 0.0
     inputs = tokens[:, :-1]
-    p = law(leader(inputs))
+    p = probabilities(leader(inputs))
     expected = []
     for step, state in enumerate(draft.model.unrolled(inputs, draft.features(inputs), 4)):
-        q = law(draft.logits(state))
+        q = probabilities(draft.logits(state))
         counted = written * (np.arange(12) >= step)
         kl = float((np.sum(p * np.log(p / q), axis=-1) * counted).sum() / counted.sum())
         apart = float((np.abs(p - q).sum(axis=-1) * counted).sum() / counted.sum() / 2)
@@ -118,7 +118,7 @@ def test_the_loss_is_the_mean_of_its_steps(bound: tuple[eagle.Model, eagle.Model
     assert loss.item() == pytest.approx(np.average(expected, weights=[1, 0.8, 0.64, 0.512]), rel=1e-4)
 
 
-def law(logits: mx.array) -> np.ndarray:
+def probabilities(logits: mx.array) -> np.ndarray:
     return np.array(mx.softmax(logits, axis=-1), dtype=np.float64)
 
 

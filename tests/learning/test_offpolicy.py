@@ -1,4 +1,4 @@
-"""Scores from the log against brute force, and against what the engine really does."""
+"""Off-policy scores from the log, against brute force and against the engine."""
 
 import math
 import random
@@ -14,7 +14,7 @@ from service.core import Generation, Sampling
 from service.learning.dataset import unpack
 from service.learning.offpolicy import acceptance, calls_by_length, expected_calls, expected_positions, overlap
 from tests.support.logged_texts import VOCABULARY, generation, random_texts, served, with_targets
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import as_int
 
 GREEDY = Sampling(max_tokens=24)
@@ -29,18 +29,18 @@ FILTERS = [
 
 
 def enumerated(rates: list[float] | np.ndarray, k: int, start: int = 0) -> float:
-    """Expected calls by walking every possible course of events."""
+    """Expected calls by enumerating all outcomes."""
     rates = np.atleast_2d(rates)
     depth, count = rates.shape
     if start >= count:
         return 0.0
     total, reached = 1.0, 1.0
-    for kept in range(k + 1):
-        at = start + kept
-        if kept == k or at >= count:
+    for accepted in range(k + 1):
+        at = start + accepted
+        if accepted == k or at >= count:
             total += reached * enumerated(rates, k, at + 1)
             break
-        rate = rates[min(kept, depth - 1), at]
+        rate = rates[min(accepted, depth - 1), at]
         total += reached * (1 - rate) * enumerated(rates, k, at + 1)
         reached *= rate
     return total
@@ -48,7 +48,7 @@ def enumerated(rates: list[float] | np.ndarray, k: int, start: int = 0) -> float
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(st.floats(0, 1), max_size=9), st.integers(0, 6))
-def test_calls_are_those_of_every_course_of_events(rates: list[float], k: int) -> None:
+def test_calls_equal_the_enumeration_of_all_outcomes(rates: list[float], k: int) -> None:
     assert expected_calls(rates, k) == pytest.approx(enumerated(rates, k), rel=1e-9)
 
 
@@ -60,15 +60,13 @@ def test_calls_of_all_lengths_are_those_of_each(rates: list[float], k: int) -> N
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(*[st.floats(0, 1)] * 3), min_size=1, max_size=8), st.integers(1, 5))
-def test_calls_are_those_of_every_course_where_places_in_a_proposal_differ(
-    told: list[tuple[float, ...]], k: int
-) -> None:
+def test_calls_equal_the_enumeration_with_rates_by_depth(positions: list[tuple[float, ...]], k: int) -> None:
     for depth in (1, 2, 3):
-        rates = np.array(told).T[:depth]
+        rates = np.array(positions).T[:depth]
         expected = [enumerated(rates, j) for j in range(1, k + 1)]
         assert calls_by_length(rates, k) == pytest.approx(expected, rel=1e-9)
-        _, kept = expected_positions(rates, k)
-        assert expected[-1] - 1 - 1e-9 <= len(told) - kept.sum() <= expected[-1] + 1e-9
+        _, accepted = expected_positions(rates, k)
+        assert expected[-1] - 1 - 1e-9 <= len(positions) - accepted.sum() <= expected[-1] + 1e-9
 
 
 @pytest.mark.parametrize("k", [1, 3, 8])
@@ -79,10 +77,10 @@ def test_calls_are_those_of_a_simulation(k: int) -> None:
     for _ in range(4000):
         at = calls = 0
         while at < len(rates):
-            kept = 0
-            while kept < k and at + kept < len(rates) and rng.random() < rates[at + kept]:
-                kept += 1
-            at += kept + 1
+            accepted = 0
+            while accepted < k and at + accepted < len(rates) and rng.random() < rates[at + accepted]:
+                accepted += 1
+            at += accepted + 1
             calls += 1
         runs.append(calls)
     error = np.std(runs) / math.sqrt(len(runs))
@@ -97,15 +95,15 @@ def test_calls_in_cases_one_can_count() -> None:
             assert expected_calls([1.0] * count, k) == math.ceil(count / (k + 1))
             assert expected_calls([0.0] * count, k) == count
         assert expected_calls([0.5] * count, 0) == count
-    # Half the time the second token comes along, then one call is left for the third or none.
+    # Half the time the second token is accepted too; then the third needs one more call or none.
     assert expected_calls([0.5, 0.5], 1) == pytest.approx(1.5)
     assert expected_calls([0.5, 0.25, 0.5], 1) == pytest.approx(1 + 0.5 * 1 + 0.5 * (1 + 0.75))
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_greedy_and_seeded_scores_are_exactly_what_was_decoded(k: int) -> None:
+def test_greedy_and_seeded_scores_equal_decoding(k: int) -> None:
     target = tiny_llama(1)
-    draft = relative(target, 2, 0.35)
+    draft = noisy_copy(target, 2, 0.35)
     samplings = [replace(GREEDY, max_tokens=1 + i) for i in range(0, 40, 5)]
     samplings += [Sampling(**settings, seed=i, max_tokens=24) for i in range(3) for settings in FILTERS]  # pyright: ignore[reportArgumentType]
     logged = served(target, draft, samplings, k=k)
@@ -113,13 +111,13 @@ def test_greedy_and_seeded_scores_are_exactly_what_was_decoded(k: int) -> None:
     for g, result in zip(logged, found, strict=True):
         assert set(result.rates.flat) <= {0.0, 1.0}
         assert expected_calls(result.rates, k) == len(g.rounds)
-    kept = np.concatenate([result.rates[0] for result in found])
-    assert 0.1 < kept.mean() < 0.95
+    accepted = np.concatenate([result.rates[0] for result in found])
+    assert 0.1 < accepted.mean() < 0.95
 
 
-def test_unseeded_scores_are_what_was_decoded_on_average() -> None:
+def test_unseeded_scores_equal_decoding_on_average() -> None:
     target = tiny_llama(1)
-    draft = relative(target, 2, 0.35)
+    draft = noisy_copy(target, 2, 0.35)
     samplings = [Sampling(**FILTERS[i % 4], max_tokens=20) for i in range(160)]  # pyright: ignore[reportArgumentType]
     logged = served(target, draft, samplings, k=3)
     found = acceptance(draft, logged, vocabulary=VOCABULARY)
@@ -151,7 +149,7 @@ def test_agreement_counts_the_draft_s_argmax() -> None:
 
 def test_scores_do_not_depend_on_the_company() -> None:
     target = tiny_llama(1)
-    draft = relative(target, 2, 0.35)
+    draft = noisy_copy(target, 2, 0.35)
     samplings = [random.Random(i).choice([GREEDY, SEEDED, UNSEEDED]) for i in range(12)]
     logged = served(target, draft, samplings, k=3)
     together = acceptance(draft, logged, vocabulary=VOCABULARY)
@@ -195,7 +193,7 @@ def test_nothing_is_drafted_after_a_single_prompt_token() -> None:
 @pytest.mark.parametrize("vocabulary", [30, VOCABULARY])
 def test_overlap_is_the_shared_mass(vocabulary: int) -> None:
     target = tiny_llama(1, vocabulary=vocabulary)
-    draft = relative(target, 2, 0.5)
+    draft = noisy_copy(target, 2, 0.5)
     texts = with_targets(target, random_texts(8, seed=1, vocabulary=vocabulary), vocabulary)
     for g, found in zip(texts, overlap(draft, texts, vocabulary=vocabulary), strict=True):
         p, q = (np.exp(naive(m, g)) for m in (target, draft))

@@ -1,4 +1,4 @@
-"""What the log predicts for another draft, adapter or draft length is what decoding with it really does."""
+"""Off-policy estimates for another draft, adapter or draft length equal what decoding with it gives."""
 
 import math
 import random
@@ -25,7 +25,7 @@ from service.models.fingerprint import folder_sha256
 from service.models.heads import cut
 from tests.support.batches import decode
 from tests.support.logged_texts import VOCABULARY, WHO
-from tests.support.oracle import relative, tempered, tiny_llama
+from tests.support.oracle import filtered_logprobs, noisy_copy, tiny_llama
 from tests.support.typed import as_float, leaves
 
 FILTERS = [
@@ -39,22 +39,24 @@ LOGGED_K = 3
 
 
 @dataclass(frozen=True)
-class Version:
-    """One draft version twice: as the engine serves it (adapter folded in) and as a training job scores it (kept apart)."""
+class DraftVersion:
+    """One draft version twice: as the engine serves it (adapter folded in) and as a training job scores it (as LoRA layers)."""
 
     served: Draft
     scored: nn.Module
 
 
 @dataclass(frozen=True)
-class World:
+class LoggedDrafts:
+    """A target, the draft of the log, and the versions whose acceptance is estimated."""
+
     target: Model
     logger: Model
-    versions: dict[str, Version]
+    versions: dict[str, DraftVersion]
 
 
 def adapter(base: Model, noise: float, folder: Path) -> AdapterRef:
-    """An adapter of random weights for `base`, in a folder."""
+    """A saved adapter with random weights for `base`."""
     shape = lora.wrap(base, rank=4, scale=2.0, seed=0)
     weights = [
         (name, noise * mx.random.normal(array.shape, key=mx.random.key(i)))
@@ -78,23 +80,23 @@ def adapter(base: Model, noise: float, folder: Path) -> AdapterRef:
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> LoggedDrafts:
     target = tiny_llama(1)
 
     def logger() -> Model:
-        return relative(target, 2, 0.35)
+        return noisy_copy(target, 2, 0.35)
 
     ref = adapter(logger(), 0.1, tmp_path_factory.mktemp("made") / "adapter")
-    apart, other, short = logger(), relative(target, 9, 0.2), relative(target, 4, 0.2)
-    # Seldom the whole of what the target says, but often a token that the row has seen.
+    apart, other, short = logger(), noisy_copy(target, 9, 0.2), noisy_copy(target, 4, 0.2)
+    # A reduced vocabulary, which the extra ids of the row often complete.
     cut(short, range(0, VOCABULARY, 3))
     lora.attach(apart, ref.folder, WHO.draft)
     versions = {
-        "adapter": Version(load(logger(), ref, WHO.draft), apart),
-        "another draft": Version(bare(other), other),
-        "a cut head": Version(bare(short), short),
+        "adapter": DraftVersion(load(logger(), ref, WHO.draft), apart),
+        "another draft": DraftVersion(bare(other), other),
+        "a cut head": DraftVersion(bare(short), short),
     }
-    return World(target, logger(), versions)
+    return LoggedDrafts(target, logger(), versions)
 
 
 def asked(samplings: Sequence[Sampling], seed: int) -> list[Prompt]:
@@ -140,25 +142,25 @@ def generations(
 
 
 def rounds_of(rates: Sequence[float], k: int) -> list[tuple[int, int, int]]:
-    """start, accepted and emitted of every round when each token is known to be kept (1) or not (0)."""
+    """start, accepted and emitted of every round, for tokens that are accepted (1) or not (0)."""
     rounds, start = [], 0
     while start < len(rates):
-        kept = 0
-        while kept < k and start + kept < len(rates) and rates[start + kept] == 1.0:
-            kept += 1
-        emitted = min(kept + 1, len(rates) - start)
-        rounds.append((start, kept, emitted))
+        accepted = 0
+        while accepted < k and start + accepted < len(rates) and rates[start + accepted] == 1.0:
+            accepted += 1
+        emitted = min(accepted + 1, len(rates) - start)
+        rounds.append((start, accepted, emitted))
         start += emitted
     return rounds
 
 
 def clear(model: nn.Module, g: Generation) -> bool:
-    """Whether the model's choice is no near-tie at any position: there, and only there, rounding may decide."""
+    """Whether no position is a near-tie of the model, where rounding may decide."""
     sampling = g.prompt.sampling
     logits = model(mx.array([[*g.prompt.tokens, *g.output[:-1]]]))[0, len(g.prompt.tokens) - 1 :].astype(mx.float32)
     if sampling.seed is not None:
         keys = [noise_key(sampling.seed, i) for i in range(len(g.output))]
-        logits = tempered(logits, sampling) + gumbel(keys, logits.shape[-1])
+        logits = filtered_logprobs(logits, sampling) + gumbel(keys, logits.shape[-1])
     best = mx.sort(logits, axis=-1)[:, -2:]
     return as_float((best[:, 1] - best[:, 0]).min()) > 1e-4
 
@@ -172,12 +174,12 @@ Logs = Callable[[str, int], list[Generation]]
 
 
 @pytest.fixture(scope="module")
-def logs(world: World) -> Logs:
-    """logs(kind, rows) -> what was logged of that many prompts, decoded once."""
+def logs(drafts: LoggedDrafts) -> Logs:
+    """logs(kind, rows) -> the logged generations of that many prompts, decoded once."""
 
     @cache
     def decoded(kind: str, rows: int) -> list[Generation]:
-        return generations(world.target, world.logger, asked(SAMPLINGS[kind][:rows], seed=1), k=LOGGED_K, eos=EOS)
+        return generations(drafts.target, drafts.logger, asked(SAMPLINGS[kind][:rows], seed=1), k=LOGGED_K, eos=EOS)
 
     return decoded
 
@@ -186,18 +188,18 @@ def logs(world: World) -> Logs:
 @pytest.mark.parametrize("k", [1, 2, 6])
 @pytest.mark.parametrize("version", ["adapter", "another draft"])
 @pytest.mark.parametrize("kind", SAMPLINGS)
-def test_rounds_of_another_draft_are_known_exactly(
-    world: World, logs: Logs, kind: str, version: str, k: int, rows: int
+def test_rounds_of_another_draft_are_predicted_exactly(
+    drafts: LoggedDrafts, logs: Logs, kind: str, version: str, k: int, rows: int
 ) -> None:
-    chosen, logged = world.versions[version], logs(kind, rows)
+    chosen, logged = drafts.versions[version], logs(kind, rows)
     prompts = [g.prompt for g in logged]
-    # Other company, other order of joining: neither may matter.
-    real = generations(world.target, chosen.served, prompts, k=k, seed=1, eos=EOS)
+    # Batches and admission order differ, which must not matter.
+    real = generations(drafts.target, chosen.served, prompts, k=k, seed=1, eos=EOS)
     found = acceptance(chosen.scored, logged, vocabulary=VOCABULARY)
     scores = score(chosen.scored, logged, k=k, vocabulary=VOCABULARY)
     compared = 0
     for g, then, rates, predicted in zip(logged, real, found, scores, strict=True):
-        if not (clear(world.target, g) and clear(chosen.scored, g)):
+        if not (clear(drafts.target, g) and clear(chosen.scored, g)):
             continue
         compared += 1
         assert then.output == g.output, "decoding is lossless"
@@ -206,44 +208,44 @@ def test_rounds_of_another_draft_are_known_exactly(
         assert rounds_of(rates.rates[0].tolist(), k) == [(r.start, r.accepted, r.emitted) for r in then.rounds]
     assert compared >= 0.9 * len(prompts)
     assert {g.finish for g in logged} == {"stop", "length"}, "both kinds of end are among them"
-    # The question is not an easy one: this draft does other rounds than the one that was logged, at the same length too.
+    # The estimate is not trivial: the rounds differ from those of the logged draft, also at the same draft length.
     mean = np.concatenate([f.rates[0] for f in found]).mean()
     assert 0.1 < mean < 0.95
-    ours = score(world.logger, logged, k=k, vocabulary=VOCABULARY)
+    ours = score(drafts.logger, logged, k=k, vocabulary=VOCABULARY)
     assert [s.calls for s in scores] != [s.calls for s in ours]
 
 
 @ROWS
-def test_a_log_written_without_any_draft_predicts_one(world: World, rows: int) -> None:
+def test_a_log_written_without_any_draft_predicts_one(drafts: LoggedDrafts, rows: int) -> None:
     prompts = asked([*SAMPLINGS["greedy"][:rows], *SAMPLINGS["seeded"][:rows]], seed=5)
-    logged = generations(world.target, world.logger, prompts, k=0, eos=EOS)
+    logged = generations(drafts.target, drafts.logger, prompts, k=0, eos=EOS)
     assert all(r.drafted == 0 for g in logged for r in g.rounds)
-    chosen = world.versions["adapter"]
-    real = generations(world.target, chosen.served, prompts, k=4, eos=EOS)
+    chosen = drafts.versions["adapter"]
+    real = generations(drafts.target, chosen.served, prompts, k=4, eos=EOS)
     scores = score(chosen.scored, logged, k=4, vocabulary=VOCABULARY)
-    told = [
+    calls = [
         (s.calls[-1], len(then.rounds))
         for g, then, s in zip(logged, real, scores, strict=True)
-        if clear(world.target, g) and clear(chosen.scored, g)
+        if clear(drafts.target, g) and clear(chosen.scored, g)
     ]
-    assert len(told) >= 0.9 * len(prompts)
-    assert all(predicted == done for predicted, done in told)
+    assert len(calls) >= 0.9 * len(prompts)
+    assert all(predicted == done for predicted, done in calls)
 
 
-def test_a_prompt_of_one_token_has_its_first_round_undrafted(world: World) -> None:
+def test_a_prompt_of_one_token_has_its_first_round_undrafted(drafts: LoggedDrafts) -> None:
     prompts = [Prompt((token,), Sampling(max_tokens=16)) for token in range(4, 14)]
-    logged = generations(world.target, world.logger, prompts, k=LOGGED_K)
-    chosen = world.versions["adapter"]
-    real = generations(world.target, chosen.served, prompts, k=2, max_rows=1)
+    logged = generations(drafts.target, drafts.logger, prompts, k=LOGGED_K)
+    chosen = drafts.versions["adapter"]
+    real = generations(drafts.target, chosen.served, prompts, k=2, max_rows=1)
     assert all(g.rounds[0].drafted == 0 and g.rounds[1].drafted == 2 for g in real)
     scores = score(chosen.scored, logged, k=2, vocabulary=VOCABULARY)
-    told = [
+    calls = [
         (s.calls[-1], len(then.rounds))
         for g, then, s in zip(logged, real, scores, strict=True)
-        if clear(world.target, g) and clear(chosen.scored, g)
+        if clear(drafts.target, g) and clear(chosen.scored, g)
     ]
-    assert len(told) >= 0.9 * len(prompts)
-    assert all(predicted == done for predicted, done in told)
+    assert len(calls) >= 0.9 * len(prompts)
+    assert all(predicted == done for predicted, done in calls)
 
 
 @pytest.mark.parametrize(
@@ -255,36 +257,36 @@ def test_a_prompt_of_one_token_has_its_first_round_undrafted(world: World) -> No
     ],
 )
 def test_tokens_per_call_of_unseeded_traffic_are_predicted_on_average(
-    world: World, version: str, k: int, pairs: int, texts: int
+    drafts: LoggedDrafts, version: str, k: int, pairs: int, texts: int
 ) -> None:
-    """Both runs draw their own texts, so only means can agree: within 3 standard errors over several pairs of keys."""
+    """Both runs sample their own texts, so only means agree: within 3 standard errors over several pairs of keys."""
     samplings = [Sampling(**FILTERS[i % 4], max_tokens=24) for i in range(texts)]  # pyright: ignore[reportArgumentType]
-    chosen, prompts = world.versions[version], asked(samplings, seed=3)
+    chosen, prompts = drafts.versions[version], asked(samplings, seed=3)
     actual, expected, other = list[int](), list[float](), list[float]()
     for pair in range(pairs):
-        logged = generations(world.target, world.logger, prompts, k=LOGGED_K, seed=2 * pair + 1)
-        real = generations(world.target, chosen.served, prompts, k=k, seed=2 * pair + 2)
+        logged = generations(drafts.target, drafts.logger, prompts, k=LOGGED_K, seed=2 * pair + 1)
+        real = generations(drafts.target, chosen.served, prompts, k=k, seed=2 * pair + 2)
         assert sum(a.output == b.output for a, b in zip(logged, real, strict=True)) < texts / 20, "the texts are others"
         # Every text has 24 tokens, so tokens per call agree exactly when calls do.
         actual += [len(g.rounds) for g in real]
         expected += [s.calls[-1] for s in score(chosen.scored, logged, k=k, vocabulary=VOCABULARY)]
-        other += [s.calls[-1] for s in score(world.logger, logged, k=k, vocabulary=VOCABULARY)]
+        other += [s.calls[-1] for s in score(drafts.logger, logged, k=k, vocabulary=VOCABULARY)]
     measured, difference = float(np.mean(actual)), np.array(expected) - np.array(actual)
     error = difference.std() / math.sqrt(len(difference))
     assert abs(difference.mean()) < 3 * error, (
         f"predicted {24 / np.mean(expected):.3f}, measured {24 / measured:.3f} tokens per call"
     )
     assert error < 0.02 * measured, "the bar is a narrow one"
-    # A score that saw the logger in its place would be found out.
+    # The score of the logged draft instead would fail.
     assert abs(np.mean(other) - measured) > 5 * error
 
 
 @pytest.mark.parametrize("texts", [180, pytest.param(300, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("vocabulary", [30, VOCABULARY])
-def test_overlap_is_how_often_a_draft_token_is_really_kept(vocabulary: int, texts: int) -> None:
-    """Of unfiltered sampling at T = 1. Up to 32 tokens the stored targets say all; beyond, the rest's mass bounds it."""
+def test_overlap_is_the_acceptance_rate_of_the_first_token(vocabulary: int, texts: int) -> None:
+    """Unfiltered sampling at T = 1. Up to 32 tokens the stored targets are complete; beyond, the tail bounds the error."""
     target = tiny_llama(1, vocabulary=vocabulary, sharpness=1.5)
-    draft = relative(target, 2, 0.8)
+    draft = noisy_copy(target, 2, 0.8)
     rng = random.Random(0)
     prompts = [
         Prompt(tuple(rng.randrange(vocabulary) for _ in range(9)), Sampling(temperature=1.0, max_tokens=24))
@@ -292,16 +294,16 @@ def test_overlap_is_how_often_a_draft_token_is_really_kept(vocabulary: int, text
     ]
     real = generations(target, draft, prompts, k=1, seed=4, vocabulary=vocabulary)
     expected = overlap(draft, real, vocabulary=vocabulary)
-    kept = np.array([r.accepted for g in real for r in g.rounds])
+    accepted = np.array([r.accepted for g in real for r in g.rounds])
     shared = np.array([o[r.start] for g, o in zip(real, expected, strict=True) for r in g.rounds])
     error = math.sqrt((shared * (1 - shared)).sum()) / len(shared)
     assert error < 0.01
-    assert 0.1 < kept.mean() < 0.9
-    assert kept.mean() < shared.mean() + 2 * error
+    assert 0.1 < accepted.mean() < 0.9
+    assert accepted.mean() < shared.mean() + 2 * error
     if vocabulary <= 32:
-        assert kept.mean() > shared.mean() - 2 * error
+        assert accepted.mean() > shared.mean() - 2 * error
     else:
         tails = [np.frombuffer(g.targets.tail, "<f2").astype(float) for g in real if g.targets is not None]
         rest = np.array([np.exp(t[r.start]) for g, t in zip(real, tails, strict=True) for r in g.rounds])
         assert rest.mean() > 3 * error, "the tail is large enough to matter"
-        assert kept.mean() > shared.mean() - rest.mean() - 2 * error
+        assert accepted.mean() > shared.mean() - rest.mean() - 2 * error

@@ -1,4 +1,4 @@
-"""Processes that make one draft together: real ones, over MLX's ring."""
+"""Several processes that train one draft together over MLX's ring backend."""
 
 import json
 import os
@@ -45,14 +45,14 @@ for words in json.loads(sys.argv[1]):
 
 
 def command(out: Path, *words: str) -> list[str]:
-    """The words of `redraft make-draft` for the target in the folder above `out`'s own."""
+    """The arguments of `redraft make-draft` for the target in the folder above `out`'s own."""
     target = out.parent.parent / "target"
     settings = ("--layers", "0,2", "--length", str(LENGTH), "--held-out", "2")
     return ["make-draft", "--target", str(target), "--out", str(out), *settings, *words]
 
 
 def launch(folder: Path, ranks: int, *commands: list[str]) -> list[str]:
-    """The commands one after the other in so many processes, as mlx.launch starts them; what each process said."""
+    """The commands one after the other in several processes, as mlx.launch starts them. Returns the output of each."""
     folder.mkdir()
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(ranks)]))
@@ -68,17 +68,17 @@ def launch(folder: Path, ranks: int, *commands: list[str]) -> list[str]:
         for rank in range(ranks)
     ]
     try:
-        said = [each.communicate(timeout=120)[0] for each in running]
+        outputs = [each.communicate(timeout=120)[0] for each in running]
     finally:
         for each in running:
             each.kill()
             each.wait(30)
-    assert [each.returncode for each in running] == [0] * ranks, said
-    return said
+    assert [each.returncode for each in running] == [0] * ranks, outputs
+    return outputs
 
 
 def keep(path: Path, tokens: np.ndarray) -> None:
-    """Texts as make-draft keeps them, all but their first token written."""
+    """Texts in make-draft's format, whose tokens but the first are written ones."""
     role = np.full(tokens.shape, ANSWER, dtype=np.uint8)
     role[:, 0] = FORCED
     np.savez(path, tokens=tokens.astype(np.int32), role=role, temperature=np.zeros(len(tokens)))
@@ -107,8 +107,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def launched(root: Path) -> Callable[[str], list[str]]:
-    """launched(kind) -> what two processes said that learnt from the shared texts into two-KIND/draft, and then wrote texts of
-    their own into KIND-0.npz and KIND-1.npz."""
+    """launched(kind) -> the output of two processes that learn from the shared texts into two-KIND/draft, and then write
+    their own texts into KIND-0.npz and KIND-1.npz."""
 
     @cache
     def run(kind: str) -> list[str]:
@@ -121,7 +121,7 @@ def launched(root: Path) -> Callable[[str], list[str]]:
 
 
 @pytest.mark.parametrize(("kind", "began"), [("layers", "0"), pytest.param("eagle", "2", marks=pytest.mark.nightly)])
-def test_two_processes_learn_what_one_learns_from_both_their_texts(
+def test_two_processes_train_like_one_on_all_texts(
     root: Path,
     launched: Callable[[str], list[str]],
     kind: str,
@@ -129,8 +129,8 @@ def test_two_processes_learn_what_one_learns_from_both_their_texts(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """began: the target's layer that the draft's first one was taken from."""
-    said = launched(kind)
+    """began: the target layer from which the draft's first layer was copied."""
+    outputs = launched(kind)
     here = root / f"one-{kind}"
     here.mkdir()
     words = ("--kind", kind, *LEARN, "--batch", str(2 * ROWS), "--text", str(root / "both.npz"))
@@ -149,13 +149,13 @@ def test_two_processes_learn_what_one_learns_from_both_their_texts(
     apart = max(number(mx.abs(one[name] - two[name]).max()) for name in one)
     assert moved > 5e-3
     assert apart < moved / 100
-    # The first alone measures and writes.
+    # Only the first process measures and writes.
     assert "agrees with the target" in capsys.readouterr().out
-    assert [each.count("agrees with the target") for each in said] == [2, 0]
+    assert [each.count("agrees with the target") for each in outputs] == [2, 0]
     assert sorted(path.name for path in (root / f"two-{kind}").iterdir()) == ["draft", "hosts.json", "other"]
 
 
-def test_each_process_writes_its_own_share(root: Path, launched: Callable[[str], list[str]]) -> None:
+def test_each_process_writes_its_own_texts(root: Path, launched: Callable[[str], list[str]]) -> None:
     launched("layers")
     shares = [np.load(root / f"layers-{rank}.npz")["tokens"] for rank in range(2)]
     assert [share.shape for share in shares] == [(2 * ROWS, LENGTH)] * 2
@@ -163,7 +163,7 @@ def test_each_process_writes_its_own_share(root: Path, launched: Callable[[str],
     assert len(rows) == 4 * ROWS
 
 
-def test_a_process_of_its_own_sends_nothing() -> None:
+def test_a_single_process_sends_nothing() -> None:
     alone = Ranks.join()
     gradients = {"weight": mx.ones(3)}
     assert (alone.index, alone.count, alone.first) == (0, 1, True)

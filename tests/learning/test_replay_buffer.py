@@ -1,4 +1,4 @@
-"""What is replayed beside the new, and the general set it starts from."""
+"""The replay buffer and the general set that it starts from."""
 
 import random
 from collections import Counter
@@ -69,7 +69,7 @@ def test_a_general_set_that_does_not_add_up_is_refused(tmp_path: Path) -> None:
 
 def test_a_fixed_fifth_is_never_trained_on() -> None:
     written = texts(400)
-    # The same prompts answered twice: a prompt is on one side only.
+    # The same prompts answered twice: each prompt belongs to one split only.
     general = GeneralSet.of([*written, *[(prompt, [1, *output]) for prompt, output in written]])
     golden, rest = general.generations(WHO, golden=True), general.generations(WHO, golden=False)
     assert not {g.prompt.tokens for g in golden} & {g.prompt.tokens for g in rest}
@@ -108,7 +108,7 @@ def drawn(
     fresh: list[Generation], reservoir: list[Generation], general: int, share: float = 0.5
 ) -> dict[str | None, int]:
     def sample(count: int) -> list[Generation]:
-        # The store's answer: in the order of the log, not of the draw.
+        # The store returns them in the order of the log, not of the sample.
         chosen = {g.id for g in random.Random(0).sample(reservoir, min(count, len(reservoir)))}
         return [g for g in reservoir if g.id in chosen]
 
@@ -119,7 +119,7 @@ def drawn(
     return {domain: domains.count(domain) for domain in set(domains)}
 
 
-def test_what_the_new_cases_do_not_cover_is_replayed_in_equal_parts() -> None:
+def test_replay_fills_up_in_equal_parts() -> None:
     fresh = stored("sql", 60)
     past = [*stored("maths", 200), *stored("chat", 200), *stored("sql", 300)]
     parts = drawn(fresh, past, general=500)
@@ -140,7 +140,7 @@ def test_a_client_may_call_its_domain_like_a_kind() -> None:
     assert set(parts.values()) == {20} and len(parts) == 5
 
 
-def test_what_one_part_lacks_the_other_gives() -> None:
+def test_one_part_makes_up_for_the_other() -> None:
     assert drawn(stored("sql", 60), stored("maths", 300), general=4) == {None: 4, "maths": 56}
     assert drawn(stored("sql", 60), stored("maths", 5), general=500) == {None: 55, "maths": 5}
     assert drawn(stored("sql", 60), [], general=7) == {None: 7}
@@ -150,11 +150,11 @@ def test_what_one_part_lacks_the_other_gives() -> None:
 def test_without_a_general_set_the_log_alone_is_replayed() -> None:
     fresh = stored("sql", 20)
     assert drawn(fresh, stored("sql", 70)[20:], general=0) == {"sql": 20}
-    # What is new in this run is not replayed as well.
+    # New texts of this run are not also replayed.
     assert drawn(fresh, fresh, general=0) == {}
 
 
-def test_no_replay_asks_nobody() -> None:
+def test_without_replay_nothing_is_sampled() -> None:
     def reservoir(count: int) -> list[Generation]:
         raise AssertionError(count)
 

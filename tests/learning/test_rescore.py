@@ -1,4 +1,4 @@
-"""The target's distribution computed after the fact, once."""
+"""The target's distribution is computed afterwards, once."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -13,10 +13,10 @@ from service.core import Sampling
 from service.learning.dataset import unpack
 from service.learning.rescore import TargetCache, rescore, with_targets
 from tests.support.logged_texts import VOCABULARY, random_texts, served
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 
-def test_it_is_the_models_own_distribution() -> None:
+def test_it_equals_the_models_distribution() -> None:
     model = tiny_llama(1)
     texts = random_texts(9, seed=3)
     for g, targets in zip(texts, rescore(model, texts, vocabulary=VOCABULARY), strict=True):
@@ -31,10 +31,10 @@ def test_it_is_the_models_own_distribution() -> None:
         assert np.allclose(np.exp(tail), 1 - np.exp(expected).sum(-1), atol=1e-3)
 
 
-def test_it_is_what_the_engine_logs_while_serving() -> None:
+def test_it_equals_what_the_engine_logs() -> None:
     target = tiny_llama(1)
     samplings = [Sampling(max_tokens=20), Sampling(temperature=1.0, max_tokens=20, seed=4)] * 3
-    logged = served(target, relative(target, 2, 0.3), samplings, k=3)
+    logged = served(target, noisy_copy(target, 2, 0.3), samplings, k=3)
     for g, targets in zip(logged, rescore(target, logged, vocabulary=VOCABULARY), strict=True):
         assert g.targets is not None
         ours, theirs = unpack(targets), unpack(g.targets)
@@ -58,12 +58,12 @@ def loader() -> Loader:
     return Loader(tiny_llama(1))
 
 
-def test_the_second_run_does_not_pay(tmp_path: Path, loader: Loader) -> None:
+def test_the_second_run_reads_the_cache(tmp_path: Path, loader: Loader) -> None:
     texts = random_texts(6, seed=3)
     cache = TargetCache(tmp_path, "t" * 64)
     first = with_targets(texts, cache=cache, load_target=loader)
     assert loader.loads == 1
-    # Another order and another id, the same texts.
+    # The same texts in another order and with other ids.
     again = with_targets([replace(g, id="other") for g in reversed(texts)], cache=cache, load_target=loader)
     assert loader.loads == 1
     assert [g.targets for g in reversed(again)] == [g.targets for g in first]

@@ -1,4 +1,4 @@
-"""Rounds and cases worked out from a finished text are those that decoding with the draft really leaves."""
+"""Rounds and failure cases computed from a finished text equal those of decoding with the draft."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +14,7 @@ from service.core import Generation, Sampling
 from service.learning.offpolicy import expected_calls
 from service.learning.rounds import logged, walk
 from tests.support.logged_texts import VOCABULARY, generation, served
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 Decoded = Callable[[Sampling, int, int], list[Generation]]
 
@@ -22,12 +22,12 @@ Decoded = Callable[[Sampling, int, int], list[Generation]]
 @pytest.fixture(scope="module")
 def pair() -> tuple[Model, Model]:
     target = tiny_llama(1)
-    return target, relative(target, 2, 0.35)
+    return target, noisy_copy(target, 2, 0.35)
 
 
 @pytest.fixture(scope="module")
 def decoded(pair: tuple[Model, Model]) -> Decoded:
-    """decoded(sampling, times, k) -> what the pair logs with k tokens drafted a round, of lengths that come so many times."""
+    """decoded(sampling, times, k) -> generations that the pair logs at draft length k, `times` of each text length."""
 
     @cache
     def run(sampling: Sampling, times: int, k: int) -> list[Generation]:
@@ -43,7 +43,7 @@ def decoded(pair: tuple[Model, Model]) -> Decoded:
 @pytest.mark.parametrize("times", [4, pytest.param(6, marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_p=0.9, top_k=30)])
 @pytest.mark.parametrize("k", [1, 3, 6])
-def test_they_are_what_the_engine_logs(
+def test_rounds_equal_those_that_the_engine_logs(
     pair: tuple[Model, Model], decoded: Decoded, k: int, sampling: Sampling, times: int
 ) -> None:
     draft, alone, real = pair[1], decoded(sampling, times, 0), decoded(sampling, times, k)
@@ -58,13 +58,13 @@ def test_they_are_what_the_engine_logs(
         ]
         for one, other in zip(mine.generation.cases, theirs.cases, strict=True):
             assert one.q == pytest.approx(other.q, rel=1e-3)
-            # Beyond the stored top it is not known, but small.
+            # Beyond the stored top-k the probability is unknown but small.
             assert one.p == pytest.approx(other.p, rel=2e-2) or (one.p == 0.0 and other.p < 1 / 32)
             # Stored in half precision.
             assert one.margin == pytest.approx(other.margin, abs=2e-2)
     assert compared >= 0.9 * len(real)
     if not sampling.greedy:
-        # Not the draft's best guess each time: its choice under the noise.
+        # The draft's choice with the noise, not always its argmax.
         best = logged(draft, [replace(g, prompt=replace(g.prompt, sampling=Sampling())) for g in alone], k=k, adapter=0,
                       vocabulary=VOCABULARY)  # fmt: skip
         assert [one.generation.rounds for one in best] != [g.rounds for g in real]
@@ -72,24 +72,24 @@ def test_they_are_what_the_engine_logs(
 
 
 @given(st.lists(st.tuples(*[st.booleans()] * 3), max_size=40), st.integers(1, 3), st.integers(1, 6), st.booleans())
-def test_rounds_cover_the_text(told: list[tuple[bool, ...]], depths: int, k: int, waits: bool) -> None:
-    kept = np.array(told, dtype=np.bool_).reshape(-1, 3).T[:depths]
-    found = walk(kept, k, 0 if waits else k)
+def test_rounds_cover_the_text(flags: list[tuple[bool, ...]], depths: int, k: int, waits: bool) -> None:
+    accepts = np.array(flags, dtype=np.bool_).reshape(-1, 3).T[:depths]
+    found = walk(accepts, k, 0 if waits else k)
     assert [start for start, *_ in found] == np.cumsum([0, *(r[3] for r in found)])[:-1].tolist()
-    assert sum(r[3] for r in found) == len(told)
+    assert sum(r[3] for r in found) == len(flags)
     for i, (start, drafted, accepted, emitted) in enumerate(found):
         whole = 0 if waits and i == 0 else k
-        assert drafted == (whole if start + emitted < len(told) else min(whole, emitted)), "none behind the end"
+        assert drafted == (whole if start + emitted < len(flags) else min(whole, emitted)), "none behind the end"
         assert accepted <= drafted and accepted <= emitted <= accepted + 1
-        right = [kept[min(place, depths - 1), start + place] for place in range(min(drafted, len(told) - start))]
+        right = [accepts[min(place, depths - 1), start + place] for place in range(min(drafted, len(flags) - start))]
         assert all(right[:accepted])
-        assert accepted == drafted or start + accepted == len(told) or not right[accepted]
+        assert accepted == drafted or start + accepted == len(flags) or not right[accepted]
     if not waits:
-        # Each is a call, and the only course of events there is.
-        assert expected_calls(kept.astype(np.float64), k) == len(found)
+        # One call per round, and only one possible outcome.
+        assert expected_calls(accepts.astype(np.float64), k) == len(found)
 
 
-def test_only_a_text_that_is_the_same_whatever_drafted_has_one_course() -> None:
+def test_rounds_need_a_greedy_or_seeded_text_with_targets() -> None:
     target = tiny_llama(1)
     (made,) = served(target, target, [Sampling(max_tokens=4)], k=0)
     for wrong in (replace(made, targets=None), generation([1], [2], sampling=Sampling(temperature=1.0))):

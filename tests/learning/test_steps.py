@@ -1,4 +1,4 @@
-"""A draft that reads its target's hidden states: what a pass over a whole text says of it is what it does a step at a time."""
+"""EAGLE heads: scoring a whole text in one pass equals drafting step by step."""
 
 from collections.abc import Callable
 from functools import cache
@@ -19,7 +19,7 @@ from service.models.eagle import Model as Head
 from service.models.folding import as_served
 from tests.support.eagle_models import plain_llama, proposal, tiny_head
 from tests.support.logged_texts import VOCABULARY, served
-from tests.support.oracle import relative, tempered, tiny_llama
+from tests.support.oracle import filtered_logprobs, noisy_copy, tiny_llama
 from tests.support.typed import as_float, as_int
 
 GREEDY = [Sampling(max_tokens=n) for n in (1, 2, 7, 24)] * 4
@@ -31,12 +31,12 @@ def head() -> Head:
     return tiny_head(plain_llama(1), 2)
 
 
-Told = Callable[[list[Sampling]], list[Generation]]
+Decode = Callable[[list[Sampling]], list[Generation]]
 
 
 @pytest.fixture(scope="module")
-def told(head: Head) -> Told:
-    """told(samplings) -> texts of the head's own target, which nothing drafted; decoded once."""
+def decode(head: Head) -> Decode:
+    """decode(samplings) -> undrafted generations of the head's target, decoded once."""
 
     @cache
     def decoded(samplings: tuple[Sampling, ...]) -> list[Generation]:
@@ -46,7 +46,7 @@ def told(head: Head) -> Told:
     return lambda samplings: decoded(tuple(samplings))
 
 
-def test_every_step_is_that_of_serving_with_a_cache(head: Head) -> None:
+def test_every_draft_step_equals_serving_with_a_cache(head: Head) -> None:
     tokens = mx.random.randint(0, VOCABULARY, (2, 12), key=mx.random.key(0))
     features = head.features(tokens)
     found = head.model.unrolled(tokens, features, UNROLLED)
@@ -61,7 +61,7 @@ def test_every_step_is_that_of_serving_with_a_cache(head: Head) -> None:
 
 
 def chooser(g: Generation, start: int) -> Callable[[int, mx.array], int]:
-    """What the draft's choice is in a round that begins at output position `start`."""
+    """The draft's choice of tokens in a round that starts at output position `start`."""
 
     def choose(place: int, logits: mx.array) -> int:
         sampling = g.prompt.sampling
@@ -69,23 +69,23 @@ def chooser(g: Generation, start: int) -> Callable[[int, mx.array], int]:
             return as_int(mx.argmax(logits))
         assert sampling.seed is not None
         noise = gumbel([noise_key(sampling.seed, start + place)], logits.shape[-1])
-        return as_int(mx.argmax(tempered(logits[None], sampling) + noise))
+        return as_int(mx.argmax(filtered_logprobs(logits[None], sampling) + noise))
 
     return choose
 
 
 def brute(head: Head, g: Generation, k: int) -> tuple[tuple[Round, ...], list[tuple[int, int, int, float]]]:
-    """Rounds and (position, drafted, target, q) of their cases, by really drafting."""
+    """Rounds and (position, drafted, target, q) of their failure cases, by drafting step by step."""
     rounds, cases, start = list[Round](), list[tuple[int, int, int, float]](), 0
     while start < len(g.output):
         chosen, logits = proposal(head, [*g.prompt.tokens, *g.output[:start]], k, chooser(g, start))
         ahead = g.output[start : start + k]
-        accepted = next((i for i, said in enumerate(ahead) if chosen[i] != said), len(ahead))
+        accepted = next((i for i, target_id in enumerate(ahead) if chosen[i] != target_id), len(ahead))
         if accepted < len(ahead):
             q = as_float(mx.softmax(logits[accepted], axis=-1)[chosen[accepted]])
             cases.append((start + accepted, chosen[accepted], g.output[start + accepted], q))
         emitted = min(accepted + 1, len(g.output) - start)
-        # What lies behind the end of the text was not tested.
+        # Proposals past the end of the text were not verified.
         drafted = min(k, emitted) if start + emitted == len(g.output) else k
         rounds.append(Round(0, start, drafted, accepted, emitted))
         start += emitted
@@ -94,10 +94,10 @@ def brute(head: Head, g: Generation, k: int) -> tuple[tuple[Round, ...], list[tu
 
 @pytest.mark.parametrize("samplings", [GREEDY, SEEDED], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("k", [1, 2, 4])
-def test_rounds_and_calls_are_those_of_drafting_step_by_step(
-    head: Head, told: Told, samplings: list[Sampling], k: int
+def test_rounds_and_calls_equal_drafting_step_by_step(
+    head: Head, decode: Decode, samplings: list[Sampling], k: int
 ) -> None:
-    texts = told(samplings)
+    texts = decode(samplings)
     found = logged(head, texts, k=k, adapter=0, vocabulary=VOCABULARY)
     scores = score(head, texts, k=k, vocabulary=VOCABULARY)
     compared, deep = 0, 0
@@ -114,20 +114,20 @@ def test_rounds_and_calls_are_those_of_drafting_step_by_step(
     assert compared >= 0.9 * len(texts)
     assert deep > 5 or k == 1
     if k > 1:
-        # What it says first is not what it says later in a round.
+        # First and later draft steps differ.
         rates = np.concatenate([a.rates for a in acceptance(head, texts, vocabulary=VOCABULARY, k=k)], axis=1)
         assert len(rates) == k
         assert (rates[0] != rates[1]).mean() > 0.05
 
 
-def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head, told: Told) -> None:
-    texts = told([Sampling(temperature=0.8, max_tokens=12)] * 6)
+def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head, decode: Decode) -> None:
+    texts = decode([Sampling(temperature=0.8, max_tokens=12)] * 6)
     for g, a in zip(texts, acceptance(head, texts, vocabulary=VOCABULARY, k=9), strict=True):
         assert a.rates.shape == (UNROLLED, len(g.output))
         agreed = 0
         for start in range(len(g.output)):
             ahead = g.output[start : start + UNROLLED]
-            # Every token before was kept: the course in which this rate is asked for.
+            # The rate is conditional on all earlier tokens being accepted.
             chosen, logits = proposal(head, [*g.prompt.tokens, *g.output[:start]], len(ahead), lambda i, _: ahead[i])  # noqa: B023
             assert tuple(chosen) == ahead
             agreed += as_int(mx.argmax(logits[0])) == ahead[0]
@@ -138,9 +138,9 @@ def test_rejection_is_by_step_too_and_agreement_by_the_first(head: Head, told: T
         assert a.agreed == agreed
 
 
-def test_a_cut_head_is_cut_in_every_step(head: Head, told: Told) -> None:
+def test_a_reduced_head_is_reduced_in_every_step(head: Head, decode: Decode) -> None:
     short = as_served(head, range(0, VOCABULARY, 3))
-    texts = [(g.prompt.tokens, g.output) for g in told(GREEDY)]
+    texts = [(g.prompt.tokens, g.output) for g in decode(GREEDY)]
     spans = list(response_logits(short, texts, vocabulary=VOCABULARY, depth=2))
     whole = list(response_logits(head, texts, vocabulary=VOCABULARY, depth=2))
     assert [span.depth for span in spans] == [span.depth for span in whole] == [0, 1] * (len(spans) // 2)
@@ -153,18 +153,18 @@ def test_a_cut_head_is_cut_in_every_step(head: Head, told: Told) -> None:
         assert np.allclose(np.array(some.logits)[~barred], np.array(every.logits)[~barred], atol=1e-5)
 
 
-def test_an_ordinary_draft_is_the_same_in_every_step(head: Head, told: Told) -> None:
-    draft = relative(tiny_llama(1), 2, 0.35)
+def test_an_ordinary_draft_is_the_same_in_every_step(head: Head, decode: Decode) -> None:
+    draft = noisy_copy(tiny_llama(1), 2, 0.35)
     assert [depths(draft, k) for k in (0, 1, 9)] == [1, 1, 1]
     assert [depths(head, k) for k in (0, 1, 3, 9)] == [1, 1, 3, UNROLLED]
-    (g,) = told([Sampling(max_tokens=9)])
+    (g,) = decode([Sampling(max_tokens=9)])
     assert acceptance(draft, [g], vocabulary=VOCABULARY, k=5)[0].rates.shape == (1, 9)
     (span,) = response_logits(draft, [(g.prompt.tokens, g.output)], vocabulary=VOCABULARY, depth=3)
     assert span.depth == 0
 
 
-def test_overlap_is_of_the_first_step(head: Head, told: Told) -> None:
-    (g,) = told([Sampling(max_tokens=8)])
+def test_overlap_is_of_the_first_step(head: Head, decode: Decode) -> None:
+    (g,) = decode([Sampling(max_tokens=8)])
     tokens = mx.array([[*g.prompt.tokens, *g.output[:-1]]])
     q = mx.softmax(head(tokens, None, head.features(tokens))[0, len(g.prompt.tokens) - 1 :], axis=-1)
     assert head._taps is not None

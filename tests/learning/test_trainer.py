@@ -1,4 +1,4 @@
-"""The loop's guards, on models small enough that every step can be followed."""
+"""Guards of the training loop, on models small enough to check every step."""
 
 import math
 import mmap
@@ -18,7 +18,7 @@ from service.learning.dataset import Batch, batches, build, collate
 from service.learning.loss import TargetDivergence
 from service.learning.trainer import Optimiser, TrainReport, global_norm, number, train, update_count
 from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import leaves
 
 
@@ -123,7 +123,7 @@ def test_only_trainable_parameters_change_and_only_they_are_in_the_optimiser(mon
 
 
 @pytest.mark.parametrize("bad", [NAN, Points(mx.full((4, 3), 3e38), mx.zeros((4, 1)))])
-def test_a_bad_batch_is_skipped_counted_and_leaves_no_trace(bad: Points) -> None:
+def test_a_bad_batch_is_skipped_and_counted_without_effect(bad: Points) -> None:
     good = [points(i) for i in range(12)]
     clean, guarded = line(), line()
     # The same updates at the same rates, but for the bad one's own turn.
@@ -156,7 +156,7 @@ def test_too_many_bad_batches_fail_the_run_with_the_reason() -> None:
         fit(line(), [NAN] * 10)
 
 
-def test_weights_that_turn_out_not_finite_fail_the_run() -> None:
+def test_non_finite_weights_fail_the_run() -> None:
     model = line()
     model.bias = mx.full((1,), float("nan"))
     model.freeze()
@@ -173,7 +173,7 @@ def test_a_learning_rate_a_million_times_too_high_fails_the_run() -> None:
     target = tiny_llama(1, sharpness=40.0)
     texts = with_targets(target, random_texts(24, seed=2))
     examples = build(texts, max_length=64, reject_weight=2.0, vocabulary=VOCABULARY).examples
-    model = relative(target, 3, 0.05)
+    model = noisy_copy(target, 3, 0.05)
     lora.wrap(model, rank=8, scale=2.0, seed=0)
     data: list[Batch] = [batch for epoch in range(6) for batch in batches(examples, 4, epoch)]
     loss = TargetDivergence(model)
@@ -231,7 +231,7 @@ def test_the_remainder_of_an_epoch_is_applied() -> None:
     assert not same(one, other)
 
 
-def test_nothing_to_learn_at_all_fails_the_run() -> None:
+def test_no_trainable_example_fails_the_run() -> None:
     with pytest.raises(TrainingFailed, match="4 empty"):
         fit(line(), [EMPTY] * 4)
     with pytest.raises(TrainingFailed, match="nothing to learn"):
@@ -248,7 +248,7 @@ def test_a_huge_gradient_is_clipped_to_the_same_length_as_a_large_one() -> None:
     assert not same(one, unclipped, 1e-3)
 
 
-def test_the_rate_warms_up_and_falls_to_nothing() -> None:
+def test_the_learning_rate_warms_up_and_decays_to_zero() -> None:
     optimiser = Optimiser(learning_rate=2.0, steps=100, warmup=0.1)
     rates = [optimiser.rate(step) for step in range(100)]
     assert rates[:10] == pytest.approx([2.0 * (i + 1) / 10 for i in range(10)])
@@ -278,7 +278,7 @@ def test_every_update_is_reported() -> None:
     assert all(one is not None and one > 0 for one in left[:-1])
 
 
-def test_it_holds_still_while_asked_to() -> None:
+def test_training_pauses_while_asked_to() -> None:
     answers = [True, True, True, False]
     asked: list[bool] = []
 
@@ -297,7 +297,7 @@ def test_it_holds_still_while_asked_to() -> None:
     assert asked == [True, True, True, False, False]
 
 
-def test_the_weights_of_the_best_validation_stay() -> None:
+def test_the_weights_of_the_best_validation_are_kept() -> None:
     model = line()
     answers = iter([2.5, 3.0, 1.0, 2.0])
     at: list[dict[str, mx.array]] = []

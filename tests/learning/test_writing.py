@@ -1,4 +1,4 @@
-"""Texts that a tiny target writes, and the losses a draft learns them by."""
+"""Practice texts that a tiny target writes, and the losses that a draft is trained with on them."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +11,7 @@ from service.learning.distil import Distillation, TextBatch
 from service.learning.writing import ANSWER, FORCED, USER, Text, write
 from service.models.pair import Loaded, load_model
 from tests.support.model_folders import save_model
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 END, FIRST = 1, 2
 """Ids of the tiny tokenizer, which has no chat template: turns begin with the beginning-of-text token."""
@@ -23,46 +23,46 @@ def target(tmp_path: Path) -> Loaded:
 
 
 def turns(text: Text) -> list[tuple[int, list[int], list[int]]]:
-    """(speaker, what it was made to say first, what it wrote) of every turn that ended, whoever ended it."""
+    """(speaker, forced opening, written tokens) of every finished turn."""
     found: list[tuple[int, list[int], list[int]]] = []
     for tokens, role in zip(text.tokens.tolist(), text.role.tolist(), strict=True):
         starts = [i for i, token in enumerate(tokens) if token == FIRST and role[i] == FORCED]
         for start, stop in pairwise(starts):
             span = range(start + 1, stop)
-            said = [i for i in span if role[i] != FORCED]
-            if said:
-                lead = [tokens[i] for i in span if i < said[0]]
-                found.append((role[said[0]], lead, [tokens[i] for i in said]))
+            written_at = [i for i in span if role[i] != FORCED]
+            if written_at:
+                lead = [tokens[i] for i in span if i < written_at[0]]
+                found.append((role[written_at[0]], lead, [tokens[i] for i in written_at]))
     return found
 
 
-def test_user_turns_begin_as_told_and_no_turn_outlasts_its_limit(target: Loaded) -> None:
+def test_user_turns_start_with_the_openings_and_no_turn_exceeds_its_limit(target: Loaded) -> None:
     text = write(target, rows=8, length=120, seed=3, openings=("w7", "w9", ""), turn=10)
     found = turns(text)
     leads = {speaker: {tuple(lead) for who, lead, _ in found if who == speaker} for speaker in (USER, ANSWER)}
     assert leads == {USER: {(7,), (9,), ()}, ANSWER: {()}}
-    assert max(len(said) for _, _, said in found) == 10
-    # What the writer did not say is no text to learn: the end it was cut off by is forced.
-    cut = [said for _, _, said in found if len(said) == 10 and said[-1] != END]
+    assert max(len(written_ids) for _, _, written_ids in found) == 10
+    # Tokens that the writer did not produce are not learnt: the end token of a cut turn is forced.
+    cut = [written_ids for _, _, written_ids in found if len(written_ids) == 10 and written_ids[-1] != END]
     assert cut
     assert np.array_equal(text.role[:, 0], np.full(8, FORCED))
 
 
-def test_a_writer_without_openings_is_not_held_back(target: Loaded) -> None:
+def test_without_openings_nothing_is_forced(target: Loaded) -> None:
     text = write(target, rows=4, length=60, seed=3)
-    assert all(lead == [] and said[-1] == END for _, lead, said in turns(text))
+    assert all(lead == [] and written_ids[-1] == END for _, lead, written_ids in turns(text))
 
 
-def law(logits: mx.array) -> np.ndarray:
+def probabilities(logits: mx.array) -> np.ndarray:
     return np.array(mx.softmax(logits.astype(mx.float32), axis=-1), dtype=np.float64)
 
 
-def test_the_losses_are_what_they_say(target: Loaded) -> None:
-    draft = relative(tiny_llama(1), 5, 0.3)
+def test_the_losses_equal_their_definitions(target: Loaded) -> None:
+    draft = noisy_copy(tiny_llama(1), 5, 0.3)
     tokens = mx.array(np.random.default_rng(0).integers(3, 97, (2, 12)).astype(np.int32))
     written = np.ones((2, 11), dtype=np.float32)
     written[0, :5] = 0.0
-    p, q = law(target.model(tokens[:, :-1])), law(draft(tokens[:, :-1]))
+    p, q = probabilities(target.model(tokens[:, :-1])), probabilities(draft(tokens[:, :-1]))
     kl = float((np.sum(p * np.log(p / q), axis=-1) * written).sum() / written.sum())
     apart = float((np.abs(p - q).sum(axis=-1) * written).sum() / written.sum() / 2)
     batch = TextBatch(tokens, mx.array(written))

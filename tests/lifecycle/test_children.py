@@ -1,4 +1,4 @@
-"""What a child may say, and how its end is noticed."""
+"""Messages that a child may send, and how its exit is detected."""
 
 import time
 from collections.abc import Mapping
@@ -79,7 +79,7 @@ def started(tmp_path: Path, code: str) -> tuple[Child, Process]:
 
 
 def listen(child: Child, seconds: float = 10.0) -> None:
-    """Until the child has ended."""
+    """Wait until the child has ended."""
     end = time.monotonic() + seconds
     while not any(isinstance(message, Done | GaveUp | Crashed) for message in child.inbox):
         assert time.monotonic() < end
@@ -87,17 +87,17 @@ def listen(child: Child, seconds: float = 10.0) -> None:
         time.sleep(0.01)
 
 
-def test_the_last_words_are_heard_before_the_end(tmp_path: Path) -> None:
+def test_the_last_messages_are_read_before_the_end(tmp_path: Path) -> None:
     child, process = started(tmp_path, """print('{"type": "progress", "step": 1, "steps": 1}\\n{"type": "done"}')""")
     listen(child)
     assert list(child.inbox) == [Progress(1, 1), Done()]
     assert process.exit_code() == 0
-    assert not child.over, "nobody has acted on it yet"
+    assert not child.over, "it has not been acted on yet"
     child.inbox.clear()
     assert child.over
 
 
-def test_nothing_counts_after_the_last_word(tmp_path: Path) -> None:
+def test_messages_after_the_last_one_are_ignored(tmp_path: Path) -> None:
     text = '{"type": "done"}\\n{"type": "failed", "reason": "late"}'
     child, _ = started(tmp_path, f"print('{text}')")
     listen(child)
@@ -114,7 +114,7 @@ def test_nothing_counts_after_the_last_word(tmp_path: Path) -> None:
         ("print('[1, 2]', flush=True); import sys; sys.stdin.read()", "unreadable"),
     ],
 )
-def test_an_end_without_a_last_word_is_a_crash(tmp_path: Path, code: str, reason: str) -> None:
+def test_an_exit_without_a_final_message_is_a_crash(tmp_path: Path, code: str, reason: str) -> None:
     child, process = started(tmp_path, code)
     listen(child)
     (last,) = child.inbox

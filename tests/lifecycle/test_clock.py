@@ -49,7 +49,7 @@ def test_slow_ticks_never_overlap_and_stop_waits_for_the_last() -> None:
     clock.stop()
     assert most == 1
     assert running == 0
-    # Some forty intervals went by in three ticks: what was missed is made up by one, not by forty.
+    # About forty intervals passed in three ticks: one tick makes up for those that were missed.
     assert ended <= 5
 
 

@@ -1,24 +1,24 @@
-"""What the engine measured decides at which draft lengths adapters are compared, in the gate and in the watch."""
+"""Measured costs decide at which draft lengths the gate and the watch compare adapters."""
 
 from pathlib import Path
 
 import pytest
 
 from service.core import RunState
-from tests.support.lifecycle_world import World, check_legal
+from tests.support.lifecycle_server import Installation, check_consistent
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    """Children train adapters that need a fifth fewer calls, but only where three tokens are drafted."""
-    world = World(tmp_path)
-    world.act(train="long")
-    return world
+def installation(tmp_path: Path) -> Installation:
+    """Children train adapters that need a fifth fewer calls, but only at a draft length of three."""
+    installation = Installation(tmp_path)
+    installation.plan_children(train="long")
+    return installation
 
 
 # Calls at 1, 2 and 3 drafted tokens are as 1.4, 1.2 and 1, the candidate's as 1.4, 1.2 and 0.8.
 @pytest.mark.parametrize(
-    ("costs", "gain", "said"),
+    ("costs", "gain", "message"),
     [
         (None, 0.25, "at K = 3,"),
         ((1.0, 1.0, 1.0), 0.25, "at K = 3,"),
@@ -28,29 +28,29 @@ def world(tmp_path: Path) -> World:
     ],
 )
 def test_a_candidate_that_is_better_at_three_serves_where_three_pay(
-    world: World, costs: tuple[float, ...] | None, gain: float, said: str
+    installation: Installation, costs: tuple[float, ...] | None, gain: float, message: str
 ) -> None:
-    with world.server() as server:
+    with installation.server() as server:
         server.engine.costs = costs
         server.traffic()
         server.tick_until(server.ended(RunState.PROMOTED if gain else RunState.REJECTED))
         verdict = server.runs.latest(1)[0].verdict
         assert verdict is not None
         assert verdict.gain == pytest.approx(gain)
-        assert said in verdict.reason
-        check_legal(server)
+        assert message in verdict.reason
+        check_consistent(server)
 
 
-def test_costs_of_other_draft_lengths_are_nobody_s_verdict(world: World) -> None:
-    with world.server() as server:
+def test_costs_for_other_draft_lengths_are_not_used(installation: Installation) -> None:
+    with installation.server() as server:
         server.engine.costs = (1.0, 1.1)
         server.traffic()
         server.tick_until(server.ended(RunState.FAILED))
         assert "costs of 2 draft lengths" in (server.runs.latest(1)[0].error or "")
 
 
-def test_the_watch_goes_by_costs_too(world: World) -> None:
-    with world.server() as server:
+def test_the_watch_uses_costs_too(installation: Installation) -> None:
+    with installation.server() as server:
         ref = server.promote()
         server.engine.costs = (1.0, 2.0, 3.0)
         server.traffic(cases=0)
@@ -61,10 +61,10 @@ def test_the_watch_goes_by_costs_too(world: World) -> None:
 
 
 def test_a_candidate_whose_draft_steps_cost_more_is_refused(tmp_path: Path) -> None:
-    """It needs a fifth fewer calls at any length, which would be a gain of 25 %, and twice the time for each draft step."""
-    world = World(tmp_path)
-    world.act(train="dear")
-    with world.server() as server:
+    """A fifth fewer calls at any draft length, a gain of 25 %, but draft steps that take twice the time."""
+    installation = Installation(tmp_path)
+    installation.plan_children(train="slow steps")
+    with installation.server() as server:
         server.engine.costs, server.engine.draft_step = (1.0, 1.3, 1.6), 0.3
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
@@ -72,13 +72,13 @@ def test_a_candidate_whose_draft_steps_cost_more_is_refused(tmp_path: Path) -> N
         assert verdict is not None
         # Both at K = 1: 1.4 x 0.8 calls of 1 + 0.3 against 1.4 calls of 1.
         assert verdict.gain == pytest.approx(1.4 / (1.12 * 1.3) - 1)
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_the_watch_takes_back_what_costs_more_than_it_saves(world: World) -> None:
-    """The adapter serves: what the engine measured is its own step, and the others' steps cost half of it."""
-    world.act(train="better", score="dear")
-    with world.server() as server:
+def test_the_watch_rolls_back_an_adapter_that_costs_more_than_it_saves(installation: Installation) -> None:
+    """The adapter serves, so the engine measured its draft step; those of the others cost half of it."""
+    installation.plan_children(train="better", score="slow steps")
+    with installation.server() as server:
         ref = server.promote()
         server.engine.costs, server.engine.draft_step = (2.0, 2.9, 3.8), 0.9
         server.traffic(cases=0)

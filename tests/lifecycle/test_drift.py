@@ -1,4 +1,4 @@
-"""When acceptance has fallen: tables, simulated traffic, and the same answer from the rows after a restart."""
+"""The drift detector: tables, simulated traffic, and the same state from the rows after a restart."""
 
 import math
 from dataclasses import replace
@@ -10,11 +10,11 @@ import pytest
 from service.core import BARE_DRAFT, Round, RunState, Source, Trigger, Verdict
 from service.lifecycle.drift import BASELINE, LIMIT, SLACK, Drift, follow, rate
 from tests.support.drift_traffic import drafted, record, usual
-from tests.support.lifecycle_world import WHO, Server, World
+from tests.support.lifecycle_server import WHO, Installation, Server
 from tests.support.simulated_scores import requests
 
 USUAL = [0.6, 0.7] * (BASELINE // 2)
-"""Mean 0.65, deviation 0.05."""
+"""Mean 0.65, standard deviation 0.05."""
 
 
 @pytest.mark.parametrize(
@@ -25,28 +25,28 @@ USUAL = [0.6, 0.7] * (BASELINE // 2)
         ([(3, 3)] * 3, 1.0),
         ([(3, 0)] * 8, 0.0),
         ([(3, 0)] * 7, None),
-        # Tokens after the first rejection were not tested: 1 of 2, then 2 of 3, then 3 of 3.
+        # Tokens after the first rejection are not verified: 1 of 2, then 2 of 3, then 3 of 3.
         ([(3, 1), (4, 2), (3, 3)], 6 / 8),
         ([(0, 0)] * 50 + [(4, 4)] * 2, 1.0),
     ],
 )
-def test_the_rate_counts_what_was_tested(rounds: list[tuple[int, int]], expected: float | None) -> None:
-    assert rate([Round(5, 0, drafted, kept, kept + 1) for drafted, kept in rounds], 5) == expected
+def test_the_rate_counts_verified_positions(rounds: list[tuple[int, int]], expected: float | None) -> None:
+    assert rate([Round(5, 0, drafted, accepted, accepted + 1) for drafted, accepted in rounds], 5) == expected
 
 
-def test_the_rate_is_of_this_draft_s_own_tokens_alone() -> None:
+def test_the_rate_counts_only_this_adapters_proposals() -> None:
     own = [Round(5, 0, 4, 2, 3)] * 4
     others = [Round(4, 0, 4, 0, 1)] * 9 + [Round(5, 0, 8, 8, 9, Source.LOOKUP)] * 9
     assert rate([*own, *others], 5) == rate(own, 5) == 8 / 12
 
 
-def test_the_first_requests_say_what_is_usual_and_raise_no_alarm() -> None:
+def test_the_first_requests_set_the_baseline_and_raise_no_alarm() -> None:
     drift = follow([*USUAL[:-1], 0.0])
     assert not drift.alarm and drift.climb == 0.0
     drift = follow(USUAL)
     assert drift.mean == pytest.approx(np.mean(USUAL))
     assert drift.deviation == pytest.approx(np.std(USUAL, ddof=1))
-    assert follow([0.6] * 40, drift).mean == drift.mean, "what comes later changes it no more"
+    assert follow([0.6] * 40, drift).mean == drift.mean, "later requests do not change it"
 
 
 @pytest.mark.parametrize(
@@ -59,12 +59,12 @@ def test_the_first_requests_say_what_is_usual_and_raise_no_alarm() -> None:
         ([0.60, 0.60], 2 * (1.0 - SLACK)),
         ([0.60, 0.70], 0.0),
         ([0.60, 0.60, 0.65], 2.0 - 3 * SLACK),
-        # One request that went wrong altogether counts for three deviations.
+        # A request without any acceptance counts as three deviations.
         ([0.0], 3.0 - SLACK),
     ],
 )
-def test_the_sum_climbs_by_what_a_request_lies_below_the_usual(after: list[float], climb: float) -> None:
-    # The deviation of a sample: a little more than 0.05.
+def test_the_sum_grows_by_the_shortfall_below_the_baseline(after: list[float], climb: float) -> None:
+    # The sample deviation is a little more than 0.05.
     drift = follow(after, follow(USUAL))
     assert drift.climb == pytest.approx(climb, rel=0.01)
     assert drift.since == (len(after) if climb else 0)
@@ -77,7 +77,7 @@ def test_the_alarm_needs_height_and_certainty() -> None:
     assert not follow([0.6] * 30, usual).alarm
     # A shift smaller than the slack never adds up.
     assert not follow([0.64] * 5000, usual).alarm
-    # What is barely more adds up in the end, but a baseline is not known as exactly as that.
+    # A slightly larger shift adds up in the end, but the baseline is not known so exactly.
     slow = follow([0.637] * 5000, usual)
     assert slow.climb > LIMIT and slow.z > 3
     lucky = replace(slow, fallen=0.2 * slow.since)
@@ -90,7 +90,7 @@ def test_requests_that_are_all_alike_do_not_make_the_next_one_an_alarm() -> None
 
 
 def first_alarms(rates: np.ndarray, usual: int = BASELINE) -> list[int | None]:
-    """Of each stream, the request after the baseline at which the alarm went off."""
+    """For each stream, the index of the request after the baseline that raised the alarm."""
     found: list[int | None] = []
     for stream in rates:
         drift, at = follow(stream[:usual]), None
@@ -105,11 +105,13 @@ def first_alarms(rates: np.ndarray, usual: int = BASELINE) -> list[int | None]:
 
 def test_steady_traffic_raises_less_than_one_false_alarm_in_5000_requests() -> None:
     rng = np.random.default_rng(11)
-    for kept in (0.35, 0.65, 0.85):
+    for usual_rate in (0.35, 0.65, 0.85):
         streams = 40
-        alarms = [at for at in first_alarms(requests(rng, (streams, BASELINE + 5000), kept=kept)) if at is not None]
+        alarms = [
+            at for at in first_alarms(requests(rng, (streams, BASELINE + 5000), accepted=usual_rate)) if at is not None
+        ]
         # 200,000 requests; at one in 5,000 there would be an alarm in 63 % of the streams.
-        assert len(alarms) <= streams * 0.35, kept
+        assert len(alarms) <= streams * 0.35, usual_rate
 
 
 @pytest.mark.parametrize(("fallen", "within", "half"), [(0.55, 100, 45), (0.45, 30, 20)])
@@ -118,7 +120,7 @@ def test_a_real_fall_is_found_soon(fallen: float, within: int, half: int) -> Non
     rng = np.random.default_rng(12)
     streams = 200
     rates = np.concatenate(
-        [requests(rng, (streams, BASELINE)), requests(rng, (streams, 2 * within), kept=fallen)], axis=1
+        [requests(rng, (streams, BASELINE)), requests(rng, (streams, 2 * within), accepted=fallen)], axis=1
     )
     at = first_alarms(rates)
     found = [request for request in at if request is not None]
@@ -130,29 +132,29 @@ def test_a_real_fall_is_found_soon(fallen: float, within: int, half: int) -> Non
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def installation(tmp_path: Path) -> Installation:
+    return Installation(tmp_path)
 
 
 def follower(server: Server) -> Drift:
     return server.supervisor._traffic.drift()
 
 
-def test_a_restart_finds_in_the_rows_what_was_known(world: World) -> None:
-    with world.server(min_cases=10_000) as server:
+def test_a_restart_restores_the_detector_from_the_rows(installation: Installation) -> None:
+    with installation.server(min_cases=10_000) as server:
         for made in (usual()[:70], usual()[70:], [drafted(0.5) for _ in range(7)]):
             record(server, *made)
             server.supervisor.tick()
         known = follower(server)
         assert known.seen == BASELINE + 7 and known.climb > 0
-    with world.server(min_cases=10_000) as heir:
-        assert follower(heir) == known
-        record(heir, drafted(0.5))
-        assert follower(heir).seen == BASELINE + 8
+    with installation.server(min_cases=10_000) as successor:
+        assert follower(successor) == known
+        record(successor, drafted(0.5))
+        assert follower(successor).seen == BASELINE + 8
 
 
-def test_a_swap_begins_anew_and_what_saw_both_counts_for_none(world: World) -> None:
-    with world.server(min_cases=3, min_tokens=1) as server:
+def test_a_swap_restarts_the_detector_and_requests_across_it_are_ignored(installation: Installation) -> None:
+    with installation.server(min_cases=3, min_tokens=1) as server:
         record(server, *[drafted(0.65) for _ in range(30)])
         assert follower(server).seen == 30
         ref = server.promote()
@@ -163,28 +165,28 @@ def test_a_swap_begins_anew_and_what_saw_both_counts_for_none(world: World) -> N
         assert follower(server).seen == 0
         record(server, drafted(0.65))
         assert follower(server).seen == 1
-    with world.server(enabled=False) as heir:
-        assert follower(heir).seen == 1
+    with installation.server(enabled=False) as successor:
+        assert follower(successor).seen == 1
 
 
-def test_a_swap_there_and_back_between_two_ticks_begins_anew(world: World) -> None:
-    with world.server(enabled=False) as server:
+def test_a_swap_there_and_back_between_two_ticks_restarts_the_detector(installation: Installation) -> None:
+    with installation.server(enabled=False) as server:
         record(server, *[drafted(0.65) for _ in range(30)])
         assert follower(server).seen == 30
         record(server, *[drafted(0.65, 7) for _ in range(3)], drafted(0.65))
         assert follower(server).seen == 1
 
 
-def test_generations_of_another_draft_are_passed_over(world: World) -> None:
-    with world.server(enabled=False) as server:
-        foreign = replace(drafted(0.1), provenance=replace(WHO, draft="another"))
-        record(server, drafted(0.65), foreign, drafted(0.65))
+def test_generations_of_another_draft_are_ignored(installation: Installation) -> None:
+    with installation.server(enabled=False) as server:
+        other_draft = replace(drafted(0.1), provenance=replace(WHO, draft="another"))
+        record(server, drafted(0.65), other_draft, drafted(0.65))
         assert follower(server).seen == 2
 
 
-def test_drift_starts_a_run_with_fewer_cases_and_is_answered_by_its_verdict(world: World) -> None:
-    world.act(train="lose")
-    with world.server(min_cases=400, min_tokens=100) as server:
+def test_drift_starts_a_run_with_fewer_cases_and_ends_with_its_verdict(installation: Installation) -> None:
+    installation.plan_children(train="lose")
+    with installation.server(min_cases=400, min_tokens=100) as server:
         record(server, *usual())
         server.supervisor.tick()
         record(server, *[drafted(0.3, cases=4) for _ in range(24)])
@@ -202,12 +204,12 @@ def test_drift_starts_a_run_with_fewer_cases_and_is_answered_by_its_verdict(worl
         assert len(server.runs.latest(9)) == 1
 
 
-def test_a_crash_is_no_answer_to_drift(world: World) -> None:
-    world.act(train="kill")
-    with world.server(min_cases=400, min_tokens=100) as server:
+def test_a_crashed_run_leaves_the_drift_open(installation: Installation) -> None:
+    installation.plan_children(train="kill")
+    with installation.server(min_cases=400, min_tokens=100) as server:
         record(server, *usual(), *[drafted(0.3, cases=4) for _ in range(25)])
         server.tick_until(server.ended(RunState.CRASHED))
-        world.act()
+        installation.plan_children()
         server.tick_until(server.ended(RunState.PROMOTED))
         assert {run.trigger for run in server.runs.latest(9)} == {Trigger.DRIFT}
         ref = server.adapters.active(WHO.draft)

@@ -1,4 +1,4 @@
-"""Children, engines and candidates that fail leave the old adapter serving and every row legal."""
+"""After failures of children, engines and candidates the old adapter serves and all rows are consistent."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -11,18 +11,18 @@ from service.core import (
     RunState,
     Unavailable,
 )
-from tests.support.lifecycle_world import ENOUGH, WHO, World, check_legal
+from tests.support.lifecycle_server import ENOUGH, WHO, Installation, check_consistent
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def installation(tmp_path: Path) -> Installation:
+    return Installation(tmp_path)
 
 
-@pytest.mark.parametrize("act", ["kill", "garbage", "leave", "kill before publishing", "kill after the candidate"])
-def test_a_child_that_breaks_off_gives_its_cases_back(world: World, act: str) -> None:
-    world.act(train=act)
-    with world.server(cooldown_seconds=300.0) as server:
+@pytest.mark.parametrize("plan", ["kill", "garbage", "leave", "kill before publishing", "kill after the candidate"])
+def test_a_crashed_child_frees_its_cases(installation: Installation, plan: str) -> None:
+    installation.plan_children(train=plan)
+    with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
         cases = server.generations.counts(WHO).cases
         server.tick_until(server.ended(RunState.CRASHED))
@@ -30,116 +30,116 @@ def test_a_child_that_breaks_off_gives_its_cases_back(world: World, act: str) ->
         assert server.generations.counts(WHO).cases == cases
         assert server.engine.active == BARE_DRAFT
         assert server.launcher.started[0].exit_code() is not None
-        check_legal(server)
-        world.act()
-        world.ahead = timedelta(seconds=301)
+        check_consistent(server)
+        installation.plan_children()
+        installation.clock_offset = timedelta(seconds=301)
         server.tick_until(server.ended(RunState.PROMOTED))
 
 
-def test_what_a_killed_child_had_published_is_removed(world: World) -> None:
-    world.act(train="kill after publishing")
-    with world.server(cooldown_seconds=300.0) as server:
+def test_a_folder_published_by_a_killed_child_is_removed(installation: Installation) -> None:
+    installation.plan_children(train="kill after publishing")
+    with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
         server.tick_until(server.ended(RunState.CRASHED))
-        assert list((world.home / "adapters").iterdir())
+        assert list((installation.home / "adapters").iterdir())
         for _ in range(41):
             server.supervisor.tick()
-        assert not list((world.home / "adapters").iterdir())
+        assert not list((installation.home / "adapters").iterdir())
 
 
-def test_the_folder_of_a_child_at_work_is_never_removed(world: World) -> None:
-    world.act(train="hang")
-    with world.server() as server:
+def test_the_folder_of_a_running_child_is_never_removed(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
-        (world.home / "adapters" / ".run-1.part").mkdir(parents=True)
+        (installation.home / "adapters" / ".run-1.part").mkdir(parents=True)
         for _ in range(41):
             server.supervisor.tick()
-        assert (world.home / "adapters" / ".run-1.part").is_dir()
+        assert (installation.home / "adapters" / ".run-1.part").is_dir()
 
 
-def test_a_child_that_never_ends_is_ended(world: World) -> None:
-    world.act(train="hang")
-    with world.server(timeout_seconds=60.0, cooldown_seconds=300.0) as server:
+def test_a_hanging_child_is_killed(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server(timeout_seconds=60.0, cooldown_seconds=300.0) as server:
         server.traffic()
         server.tick_until(lambda: bool(server.runs.latest(1)) and server.runs.latest(1)[0].progress.step == 1)
-        world.ahead = timedelta(seconds=61)
+        installation.clock_offset = timedelta(seconds=61)
         server.tick_until(server.ended(RunState.CRASHED))
         assert "60 s" in str(server.runs.latest(1)[0].error)
         assert server.launcher.started[0].exit_code() is not None
 
 
-def test_a_run_that_gives_up_says_why_and_uses_its_cases_up(world: World) -> None:
-    world.act(train="give up")
-    with world.server() as server:
+def test_a_failed_run_reports_the_reason_and_uses_up_its_cases(installation: Installation) -> None:
+    installation.plan_children(train="give up")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.FAILED))
         assert server.runs.latest(1)[0].error == "too few examples"
         assert server.generations.counts(WHO).cases == 0
-        check_legal(server)
+        check_consistent(server)
 
 
-@pytest.mark.parametrize("act", ["other texts", "no parent"])
-def test_scores_that_do_not_compare_fail_the_run(world: World, act: str) -> None:
-    world.act(train=act)
-    with world.server() as server:
+@pytest.mark.parametrize("plan", ["other texts", "no parent"])
+def test_scores_of_different_texts_fail_the_run(installation: Installation, plan: str) -> None:
+    installation.plan_children(train=plan)
+    with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.FAILED))
         assert "scores" in str(server.runs.latest(1)[0].error)
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_cases_under_three_crashes_are_put_aside(world: World) -> None:
-    world.act(train="kill")
-    with world.server() as server:
+def test_cases_of_three_crashes_are_quarantined(installation: Installation) -> None:
+    installation.plan_children(train="kill")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.CRASHED, 3))
         for _ in range(5):
             server.supervisor.tick()
         assert len(server.runs.latest(10)) == 3
         assert server.generations.stats().quarantined == 3 * ENOUGH
-        world.act()
+        installation.plan_children()
         server.promote()
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_a_child_that_cannot_be_started_is_a_crash(world: World) -> None:
-    with world.server(cooldown_seconds=300.0) as server:
+def test_a_child_that_cannot_be_started_is_a_crash(installation: Installation) -> None:
+    with installation.server(cooldown_seconds=300.0) as server:
         server.launcher.missing = True
         server.traffic()
         server.tick_until(server.ended(RunState.CRASHED))
         assert "no such interpreter" in str(server.runs.latest(1)[0].error)
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_a_candidate_that_will_not_load_changes_nothing(world: World) -> None:
-    with world.server() as server:
+def test_a_candidate_that_will_not_load_changes_nothing(installation: Installation) -> None:
+    with installation.server() as server:
         first = server.promote()
         server.supervisor.activate(first.id)
-        world.act(train="broken")
+        installation.plan_children(train="broken")
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
         verdict = server.runs.latest(1)[0].verdict
         assert verdict is not None and "will not load" in verdict.reason and not verdict.promoted
         assert server.engine.active == first.id
         assert server.adapters.all()[0].state in {AdapterState.REJECTED, AdapterState.BROKEN}
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_an_engine_that_does_not_answer_costs_the_candidate_not_its_cases(world: World) -> None:
-    with world.server(cooldown_seconds=300.0) as server:
+def test_a_dead_engine_loses_the_candidate_but_not_its_cases(installation: Installation) -> None:
+    with installation.server(cooldown_seconds=300.0) as server:
         server.engine.dead = True
         server.traffic()
         server.tick_until(server.ended(RunState.CRASHED))
         assert server.generations.counts(WHO).cases == 3 * ENOUGH
         server.engine.dead = False
-        check_legal(server)
-        world.ahead = timedelta(seconds=301)
+        check_consistent(server)
+        installation.clock_offset = timedelta(seconds=301)
         server.tick_until(server.ended(RunState.PROMOTED))
 
 
-def test_an_engine_that_fails_at_the_switch_follows_the_rows_later(world: World) -> None:
-    with world.server() as server:
+def test_an_engine_that_fails_at_the_switch_catches_up_later(installation: Installation) -> None:
+    with installation.server() as server:
         server.engine.switch_dead = True
         server.traffic()
         with pytest.raises(Unavailable):
@@ -148,19 +148,19 @@ def test_an_engine_that_fails_at_the_switch_follows_the_rows_later(world: World)
         assert server.engine.active == BARE_DRAFT
         server.engine.switch_dead = False
         server.supervisor.tick()
-        check_legal(server)
+        check_consistent(server)
         assert server.engine.active == server.adapters.all()[0].id
 
 
-def test_the_child_holds_still_while_serving_is_busy(world: World) -> None:
-    world.act(train="hang")
-    with world.server() as server:
+def test_the_child_pauses_while_serving_is_busy(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
-        said: list[bool] = []
+        pauses: list[bool] = []
         process, pause = server.launcher.started[0], server.launcher.started[0].pause
-        process.pause = lambda paused: (said.append(paused), pause(paused))[0]  # pyright: ignore
+        process.pause = lambda paused: (pauses.append(paused), pause(paused))[0]  # pyright: ignore
         for busy in (False, True, True, False, False):
             server.busy = busy
             server.supervisor.tick()
-        assert said == [True, False]
+        assert pauses == [True, False]

@@ -28,7 +28,7 @@ def decide(
 
 
 def noisy(rng: np.random.Generator, count: int, gain: float) -> tuple[list[Score], list[Score]]:
-    """Texts of unequal difficulty; both adapters' calls vary around it, the candidate's shortened by the gain."""
+    """Texts of different difficulty; the calls of both adapters vary around it, the candidate's reduced by the gain."""
     difficulty = rng.lognormal(np.log(40), 0.4, count)
     new = difficulty * rng.lognormal(0, 0.1, count) / (1 + gain)
     old = difficulty * rng.lognormal(0, 0.1, count)
@@ -51,7 +51,7 @@ def test_an_equal_candidate_is_not_better() -> None:
 
 
 def test_the_gain_weighs_texts_by_their_calls() -> None:
-    """Half the calls on one text of ten, which holds nine tenths of them: 1 / (0.45 + 0.1) - 1."""
+    """Half the calls on one text of ten, which makes up nine tenths of all calls: 1 / (0.45 + 0.1) - 1."""
     active = scores([900, *[100 / 9] * 9])
     candidate = scores([450, *[100 / 9] * 9])
     assert decide(candidate, active).gain == pytest.approx(1 / 0.55 - 1)
@@ -169,7 +169,7 @@ def test_a_gain_that_is_sure_but_not_worth_a_swap_is_refused() -> None:
 
 
 def test_a_domain_blocks_when_it_is_probably_beyond_the_tolerance_and_surely_worse() -> None:
-    """Three per cent worse give or take one: an interval wholly below -2 % would let it pass."""
+    """Three per cent worse, plus or minus one: the rule that the interval must lie below -2 % would let it pass."""
     rng = np.random.default_rng(4)
     active = scores([50] * 40) + scores([50] * 20, domain="b", start=40)
     candidate = scores([35] * 40) + scores(50 * 1.03 * rng.normal(1, 0.03, 20), domain="b", start=40)
@@ -201,7 +201,7 @@ def test_domains_are_not_blocked_by_chance_the_more_there_are() -> None:
 def test_of_100_candidates_that_are_only_noise_ten_at_most_are_promoted(
     differ: float, texts: int, costs: Sequence[float] | None
 ) -> None:
-    """Even where the best length is a toss-up, and so chosen in each adapter's favour."""
+    """Even if the draft lengths are about as fast as each other, so that each adapter gets the one that favours it."""
     rng = np.random.default_rng(6)
     each = [decide(*pair(rng, texts, differ=differ, domains=3), costs, min_tokens=500) for _ in range(100)]
     assert sum(one.promoted for one in each) <= 10
@@ -232,33 +232,33 @@ def test_of_20_candidates_that_are_truly_two_per_cent_better_19_pass(
 # ------------------------------------------------------------------------------------------------ measured costs
 
 SHORT, LONG = (1.0, 2.0, 3.0), (1.0, 1.1, 1.2)
-"""Costs at which one drafted token is best, and at which three are, for everything below."""
+"""Costs at which K = 1 is best, and at which K = 3 is, for the tests below."""
 
 
 @pytest.mark.parametrize(
-    ("candidate", "active", "costs", "gain", "said"),
+    ("candidate", "active", "costs", "gain", "message"),
     [
-        # Better at three drafted tokens alone.
+        # Better at K = 3 only.
         ((60, 50, 36), (60, 50, 40), None, 40 / 36 - 1, "better: +11.1% tokens/s at K = 3,"),
         ((60, 50, 36), (60, 50, 40), LONG, 40 / 36 - 1, "better: +11.1% tokens/s at K = 3,"),
         ((60, 50, 36), (60, 50, 40), SHORT, 0.0, "not proven better: +0.0% tokens/s at K = 1,"),
-        # Better at one, worse at three.
+        # Better at K = 1, worse at K = 3.
         ((50, 48, 44), (60, 50, 40), LONG, 48 / 50 - 1, "not proven better: -4.0% tokens/s at K = 1 against K = 3,"),
         ((50, 48, 44), (60, 50, 40), SHORT, 0.2, "better: +20.0% tokens/s at K = 1,"),
-        # The one is best where the other is not.
+        # Each is best at another draft length.
         ((60, 50, 30), (60, 50, 40), (1.0, 1.4, 1.8), 60 / 54 - 1, "better: +11.1% tokens/s at K = 3 against K = 1,"),
         ((60, 50, 40), (60, 50, 30), (1.0, 1.4, 1.8), 54 / 60 - 1, "-10.0% tokens/s at K = 1 against K = 3,"),
         ((60, 40, 39), (50, 45, 40), (1.0, 1.3, 1.8), 50 / 52 - 1, "-3.8% tokens/s at K = 2 against K = 1,"),
-        # No draft pays: plain decoding takes 100 calls of 1, less than either at any length. Still the better one is better.
+        # No draft length pays against plain decoding (100 calls of cost 1), but the better candidate is still better.
         ((80, 70, 65), (90, 85, 80), (3.0, 5.0, 7.0), 90 / 80 - 1, "better: +12.5% tokens/s at K = 1,"),
     ],
 )
-def test_each_is_taken_at_the_length_that_pays_best(
-    candidate: Sequence[float], active: Sequence[float], costs: Sequence[float] | None, gain: float, said: str
+def test_each_adapter_is_taken_at_its_best_draft_length(
+    candidate: Sequence[float], active: Sequence[float], costs: Sequence[float] | None, gain: float, message: str
 ) -> None:
     verdict = decide(by_length([candidate] * 40), by_length([active] * 40), costs)
     assert (verdict.gain, verdict.low90, verdict.high90) == pytest.approx((gain,) * 3)
-    assert said in verdict.reason
+    assert message in verdict.reason
     assert verdict.promoted is (gain > 0)
 
 
@@ -279,7 +279,7 @@ def test_the_unit_of_costs_does_not_matter() -> None:
 
 
 def same(one: Verdict, other: Verdict) -> None:
-    """But for the last digits."""
+    """Equal up to rounding."""
     assert one.promoted is other.promoted
     assert (one.gain, one.low90, one.high90) == pytest.approx((other.gain, other.low90, other.high90))
     assert one.domains.keys() == other.domains.keys()
@@ -333,7 +333,7 @@ def test_a_draft_that_may_propose_nothing_has_nothing_to_compare(costs: Sequence
 
 
 def test_golden_texts_do_not_dilute_the_gain() -> None:
-    """Twelve logged texts and eighty golden ones on which nothing changed."""
+    """Twelve logged texts, and eighty golden ones with equal scores."""
     active, golden = scores([50] * 12), scores([50] * 80, start=1000)
     verdict = decide(scores([40] * 12), active, golden=(golden, golden), min_prompts=10, min_tokens=1000)
     assert verdict.promoted
@@ -358,16 +358,16 @@ def test_four_conversations_are_no_evidence_however_many_texts_they_have() -> No
     assert decide(chats(new, 16), chats(old, 16)).promoted
 
 
-def chats(told: Sequence[Score], turns: int) -> list[Score]:
-    return [replace(score, conversation=f"c{i // turns}") for i, score in enumerate(told)]
+def chats(scored: Sequence[Score], turns: int) -> list[Score]:
+    return [replace(score, conversation=f"c{i // turns}") for i, score in enumerate(scored)]
 
 
 GAIN, SPREAD = 0.03, 0.08
-"""Mean and standard deviation of a draft's gain over conversations: a quarter of what texts differ in."""
+"""Mean and standard deviation of the gain over conversations; a quarter of the variation between texts."""
 
 
 def talk(rng: np.random.Generator, conversations: int, turns: int) -> tuple[list[Score], list[Score]]:
-    """Texts of conversations: how hard a text is, and what the new draft gains on it, is partly the conversation's."""
+    """Texts of conversations: difficulty and gain of a text depend in part on its conversation."""
     count = conversations * turns
     hard = np.repeat(rng.lognormal(np.log(40), 0.4, conversations), turns) * rng.lognormal(0, 0.4, count)
     gain = 1.0 + np.repeat(rng.normal(GAIN, SPREAD, conversations), turns)
@@ -381,7 +381,7 @@ def talk(rng: np.random.Generator, conversations: int, turns: int) -> tuple[list
 
 
 def covered(conversations: int, trials: int, resamples: int, *, known: bool = True) -> float:
-    """Share of the 90 % intervals that hold the truth. known: which texts are turns of one conversation."""
+    """Share of the 90 % intervals that contain the true gain. known: whether conversations are known to the gate."""
     # E[old] / E[new] - 1: a conversation's gain divides.
     truth = 1.0 / np.mean(1.0 / (1.0 + np.random.default_rng(0).normal(GAIN, SPREAD, 10**6))) - 1.0
     rng, found = np.random.default_rng(31), 0
@@ -402,7 +402,7 @@ def test_the_interval_of_chats_of_20_turns_is_that_of_conversations() -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("conversations", "trials"), [(10, 2000), (30, 2000), (60, 2000), (200, 1000)])
-def test_nine_in_ten_intervals_of_chats_hold_the_truth(conversations: int, trials: int) -> None:
+def test_nine_in_ten_intervals_of_chats_contain_the_true_gain(conversations: int, trials: int) -> None:
     share = covered(conversations, trials, 1000)
     print(f"{conversations} conversations: {share:.3f} of {trials}")
     assert 0.88 <= share <= 0.92

@@ -1,5 +1,5 @@
-"""The real supervisor over a real database under any order of what can happen to it; only the engine and the children are
-small, and everything happens in this process, so that thousands of steps take seconds."""
+"""The real supervisor on a real database under random sequences of events. Engine and children are scripted and run in this
+process, so that thousands of steps take seconds."""
 
 import os
 import shutil
@@ -45,27 +45,27 @@ from service.store.tables import (
 )
 from service.store.unseen import Unseen
 from tests.support.drift_traffic import drafted, usual
-from tests.support.lifecycle_world import WHO, SmallEngine, Told, generation, undrafted
-from tests.support.mortal_database import Death, MortalDatabase
+from tests.support.failing_database import FailingDatabase, Killed
+from tests.support.lifecycle_server import WHO, FakeEngine, RecordedEvents, generation, undrafted
 
 WATCH = 16
 CALLS = {"better": 0.8, "same": 1.0, "worse": 1.25}
-"""Of what is scored, against everything it is compared with."""
+"""Calls of the scored adapter, relative to those of the adapters it is compared with."""
 LENGTHS = (1.4, 1.2, 1.0)
-"""Calls by draft length, against those at the longest."""
+"""Calls by draft length, relative to those at the longest."""
 
 
-class Scripted:
-    """core.JobHandle without a process: it says what it is told to say."""
+class ScriptedJob:
+    """core.JobHandle without a process, which sends scripted messages."""
 
     def __init__(self, spec: Mapping[str, Any]) -> None:
         self.spec = spec
         self.pid = os.getpid()
-        self.said: deque[Mapping[str, object]] = deque()
+        self.messages: deque[Mapping[str, object]] = deque()
         self.code: int | None = None
 
     def poll(self) -> list[Mapping[str, object]]:
-        return [self.said.popleft() for _ in range(len(self.said))]
+        return [self.messages.popleft() for _ in range(len(self.messages))]
 
     def exit_code(self) -> int | None:
         return self.code
@@ -76,15 +76,15 @@ class Scripted:
     def stop(self, grace_seconds: float) -> None:
         self.code = -9 if self.code is None else self.code
 
-    def say(self, kind: str, **message: object) -> None:
-        self.said.append({"type": kind, **message})
+    def send(self, kind: str, **message: object) -> None:
+        self.messages.append({"type": kind, **message})
 
     def finish(self, quality: str) -> None:
-        """Everything a child says that comes to its end."""
+        """Send everything that a successful child sends, and exit."""
         share = CALLS[quality]
         if self.spec["kind"] == "cases":
-            self.tell(self.spec["generations"])
-            self.say("done")
+            self.send_cases(self.spec["generations"])
+            self.send("done")
             self.code = 0
             return
         if self.spec["kind"] == "score":
@@ -96,16 +96,16 @@ class Scripted:
             folder.mkdir(parents=True)
             (folder / "adapters.safetensors").write_text(quality)
             sha256 = folder_sha256(folder)
-            self.say("candidate", folder=str(folder), sha256=sha256, rank=4, scale=2.0, keys=["q"])
+            self.send("candidate", folder=str(folder), sha256=sha256, rank=4, scale=2.0, keys=["q"])
             names = [f"held-out-{i}" for i in range(8)]
             found = {"candidate": _scores(names, share), str(self.spec["parent_id"]): _scores(names, 1.0)}
-        self.say("scores", scores=found)
-        self.say("done")
+        self.send("scores", scores=found)
+        self.send("done")
         self.code = 0
 
-    def tell(self, names: list[str]) -> None:
+    def send_cases(self, names: list[str]) -> None:
         case = {"drafted": 1, "target": 2, "p": 0.5, "q": 0.5, "margin": 1.0, "tie": False}
-        self.say("cases", cases={name: [{"position": 4 * i, **case} for i in range(3)] for name in names})
+        self.send("cases", cases={name: [{"position": 4 * i, **case} for i in range(3)] for name in names})
 
 
 def _scores(names: list[str], share: float) -> list[dict[str, object]]:
@@ -121,14 +121,14 @@ def _scores(names: list[str], share: float) -> list[dict[str, object]]:
     ]
 
 
-class Children:
-    """core.Launcher."""
+class ScriptedLauncher:
+    """core.Launcher for scripted jobs."""
 
     def __init__(self) -> None:
-        self.started: list[Scripted] = []
+        self.started: list[ScriptedJob] = []
 
-    def launch(self, spec: Mapping[str, object]) -> Scripted:
-        self.started.append(Scripted(spec))
+    def launch(self, spec: Mapping[str, object]) -> ScriptedJob:
+        self.started.append(ScriptedJob(spec))
         return self.started[-1]
 
 
@@ -140,7 +140,7 @@ class Machine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.home = Path(tempfile.mkdtemp())
         shutil.copy(self.template, self.home / "redraft.db")
-        self.ahead = timedelta()
+        self.clock_offset = timedelta()
         self.strain: str | None = None
         self.busy = False
         self.drifted = False
@@ -151,19 +151,19 @@ class Machine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.db = MortalDatabase(f"sqlite:///{self.home / 'redraft.db'}")
+        self.db = FailingDatabase(f"sqlite:///{self.home / 'redraft.db'}")
         self.runs, self.adapters = Runs(self.db), Adapters(self.db)
         self.generations = Generations(self.db)
-        self.engine, self.children, self.told = SmallEngine(), Children(), Told()
+        self.engine, self.children, self.events = FakeEngine(), ScriptedLauncher(), RecordedEvents()
         self.supervisor = Supervisor(
             runs=self.runs,
             adapters=self.adapters,
             generations=self.generations,
             replay=Replay(self.db),
             unseen=Unseen(self.db),
-            switching=Switching(self.engine, self.adapters, WHO.draft, self.told),
+            switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
             launcher=self.children,
-            events=self.told,
+            events=self.events,
             rules=Rules(
                 TrainingSettings(min_cases=8, min_tokens=1, cooldown_seconds=60.0),
                 GateSettings(
@@ -176,7 +176,7 @@ class Machine(RuleBasedStateMachine):
             who=WHO,
             busy=lambda: self.busy,
             strain=lambda: self.strain,
-            now=lambda: datetime.now(UTC) + self.ahead,
+            now=lambda: datetime.now(UTC) + self.clock_offset,
         )
         self.supervisor.start()
         assert self.runs.current() is None, "a start leaves no run open"
@@ -184,14 +184,14 @@ class Machine(RuleBasedStateMachine):
     def close(self, *, stopping: bool) -> None:
         if stopping:
             self.supervisor.stop()
-        self.db.fuse = None
+        self.db.writes_left = None
         self.db.close()
         self.engine.close()
 
     def teardown(self) -> None:
         if not hasattr(self, "db"):
             return
-        # Whatever is under way comes to an end by itself.
+        # Whatever is under way ends by itself.
         self.strain, self.busy = None, False
         for _ in range(4):
             if self.child is not None:
@@ -203,7 +203,7 @@ class Machine(RuleBasedStateMachine):
         shutil.rmtree(self.home)
 
     @property
-    def child(self) -> Scripted | None:
+    def child(self) -> ScriptedJob | None:
         """The one at work."""
         working = [child for child in self.children.started if child.code is None]
         assert len(working) <= 1
@@ -221,7 +221,7 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.integers(1, WATCH))
     def draft_rests(self, count: int) -> None:
         adapter = self.engine.active
-        made = [undrafted(f"rested {os.urandom(8).hex()}") for _ in range(count)]
+        made = [undrafted(f"undrafted {os.urandom(8).hex()}") for _ in range(count)]
         made = [replace(one, rounds=tuple(replace(r, adapter=adapter) for r in one.rounds)) for one in made]
         self.generations.add(made).result(60)
 
@@ -256,14 +256,14 @@ class Machine(RuleBasedStateMachine):
             return
         match how:
             case "progress":
-                child.say("progress", step=1, steps=4, loss=1.0)
+                child.send("progress", step=1, steps=4, loss=1.0)
             case "give up":
-                child.say("failed", reason="too few examples")
+                child.send("failed", reason="too few examples")
                 child.code = 0
             case "garbage":
-                child.say("hello")
+                child.send("hello")
             case "half" if child.spec["kind"] == "cases":
-                child.tell(child.spec["generations"][::2])
+                child.send_cases(child.spec["generations"][::2])
                 child.code = -9
             case "silent":
                 child.code = 0
@@ -277,7 +277,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(minutes=st.sampled_from([2, 120]))
     def time_passes(self, minutes: int) -> None:
-        self.ahead += timedelta(minutes=minutes)
+        self.clock_offset += timedelta(minutes=minutes)
 
     @rule(strain=st.sampled_from([None, None, "on battery"]), busy=st.booleans())
     def surroundings_change(self, strain: str | None, busy: bool) -> None:
@@ -318,22 +318,22 @@ class Machine(RuleBasedStateMachine):
         self.open()
 
     @rule(writes=st.integers(1, 3), after=st.booleans(), quality=st.sampled_from(["better", "worse"]))
-    def death_in_the_middle_of_a_tick(self, writes: int, after: bool, quality: str) -> None:
+    def kill_in_the_middle_of_a_tick(self, writes: int, after: bool, quality: str) -> None:
         if self.child is not None:
             self.child.finish(quality)
         self.db.arm(writes, after=after)
         try:
             self.supervisor.tick()
-        except Death:
-            self.happened["death"] += 1
+        except Killed:
+            self.happened["kill"] += 1
             self.restart(stopping=False)
-        self.db.fuse = None
+        self.db.writes_left = None
 
     @rule(quality=st.sampled_from(["better", "same", "worse"]))
     def whole_circle(self, quality: str) -> None:
-        """From the cases to the end of the watch, so that adapters have ancestors often enough."""
+        """A whole cycle up to the end of the watch, so that adapters often have ancestors."""
         self.strain, self.busy = None, False
-        self.ahead += timedelta(minutes=2)
+        self.clock_offset += timedelta(minutes=2)
         for cases, end in ((4, "better"), (0, quality), (0, quality)):
             self.traffic(WATCH // 2, cases)
             for _ in range(2):
@@ -354,11 +354,11 @@ class Machine(RuleBasedStateMachine):
             runs = connection.execute(select(training_runs).order_by(training_runs.c.id)).all()
             refs = connection.execute(select(adapters)).all()
             cases = connection.execute(select(failure_cases)).all()
-            kept = set(connection.execute(select(replay_buffer.c.seq)).scalars())
+            replayed = set(connection.execute(select(replay_buffer.c.seq)).scalars())
             judged = connection.execute(select(evaluations)).all()
             waiting = set(connection.execute(select(unseen.c.seq)).scalars())
-            rested = set(
-                connection.execute(select(generations.c.seq).where(generations.c.id.startswith("rested"))).scalars()
+            undrafted_seqs = set(
+                connection.execute(select(generations.c.seq).where(generations.c.id.startswith("undrafted"))).scalars()
             )
         under_way = [run for run in runs if not RunState(run.state).over]
         assert len(under_way) <= 1, "two runs under way"
@@ -366,19 +366,19 @@ class Machine(RuleBasedStateMachine):
         active = [ref for ref in refs if ref.state == AdapterState.ACTIVE]
         assert len({ref.draft for ref in active}) == len(active), "two adapters serve one draft"
         gated = {row.adapter for row in judged if row.kind == "gate" and '"promoted": true' in row.verdict}
-        assert {ref.id for ref in active} <= gated, "what no gate let through serves"
-        assert not {ref.id for ref in active} & self.back, "a rolled-back adapter came back by itself"
+        assert {ref.id for ref in active} <= gated, "an adapter serves without a passed gate"
+        assert not {ref.id for ref in active} & self.back, "a rolled-back adapter was activated again by itself"
         self.back |= {ref.id for ref in refs if ref.state == AdapterState.ROLLED_BACK}
         for case in cases:
-            assert not (case.quarantined and case.claimed_run), "a run has cases that were put aside"
-            assert not (case.quarantined and case.seq in kept), "what was put aside is replayed"
+            assert not (case.quarantined and case.claimed_run), "a run has quarantined cases"
+            assert not (case.quarantined and case.seq in replayed), "a quarantined text is replayed"
             assert not (case.trained_run and case.claimed_run), "a case is trained on twice"
             before = self.taught.setdefault(case.id, case.trained_run) if case.trained_run else None
             assert case.trained_run == before, "a case was trained on twice"
-        told = Counter(case.seq for case in cases if case.seq in rested)
-        assert set(told.values()) <= {3}, "cases of one text were told twice, or in part"
-        assert waiting <= rested and not waiting & told.keys(), "what is told waits no longer"
-        self.happened["supplied"] += len(told)
+        supplied = Counter(case.seq for case in cases if case.seq in undrafted_seqs)
+        assert set(supplied.values()) <= {3}, "cases of one text were supplied twice, or in part"
+        assert waiting <= undrafted_seqs and not waiting & supplied.keys(), "a supplied text still waits"
+        self.happened["supplied"] += len(supplied)
         for ref in refs:
             if self.states.get(ref.id) != ref.state:
                 self.happened[ref.state] += 1
@@ -386,7 +386,7 @@ class Machine(RuleBasedStateMachine):
         for run in runs[self.runs_before :]:
             self.happened[run.trigger] += 1
         self.runs_before = len(runs)
-        self.happened["aside"] += sum(case.quarantined and case.trained_run is not None for case in cases)
+        self.happened["quarantined"] += sum(case.quarantined and case.trained_run is not None for case in cases)
 
 
 @pytest.mark.parametrize(("examples", "steps"), [(12, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])
@@ -407,7 +407,7 @@ def test_any_order_of_events_keeps_the_lifecycle_legal(tmp_path: Path, examples:
         ),
     )
     seen = {AdapterState.ACTIVE, AdapterState.REJECTED, AdapterState.ROLLED_BACK, AdapterState.RETIRED}
-    assert all(Here.happened[what] for what in (*seen, Trigger.CASES, "manual", "death", "aside", "supplied")), (
+    assert all(Here.happened[what] for what in (*seen, Trigger.CASES, "manual", "kill", "quarantined", "supplied")), (
         Here.happened
     )
     assert examples < 100 or Here.happened[Trigger.DRIFT], Here.happened

@@ -38,11 +38,11 @@ def run(state: RunState, seconds_ago: float | None) -> TrainingRun:
         (ENOUGH, run(RunState.CRASHED, 59), {}, False),
         (ENOUGH, run(RunState.CRASHED, 61), {}, True),
         (ENOUGH, run(RunState.CRASHED, 0), {"cooldown_seconds": 0.0}, True),
-        # The clock was set back by an hour: nothing waits an hour for that.
+        # The clock was set back by an hour, which must not delay a run by an hour.
         (ENOUGH, run(RunState.PROMOTED, -3600), {}, True),
     ],
 )
-def test_starts_only_when_everything_is_ready(
+def test_a_run_starts_only_when_all_conditions_hold(
     counts: UntrainedCounts, last: TrainingRun | None, changes: dict[str, object], starts: bool
 ) -> None:
     settings: dict[str, object] = {"min_cases": 100, "min_tokens": 1000, "cooldown_seconds": 60.0, **changes}
@@ -71,12 +71,12 @@ def ago(seconds: float, *, hold: float, rollbacks: int = 1) -> Backoff:
         (replace(QUARTER, tokens=249), None, {"drifted": True}, None),
         (ENOUGH, None, {"drifted": True}, Trigger.CASES),
         (replace(ENOUGH, tokens=999), None, {"drifted": True}, Trigger.DRIFT),
-        # A lost gate used its cases up: what comes next is new data or drift.
+        # A rejected run used up its cases; only new data or drift start the next.
         (UntrainedCounts(0, 0, 0), run(RunState.REJECTED, 61), {"drifted": True}, None),
         (QUARTER, run(RunState.REJECTED, 61), {}, None),
         (QUARTER, run(RunState.REJECTED, 61), {"drifted": True}, Trigger.DRIFT),
         (ENOUGH, run(RunState.REJECTED, 61), {}, Trigger.CASES),
-        # Drift waits like everything else.
+        # Drift waits for the cooldown too.
         (QUARTER, run(RunState.REJECTED, 59), {"drifted": True}, None),
         (QUARTER, None, {"drifted": True, "watching": True}, None),
         (QUARTER, None, {"drifted": True, "enabled": False}, None),
@@ -106,14 +106,14 @@ NOTHING = UntrainedCounts(0, 0, 0)
         (NOTHING, 999, None, {}, False),
         (replace(ENOUGH, cases=99), 1000, None, {}, True),
         (replace(ENOUGH, tokens=999), 1000, None, {}, True),
-        # A few cases here and there: what waits must be worth a child.
+        # Too few generations wait to be worth a child.
         (QUARTER, 250, None, {}, False),
         (replace(QUARTER, cases=24), 250, None, {"drifted": True}, True),
         (replace(QUARTER, cases=24), 249, None, {"drifted": True}, False),
-        # A run that can start goes first.
+        # A run that can start has priority.
         (ENOUGH, 9999, None, {}, False),
         (QUARTER, 9999, None, {"drifted": True}, False),
-        # Whatever a run waits for, its cases can wait for too.
+        # A backfill waits for the same conditions as a run.
         (NOTHING, 9999, None, {"enabled": False}, False),
         (NOTHING, 9999, None, {"watching": True}, False),
         (NOTHING, 9999, None, {"strain": "on battery"}, False),
@@ -123,7 +123,7 @@ NOTHING = UntrainedCounts(0, 0, 0)
         (NOTHING, 9999, run(RunState.REJECTED, 61), {}, True),
     ],
 )
-def test_what_no_draft_was_tried_on_is_looked_at_where_a_run_lacks_cases(
+def test_a_backfill_starts_where_a_run_lacks_cases(
     counts: UntrainedCounts, unseen: int, last: TrainingRun | None, changes: dict[str, object], due: bool
 ) -> None:
     settings: dict[str, object] = {"min_cases": 100, "min_tokens": 1000, "cooldown_seconds": 60.0, **changes}
@@ -131,7 +131,7 @@ def test_what_no_draft_was_tried_on_is_looked_at_where_a_run_lacks_cases(
     assert (decision is Chore.SUPPLY) is due
 
 
-def test_the_reason_names_what_is_waited_for() -> None:
+def test_the_backfill_reason_names_the_missing_condition() -> None:
     settings = {"min_cases": 100, "min_tokens": 1000, "cooldown_seconds": 60.0}
     taken = decide(ENOUGH, None, NOW, waiting=ago(40, hold=100, rollbacks=3), **settings)  # pyright: ignore
     assert "60 s" in taken and "3 adapters" in taken
@@ -140,7 +140,7 @@ def test_the_reason_names_what_is_waited_for() -> None:
 
 
 def watches(pattern: str) -> list[tuple[datetime, Verdict]]:
-    """Newest first: B taken back, s stayed, - nothing was compared."""
+    """Newest first: B rolled back, s stayed, - nothing was compared."""
     return [
         (NOW - timedelta(hours=i), Verdict(kind != "B", kind, 0 if kind == "-" else 50, 500, 0.0, 0.0, 0.0))
         for i, kind in enumerate(pattern)
@@ -168,7 +168,7 @@ def test_every_rollback_in_a_row_doubles_the_wait(pattern: str, hours: int | Non
     assert found == (None if hours is None else Backoff(NOW, 3600.0 * hours, rollbacks))
 
 
-def test_the_wait_begins_with_the_newest_that_was_taken_back() -> None:
+def test_the_backoff_starts_at_the_newest_rollback() -> None:
     found = backoff(watches("-B"), 60.0)
     assert found is not None and found.since == NOW - timedelta(hours=1)
     assert backoff(watches("B"), 0.0) == Backoff(NOW, 0.0, 1)

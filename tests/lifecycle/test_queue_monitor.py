@@ -1,4 +1,4 @@
-"""A request that has to wait pauses the child at once, whenever the next tick may be: real engine, real child process."""
+"""A waiting request pauses the child at once, without waiting for a tick: real engine, real child process."""
 
 import threading
 import time
@@ -17,21 +17,21 @@ from service.engine.worker import Worker
 from service.lifecycle.children import Child, Pause
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.queue_monitor import QueueMonitor
-from tests.support.lifecycle_world import World
-from tests.support.oracle import relative, tiny_llama
+from tests.support.lifecycle_server import Installation
+from tests.support.oracle import noisy_copy, tiny_llama
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ECHO = """
 import json, sys, time
 for line in sys.stdin:
     if line[0] != "{":
-        print(json.dumps({"said": line.strip(), "at": time.monotonic()}), flush=True)
+        print(json.dumps({"line": line.strip(), "at": time.monotonic()}), flush=True)
 """
 SECONDS = 20.0
 
 
-class Plain:
-    """Detokenizer, recorder and observer of a worker whose answers nobody reads."""
+class Noop:
+    """Detokenizer, recorder and observer that do nothing."""
 
     text = last_segment = ""
 
@@ -50,8 +50,8 @@ class Plain:
     def draft_failed(self, adapter: int) -> None: ...
 
 
-class Setup:
-    """A worker that decodes one request at a time, its queue's monitor, and a child process that says what it is told."""
+class QueueSetup:
+    """A worker that decodes one request at a time, its queue's monitor, and a child process that sends back each line."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.waits: list[float] = []
@@ -59,15 +59,15 @@ class Setup:
         self.child = Child(self.process, NOW)
         self.monitor = QueueMonitor(lambda: self.worker.status().waiting, self.pause)
         self.worker = Worker(
-            self.build, max_rows=1, max_waiting=9, recorder=Plain(), observer=Plain(), on_wait=self.on_wait
+            self.build, max_rows=1, max_waiting=9, recorder=Noop(), observer=Noop(), on_wait=self.on_wait
         )
         self.worker.start(SECONDS)
         self.monitor.start()
 
     def build(self) -> Engine:
-        base = bare(relative(tiny_llama(0), 1, 0.3))
+        base = bare(noisy_copy(tiny_llama(0), 1, 0.3))
         decoder = Decoder(tiny_llama(0), base, vocabulary=97, k=3, prefill_chunk=16)
-        return Engine(decoder, base, frozenset(), 2048, Provenance("t", "k", "d"), Plain)
+        return Engine(decoder, base, frozenset(), 2048, Provenance("t", "k", "d"), Noop)
 
     def on_wait(self) -> None:
         self.waits.append(time.monotonic())
@@ -76,7 +76,7 @@ class Setup:
     def pause(self) -> None:
         self.child.pause(Pause.BUSY, self.monitor.busy, NOW)
 
-    def ask(self, tokens: int) -> threading.Event:
+    def submit_prompt(self, tokens: int) -> threading.Event:
         ended = threading.Event()
 
         def sink(event: Event) -> None:
@@ -86,13 +86,13 @@ class Setup:
         self.worker.submit(Prompt((5, 6, 7), Sampling(max_tokens=tokens)), sink)
         return ended
 
-    def told(self, count: int) -> list[tuple[str, float]]:
-        """The next `count` lines that the child read, and when."""
+    def lines_read(self, count: int) -> list[tuple[str, float]]:
+        """The next `count` lines that the child read, with their times."""
         end = time.monotonic() + SECONDS
         found: list[tuple[str, float]] = []
         while len(found) < count:
             assert time.monotonic() < end, found
-            found += [(str(message["said"]), float(str(message["at"]))) for message in self.process.poll()]
+            found += [(str(message["line"]), float(str(message["at"]))) for message in self.process.poll()]
             time.sleep(0.005)
         return found
 
@@ -103,38 +103,38 @@ class Setup:
 
 
 @pytest.fixture
-def setup(tmp_path: Path) -> Iterator[Setup]:
-    made = Setup(tmp_path)
+def setup(tmp_path: Path) -> Iterator[QueueSetup]:
+    made = QueueSetup(tmp_path)
     yield made
     made.close()
 
 
-def test_a_request_that_waits_pauses_the_child_at_once(setup: Setup) -> None:
-    setup.ask(4).wait(SECONDS)
-    assert setup.waits == [], "a free row: nobody waited"
-    running = setup.ask(300)
-    waiting = [setup.ask(4) for _ in range(3)]
+def test_a_request_that_waits_pauses_the_child_at_once(setup: QueueSetup) -> None:
+    setup.submit_prompt(4).wait(SECONDS)
+    assert setup.waits == [], "a free row: no request waited"
+    running = setup.submit_prompt(300)
+    waiting = [setup.submit_prompt(4) for _ in range(3)]
     assert len(setup.waits) == 3
-    ((line, at),) = setup.told(1)
+    ((line, at),) = setup.lines_read(1)
     assert line == "pause"
-    # 100 ms on a machine of its own; a tick would come after 15 s.
+    # Takes 100 ms on an idle machine; a tick would come after 15 s.
     assert at - setup.waits[0] < 2.0
-    assert not running.is_set(), "said while they waited"
+    assert not running.is_set(), "paused while requests waited"
     for ended in (running, *waiting):
         assert ended.wait(SECONDS)
-    assert [said for said, _ in setup.told(1)] == ["resume"]
+    assert [line for line, _ in setup.lines_read(1)] == ["resume"]
     assert not setup.monitor.busy
     assert setup.process.poll() == []
 
 
-def test_a_short_gap_in_the_queue_does_not_let_it_go_on(setup: Setup) -> None:
-    ended = [setup.ask(200), setup.ask(4)]
-    assert setup.told(1)[0][0] == "pause"
+def test_a_short_gap_in_the_queue_does_not_resume_training(setup: QueueSetup) -> None:
+    ended = [setup.submit_prompt(200), setup.submit_prompt(4)]
+    assert setup.lines_read(1)[0][0] == "pause"
     for _ in range(3):
         assert all(each.wait(SECONDS) for each in ended)
-        ended = [setup.ask(50), setup.ask(4)]
+        ended = [setup.submit_prompt(50), setup.submit_prompt(4)]
     assert all(each.wait(SECONDS) for each in ended)
-    assert [said for said, _ in setup.told(1)] == ["resume"]
+    assert [line for line, _ in setup.lines_read(1)] == ["resume"]
 
 
 def test_a_stop_that_comes_just_before_the_flag_is_cleared_is_not_missed() -> None:
@@ -152,38 +152,38 @@ def test_a_stop_that_comes_just_before_the_flag_is_cleared_is_not_missed() -> No
     assert not monitor._thread.is_alive()
 
 
-def test_a_child_pauses_while_there_is_any_reason(setup: Setup) -> None:
-    said = list[bool]()
-    setup.process.pause = lambda paused: said.append(paused)
+def test_a_child_pauses_while_there_is_any_reason(setup: QueueSetup) -> None:
+    pauses = list[bool]()
+    setup.process.pause = lambda paused: pauses.append(paused)
     pause = setup.child.pause
     pause(Pause.BUSY, True, NOW)
     pause(Pause.STRAIN, True, NOW)
     pause(Pause.BUSY, False, NOW)
-    assert said == [True]
+    assert pauses == [True]
     pause(Pause.STRAIN, False, NOW)
-    assert said == [True, False]
+    assert pauses == [True, False]
 
 
 def test_the_supervisor_waits_for_no_tick(tmp_path: Path) -> None:
-    """A tick that takes long, staging an adapter for example, holds the supervisor's lock."""
-    world = World(tmp_path)
-    world.act(train="hang")
-    with world.server() as server:
+    """A long tick, staging an adapter for example, holds the supervisor's lock."""
+    installation = Installation(tmp_path)
+    installation.plan_children(train="hang")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
-        process, said = server.launcher.started[0], list[bool]()
-        process.pause = lambda paused: said.append(paused)
+        process, pauses = server.launcher.started[0], list[bool]()
+        process.pause = lambda paused: pauses.append(paused)
         with ThreadPoolExecutor(1) as other, server.supervisor._lock:
             for busy in (True, True, False):
                 server.busy = busy
                 other.submit(server.supervisor.pause_child).result(SECONDS)
-        assert said == [True, False]
+        assert pauses == [True, False]
 
 
 def test_a_child_that_starts_while_serving_is_busy_pauses_at_once(tmp_path: Path) -> None:
-    world = World(tmp_path)
-    world.act(train="hang")
-    with world.server() as server:
+    installation = Installation(tmp_path)
+    installation.plan_children(train="hang")
+    with installation.server() as server:
         server.busy = True
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)

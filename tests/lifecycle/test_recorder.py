@@ -1,4 +1,4 @@
-"""Recording never delays or breaks decoding, whatever the database does."""
+"""The recorder neither delays nor breaks decoding, whatever happens to the database."""
 
 import sqlite3
 import threading
@@ -12,11 +12,11 @@ import pytest
 from service.lifecycle.recorder import Recorder
 from service.store.database import Database, upgrade
 from service.store.generations import Generations
-from tests.support.lifecycle_world import generation
+from tests.support.lifecycle_server import generation
 
 
-class Log:
-    """A real database, a recorder on it, and a second connection that gets in the way."""
+class RecordedLog:
+    """A recorder on a real database, and a second connection that can lock it or make writes fail."""
 
     def __init__(self, path: Path, **changes: float) -> None:
         self.path = path
@@ -24,8 +24,8 @@ class Log:
         upgrade(url)
         self.database = Database(url)
         self.generations = Generations(self.database)
-        self.told: list[int] = []
-        self.recorder = Recorder(self.generations, on_drop=self.told.append, **changes)  # pyright: ignore[reportArgumentType]
+        self.reported: list[int] = []
+        self.recorder = Recorder(self.generations, on_drop=self.reported.append, **changes)  # pyright: ignore[reportArgumentType]
 
     @contextmanager
     def locked(self) -> Generator[None]:
@@ -64,11 +64,11 @@ class Log:
 
 
 @pytest.fixture
-def make_log(tmp_path: Path) -> Iterator[Callable[..., Log]]:
-    made: list[Log] = []
+def make_log(tmp_path: Path) -> Iterator[Callable[..., RecordedLog]]:
+    made: list[RecordedLog] = []
 
-    def make(**changes: float) -> Log:
-        made.append(Log(tmp_path / "log.db", **changes))
+    def make(**changes: float) -> RecordedLog:
+        made.append(RecordedLog(tmp_path / "log.db", **changes))
         return made[-1]
 
     yield make
@@ -77,7 +77,7 @@ def make_log(tmp_path: Path) -> Iterator[Callable[..., Log]]:
         log.database.close()
 
 
-def test_what_is_recorded_is_stored(make_log: Callable[..., Log]) -> None:
+def test_recorded_generations_are_stored(make_log: Callable[..., RecordedLog]) -> None:
     log = make_log()
     log.record(100)
     assert log.recorder.flush(10)
@@ -85,7 +85,7 @@ def test_what_is_recorded_is_stored(make_log: Callable[..., Log]) -> None:
     assert log.recorder.dropped == 0
 
 
-def test_a_request_that_says_no_is_never_written(make_log: Callable[..., Log]) -> None:
+def test_a_request_with_store_false_is_never_written(make_log: Callable[..., RecordedLog]) -> None:
     log = make_log()
     log.recorder.record(generation("secret", store=False))
     log.recorder.record(generation("open"))
@@ -94,8 +94,8 @@ def test_a_request_that_says_no_is_never_written(make_log: Callable[..., Log]) -
     assert log.recorder.dropped == 0, "not stored, not lost"
 
 
-def test_a_request_that_says_no_is_not_even_kept_in_memory(make_log: Callable[..., Log]) -> None:
-    """The store would refuse it too: with no store behind it, the recorder has nothing that it could lose."""
+def test_a_request_with_store_false_is_not_buffered(make_log: Callable[..., RecordedLog]) -> None:
+    """The database is closed, so that a buffered generation would be counted as dropped. The store would refuse it too."""
     log = make_log(backoff_seconds=0.005)
     log.database.close()
     log.recorder.record(generation("secret", store=False))
@@ -103,14 +103,14 @@ def test_a_request_that_says_no_is_not_even_kept_in_memory(make_log: Callable[..
     assert log.recorder.dropped == 0
 
 
-def test_a_locked_database_delays_nobody_and_loses_what_the_buffer_cannot_hold(
-    make_log: Callable[..., Log],
+def test_a_locked_database_delays_no_request_and_drops_only_the_overflow(
+    make_log: Callable[..., RecordedLog],
 ) -> None:
     log = make_log(capacity=50)
     with log.locked():
         assert log.record(300) < 0.5
         assert not log.recorder.flush(0.5)
-        assert log.recorder.dropped == sum(log.told) > 0
+        assert log.recorder.dropped == sum(log.reported) > 0
     assert log.recorder.flush(10)
     assert log.stored + log.recorder.dropped == 300
     assert log.generations.by_ids(["g299"]), "the oldest go first"
@@ -119,18 +119,20 @@ def test_a_locked_database_delays_nobody_and_loses_what_the_buffer_cannot_hold(
     assert log.stored + log.recorder.dropped == 310
 
 
-def test_a_database_that_refuses_everything_costs_counted_losses_and_recovers(make_log: Callable[..., Log]) -> None:
+def test_a_database_that_refuses_everything_costs_counted_losses_and_recovers(
+    make_log: Callable[..., RecordedLog],
+) -> None:
     log = make_log(backoff_seconds=0.005)
     with log.broken():
         assert log.record(40) < 0.5
         assert log.recorder.flush(10)
-        assert log.recorder.dropped == sum(log.told) == 40
+        assert log.recorder.dropped == sum(log.reported) == 40
     log.record(5, "later")
     assert log.recorder.flush(10)
     assert (log.stored, log.recorder.dropped) == (5, 40)
 
 
-def test_a_short_failure_loses_nothing(make_log: Callable[..., Log]) -> None:
+def test_a_short_failure_loses_nothing(make_log: Callable[..., RecordedLog]) -> None:
     log = make_log(backoff_seconds=0.1)
     with log.broken():
         log.record(10)
@@ -139,7 +141,7 @@ def test_a_short_failure_loses_nothing(make_log: Callable[..., Log]) -> None:
     assert (log.stored, log.recorder.dropped) == (10, 0)
 
 
-def test_a_database_that_is_gone_is_survived(make_log: Callable[..., Log]) -> None:
+def test_a_database_that_is_gone_is_survived(make_log: Callable[..., RecordedLog]) -> None:
     log = make_log(backoff_seconds=0.005)
     log.database.close()
     assert log.record(40) < 0.5
@@ -147,7 +149,7 @@ def test_a_database_that_is_gone_is_survived(make_log: Callable[..., Log]) -> No
     assert log.recorder.dropped == 40
 
 
-def test_closing_writes_what_is_there_and_refuses_the_rest(make_log: Callable[..., Log]) -> None:
+def test_closing_writes_the_buffer_and_refuses_new_generations(make_log: Callable[..., RecordedLog]) -> None:
     log = make_log()
     log.record(200)
     assert log.recorder.close(10)
@@ -158,7 +160,7 @@ def test_closing_writes_what_is_there_and_refuses_the_rest(make_log: Callable[..
     assert log.stored == 200
 
 
-def test_closing_waits_no_longer_than_it_may(make_log: Callable[..., Log]) -> None:
+def test_closing_has_a_time_limit(make_log: Callable[..., RecordedLog]) -> None:
     log = make_log()
     with log.locked():
         log.record(100)
@@ -166,12 +168,12 @@ def test_closing_waits_no_longer_than_it_may(make_log: Callable[..., Log]) -> No
         began = time.monotonic()
         assert not log.recorder.close(0.3)
         assert time.monotonic() - began < 2
-    # What the writer had in hand is written when the lock goes; the rest was counted.
+    # The batch in progress is written once the lock is released; the rest was counted as dropped.
     assert log.recorder.flush(10)
     assert log.stored + log.recorder.dropped == 100
 
 
-def test_many_threads_may_record(make_log: Callable[..., Log]) -> None:
+def test_many_threads_may_record(make_log: Callable[..., RecordedLog]) -> None:
     log = make_log(capacity=2000)
     threads = [threading.Thread(target=log.record, args=(100, f"t{n}-"), daemon=True) for n in range(8)]
     for thread in threads:

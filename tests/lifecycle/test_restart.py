@@ -1,4 +1,4 @@
-"""Whenever the server dies, the next one finds a legal state, the right adapter serving, and a circle that goes on."""
+"""Whenever the server is killed, the next one finds consistent rows, serves the right adapter and continues the cycle."""
 
 import time
 from contextlib import suppress
@@ -7,29 +7,29 @@ from pathlib import Path
 import pytest
 
 from service.core import BARE_DRAFT, AdapterState, RunState, StoreError
-from tests.support.lifecycle_world import WHO, Server, World, check_legal
-from tests.support.mortal_database import Death
+from tests.support.failing_database import Killed
+from tests.support.lifecycle_server import WHO, Installation, Server, check_consistent
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def installation(tmp_path: Path) -> Installation:
+    return Installation(tmp_path)
 
 
 def live(server: Server, writes: int, *, after: bool) -> bool:
-    """Once round the circle and through the watch; False when it died on the way."""
+    """One cycle up to the end of the watch. Returns False if the server was killed on the way."""
     server.traffic()
     server.db.arm(writes, after=after)
     try:
-        server.tick_until(lambda: server.told.promotions > 0)
+        server.tick_until(lambda: server.events.promotions > 0)
         ref = server.adapters.active(WHO.draft)
         assert ref is not None
-        server.db.fuse, left = None, server.db.fuse
+        server.db.writes_left, left = None, server.db.writes_left
         server.traffic(cases=0)
-        server.db.fuse = left
+        server.db.writes_left = left
         server.tick_until(server.watched(ref.id))
         server.supervisor.tick()
-    except Death:
+    except Killed:
         return False
     return True
 
@@ -38,17 +38,17 @@ def live(server: Server, writes: int, *, after: bool) -> bool:
     ("score", "first"), [("fair", 1), ("worse", 8), pytest.param("worse", 1, marks=pytest.mark.nightly)]
 )
 @pytest.mark.parametrize("after", [False, True], ids=["before the commit", "after the commit"])
-def test_a_death_at_any_write_is_survived(world: World, after: bool, score: str, first: int) -> None:
-    """Every write of the circle in turn is the server's last; up to the watch's verdict, scores make no difference."""
-    world.act(score=score)
+def test_a_kill_at_any_write_is_survived(installation: Installation, after: bool, score: str, first: int) -> None:
+    """The server is killed at each write of the cycle in turn. Scores make no difference before the watch's verdict."""
+    installation.plan_children(score=score)
     deaths, survived = 0, False
     for writes in range(first, 40):
-        with world.server() as server:
+        with installation.server() as server:
             server.supervisor.activate(BARE_DRAFT)
             survived = live(server, writes, after=after)
-            server.die()
-        with world.server() as heir:
-            check_legal(heir)
+            server.kill()
+        with installation.server() as successor:
+            check_consistent(successor)
         deaths += not survived
         if survived:
             break
@@ -56,11 +56,11 @@ def test_a_death_at_any_write_is_survived(world: World, after: bool, score: str,
     assert deaths >= 10 - first
 
 
-def test_a_write_that_fails_is_made_up_for_by_the_same_server(world: World) -> None:
-    """Every write of the circle in turn fails once; no run stays behind half done, and nothing serves that should not."""
+def test_the_same_server_recovers_from_a_failed_write(installation: Installation) -> None:
+    """Each write of the cycle fails once in turn; no run stays unfinished, and only the right adapter serves."""
     failures = 0
     for writes in range(1, 40):
-        with world.server() as server:
+        with installation.server() as server:
             server.supervisor.activate(BARE_DRAFT)
             server.traffic()
             runs = len(server.runs.latest(100))
@@ -71,34 +71,34 @@ def test_a_write_that_fails_is_made_up_for_by_the_same_server(world: World) -> N
                 if len(server.runs.latest(100)) > runs and server.runs.current() is None:
                     break
                 time.sleep(0.01)
-            failed = server.db.fuse is not None and server.db.fuse <= 0
-            server.db.fuse = None
+            failed = server.db.writes_left is not None and server.db.writes_left <= 0
+            server.db.writes_left = None
             server.supervisor.tick()
-            check_legal(server)
+            check_consistent(server)
         failures += failed
         if not failed:
             break
     assert failures >= 8
 
 
-def test_a_server_killed_while_its_child_trains(world: World) -> None:
-    world.act(train="hang")
-    with world.server() as server:
+def test_a_server_killed_while_its_child_trains(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
         cases = server.runs.latest(1)[0].cases
-        server.die()
-    world.act()
-    with world.server() as heir:
-        check_legal(heir)
-        assert heir.runs.latest(1)[0].state is RunState.CRASHED
-        assert heir.generations.counts(WHO).cases == cases
-        heir.tick_until(heir.ended(RunState.PROMOTED))
+        server.kill()
+    installation.plan_children()
+    with installation.server() as successor:
+        check_consistent(successor)
+        assert successor.runs.latest(1)[0].state is RunState.CRASHED
+        assert successor.generations.counts(WHO).cases == cases
+        successor.tick_until(successor.ended(RunState.PROMOTED))
 
 
-def test_a_child_that_lost_its_server_ends(world: World) -> None:
-    world.act(train="hang")
-    with world.server() as server:
+def test_a_child_that_lost_its_server_ends(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
         process = server.launcher.started[0]
@@ -106,10 +106,10 @@ def test_a_child_that_lost_its_server_ends(world: World) -> None:
         assert process.exit_code() == 75, "by itself, at the end of its line"
 
 
-def test_servers_stopped_while_they_train_put_nothing_aside(world: World) -> None:
-    world.act(train="hang")
+def test_stopping_servers_during_training_quarantines_nothing(installation: Installation) -> None:
+    installation.plan_children(train="hang")
     for _ in range(4):
-        with world.server() as server:
+        with installation.server() as server:
             server.traffic()
             server.tick_until(lambda server=server: server.runs.current() is not None)
             server.supervisor.stop()
@@ -117,9 +117,9 @@ def test_servers_stopped_while_they_train_put_nothing_aside(world: World) -> Non
             assert server.generations.stats().quarantined == 0
 
 
-def test_stopping_ends_the_child_and_frees_its_cases(world: World) -> None:
-    world.act(train="hang")
-    with world.server() as server:
+def test_stopping_ends_the_child_and_frees_its_cases(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
         server.supervisor.stop()
@@ -129,26 +129,26 @@ def test_stopping_ends_the_child_and_frees_its_cases(world: World) -> None:
         server.supervisor.stop()
         server.supervisor.tick()
         assert server.runs.current() is None, "no tick after the end"
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_the_next_server_serves_the_active_adapter_and_finishes_its_watch(world: World) -> None:
-    with world.server() as server:
+def test_the_next_server_serves_the_active_adapter_and_finishes_its_watch(installation: Installation) -> None:
+    with installation.server() as server:
         ref = server.promote()
-    world.act(score="worse")
-    with world.server() as heir:
-        assert heir.engine.active == ref.id
-        heir.traffic(cases=0)
-        heir.tick_until(heir.watched(ref.id))
-        heir.supervisor.tick()
-        assert heir.engine.active == BARE_DRAFT
-        check_legal(heir)
+    installation.plan_children(score="worse")
+    with installation.server() as successor:
+        assert successor.engine.active == ref.id
+        successor.traffic(cases=0)
+        successor.tick_until(successor.watched(ref.id))
+        successor.supervisor.tick()
+        assert successor.engine.active == BARE_DRAFT
+        check_consistent(successor)
 
 
-def grown(world: World, generations: int) -> list[int]:
-    """Adapters, each on top of the one before."""
+def grown(installation: Installation, generations: int) -> list[int]:
+    """Promote adapters, each trained from the one before."""
     made: list[int] = []
-    with world.server() as server:
+    with installation.server() as server:
         for _ in range(generations):
             ref = server.promote()
             made.append(ref.id)
@@ -157,34 +157,34 @@ def grown(world: World, generations: int) -> list[int]:
 
 
 def test_an_active_adapter_that_will_not_load_falls_back_to_its_parent_and_in_the_end_to_the_bare_draft(
-    world: World,
+    installation: Installation,
 ) -> None:
-    world.act(train="better")
-    first, second, third = grown(world, 3)
-    with world.server() as server:
+    installation.plan_children(train="better")
+    first, second, third = grown(installation, 3)
+    with installation.server() as server:
         assert server.engine.active == third
         folders = {ref.id: ref.folder for ref in server.adapters.all()}
     (folders[third] / "adapters.safetensors").write_text("damaged")
     (folders[second] / "adapters.safetensors").unlink()
-    with world.server() as server:
+    with installation.server() as server:
         assert server.engine.active == first
         states = {ref.id: ref.state for ref in server.adapters.all()}
         assert states == {first: AdapterState.ACTIVE, second: AdapterState.BROKEN, third: AdapterState.BROKEN}
-        check_legal(server)
+        check_consistent(server)
     (folders[first] / "adapters.safetensors").write_text("damaged")
-    with world.server() as server:
+    with installation.server() as server:
         assert server.engine.active == BARE_DRAFT
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_an_engine_that_does_not_answer_at_the_start_follows_later(world: World) -> None:
-    with world.server() as server:
+def test_an_engine_that_does_not_answer_at_the_start_follows_later(installation: Installation) -> None:
+    with installation.server() as server:
         ref = server.promote()
-    with world.server(start=False) as heir:
-        heir.engine.dead = True
-        heir.supervisor.start()
-        assert heir.engine.active == BARE_DRAFT
-        heir.engine.dead = False
-        heir.supervisor.tick()
-        assert heir.engine.active == ref.id
-        assert heir.adapters.get(ref.id).state is AdapterState.ACTIVE
+    with installation.server(start=False) as successor:
+        successor.engine.dead = True
+        successor.supervisor.start()
+        assert successor.engine.active == BARE_DRAFT
+        successor.engine.dead = False
+        successor.supervisor.tick()
+        assert successor.engine.active == ref.id
+        assert successor.adapters.get(ref.id).state is AdapterState.ACTIVE

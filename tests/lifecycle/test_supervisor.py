@@ -1,4 +1,4 @@
-"""The whole circle over real rows and real child processes."""
+"""The whole cycle on a real database with real child processes."""
 
 from concurrent.futures import Future
 from datetime import timedelta
@@ -14,16 +14,16 @@ from service.core import (
     Staged,
     Trigger,
 )
-from tests.support.lifecycle_world import ENOUGH, WHO, World, check_legal
+from tests.support.lifecycle_server import ENOUGH, WHO, Installation, check_consistent
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def installation(tmp_path: Path) -> Installation:
+    return Installation(tmp_path)
 
 
-def test_enough_traffic_becomes_a_better_adapter_that_serves(world: World) -> None:
-    with world.server() as server:
+def test_enough_traffic_leads_to_a_better_adapter_that_serves(installation: Installation) -> None:
+    with installation.server() as server:
         for _ in range(3):
             server.supervisor.tick()
         assert not server.runs.latest(1), "nothing to learn from yet"
@@ -36,20 +36,20 @@ def test_enough_traffic_becomes_a_better_adapter_that_serves(world: World) -> No
         assert run.generations == ENOUGH
         assert server.runs.loss_curve(run.id) == [(1, 1.5), (2, 1.0)]
         assert server.engine.active == ref.id
-        assert server.told.over == [RunState.PROMOTED]
-        assert server.told.states[0] is RunState.TRAINING
-        assert server.told.serving_now == ref.id
+        assert server.events.over == [RunState.PROMOTED]
+        assert server.events.states[0] is RunState.TRAINING
+        assert server.events.serving_now == ref.id
         assert server.generations.counts(WHO).cases == 0, "each case is used once"
         assert server.replay.sizes() == {("a", ""): ENOUGH}
 
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
         assert server.engine.active == ref.id
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_the_next_run_starts_from_the_active_adapter_once_its_watch_is_over(world: World) -> None:
-    with world.server() as server:
+def test_the_next_run_starts_from_the_active_adapter_once_its_watch_is_over(installation: Installation) -> None:
+    with installation.server() as server:
         first = server.promote()
         server.traffic(ENOUGH - 1, cases=6)
         for _ in range(5):
@@ -61,12 +61,12 @@ def test_the_next_run_starts_from_the_active_adapter_once_its_watch_is_over(worl
         (run, _) = server.runs.latest(10)
         assert run.parent == first.id
         assert run.verdict is not None and run.verdict.gain == pytest.approx(0.0)
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_a_run_that_lost_leaves_everything_as_it_was_and_its_cases_are_used_up(world: World) -> None:
-    world.act(train="lose")
-    with world.server() as server:
+def test_a_rejected_run_uses_up_its_cases_and_changes_nothing_else(installation: Installation) -> None:
+    installation.plan_children(train="lose")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
         (ref,) = server.adapters.all()
@@ -76,39 +76,39 @@ def test_a_run_that_lost_leaves_everything_as_it_was_and_its_cases_are_used_up(w
         for _ in range(5):
             server.supervisor.tick()
         assert len(server.runs.latest(10)) == 1, "no new run without new cases"
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_a_candidate_that_loses_on_the_golden_set_is_refused(world: World) -> None:
-    world.act(train="golden")
-    with world.server() as server:
+def test_a_candidate_that_loses_on_the_golden_set_is_refused(installation: Installation) -> None:
+    installation.plan_children(train="golden")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
         verdict = server.runs.latest(1)[0].verdict
         assert verdict is not None and "worse on golden set" in verdict.reason
         assert verdict.gain == pytest.approx(0.25), "the logged texts alone are the gain"
         assert verdict.prompts == 8
-        world.act(train="fair golden")
+        installation.plan_children(train="fair golden")
         server.promote()
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_cool_down_holds_the_next_run_back(world: World) -> None:
-    world.act(train="lose")
-    with world.server(cooldown_seconds=300.0) as server:
+def test_the_cooldown_delays_the_next_run(installation: Installation) -> None:
+    installation.plan_children(train="lose")
+    with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
         server.traffic()
         for _ in range(3):
             server.supervisor.tick()
         assert len(server.runs.latest(10)) == 1
-        world.ahead = timedelta(seconds=301)
+        installation.clock_offset = timedelta(seconds=301)
         server.tick_until(server.ended(RunState.REJECTED, 2))
 
 
-def test_old_generations_are_purged(world: World) -> None:
-    world.keep = 10
-    with world.server(enabled=False) as server:
+def test_old_generations_are_purged(installation: Installation) -> None:
+    installation.keep = 10
+    with installation.server(enabled=False) as server:
         server.traffic(30)
         for _ in range(41):
             server.supervisor.tick()
@@ -116,9 +116,9 @@ def test_old_generations_are_purged(world: World) -> None:
         assert server.generations.stats().generations == 10
 
 
-def test_a_parent_that_stops_serving_while_its_candidate_is_staged(world: World) -> None:
-    """By another process's word, say: nothing here could have held it back."""
-    with world.server() as server:
+def test_a_parent_that_stops_serving_while_its_candidate_is_staged(installation: Installation) -> None:
+    """As when another process rolls it back, which nothing in this one can prevent."""
+    with installation.server() as server:
         first = server.promote()
         server.supervisor.activate(BARE_DRAFT)
         stage = server.engine.stage
@@ -135,4 +135,4 @@ def test_a_parent_that_stops_serving_while_its_candidate_is_staged(world: World)
         assert verdict is not None and verdict.reason == "adapter 0, which it was compared with, no longer serves"
         assert server.adapters.active(WHO.draft) == server.adapters.get(first.id)
         server.tick_until(lambda: server.engine.active == first.id)
-        assert server.told.promotions == 1
+        assert server.events.promotions == 1

@@ -1,4 +1,4 @@
-"""A draft that rests must not starve learning: its cases are worked out afterwards, once, whatever happens on the way."""
+"""Backfill: generations decoded while speculation was parked get their cases later, exactly once, despite failures."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -9,12 +9,12 @@ from sqlalchemy import text
 
 from service.core import RunState, StoreError, Trigger
 from service.lifecycle.supply import ATTEMPTS
-from tests.support.lifecycle_world import ENOUGH, WHO, Server, World, check_legal, generation
+from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def installation(tmp_path: Path) -> Installation:
+    return Installation(tmp_path)
 
 
 RULES: dict[str, Any] = {"min_cases": 3 * ENOUGH, "min_tokens": 12 * ENOUGH}
@@ -22,14 +22,14 @@ HALF: dict[str, Any] = RULES | {"min_tokens": 12 * ENOUGH // 2}
 
 
 def cases_each(server: Server) -> list[int]:
-    """Cases of every generation."""
+    """Number of cases of every generation."""
     query = text("select count(c.id) from generations g left join failure_cases c on c.seq = g.seq group by g.seq")
     with server.db.read() as connection:
         return list(connection.execute(query).scalars())
 
 
 def settle(server: Server, children: int) -> None:
-    """Until so many children have been started and the last has ended, and nothing more comes of it."""
+    """Tick until `children` were started and the last has ended, and check that no more follow."""
     launcher = server.launcher
     server.tick_until(lambda: len(launcher.started) >= children and launcher.started[-1].exit_code() is not None)
     for _ in range(5):
@@ -37,51 +37,51 @@ def settle(server: Server, children: int) -> None:
     assert len(launcher.started) == children
 
 
-def test_generations_without_drafts_get_their_cases_and_a_run_follows(world: World) -> None:
-    with world.server(**RULES) as server:
-        names = server.rested()
+def test_undrafted_generations_are_backfilled_and_start_a_run(installation: Installation) -> None:
+    with installation.server(**RULES) as server:
+        names = server.undrafted_traffic()
         server.supervisor.tick()
         assert server.launcher.kinds == ["cases"]
-        assert not server.runs.latest(9) and not server.told.states, "it is no training run"
+        assert not server.runs.latest(9) and not server.events.states, "it is no training run"
         before = [g.rounds for g in server.generations.by_ids(names)]
         server.tick_until(server.ended(RunState.PROMOTED))
         assert server.launcher.kinds == ["cases", "train"]
-        assert server.told.supplied == 3 * ENOUGH
+        assert server.events.supplied == 3 * ENOUGH
         (run,) = server.runs.latest(9)
         assert (run.trigger, run.generations, run.cases) == (Trigger.CASES, ENOUGH, 3 * ENOUGH)
         assert [g.rounds for g in server.generations.by_ids(names)] == before, "rounds are history"
         assert cases_each(server) == [3] * ENOUGH
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_too_few_wait_until_there_are_more(world: World) -> None:
-    with world.server(**RULES) as server:
-        server.rested(ENOUGH - 1)
+def test_too_few_wait_until_there_are_more(installation: Installation) -> None:
+    with installation.server(**RULES) as server:
+        server.undrafted_traffic(ENOUGH - 1)
         for _ in range(5):
             server.supervisor.tick()
         assert not server.launcher.started
-        server.rested(1)
+        server.undrafted_traffic(1)
         server.supervisor.tick()
         assert server.launcher.kinds == ["cases"]
 
 
-@pytest.mark.parametrize("act", ["kill", "give up"])
-def test_a_child_that_always_fails_is_started_three_times(world: World, act: str) -> None:
-    world.act(cases=act)
-    with world.server(**RULES) as server:
-        server.rested()
+@pytest.mark.parametrize("plan", ["kill", "give up"])
+def test_a_child_that_always_fails_is_started_three_times(installation: Installation, plan: str) -> None:
+    installation.plan_children(cases=plan)
+    with installation.server(**RULES) as server:
+        server.undrafted_traffic()
         settle(server, ATTEMPTS)
         assert cases_each(server) == [0] * ENOUGH and not server.runs.latest(9)
-        world.act()
-        server.rested()
+        installation.plan_children()
+        server.undrafted_traffic()
         server.tick_until(server.ended(RunState.PROMOTED))
         assert sorted(cases_each(server)) == [0] * ENOUGH + [3] * ENOUGH, "those that came later are not to blame"
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_a_child_that_cannot_be_started_is_tried_three_times(world: World) -> None:
-    with world.server(**RULES) as server:
-        server.rested()
+def test_a_child_that_cannot_be_started_is_tried_three_times(installation: Installation) -> None:
+    with installation.server(**RULES) as server:
+        server.undrafted_traffic()
         server.launcher.missing = True
         for _ in range(ATTEMPTS):
             assert server.unseen.tokens(WHO)
@@ -89,50 +89,50 @@ def test_a_child_that_cannot_be_started_is_tried_three_times(world: World) -> No
         assert not server.unseen.tokens(WHO)
 
 
-def test_what_a_child_leaves_out_is_not_asked_again(world: World) -> None:
-    world.act(cases="silent")
-    with world.server(**RULES) as server:
-        server.rested()
+def test_generations_a_child_skips_are_not_asked_again(installation: Installation) -> None:
+    installation.plan_children(cases="silent")
+    with installation.server(**RULES) as server:
+        server.undrafted_traffic()
         settle(server, 1)
         assert not server.unseen.tokens(WHO)
 
 
-def test_a_child_that_dies_half_way_is_followed_by_one_for_the_rest(world: World) -> None:
-    world.act(cases="kill half way")
-    with world.server(**HALF) as server:
-        server.rested()
-        server.tick_until(lambda: server.told.supplied == 3 * ENOUGH // 2)
-        world.act()
+def test_a_second_child_finishes_after_one_died_half_way(installation: Installation) -> None:
+    installation.plan_children(cases="kill half way")
+    with installation.server(**HALF) as server:
+        server.undrafted_traffic()
+        server.tick_until(lambda: server.events.supplied == 3 * ENOUGH // 2)
+        installation.plan_children()
         server.tick_until(server.ended(RunState.PROMOTED))
         assert server.launcher.kinds == ["cases", "cases", "train"]
-        assert cases_each(server) == [3] * ENOUGH and server.told.supplied == 3 * ENOUGH
+        assert cases_each(server) == [3] * ENOUGH and server.events.supplied == 3 * ENOUGH
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_server_that_ends_half_way_is_followed_by_one_for_the_rest(world: World, killed: bool) -> None:
-    world.act(cases="hang half way")
-    with world.server(**HALF) as server:
-        server.rested()
-        server.tick_until(lambda: server.told.supplied > 0)
+def test_the_next_server_finishes_a_backfill(installation: Installation, killed: bool) -> None:
+    installation.plan_children(cases="hang half way")
+    with installation.server(**HALF) as server:
+        server.undrafted_traffic()
+        server.tick_until(lambda: server.events.supplied > 0)
         child = server.launcher.started[0]
         if killed:
-            server.die()
+            server.kill()
         else:
             server.supervisor.stop()
         assert child.exit_code() is not None
-    world.act()
-    with world.server(**HALF) as heir:
-        heir.tick_until(heir.ended(RunState.PROMOTED))
-        assert heir.told.supplied == 3 * ENOUGH // 2
-        assert cases_each(heir) == [3] * ENOUGH
-        check_legal(heir)
+    installation.plan_children()
+    with installation.server(**HALF) as successor:
+        successor.tick_until(successor.ended(RunState.PROMOTED))
+        assert successor.events.supplied == 3 * ENOUGH // 2
+        assert cases_each(successor) == [3] * ENOUGH
+        check_consistent(successor)
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_a_database_that_is_away_for_a_moment_costs_nothing(world: World, after: bool) -> None:
-    """Failing before the commit, and after it."""
-    with world.server(**RULES) as server:
-        server.rested()
+def test_a_failed_write_loses_no_cases(installation: Installation, after: bool) -> None:
+    """A write fails before or after its commit."""
+    with installation.server(**RULES) as server:
+        server.undrafted_traffic()
         server.supervisor.tick()
         server.db.arm(1, after=after, error=StoreError("away"))
         with pytest.raises(StoreError):
@@ -142,9 +142,9 @@ def test_a_database_that_is_away_for_a_moment_costs_nothing(world: World, after:
         assert cases_each(server) == [3] * ENOUGH
 
 
-def test_two_servers_of_one_database_do_it_once(world: World) -> None:
-    with world.server(**RULES) as one, world.server(start=False, **RULES) as other:
-        one.rested()
+def test_two_servers_on_one_database_backfill_once(installation: Installation) -> None:
+    with installation.server(**RULES) as one, installation.server(start=False, **RULES) as other:
+        one.undrafted_traffic()
         one.supervisor.tick()
         other.supervisor.tick()
         assert one.launcher.kinds == other.launcher.kinds == ["cases"]
@@ -153,59 +153,59 @@ def test_two_servers_of_one_database_do_it_once(world: World) -> None:
         for _ in range(3):
             other.supervisor.tick()
             one.supervisor.tick()
-        assert one.told.supplied + other.told.supplied == 3 * ENOUGH
+        assert one.events.supplied + other.events.supplied == 3 * ENOUGH
         assert cases_each(one) == [3] * ENOUGH
 
 
-def test_it_holds_still_while_serving_is_busy(world: World) -> None:
-    world.act(cases="wait")
-    with world.server(**RULES) as server:
-        server.rested()
+def test_a_backfill_pauses_while_serving_is_busy(installation: Installation) -> None:
+    installation.plan_children(cases="wait")
+    with installation.server(**RULES) as server:
+        server.undrafted_traffic()
         server.busy = True
         for _ in range(5):
             server.supervisor.tick()
-        world.ahead = timedelta(hours=2)  # longer than a child may take
+        installation.clock_offset = timedelta(hours=2)  # longer than a child may take
         server.supervisor.tick()
-        assert server.launcher.kinds == ["cases"] and not server.told.supplied
+        assert server.launcher.kinds == ["cases"] and not server.events.supplied
         server.busy = False
         server.tick_until(server.ended(RunState.PROMOTED))
 
 
-def test_a_run_that_can_start_goes_first(world: World) -> None:
-    with world.server(**RULES) as server:
-        server.rested()
+def test_a_run_goes_before_a_backfill(installation: Installation) -> None:
+    with installation.server(**RULES) as server:
+        server.undrafted_traffic()
         server.traffic()
         server.tick_until(server.ended(RunState.PROMOTED))
         assert server.launcher.kinds == ["train"]
         assert server.unseen.tokens(WHO) == 12 * ENOUGH
 
 
-def test_the_watch_goes_first(world: World) -> None:
-    with world.server(**RULES) as server:
+def test_a_watch_goes_before_a_backfill(installation: Installation) -> None:
+    with installation.server(**RULES) as server:
         ref = server.promote()
-        server.rested()
+        server.undrafted_traffic()
         server.tick_until(server.watched(ref.id))
         server.tick_until(lambda: len(server.launcher.kinds) == 3)
         assert server.launcher.kinds == ["train", "score", "cases"]
 
 
-def test_a_run_that_somebody_asks_for_does_not_wait_for_it(world: World) -> None:
-    world.act(cases="hang half way")
-    with world.server(**RULES) as server:
-        server.rested()
-        server.tick_until(lambda: server.told.supplied > 0)
+def test_a_requested_run_does_not_wait_for_a_backfill(installation: Installation) -> None:
+    installation.plan_children(cases="hang half way")
+    with installation.server(**RULES) as server:
+        server.undrafted_traffic()
+        server.tick_until(lambda: server.events.supplied > 0)
         run = server.supervisor.request_training(None)
         assert (run.state, run.generations) == (RunState.TRAINING, ENOUGH // 2)
         assert server.launcher.started[0].exit_code() is not None
         assert server.unseen.tokens(WHO) == 12 * ENOUGH // 2
         server.tick_until(server.ended(RunState.PROMOTED))
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_a_text_that_a_run_has_had_does_not_come_back(world: World) -> None:
-    """One case of its own was enough for a run to learn from all of it."""
-    with world.server(**RULES) as server:
-        server.rested()
+def test_a_generation_that_was_trained_on_is_not_backfilled(installation: Installation) -> None:
+    """A run trains on the whole generation once one of its cases is claimed."""
+    with installation.server(**RULES) as server:
+        server.undrafted_traffic()
         change = text("insert into failure_cases (seq, position, drafted, target, p, q, margin, tie, crashes, quarantined)"
                       " select seq, 1, 2, 3, 0.5, 0.5, 1.0, 0, 0, 0 from generations")  # fmt: skip
         server.db.write(lambda connection: connection.execute(change)).result(60)
@@ -217,9 +217,9 @@ def test_a_text_that_a_run_has_had_does_not_come_back(world: World) -> None:
         assert server.launcher.kinds == ["train"] and cases_each(server) == [1] * ENOUGH
 
 
-def test_training_that_is_switched_off_needs_no_cases(world: World) -> None:
-    with world.server(**RULES, enabled=False) as server:
-        server.rested()
+def test_disabled_training_starts_no_backfill(installation: Installation) -> None:
+    with installation.server(**RULES, enabled=False) as server:
+        server.undrafted_traffic()
         server.generations.add([generation("other")]).result(60)
         for _ in range(5):
             server.supervisor.tick()

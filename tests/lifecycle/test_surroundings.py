@@ -1,4 +1,4 @@
-"""What systems say of power, heat and memory, as they say it, and what that does to a run."""
+"""Reports of real systems on power, heat and memory, and their effect on a run."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -22,7 +22,7 @@ from service.lifecycle.surroundings import (
 )
 from service.metrics import Metrics
 from service.settings import TrainingSettings
-from tests.support.lifecycle_world import World
+from tests.support.lifecycle_server import Installation
 
 BATTERY = {"type": "Battery", "status": "Discharging"}
 MOUSE = {"type": "Battery", "status": "Discharging", "scope": "Device"}
@@ -108,7 +108,7 @@ Note: No performance warning level has been recorded
 """
 
 
-def test_macos_says_so() -> None:
+def test_macos_reports_power_heat_and_memory() -> None:
     assert drawn_from_battery(ON_BATTERY) and not drawn_from_battery(PLUGGED_IN) and not drawn_from_battery("")
     assert slowed_down(LIMITED)
     assert not slowed_down(COOL) and not slowed_down("") and not slowed_down(LIMITED.replace("= 35", "= 100"))
@@ -120,7 +120,7 @@ ALL_OFF = {"pause_on_battery": False, "pause_when_hot": False, "pause_on_memory_
 
 
 def machine(root: Path) -> None:
-    """A Linux laptop that is unplugged, hot and swaps."""
+    """A Linux laptop that runs on battery, is hot and swaps."""
     files = {
         "sys/class/power_supply/BAT0": BATTERY,
         "sys/class/power_supply/AC": UNPLUGGED,
@@ -141,7 +141,7 @@ def machine(root: Path) -> None:
         ("pause_on_memory_pressure", "memory is short"),
     ],
 )
-def test_each_setting_decides_about_its_own_reason(tmp_path: Path, setting: str, reason: str) -> None:
+def test_each_setting_controls_one_reason(tmp_path: Path, setting: str, reason: str) -> None:
     machine(tmp_path)
     only = TrainingSettings(**{**ALL_OFF, setting: True})
     assert on_linux(only, tmp_path) == reason
@@ -161,11 +161,11 @@ def test_asking_this_machine_works_and_tools_that_are_missing_say_nothing() -> N
 def test_the_system_is_asked_now_and_then() -> None:
     asked, now = [0], [100.0]
 
-    def look() -> str:
+    def read_strain() -> str:
         asked[0] += 1
         return f"reason {asked[0]}"
 
-    surroundings = Surroundings(look, lambda: now[0])
+    surroundings = Surroundings(read_strain, lambda: now[0])
     assert [surroundings() for _ in range(3)] == ["reason 1"] * 3
     now[0] += EVERY_SECONDS - 1
     assert surroundings() == "reason 1"
@@ -173,16 +173,16 @@ def test_the_system_is_asked_now_and_then() -> None:
     assert surroundings() == "reason 2"
 
 
-# ------------------------------------------------------------------------------------------------- what it does
+# ----------------------------------------------------------------------------------------------- effect on runs
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def installation(tmp_path: Path) -> Installation:
+    return Installation(tmp_path)
 
 
-def test_nothing_starts_on_battery_but_what_is_asked_for(world: World) -> None:
-    with world.server() as server:
+def test_on_battery_only_requested_runs_start(installation: Installation) -> None:
+    with installation.server() as server:
         server.strain = "on battery"
         server.traffic()
         for _ in range(5):
@@ -193,9 +193,9 @@ def test_nothing_starts_on_battery_but_what_is_asked_for(world: World) -> None:
         assert server.runs.get(run.id).progress.paused is None
 
 
-def test_a_run_says_why_it_holds_still_and_its_time_stands_still_too(world: World) -> None:
-    world.act(train="hang")
-    with world.server(timeout_seconds=60.0) as server:
+def test_a_paused_run_reports_the_reason_and_its_time_limit_pauses(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server(timeout_seconds=60.0) as server:
         server.traffic()
         server.tick_until(lambda: bool(server.runs.latest(1)) and server.runs.latest(1)[0].progress.step == 1)
 
@@ -209,20 +209,20 @@ def test_a_run_says_why_it_holds_still_and_its_time_stands_still_too(world: Worl
         server.strain = "on battery"
         assert paused() == "on battery"
         assert server.runs.latest(1)[0].progress.step == 1, "the rest of its progress stays"
-        world.ahead = timedelta(hours=8)
+        installation.clock_offset = timedelta(hours=8)
         assert paused() == "on battery"
         server.busy, server.strain = False, None
         assert paused() is None
-        world.ahead += timedelta(seconds=50)
+        installation.clock_offset += timedelta(seconds=50)
         assert paused() is None and server.runs.current() is not None
         assert server.runs.loss_curve(1) == [(1, 1.5)], "pausing is no step"
-        world.ahead += timedelta(seconds=20)
+        installation.clock_offset += timedelta(seconds=20)
         server.tick_until(server.ended(RunState.CRASHED))
 
 
-def test_what_a_paused_child_still_says_does_not_hide_the_pause(world: World) -> None:
-    world.act(train="hang")
-    with world.server() as server:
+def test_progress_of_a_paused_child_does_not_hide_the_pause(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as server:
         server.traffic()
         server.supervisor.tick()
         server.strain = "memory is short"
@@ -230,17 +230,17 @@ def test_what_a_paused_child_still_says_does_not_hide_the_pause(world: World) ->
         assert server.runs.latest(1)[0].progress.paused == "memory is short"
 
 
-def test_a_comparison_does_not_wait_for_the_mains(world: World) -> None:
-    with world.server() as server:
+def test_a_comparison_runs_on_battery(installation: Installation) -> None:
+    with installation.server() as server:
         ref = server.promote()
         server.strain = "on battery"
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
 
 
-def test_what_serving_felt_beside_a_run_is_told_apart(world: World) -> None:
-    world.act(train="hang")
-    with world.server() as server:
+def test_latencies_during_a_run_are_reported_separately(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
         metrics = Metrics(3)

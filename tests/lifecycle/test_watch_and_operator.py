@@ -1,4 +1,4 @@
-"""Taking promotions back, and what an operator may ask."""
+"""The watch after a promotion, rollbacks, and what an operator may request."""
 
 import time
 from dataclasses import replace
@@ -22,17 +22,17 @@ from service.core import (
     Verdict,
 )
 from service.store.files import folder_sha256
-from tests.support.lifecycle_world import ENOUGH, WHO, Server, World, check_legal, generation
+from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def installation(tmp_path: Path) -> Installation:
+    return Installation(tmp_path)
 
 
-def test_a_promotion_that_turns_out_worse_is_taken_back(world: World) -> None:
-    world.act(score="worse")
-    with world.server() as server:
+def test_a_promotion_that_turns_out_worse_is_rolled_back(installation: Installation) -> None:
+    installation.plan_children(score="worse")
+    with installation.server() as server:
         ref = server.promote()
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
@@ -41,22 +41,22 @@ def test_a_promotion_that_turns_out_worse_is_taken_back(world: World) -> None:
         assert not verdict.promoted and verdict.high90 < 0
         assert server.adapters.get(ref.id).state is AdapterState.ROLLED_BACK
         assert server.engine.active == BARE_DRAFT
-        assert server.told.rollbacks == 1
+        assert server.events.rollbacks == 1
         server.traffic(cases=0)
         for _ in range(5):
             server.supervisor.tick()
-        assert server.engine.active == BARE_DRAFT, "it does not come back by itself"
-        check_legal(server)
+        assert server.engine.active == BARE_DRAFT, "it is not activated again by itself"
+        check_consistent(server)
 
 
-def test_a_forced_bad_promotion_goes_back_to_its_parent(world: World) -> None:
-    with world.server() as server:
+def test_a_forced_bad_promotion_is_rolled_back_to_its_parent(installation: Installation) -> None:
+    with installation.server() as server:
         parent = server.promote()
         server.supervisor.activate(parent.id)
-        world.act(train="lose", score="fair")
+        installation.plan_children(train="lose", score="fair")
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
-        # Whoever waves this one through is wrong: its folder says that it needs more calls.
+        # A forced promotion of an adapter that needs more calls.
         bad = server.adapters.all()[0]
         force = text("update adapters set state = 'retired' where id = :id").bindparams(id=bad.id)
         server.db.write(lambda connection: connection.execute(force)).result(60)
@@ -68,23 +68,23 @@ def test_a_forced_bad_promotion_goes_back_to_its_parent(world: World) -> None:
         server.tick_until(server.watched(bad.id))
         server.supervisor.tick()
         assert server.engine.active == parent.id
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_a_watch_that_cannot_compare_ends_and_keeps_the_adapter(world: World) -> None:
-    world.act(score="kill")
-    with world.server() as server:
+def test_a_watch_that_cannot_compare_ends_and_keeps_the_adapter(installation: Installation) -> None:
+    installation.plan_children(score="kill")
+    with installation.server() as server:
         ref = server.promote()
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
         assert len(server.launcher.started) == 1 + 3
         assert server.engine.active == ref.id
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_an_operators_choice_ends_the_watch(world: World) -> None:
-    world.act(score="worse")
-    with world.server() as server:
+def test_an_operators_choice_ends_the_watch(installation: Installation) -> None:
+    installation.plan_children(score="worse")
+    with installation.server() as server:
         ref = server.promote()
         server.traffic(cases=0)
         server.tick_until(lambda: len(server.launcher.started) == 2)
@@ -94,11 +94,11 @@ def test_an_operators_choice_ends_the_watch(world: World) -> None:
             time.sleep(0.01)
         assert server.engine.active == ref.id
         assert len(server.adapters.evaluations(ref.id, "watch")) == 1
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_a_forced_run_needs_no_minimum_and_the_same_key_is_the_same_run(world: World) -> None:
-    with world.server() as server:
+def test_a_forced_run_needs_no_minimum_and_the_same_key_is_the_same_run(installation: Installation) -> None:
+    with installation.server() as server:
         with pytest.raises(BadRequest):
             server.supervisor.request_training("first")
         server.traffic(1)
@@ -117,15 +117,15 @@ def test_a_forced_run_needs_no_minimum_and_the_same_key_is_the_same_run(world: W
             server.supervisor.run(99)
 
 
-def test_only_ties_are_nothing_to_learn_from(world: World) -> None:
-    with world.server() as server:
+def test_ties_alone_cannot_start_a_run(installation: Installation) -> None:
+    with installation.server() as server:
         server.generations.add([generation("tie", tie=True)]).result(60)
         with pytest.raises(BadRequest):
             server.supervisor.request_training(None)
 
 
-def test_an_operator_may_go_back_and_forth(world: World) -> None:
-    with world.server() as server:
+def test_an_operator_may_go_back_and_forth(installation: Installation) -> None:
+    with installation.server() as server:
         ref = server.promote()
         assert server.supervisor.rollback() is None
         assert server.engine.active == BARE_DRAFT
@@ -139,32 +139,32 @@ def test_an_operator_may_go_back_and_forth(world: World) -> None:
         assert [ref.state for ref in server.supervisor.adapters()] == [AdapterState.RETIRED]
         with pytest.raises(NotFound):
             server.supervisor.activate(99)
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_what_the_gate_refused_no_operator_can_activate(world: World) -> None:
-    world.act(train="lose")
-    with world.server() as server:
+def test_an_operator_cannot_activate_a_rejected_candidate(installation: Installation) -> None:
+    installation.plan_children(train="lose")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
         with pytest.raises(Conflict):
             server.supervisor.activate(server.adapters.all()[0].id)
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_activating_a_damaged_adapter_changes_nothing(world: World) -> None:
-    with world.server() as server:
+def test_activating_a_damaged_adapter_changes_nothing(installation: Installation) -> None:
+    with installation.server() as server:
         ref = server.promote()
         server.supervisor.activate(BARE_DRAFT)
         (ref.folder / "adapters.safetensors").write_text("0.5")
         with pytest.raises(AdapterRefused):
             server.supervisor.activate(ref.id)
         assert server.engine.active == BARE_DRAFT
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(world: World) -> None:
-    with world.server() as server:
+def test_a_candidate_is_promoted_only_over_the_adapter_it_was_compared_with(installation: Installation) -> None:
+    with installation.server() as server:
         first = server.promote()
         server.supervisor.activate(first.id)
         server.traffic()
@@ -174,14 +174,14 @@ def test_a_candidate_is_not_promoted_over_what_it_was_not_compared_with(world: W
         verdict = server.runs.latest(1)[0].verdict
         assert verdict is not None and "no longer serves" in verdict.reason
         assert server.engine.active == BARE_DRAFT
-        check_legal(server)
+        check_consistent(server)
 
 
-# ------------------------------------------------------------------------------------------------ looking repeatedly
+# --------------------------------------------------------------------------------------------------- repeated checks
 
 
 def force(server: Server, share: float) -> AdapterRef:
-    """A candidate that lost, waved through by whoever is wrong: its folder says what share of the calls it needs."""
+    """Promote a rejected candidate by force; its folder holds the share of calls that it needs."""
     (ref, *_) = server.adapters.all()
     assert ref.state is AdapterState.REJECTED and ref.run is not None
     (ref.folder / "adapters.safetensors").write_text(str(share))
@@ -198,18 +198,20 @@ def force(server: Server, share: float) -> AdapterRef:
     return ref
 
 
-def aside(server: Server) -> tuple[int, int]:
-    """Cases that were put aside, and generations that may be replayed."""
+def quarantined_and_replayable(server: Server) -> tuple[int, int]:
+    """Numbers of quarantined cases, and of generations that may be replayed."""
     return server.generations.stats().quarantined, sum(server.replay.sizes().values())
 
 
-def test_a_forced_bad_promotion_is_gone_within_200_generations_and_does_not_come_back(world: World) -> None:
-    world.watch = 200
-    world.act(train="lose")
-    with world.server(min_cases=3 * ENOUGH) as server:
+def test_a_forced_bad_promotion_is_gone_within_200_generations_and_does_not_come_back(
+    installation: Installation,
+) -> None:
+    installation.watch = 200
+    installation.plan_children(train="lose")
+    with installation.server(min_cases=3 * ENOUGH) as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
-        assert aside(server) == (0, ENOUGH)
+        assert quarantined_and_replayable(server) == (0, ENOUGH)
         bad = force(server, 1.05)
         served = 0
         while server.engine.active == bad.id:
@@ -219,30 +221,30 @@ def test_a_forced_bad_promotion_is_gone_within_200_generations_and_does_not_come
             server.supervisor.tick()
             server.tick_until(lambda: server.launcher.started[-1].exit_code() is not None)
             server.supervisor.tick()
-        assert served == 50, "a look at 50 is enough for so clear a thing"
+        assert served == 50, "the check after 50 is enough for a clear difference"
         assert server.engine.active == BARE_DRAFT
         assert server.adapters.get(bad.id).state is AdapterState.ROLLED_BACK
-        assert aside(server) == (3 * ENOUGH, 0), "what it was made of is neither trained on nor replayed"
-        assert server.told.rollbacks == 1
+        assert quarantined_and_replayable(server) == (3 * ENOUGH, 0), "its texts are neither trained on nor replayed"
+        assert server.events.rollbacks == 1
         for _ in range(40):
             server.traffic(10, cases=0)
             server.supervisor.tick()
         assert server.engine.served == [bad.id, BARE_DRAFT]
-        check_legal(server)
+        check_consistent(server)
 
 
-def test_worse_than_the_bare_draft_goes_back_to_the_bare_draft(world: World) -> None:
-    """Its parent is worse still."""
-    with world.server() as server:
+def test_an_adapter_worse_than_the_bare_draft_is_rolled_back_to_it(installation: Installation) -> None:
+    """Its parent is even worse."""
+    with installation.server() as server:
         parent = server.promote()
         server.supervisor.activate(parent.id)
         (parent.folder / "adapters.safetensors").write_text("1.5")
         sha256 = folder_sha256(parent.folder)
         change = text("update adapters set sha256 = :sha where id = :id").bindparams(id=parent.id, sha=sha256)
         server.db.write(lambda connection: connection.execute(change)).result(60)
-        world.act(train="lose")  # 1.05: better than its parent, so the gate lets it through
+        installation.plan_children(train="lose")  # 1.05: better than its parent, so the gate lets it through
         server.traffic()
-        server.tick_until(lambda: server.told.promotions == 2)
+        server.tick_until(lambda: server.events.promotions == 2)
         ref = server.adapters.active(WHO.draft)
         assert ref is not None and ref.parent == parent.id
         server.traffic(cases=0)
@@ -252,77 +254,77 @@ def test_worse_than_the_bare_draft_goes_back_to_the_bare_draft(world: World) -> 
         ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
         assert "the bare draft" in verdict.reason
         assert server.adapters.get(parent.id).state is AdapterState.RETIRED
-    with world.server() as heir:
-        assert heir.engine.active == BARE_DRAFT
+    with installation.server() as successor:
+        assert successor.engine.active == BARE_DRAFT
 
 
-def test_an_undecided_watch_looks_again_also_after_a_restart(world: World) -> None:
-    world.watch = 40
-    world.act(train="lose")
-    with world.server() as server:
+def test_an_undecided_watch_checks_again_also_after_a_restart(installation: Installation) -> None:
+    installation.watch = 40
+    installation.plan_children(train="lose")
+    with installation.server() as server:
         server.traffic()
         server.tick_until(server.ended(RunState.REJECTED))
-        ref = force(server, 1.0)  # as good as the bare draft: never decided before the last look
+        ref = force(server, 1.0)  # as good as the bare draft: never decided before the last check
         server.traffic(10, cases=0)
         server.tick_until(lambda: len(server.adapters.evaluations(ref.id, "look")) == 1)
         for _ in range(3):
             server.supervisor.tick()
-        assert len(server.launcher.started) == 2, "the next look waits for its generations"
-    with world.server() as heir:
+        assert len(server.launcher.started) == 2, "the next check waits for its generations"
+    with installation.server() as successor:
         for _ in range(3):
-            heir.supervisor.tick()
-        assert not heir.launcher.started
-        heir.traffic(10, cases=0)
-        heir.tick_until(lambda: len(heir.adapters.evaluations(ref.id, "look")) == 2)
-        heir.traffic(20, cases=0)
-        heir.tick_until(heir.watched(ref.id))
-        ((_, verdict),) = heir.adapters.evaluations(ref.id, "watch")
+            successor.supervisor.tick()
+        assert not successor.launcher.started
+        successor.traffic(10, cases=0)
+        successor.tick_until(lambda: len(successor.adapters.evaluations(ref.id, "look")) == 2)
+        successor.traffic(20, cases=0)
+        successor.tick_until(successor.watched(ref.id))
+        ((_, verdict),) = successor.adapters.evaluations(ref.id, "watch")
         assert verdict.promoted and verdict.prompts == 40
-        assert heir.engine.active == ref.id
-        check_legal(heir)
+        assert successor.engine.active == ref.id
+        check_consistent(successor)
 
 
-def test_after_a_rollback_the_next_run_waits_and_after_the_next_one_twice_as_long(world: World) -> None:
-    world.act(score="worse")
-    world.backoff = 600.0
-    with world.server() as server:
+def test_after_a_rollback_the_next_run_waits_and_after_the_next_one_twice_as_long(installation: Installation) -> None:
+    installation.plan_children(score="worse")
+    installation.backoff = 600.0
+    with installation.server() as server:
         server.traffic()
         for number, wait in enumerate((0, 600, 1200)):
-            # Rows carry the real time, so each wait begins at an `ahead` of 0.
-            world.ahead = timedelta(seconds=max(wait - 60, 0))
+            # Rows carry the real time, so each wait begins at a clock offset of 0.
+            installation.clock_offset = timedelta(seconds=max(wait - 60, 0))
             for _ in range(3 if wait else 0):
                 server.supervisor.tick()
             assert len(server.runs.latest(9)) == number, "it waits"
-            world.ahead = timedelta(seconds=wait + 1)
-            server.tick_until(lambda number=number: server.told.promotions == number + 1)
-            world.ahead = timedelta()
+            installation.clock_offset = timedelta(seconds=wait + 1)
+            server.tick_until(lambda number=number: server.events.promotions == number + 1)
+            installation.clock_offset = timedelta()
             server.traffic()  # enough for the watch, and for the next run
-            server.tick_until(lambda number=number: server.told.rollbacks == number + 1)
-        check_legal(server)
+            server.tick_until(lambda number=number: server.events.rollbacks == number + 1)
+        check_consistent(server)
 
 
-def test_an_operators_rollback_is_a_lost_watch(world: World) -> None:
-    world.backoff = 600.0
-    with world.server() as server:
+def test_an_operators_rollback_is_a_lost_watch(installation: Installation) -> None:
+    installation.backoff = 600.0
+    with installation.server() as server:
         ref = server.promote()
         assert server.supervisor.rollback() is None
         ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
         assert not verdict.promoted and "operator" in verdict.reason
-        assert server.told.rollbacks == 1
-        assert aside(server) == (3 * ENOUGH, 0), "what it learnt from is quarantined"
+        assert server.events.rollbacks == 1
+        assert quarantined_and_replayable(server) == (3 * ENOUGH, 0), "its training cases are quarantined"
         server.traffic()
-        world.ahead = timedelta(seconds=301)
+        installation.clock_offset = timedelta(seconds=301)
         for _ in range(3):
             server.supervisor.tick()
         assert len(server.runs.latest(9)) == 1, "it waits"
-        world.ahead = timedelta(seconds=601)
-        server.tick_until(lambda: server.told.promotions == 2)
-        check_legal(server)
+        installation.clock_offset = timedelta(seconds=601)
+        server.tick_until(lambda: server.events.promotions == 2)
+        check_consistent(server)
 
 
-def test_two_clicks_on_rollback_go_back_once(world: World) -> None:
-    world.act(train="better")
-    with world.server() as server:
+def test_two_clicks_on_rollback_go_back_once(installation: Installation) -> None:
+    installation.plan_children(train="better")
+    with installation.server() as server:
         first = server.promote()
         server.supervisor.activate(first.id)  # ends its watch
         second = server.promote()
@@ -335,27 +337,27 @@ def test_two_clicks_on_rollback_go_back_once(world: World) -> None:
         assert server.supervisor.rollback(expected=first.id) is None
         with pytest.raises(Conflict, match="adapter 0 serves"):
             server.supervisor.rollback(expected=first.id)
-        check_legal(server)
+        check_consistent(server)
 
 
-# --------------------------------------------------------------------------------------------- health checks beside
+# ---------------------------------------------------------------------------------------------------- health checks
 
 
 def checked(number: int) -> Generation:
-    """An answer to the one prompt of a health check. It is sampled: the store knows no two of them as one text."""
+    """A sampled answer to the prompt of a health check, so that no two of them are the same text to the store."""
     asked = generation("health", cases=0)
     return replace(asked, id=f"health-{number}", output=(*asked.output[:3], number), created_at=datetime.now(UTC))
 
 
 def with_health_checks(
-    world: World, seed: int, checks: float, others: float, *, each: int = 5, client: str | None = None
+    installation: Installation, seed: int, checks: float, others: float, *, each: int = 5, client: str | None = None
 ) -> tuple[bool, int, int]:
     """A promotion's whole watch, with `each` identical health checks before every honest request. checks, others: share of the
     calls that the adapter needs on either. client: of the honest requests. Whether it was rolled back, after how many
     generations and honest ones."""
-    world.watch = 200
-    world.act(score=f"health {checks} {others}")
-    with world.server() as server:
+    installation.watch = 200
+    installation.plan_children(score=f"health {checks} {others}")
+    with installation.server() as server:
         ref = server.promote()
         served = honest = 0
         while not server.adapters.evaluations(ref.id, "watch"):
@@ -370,42 +372,44 @@ def with_health_checks(
             server.supervisor.tick()
             server.tick_until(lambda: server.launcher.started[-1].exit_code() is not None)
             server.supervisor.tick()
-        check_legal(server)
-        return bool(server.told.rollbacks), served, honest
+        check_consistent(server)
+        return bool(server.events.rollbacks), served, honest
 
 
-def test_identical_health_checks_do_not_roll_back_a_good_adapter(world: World) -> None:
-    """A tenth slower on the one text that is five in six requests, as much faster on all others."""
-    assert with_health_checks(world, 0, 1.1, 0.9) == (False, 240, 40)
+def test_identical_health_checks_do_not_roll_back_a_good_adapter(installation: Installation) -> None:
+    """A tenth slower on the one text that makes up five of six requests, a tenth faster on all others."""
+    assert with_health_checks(installation, 0, 1.1, 0.9) == (False, 240, 40)
 
 
-def test_identical_health_checks_do_not_keep_a_bad_adapter(world: World) -> None:
-    back, _, honest = with_health_checks(world, 0, 0.9, 1.1, client="app")
+def test_identical_health_checks_do_not_keep_a_bad_adapter(installation: Installation) -> None:
+    back, _, honest = with_health_checks(installation, 0, 0.9, 1.1, client="app")
     assert back and honest <= 100
 
 
-def test_a_watch_on_traffic_that_is_one_text_comes_to_an_end(world: World) -> None:
-    world.watch = 20
-    world.act(score="health 1.1 0.9")
-    with world.server() as server:
+def test_a_watch_on_traffic_that_is_one_text_comes_to_an_end(installation: Installation) -> None:
+    installation.watch = 20
+    installation.plan_children(score="health 1.1 0.9")
+    with installation.server() as server:
         ref = server.promote()
         made = [checked(i) for i in range(200)]
         server.generations.add(made[:199]).result(60)
         server.tick_until(lambda: len(server.adapters.evaluations(ref.id, "look")) == 2)
         for _ in range(3):
             server.supervisor.tick()
-        assert len(server.launcher.started) == 3, "the last look waits"
+        assert len(server.launcher.started) == 3, "the last check waits"
         server.generations.add(made[199:]).result(60)
         server.tick_until(server.watched(ref.id))
         ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
         assert verdict.promoted and "1 conversations" in verdict.reason
-        check_legal(server)
+        check_consistent(server)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize(("checks", "others", "back"), [(1.1, 0.95, False), (0.9, 1.05, True), (1.0, 1.05, True)])
-def test_health_checks_beside_honest_traffic(world: World, seed: int, checks: float, others: float, back: bool) -> None:
-    rolled_back, served, honest = with_health_checks(world, seed, checks, others)
+def test_health_checks_beside_honest_traffic(
+    installation: Installation, seed: int, checks: float, others: float, back: bool
+) -> None:
+    rolled_back, served, honest = with_health_checks(installation, seed, checks, others)
     print(f"checks {checks} others {others} seed {seed}: back {rolled_back}, {served} generations, {honest} honest")
     assert rolled_back is back

@@ -1,4 +1,4 @@
-"""Tiny real models on disk, with a real tokenizer, for the tests of this room."""
+"""Tiny real models on disk, with a real tokenizer, for the tests of service/models."""
 
 from __future__ import annotations
 

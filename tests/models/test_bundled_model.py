@@ -1,4 +1,4 @@
-"""The bundled model: converted by two processes at once, and then a model like any other."""
+"""The bundled model: converted by two processes at once, and loaded like any other model."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def bundled(with_draft: Callable[[str], Pair]) -> Loaded:
     return with_draft("smollm2-135m-draft").target
 
 
-def test_two_processes_at_once_make_it_once(conversion: Conversion) -> None:
+def test_two_processes_at_once_convert_the_model_once(conversion: Conversion) -> None:
     assert {answer["folder"] for answer in conversion.answers} == {str(conversion.home / "models" / "smollm2-135m")}
     assert sum(len(answer["steps"]) for answer in conversion.answers) == 1
     assert conversion.answers[0]["files"] == conversion.answers[1]["files"]
@@ -88,7 +88,7 @@ def test_two_processes_at_once_make_it_once(conversion: Conversion) -> None:
 
 @pytest.mark.parametrize("step", [48, pytest.param(1, marks=pytest.mark.nightly)])
 def test_nothing_is_lost_in_conversion(conversion: Conversion, step: int) -> None:
-    """step: of so many rows of a weight, one."""
+    """step: one of this many rows of a weight is compared."""
     gguf = catalog._bundled_gguf()
     assert gguf is not None
     stored = load_arrays(gguf)
@@ -112,7 +112,7 @@ def test_it_answers_in_english(bundled: Loaded) -> None:
     assert "Paris" in answer
 
 
-def test_its_tokenizer_is_the_one_it_was_trained_with(bundled: Loaded) -> None:
+def test_a_bundled_models_tokenizer_is_the_trained_one(bundled: Loaded) -> None:
     encoder = TextEncoder(bundled.tokenizer)
     for text in ("Hello wörld 2024!\n\n  def f(x):\n\treturn x", "日本語 🎉", "it's <|im_end|> done"):
         tokens = encoder.encode_text(text)
@@ -162,7 +162,7 @@ def test_the_shipped_draft_is_assembled_once_and_again_when_it_changes(conversio
 
 
 @pytest.mark.parametrize("name", ["smollm2-135m-draft", "smollm2-135m-eagle"])
-def test_what_ships_guesses_well_and_leaves_the_text_alone(with_draft: Callable[[str], Pair], name: str) -> None:
+def test_shipped_drafts_are_accepted_often_and_keep_the_output(with_draft: Callable[[str], Pair], name: str) -> None:
     pair = with_draft(name)
     assert pair.draft is not None
     asked = TextEncoder(pair.target.tokenizer).encode_chat([{"role": "user", "content": "Count from one to twenty."}])

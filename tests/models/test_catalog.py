@@ -1,4 +1,4 @@
-"""Names to folders."""
+"""Model names are resolved to folders."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MakeModel = Callable[..., Path]
 
 
 def _ship(data: Path, model: Path) -> Path:
-    """What a release carries for a draft: everything of `model` but its embeddings."""
+    """A shipped draft: all weights of `model` except its embeddings."""
     folder = data / "smollm2-135m-draft"
     folder.mkdir(parents=True)
     weights = load_arrays(model / "model.safetensors")
@@ -99,7 +99,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["no-such-model", "./nowhere", "/no/such/folder", "a/b/c"])
-def test_an_unknown_name_is_refused_with_what_there_is(tmp_path: Path, name: str) -> None:
+def test_an_unknown_name_is_refused_with_the_known_ones(tmp_path: Path, name: str) -> None:
     with pytest.raises(ModelError, match="smollm2-135m"):
         catalog.resolve(name, tmp_path)
 
@@ -109,7 +109,7 @@ def test_a_revision_of_a_bundled_model_is_refused(tmp_path: Path) -> None:
         catalog.resolve("smollm2-135m", tmp_path, revision="main")
 
 
-def test_a_hub_name_comes_from_the_hubs_cache_and_says_when_it_cannot(tmp_path: Path) -> None:
+def test_a_hub_name_is_read_from_the_hubs_cache_or_refused(tmp_path: Path) -> None:
     """In a child process, since the hub's client reads its environment at import."""
     commit = "0123456789abcdef0123456789abcdef01234567"
     repository = tmp_path / "models--someone--model"
@@ -140,8 +140,8 @@ except ModelError as error:
     assert "local folder" in error
 
 
-def test_without_the_package_the_message_says_how_to_get_it(tmp_path: Path) -> None:
-    """In an interpreter where nothing of that name can be found."""
+def test_without_the_package_the_message_names_how_to_install_it(tmp_path: Path) -> None:
+    """In an interpreter in which the package cannot be found."""
     code = """
 import sys
 from pathlib import Path

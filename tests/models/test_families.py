@@ -1,4 +1,4 @@
-"""Every architecture mlx-lm ships: in ragged rows and past its window the tokens mlx-lm decodes, or refused by name."""
+"""Every architecture mlx-lm ships: the same tokens as mlx-lm in ragged batches and past its window, or refused by name."""
 
 import contextlib
 import importlib
@@ -21,22 +21,22 @@ from service.engine.probe import check_rows
 from service.engine.state import StateLayer
 from service.models.pair import check_cache
 from tests.support.batches import decode
-from tests.support.families import IDENTICAL, METAL, NOT_BUILT, RECURRENT, REFUSED, V, build, family_of, likeness
-from tests.support.oracle import forced, relative, tiny_llama
+from tests.support.families import IDENTICAL, METAL, NOT_BUILT, RECURRENT, REFUSED, V, build, family_of, noisy_draft
+from tests.support.oracle import forced, noisy_copy, tiny_llama
 
 TOKENS, CONTROLLED_TOKENS, FULL = 8, 20, 48
 """Tokens decoded every day, of the families below, and nightly."""
 CONTROLLED = ("llama", "gemma3_text", "lfm2")
-"""One family for each kind of cache (whole, sliding window, recurrent): there the comparison is shown to see what it must."""
+"""One family for each kind of cache (whole, sliding window, recurrent): for these the comparison is shown to detect faults."""
 PROMPTS = (tuple(range(5, 90, 4)), tuple(range(11, 38, 3)), (60,))
-"""Longer than the window, outgrowing it, and a single token."""
+"""Longer than the window, growing past it, and a single token."""
 
 ordinary_mask = RowLayer.make_mask
 
 
 @cache
 def installed() -> frozenset[str]:
-    """Modules of mlx-lm that define a model, and those that cannot be imported to find out."""
+    """Modules of mlx-lm that define a model, and those that cannot be imported."""
     found: set[str] = set()
     for module in pkgutil.iter_modules(mlx_lm.models.__path__):
         try:
@@ -69,11 +69,11 @@ def without_window(layer: RowLayer, N: int, return_array: bool = False, window_s
 
 
 def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) -> None:
-    """The same tokens; controls: the comparison sees a sliding window that is not kept, and a state that is not rolled back.
+    """The same tokens; controls: the comparison detects a missing sliding window, and a state that is not rolled back.
     Without them mlx-lm reads the engine's text in one call, where that is the same arithmetic as a call for each token."""
     target = build(name, needs)
     start(target)
-    draft, prefix = likeness(name, needs, target), PrefixCache(2**24)
+    draft, prefix = noisy_draft(name, needs, target), PrefixCache(2**24)
     rows = decode(target, draft, asked(tokens), k=3, vocabulary=V, prefix=prefix)
     expected = [
         by_mlx_lm(target, row.prompt.tokens, tokens)
@@ -87,11 +87,11 @@ def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) ->
     assert 0 < accepted < drafted, "accepting or rolling back was not tested"
     if not controls:
         return
-    said = tokens - 8
-    chat = Prompt((*PROMPTS[0], *expected[0][:said]), Sampling(max_tokens=tokens - said))
+    length = tokens - 8
+    chat = Prompt((*PROMPTS[0], *expected[0][:length]), Sampling(max_tokens=tokens - length))
     (later,) = decode(target, draft, [chat], k=3, vocabulary=V, prefix=prefix)
     recurrent = bool(RowCache(target, 1).states)
-    assert (later.reused == 0) == recurrent and later.output == expected[0][said:]
+    assert (later.reused == 0) == recurrent and later.output == expected[0][length:]
     if any(isinstance(layer, RotatingKVCache) for layer in make_prompt_cache(target)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RowLayer, "make_mask", without_window)
@@ -103,7 +103,7 @@ def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) ->
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StateLayer, "rewind", lambda layer, counts: layer.settle())
             blind = decode(target, draft, asked(tokens), k=3, vocabulary=V)
-            assert [row.output for row in blind] != expected, "what was rejected left no trace"
+            assert [row.output for row in blind] != expected, "rejected tokens leave no trace"
             with pytest.raises(PairError, match="gives other results in a batch than alone"):
                 start(target)
 
@@ -137,7 +137,7 @@ def test_is_refused_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", METAL)
 def test_without_metal_its_kernels_are_named(name: str) -> None:
-    """With Metal, identical and refused are both in order: which of them was not looked at yet."""
+    """With Metal both identical and refused are accepted; which applies has not been checked yet."""
     if mx.metal.is_available():
         with contextlib.suppress(PairError):
             compare(name, METAL[name], FULL, controls=True)
@@ -147,7 +147,7 @@ def test_without_metal_its_kernels_are_named(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NOT_BUILT)
-def test_what_cannot_be_built_still_cannot(name: str) -> None:
+def test_models_that_cannot_be_built_still_cannot(name: str) -> None:
     with pytest.raises(SystemExit):
         importlib.import_module(f"mlx_lm.models.{name}")
 
@@ -160,7 +160,7 @@ def test_the_draft_may_be_of_another_family() -> None:
 
 def test_quantised_weights_decode_as_mlx_lm_does() -> None:
     target = tiny_llama(0, hidden=64)
-    draft = relative(target, 1, 0.2)
+    draft = noisy_copy(target, 1, 0.2)
     for model in (target, draft):
         nn.quantize(model, group_size=32, bits=4)
         assert isinstance(model.layers[0].self_attn.q_proj, nn.QuantizedLinear)

@@ -1,4 +1,4 @@
-"""Fingerprints change with the content and with nothing else."""
+"""Fingerprints depend only on the content."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_vocabulary_is_its_map_not_its_size_or_order() -> None:
     assert vocabulary_fingerprint({"a": 0, "b": 1}) != vocabulary_fingerprint({"a": 1, "b": 0})
 
 
-def test_what_is_not_there_is_said(tmp_path: Path) -> None:
+def test_missing_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"config\.json"):
         model_fingerprint(tmp_path)
     (tmp_path / "config.json").write_text("{}")

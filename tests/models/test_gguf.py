@@ -1,4 +1,4 @@
-"""Small GGUF files written by the test: what is read back computes what the original computed."""
+"""Small GGUF files written by the test: the loaded model computes the same as the original."""
 
 from __future__ import annotations
 

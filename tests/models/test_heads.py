@@ -1,4 +1,4 @@
-"""A model in two parts computes what the whole computes, or is not split."""
+"""A model split into body and head computes the same as the whole, or is not split."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def _name(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("config", _WHOLE, ids=_name)
-def test_the_parts_compute_what_the_model_computes(build_family: Build, config: dict[str, Any]) -> None:
+def test_body_and_head_compute_what_the_model_computes(build_family: Build, config: dict[str, Any]) -> None:
     model = build_family(_COMMON | config)
     parts = split(model)
     assert parts is not None
@@ -86,21 +86,21 @@ def test_layers_replaced_later_are_the_ones_that_run(build_family: Build) -> Non
 
 @pytest.mark.parametrize("config", [*_WHOLE, *_MORE], ids=_name)
 @pytest.mark.parametrize("bits", [None, 4])
-def test_a_cut_head_says_the_same_of_the_tokens_it_keeps(
+def test_a_reduced_head_gives_the_same_logits_for_its_ids(
     build_family: Build, config: dict[str, Any], bits: int | None
 ) -> None:
     model = build_family(_COMMON | config | {"intermediate_size": 64})
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)
-    tokens, kept = mx.array([[7, 8, 9, 10, 11], [3, 2, 1, 0, 5]]), [40, 3, 63, 0, 17]
-    others = mx.array([i for i in range(64) if i not in kept])
+    tokens, reduced = mx.array([[7, 8, 9, 10, 11], [3, 2, 1, 0, 5]]), [40, 3, 63, 0, 17]
+    others = mx.array([i for i in range(64) if i not in reduced])
     before = model(tokens)
     cut(model, [9, 8])
-    cut(model, kept)
+    cut(model, reduced)
     after = model(tokens)
     assert after.shape == before.shape
-    assert mx.allclose(after[..., mx.array(kept)], before[..., mx.array(kept)], rtol=1e-4, atol=1e-5)
-    assert (after[..., others].max() < after[..., mx.array(kept)].min() - 10).item()
+    assert mx.allclose(after[..., mx.array(reduced)], before[..., mx.array(reduced)], rtol=1e-4, atol=1e-5)
+    assert (after[..., others].max() < after[..., mx.array(reduced)].min() - 10).item()
     if (parts := split(model)) is not None:
         assert mx.array_equal(parts[1](parts[0](tokens, None)), after)
     uncut(model)
@@ -115,25 +115,25 @@ def test_each_row_of_a_batch_may_be_given_further_tokens(
     model = build_family(_COMMON | config | {"intermediate_size": 64})
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)
-    tokens, kept = mx.array([[7, 8, 9], [3, 2, 1]]), [40, 3, 63]
+    tokens, reduced = mx.array([[7, 8, 9], [3, 2, 1]]), [40, 3, 63]
     whole = model(tokens)
-    cut(model, kept)
+    cut(model, reduced)
     alone = model(tokens)
     head = cut_head(model)
-    assert head is not None and head.keeps.nonzero()[0].tolist() == sorted(kept)
-    # Doubles, and an id that is kept anyway, as in a list that was filled up.
+    assert head is not None and head.keeps.nonzero()[0].tolist() == sorted(reduced)
+    # Duplicates, and an id of the reduced vocabulary, as in a padded list.
     also = [[5, 9, 3], [20, 20, 3]]
     head.also(mx.array(also))
     given = model(tokens)
     head.also(None)
     for row, ids in enumerate(also):
-        here = mx.array(sorted({*kept, *ids}))
-        others = mx.array([i for i in range(64) if i not in {*kept, *ids}])
+        here = mx.array(sorted({*reduced, *ids}))
+        others = mx.array([i for i in range(64) if i not in {*reduced, *ids}])
         assert mx.allclose(given[row][:, here], whole[row][:, here], rtol=1e-4, atol=1e-5)
         assert mx.array_equal(given[row][:, others], alone[row][:, others])
     assert mx.array_equal(model(tokens), alone)
     with opened(model) as keeps:
-        assert keeps is not None and keeps.sum() == len(kept)
+        assert keeps is not None and keeps.sum() == len(reduced)
         assert mx.array_equal(model(tokens), whole)
     assert mx.array_equal(model(tokens), alone)
 
@@ -150,7 +150,7 @@ def test_a_head_with_a_bias_gives_further_tokens_theirs() -> None:
     assert mx.isinf(got[0, :, 19]).all()
 
 
-def test_a_whole_head_has_nothing_to_open(build_family: Build) -> None:
+def test_a_full_head_needs_no_extra_ids(build_family: Build) -> None:
     model = build_family(_COMMON | {"model_type": "llama"})
     assert cut_head(model) is None
     with opened(model) as keeps:

@@ -1,4 +1,4 @@
-"""What doctor reports."""
+"""The machine as `redraft doctor` reports it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from service.models import machine as machine_module
 from service.models.machine import examine, outdated
 from service.models.pair import load_model
 from service.models.weights import bytes_in_memory
-from tests.support.foreign import foreign_folder, imported
+from tests.support.other_package import folder_with_other_package, imported
 from tests.support.typed import leaves
 
 MakeModel = Callable[..., Path]
@@ -71,8 +71,10 @@ def test_a_model_that_cannot_be_found_is_a_problem(
     assert len(found) == 2
 
 
-def test_it_measures_from_a_folder_with_a_package_of_our_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(foreign_folder(tmp_path))
+def test_it_measures_from_a_folder_with_another_service_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder_with_other_package(tmp_path))
     assert examine(tmp_path / "home").device is not None
     assert not imported(tmp_path)
 
@@ -107,12 +109,12 @@ print(json.dumps(dataclasses.asdict(examine(Path(sys.argv[1])))))
 def test_old_versions_are_named(versions: dict[str, str], named: list[str]) -> None:
     found = outdated(versions)
     assert len(found) == len(named)
-    assert all(said.startswith(name) for said, name in zip(found, named, strict=True))
+    assert all(line.startswith(name) for line, name in zip(found, named, strict=True))
 
 
 @pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="weights are widened on the CPU only")
 @pytest.mark.parametrize("bits", [None, 4])
-def test_the_memory_a_model_needs_is_what_it_takes(make_model: MakeModel, bits: int | None) -> None:
+def test_the_estimated_memory_equals_the_memory_used(make_model: MakeModel, bits: int | None) -> None:
     folder = make_model("m", bits=bits)
     parameters = leaves(load_model(folder).model.parameters())
     assert bytes_in_memory(folder, widen=True) == sum(value.nbytes for _, value in parameters)

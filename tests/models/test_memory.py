@@ -1,4 +1,4 @@
-"""Free memory, as this system counts it and as a control group limits it."""
+"""Free memory of the system and of a control group."""
 
 from pathlib import Path
 
@@ -16,8 +16,8 @@ def group(folder: Path, limit: str, used: int, cached: int) -> Path:
     return folder
 
 
-def test_what_is_in_use_is_not_free(tmp_path: Path) -> None:
-    """On every system: where it is not asked, all of the memory would pass for free."""
+def test_memory_in_use_is_not_free(tmp_path: Path) -> None:
+    """Every system is supported; otherwise all memory would count as free."""
     before = free_bytes(tmp_path / "no group")
     assert 2**28 < before < total_bytes()
     taken = mx.ones((2**26,), dtype=mx.float32)
@@ -30,11 +30,11 @@ def test_what_is_in_use_is_not_free(tmp_path: Path) -> None:
     [("5000", 1000, 0, 4000), ("5000", 1000, 600, 4600), ("5000", 6000, 0, 0)],
     ids=["room left", "cached files can be given up", "over its limit"],
 )
-def test_a_control_group_has_what_its_limit_leaves(
+def test_free_memory_of_a_control_group_respects_its_limit(
     tmp_path: Path, limit: str, used: int, cached: int, expected: int
 ) -> None:
     assert free_bytes(group(tmp_path, limit, used, cached)) == expected
 
 
-def test_a_group_without_a_limit_has_what_the_system_has(tmp_path: Path) -> None:
+def test_a_group_without_a_limit_has_the_systems_free_memory(tmp_path: Path) -> None:
     assert free_bytes(group(tmp_path, "max", 1000, 0)) > 2**28

@@ -1,4 +1,4 @@
-"""Pairs of tiny models: what belongs together, what is refused and why."""
+"""Pairs of tiny models: which are served, and which are refused and why."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_draft_may_be_recurrent(make_model: MakeModel) -> None:
 
 
 class _Custom(nn.Module):
-    """A family in miniature: its caches and its call are what the test says."""
+    """A minimal model family; the test sets its caches and its call."""
 
     model_type = "custom"
 
@@ -150,7 +150,7 @@ class _Stateless(_Custom):
 
 
 class _OwnCache(KVCache):
-    """Looks like a KVCache, may do anything."""
+    """A subclass of KVCache, which may behave differently."""
 
 
 def test_attention_and_states_are_accepted() -> None:
@@ -176,7 +176,7 @@ def test_anything_else_is_refused_by_name(model: nn.Module, named: str) -> None:
         check_cache(model, "target")
 
 
-def test_what_mlx_lm_cannot_load_says_where_and_why(make_model: MakeModel) -> None:
+def test_a_model_mlx_lm_cannot_load_names_place_and_reason(make_model: MakeModel) -> None:
     folder = make_model("m")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"model_type": "no_such_family"}))

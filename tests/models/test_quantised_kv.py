@@ -1,4 +1,4 @@
-"""Keys and values are kept as computed: whoever asks for quantised ones is told so by name, wherever it can be asked."""
+"""Quantised keys and values are refused by name, wherever they can be requested."""
 
 import json
 from collections.abc import Callable

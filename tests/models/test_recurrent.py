@@ -1,4 +1,4 @@
-"""Recurrent layers in a batch: rows join, leave, keep some of a proposal, and still say what the target says alone."""
+"""Recurrent layers in a batch: rows join, leave and accept part of a proposal, and outputs stay the target's own."""
 
 import random
 from collections.abc import Sequence
@@ -19,12 +19,12 @@ from service.engine.length import Choice, DraftLength, Match
 from service.engine.row import Row
 from service.engine.state import StateLayer
 from tests.support.batches import decode, serve
-from tests.support.families import RECURRENT, V, build, likeness
+from tests.support.families import RECURRENT, V, build, noisy_draft
 from tests.support.oracle import naive, tiny_llama
 
 EOS = frozenset({3})
 KINDS = ("lfm2", "granitemoehybrid", "falcon_h1", "jamba", "qwen3_5", "rwkv7")
-"""Convolutions alone; Mamba-2; beside attention in one layer; Mamba, a delta rule, and two modules on one state."""
+"""Convolutions alone; Mamba-2; next to attention in one layer; Mamba, a delta rule, and two modules on one state."""
 
 
 @cache
@@ -34,7 +34,7 @@ def target(name: str) -> nn.Module:
 
 @cache
 def draft(name: str, kind: str) -> nn.Module:
-    return tiny_llama(1, vocabulary=V) if kind == "attention" else likeness(name, RECURRENT[name], target(name))
+    return tiny_llama(1, vocabulary=V) if kind == "attention" else noisy_draft(name, RECURRENT[name], target(name))
 
 
 def asked(rng: random.Random, greedy: bool, count: int) -> list[Prompt]:
@@ -50,7 +50,7 @@ def asked(rng: random.Random, greedy: bool, count: int) -> list[Prompt]:
 @pytest.mark.parametrize(
     ("name", "k", "greedy"),
     [
-        # Every day each kind once, and one kind at every draft length.
+        # The daily tests cover each kind once, and one kind at every draft length.
         pytest.param(
             name,
             k,
@@ -78,8 +78,8 @@ def test_rows_come_and_go(name: str, k: int, greedy: bool) -> None:
     assert [row.output for row in rows] == [naive(target(name), p.tokens, p.sampling, EOS) for p in prompts]
 
 
-class Whims(DraftLength):
-    """Chooses by lot what to propose."""
+class RandomLength(DraftLength):
+    """Random draft lengths."""
 
     def __init__(self, seed: int) -> None:
         cost = {1: 1.0, 2: 1.0}
@@ -117,12 +117,12 @@ class Whims(DraftLength):
     ],
 )
 def test_lengths_and_sources_may_change_every_round(name: str, kind: str, count: int, tokens: int) -> None:
-    rng, whims = random.Random(kind), Whims(1)
+    rng, lengths = random.Random(kind), RandomLength(1)
     prompts = [Prompt(p.tokens * 3, Sampling(max_tokens=tokens)) for p in asked(rng, True, count)]
     decoder = Decoder(
         target(name), Draft(0, draft(name, kind)), vocabulary=V, k=4, prefill_chunk=7, adaptive=True, lookup=4
     )
-    decoder.length = whims
+    decoder.length = lengths
     rows = serve(decoder, prompts, max_rows=3, seed=1)
     assert [row.output for row in rows] == [naive(target(name), p.tokens, p.sampling) for p in prompts]
     assert len({(round.drafted, round.source) for row in rows for round in row.rounds}) > 4
@@ -133,8 +133,8 @@ def logits(model: nn.Module, tokens: list[int]) -> mx.array:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_a_draft_is_taken_back_over_several_calls(name: str) -> None:
-    """As when it drafted four tokens one by one and the target kept two."""
+def test_a_proposal_is_rolled_back_over_several_calls(name: str) -> None:
+    """As after four draft steps of which the target accepted two tokens."""
     model = target(name)
     held = RowCache(model, 2)
     model(mx.array([[5, 6, 7], [8, 9, 0]]), cache=held.layers)
@@ -149,7 +149,7 @@ def test_a_draft_is_taken_back_over_several_calls(name: str) -> None:
         assert mx.allclose(ours[row, -1], expected, rtol=1e-3, atol=1e-4).item()
 
 
-def test_what_was_settled_is_not_taken_back() -> None:
+def test_a_committed_state_is_not_rolled_back() -> None:
     held = RowCache(target("lfm2"), 1)
     target("lfm2")(mx.array([[5, 6, 7]]), cache=held.layers)
     held.settle([3])
@@ -185,7 +185,7 @@ def test_noting_changes_no_name_array_or_result() -> None:
 
 
 def test_calls_are_not_held_beyond_a_round() -> None:
-    """What a layer was given is kept until the round is decided, not for as long as the row lives."""
+    """A layer's inputs are kept until the round is verified, not for the life of the row."""
     decoder = Decoder(target("lfm2"), Draft(0, draft("lfm2", "alike")), vocabulary=V, k=3)
     decoder.admit(Row("0", Prompt((5, 6, 7), Sampling(max_tokens=12)), EOS, None))
     states: list[StateLayer] = decoder.cache.states

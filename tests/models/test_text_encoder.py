@@ -30,14 +30,14 @@ def test_messages_need_a_chat_template(make_model: MakeModel) -> None:
     assert caught.value.field == "messages"
 
 
-def test_what_the_template_refuses_is_a_bad_request(make_model: MakeModel) -> None:
+def test_messages_that_the_template_refuses_are_a_bad_request(make_model: MakeModel) -> None:
     encoder = TextEncoder(load_tokenizer(make_model("m")))
     with pytest.raises(BadRequest, match="unknown role") as caught:
         encoder.encode_chat([{"role": "wizard", "content": "hi"}])
     assert caught.value.field == "messages"
 
 
-def test_many_threads_get_what_one_gets(make_model: MakeModel) -> None:
+def test_many_threads_get_the_same_as_one(make_model: MakeModel) -> None:
     encoder = TextEncoder(load_tokenizer(make_model("m")))
     chats = [[{"role": "user", "content": f"question {number} " * (number % 7 + 1)}] for number in range(200)]
     alone = [encoder.encode_chat(chat) for chat in chats]
@@ -46,7 +46,7 @@ def test_many_threads_get_what_one_gets(make_model: MakeModel) -> None:
     assert together == alone
 
 
-# ------------------------------------------------------------------------------------------ how much text a token may be
+# ------------------------------------------------------------------------------------------------------- bytes per token
 
 
 def wrapped(tokenizer: Tokenizer) -> TokenizerWrapper:
@@ -75,7 +75,7 @@ def sentence_piece(*, byte_fallback: bool) -> Tokenizer:
     return tokenizer
 
 
-def test_the_longest_token_bounds_what_fits() -> None:
+def test_the_longest_token_sets_the_bytes_per_token() -> None:
     assert bytes_per_token(wrapped(byte_level("\u0120\u0120", "abc"))) == 3
     special = byte_level("abc")
     special.add_special_tokens([AddedToken("<|end|>", special=True)])

@@ -1,4 +1,4 @@
-"""The list of tokens a draft may propose."""
+"""The reduced vocabulary: the ids that a draft may propose."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
 
 
-def test_what_is_written_is_read_in_its_order(tmp_path: Path) -> None:
+def test_a_written_vocabulary_is_read_in_order(tmp_path: Path) -> None:
     assert vocabulary.read(tmp_path) is None
     vocabulary.write([9, 2, 70000, 0], tmp_path)
     assert vocabulary.read(tmp_path) == [9, 2, 70000, 0]
@@ -46,13 +46,13 @@ def test_ranked_by_frequency_then_by_id() -> None:
     assert vocabulary.ranked([[5, 5, 3], [3, 5]], always=[7, 1], width=8) == [7, 1, 5, 3, 0, 2, 4, 6]
 
 
-def test_adapted_to_what_the_log_shows_at_the_same_size() -> None:
+def test_a_vocabulary_is_adapted_to_the_log_at_the_same_size() -> None:
     found = vocabulary.adapted([0, 1, 2, 3, 4], [[9, 9, 3], [8]], always=[1])
     assert found == [1, 9, 3, 8, 0]
     assert vocabulary.adapted([4, 2], [], always=[2]) == [2, 4]
 
 
-def test_the_own_tokens_of_a_row_are_its_latest_distinct_ones_outside_the_list() -> None:
+def test_extra_ids_are_a_rows_latest_distinct_ids_outside_the_vocabulary() -> None:
     keeps = np.zeros(2000, dtype=np.bool_)
     keeps[[4, 6]] = True
     found = vocabulary.own([[9, 4, 8, 9, 6, 7], [4, 6], list(range(1000, 2000))], keeps)
@@ -62,5 +62,5 @@ def test_the_own_tokens_of_a_row_are_its_latest_distinct_ones_outside_the_list()
     assert found[2].tolist() == list(range(1999, 1999 - vocabulary.OWN, -1))
 
 
-def test_rows_without_own_tokens_are_still_an_array() -> None:
+def test_rows_without_extra_ids_are_still_an_array() -> None:
     assert vocabulary.own([[0, 1]], np.ones(3, dtype=np.bool_)).tolist() == [[0] * 16]

@@ -1,4 +1,4 @@
-"""What processes end with: commands that ask a server, and the server itself when it is asked to end while it answers."""
+"""Exit statuses: of commands that call a server, and of the server when it is stopped while it answers."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 
 from service.engine.decoder import Decoder, RoundReport
 from service.evaluation.server import LocalServer
-from tests.support.tiny_server import prompts, say, server_here, tiny_server, write_pair
+from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
 
 
 def redraft(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -46,7 +46,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, pair: tuple[Path, Path]) ->
 
 @pytest.fixture
 def served(shared: LocalServer) -> LocalServer:
-    """A server that runs, though a test before may have ended it."""
+    """A running server; restarted if an earlier test stopped it."""
     assert shared._process is not None
     if shared._process.poll() is not None:
         shared.start()
@@ -58,7 +58,7 @@ def served(shared: LocalServer) -> LocalServer:
 
 def test_train_fails_when_its_run_does(served: LocalServer) -> None:
     for line in prompts(4):
-        say(served, line.prompt)
+        generate(served, line.prompt)
     done = redraft("train", "--url", served.url)
     assert done.returncode == 1
     assert done.stdout == ""
@@ -83,14 +83,14 @@ def test_doctor_fails_where_nothing_can_be_served(tmp_path: Path) -> None:
 
 
 class Stream:
-    """One streamed answer, read as far as it was asked for."""
+    """One streamed answer, read step by step."""
 
     def __init__(self, events: Iterator[str]) -> None:
         self._events = events
         self.tokens = 0
 
     def read(self, until: Callable[[dict[str, object]], bool]) -> dict[str, object]:
-        """Events up to the first that is as wanted, an error's or the last one's among them."""
+        """Events up to the first that matches, including error events and the last one."""
         for text in self._events:
             if not text.startswith("data: {"):
                 continue
@@ -103,7 +103,7 @@ class Stream:
 
 @contextmanager
 def streaming(server: LocalServer, max_tokens: int) -> Generator[Stream]:
-    # With this seed 500 tokens come before the end token.
+    # With this seed the end token comes after 500 tokens.
     asked = {"prompt": "abcdefgh", "max_tokens": max_tokens, "stream": True, "temperature": 1.5, "seed": 11}
     with httpx.stream("POST", f"{server.url}/generate", json=asked, timeout=60.0) as answer:
         assert answer.status_code == 200
@@ -111,7 +111,7 @@ def streaming(server: LocalServer, max_tokens: int) -> Generator[Stream]:
 
 
 def test_a_running_answer_is_finished_before_the_server_ends(served: LocalServer) -> None:
-    """Meanwhile new requests are refused by an answer, not by a closed port."""
+    """Meanwhile new requests are refused with a response, not with a closed port."""
     assert served._process is not None
     try:
         with streaming(served, 1500) as stream:
@@ -138,7 +138,7 @@ def test_an_answer_that_takes_too_long_is_ended_with_an_error(
         return decode(decoder, coming)
 
     monkeypatch.setattr(Decoder, "round", slow)
-    server = server_here(tmp_path, pair, server={"drain_seconds": 0.2})
+    server = in_process_server(tmp_path, pair, server={"drain_seconds": 0.2})
     server.start()
     try:
         with streaming(server, 2000) as stream:

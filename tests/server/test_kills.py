@@ -1,4 +1,4 @@
-"""kill -9 at random moments, of the server and of the training child: what was acknowledged is there, and it serves again."""
+"""kill -9 of the server and of the training child at random moments: acknowledged data survives, and the server restarts."""
 
 import os
 import random
@@ -16,12 +16,12 @@ from service.evaluation.server import LocalServer
 from service.store.adapters import Adapters
 from service.store.database import Database, integrity
 from service.store.runs import Runs
-from tests.support.tiny_server import prompts, say, tiny_server, write_pair
+from tests.support.tiny_server import generate, prompts, tiny_server, write_pair
 
 SETTLED_SECONDS = 1.0
-"""An answer that a client has had for so long is in the database, whatever happens next."""
+"""Seconds after which an answer that a client has received must survive a kill."""
 KILLS = 10
-"""Of either kind, in the nightly tests."""
+"""Kills of each kind in the nightly tests."""
 
 
 def children(pid: int) -> set[int]:
@@ -35,7 +35,7 @@ def process_id(server: LocalServer) -> int:
 
 
 def check_rows(server: LocalServer, stored: set[str]) -> None:
-    """The database of a dead server: whole, legal, and with every generation named in `stored`."""
+    """Check the database of a dead server: intact, consistent, and with every generation in `stored`."""
     database = Database(f"sqlite:///{server.folder / 'redraft.db'}")
     try:
         assert integrity(database) == "ok"
@@ -51,13 +51,13 @@ def check_rows(server: LocalServer, stored: set[str]) -> None:
 
 
 def generation_ids(server: LocalServer) -> set[str]:
-    """Ids of the generations that are committed, read as another process reads them."""
+    """Ids of the committed generations, read over a second connection."""
     with sqlite3.connect(f"file:{server.folder / 'redraft.db'}?mode=ro", uri=True) as connection:
         return {row[0] for row in connection.execute("SELECT id FROM generations")}
 
 
 def over(server: LocalServer, run: int) -> RunState:
-    """How the run ended."""
+    """Wait for the run to end; returns its state."""
     end = time.monotonic() + 60
     while not (state := RunState(server.get(f"/train/{run}")["state"])).over:
         assert time.monotonic() < end, f"run {run} hangs in {state}"
@@ -66,30 +66,30 @@ def over(server: LocalServer, run: int) -> RunState:
 
 
 def train(server: LocalServer, seed: int) -> tuple[int, set[int]]:
-    """Start a run on new cases, for those under three crashes are put aside; its number, and the processes beside it."""
+    """Start a run on new cases, because cases of three crashes are quarantined. Returns its number and the other children."""
     known = len(generation_ids(server))
     lines = list(prompts(6, seed))
     for line in lines:
-        say(server, line.prompt)
+        generate(server, line.prompt)
     end = time.monotonic() + 60
     while len(generation_ids(server)) < known + len(lines):
-        assert time.monotonic() < end, "what was answered is not recorded"
+        assert time.monotonic() < end, "an answer was not recorded"
         time.sleep(0.05)
     before = children(process_id(server))
     return server.post("/train")["id"], before
 
 
 def meanwhile(server: LocalServer, before: set[int], seconds: float, child: bool) -> set[int]:
-    """Serve for some time, child: at least until the run has a process; the run's processes."""
+    """Serve for some time; with `child`, at least until the run has a process. Returns the run's processes."""
     end = time.monotonic() + seconds
     while time.monotonic() < end or (child and not children(process_id(server)) - before):
-        assert say(server, "meanwhile")["tokens"], "serving goes on while a run trains"
+        assert generate(server, "meanwhile")["tokens"], "serving goes on while a run trains"
         assert time.monotonic() < end + 60, "no child was started"
     return children(process_id(server)) - before
 
 
 def ended(pids: set[int]) -> None:
-    """Orphans end by themselves."""
+    """Check that orphaned children end."""
     processes: list[psutil.Process] = []
     for pid in pids:
         with suppress(psutil.NoSuchProcess):
@@ -99,10 +99,10 @@ def ended(pids: set[int]) -> None:
 
 
 def check_restart(server: LocalServer, settled: set[str]) -> None:
-    """It serves again after a kill, and its rows are in order."""
+    """Restart after a kill; the server serves and its rows are consistent."""
     server.start()
     try:
-        assert say(server, "still there")["finish_reason"] in {"stop", "length"}
+        assert generate(server, "still there")["finish_reason"] in {"stop", "length"}
         active = server.get("/adapters")["active"]
     finally:
         assert server.stop() == 0
@@ -117,7 +117,7 @@ def check_restart(server: LocalServer, settled: set[str]) -> None:
 
 
 def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> None:
-    """Either of them once, at a random moment of a run."""
+    """Each is killed once, at a random moment of a run."""
     server = tiny_server(tmp_path, write_pair(tmp_path), training={"epochs": 200})
     rng = random.Random(1)
     server.start()
@@ -126,16 +126,16 @@ def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> Non
         for pid in meanwhile(server, before, rng.uniform(0.0, 1.0), child=True):
             os.kill(pid, signal.SIGKILL)
         assert over(server, run) is RunState.CRASHED
-        assert say(server, "and after")["tokens"]
+        assert generate(server, "and after")["tokens"]
         assert server.request("GET", "/health/ready").status_code == 200
 
         run, before = train(server, 1)
         answered: list[tuple[float, str]] = []
-        # Equal texts are one row, which keeps the first one's id.
+        # Equal texts are stored once, under the first id.
         texts = iter(dict.fromkeys(f"later {line.prompt}" for line in prompts(10_000, 2)))
         end = time.monotonic() + SETTLED_SECONDS + rng.uniform(0.2, 1.0)
         while time.monotonic() < end or not children(process_id(server)) - before:
-            answered.append((time.monotonic(), say(server, next(texts))["id"]))
+            answered.append((time.monotonic(), generate(server, next(texts))["id"]))
             assert time.monotonic() < end + 60, "no child was started"
         orphans, committed, killed = children(process_id(server)), generation_ids(server), time.monotonic()
         os.kill(process_id(server), signal.SIGKILL)
@@ -158,15 +158,15 @@ def test_the_server_is_killed_at_random_moments(tmp_path: Path) -> None:
     try:
         for turn in range(KILLS):
             server.start()
-            # What was answered just before an earlier kill may be gone for good.
+            # Answers given just before an earlier kill may be lost.
             answered: list[tuple[float, str]] = []
             end = time.monotonic() + SETTLED_SECONDS + rng.uniform(0.2, 2.5)
             for line in prompts(10_000, seed=turn):
                 if line.prompt in asked:
                     continue  # equal texts are one row, which keeps the first one's id
                 asked.add(line.prompt)
-                answered.append((time.monotonic(), say(server, line.prompt)["id"]))
-                # The first kill comes while a run trains, so that there is a child to be left behind.
+                answered.append((time.monotonic(), generate(server, line.prompt)["id"]))
+                # The first kill comes during a run, so that a child is orphaned.
                 if time.monotonic() > end and (turn or children(process_id(server))):
                     break
                 assert time.monotonic() < end + 60, "no run was started"
@@ -193,12 +193,12 @@ def test_the_training_child_is_killed_at_random_moments(tmp_path: Path) -> None:
         states: list[RunState] = []
         for turn in range(KILLS):
             run, before = train(server, 100 + turn)
-            # The first kill meets a child for certain.
+            # The first kill always finds a child.
             for pid in meanwhile(server, before, rng.uniform(0.0, 2.0), child=not turn):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             states.append(over(server, run))
-            assert say(server, "and after")["tokens"]
+            assert generate(server, "and after")["tokens"]
         assert states[0] is RunState.CRASHED
         assert server.request("GET", "/health/ready").status_code == 200
     finally:

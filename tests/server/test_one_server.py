@@ -1,4 +1,4 @@
-"""Real server processes: one to a database, and training that makes way for requests between two ticks."""
+"""Real server processes: one per database, and training that pauses for requests between two ticks."""
 
 import os
 import signal
@@ -17,7 +17,7 @@ from service.core import DatabaseTaken, Unavailable
 from service.evaluation.server import LocalServer
 from service.settings import load_settings
 from service.store.lease import Lease, Owner
-from tests.support.tiny_server import prompts, say, server_here, tiny_server, write_pair
+from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
 
 LONG = {"epochs": 500, "tick_seconds": 600.0}
 
@@ -30,7 +30,7 @@ def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 def train(server: LocalServer) -> dict[str, Any]:
-    """Force a run, as soon as what was recorded is written."""
+    """Force a run once the recorded generations are written."""
     end = time.monotonic() + 30.0
     while True:
         try:
@@ -40,7 +40,7 @@ def train(server: LocalServer) -> dict[str, Any]:
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("make", [server_here, pytest.param(tiny_server, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("make", [in_process_server, pytest.param(tiny_server, marks=pytest.mark.nightly)])
 def test_a_second_server_on_the_same_database_is_refused(
     tmp_path: Path, make: Callable[[Path, tuple[Path, Path]], LocalServer]
 ) -> None:
@@ -53,7 +53,7 @@ def test_a_second_server_on_the_same_database_is_refused(
     first.start()
     try:
         for line in prompts(20):
-            say(first, line.prompt)
+            generate(first, line.prompt)
         run = train(first)
         assert first._process is not None
         pid = first._process.pid
@@ -62,7 +62,7 @@ def test_a_second_server_on_the_same_database_is_refused(
             second.start()
         now = first.get(f"/train/{run['id']}")
         assert now["state"] in {"claimed", "training"} and now["error"] is None, "its run goes on"
-        # Commands work beside a server, those that write too.
+        # Commands work while a server runs, including those that write.
         stats = CliRunner().invoke(app, ["cases", "stats", "--config", str(first.config)])
         assert stats.exit_code == 0 and "requests recorded" in stats.output
         stores = open_stores(load_settings(first.config))
@@ -72,10 +72,10 @@ def test_a_second_server_on_the_same_database_is_refused(
         os.kill(pid, signal.SIGKILL)
         first.stop()
         second.start()
-        assert say(second, "hello")["tokens"]
+        assert generate(second, "hello")["tokens"]
         assert second.get(f"/train/{run['id']}")["state"] == "crashed"
         assert second.stop() == 0
-        # A server that was stopped frees the database whoever comes next.
+        # A stopped server frees the database for the next one.
         stores = open_stores(load_settings(first.config))
         Lease(stores.database, Owner("elsewhere", "elsewhere", 1)).acquire()
         stores.close()
@@ -90,11 +90,11 @@ def test_requests_that_wait_pause_training_between_two_ticks(tmp_path: Path) -> 
     server.start()
     try:
         for line in prompts(10):
-            say(server, line.prompt)
+            generate(server, line.prompt)
         train(server)
         log = tmp_path / "home" / "training.log"
         with ThreadPoolExecutor(4) as clients:
-            answers = [clients.submit(say, server, "abc " * i, max_tokens=500) for i in range(1, 5)]
+            answers = [clients.submit(generate, server, "abc " * i, max_tokens=500) for i in range(1, 5)]
             until(lambda: " paused" in log.read_text())
             assert all(answer.result(120)["tokens"] for answer in answers)
         until(lambda: log.read_text().rstrip().endswith("resumed"))

@@ -1,4 +1,4 @@
-"""Many more clients than places: refusals are quick, because nothing is tokenised for them."""
+"""Many more clients than places: refusals are quick, because refused prompts are not tokenised."""
 
 import asyncio
 import json
@@ -15,7 +15,7 @@ import service.server
 from service.engine.decoder import Decoder, RoundReport
 from service.evaluation.server import LocalServer
 from service.models.text import TextEncoder
-from tests.support.tiny_server import server_here, tiny_server, write_pair
+from tests.support.tiny_server import in_process_server, tiny_server, write_pair
 
 WORDS = "the quick brown fox jumps over the lazy dog and runs away from what it has seen there "
 
@@ -33,7 +33,7 @@ def long_prompt(number: int, tokens: int) -> str:
 def test_only_what_is_admitted_is_tokenised(
     tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The engine decodes nothing until the last refusal has come: what is admitted is what there are places for."""
+    """The engine waits until the last refusal, so the number of admitted requests is the number of places."""
     tokenised: list[int] = []
     refusals = threading.Event()
 
@@ -63,7 +63,7 @@ def test_only_what_is_admitted_is_tokenised(
         async with httpx.AsyncClient(base_url=url, timeout=120.0, limits=httpx.Limits(max_connections=None)) as client:
             return await asyncio.gather(*(one(client, number) for number in range(24)))
 
-    server = server_here(tmp_path, pair, engine={"max_rows": 2, "max_waiting": 4})
+    server = in_process_server(tmp_path, pair, engine={"max_rows": 2, "max_waiting": 4})
     server.start()
     try:
         monkeypatch.setattr(Decoder, "round", held_back)
@@ -73,7 +73,7 @@ def test_only_what_is_admitted_is_tokenised(
         admitted = [answer for answer in answers if answer.status_code == 200]
         assert (len(admitted), len(refused)) == (6, 18)
         assert len(tokenised) == 6
-        # No token of this pair stands for more than the four bytes of "</s>": by its bytes this cannot fit.
+        # No token of this pair covers more than the four bytes of "</s>", so this prompt cannot fit.
         hopeless = server.request("POST", "/generate", {"prompt": "x" * (2048 * 4 + 1)})
         assert hopeless.status_code == 400 and "bytes" in hopeless.text
         assert len(tokenised) == 6
@@ -123,7 +123,7 @@ def report(title: str, answers: list[tuple[int, float]]) -> float:
 
 @pytest.mark.bench
 def test_refusals_take_at_most_100_ms(tmp_path: Path, pair: tuple[Path, Path]) -> None:
-    """4 rows, 12 places to wait, 160 clients: all in the same moment (five times), and once a second each."""
+    """4 rows, 12 waiting places and 160 clients: all at the same moment (five times), and each once a second."""
     server: LocalServer = tiny_server(tmp_path, pair, engine={"max_rows": 4, "max_waiting": 12})
     server.start()
 

@@ -1,4 +1,4 @@
-"""Minutes of traffic through the whole loop: nothing fails, nothing grows."""
+"""Minutes of traffic through the whole loop: no failures, and no growth of memory, files or threads."""
 
 import itertools
 import time
@@ -17,7 +17,7 @@ from tests.support.tiny_server import prompts, tiny_server, write_pair
 SECONDS = 300
 WARM_SECONDS = 60
 GROWTH_BYTES = 150 * 2**20
-"""What resident memory may grow by after the warm-up: the log, caches and replay fill within bounds."""
+"""Allowed growth of resident memory after the warm-up: the log, caches and replay buffer fill within bounds."""
 
 
 @pytest.mark.nightly
@@ -44,7 +44,7 @@ def test_minutes_of_traffic_leave_no_trace(tmp_path: Path) -> None:
         assert server.stop() == 0
     assert all(run["state"] in {"promoted", "rejected"} for run in runs), runs
     assert after[0] - before[0] < GROWTH_BYTES
-    # A child's pipes and the threads that read them come and go.
+    # A child's pipes and their reader threads come and go.
     assert after[1] <= before[1] + 8 and after[2] <= before[2] + 4
     answers = clients.answers
     assert len(answers) > 500 and not [answer.error for answer in answers if answer.error]

@@ -1,4 +1,4 @@
-"""HTTP answers from the first second: 503 with the stage while the models load, and an end in order at any moment."""
+"""Start-up: HTTP answers 503 with the stage while the models load, and a signal ends the server in order at any moment."""
 
 import os
 import signal
@@ -25,14 +25,14 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 def launch(server: LocalServer) -> subprocess.Popen[bytes]:
-    """The server's process, not waited for until it is ready. Its umask is the usual one."""
+    """Starts the server process without waiting until it is ready. Its umask is the default."""
     with server.log.open("ab") as log:
         return subprocess.Popen(server._command, stdout=log, stderr=log, umask=0o022)
 
 
 @pytest.fixture
 def client() -> Iterator[httpx.Client]:
-    """One for all calls: making one takes longer than most calls."""
+    """One client for all tests, because creating one is slow."""
     with httpx.Client(trust_env=False, timeout=PATIENCE) as client:
         yield client
 
@@ -51,7 +51,7 @@ def listening(client: httpx.Client, server: LocalServer, process: subprocess.Pop
 
 @pytest.fixture
 def stuck(tmp_path: Path, pair: tuple[Path, Path]) -> Iterator[tuple[LocalServer, subprocess.Popen[bytes]]]:
-    """A server that loads for ever: its target's weights are a pipe into which nobody writes."""
+    """A server that never finishes loading: the target's weights are a pipe that nobody writes to."""
     folder = tmp_path / "target"
     folder.mkdir()
     for file in pair[0].iterdir():
@@ -92,10 +92,10 @@ def test_every_route_answers_while_the_models_load_and_a_signal_ends_it(
     scraped = client.get(f"{server.url}/metrics")
     assert scraped.status_code == 200
     assert 'redraft:requests_refused_total{code="unavailable"} 1.0' in scraped.text.splitlines()
-    for foreign in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
+    for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
         for path in ("/health/live", "/metrics", "/train"):
-            assert client.post(f"{server.url}{path}", headers=foreign).status_code == 403
-    # A thread that loads cannot be stopped; the process ends in order all the same.
+            assert client.post(f"{server.url}{path}", headers=headers).status_code == 403
+    # The loading thread cannot be stopped, but the process still ends in order.
     process.send_signal(signal.SIGTERM)
     assert process.wait(PATIENCE) == 0, server.tail()
     log = server.log.read_text()
@@ -103,14 +103,14 @@ def test_every_route_answers_while_the_models_load_and_a_signal_ends_it(
     assert "Traceback" not in log
 
 
-def test_stages_go_by_in_order_and_what_is_recorded_is_said_and_private(
+def test_loading_stages_are_in_order_and_the_log_is_announced_and_private(
     tmp_path: Path, pair: tuple[Path, Path], client: httpx.Client
 ) -> None:
-    # Timing is what takes longest, with few calls to time as well.
+    # Timing takes longest, even with few calls to time.
     engine = {"adaptive": True, "max_rows": 1, "num_draft_tokens": 2, "num_lookup_tokens": 0}
     server = tiny_server(tmp_path, pair, engine=engine)
     home, database = tmp_path / "home", server.folder / "redraft.db"
-    # What an older release wrote, by the umask.
+    # A file with the permissions that an older release gave it.
     upgrade(f"sqlite:///{database}")
     (server.folder / "adapters").mkdir(mode=0o755)
     (home / "targets").mkdir(parents=True, mode=0o755)
@@ -133,13 +133,13 @@ def test_stages_go_by_in_order_and_what_is_recorded_is_said_and_private(
         assert stages[-1] == "timing"
         assert sorted(stages, key=STAGES.index) == stages
         assert client.post(f"{server.url}/generate", json={"prompt": "a", "max_tokens": 2}).status_code == 200
-        # The write-ahead log is there while the database is open.
+        # The write-ahead log exists while the database is open.
         for path in (database, database.with_name("redraft.db-wal"), database.with_name("redraft.db-shm")):
             assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
         for path in (server.folder / "adapters", home / "targets"):
             assert stat.S_IMODE(path.stat().st_mode) == 0o700, path
         assert stat.S_IMODE((home / "training.log").stat().st_mode) == 0o600
-        # And what it and its children are yet to write.
+        # The same for files that it and its children write later.
         if (status := Path(f"/proc/{process.pid}/status")).is_file():
             assert "Umask:\t0077" in status.read_text()
         process.send_signal(signal.SIGTERM)

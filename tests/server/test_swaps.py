@@ -1,4 +1,4 @@
-"""Swaps under eight streaming clients: nobody notices."""
+"""Adapter swaps under eight streaming clients: no error, no cut stream, and the target's own outputs."""
 
 import itertools
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from service.evaluation.traffic import Traffic
 from service.models.pair import load_model
 from service.models.text import TextEncoder
 from tests.support.oracle import naive
-from tests.support.tiny_server import prompts, register_adapters, say, server_here, tiny_server, write_pair
+from tests.support.tiny_server import generate, in_process_server, prompts, register_adapters, tiny_server, write_pair
 
 
 @pytest.mark.parametrize(
     ("make", "swaps", "checked"),
-    [(server_here, 6, 8), pytest.param(tiny_server, 50, 25, marks=pytest.mark.nightly)],
+    [(in_process_server, 6, 8), pytest.param(tiny_server, 50, 25, marks=pytest.mark.nightly)],
     ids=["6", "50-process"],
 )
-def test_swaps_under_eight_streams(
+def test_swaps_under_eight_streams_do_not_change_outputs(
     tmp_path: Path, make: Callable[[Path, tuple[Path, Path]], LocalServer], swaps: int, checked: int
 ) -> None:
     pair = write_pair(tmp_path)
@@ -56,12 +56,12 @@ def test_swaps_under_eight_streams(
 
 def test_unknown_adapters_change_nothing(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
-    server = server_here(tmp_path, pair)
+    server = in_process_server(tmp_path, pair)
     server.start()
     try:
         assert server.post("/adapters/0/activate")["active"] == 0
         with pytest.raises(Unavailable, match="404"):
             server.post("/adapters/99/activate")
-        assert say(server, "abc")["timings"]["adapters"] == [0]
+        assert generate(server, "abc")["timings"]["adapters"] == [0]
     finally:
         assert server.stop() == 0

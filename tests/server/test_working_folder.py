@@ -1,4 +1,4 @@
-"""Commands, server and training child, started from a folder that has a `service/` of its own: it is never imported."""
+"""Commands, server and training child, started in a folder with another `service` package, which is never imported."""
 
 import os
 import subprocess
@@ -10,16 +10,16 @@ import pytest
 
 from service.core import RunState
 from service.lifecycle.launcher import ProcessLauncher
-from tests.support.foreign import foreign_folder, imported
-from tests.support.tiny_server import prompts, say, tiny_server, write_pair
+from tests.support.other_package import folder_with_other_package, imported
+from tests.support.tiny_server import generate, prompts, tiny_server, write_pair
 
 SCRIPT = [str(Path(sys.executable).with_name("redraft"))]
 MODULE = [sys.executable, "-m", "service.cli"]
 
 
-def test_the_foreign_package_is_what_python_would_import(tmp_path: Path) -> None:
-    """The other tests prove nothing where it is not."""
-    done = subprocess.run(MODULE, cwd=foreign_folder(tmp_path), capture_output=True, text=True)
+def test_python_alone_would_import_the_other_package(tmp_path: Path) -> None:
+    """Otherwise the other tests would prove nothing."""
+    done = subprocess.run(MODULE, cwd=folder_with_other_package(tmp_path), capture_output=True, text=True)
     assert "the package of another project" in done.stderr
     assert imported(tmp_path)
 
@@ -32,7 +32,7 @@ def test_the_foreign_package_is_what_python_would_import(tmp_path: Path) -> None
 def test_commands_run_from_there(command: list[str], environment: dict[str, str], tmp_path: Path) -> None:
     done = subprocess.run(
         [*command, "models", "list"],
-        cwd=foreign_folder(tmp_path),
+        cwd=folder_with_other_package(tmp_path),
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -43,8 +43,8 @@ def test_commands_run_from_there(command: list[str], environment: dict[str, str]
     assert not imported(tmp_path)
 
 
-def test_the_training_child_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(foreign_folder(tmp_path))
+def test_the_training_child_imports_this_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder_with_other_package(tmp_path))
     process = ProcessLauncher(tmp_path / "training.log").launch({"kind": "nonsense"})
     try:
         end = time.monotonic() + 60
@@ -61,11 +61,11 @@ def test_the_training_child_is_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.nightly
 def test_a_server_started_from_there_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = tiny_server(tmp_path, write_pair(tmp_path))
-    monkeypatch.chdir(foreign_folder(tmp_path))
+    monkeypatch.chdir(folder_with_other_package(tmp_path))
     server.start()
     try:
         for line in prompts(8, seed=1):
-            say(server, line.prompt)
+            generate(server, line.prompt)
         run = server.post("/train")
         end = time.monotonic() + 120
         while not RunState((run := server.get(f"/train/{run['id']}"))["state"]).over:

@@ -11,7 +11,7 @@ from tests.support.store_rows import copy_of, url_of
 
 @pytest.fixture(scope="session")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty database made by the migrations; copying it is quicker than migrating again."""
+    """An empty migrated database, which is copied because migrating again is slower."""
     path = tmp_path_factory.mktemp("template") / "empty.db"
     upgrade(url_of(path))
     return path

@@ -79,7 +79,7 @@ def test_all_is_on_disk_before_the_name_and_the_name_before_the_return(
     assert final.parent.stat().st_ino in done[named:]
 
 
-def test_sweeping_takes_what_no_row_knows_and_nothing_else(tmp_path: Path) -> None:
+def test_sweeping_removes_unregistered_folders_and_nothing_else(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "adapters", folder(tmp_path / "elsewhere")
     known = folder(root / "run-1-1")
     orphan = folder(root / "run-2-2")
@@ -90,7 +90,7 @@ def test_sweeping_takes_what_no_row_knows_and_nothing_else(tmp_path: Path) -> No
     photos = folder(root / "photos", {"me.png": b""})
     link = root / "run-6-6"
     link.symlink_to(elsewhere)
-    # The rows may spell the same folder otherwise.
+    # The rows may spell the same path differently.
     gone = sweep(root, [root / ".." / "adapters" / "run-1-1"])
     assert sorted(gone) == sorted([orphan, bare, writing, removing])
     assert set(root.iterdir()) == {known, root / "notes.txt", photos, link}

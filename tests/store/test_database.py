@@ -39,20 +39,20 @@ def test_every_acknowledged_row_survives_kill_9(template: Path, tmp_path: Path, 
         acknowledged |= {child.stdout.readline().strip() for _ in range(rng.randint(3, 30))}
         time.sleep(rng.uniform(0.0, 0.01))  # anywhere within a write
         child.send_signal(signal.SIGKILL)
-        # A line cut short by the kill acknowledges nothing.
+        # A line that the kill cut short acknowledges nothing.
         acknowledged |= {line.strip() for line in child.stdout if line.endswith("\n")}
         child.stdout.close()
         assert child.wait(60) == -signal.SIGKILL
         database = Database(url)
         assert integrity(database) == "ok"
         with database.read() as connection:
-            kept = set(connection.execute(text("SELECT id FROM generations")).scalars())
+            stored = set(connection.execute(text("SELECT id FROM generations")).scalars())
             orphans = connection.execute(text("PRAGMA foreign_key_check")).all()
             cases = connection.execute(text("SELECT count(*) FROM failure_cases")).scalar()
         database.close()
-        assert acknowledged <= kept
+        assert acknowledged <= stored
         assert orphans == []
-        assert cases == 2 * len(kept)
+        assert cases == 2 * len(stored)
     assert len(acknowledged) >= 3 * deaths
 
 
@@ -123,7 +123,7 @@ def test_a_write_waits_for_another_process(database: Database, tmp_path: Path) -
 
 
 def test_opening_waits_for_another_process(url: str, tmp_path: Path) -> None:
-    # A new database is not in WAL mode yet, and SQLite does not wait for a lock when it is to become so.
+    # A new database is not in WAL mode yet, and SQLite does not wait for the lock to change the mode.
     with holding_the_lock(tmp_path / "redraft.db"):
         database = Database(url)
         assert Generations(database).add([generation()]).result(60) == 1
@@ -177,7 +177,7 @@ def test_a_failed_write_leaves_nothing_and_the_next_one_works(database: Database
     assert Generations(database).add([generation()]).result() == 1
 
 
-def test_closing_writes_what_is_queued_then_refuses(url: str) -> None:
+def test_closing_writes_the_queue_then_refuses(url: str) -> None:
     database = Database(url)
     store = Generations(database)
     futures = [store.add([generation()]) for _ in range(30)]
@@ -206,7 +206,7 @@ def test_a_reader_follows_the_writer_and_cannot_write(database: Database) -> Non
     reader.close()
 
 
-def test_a_long_read_neither_blocks_writing_nor_changes_under_it(database: Database) -> None:
+def test_a_long_read_does_not_block_writes_and_sees_one_snapshot(database: Database) -> None:
     store = Generations(database)
     count = text("SELECT count(*) FROM generations")
     with database.read() as connection:
@@ -217,7 +217,7 @@ def test_a_long_read_neither_blocks_writing_nor_changes_under_it(database: Datab
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_a_wrong_revision_is_told_what_to_do(url: str, tmp_path: Path, read_only: bool) -> None:
+def test_a_wrong_revision_names_the_remedy(url: str, tmp_path: Path, read_only: bool) -> None:
     with sqlite3.connect(tmp_path / "redraft.db") as other:
         other.execute("UPDATE alembic_version SET version_num = '0000'")
     other.close()
@@ -226,13 +226,13 @@ def test_a_wrong_revision_is_told_what_to_do(url: str, tmp_path: Path, read_only
     assert "0000" in str(refused.value)
 
 
-def test_no_database_is_told_what_to_do(tmp_path: Path) -> None:
+def test_a_missing_database_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="redraft db upgrade"):
         Database(url_of(tmp_path / "none.db"))
     assert not (tmp_path / "none.db").exists()
 
 
-def test_what_is_no_database_is_an_error_of_the_store(tmp_path: Path) -> None:
+def test_a_file_that_is_no_database_is_a_store_error(tmp_path: Path) -> None:
     path = tmp_path / "text.db"
     path.write_text("this is no database, and it is long enough to be looked at" * 100)
     with pytest.raises(StoreError):
@@ -258,7 +258,7 @@ def test_a_full_disk_is_an_error_of_that_write_alone(database: Database) -> None
     store.add([generation(id="before")]).result()
 
     def fill(connection: Connection) -> None:
-        # SQLite's own limit on the file's size raises what a full disk does.
+        # SQLite's limit on the file size raises the same error as a full disk.
         connection.execute(text("PRAGMA max_page_count = 1"))
         for _ in range(200):
             connection.execute(text("INSERT INTO replay_domains VALUES (hex(randomblob(60)), '', 1)"))
@@ -276,7 +276,7 @@ def test_a_full_disk_is_an_error_of_that_write_alone(database: Database) -> None
     assert integrity(database) == "ok"
 
 
-def test_what_was_cancelled_before_its_turn_is_not_written(database: Database) -> None:
+def test_a_write_cancelled_before_its_turn_is_not_made(database: Database) -> None:
     begun, go = threading.Event(), threading.Event()
 
     def block(connection: Connection) -> None:
@@ -286,9 +286,9 @@ def test_what_was_cancelled_before_its_turn_is_not_written(database: Database) -
     first = database.write(block)
     assert begun.wait(10)
     dropped = Generations(database).add([generation()])
-    kept = Generations(database).add([generation()])
+    pending = Generations(database).add([generation()])
     assert dropped.cancel()
     go.set()
     first.result(60)
-    assert kept.result(60) == 1
+    assert pending.result(60) == 1
     assert Generations(database).stats().generations == 1

@@ -1,4 +1,4 @@
-"""What a run learns from again beside what is new."""
+"""Earlier texts that a run trains on again."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_newest_before_come_along_whatever_became_of_their_run(database: Dat
     assert [g.id for g in store.earlier(replace(WHO, draft="y" * 64), run, 50)] == wanted, "whatever drafted them"
 
 
-def test_what_was_put_aside_is_not_learnt_from_again(database: Database) -> None:
+def test_quarantined_texts_are_not_trained_on_again(database: Database) -> None:
     store = Generations(database)
     bad = [generation(cases=[case(0)]) for _ in range(3)]
     store.add(bad).result()

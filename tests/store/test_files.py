@@ -22,7 +22,7 @@ def written(folder: Path) -> Path:
     return folder
 
 
-def test_publishing_renames_the_whole(tmp_path: Path) -> None:
+def test_publishing_renames_the_whole_folder(tmp_path: Path) -> None:
     scratch, final = written(tmp_path / "scratch"), tmp_path / "adapters" / "7"
     expected = folder_sha256(scratch)
     assert publish(scratch, final) == expected == folder_sha256(final)
@@ -56,14 +56,14 @@ def test_the_hash_sees_names_bytes_and_nothing_else(tmp_path: Path) -> None:
     assert folder_sha256(one) != folder_sha256(other)
 
 
-def test_killed_at_any_step_there_is_the_whole_folder_or_none(tmp_path: Path) -> None:
+def test_a_kill_at_any_step_leaves_the_whole_folder_or_none(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     whole = folder_sha256(written(tmp_path / "model"))
     seen = {True: 0, False: 0}
     for step in range(1, 100):
         root = tmp_path / str(step)
         scratch, final = written(root / ".scratch"), root / "7"
-        command = [sys.executable, "-m", "tests.support.publish_and_die", str(scratch), str(final), str(step)]
+        command = [sys.executable, "-m", "tests.support.publish_killed", str(scratch), str(final), str(step)]
         code = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=False).returncode
         assert final.exists() is not scratch.exists()
         if final.exists():
@@ -72,7 +72,7 @@ def test_killed_at_any_step_there_is_the_whole_folder_or_none(tmp_path: Path) ->
             break
         assert code == -signal.SIGKILL
         seen[final.exists()] += 1
-        # The next start removes what no row knows; then the same name can be published.
+        # The next start removes unregistered folders, and then the same name can be published.
         assert len(sweep(root, [])) == 1
         assert publish(written(root / ".scratch"), final) == whole
     else:
@@ -80,7 +80,7 @@ def test_killed_at_any_step_there_is_the_whole_folder_or_none(tmp_path: Path) ->
     assert all(seen.values())
 
 
-def test_sweeping_removes_only_what_no_row_knows(tmp_path: Path) -> None:
+def test_sweeping_removes_only_unregistered_folders(tmp_path: Path) -> None:
     root = tmp_path / "adapters"
     known = [written(root / "1"), written(root / "2")]
     precious = written(tmp_path / "precious")

@@ -15,7 +15,7 @@ from service.store.lease import LEASE_SECONDS, Lease, Owner
 HERE = Owner.here()
 
 
-class Time:
+class FakeClock:
     def __init__(self) -> None:
         self.now = datetime(2026, 1, 1, tzinfo=UTC)
 
@@ -32,7 +32,7 @@ def ended_process() -> int:
     return child.pid
 
 
-def test_a_second_owner_is_refused_and_told_the_first(database: Database) -> None:
+def test_a_second_owner_is_refused_with_the_first_ones_name(database: Database) -> None:
     parent = replace(HERE, pid=os.getppid())
     first, second = Lease(database, parent), Lease(database)
     first.acquire()
@@ -54,14 +54,14 @@ def test_a_dead_process_of_this_machine_holds_nothing(database: Database) -> Non
         Lease(database).acquire()
 
 
-def test_whoever_had_this_process_id_before_is_gone(database: Database) -> None:
+def test_a_reused_process_id_does_not_hold_the_lease(database: Database) -> None:
     Lease(database).acquire()
     Lease(database).acquire()
 
 
 def test_another_machine_is_given_up_after_a_while(database: Database) -> None:
-    time = Time()
-    # Its process id means nothing here, dead or alive, whatever the host is called.
+    time = FakeClock()
+    # A process id of another machine means nothing here, even if the host names are equal.
     far = Lease(database, replace(HERE, machine="elsewhere", pid=ended_process()), time)
     near = Lease(database, now=time)
     far.acquire()

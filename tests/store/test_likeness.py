@@ -1,4 +1,4 @@
-"""What is taken to be the same text, template or kind, and what a reservoir makes of it. Pure."""
+"""When texts count as the same text, template or kind, and how reservoirs use that."""
 
 import random
 from collections import Counter
@@ -47,7 +47,7 @@ def test_a_kind_is_its_own_nearest(prompt: list[int]) -> None:
     assert 0 <= simhash(prompt) < 2**64
 
 
-def test_prompts_that_begin_alike_are_of_one_kind_and_kinds_are_few() -> None:
+def test_prompts_with_a_common_prefix_share_a_kind_and_kinds_are_few() -> None:
     rng = random.Random(0)
     leads = [[rng.randrange(50_000) for _ in range(46)] for _ in range(60)]
     known: list[str] = []
@@ -75,7 +75,7 @@ def items(rng: random.Random, count: int, clients: int, templates: int, first: i
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(2, 30), st.integers(0, 120), st.integers(0, 120), st.randoms())
-def test_whoever_offers_most_holds_no_more_than_a_share_once_others_come(
+def test_the_largest_client_holds_a_bounded_share_once_others_come(
     capacity: int, flood: int, honest: int, rng: random.Random
 ) -> None:
     reservoir = Reservoir(capacity, {}, 0, random.Random(0))

@@ -33,7 +33,7 @@ def configured(url: str) -> Config:
 
 def schema(path: Path) -> set[tuple[str, str]]:
     connection = sqlite3.connect(path)
-    # sqlite_sequence, where SQLite counts for AUTOINCREMENT, stays for ever.
+    # sqlite_sequence, the counter of AUTOINCREMENT, is never dropped.
     query = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name != 'sqlite_sequence'"
     rows = connection.execute(query).fetchall()
     connection.close()
@@ -71,7 +71,7 @@ def test_migrations_and_tables_say_the_same(tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_down_and_up_again_is_where_it_was(tmp_path: Path) -> None:
+def test_downgrade_and_upgrade_restore_the_schema(tmp_path: Path) -> None:
     path = tmp_path / "new.db"
     upgrade(url_of(path))
     before = schema(path)
@@ -116,7 +116,7 @@ def dump(path: Path) -> dict[str, list[dict[str, object]]]:
     return found
 
 
-def test_a_full_database_of_the_former_schema_comes_out_whole(tmp_path: Path) -> None:
+def test_a_full_database_of_the_former_schema_is_migrated_completely(tmp_path: Path) -> None:
     path = tmp_path / "old.db"
     url = url_of(path)
     command.upgrade(configured(url), "0003")
@@ -133,7 +133,7 @@ def test_a_full_database_of_the_former_schema_comes_out_whole(tmp_path: Path) ->
         connection.execute(
             "INSERT INTO failure_cases VALUES (?, ?, 2, 7, 9, 0.1, 0.6, 1.5, 0, NULL, 1, 2, 1)", (seq, seq)
         )
-        # A client that calls its domain like a kind had one reservoir with it.
+        # A domain named like a kind shared its reservoir.
         connection.execute("INSERT INTO replay_buffer VALUES (?, ?, ?)", (tag or kind, seq, seq))
     connection.execute("INSERT INTO unseen VALUES (7)")
     for name, seen in (("code", 5), (kind, 9), ("general", 1), ("cluster:00000000000000bb", 3), ("empty", 2)):
@@ -153,7 +153,7 @@ def test_a_full_database_of_the_former_schema_comes_out_whole(tmp_path: Path) ->
     upgrade(url)
     after = dump(path)
     keys = {row.pop("text_key") for row in after["generations"]}
-    assert len(keys) == len(tags), "every text has a key of its own"
+    assert len(keys) == len(tags), "every text has its own key"
     assert {row.pop("copies") for row in after["generations"]} == {1}
     held = {(row["domain"], row["kind"], row["slot"], row["seq"]) for row in after.pop("replay_buffer")}
     assert held == {("code", "", 7, 7), ("", kind, 8, 8), (kind, "", 9, 9), ("general", "", 10, 10)}
@@ -164,7 +164,7 @@ def test_a_full_database_of_the_former_schema_comes_out_whole(tmp_path: Path) ->
     }  # fmt: skip
     assert after == {name: rows for name, rows in before.items() if not name.startswith("replay")}
 
-    # The key is the one that new rows get: a copy of an old text is counted in its row.
+    # Migrated rows have the key that new rows get, so that a copy of an old text is counted in its row.
     database = Database(url)
     copy = replace(generation(tokens=[1], output=[7], who=Provenance("t", "k", "d")), rounds=(Round(3, 0, 4, 2, 3),))
     assert Generations(database).add([copy]).result() == 0
@@ -197,7 +197,7 @@ def test_a_newer_database_is_not_touched(tmp_path: Path) -> None:
     assert revision(url_of(path)) == "9999"
 
 
-def test_an_upgrade_that_fails_half_way_leaves_what_was_there(tmp_path: Path) -> None:
+def test_a_failed_upgrade_changes_nothing(tmp_path: Path) -> None:
     path = tmp_path / "new.db"
     with sqlite3.connect(path) as other:
         other.execute("CREATE TABLE evaluations (mine)")  # among the last that the first migration makes
@@ -213,7 +213,7 @@ def test_an_upgrade_that_fails_half_way_leaves_what_was_there(tmp_path: Path) ->
     Database(url_of(path)).close()
 
 
-def test_an_upgrade_waits_for_whoever_writes(tmp_path: Path) -> None:
+def test_an_upgrade_waits_for_other_writers(tmp_path: Path) -> None:
     path = tmp_path / "new.db"
     other = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")

@@ -1,4 +1,4 @@
-"""How SQLite goes about the queries that a full log must not make slow."""
+"""Query plans of the queries that must stay fast on a full log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.support.store_rows import START, WHO, case, generation
 
 def plan(database: Database, query: Any) -> str:
     with database.read() as connection:
-        told = query.compile(connection, compile_kwargs={"literal_binds": True})
-        return "\n".join(row.detail for row in connection.execute(text(f"EXPLAIN QUERY PLAN {told}")))
+        statement = query.compile(connection, compile_kwargs={"literal_binds": True})
+        return "\n".join(row.detail for row in connection.execute(text(f"EXPLAIN QUERY PLAN {statement}")))
 
 
 def test_the_newest_open_cases_are_found_in_order_from_the_index_alone(database: Database) -> None:

@@ -13,7 +13,9 @@ from service.store.runs import MAX_CRASHES, Runs
 from tests.support.store_rows import LOST, WHO, WON, case, generation
 
 
-class House:
+class QuarantineStores:
+    """The stores of one database, and helpers that put cases into quarantine."""
+
     def __init__(self, database: Database) -> None:
         self.log, self.runs, self.adapters = Generations(database), Runs(database), Adapters(database)
         self.quarantine = Quarantine(database)
@@ -23,8 +25,8 @@ class House:
         assert run is not None
         return run
 
-    def taken_back(self, generations: int) -> tuple[int, int]:
-        """A run on new generations of two cases each whose adapter served and was taken back: run, adapter."""
+    def roll_back_one(self, generations: int) -> tuple[int, int]:
+        """A run on new generations of two cases each whose adapter served and was rolled back. Returns run and adapter."""
         self.log.add([generation(cases=[case(0), case(1, tie=True)]) for _ in range(generations)]).result()
         run = self.claim()
         ref = self.adapters.add(
@@ -44,7 +46,8 @@ class House:
         self.adapters.take_back(ref.id, BARE_DRAFT, LOST)
         return run.id, ref.id
 
-    def crashed(self) -> None:
+    def crash_out(self) -> None:
+        """One case whose runs crash until it is quarantined."""
         self.log.add([generation(cases=[case(0)])]).result()
         for _ in range(MAX_CRASHES):
             run = self.claim()
@@ -52,56 +55,56 @@ class House:
 
 
 @pytest.fixture
-def house(database: Database) -> House:
-    return House(database)
+def stores(database: Database) -> QuarantineStores:
+    return QuarantineStores(database)
 
 
-def test_what_is_put_aside_is_told_by_what_it_was_put_aside_for(house: House) -> None:
-    assert house.quarantine.held() == []
-    first, second = house.taken_back(2), house.taken_back(3)
-    house.crashed()
-    assert house.quarantine.held() == [Held(*second, 6, 3), Held(*first, 4, 2), Held(None, None, 1, 1)]
+def test_quarantined_cases_are_listed_by_their_reason(stores: QuarantineStores) -> None:
+    assert stores.quarantine.held() == []
+    first, second = stores.roll_back_one(2), stores.roll_back_one(3)
+    stores.crash_out()
+    assert stores.quarantine.held() == [Held(*second, 6, 3), Held(*first, 4, 2), Held(None, None, 1, 1)]
 
 
-def test_what_is_released_can_be_learnt_from_again(house: House) -> None:
-    first, second = house.taken_back(2), house.taken_back(3)
-    house.crashed()
-    assert house.log.counts(WHO).cases == 0
-    assert house.quarantine.release(first[0]) == 4
-    assert house.log.counts(WHO).cases == 2
-    assert house.quarantine.held() == [Held(*second, 6, 3), Held(None, None, 1, 1)]
-    assert house.quarantine.release() == 7
-    assert house.quarantine.held() == []
-    assert house.log.stats().quarantined == house.log.stats().trained == 0
-    run = house.claim()
+def test_released_cases_can_be_trained_on_again(stores: QuarantineStores) -> None:
+    first, second = stores.roll_back_one(2), stores.roll_back_one(3)
+    stores.crash_out()
+    assert stores.log.counts(WHO).cases == 0
+    assert stores.quarantine.release(first[0]) == 4
+    assert stores.log.counts(WHO).cases == 2
+    assert stores.quarantine.held() == [Held(*second, 6, 3), Held(None, None, 1, 1)]
+    assert stores.quarantine.release() == 7
+    assert stores.quarantine.held() == []
+    assert stores.log.stats().quarantined == stores.log.stats().trained == 0
+    run = stores.claim()
     assert (run.cases, run.generations) == (11, 6)
 
 
-def test_what_is_released_may_crash_as_often_as_before(house: House) -> None:
-    house.crashed()
-    assert house.quarantine.release() == 1
+def test_released_cases_may_crash_as_often_as_before(stores: QuarantineStores) -> None:
+    stores.crash_out()
+    assert stores.quarantine.release() == 1
     for _ in range(MAX_CRASHES - 1):
-        run = house.claim()
-        house.runs.move(run.id, run.fencing, RunState.CRASHED)
-    assert house.quarantine.held() == []
-    run = house.claim()
-    house.runs.move(run.id, run.fencing, RunState.CRASHED)
-    assert house.quarantine.held() == [Held(None, None, 1, 1)]
+        run = stores.claim()
+        stores.runs.move(run.id, run.fencing, RunState.CRASHED)
+    assert stores.quarantine.held() == []
+    run = stores.claim()
+    stores.runs.move(run.id, run.fencing, RunState.CRASHED)
+    assert stores.quarantine.held() == [Held(None, None, 1, 1)]
 
 
-def test_nothing_else_is_touched(house: House) -> None:
-    """Cases that a run keeps, and cases that a run is at work on."""
-    house.log.add([generation()]).result()
-    kept = house.claim()
-    house.runs.move(kept.id, kept.fencing, RunState.FAILED)
-    house.log.add([generation()]).result()
-    running = house.claim()
-    assert house.quarantine.release() == 0
-    assert house.quarantine.release(kept.id) == 0
-    assert house.log.stats().trained == 1
-    assert len(house.log.claimed(running.id)) == 1
+def test_nothing_else_is_touched(stores: QuarantineStores) -> None:
+    """Cases used by a failed run, and cases claimed by a running one."""
+    stores.log.add([generation()]).result()
+    failed = stores.claim()
+    stores.runs.move(failed.id, failed.fencing, RunState.FAILED)
+    stores.log.add([generation()]).result()
+    running = stores.claim()
+    assert stores.quarantine.release() == 0
+    assert stores.quarantine.release(failed.id) == 0
+    assert stores.log.stats().trained == 1
+    assert len(stores.log.claimed(running.id)) == 1
 
 
-def test_a_run_that_is_not_there_is_named(house: House) -> None:
+def test_a_run_that_is_not_there_is_named(stores: QuarantineStores) -> None:
     with pytest.raises(NotFound, match="no training run 7"):
-        house.quarantine.release(7)
+        stores.quarantine.release(7)

@@ -1,4 +1,4 @@
-"""What a run leaves in the reservoirs: its own texts and those that went well, by tag or by kind."""
+"""Reservoirs after a run: its own texts and texts without failures, by tag or kind."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CAPACITY = 32
 
 
 def run_on(database: Database) -> int:
-    """A run that claims all there is and fails, after it was remembered."""
+    """A run that claims all cases, is remembered and fails."""
     runs = Runs(database)
     run = runs.claim(trigger=Trigger.MANUAL, who=WHO, parent=0, limit=1000)
     assert run is not None
@@ -34,8 +34,8 @@ def test_failures_and_successes_are_remembered_once(database: Database) -> None:
     store, replay = Generations(database), Replay(database)
     well = [generation(cases=[]) for _ in range(4)]
     badly = [generation(cases=[case(2)]) for _ in range(4)]
-    aside = [generation(cases=[], first_user=HELD_OUT_TEXT)]
-    store.add([*well[:2], *badly[:2], *aside, *well[2:], *badly[2:]]).result()
+    held_out = [generation(cases=[], first_user=HELD_OUT_TEXT)]
+    store.add([*well[:2], *badly[:2], *held_out, *well[2:], *badly[2:]]).result()
     late = [generation(cases=[])]
     store.add(late).result()
     first = run_on(database)
@@ -56,7 +56,7 @@ def test_equal_texts_take_one_slot(database: Database) -> None:
     assert Replay(database).sizes() == {("code", ""): 1}
 
 
-def test_untagged_prompts_are_kept_by_kind(database: Database) -> None:
+def test_untagged_prompts_are_stored_by_kind(database: Database) -> None:
     rng = random.Random(0)
     leads = [[rng.randrange(50_000) for _ in range(47)] for _ in range(3)]
 
@@ -76,7 +76,7 @@ def test_untagged_prompts_are_kept_by_kind(database: Database) -> None:
     store.add(first).result()
     run_on(database)
     (name,) = replay.sizes()
-    # A flood of others does not touch what the first kind has.
+    # A flood of other kinds leaves the first kind's reservoir alone.
     store.add(asked(1, 400)).result()
     run_on(database)
     assert replay.sizes()[name] == 20
@@ -97,6 +97,6 @@ def test_a_flooding_client_leaves_room_for_others(database: Database) -> None:
     honest = [generation(client=f"c{i}", first_user=TRAIN_TEXT if i == 0 else f"{named[i]}") for i in range(20)]
     store.add(honest).result()
     run_on(database)
-    kept = Replay(database).sample(WHO, 1000, 0)
-    assert len(kept) == CAPACITY
-    assert sum(g.prompt.client == "flood" for g in kept) == CAPACITY // 2
+    sampled = Replay(database).sample(WHO, 1000, 0)
+    assert len(sampled) == CAPACITY
+    assert sum(g.prompt.client == "flood" for g in sampled) == CAPACITY // 2

@@ -19,24 +19,24 @@ def test_every_offer_is_held_with_the_same_probability(template: Path, tmp_path:
     Generations(database).add([generation(id=name) for name in names]).result()
     held = dict.fromkeys(names, 0)
     for trial in range(trials):
-        # One domain for each trial; offered in pieces, as runs do it.
+        # One domain per trial; generations are offered in parts, as by runs.
         for start in range(0, offers, 7):
             replay.offer(f"d{trial}", names[start : start + 7], capacity, seed=5)
     assert set(replay.sizes().values()) == {capacity}
-    # One sample that takes everything would name a generation once: count the rows themselves.
+    # A sample lists a generation only once, so the rows are counted.
     with database.read() as connection:
         for (name,) in connection.exec_driver_sql("SELECT id FROM replay_buffer JOIN generations USING (seq)"):
             held[name] += 1
     database.close()
     expected = trials * capacity / offers
-    # Drawing without replacement spreads less than a multinomial: with the factor below the statistic is chi-square
+    # Drawing without replacement varies less than a multinomial: with the factor below the statistic is chi-square
     # with offers - 1 degrees of freedom.
     spread = (offers - 1) / offers / (1 - capacity / offers)
     statistic = sum((count - expected) ** 2 for count in held.values()) / expected * spread
     assert chi2.ppf(1e-5, offers - 1) < statistic < chi2.ppf(1 - 1e-5, offers - 1)
 
 
-def test_what_is_held_out_never_enters(database: Database) -> None:
+def test_held_out_texts_never_enter_a_reservoir(database: Database) -> None:
     store, replay = Generations(database), Replay(database)
     held_out = [generation(first_user=text) for text in texts("held_out", 20)]
     train = [generation(first_user=text) for text in texts("train", 20)]
@@ -48,7 +48,7 @@ def test_what_is_held_out_never_enters(database: Database) -> None:
     assert replay.sizes() == {("code", ""): 20}
 
 
-def test_small_domains_are_heard_like_large_ones(database: Database) -> None:
+def test_small_domains_are_sampled_like_large_ones(database: Database) -> None:
     store, replay = Generations(database), Replay(database)
     for domain, count in (("large", 40), ("small", 5), ("other", 40)):
         made = [generation(domain=domain) for _ in range(count)]

@@ -47,7 +47,7 @@ def test_the_same_seed_holds_the_same(database: Database) -> None:
     assert len({tuple(g.id for g in replay.sample(WHO, 4, seed)) for seed in range(20)}) > 1
 
 
-def test_what_is_held_out_unknown_or_there_already_is_passed_over(database: Database) -> None:
+def test_held_out_unknown_and_known_texts_are_skipped(database: Database) -> None:
     replay = Replay(database)
     ids, secret = stored(database, 3), stored(database, 50, first_user=HELD_OUT_TEXT)
     for _ in range(3):

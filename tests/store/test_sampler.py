@@ -1,4 +1,4 @@
-"""What counts as evidence: each text once, nobody more than his share, other texts for another run."""
+"""Sampling of held-out texts: each text once, a bounded share per client, other texts for each run."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -13,8 +13,8 @@ from service.store.sampler import LEAST, Text, conversation, sample, text
 from tests.support.store_rows import WHO, generation, texts
 
 
-def logged(name: str, said: str, *, output: int = 0, client: str | None = None, prompt: int = 1) -> Text:
-    return text(name, prompt=id_bytes([prompt]), output=id_bytes([output]), client=client, first_user=said)
+def logged(name: str, first_user: str, *, output: int = 0, client: str | None = None, prompt: int = 1) -> Text:
+    return text(name, prompt=id_bytes([prompt]), output=id_bytes([output]), client=client, first_user=first_user)
 
 
 def test_equal_texts_are_drawn_once_and_no_client_has_more_than_half() -> None:
@@ -53,8 +53,8 @@ def test_turns_with_the_same_first_user_message_are_one_conversation() -> None:
 def store(database: Database) -> Generations:
     """600 held-out prompts, of which the first 50 are turns of one chat."""
     found = Generations(database)
-    said = texts("held_out", 551)
-    made = [generation(tokens=(7, i), client=None, first_user=said[max(0, i - 49)]) for i in range(600)]
+    messages = texts("held_out", 551)
+    made = [generation(tokens=(7, i), client=None, first_user=messages[max(0, i - 49)]) for i in range(600)]
     found.add(made).result()
     return found
 

@@ -20,7 +20,7 @@ from service.store.unseen import Unseen
 from tests.support.store_rows import START, WHO, case, generation, targets, texts
 
 
-def test_a_generation_comes_back_as_it_went_in(database: Database) -> None:
+def test_a_generation_is_read_as_it_was_stored(database: Database) -> None:
     store = Generations(database)
     made = generation(collected=targets(5), cases=[case(1), case(3, tie=True)])
     bare = generation(client=None, domain=None, cases=[], output=[], first_user="")
@@ -84,7 +84,7 @@ def test_adding_twice_changes_nothing(database: Database) -> None:
     assert store.stats().cases == 2
 
 
-def test_what_must_not_be_stored_is_not(database: Database) -> None:
+def test_generations_with_store_false_are_not_stored(database: Database) -> None:
     store = Generations(database)
     assert store.add([generation(store=False), generation()]).result() == 1
     assert store.stats().generations == 1
@@ -117,19 +117,21 @@ def test_held_out_gives_the_newest_of_every_prompt(database: Database) -> None:
     assert [g.id for g in store.held_out(WHO, 1)] == [made[2].id]
 
 
-def test_drafting_is_told_newest_first_between_two_places(database: Database) -> None:
+def test_drafting_is_listed_newest_first_between_two_positions(database: Database) -> None:
     store = Generations(database)
     made = [generation() for _ in range(3)]
     store.add([*made, generation(who=replace(WHO, draft="e" * 64)), generation()]).result()
     found = store.drafting(WHO, 10)
     assert [one.seq for one in found] == [5, 4, 3, 2, 1]
     assert found[-1].rounds == made[0].rounds and found[-1].created_at == made[0].created_at
-    assert [bool(one.rounds) for one in found] == [True, False, True, True, True], "another draft's are not told"
+    assert [bool(one.rounds) for one in found] == [True, False, True, True, True], (
+        "rounds of another draft are not listed"
+    )
     assert [one.seq for one in store.drafting(WHO, 2)] == [5, 4]
     assert [one.seq for one in store.drafting(WHO, 10, above=1, below=4)] == [3, 2]
 
 
-def test_after_gives_what_came_later_newest_first(database: Database) -> None:
+def test_after_lists_later_generations_newest_first(database: Database) -> None:
     store = Generations(database)
     made = [generation(created=START + timedelta(microseconds=i)) for i in range(5)]
     store.add(made).result()
@@ -170,9 +172,7 @@ def purge(store: Generations) -> int:
 
 
 @pytest.mark.parametrize("remove", [erase_client, erase_domain, erase_both, purge])
-def test_what_is_removed_leaves_no_bytes(
-    database: Database, tmp_path: Path, remove: Callable[[Generations], int]
-) -> None:
+def test_removed_texts_leave_no_bytes(database: Database, tmp_path: Path, remove: Callable[[Generations], int]) -> None:
     store, replay = Generations(database), Replay(database)
     secrets = [
         generation(
@@ -186,8 +186,8 @@ def test_what_is_removed_leaves_no_bytes(
         )
         for i in range(3)
     ]
-    kept = [generation(domain="open", collected=targets(5)) for _ in range(20)]
-    store.add([*secrets, *kept]).result()
+    open_ones = [generation(domain="open", collected=targets(5)) for _ in range(20)]
+    store.add([*secrets, *open_ones]).result()
     replay.offer("secret", [g.id for g in secrets], 8, 0)
     canaries = (b"canary-7f3a", np.array(CANARY_TOKENS[:3], "<u4").tobytes())
 
@@ -197,12 +197,12 @@ def test_what_is_removed_leaves_no_bytes(
     assert all(canary in on_disk() for canary in canaries)
     assert remove(store) == 3
     assert not any(canary in on_disk() for canary in canaries)
-    assert set(store.names_after(WHO, START - timedelta(days=1), 100)) == {g.id for g in kept}
-    assert store.stats().cases == len(kept)
+    assert set(store.names_after(WHO, START - timedelta(days=1), 100)) == {g.id for g in open_ones}
+    assert store.stats().cases == len(open_ones)
     assert replay.sizes() == {}
 
 
-def test_erasing_wants_to_be_told_what(database: Database) -> None:
+def test_erasing_needs_a_selection(database: Database) -> None:
     store = Generations(database)
     store.add([generation(client="ada"), generation(client="bob")]).result()
     with pytest.raises(ValueError, match="client"):
@@ -236,13 +236,13 @@ def test_eight_hundred_copies_count_once(database: Database) -> None:
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=10)
     assert run is not None and (run.cases, run.generations) == (3, 2)
     runs.move(run.id, run.fencing, RunState.FAILED)
-    # A run has had the text: while the same adapter serves, more of it is nothing new.
+    # A run has claimed the text, so copies of it are not new while the same adapter serves.
     store.add([replace(first, id="later")]).result()
     assert store.counts(WHO).cases == 0
 
 
 @pytest.mark.parametrize("other", ["prompt", "output", "split", "adapter", "draft", "target"])
-def test_what_differs_is_no_copy(database: Database, other: str) -> None:
+def test_different_texts_are_no_copies(database: Database, other: str) -> None:
     store = Generations(database)
     made = generation(tokens=[1, 2], output=[3, 4])
     prompt = replace(made.prompt, tokens=(1, 9)) if other == "prompt" else made.prompt
@@ -273,7 +273,7 @@ def test_a_text_that_was_not_drafted_gets_the_cases_of_a_copy_that_was(database:
     assert unseen.names(WHO, 9) == []
     assert store.by_ids(["parked"])[0].cases == drafted.cases
     store.add([replace(drafted, id="once more", cases=(case(3),))]).result()
-    assert store.by_ids(["parked"])[0].cases == drafted.cases, "only what had none gets them"
+    assert store.by_ids(["parked"])[0].cases == drafted.cases, "only generations without cases get them"
 
 
 def test_numbers_are_never_used_again(database: Database) -> None:
@@ -285,7 +285,7 @@ def test_numbers_are_never_used_again(database: Database) -> None:
     assert [drafting.seq for drafting in store.drafting(WHO, 10)] == [last + 1]
 
 
-def test_retention_spares_what_replay_holds(database: Database) -> None:
+def test_retention_spares_replayed_texts(database: Database) -> None:
     store, replay = Generations(database), Replay(database)
     old = [generation() for _ in range(40)]
     store.add(old).result()
@@ -297,7 +297,7 @@ def test_retention_spares_what_replay_holds(database: Database) -> None:
         store.purge(keep=20).result()
         assert {g.id for g in replay.sample(WHO, 100, 0)} == held
         assert store.stats().generations == 28
-    # What clients name without end does not keep the log growing: the newest of it stay, as many again at most.
+    # Unlimited names from clients do not grow the log: the newest generations stay, at most twice the limit.
     for i in range(30):
         made = generation(domain=f"tag {i}")
         store.add([made]).result()

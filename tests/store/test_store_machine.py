@@ -1,4 +1,4 @@
-"""Runs and adapters under any order of what can happen to them, the process that holds them included."""
+"""Runs and adapters under random sequences of operations and crashes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 DRAFTS = [WHO, replace(WHO, draft="e" * 64)]
 VERDICTS = {RunState.PROMOTED, RunState.REJECTED}
 FENCING = st.sampled_from([0, 0, 0, 0, -1, 1])
-"""What is added to a run's fencing token: mostly nothing."""
+"""Added to a run's fencing token: mostly zero."""
 
 
 class Machine(RuleBasedStateMachine):
@@ -112,7 +112,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(run=runs_made)
     def go_on(self, run: int) -> None:
-        """The next step of a run in which all goes well; with another fencing token it is refused."""
+        """The next step of a successful run, which is refused with a wrong fencing token."""
         steps = {
             RunState.CLAIMED: RunState.TRAINING,
             RunState.TRAINING: RunState.SCORING,
@@ -154,7 +154,7 @@ class Machine(RuleBasedStateMachine):
             offset == 0
             and RunState.PROMOTED in RUN_MOVES[self.run_states[run]]
             and self.owner[adapter] == run
-            # The active one is retired first, and may itself be the one.
+            # The active adapter is retired first, and may be the chosen one itself.
             and (state is AdapterState.ACTIVE or AdapterState.ACTIVE in ADAPTER_MOVES[state])
             and Runs(self.database).get(run).parent == self.serving(self.drafts[run])
         )
@@ -204,7 +204,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=adapters_made, draft=st.integers(0, 1), wins=st.sampled_from([True, True, False]))
     def whole_run(self, draft: int, wins: bool) -> Any:
-        """From the claim to the verdict, so that adapters have ancestors often enough."""
+        """A whole run from claim to verdict, so that adapters often have ancestors."""
         self.record([[False]])
         run = self.claim(limit=1, draft=draft, key=None)
         if not isinstance(run, int):
@@ -285,7 +285,7 @@ class Machine(RuleBasedStateMachine):
         return active.id if active else 0
 
     def attempt(self, legal: bool, act: Callable[[], T]) -> T | None:
-        """What is legal works; what is not is refused and changes nothing."""
+        """Legal moves succeed; illegal ones are refused and change nothing."""
         before = self.rows()
         try:
             done = act()

@@ -42,7 +42,7 @@ def claim(database: Database, key: str | None = None, limit: int = 100) -> Train
 
 
 def at(database: Database, state: RunState) -> TrainingRun:
-    """A freshly claimed run, taken to `state`."""
+    """A newly claimed run, moved to `state`."""
     Generations(database).add([generation()]).result()
     run = claim(database)
     for step in PATHS[state]:
@@ -106,12 +106,12 @@ def test_promotion_is_one_step_for_run_adapters_and_cases(database: Database) ->
 
 
 @pytest.mark.parametrize("word", ["an adapter", "the bare draft"])
-def test_nothing_is_promoted_over_what_it_was_not_compared_with(database: Database, word: str) -> None:
+def test_a_candidate_is_promoted_only_over_what_it_was_compared_with(database: Database, word: str) -> None:
     adapters, runs = Adapters(database), Runs(database)
     old, parent = promoted(database), promoted(database, parent=1)
     run = at(database, RunState.STAGING)
     ref = candidate(database, run, parent.id)
-    # Meanwhile somebody else, in another process maybe, lets something else serve.
+    # Meanwhile another adapter is activated, perhaps by another process.
     adapters.activate(old.id if word == "an adapter" else 0, WHO.draft)
     before = adapters.active(WHO.draft)
     with pytest.raises(ParentChanged, match=f"adapter {parent.id}, which it was compared with, no longer serves"):
@@ -133,7 +133,7 @@ def test_a_lost_gate_uses_up_the_cases(database: Database) -> None:
     assert Generations(database).counts(WHO).cases == 0
 
 
-def test_a_failure_uses_up_the_cases_and_says_why(database: Database) -> None:
+def test_a_failed_run_uses_up_its_cases_and_records_the_reason(database: Database) -> None:
     run = at(database, RunState.TRAINING)
     failed = Runs(database).move(run.id, run.fencing, RunState.FAILED, error="the loss is not a number")
     assert (failed.state, failed.error) == (RunState.FAILED, "the loss is not a number")
@@ -141,7 +141,7 @@ def test_a_failure_uses_up_the_cases_and_says_why(database: Database) -> None:
     assert Generations(database).counts(WHO).cases == 0
 
 
-def test_three_crashes_put_the_cases_aside(database: Database) -> None:
+def test_three_crashes_quarantine_the_cases(database: Database) -> None:
     store, runs = Generations(database), Runs(database)
     store.add([generation(cases=[case(0), case(1, tie=True)])]).result()
     for crashes in (1, 2, 3):
@@ -156,7 +156,7 @@ def test_three_crashes_put_the_cases_aside(database: Database) -> None:
     assert [g.id for g in store.claimed(claim(database).id)] == [fresh.id]
 
 
-def test_what_is_put_aside_after_crashes_leaves_the_replay_buffer(database: Database) -> None:
+def test_quarantine_after_crashes_leaves_the_replay_buffer(database: Database) -> None:
     store, runs, replay = Generations(database), Runs(database), Replay(database)
     bad, good = generation(), generation(cases=[])
     store.add([bad, good]).result()
@@ -181,7 +181,7 @@ def test_a_run_ended_from_outside_is_not_held_against_its_cases(database: Databa
 def test_only_legal_moves_are_made(database: Database, state: RunState) -> None:
     runs = Runs(database)
     run = at(database, state)
-    # Rejecting and promoting have methods of their own, which know the adapter and its verdict.
+    # Rejecting and promoting have their own methods, which take the adapter and its verdict.
     for aim in (set(RunState) - RUN_MOVES[state]) | {RunState.PROMOTED, RunState.REJECTED}:
         with pytest.raises(IllegalMove, match=str(run.id)):
             runs.move(run.id, run.fencing, aim)
@@ -193,7 +193,7 @@ def test_only_legal_moves_are_made(database: Database, state: RunState) -> None:
 
 
 @pytest.mark.parametrize("end", [RunState.FAILED, RunState.CRASHED])
-def test_what_is_over_stays_over(database: Database, end: RunState) -> None:
+def test_a_finished_run_stays_finished(database: Database, end: RunState) -> None:
     runs = Runs(database)
     run = at(database, RunState.SCORING)
     ref = candidate(database, run)
@@ -256,7 +256,7 @@ def test_a_stale_token_moves_nothing(database: Database, offset: int) -> None:
     assert [a.id for a in adapters.all()] == [ref.id]
 
 
-def test_what_is_not_there_is_not_found(database: Database) -> None:
+def test_unknown_ids_are_not_found(database: Database) -> None:
     runs, adapters = Runs(database), Adapters(database)
     for ask in (
         runs.get,
@@ -316,7 +316,7 @@ def test_progress_becomes_a_curve(database: Database) -> None:
     assert runs.get(run.id).progress == Progress(3, 3)
 
 
-def test_rolling_back_reaches_the_nearest_that_may_serve(database: Database) -> None:
+def test_a_rollback_reaches_the_nearest_servable_ancestor(database: Database) -> None:
     adapters = Adapters(database)
     first = promoted(database)
     second = promoted(database, parent=first.id)
@@ -332,7 +332,7 @@ def test_rolling_back_reaches_the_nearest_that_may_serve(database: Database) -> 
         adapters.take_back(first.id, first.parent, LOST)
 
 
-def test_an_ancestor_that_was_rolled_back_returns_only_by_an_operators_word(database: Database) -> None:
+def test_a_rolled_back_ancestor_returns_only_by_an_operators_choice(database: Database) -> None:
     adapters = Adapters(database)
     first = promoted(database)
     second = promoted(database, parent=first.id)
@@ -344,7 +344,7 @@ def test_an_ancestor_that_was_rolled_back_returns_only_by_an_operators_word(data
     assert adapters.active(WHO.draft) is None
 
 
-def test_an_operator_may_choose_what_once_served_and_nothing_else(database: Database) -> None:
+def test_an_operator_may_choose_only_adapters_that_served_before(database: Database) -> None:
     adapters = Adapters(database)
     first = promoted(database)
     second = promoted(database, parent=first.id)
@@ -395,7 +395,7 @@ def test_a_run_is_judged_by_its_own_adapter(database: Database) -> None:
     assert adapters.active(WHO.draft) is None
 
 
-def test_a_pause_is_told_without_touching_the_rest_of_the_progress(database: Database) -> None:
+def test_a_pause_is_recorded_without_changing_other_progress(database: Database) -> None:
     runs = Runs(database)
     run = at(database, RunState.TRAINING)
     runs.progress(run.id, run.fencing, Progress(1, 3, 0.5, 0.5, 100.0, 2.0))
@@ -406,7 +406,7 @@ def test_a_pause_is_told_without_touching_the_rest_of_the_progress(database: Dat
         runs.pause(run.id, run.fencing - 1, "on battery")
 
 
-def test_taking_back_puts_its_cases_aside_and_out_of_the_replay_buffer(database: Database) -> None:
+def test_a_rollback_quarantines_cases_and_empties_their_replay(database: Database) -> None:
     store, adapters, replay = Generations(database), Adapters(database), Replay(database)
     good = generation(cases=[case(0)])
     store.add([good]).result()
@@ -422,7 +422,7 @@ def test_taking_back_puts_its_cases_aside_and_out_of_the_replay_buffer(database:
     assert adapters.get(second.id).state is AdapterState.ROLLED_BACK
     assert [verdict for _, verdict in adapters.evaluations(second.id, "watch")] == [LOST]
     assert replay.sizes() == {("code", ""): 1}
-    # Two generations and the one that `promoted` made for its run.
+    # Two generations, and one that `promoted` made for its run.
     assert store.stats().quarantined == 5
     assert store.counts(WHO).cases == 0
     assert [verdict for _, verdict in adapters.watched(WHO.draft, 9)] == [LOST]
@@ -438,10 +438,10 @@ def test_taking_back_may_mean_the_bare_draft(database: Database) -> None:
     assert adapters.get(first.id).state is AdapterState.RETIRED
     with pytest.raises(IllegalMove):
         adapters.take_back(second.id, 0, LOST)
-    assert len(adapters.evaluations(second.id, "watch")) == 1, "what is refused changes nothing"
+    assert len(adapters.evaluations(second.id, "watch")) == 1, "a refused move changes nothing"
 
 
-def test_watches_are_told_newest_first(database: Database) -> None:
+def test_watches_are_listed_newest_first(database: Database) -> None:
     adapters = Adapters(database)
     first = promoted(database)
     adapters.record_evaluation(first.id, "look", WON)
@@ -468,7 +468,7 @@ def test_drift_is_answered_by_a_verdict_alone(database: Database) -> None:
     assert runs.drift_answered(WHO.draft) is None
     usual = claim(database)
     runs.move(usual.id, usual.fencing, RunState.FAILED, error="x")
-    assert runs.drift_answered(WHO.draft) is None, "not what drift had set off"
+    assert runs.drift_answered(WHO.draft) is None, "not those started by drift"
     run = drifted()
     runs.move(run.id, run.fencing, RunState.FAILED, error="x")
     assert runs.drift_answered(WHO.draft) == run.created_at

@@ -21,8 +21,8 @@ _numbers = itertools.count()
 PLAIN = tuple(Round(0, at, 0, 0, 1) for at in range(10))
 
 
-def rested(sampling: Sampling = GREEDY, rounds: tuple[Round, ...] = PLAIN, **changes: Any) -> Generation:
-    """Ten tokens decoded without the draft."""
+def undrafted(sampling: Sampling = GREEDY, rounds: tuple[Round, ...] = PLAIN, **changes: Any) -> Generation:
+    """A generation of ten tokens decoded without a draft."""
     output = (*range(9), 100 + next(_numbers))
     plain: dict[str, Any] = {"cases": [], "collected": targets(10), "output": output, **changes}
     made = generation(**plain)
@@ -30,7 +30,7 @@ def rested(sampling: Sampling = GREEDY, rounds: tuple[Round, ...] = PLAIN, **cha
 
 
 def drafted(tokens: int, source: Source = Source.DRAFT) -> tuple[Round, ...]:
-    """Rounds in which so many of the ten tokens came with a proposal."""
+    """Rounds in which this many of the ten tokens were proposed for."""
     return (Round(0, 0, 3, tokens - 1, tokens, source), *(Round(0, at, 0, 0, 1) for at in range(tokens, 10)))
 
 
@@ -47,32 +47,34 @@ def unseen(database: Database) -> Unseen:
 @pytest.mark.parametrize(
     ("made", "counts"),
     [
-        (rested(), True),
-        (rested(SEEDED), True),
-        (rested(UNSEEDED), False),
-        (rested(collected=None), False),
-        (rested(output=()), False),
-        (rested(rounds=drafted(4)), True),
-        (rested(rounds=drafted(5)), False),
-        (rested(rounds=drafted(9, Source.LOOKUP)), True),
-        (rested(first_user=HELD_OUT_TEXT), False),
-        (rested(who=replace(WHO, draft="other")), False),
-        (rested(who=replace(WHO, target="other")), False),
-        (rested(who=replace(WHO, tokenizer="other")), False),
+        (undrafted(), True),
+        (undrafted(SEEDED), True),
+        (undrafted(UNSEEDED), False),
+        (undrafted(collected=None), False),
+        (undrafted(output=()), False),
+        (undrafted(rounds=drafted(4)), True),
+        (undrafted(rounds=drafted(5)), False),
+        (undrafted(rounds=drafted(9, Source.LOOKUP)), True),
+        (undrafted(first_user=HELD_OUT_TEXT), False),
+        (undrafted(who=replace(WHO, draft="other")), False),
+        (undrafted(who=replace(WHO, target="other")), False),
+        (undrafted(who=replace(WHO, tokenizer="other")), False),
     ],
 )
-def test_what_the_draft_had_no_part_in_waits(made: Generation, counts: bool, log: Generations, unseen: Unseen) -> None:
+def test_undrafted_generations_wait_for_backfill(
+    made: Generation, counts: bool, log: Generations, unseen: Unseen
+) -> None:
     log.add([made]).result()
     assert unseen.names(WHO, 10) == [made.id] * counts
     assert unseen.tokens(WHO) == 10 * counts
 
 
 def test_a_draft_that_was_tried_at_half_of_the_tokens_left_its_cases() -> None:
-    assert [untried(rested(rounds=drafted(n))) for n in range(1, 10)] == [True] * 4 + [False] * 5
+    assert [untried(undrafted(rounds=drafted(n))) for n in range(1, 10)] == [True] * 4 + [False] * 5
 
 
 def test_the_newest_come_first(log: Generations, unseen: Unseen) -> None:
-    made = [rested() for _ in range(5)]
+    made = [undrafted() for _ in range(5)]
     log.add(made).result()
     log.add([made[0]]).result()  # known already
     assert unseen.names(WHO, 3) == [made[4].id, made[3].id, made[2].id]
@@ -81,12 +83,12 @@ def test_the_newest_come_first(log: Generations, unseen: Unseen) -> None:
 
 def test_supplied_cases_join_those_that_were_logged(log: Generations, unseen: Unseen) -> None:
     own = replace(case(2), drafted=77)
-    made, other = rested(cases=[own]), rested()
+    made, other = undrafted(cases=[own]), undrafted()
     log.add([made, other]).result()
     supplied = [case(0), case(2), case(7, tie=True)]
     assert unseen.supply({made.id: supplied, "gone": [case(1)]}) == 2
     (found,) = log.by_ids([made.id])
-    assert found == replace(made, cases=(case(0), own, case(7, tie=True))), "rounds and all else stay as they were"
+    assert found == replace(made, cases=(case(0), own, case(7, tie=True))), "rounds and everything else are unchanged"
     assert log.counts(WHO).cases == 2
     assert unseen.names(WHO, 10) == [other.id]
     # Once.
@@ -97,7 +99,7 @@ def test_supplied_cases_join_those_that_were_logged(log: Generations, unseen: Un
 
 
 def test_they_can_be_claimed_like_all_others(database: Database, log: Generations, unseen: Unseen) -> None:
-    made = rested()
+    made = undrafted()
     log.add([made]).result()
     runs = Runs(database)
     assert runs.claim(trigger=Trigger.CASES, who=WHO, parent=BARE_DRAFT, limit=9) is None
@@ -107,8 +109,8 @@ def test_they_can_be_claimed_like_all_others(database: Database, log: Generation
     assert [g.id for g in log.claimed(run.id)] == [made.id]
 
 
-def test_what_a_run_has_had_is_left_alone(database: Database, log: Generations, unseen: Unseen) -> None:
-    made, other = rested(cases=[case(2)]), rested()
+def test_generations_of_a_run_are_not_backfilled(database: Database, log: Generations, unseen: Unseen) -> None:
+    made, other = undrafted(cases=[case(2)]), undrafted()
     log.add([made, other]).result()
     runs = Runs(database)
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=BARE_DRAFT, limit=9)
@@ -126,8 +128,8 @@ def test_what_a_run_has_had_is_left_alone(database: Database, log: Generations, 
         assert connection.exec_driver_sql("select count(*) from unseen").scalar() == 0, "nothing waits for ever"
 
 
-def test_what_was_put_aside_is_left_alone(database: Database, log: Generations, unseen: Unseen) -> None:
-    made = rested(cases=[case(2)])
+def test_quarantined_generations_are_not_backfilled(database: Database, log: Generations, unseen: Unseen) -> None:
+    made = undrafted(cases=[case(2)])
     log.add([made]).result()
     runs, adapters = Runs(database), Adapters(database)
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=BARE_DRAFT, limit=9)
@@ -151,8 +153,8 @@ def test_what_was_put_aside_is_left_alone(database: Database, log: Generations, 
     assert unseen.supply({made.id: [case(0)]}) == 0
 
 
-def test_deletions_take_what_waits_along(database: Database, log: Generations, unseen: Unseen) -> None:
-    made = [rested(client="ada"), rested(client="bob"), rested(client="bob")]
+def test_deletions_remove_waiting_generations(database: Database, log: Generations, unseen: Unseen) -> None:
+    made = [undrafted(client="ada"), undrafted(client="bob"), undrafted(client="bob")]
     log.add(made).result()
     log.erase(client="ada").result()
     log.purge(1).result()
@@ -162,7 +164,7 @@ def test_deletions_take_what_waits_along(database: Database, log: Generations, u
 
 
 def test_the_queue_outlives_the_process(template: Path, tmp_path: Path) -> None:
-    url, made = copy_of(template, tmp_path / "kept.db"), rested()
+    url, made = copy_of(template, tmp_path / "redraft.db"), undrafted()
     first = Database(url)
     Generations(first).add([made]).result()
     first.close()
@@ -171,8 +173,8 @@ def test_the_queue_outlives_the_process(template: Path, tmp_path: Path) -> None:
     second.close()
 
 
-def test_only_what_waits_is_looked_at(database: Database, unseen: Unseen) -> None:
-    """However much this pair has ever made."""
+def test_only_waiting_generations_are_read(database: Database, unseen: Unseen) -> None:
+    """Independent of the total number of generations of the pair."""
     asked: list[tuple[str, Any]] = []
 
     @event.listens_for(Engine, "before_cursor_execute")

@@ -1,4 +1,4 @@
-"""Driving a Decoder in tests: rows that join at random moments, some at once, and whatever else happens between rounds."""
+"""Drives a Decoder in tests: rows join at random moments, one or several at a time."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -46,8 +46,8 @@ def decode(
     return serve(decoder, prompts, eos=eos, max_rows=max_rows, seed=seed, between=between)
 
 
-def take_in(decoder: Decoder, rows: Sequence[Row], room: int = 64) -> list[Prefill]:
-    """Read rows that came at once, as many in a call as go together; returns what was read together."""
+def admit(decoder: Decoder, rows: Sequence[Row], room: int = 64) -> list[Prefill]:
+    """Prefill rows that arrived together, batched as the decoder groups them. Returns the groups."""
     waiting, read = [decoder.begin(row) for row in rows], list[Prefill]()
     while waiting:
         read.append(decoder.gather(waiting, room))
@@ -67,7 +67,7 @@ def serve(
     seed: int = 0,
     between: Callable[[Decoder], None] = lambda decoder: None,
 ) -> list[Row]:
-    """`decode` with a decoder that may have served before."""
+    """`decode` with a given decoder, which may have served before."""
     rng = random.Random(seed)
     rows = [Row(str(i), prompt, eos, None) for i, prompt in enumerate(prompts)]
     waiting = list(rows)
@@ -75,7 +75,7 @@ def serve(
         coming: list[Row] = []
         while waiting and (taken := len(decoder.rows) + len(coming)) < max_rows and (not taken or rng.random() < 0.6):
             coming.append(waiting.pop(0))
-        take_in(decoder, coming)
+        admit(decoder, coming)
         between(decoder)
         if decoder.rows:
             decoder.round()

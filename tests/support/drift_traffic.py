@@ -1,4 +1,4 @@
-"""Generations as the drift detector sees them: acceptance by request, at the usual rate or fallen."""
+"""Generations for the drift detector, with a given acceptance rate."""
 
 import os
 from dataclasses import replace
@@ -6,12 +6,12 @@ from datetime import UTC, datetime, timedelta
 
 from service.core import BARE_DRAFT, Generation, Round
 from service.lifecycle.drift import BASELINE
-from tests.support.lifecycle_world import Server, generation
+from tests.support.lifecycle_server import Server, generation
 
 
-def drafted(kept: float, adapter: int = BARE_DRAFT, *, cases: int = 0, ago: float = 0.0) -> Generation:
-    """20 rounds of 4 tokens; of the first tokens a share is kept, the others fall with them."""
-    whole = round(20 * kept)
+def drafted(accepted: float, adapter: int = BARE_DRAFT, *, cases: int = 0, ago: float = 0.0) -> Generation:
+    """20 rounds that propose 4 tokens. A share `accepted` of the rounds accepts all of them, the others none."""
+    whole = round(20 * accepted)
     rounds = tuple(Round(adapter, 5 * i, 4, 4 if i < whole else 0, 5) for i in range(20))
     made = replace(generation(os.urandom(8).hex(), cases=cases), rounds=rounds)
     return replace(made, created_at=datetime.now(UTC) - timedelta(seconds=ago))

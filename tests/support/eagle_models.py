@@ -1,4 +1,4 @@
-"""Tiny drafts that read their target's hidden states, and how one serves: a step at a time."""
+"""Tiny EAGLE heads, and a reference for their proposals: one draft step at a time."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,7 +9,7 @@ from mlx_lm.models.llama import Model
 
 from service.models.eagle import Model as Head
 from service.models.eagle import ModelArgs
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 
 TAPS = (0, 1)
 Choose = Callable[[int, mx.array], int]
@@ -17,7 +17,7 @@ Choose = Callable[[int, mx.array], int]
 
 
 def plain_llama(seed: int, *, vocabulary: int = 97, sharpness: float = 4.0) -> Model:
-    """A tiny target whose next token depends on its last one most of all, so that one block can guess it."""
+    """A tiny target whose next token depends mostly on its last one, so that a head of one block can predict it."""
     model = tiny_llama(seed, vocabulary=vocabulary, sharpness=sharpness)
     for block in model.layers:
         block.self_attn.o_proj.weight = 0.5 * block.self_attn.o_proj.weight
@@ -27,7 +27,7 @@ def plain_llama(seed: int, *, vocabulary: int = 97, sharpness: float = 4.0) -> M
 
 
 def tiny_head(target: Model, seed: int, *, noise: float = 0.1, reads: float = 0.3) -> Head:
-    """A draft for `target`, bound to it: its first block over mostly the token, `reads` of what it is shown beside."""
+    """A draft for `target`, bound to it: its first block over the token's embedding plus `reads` of the hidden states."""
     size = target.args.hidden_size
     head = Head(
         ModelArgs(
@@ -43,7 +43,7 @@ def tiny_head(target: Model, seed: int, *, noise: float = 0.1, reads: float = 0.
             taps=TAPS,
         )
     )
-    own = dict(tree_flatten(relative(target, seed, noise).parameters()))
+    own = dict(tree_flatten(noisy_copy(target, seed, noise).parameters()))
     weights = {name: array for name, array in own.items() if not name.startswith("model.layers.1.")}
     mx.random.seed(seed)
     usual = mx.sqrt(mx.square(own["model.embed_tokens.weight"]).mean())
@@ -59,8 +59,8 @@ def tiny_head(target: Model, seed: int, *, noise: float = 0.1, reads: float = 0.
 
 
 def proposal(head: Head, read: Sequence[int], k: int, choose: Choose) -> tuple[list[int], list[mx.array]]:
-    """What the head proposes after `read`, of which its target has not read the last token, and the logits (V,) of each choice:
-    one step after another on mlx-lm's own cache, from its second step on over its own states."""
+    """The head's proposal after `read`, whose last token the target has not read, and the logits (V,) of each choice: step by
+    step on mlx-lm's own cache, from the second step on over the head's own hidden states."""
     tokens, cache = mx.array([list(read)]), [KVCache()]
     hidden = head.model(tokens, cache, head.features(tokens))[:, -1:]
     chosen, logits = list[int](), list[mx.array]()

@@ -1,4 +1,4 @@
-"""A small real engine, encoder and operator behind core's protocols, and a real server around them."""
+"""A small engine, encoder and operator behind core's protocols, and the real API around them."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class Codepoints:
         return tuple(ord(character) for character in text)
 
 
-class Broken(Codepoints):
-    """An encoder whose library quotes its input when it fails."""
+class FailingEncoder(Codepoints):
+    """An encoder whose error message quotes its input."""
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         raise ValueError(f"cannot encode {text!r}")
@@ -78,9 +78,9 @@ class EchoTicket:
 
 
 class EchoEngine:
-    """core.GenerationService that says the prompt back, one token per round, each request on a thread of its own.
+    """core.GenerationService whose output is the prompt, one token per round, each request on its own thread.
 
-    pause: seconds per token. break_after: tokens after which a request fails. full: refuse as a full queue does.
+    pause: seconds per token. break_after: tokens after which a request fails. full: the queue is full.
     """
 
     def __init__(self, *, pause: float = 0.0, break_after: int | None = None, full: bool = False) -> None:
@@ -107,37 +107,45 @@ class EchoEngine:
         (place or self.reserve()).release()
         ticket = EchoTicket(f"echo-{len(self.tickets)}", prompt, sink)
         self.tickets.append(ticket)
-        threading.Thread(target=self._say, args=(ticket,), daemon=True).start()
+        threading.Thread(target=self._generate, args=(ticket,), daemon=True).start()
         return ticket
 
     def status(self) -> EngineStatus:
         running = sum(ticket.id not in self.ended for ticket in self.tickets)
         return EngineStatus(not self.dead, self.dead or "serving", running, 0, 0.0, 3, 0)
 
-    def _say(self, ticket: EchoTicket) -> None:
+    def _generate(self, ticket: EchoTicket) -> None:
         began = time.monotonic()
-        said: list[int] = []
+        output: list[int] = []
         finish = FinishReason.STOP
         for token in (token for token in ticket.prompt.tokens if token != Codepoints.MARK):
             ticket.cancelled.wait(self.pause)
             if ticket.cancelled.is_set():
                 finish = FinishReason.CANCELLED
                 break
-            if len(said) == ticket.prompt.sampling.max_tokens:
+            if len(output) == ticket.prompt.sampling.max_tokens:
                 finish = FinishReason.LENGTH
                 break
-            if len(said) == self.break_after:
+            if len(output) == self.break_after:
                 self.ended[ticket.id] = FinishReason.CANCELLED
                 ticket.sink(Failed(Unavailable("the engine stopped")))
                 return
-            said.append(token)
-            ticket.sink(Delta(chr(token), (token,), (len(said) % 2 == 0,)))
+            output.append(token)
+            ticket.sink(Delta(chr(token), (token,), (len(output) % 2 == 0,)))
         self.ended[ticket.id] = finish
         prompt = len(ticket.prompt.tokens)
         timings = Timings(
-            prompt, 0.5, len(said), time.monotonic() - began, len(said), len(said) // 2, len(said), (0, 3), prompt // 2
+            prompt,
+            0.5,
+            len(output),
+            time.monotonic() - began,
+            len(output),
+            len(output) // 2,
+            len(output),
+            (0, 3),
+            prompt // 2,
         )
-        ticket.sink(Finished(ticket.id, finish, tuple(said), timings))
+        ticket.sink(Finished(ticket.id, finish, tuple(output), timings))
 
 
 def make_run(number: int, state: RunState = RunState.TRAINING, progress: Progress | None = None) -> TrainingRun:
@@ -151,8 +159,8 @@ def make_adapter(number: int, state: AdapterState) -> AdapterRef:
     return AdapterRef(number, Path("nowhere"), "ab" * 32, 16, 2.0, ("q_proj",), "cd" * 32, 0, None, state, now)
 
 
-class Ledger:
-    """core.Operator over two lists in memory."""
+class InMemoryOperator:
+    """core.Operator on two lists."""
 
     def __init__(self) -> None:
         self.runs: list[TrainingRun] = []
@@ -196,11 +204,11 @@ LIMITS = Limits(max_body_bytes=20_000, request_timeout=20.0, keepalive_seconds=5
 
 
 @dataclass
-class House:
-    """The application and everything behind it."""
+class EchoServer:
+    """The API over an echo engine and an in-memory operator, in this process or on a real port."""
 
     engine: EchoEngine = field(default_factory=EchoEngine)
-    operator: Ledger = field(default_factory=Ledger)
+    operator: InMemoryOperator = field(default_factory=InMemoryOperator)
     encoder: Codepoints = field(default_factory=Codepoints)
     metrics: Metrics = field(default_factory=lambda: Metrics(draft_tokens=3))
     limits: Limits = LIMITS
@@ -236,7 +244,7 @@ class House:
                 thread.join(10)
 
     def value(self, sample: str) -> float:
-        """One line of /metrics, by its name and labels."""
+        """The value of one line of /metrics, by its name and labels."""
         for line in self.metrics.exposition()[0].decode().splitlines():
             if line.rpartition(" ")[0] == sample:
                 return float(line.rpartition(" ")[2])
@@ -244,7 +252,7 @@ class House:
 
 
 def wait_until(done: object, seconds: float = 60.0) -> None:
-    """Wait for a condition that another thread brings about."""
+    """Wait until another thread has made `done` true."""
     assert callable(done)
     end = time.monotonic() + seconds
     while not done():

@@ -1,4 +1,4 @@
-"""Every architecture mlx-lm ships as a tiny model, and which of them are served."""
+"""A tiny model of every architecture in mlx-lm, and which of them are served."""
 
 import importlib
 import math
@@ -69,7 +69,7 @@ SMALL: dict[str, Any] = {
     )
     for name in names.split()
 }
-"""Small values for the names that configurations share; each family takes those it knows."""
+"""Small values for common configuration names; each family takes those it knows."""
 
 PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
@@ -246,7 +246,7 @@ RECURRENT: dict[str, dict[str, Any]] = {
     "qwen3_next": FOUR,
     "rwkv7": {},
 }
-"""Families some or all of whose layers carry a state from token to token; beyond SMALL, as above."""
+"""Families with recurrent state in some or all layers; values beyond SMALL, as above."""
 
 OTHER, RAGGED = "gives other results in a batch than alone", "does not run on rows of unlike length"
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
@@ -268,13 +268,13 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     "plamo3": ("reads prompts through a window of 17 and generates through 16", {}),
     "recurrent_gemma": (OTHER, {"block_types": ["recurrent", "attention"]}),
 }
-"""The words that must name the cause, and what the family needs beyond SMALL."""
+"""The text that the error must contain, and what the family needs beyond SMALL."""
 
 METAL: dict[str, dict[str, Any]] = {
     "bitnet": {},
     "muse_spark": {"num_shared_experts": 0, "rope_parameters": PLAIN, "layer_rope_theta": [10000.0, 0.0]},
 }
-"""Families whose layers are Metal kernels without any other form."""
+"""Families with layers that exist only as Metal kernels."""
 
 NOT_BUILT = {"olmo": "its module ends the process that imports it when the package ai2-olmo is not there"}
 
@@ -289,24 +289,24 @@ def floating(model: nn.Module) -> list[tuple[str, mx.array]]:
 
 
 def build(name: str, needs: dict[str, Any]) -> Any:
-    """Random weights at a scale where the output wanders; zeros, with which some layers begin, would hide mistakes."""
+    """Random weights at a scale where the output varies; zeros, with which some layers begin, would hide errors."""
     family = family_of(name)
     config = SMALL | {"model_type": family} | needs
     module = importlib.import_module(f"mlx_lm.models.{family}")
     mx.random.seed(0)
     model = module.Model(module.ModelArgs.from_dict(config | {"text_config": config}))
-    model.update(tree_unflatten([(name, scattered(array)) for name, array in floating(model)]))
+    model.update(tree_unflatten([(name, with_noise(array)) for name, array in floating(model)]))
     model.eval()
     mx.eval(model.parameters())
     return model
 
 
-def scattered(array: mx.array) -> mx.array:
+def with_noise(array: mx.array) -> mx.array:
     noise = mx.random.normal(array.shape)
     return array + 0.2 * noise if array.ndim < 2 else noise / math.sqrt(array.shape[-1])
 
 
-def likeness(name: str, needs: dict[str, Any], target: nn.Module) -> nn.Module:
+def noisy_draft(name: str, needs: dict[str, Any], target: nn.Module) -> nn.Module:
     """A draft of the same family that is right some of the time."""
     draft = build(name, needs)
     mx.random.seed(1)

@@ -1,6 +1,6 @@
-"""Mistakes of the engine's cache, planted: a position off by one, a stale key or value, a wrong mask.
+"""Faults planted in the engine's cache: a position off by one, a stale key or value, a wrong mask.
 
-They act in batches alone, as the engine's own mistakes would: a cache of one row stays right.
+They act only in batches, as real faults of the engine would; a cache of one row stays correct.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Fault:
 
 
 def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
-    """Let every RowCache made from now on have this fault."""
+    """Give every RowCache created from now on this fault."""
     start: Any = RowLayer.offset.fget  # pyright: ignore[reportFunctionMemberAccess]
     init, written, make_mask, update = (
         RowCache.__init__,
@@ -47,7 +47,7 @@ def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
             layer.number = i  # pyright: ignore[reportAttributeAccessIssue]
 
     def hit(layer: Any) -> mx.array | None:
-        """Which rows, or None where this layer is right."""
+        """The faulty rows, or None if this layer is correct."""
         rows = len(layer.lengths.host)
         if rows < 2 or fault.layer not in (None, layer.number):
             return None
@@ -62,7 +62,7 @@ def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
         return start(layer) if rows is None else starts(layer) + by * rows.astype(mx.int32)
 
     def soundly(call: Callable[..., Any]) -> Callable[..., Any]:
-        """Positions are wrong for rope alone."""
+        """Positions are wrong only for RoPE."""
 
         def within(*positional: Any, **named: Any) -> Any:
             nonlocal sound

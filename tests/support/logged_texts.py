@@ -1,4 +1,4 @@
-"""Generations as the log holds them, made by tiny models, for the tests of this room."""
+"""Generations as the log holds them, made by tiny models."""
 
 import random
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def served(
     vocabulary: int = VOCABULARY,
     max_rows: int = 32,
 ) -> list[Generation]:
-    """What the engine logs when it really decodes one random prompt for every sampling."""
+    """The generations that the engine logs when it decodes one random prompt for every sampling."""
     rng = random.Random(seed)
     prompts = [
         Prompt(tuple(rng.randrange(vocabulary) for _ in range(rng.randint(2, 20))), sampling) for sampling in samplings

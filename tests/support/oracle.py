@@ -1,4 +1,4 @@
-"""The naive decoder: the target alone, one token at a time, on mlx-lm's stock cache. What every engine change is held to."""
+"""The naive decoder: the target alone, one token at a time, on mlx-lm's stock cache. The reference for every engine test."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from service.core import Sampling
 from tests.support.typed import as_int, as_ints, leaves
 
 READ = 64
-"""Tokens read in a call: on a CPU calls over some hundreds cost several times as much for each token."""
+"""Tokens per call: on a CPU calls over some hundreds of tokens cost several times as much per token."""
 _WORD = 0xFFFFFFFF
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 
@@ -66,7 +66,7 @@ def naive(target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: fro
         logits = read(target, feed, cache)[-1].astype(mx.float32)
         if not sampling.greedy:
             assert sampling.seed is not None
-            logits = tempered(logits[None], sampling)[0]
+            logits = filtered_logprobs(logits[None], sampling)[0]
             logits = logits + mx.array(seeded_noise(sampling.seed, position, logits.shape[-1]))
         token = as_int(mx.argmax(logits))
         out.append(token)
@@ -89,11 +89,11 @@ def forced(
     sampling: Sampling,
     eos: frozenset[int] = frozenset(),
 ) -> list[int]:
-    """What `naive` would say at each position of `output`, from one pass over prompt and output.
+    """The token `naive` would choose at each position of `output`, from one pass over prompt and output.
 
-    `output == forced(...)` holds exactly where `output == naive(...)` does: the first position at which they part is the
-    same, and an answer that ends too soon or too late gets a token more or fewer. Not for recurrent models, whose one pass
-    over a text is other arithmetic than their steps.
+    `output == forced(...)` holds exactly if `output == naive(...)` does: the first difference is at the same position, and an
+    answer that ends too soon or too late gets a token more or fewer. Not for recurrent models, whose pass over a text
+    rounds differently from their steps.
     """
     text = [*prompt, *output]
     logits = read(target, text, make_prompt_cache(target))[len(prompt) - 1 :].astype(mx.float32)
@@ -101,15 +101,15 @@ def forced(
         assert sampling.seed is not None
         width = logits.shape[-1]
         noise = [seeded_noise(sampling.seed, position, width) for position in range(len(output) + 1)]
-        logits = tempered(logits, sampling) + mx.array(np.stack(noise))
-    said = as_ints(mx.argmax(logits, axis=-1))
-    for i, token in enumerate(said[: sampling.max_tokens]):
+        logits = filtered_logprobs(logits, sampling) + mx.array(np.stack(noise))
+    tokens = as_ints(mx.argmax(logits, axis=-1))
+    for i, token in enumerate(tokens[: sampling.max_tokens]):
         if token in eos:
-            return said[: i + 1]
-    return said[: sampling.max_tokens]
+            return tokens[: i + 1]
+    return tokens[: sampling.max_tokens]
 
 
-def tempered(logits: mx.array, sampling: Sampling) -> mx.array:
+def filtered_logprobs(logits: mx.array, sampling: Sampling) -> mx.array:
     """mlx-lm's own filters in its own order, then the temperature: log-probabilities (N, V)."""
     logp = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     if sampling.top_p < 1.0:
@@ -123,7 +123,7 @@ def tempered(logits: mx.array, sampling: Sampling) -> mx.array:
 
 
 def tiny_llama(seed: int, *, layers: int = 2, vocabulary: int = 97, hidden: int = 32, sharpness: float = 4.0) -> Model:
-    """A random Llama whose next-token law is peaked enough to have clear argmaxes and soft enough to sample from."""
+    """A random Llama whose next-token distribution is peaked enough for clear argmaxes and soft enough to sample from."""
     mx.random.seed(seed)
     model = Model(
         ModelArgs(
@@ -143,7 +143,7 @@ def tiny_llama(seed: int, *, layers: int = 2, vocabulary: int = 97, hidden: int 
     return model
 
 
-def relative(model: Model, seed: int, noise: float) -> Model:
+def noisy_copy(model: Model, seed: int, noise: float) -> Model:
     """A draft for `model`: the same weights with noise added, so that it is right some of the time."""
     mx.random.seed(seed)
     from mlx.utils import tree_unflatten

@@ -1,4 +1,4 @@
-"""What every benchmark's report must hold."""
+"""Checks that apply to every benchmark report."""
 
 import json
 from pathlib import Path

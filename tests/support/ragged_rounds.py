@@ -1,4 +1,4 @@
-"""Rounds of ever-changing shapes: rows of unlike length join and leave, and every round drafts another number of tokens.
+"""Rounds of ever-changing shapes: rows of different lengths join and leave, and the draft length changes every round.
 
     python -m tests.support.ragged_rounds --rounds 5000 --rows 16 --layers 8 --hidden 256 --dtype bfloat16
 
@@ -28,13 +28,13 @@ from service.engine.length import Choice, Match
 from service.engine.prefix import PrefixCache
 from service.engine.row import Row
 from service.mlx_environment import DEFAULTS
-from tests.support.batches import take_in
-from tests.support.fixed_choices import Always, always
-from tests.support.oracle import relative, tiny_llama
+from tests.support.batches import admit
+from tests.support.fixed_length import FixedLength, fix_length
+from tests.support.oracle import noisy_copy, tiny_llama
 
 
-class Changing(Always):
-    """Another number of drafted and of looked-up tokens each round, none at times."""
+class RandomLength(FixedLength):
+    """A random number of drafted and looked-up tokens each round, sometimes none."""
 
     def __init__(self, most: int, rng: random.Random) -> None:
         super().__init__(most)
@@ -54,8 +54,8 @@ class Changing(Always):
 
 
 @dataclass(frozen=True, slots=True)
-class Ragged:
-    """What went through the decoder. shapes: distinct rounds, by the sorted lengths of their rows and the tokens proposed.
+class RaggedReport:
+    """Counts of a run. shapes: distinct rounds, by the sorted lengths of their rows and the tokens proposed.
     slowest: seconds of the slowest round. peak_gb: most memory that MLX held."""
 
     rounds: int
@@ -79,14 +79,14 @@ def ragged_rounds(
     seed: int = 0,
     on_finished: Callable[[Row], None] = lambda row: None,
     on_round: Callable[[int], None] = lambda done: None,
-) -> Ragged:
+) -> RaggedReport:
     """Put at least `rounds` rounds through a Decoder over at most `max_rows` rows, whose prompts are of 2 to `longest` tokens;
     then let the rows that still run end."""
     rng = random.Random(seed)
     decoder = Decoder(
         target, draft, vocabulary=vocabulary, k=k, adaptive=True, lookup=k, collect=True, prefix=PrefixCache(2**26)
     )
-    always(decoder, Changing(k, rng))
+    fix_length(decoder, RandomLength(k, rng))
     shapes: set[tuple[object, ...]] = set()
     requests = tokens = done = 0
     slowest, begun = 0.0, time.perf_counter()
@@ -104,7 +104,7 @@ def ragged_rounds(
             prompt = Prompt(tuple(rng.randrange(vocabulary) for _ in range(length)), sampling)
             coming.append(Row(str(requests), prompt, frozenset(), None))
             requests += 1
-        take_in(decoder, coming)
+        admit(decoder, coming)
         lengths = tuple(sorted(len(row.tokens) for row in decoder.rows))
         report = decoder.round()
         shapes.add((lengths, tuple(sorted((each.drafted, each.source) for each in report.rounds))))
@@ -116,13 +116,13 @@ def ragged_rounds(
         on_round(done)
     assert decoder.draft_failures == 0, "the draft failed on the way"
     seconds = time.perf_counter() - begun
-    return Ragged(done, len(shapes), requests, tokens, seconds, slowest, mx.get_peak_memory() / 1e9)
+    return RaggedReport(done, len(shapes), requests, tokens, seconds, slowest, mx.get_peak_memory() / 1e9)
 
 
 def tiny_pair(layers: int, hidden: int, vocabulary: int, dtype: mx.Dtype) -> tuple[nn.Module, Draft]:
     """A random target and a draft that is right some of the time."""
     target = tiny_llama(0, layers=layers, hidden=hidden, vocabulary=vocabulary)
-    draft = relative(target, 1, 0.1)
+    draft = noisy_copy(target, 1, 0.1)
     for model in (target, draft):
         model.set_dtype(dtype)
         mx.eval(model.parameters())

@@ -1,4 +1,4 @@
-"""Layers whose rounding depends on the shape of the call, as on an accelerator. A CPU gives the same bits in any shape."""
+"""Layers whose rounding depends on the shape of the call, as on an accelerator. On a CPU it does not."""
 
 from itertools import pairwise
 from typing import Any
@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 
 class SplitLinear(nn.Linear):
-    """Sums in as many parts as the number of tokens makes it, each part rounded to the input's precision (split K)."""
+    """Sums in parts whose number depends on the tokens, each rounded to the input's precision (split K)."""
 
     def __call__(self, x: mx.array) -> mx.array:
         tokens = x.size // x.shape[-1]
@@ -22,7 +22,7 @@ class SplitLinear(nn.Linear):
 
 
 def shape_dependent(model: Any) -> Any:
-    """The model, in place, with such layers."""
+    """Replace the linear layers of the model in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = SplitLinear

@@ -1,8 +1,7 @@
-"""A real child process that says what its plan says instead of training: `scripted_child.py PLAN`, the job on stdin.
+"""A real child process that follows a plan instead of training: `scripted_child.py PLAN`, with the job on stdin.
 
-PLAN is a JSON file: kind of job -> act. A trained adapter is a folder whose file holds one number, the share of calls
-it needs, and after it the draft length from which on it needs so few, 1 unless it says so; scores are computed from it, so
-that whoever compares adapters finds what the folders say.
+PLAN is a JSON file: kind of job -> act. A trained adapter is a folder whose file holds the share of calls that it
+needs and, optionally, the shortest draft length at which it does (1 by default). Scores are computed from that file.
 """
 
 import json
@@ -16,7 +15,7 @@ from pathlib import Path
 from service.store.files import publish
 
 
-def say(kind: str, **message: object) -> None:
+def send(kind: str, **message: object) -> None:
     print(json.dumps({"type": kind, **message}), flush=True)
 
 
@@ -38,7 +37,7 @@ def scores(folder: str | None, names: list[str]) -> list[dict[str, object]]:
 
 
 def train(job: dict[str, object], act: str) -> None:
-    say("progress", step=1, steps=2, loss=1.5, grad_norm=0.5, tokens_per_second=100.0, seconds_left=1.0)
+    send("progress", step=1, steps=2, loss=1.5, grad_norm=0.5, tokens_per_second=100.0, seconds_left=1.0)
     match act:
         case "kill":
             die()
@@ -49,10 +48,10 @@ def train(job: dict[str, object], act: str) -> None:
         case "hang":
             sys.stdin.read()
             sys.exit(75)
-        case "deaf":
+        case "ignore the pipe":
             time.sleep(60)
         case "give up":
-            return say("failed", reason="too few examples")
+            return send("failed", reason="too few examples")
         case "leave":
             sys.exit(0)
         case _:
@@ -68,8 +67,8 @@ def train(job: dict[str, object], act: str) -> None:
     sha256 = publish(scratch, final)
     if act == "kill after publishing":
         die()
-    say("progress", step=2, steps=2, loss=1.0, grad_norm=float("nan"), tokens_per_second=100.0, seconds_left=0.0)
-    say("candidate", folder=str(final), sha256=sha256, rank=4, scale=2.0, keys=["self_attn.q_proj"], trainable=1)
+    send("progress", step=2, steps=2, loss=1.0, grad_norm=float("nan"), tokens_per_second=100.0, seconds_left=0.0)
+    send("candidate", folder=str(final), sha256=sha256, rank=4, scale=2.0, keys=["self_attn.q_proj"], trainable=1)
     if act == "kill after the candidate":
         die()
     if act == "broken":
@@ -85,10 +84,10 @@ def train(job: dict[str, object], act: str) -> None:
     if act == "golden":
         for item in golden["candidate"]:
             item["calls"] = [1.1 * calls for calls in item["calls"]]  # pyright: ignore
-    # "dear": each of its draft steps takes twice the time.
-    steps = {name: 2.0 if act == "dear" and name == "candidate" else 1.0 for name in found}
-    say("scores", scores=found, golden=golden if act in {"golden", "fair golden"} else {}, steps=steps)
-    say("done")
+    # "slow steps": each of its draft steps takes twice the time.
+    steps = {name: 2.0 if act == "slow steps" and name == "candidate" else 1.0 for name in found}
+    send("scores", scores=found, golden=golden if act in {"golden", "fair golden"} else {}, steps=steps)
+    send("done")
 
 
 def score(job: dict[str, object], act: str) -> None:
@@ -111,17 +110,17 @@ def score(job: dict[str, object], act: str) -> None:
         newest = max(adapters, key=int)
         for item in found[newest]:
             item["calls"] = [2 * calls for calls in item["calls"]]  # pyright: ignore
-    steps = {name: 2.0 if act == "dear" and name == max(adapters, key=int) else 1.0 for name in adapters}
-    say("scores", scores=found, steps=steps)
-    say("done")
+    steps = {name: 2.0 if act == "slow steps" and name == max(adapters, key=int) else 1.0 for name in adapters}
+    send("scores", scores=found, steps=steps)
+    send("done")
 
 
 def cases(job: dict[str, object], act: str) -> None:
-    """Three cases a generation, told in two messages."""
+    """Three cases per generation, in two messages."""
     if act == "kill":
         die()
     if act == "give up":
-        return say("failed", reason="the draft is gone")
+        return send("failed", reason="the draft is gone")
     if act == "hang":
         sys.stdin.read()
         sys.exit(75)
@@ -132,13 +131,13 @@ def cases(job: dict[str, object], act: str) -> None:
     case = {"drafted": 1, "target": 2, "p": 0.5, "q": 0.5, "margin": 1.0, "tie": False}
     for part in (names[: len(names) // 2], names[len(names) // 2 :]):
         if act != "silent":
-            say("cases", cases={name: [{"position": 4 * i, **case} for i in range(3)] for name in part})
+            send("cases", cases={name: [{"position": 4 * i, **case} for i in range(3)] for name in part})
         if act == "kill half way":
             die()
         if act == "hang half way":
             sys.stdin.read()
             sys.exit(75)
-    say("done")
+    send("done")
 
 
 def main() -> None:

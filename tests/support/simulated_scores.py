@@ -1,4 +1,4 @@
-"""Drafts that exist only as acceptance: texts of unlike length and difficulty, and two drafts that mostly agree on them."""
+"""Simulated acceptance of two drafts that mostly agree, on texts of different length and difficulty."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,32 +9,32 @@ from service.core import Score
 
 LONGEST, K = 256, 3
 FEWER = (1.4, 1.2, 1.0)
-"""Calls by draft length, against those at the longest."""
+"""Calls by draft length, relative to those at the longest."""
 LEVEL = (1.0, 1.242, 1.394)
-"""Costs at which what `pair` simulates is about as fast at every length."""
+"""Costs at which the drafts of `pair` are about as fast at every draft length."""
 
 
 def scores(calls: Iterable[float], *, tokens: int = 100, domain: str = "a", start: int = 0) -> list[Score]:
-    """calls: at three drafted tokens."""
+    """calls: at a draft length of three."""
     return by_length(([value * more for more in FEWER] for value in calls), tokens=tokens, domain=domain, start=start)
 
 
 def by_length(calls: Iterable[Sequence[float]], *, tokens: int = 100, domain: str = "a", start: int = 0) -> list[Score]:
-    """calls: at one, two and three drafted tokens."""
+    """calls: at draft lengths one, two and three."""
     return [
         Score(f"g{start + i}", domain, tokens, 50, tuple(float(value) for value in each))
         for i, each in enumerate(calls)
     ]
 
 
-def target_calls(kept: NDArray[np.bool_], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Target calls to emit each text with 1 .. K drafted a round, (texts, K). kept: (texts, LONGEST), whether a token would
-    have been kept."""
-    ahead = np.zeros((len(kept), LONGEST + 1), dtype=np.int64)
+def target_calls(accepted: NDArray[np.bool_], tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Target calls to emit each text at draft lengths 1 .. K: (texts, K). accepted: (texts, LONGEST), whether a token would be
+    accepted."""
+    ahead = np.zeros((len(accepted), LONGEST + 1), dtype=np.int64)
     for t in reversed(range(LONGEST)):
-        ahead[:, t] = np.where(kept[:, t], ahead[:, t + 1] + 1, 0)
-    lengths, rows = np.arange(1, K + 1), np.arange(len(kept))[:, None]
-    at = calls = np.zeros((len(kept), K), dtype=np.int64)
+        ahead[:, t] = np.where(accepted[:, t], ahead[:, t + 1] + 1, 0)
+    lengths, rows = np.arange(1, K + 1), np.arange(len(accepted))[:, None]
+    at = calls = np.zeros((len(accepted), K), dtype=np.int64)
     while (going := at < tokens[:, None]).any():
         at = np.where(going, at + np.minimum(ahead[rows, np.minimum(at, LONGEST - 1)], lengths) + 1, at)
         calls = calls + going
@@ -47,13 +47,13 @@ def pair(
     *,
     better: float = 0.0,
     differ: float = 0.05,
-    kept: float = 0.65,
+    accepted: float = 0.65,
     domains: int = 1,
 ) -> tuple[list[Score], list[Score]]:
-    """Scores of two drafts. kept: acceptance of the second on a usual text; texts differ about it. differ: share of the tokens
-    on which the two disagree; better: by how much the first one's acceptance is higher."""
+    """Scores of two drafts. accepted: acceptance rate of the second on a usual text, varying by text. differ: share of the
+    tokens on which the two disagree; better: by how much the first one's acceptance is higher."""
     tokens = np.clip(rng.lognormal(np.log(90), 0.6, texts), 8, LONGEST).astype(np.int64)
-    usual = 1 / (1 + np.exp(-(np.log(kept / (1 - kept)) + rng.normal(0, 0.5, (texts, 1)))))
+    usual = 1 / (1 + np.exp(-(np.log(accepted / (1 - accepted)) + rng.normal(0, 0.5, (texts, 1)))))
     old = rng.random((texts, LONGEST)) < usual
     luck = rng.random((texts, LONGEST))
     new = np.where(old, luck >= (differ - better) / 2 / usual, luck < (differ + better) / 2 / (1 - usual))
@@ -71,13 +71,13 @@ def pair(
 
 
 def requests(
-    rng: np.random.Generator, shape: tuple[int, int], *, kept: float = 0.65, linger: float = 0.2
+    rng: np.random.Generator, shape: tuple[int, int], *, accepted: float = 0.65, linger: float = 0.2
 ) -> NDArray[np.float64]:
-    """Acceptance of single requests, (streams, requests): texts of unlike length and difficulty, each one's a little like the
-    one's before (linger: autocorrelation)."""
+    """Acceptance of single requests, (streams, requests): texts of different length and difficulty, with
+    autocorrelation `linger`."""
     tokens = np.clip(rng.lognormal(np.log(90), 0.6, shape), 8, 400).astype(np.int64)
     hard = rng.normal(0, 1, shape)
     for i in range(1, shape[1]):
         hard[:, i] = linger * hard[:, i - 1] + np.sqrt(1 - linger**2) * hard[:, i]
-    usual = 1 / (1 + np.exp(-(np.log(kept / (1 - kept)) + 0.4 * hard)))
+    usual = 1 / (1 + np.exp(-(np.log(accepted / (1 - accepted)) + 0.4 * hard)))
     return rng.binomial(tokens, usual) / tokens

@@ -1,4 +1,4 @@
-"""Generations as the engine would hand them over, for the tests of the store."""
+"""Generations as the engine records them, for the tests of the store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def copy_of(template: Path, path: Path) -> str:
 
 
 def texts(split: str, count: int, tag: str = "question") -> list[str]:
-    """First user messages that fall on one side of the split."""
+    """First user messages that belong to the given split."""
     found = (f"{tag} {i}" for i in itertools.count())
     return list(itertools.islice((text for text in found if split_of(text) == split), count))
 
@@ -72,7 +72,7 @@ def generation(
     collected: Targets | None = None,
     created: datetime | None = None,
 ) -> Generation:
-    """A text that no other call makes, unless its output is named."""
+    """A text that differs from every other call's unless its output is given."""
     number = next(_counter)
     output = (4, 5, 6, 7, 8 + number) if output is None else output
     return Generation(

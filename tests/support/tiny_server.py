@@ -1,4 +1,4 @@
-"""A real server on a tiny random pair, for tests that need a whole house: as a process, or in this one."""
+"""A real server on a tiny random pair, for tests that need the whole application: in a process of its own, or in this one."""
 
 import json
 import random
@@ -24,7 +24,7 @@ from service.models.pair import load_model, load_pair
 from service.server import FATAL_EXIT, Application, Server
 from service.settings import load_settings
 from service.store.files import publish
-from tests.support.oracle import relative, tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.store_rows import generation
 from tests.support.typed import leaves
 
@@ -39,7 +39,7 @@ def write_pair(root: Path) -> tuple[Path, Path]:
     alphabet = ["</s>", "<s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     target = tiny_llama(0, vocabulary=len(alphabet))
     folders: list[Path] = []
-    for name, model in (("target", target), ("draft", relative(target, 1, 0.3))):
+    for name, model in (("target", target), ("draft", noisy_copy(target, 1, 0.3))):
         folder = root / name
         folder.mkdir(parents=True)
         tokenizer = Tokenizer(BPE(vocab={token: i for i, token in enumerate(alphabet)}, merges=[]))
@@ -60,7 +60,7 @@ def write_pair(root: Path) -> tuple[Path, Path]:
 
 
 def settings_of(pair: tuple[Path, Path], **sections: Mapping[str, object]) -> dict[str, dict[str, object]]:
-    """A tiny server's settings; what is named in `sections` is added."""
+    """A tiny server's settings, with `sections` added."""
     tree: dict[str, dict[str, object]] = {
         "models": {"target": str(pair[0]), "draft": str(pair[1])},
         "engine": {"max_rows": 8, "prefill_chunk": 32, "adaptive": False},
@@ -76,24 +76,24 @@ def tiny_server(root: Path, pair: tuple[Path, Path], **sections: Mapping[str, ob
     return LocalServer(root / "state", settings_of(pair, **sections), root / "home")
 
 
-class _Web(Server):
-    """Signals are this process's own."""
+class SignallessServer(Server):
+    """Leaves the signal handlers of this process alone."""
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
 
 
-class ServerHere(LocalServer):
-    """The same server on threads of this process, which saves the seconds that a process takes to import everything.
+class InProcessServer(LocalServer):
+    """The same server on threads of this process, which saves the seconds that the imports of a new process take.
 
-    Not for tests of what a process does: its output, its exit, its signals, the BLAS threads that it gives to a child.
+    Not for tests of a process: of its output, exit status, signals, or the BLAS threads that it gives to a child.
     """
 
     _application: Application | None = None
 
     def start(self) -> None:
-        """Returns when it is ready. Raises what makes serving impossible."""
+        """Returns when it is ready. Raises the error if it cannot serve."""
         self._client = httpx.Client(base_url=self.url, trust_env=False, timeout=60.0)
         self._fatal: list[str] = []
         self._application = application = Application(load_settings(self.config), on_fatal=self._fatal.append)
@@ -107,7 +107,7 @@ class ServerHere(LocalServer):
             access_log=False,
             timeout_graceful_shutdown=5,
         )
-        self._web = _Web(config, on_listening=lambda: None, drain=application.drain)
+        self._web = SignallessServer(config, on_listening=lambda: None, drain=application.drain)
         self._thread = threading.Thread(target=self._web.run, daemon=True)
         self._thread.start()
         end = time.monotonic() + 60.0
@@ -117,11 +117,11 @@ class ServerHere(LocalServer):
         application.start()
 
     def terminate(self) -> None:
-        """What the handler of a signal does; returns at once."""
+        """Do what the signal handler does; returns at once."""
         self._web.should_exit = True
 
     def stop(self) -> int | None:
-        """Ends it in order; the exit status that a process would have."""
+        """Shut down in order. Returns the exit status that a process would have."""
         application, self._application = self._application, None
         if self._client is not None:
             self._client.close()
@@ -135,8 +135,8 @@ class ServerHere(LocalServer):
         return FATAL_EXIT if self._fatal or self._thread.is_alive() else 0
 
 
-def server_here(root: Path, pair: tuple[Path, Path], **sections: Mapping[str, object]) -> ServerHere:
-    return ServerHere(root / "state", settings_of(pair, **sections), root / "home")
+def in_process_server(root: Path, pair: tuple[Path, Path], **sections: Mapping[str, object]) -> InProcessServer:
+    return InProcessServer(root / "state", settings_of(pair, **sections), root / "home")
 
 
 def prompts(count: int, seed: int = 0) -> Iterator[PromptLine]:
@@ -145,7 +145,7 @@ def prompts(count: int, seed: int = 0) -> Iterator[PromptLine]:
         yield PromptLine(str(i), "letters", "".join(rng.choice("abcdefgh ") for _ in range(rng.randint(4, 40))) + "x")
 
 
-def say(server: LocalServer, text: str, **body: object) -> dict[str, Any]:
+def generate(server: LocalServer, text: str, **body: object) -> dict[str, Any]:
     asked = {"prompt": text, "max_tokens": 16, "return_tokens": True, **body}
     answer = server.request("POST", "/generate", asked)
     assert answer.status_code == 200, answer.text
@@ -153,12 +153,12 @@ def say(server: LocalServer, text: str, **body: object) -> dict[str, Any]:
 
 
 def register_adapters(server: LocalServer, pair: tuple[Path, Path], count: int) -> list[AdapterRef]:
-    """Adapters with random weights, as rows of the database of a server that has not been started yet. The last one is
-    active, the others retired: all of them may be activated."""
+    """Write adapters with random weights to the database of a server that is not running. The last one is active and the
+    others are retired, so all of them can be activated."""
     who = load_pair(*pair).provenance
     stores = open_stores(load_settings(server.config), create=True)
     made: list[AdapterRef] = []
-    # A run needs something to learn from.
+    # A run cannot be claimed without a case.
     stores.generations.add([generation(who=who)]).result(60)
     run = stores.runs.claim(trigger=Trigger.MANUAL, who=who, parent=BARE_DRAFT, limit=1)
     assert run is not None

@@ -30,7 +30,9 @@ TRAINING: Message = {"epochs": 6, "replay": 0.25, "learning_rate": 1e-2, "rank":
 
 
 @dataclass
-class Rig:
+class LoggedPair:
+    """A pair and a general set on disk, and generations logged with them."""
+
     root: Path
     target: Path
     draft: Path
@@ -40,19 +42,19 @@ class Rig:
 
 
 class Home:
-    """One installation: a database with the rig's log in it, copied from the rig's own, and where adapters go."""
+    """A home folder: a copy of the database that holds the logged generations, and a folder for adapters."""
 
-    def __init__(self, rig: Rig, root: Path) -> None:
-        self.rig = rig
+    def __init__(self, logged_pair: LoggedPair, root: Path) -> None:
+        self.logged_pair = logged_pair
         self.out = root / "adapters"
         self.out.mkdir()
         self.cache = root / "targets"
         self.url = f"sqlite:///{root / 'redraft.db'}"
-        template = rig.root / "redraft.db"
+        template = logged_pair.root / "redraft.db"
         if not template.exists():
             upgrade(f"sqlite:///{template}")
             database = Database(f"sqlite:///{template}")
-            Generations(database).add(rig.logged).result(60)
+            Generations(database).add(logged_pair.logged).result(60)
             database.close()
         shutil.copy(template, root)
         self.database = Database(self.url)
@@ -60,7 +62,7 @@ class Home:
 
     def spec(self, *, training: Message | None = None, gate: Message | None = None, **changes: object) -> Message:
         """A claimed run's job."""
-        run = self.runs.claim(trigger=Trigger.MANUAL, who=self.rig.who, parent=0, limit=30)
+        run = self.runs.claim(trigger=Trigger.MANUAL, who=self.logged_pair.who, parent=0, limit=30)
         assert run is not None
         self.runs.move(run.id, run.fencing, RunState.TRAINING)
         spec: Message = {
@@ -68,17 +70,17 @@ class Home:
             "url": self.url,
             "run": run.id,
             "fencing": run.fencing,
-            "target": str(self.rig.target),
-            "draft": str(self.rig.draft),
+            "target": str(self.logged_pair.target),
+            "draft": str(self.logged_pair.draft),
             "parent": None,
             "parent_id": 0,
             "out": str(self.out),
-            "general": str(self.rig.general),
+            "general": str(self.logged_pair.general),
             "cache": str(self.cache),
             "training": TrainingSettings(**(TRAINING | (training or {}))).model_dump(),
             "gate": GateSettings(**(GATE | (gate or {}))).model_dump(),
             "k": 3,
-            "provenance": asdict(self.rig.who),
+            "provenance": asdict(self.logged_pair.who),
         }
         return spec | changes
 
@@ -93,7 +95,7 @@ class Child:
         assert process.stdout is not None
         self.stdin, self.stdout = process.stdin, process.stdout
 
-    def say(self, line: str) -> None:
+    def send_line(self, line: str) -> None:
         self.stdin.write(line + "\n")
         self.stdin.flush()
 
@@ -102,7 +104,7 @@ class Child:
         assert line, f"the child ended: {self.process.wait(30)}"
         return json.loads(line)
 
-    def rest(self) -> list[Message]:
+    def read_to_end(self) -> list[Message]:
         """All messages up to a clean end."""
         found = [json.loads(line) for line in self.stdout]
         assert self.process.wait(30) == 0
@@ -131,7 +133,7 @@ def child(spec: object) -> Generator[Child]:
     try:
         with process:
             running = Child(process)
-            running.say(spec if isinstance(spec, str) else json.dumps(spec))
+            running.send_line(spec if isinstance(spec, str) else json.dumps(spec))
             try:
                 yield running
             finally:
@@ -141,7 +143,7 @@ def child(spec: object) -> Generator[Child]:
         assert process.poll() is not None
 
 
-class _Told(Channel):
+class RecordingChannel(Channel):
     """A channel without streams: one job in, the messages out as a list. Nothing watches for the parent's end."""
 
     def __init__(self, spec: Message, on_message: Callable[[Message], None]) -> None:
@@ -160,7 +162,7 @@ class _Told(Channel):
 
 def perform(spec: Message, on_message: Callable[[Message], None] = lambda message: None) -> list[Message]:
     """The messages of a job that runs in this process, which keeps its priority. A child's 4 s of imports are saved."""
-    channel = _Told(spec, on_message)
+    channel = RecordingChannel(spec, on_message)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "lower_priority", lambda niceness: None)
         before = mx.set_cache_limit(job.CACHE_BYTES)

@@ -1,4 +1,4 @@
-"""MLX with the types that its stubs leave open: what an array holds, what a tree or a file holds, what a model is made of."""
+"""Typed access to MLX values whose types its stubs leave open: scalars, arrays, trees, files and layers."""
 
 from pathlib import Path
 from typing import Any, cast
@@ -34,7 +34,7 @@ def leaves(tree: object) -> list[tuple[str, mx.array]]:
 
 
 def load_arrays(path: Path) -> dict[str, mx.array]:
-    """Of a file of named arrays."""
+    """The named arrays of a file."""
     return cast("dict[str, mx.array]", mx.load(str(path)))
 
 

@@ -1,4 +1,4 @@
-"""Writes generations and says each one's id when it is stored, until it is killed. Arguments: URL, prefix of the ids."""
+"""Writes generations until it is killed, and prints each id once it is stored. Arguments: URL, prefix of the ids."""
 
 import itertools
 import sys

@@ -1,4 +1,4 @@
-"""A whole server whose log holds nothing but generations that no draft was tried on: it learns from them all the same."""
+"""A real server whose log holds only undrafted generations: it backfills their cases and trains on them."""
 
 import random
 import re
@@ -21,7 +21,7 @@ SAMPLINGS = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=5, max_toke
 
 
 def same(one: FailureCase, other: FailureCase) -> bool:
-    """Two processes on different numbers of threads round differently."""
+    """Processes with different numbers of threads round differently."""
     settled = (one.position, one.drafted, one.target, one.tie) == (
         other.position,
         other.drafted,
@@ -32,7 +32,7 @@ def same(one: FailureCase, other: FailureCase) -> bool:
 
 
 @pytest.mark.nightly
-def test_what_was_never_drafted_is_learnt_from(tmp_path: Path) -> None:
+def test_undrafted_generations_are_learnt_from(tmp_path: Path) -> None:
     folders = write_pair(tmp_path)
     pair = load_pair(*folders)
     assert pair.draft is not None
@@ -86,9 +86,9 @@ def test_what_was_never_drafted_is_learnt_from(tmp_path: Path) -> None:
     assert not [g for name, g in found.items() if name not in waiting and g.cases], "held out, or of no one course"
     assert all(found[g.id].rounds == g.rounds for g in generations)
 
-    told = re.search(r"^redraft:cases_supplied_total (\S+)", metrics, re.MULTILINE)
-    assert told is not None and float(told[1]) == sum(len(g.cases) for g in found.values()) >= 100
+    reported = re.search(r"^redraft:cases_supplied_total (\S+)", metrics, re.MULTILINE)
+    assert reported is not None and float(reported[1]) == sum(len(g.cases) for g in found.values()) >= 100
     (run,) = stores.runs.latest(9)
-    assert run.cases == float(told[1]), "the one run there was learnt from them"
+    assert run.cases == float(reported[1]), "the only run was trained on them"
     assert run.error is None, run.error
     stores.close()

@@ -1,4 +1,4 @@
-"""A real database that fails when a test wants it to."""
+"""A real database whose n-th write fails."""
 
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -11,24 +11,24 @@ from service.store.database import Database
 T = TypeVar("T")
 
 
-class Death(BaseException):
-    """The server dies here: nothing of it runs any more."""
+class Killed(BaseException):
+    """Stands for kill -9: no code of the server handles it."""
 
 
-class MortalDatabase(Database):
-    """At its n-th write (counted from `arm`) the server dies, before or after the commit, or only that write fails."""
+class FailingDatabase(Database):
+    """Raises at its n-th write after `arm`, before or after the commit: Killed, or the given error."""
 
-    fuse: int | None = None
+    writes_left: int | None = None
     after = False
-    error: BaseException = Death()
+    error: BaseException = Killed()
 
     def arm(self, writes: int, *, after: bool = False, error: BaseException | None = None) -> None:
-        self.fuse, self.after, self.error = writes, after, error or Death()
+        self.writes_left, self.after, self.error = writes, after, error or Killed()
 
     def write(self, work: Callable[[Connection], T], *, urgent: bool = True, scrub: bool = False) -> Future[T]:
-        if self.fuse is not None and not scrub:  # purges come with time, not with the circle
-            self.fuse -= 1
-            if self.fuse == 0:
+        if self.writes_left is not None and not scrub:  # when purges run depends on the time
+            self.writes_left -= 1
+            if self.writes_left == 0:
                 if self.after:
                     super().write(work, urgent=urgent, scrub=scrub).result()
                 raise self.error

@@ -1,4 +1,4 @@
-"""A lifecycle over a real database and real child processes; only the engine and the training are small."""
+"""A supervisor on a real database with real child processes; only the engine and the training are scripted."""
 
 import itertools
 import json
@@ -47,19 +47,19 @@ from service.store.generations import Generations, split_of
 from service.store.replay import Replay
 from service.store.runs import Runs
 from service.store.unseen import Unseen
-from tests.support.mortal_database import MortalDatabase
+from tests.support.failing_database import FailingDatabase
 
 T = TypeVar("T")
 
 WHO = Provenance("target", "tokenizer", "draft")
 ENOUGH = 6
-"""Generations that make a run start, and that end a watch."""
+"""Generations that start a run, and that end a watch."""
 
 
 def generation(
     name: str, *, cases: int = 3, store: bool = True, tie: bool = False, domain: str | None = "a"
 ) -> Generation:
-    """Of the training split, a conversation of its own, with four output tokens a case."""
+    """One conversation of the training split, with four output tokens per case."""
     asked = (f"question {name} {i}" for i in itertools.count())
     tokens = 4 * max(cases, 1)
     return Generation(
@@ -84,11 +84,11 @@ def generation(
 
 
 def undrafted(name: str, *, tokens: int = 12) -> Generation:
-    """Decoded while the draft rested, with the target's word on every position."""
+    """Decoded while speculation was parked, with the target's distribution at every position."""
     made = generation(name, cases=tokens // 4)
     rounds = tuple(Round(BARE_DRAFT, at, 0, 0, 1) for at in range(tokens))
-    words = Targets(1, bytes(4 * tokens), bytes(2 * tokens), bytes(2 * tokens))
-    return replace(made, rounds=rounds, cases=(), targets=words)
+    targets = Targets(1, bytes(4 * tokens), bytes(2 * tokens), bytes(2 * tokens))
+    return replace(made, rounds=rounds, cases=(), targets=targets)
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ class Loaded:
     adapter: int
 
 
-class SmallEngine:
-    """core.DraftSwitch on a thread of its own, as strict about folders as the real one. dead: it answers no more. costs: what
-    it has measured that rounds cost."""
+class FakeEngine:
+    """core.DraftSwitch on its own thread; it checks adapter folders as the real one does. dead: nothing can be staged. costs:
+    the measured seconds of a round."""
 
     def __init__(self) -> None:
         self.active = BARE_DRAFT
@@ -106,7 +106,7 @@ class SmallEngine:
         self.switch_dead = False
         self.costs: tuple[float, ...] | None = None
         self.draft_step = 0.0
-        """Seconds of a draft step, a part of `costs`."""
+        """Seconds of one draft step, included in `costs`."""
         self.served: list[int] = []
         self._thread = ThreadPoolExecutor(1)
 
@@ -139,7 +139,7 @@ class SmallEngine:
 
 
 class Launcher(ProcessLauncher):
-    """The real one, remembering what it started."""
+    """The real launcher, which also records what it started."""
 
     def __init__(self, log: Path, command: tuple[str, ...]) -> None:
         super().__init__(log, command=command)
@@ -157,8 +157,8 @@ class Launcher(ProcessLauncher):
 
 
 @dataclass
-class Told:
-    """What was reported to whoever counts."""
+class RecordedEvents:
+    """Records the events that the lifecycle reports to the metrics."""
 
     states: list[RunState] = field(default_factory=list[RunState])
     over: list[RunState] = field(default_factory=list[RunState])
@@ -191,15 +191,16 @@ class Told:
 
 
 class Server:
-    """One life of a server: a supervisor with its engine, on the world's database."""
+    """One run of a server: a supervisor with its engine, on the installation's database."""
 
-    def __init__(self, world: "World", **training: object) -> None:
-        self.db = MortalDatabase(world.url)
+    def __init__(self, installation: "Installation", **training: object) -> None:
+        self.db = FailingDatabase(installation.url)
         self.generations, self.runs, self.adapters = Generations(self.db), Runs(self.db), Adapters(self.db)
         self.replay, self.unseen = Replay(self.db), Unseen(self.db)
-        self.engine, self.told = SmallEngine(), Told()
+        self.engine, self.events = FakeEngine(), RecordedEvents()
         self.launcher = Launcher(
-            world.home / "child.log", (str(Path(__file__).with_name("scripted_child.py")), str(world.plan))
+            installation.home / "child.log",
+            (str(Path(__file__).with_name("scripted_child.py")), str(installation.plan)),
         )
         self.busy = False
         self.strain: str | None = None
@@ -210,34 +211,34 @@ class Server:
             generations=self.generations,
             replay=self.replay,
             unseen=self.unseen,
-            switching=Switching(self.engine, self.adapters, WHO.draft, self.told),
+            switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
             launcher=self.launcher,
-            events=self.told,
+            events=self.events,
             rules=Rules(
                 TrainingSettings(**settings),  # pyright: ignore[reportArgumentType]
                 GateSettings(
                     min_prompts=8,
                     min_tokens=100,
                     bootstrap=200,
-                    watch_generations=world.watch,
-                    backoff_seconds=world.backoff,
+                    watch_generations=installation.watch,
+                    backoff_seconds=installation.backoff,
                 ),
-                max_generations=world.keep,
-                adapters=world.home / "adapters",
-                spec={"out": str(world.home / "adapters")},
+                max_generations=installation.keep,
+                adapters=installation.home / "adapters",
+                spec={"out": str(installation.home / "adapters")},
             ),
             who=WHO,
             busy=lambda: self.busy,
             strain=lambda: self.strain,
-            now=lambda: datetime.now(UTC) + world.ahead,
+            now=lambda: datetime.now(UTC) + installation.clock_offset,
         )
 
     def traffic(self, count: int = ENOUGH, *, cases: int = 3) -> None:
-        """Generations come in; without cases they only feed a watch."""
+        """Add drafted generations; without cases they only feed a watch."""
         self.generations.add([generation(os.urandom(8).hex(), cases=cases) for _ in range(count)]).result(60)
 
-    def rested(self, count: int = ENOUGH) -> list[str]:
-        """Generations come in that the draft had no part in; their names."""
+    def undrafted_traffic(self, count: int = ENOUGH) -> list[str]:
+        """Add undrafted generations; returns their names."""
         made = [undrafted(os.urandom(8).hex()) for _ in range(count)]
         self.generations.add(made).result(60)
         return [one.id for one in made]
@@ -256,53 +257,53 @@ class Server:
         return lambda: bool(self.adapters.evaluations(adapter, "watch"))
 
     def promote(self) -> AdapterRef:
-        """Once round the circle, up to the watch."""
-        known = self.told.promotions
+        """Traffic, a run, its gate and the promotion, up to the start of the watch."""
+        known = self.events.promotions
         self.traffic()
-        self.tick_until(lambda: self.told.promotions > known)
+        self.tick_until(lambda: self.events.promotions > known)
         ref = self.adapters.active(WHO.draft)
         assert ref is not None
         return ref
 
-    def die(self) -> None:
-        """kill -9: the child loses its parent, the database its writer, nobody tidies up."""
+    def kill(self) -> None:
+        """As after kill -9: the child and the writer of the database end, and nothing is cleaned up."""
         for process in self.launcher.started:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
             process.stop(1.0)
-        self.db.fuse = None
+        self.db.writes_left = None
         self.db.close()
         self.engine.close()
 
     def close(self) -> None:
         self.supervisor.stop()
-        self.die()
+        self.kill()
 
 
 @cache
 def empty_database() -> bytes:
-    """What the migrations make, once per process: writing it is quicker than migrating again."""
+    """A migrated database; made once per process, because migrating takes longer than copying."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "empty.db"
         upgrade(f"sqlite:///{path}")
         return path.read_bytes()
 
 
-class World:
-    """What outlives a server: the disk, and the time."""
+class Installation:
+    """What a server leaves to the next one: the home folder with its database, and the clock."""
 
     def __init__(self, home: Path) -> None:
         self.home = home
         self.url = f"sqlite:///{home / 'redraft.db'}"
         self.plan = home / "plan.json"
-        self.ahead = timedelta()
+        self.clock_offset = timedelta()
         self.keep = 10_000
         self.watch, self.backoff = ENOUGH, 0.0
         (home / "redraft.db").write_bytes(empty_database())
-        self.act()
+        self.plan_children()
 
-    def act(self, train: str = "pass", score: str = "fair", cases: str = "tell") -> None:
-        """What the next children do."""
+    def plan_children(self, train: str = "pass", score: str = "fair", cases: str = "tell") -> None:
+        """Set what the next children do, by the kind of their job."""
         self.plan.write_text(json.dumps({"train": train, "score": score, "cases": cases}))
 
     @contextmanager
@@ -316,8 +317,8 @@ class World:
             server.close()
 
 
-def check_legal(server: Server) -> None:
-    """What must hold whenever nobody is at work: after a start, and between ticks without a child."""
+def check_consistent(server: Server) -> None:
+    """Check the invariants that hold after a start, and between ticks without a child."""
     with server.db.read() as connection:
         running = connection.execute(
             text("select count(*) from training_runs where state in ('claimed', 'training', 'scoring', 'staging')")

@@ -1,4 +1,4 @@
-"""Repeated looks at a promotion: what they decide, and that looking often does not make mistakes more likely."""
+"""Interim checks of the watch: their decisions, and that repeated checks keep the error rate."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -25,11 +25,11 @@ PARENT = 4
         (1, (1,)),
     ],
 )
-def test_looks_come_at_a_quarter_a_half_and_all(generations: int, expected: tuple[int, ...]) -> None:
+def test_interim_checks_come_at_a_quarter_a_half_and_all(generations: int, expected: tuple[int, ...]) -> None:
     assert looks(generations) == expected
 
 
-def at(
+def check_at(
     serving: Sequence[Score],
     others: Mapping[int, Sequence[Score]],
     *,
@@ -44,7 +44,7 @@ HALF, LESS, SAME, MORE = (scores([calls] * 20) for calls in (20, 36, 40, 44))
 
 
 @pytest.mark.parametrize(
-    ("parent", "bare", "last", "over", "back_to", "said"),
+    ("parent", "bare", "last", "over", "back_to", "message"),
     [
         (SAME, SAME, False, False, None, "undecided"),
         (SAME, SAME, True, True, None, "stays"),
@@ -53,18 +53,18 @@ HALF, LESS, SAME, MORE = (scores([calls] * 20) for calls in (20, 36, 40, 44))
         (LESS, MORE, False, True, PARENT, "worse than adapter 4"),
         (LESS, SAME, True, True, PARENT, "worse than adapter 4"),
         (MORE, LESS, False, True, BARE_DRAFT, "worse than the bare draft"),
-        # Worse than both: back to the better one, to the parent where they are alike.
+        # Worse than both: back to the better one, or to the parent if they are equal.
         (LESS, HALF, False, True, BARE_DRAFT, "worse than the bare draft"),
         (HALF, LESS, False, True, PARENT, "worse than adapter 4"),
         (LESS, LESS, False, True, PARENT, "worse than adapter 4"),
     ],
 )
-def test_what_a_look_decides(
-    parent: list[Score], bare: list[Score], last: bool, over: bool, back_to: int | None, said: str
+def test_decisions_of_an_interim_check(
+    parent: list[Score], bare: list[Score], last: bool, over: bool, back_to: int | None, message: str
 ) -> None:
-    found = at(SAME, {PARENT: parent, BARE_DRAFT: bare}, last=last)
+    found = check_at(SAME, {PARENT: parent, BARE_DRAFT: bare}, last=last)
     assert (found.over, found.back_to, found.verdict.promoted) == (over, back_to, back_to is None)
-    assert said in found.verdict.reason
+    assert message in found.verdict.reason
     assert found.verdict.prompts == 20
     if back_to is not None:
         assert found.verdict.high90 < 0
@@ -78,14 +78,14 @@ def test_the_bare_draft_may_be_the_parent() -> None:
 
 @pytest.mark.parametrize("last", [False, True])
 def test_too_few_generations_decide_nothing(last: bool) -> None:
-    few = at(scores([80] * 4), {PARENT: scores([40] * 4), BARE_DRAFT: scores([40] * 4)}, last=last)
+    few = check_at(scores([80] * 4), {PARENT: scores([40] * 4), BARE_DRAFT: scores([40] * 4)}, last=last)
     assert few.verdict.promoted and few.over is last and few.back_to is None
-    assert at([], {PARENT: [], BARE_DRAFT: []}).verdict.promoted
-    assert at(scores([80] * 5), {PARENT: scores([40] * 5), BARE_DRAFT: scores([40] * 5)}).back_to == PARENT
+    assert check_at([], {PARENT: [], BARE_DRAFT: []}).verdict.promoted
+    assert check_at(scores([80] * 5), {PARENT: scores([40] * 5), BARE_DRAFT: scores([40] * 5)}).back_to == PARENT
 
 
 @pytest.mark.parametrize(
-    ("costs", "over", "back_to", "said"),
+    ("costs", "over", "back_to", "message"),
     [
         (None, True, PARENT, "worse than adapter 4: -16.7% tokens/s at K = 3,"),
         ((1.0, 1.0, 1.0), True, PARENT, "worse than adapter 4: -16.7% tokens/s at K = 3,"),
@@ -93,34 +93,34 @@ def test_too_few_generations_decide_nothing(last: bool) -> None:
         ((1.0, 1.5, 2.5), True, None, "proven better than adapter 4: +10.0% tokens/s at K = 1,"),
     ],
 )
-def test_costs_decide_at_which_lengths_is_looked(
-    costs: Sequence[float] | None, over: bool, back_to: int | None, said: str
+def test_costs_decide_which_draft_lengths_are_compared(
+    costs: Sequence[float] | None, over: bool, back_to: int | None, message: str
 ) -> None:
     serving = by_length([(50, 49, 48)] * 20)
     parent, bare = by_length([(55, 48, 40)] * 20), by_length([(60, 60, 60)] * 20)
-    found = at(serving, {PARENT: parent, BARE_DRAFT: bare}, costs=costs)
+    found = check_at(serving, {PARENT: parent, BARE_DRAFT: bare}, costs=costs)
     assert (found.over, found.back_to) == (over, back_to)
-    assert said in found.verdict.reason
+    assert message in found.verdict.reason
 
 
-def test_a_draft_that_may_propose_nothing_decides_nothing() -> None:
+def test_scores_without_draft_lengths_decide_nothing() -> None:
     none = by_length([()] * 20)
-    assert at(none, {PARENT: none, BARE_DRAFT: none}).back_to is None
+    assert check_at(none, {PARENT: none, BARE_DRAFT: none}).back_to is None
 
 
 def test_scores_of_other_texts_are_an_error() -> None:
     with pytest.raises(ValueError, match="different generations"):
-        at(SAME, {PARENT: SAME, BARE_DRAFT: SAME[1:]})
+        check_at(SAME, {PARENT: SAME, BARE_DRAFT: SAME[1:]})
     with pytest.raises(ValueError, match="two different texts"):
-        at(SAME, {PARENT: [*SAME[1:], replace(SAME[0], tokens=1)], BARE_DRAFT: SAME})
+        check_at(SAME, {PARENT: [*SAME[1:], replace(SAME[0], tokens=1)], BARE_DRAFT: SAME})
 
 
-def watched(
+def run_watch(
     rng: np.random.Generator, better: float, differ: float, costs: Sequence[float] | None = None
 ) -> tuple[Look, int]:
-    """One adapter through its whole watch, against a parent and a bare draft that are as good as each other."""
+    """The whole watch of one adapter against a parent and a bare draft of equal acceptance."""
     serving, parent = pair(rng, 200, better=better, differ=differ)
-    # The bare draft's calls vary about the parent's from text to text.
+    # The bare draft's calls vary around the parent's from text to text.
     noise = rng.normal(1.0, 0.06, 200)
     bare = [
         replace(score, calls=tuple(calls * float(n) for calls in score.calls))
@@ -129,10 +129,10 @@ def watched(
     due = looks(200)
     for number, count in enumerate(due, start=1):
         others = {PARENT: parent[:count], BARE_DRAFT: bare[:count]}
-        found = at(serving[:count], others, costs=costs, last=number == len(due), resamples=600)
+        found = check_at(serving[:count], others, costs=costs, last=number == len(due), resamples=600)
         if found.over:
             return found, count
-    raise AssertionError("the last look decides")
+    raise AssertionError("the last check must decide")
 
 
 @pytest.mark.parametrize(
@@ -143,28 +143,26 @@ def watched(
         pytest.param(LEVEL, 60, id="fewer"),
     ],
 )
-def test_an_adapter_as_good_as_both_is_rarely_taken_back_however_often_is_looked(
-    costs: Sequence[float] | None, trials: int
-) -> None:
-    """Of 1,000 such watches 38 ended so by calls."""
+def test_repeated_interim_checks_rarely_roll_back_an_equal_adapter(costs: Sequence[float] | None, trials: int) -> None:
+    """Of 1,000 such watches 38 ended with a rollback by calls."""
     rng = np.random.default_rng(21)
     back = sum(
-        watched(rng, 0.0, differ, costs)[0].back_to is not None for differ in (0.03, 0.12) for _ in range(trials // 2)
+        run_watch(rng, 0.0, differ, costs)[0].back_to is not None for differ in (0.03, 0.12) for _ in range(trials // 2)
     )
-    # Looking at 90 % intervals six times instead takes back 20 % of them.
+    # Six checks of plain 90 % intervals would roll back 20 % of them.
     assert back <= stats.binom.ppf(0.99, trials, ALPHA)
 
 
 @pytest.mark.parametrize(("worse", "within"), [(-0.03, 100), (-0.015, 200)])
-def test_a_worse_one_goes_within_200_generations(worse: float, within: int) -> None:
-    """-0.03 of acceptance is 4 % of the tokens per call, -0.015 is 2 %."""
+def test_a_worse_adapter_is_rolled_back_within_200_generations(worse: float, within: int) -> None:
+    """-0.03 of acceptance costs 4 % of the tokens per call, -0.015 costs 2 %."""
     rng = np.random.default_rng(22)
-    found = [watched(rng, worse, 0.08) for _ in range(40)]
+    found = [run_watch(rng, worse, 0.08) for _ in range(40)]
     assert sum(one.back_to is not None and count <= within for one, count in found) >= 38
 
 
-def test_a_better_one_is_let_go_early() -> None:
+def test_the_watch_of_a_better_adapter_ends_early() -> None:
     rng = np.random.default_rng(23)
-    found = [watched(rng, 0.04, 0.12) for _ in range(40)]
+    found = [run_watch(rng, 0.04, 0.12) for _ in range(40)]
     assert all(one.back_to is None for one, _ in found)
     assert np.mean([count for _, count in found]) < 100

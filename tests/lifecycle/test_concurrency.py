@@ -1,4 +1,4 @@
-"""Many threads, two supervisors, a clock: one run at a time."""
+"""Many threads, two supervisors and a clock start one run at a time."""
 
 import threading
 import time
@@ -12,16 +12,16 @@ from service.core import (
     RunState,
 )
 from service.lifecycle.clock import Clock
-from tests.support.lifecycle_world import World, check_legal
+from tests.support.lifecycle_server import Installation, check_consistent
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def installation(tmp_path: Path) -> Installation:
+    return Installation(tmp_path)
 
 
-def test_many_threads_ticking_make_one_run(world: World) -> None:
-    with world.server() as server:
+def test_ticks_from_many_threads_start_one_run(installation: Installation) -> None:
+    with installation.server() as server:
         server.traffic()
         stop = threading.Event()
 
@@ -43,8 +43,8 @@ def test_many_threads_ticking_make_one_run(world: World) -> None:
         assert len(server.launcher.started) == 1
 
 
-def test_two_supervisors_on_one_database_make_one_run(world: World) -> None:
-    with world.server() as one, world.server() as other:
+def test_two_supervisors_on_one_database_start_one_run(installation: Installation) -> None:
+    with installation.server() as one, installation.server() as other:
         one.traffic()
         end = time.monotonic() + 60
         servers = [one, other]
@@ -56,42 +56,42 @@ def test_two_supervisors_on_one_database_make_one_run(world: World) -> None:
                 thread.join()
         assert [run.state for run in one.runs.latest(10)] == [RunState.PROMOTED]
         assert len(one.launcher.started) + len(other.launcher.started) == 1
-        one.supervisor.tick()  # whoever did not make it follows the rows
+        one.supervisor.tick()  # the supervisor that did not start it follows the rows
         other.supervisor.tick()
         assert one.engine.active == other.engine.active == one.adapters.all()[0].id
 
 
-def test_a_run_of_a_supervisor_that_has_gone_is_given_up_after_its_time(world: World) -> None:
-    world.act(train="hang")
-    with world.server() as gone, world.server(timeout_seconds=60.0, cooldown_seconds=300.0) as other:
+def test_a_run_of_a_dead_supervisor_expires(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as gone, installation.server(timeout_seconds=60.0, cooldown_seconds=300.0) as other:
         gone.traffic()
         gone.tick_until(lambda: gone.runs.current() is not None)
         for _ in range(3):
             other.supervisor.tick()
         assert other.runs.current() is not None
-        world.ahead = timedelta(seconds=61)
+        installation.clock_offset = timedelta(seconds=61)
         other.supervisor.tick()
         assert [run.state for run in other.runs.latest(10)] == [RunState.CRASHED]
-        # It was not gone after all, only slow: what it still says changes nothing.
+        # The supervisor was only slow: its late messages change nothing.
         gone.supervisor.stop()
         assert gone.launcher.started[0].exit_code() is not None
         assert [run.state for run in other.runs.latest(10)] == [RunState.CRASHED]
 
 
-def test_a_supervisor_whose_run_was_taken_ends_its_child(world: World) -> None:
-    with world.server() as server:
+def test_a_supervisor_that_lost_its_run_ends_its_child(installation: Installation) -> None:
+    with installation.server() as server:
         server.traffic()
         server.tick_until(lambda: server.runs.current() is not None)
         run = server.runs.current()
         assert run is not None
         server.runs.move(run.id, run.fencing, RunState.CRASHED, error="taken")
-        world.act(train="hang")
+        installation.plan_children(train="hang")
         server.tick_until(lambda: server.launcher.started[0].exit_code() is not None)
         assert not [ref for ref in server.adapters.all() if ref.run == run.id and ref.state is AdapterState.ACTIVE]
 
 
-def test_the_clock_drives_the_whole_circle(world: World) -> None:
-    with world.server() as server:
+def test_the_clock_drives_the_whole_cycle(installation: Installation) -> None:
+    with installation.server() as server:
         server.traffic()
         clock = Clock(server.supervisor.tick, 0.05)
         clock.start()
@@ -100,4 +100,4 @@ def test_the_clock_drives_the_whole_circle(world: World) -> None:
             time.sleep(0.02)
         clock.stop()
         assert server.ended(RunState.PROMOTED)()
-        check_legal(server)
+        check_consistent(server)

@@ -1,4 +1,4 @@
-"""A draft length controller that always chooses the same, so that a test knows what a round proposes."""
+"""A controller with a fixed draft length, so that a test knows what every round proposes."""
 
 from collections.abc import Callable, Sequence
 
@@ -9,8 +9,8 @@ from service.engine.decoder import Decoder
 from service.engine.length import Choice, DraftLength, Match
 
 
-class Always(DraftLength):
-    """Drafts `drafted` tokens for every row. In rounds where `looks_up` says so, rows with a look-up propose that instead."""
+class FixedLength(DraftLength):
+    """Drafts `drafted` tokens for every row. In rounds for which `looks_up` is true, rows with a match propose it instead."""
 
     def __init__(self, drafted: int, looks_up: Callable[[int], bool] = lambda number: False) -> None:
         super().__init__(drafted, drafted, Costs({(1, 1): 1.0}, {1: 0.1}, {1: 0.0}, 0.0, 0.0))
@@ -25,8 +25,8 @@ class Always(DraftLength):
         drafts: bool = True,
     ) -> Choice:
         self.number += 1
-        looks = self.looks_up(self.number)
-        counts = tuple(min(self.drafted, m.available) if m and looks else 0 for m in matches)
+        looks_up = self.looks_up(self.number)
+        counts = tuple(min(self.drafted, m.available) if m and looks_up else 0 for m in matches)
         return Choice(self.drafted if drafts else 0, counts)
 
     def steps(self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None) -> Steps:
@@ -36,7 +36,7 @@ class Always(DraftLength):
         return True
 
 
-def always(decoder: Decoder, choices: Always) -> Decoder:
-    """The decoder with these choices."""
+def fix_length(decoder: Decoder, choices: FixedLength) -> Decoder:
+    """Give the decoder this controller."""
     decoder.length = choices
     return decoder

@@ -1,4 +1,4 @@
-"""A working folder with a package named as ours."""
+"""A working folder that contains another package named `service`."""
 
 from pathlib import Path
 
@@ -14,8 +14,8 @@ MODULES = (
 )
 
 
-def foreign_folder(root: Path) -> Path:
-    """Its `service/` leaves a mark and breaks off when it is imported."""
+def folder_with_other_package(root: Path) -> Path:
+    """Importing any module of its `service/` writes a file and ends the process."""
     folder = root / "a project"
     for module in MODULES:
         path = folder / "service" / f"{module}.py"
@@ -27,5 +27,5 @@ def foreign_folder(root: Path) -> Path:
 
 
 def imported(root: Path) -> bool:
-    """Whether anything of it was."""
+    """Whether any of its modules was imported."""
     return (root / MARK).exists()
