@@ -79,7 +79,7 @@ def stages(title: str) -> Generator[Stages]:
         err.print(line, highlight=False, soft_wrap=True)
 
     def heartbeat() -> None:
-        while not over.wait(0.5):
+        while not over.wait(HEARTBEAT_SECONDS / 16):
             if time.monotonic() - printed_at >= HEARTBEAT_SECONDS:
                 print_line(f"  {state} ({time.monotonic() - started:.0f} s)")
 
