@@ -13,8 +13,10 @@ from collections.abc import MutableMapping
 DEFAULTS = {
     "MLX_CUDA_GRAPH_CACHE_SIZE": "4096",
     "MLX_ENABLE_CACHE_THRASHING_CHECK": "0",
+    "MLX_CUDA_SDPA_CACHE_SIZE": "4096",
 }
-"""More graphs than MLX's 400, so that those in use stay; and no error where there are more still: the oldest go."""
+"""More graphs than MLX's 400 and more attention plans than its 256, so that those in use stay; and no error where there are
+more still: the oldest go."""
 
 
 def set_mlx_environment(environment: MutableMapping[str, str] = os.environ) -> None:

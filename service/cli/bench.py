@@ -41,6 +41,11 @@ Theirs = Annotated[
     ),
 ]
 Arms = Annotated[str | None, typer.Option(help="Only these, separated by commas; plain always takes part.")]
+Shape = Annotated[
+    str | None,
+    typer.Option(help="1b, 3b or 8b: the bundled pair padded to that size, in bfloat16. Instead of --target, --draft."),
+]
+Bits = Annotated[int | None, typer.Option(min=2, max=8, help="With --shape: quantised to so many bits a weight.")]
 Png = Annotated[Path | None, typer.Option("--png", help="Also draw the result.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
 
@@ -64,6 +69,8 @@ def decode(
     target: Target = None,
     draft: Draft = None,
     mlx_lm_draft: Theirs = None,
+    shape: Shape = None,
+    bits: Bits = None,
     json: Json = None,
     png: Png = None,
     markdown: Markdown = None,
@@ -73,14 +80,14 @@ def decode(
     from service.evaluation.bench.decode import Peer, Task, run_decode
     from service.evaluation.prompts import read_prompts
 
-    settings = settings_from(config, models__target=target, models__draft=draft)
+    settings = _models(config, target, draft, shape, bits)
     names = _names(arms)
     choose(names, list(ARMS))
     task = Task(read_prompts(prompts, domain=domain, limit=limit), max_tokens, temperature, k)
     title = f"One stream: {_about(prompts, domain, limit, max_tokens)}, T = {temperature:g}" + (
         f", K = {k}" if k else ""
     )
-    title += _drafting(draft)
+    title += _drafting(draft) + _of_shape(shape, bits)
     with ExitStack() as open_until_done:
         on_step = open_until_done.enter_context(stages("bench decode"))
         adapted = open_until_done.enter_context(_adapter(settings, adapter, adapt_on, adapt_limit, on_step))
@@ -124,6 +131,8 @@ def serve(
     target: Target = None,
     draft: Draft = None,
     mlx_lm_draft: Theirs = None,
+    shape: Shape = None,
+    bits: Bits = None,
     json: Json = None,
     png: Png = None,
     markdown: Markdown = None,
@@ -135,12 +144,13 @@ def serve(
     from service.evaluation.bench.serve import Load, run_serve
     from service.evaluation.prompts import read_prompts
 
-    settings = settings_from(config, models__target=target, models__draft=draft)
+    settings = _models(config, target, draft, shape, bits)
     names = _names(arms)
     choose(names, list(HOUSES))
     load = Load(read_prompts(prompts, domain=domain, limit=limit), _counts(clients), turns, max_tokens)
     load.cells()
-    title = f"{clients} clients over HTTP: {_about(prompts, domain, limit, max_tokens)}{_drafting(draft)}"
+    title = f"{clients} clients over HTTP: {_about(prompts, domain, limit, max_tokens)}"
+    title += _drafting(draft) + _of_shape(shape, bits)
     with stages("bench serve") as on_step, _adapter(settings, adapter, adapt_on, adapt_limit, on_step) as adapted:
         folders = model_folders(settings)
         theirs = None
@@ -189,6 +199,30 @@ def _adapter(
 def _about(prompts: Path, domain: str | None, limit: int | None, max_tokens: int) -> str:
     of = f"the first {limit} prompts" if limit else "all prompts"
     return f"{of} of {prompts.name}{f' ({domain})' if domain else ''}, up to {max_tokens} tokens"
+
+
+def _models(
+    config: Path | None, target: str | None, draft: str | None, shape: str | None, bits: int | None
+) -> Settings:
+    """The settings with the models that were asked for; a padded pair is made first."""
+    from service.evaluation.bench.shapes import padded_pair
+
+    settings = settings_from(config, models__target=target, models__draft=draft)
+    if shape is None:
+        if bits is not None:
+            raise BadRequest("--bits goes with --shape", field="bits")
+        return settings
+    if target is not None or draft is not None:
+        raise BadRequest("say --shape, or --target and --draft", field="shape")
+    with stages("bench") as on_step:
+        made = padded_pair(pair_folders(settings), settings.home, shape, bits, on_step)
+    return settings_from(config, models__target=str(made[0]), models__draft=str(made[1]))
+
+
+def _of_shape(shape: str | None, bits: int | None) -> str:
+    if shape is None:
+        return ""
+    return f", shape {shape} ({f'{bits} bits' if bits else 'bfloat16'}): the bundled pair's acceptance at a large target's cost"
 
 
 def _drafting(draft: str | None) -> str:

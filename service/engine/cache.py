@@ -16,12 +16,15 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from service.core import PairError
-from service.engine.room import STEP, grown, joined, kept, written
+from service.engine import device
+from service.engine.room import capacity, grown, joined, kept, scattered, written
 from service.engine.state import StateLayer, record
+from service.engine.strategy import current
 
 
 class Lengths:
-    """How many positions each row holds, on the host and (made when asked for) as an array for rope and masks."""
+    """How many positions each row holds, on the host, and (made when asked for, once for all layers) as arrays for rope, masks
+    and writes."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self.set(values)
@@ -32,34 +35,45 @@ class Lengths:
         # Every layer asks for these.
         self.longest = max(self.host, default=0)
         self.equal = min(self.host, default=0) == self.longest
-        self._array: mx.array | None = None
+        self._starts: dict[int, mx.array] = {}
+        self._places: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
-    @property
-    def array(self) -> mx.array:
-        """The lengths as an int32 array (rows,), made at its first use."""
-        if self._array is None:
-            self._array = mx.array(self.host, dtype=mx.int32)
-        return self._array
+    def starts(self, ahead: int) -> mx.array:
+        """Position (rows,), int32, of each row's next token when `ahead` were written behind what it holds."""
+        if ahead not in self._starts:
+            self._starts[ahead] = mx.array([length + ahead for length in self.host], dtype=mx.int32)
+        return self._starts[ahead]
+
+    def places(self, ahead: int, count: int) -> tuple[mx.array, mx.array]:
+        """Where each row's next `count` tokens go: rows (rows, 1) and positions (rows, count)."""
+        if (ahead, count) not in self._places:
+            positions = self.starts(ahead)[:, None] + mx.arange(count)
+            self._places[ahead, count] = (mx.arange(len(self.host))[:, None], positions)
+        return self._places[ahead, count]
 
 
 class RowLayer:
     """One layer's keys and values, (R, heads, capacity, dims), R at least the batch's rows (see `room`); heads and dims may
     differ between the two."""
 
-    def __init__(self, lengths: Lengths, window: int | None) -> None:
+    def __init__(self, lengths: Lengths, window: int | None, whole: bool = False) -> None:
         self.lengths = lengths
+        self.whole = whole
+        """Calls that need a mask see keys and values at their whole capacity (see `strategy`)."""
         self.window = window
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
         self.ahead = 0
         """Positions written since `lengths` was last set, the same for every row."""
+        self._count = 0
+        """Tokens of the last write."""
 
     @property
     def offset(self) -> mx.array | int:
         """Position of the next token of each row: an int where all rows agree (rope's fast path), else (B,)."""
         if self.lengths.equal:
             return self.lengths.host[0] + self.ahead
-        return self.lengths.array + self.ahead if self.ahead else self.lengths.array
+        return self.lengths.starts(self.ahead)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (B, heads, N, dims) to every row; returns views of the batch's rows up to the longest."""
@@ -69,10 +83,16 @@ class RowLayer:
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Views of the batch's rows up to the longest; later layers that share this one's ask for them again (gemma3n)."""
+        """Views of the batch's rows, up to the longest or as wide as the mask; later layers that share this one's ask for them
+        again (gemma3n)."""
         assert self.keys is not None and self.values is not None
-        rows, top = len(self.lengths.host), self.lengths.longest + self.ahead
+        rows = len(self.lengths.host)
+        top = self.keys.shape[2] if self._sees_whole(self._count) else self.lengths.longest + self.ahead
         return self.keys[:rows, :, :top], self.values[:rows, :, :top]
+
+    def _sees_whole(self, count: int) -> bool:
+        """Whether a call over so many tokens a row sees the whole capacity: where it needs a mask in any case."""
+        return self.whole and (count > 1 or not self.lengths.equal)
 
     def note(self, states: mx.array) -> None:
         """Append (B, N, width) to every row, as keys without values."""
@@ -80,7 +100,11 @@ class RowLayer:
         self.ahead += states.shape[1]
 
     def _written(self, held: mx.array | None, new: mx.array) -> mx.array:
-        return written(grown(held, new, self.lengths.longest + self.ahead + new.shape[2]), new, self.offset)
+        count = self._count = new.shape[2]
+        held = grown(held, new, self.lengths.longest + self.ahead + count)
+        if self.lengths.equal:
+            return written(held, new, self.lengths.host[0] + self.ahead)
+        return scattered(held, new, *self.lengths.places(self.ahead, count))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """mlx-lm asks before the update. (1 or B, 1, N, longest + N) booleans; None or "causal" where that says it all.
@@ -92,15 +116,17 @@ class RowLayer:
             raise PairError(f"it reads prompts through a window of {window_size} and generates through {self.window}")
         window = window_size or self.window
         start = self.offset
-        longest = self.lengths.longest + self.ahead
+        width = self.lengths.longest + self.ahead + N
         if isinstance(start, int):
-            if window is None or longest + N <= window:
+            if window is None or width <= window:
                 if N == 1:
                     return None
-                if not return_array:
+                if not return_array and not self.whole:
                     return "causal"
             start = mx.array([start])
-        key = mx.arange(longest + N)
+        if self._sees_whole(N):
+            width = max(capacity(width), 0 if self.keys is None else self.keys.shape[2])
+        key = mx.arange(width)
         query = (start[:, None] + mx.arange(N))[:, None, :, None]
         mask = key <= query
         return mask if window is None else mask & (key > query - window)
@@ -128,15 +154,16 @@ class RowCache:
             record(model)
 
     def _layer(self, layer: object) -> RowLayer | StateLayer | tuple[object, ...]:
+        whole = current().whole_capacity
         if isinstance(layer, CacheList):
             return tuple(self._layer(part) for part in cast("tuple[object, ...]", layer.caches))
         if type(layer) is ArraysCache:
             self.states.append(StateLayer(len(cast("list[object]", layer.cache))))
             return self.states[-1]
         if type(layer) is KVCache:
-            self.attention.append(RowLayer(self.lengths, None))
+            self.attention.append(RowLayer(self.lengths, None, whole))
         elif type(layer) is RotatingKVCache and layer.keep == 0:
-            self.attention.append(RowLayer(self.lengths, layer.max_size))
+            self.attention.append(RowLayer(self.lengths, layer.max_size, whole))
         else:
             raise PairError(f"its {type(layer).__name__} cannot be rolled back to before a rejected token")
         return self.attention[-1]
@@ -164,6 +191,14 @@ class RowCache:
     def commit(self, count: int) -> None:
         """`count` tokens were fed to every row, and stay."""
         self.settle([length + count for length in self.lengths.host])
+
+    def advance(self, count: int) -> None:
+        """Of what was fed to every row, `count` tokens stay; what was fed behind them stays as it is. Not for models with
+        recurrent states."""
+        self.lengths.set([length + count for length in self.lengths.host])
+        self._settled = self.lengths.host
+        for layer in self.attention:
+            layer.ahead -= count
 
     def settle(self, lengths: Sequence[int]) -> None:
         """Set every row's length for good: no row will be taken back before it."""
@@ -209,7 +244,7 @@ class RowCache:
     def keep(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         lengths = [self.lengths.host[row] for row in rows]
-        top = -(-max(lengths, default=0) // STEP) * STEP
+        top = capacity(max(lengths, default=0))
         keys = kept([layer.keys for layer in self.attention], rows, top)
         values = kept([layer.values for layer in self.attention], rows, top)
         for i, layer in enumerate(self.attention):
@@ -224,7 +259,7 @@ class RowCache:
         lengths = list(self.lengths.host)
         slots = [a for state in self.states for a in state.cache if a is not None]
         parts = [*(a[row, :, : lengths[row]] for a in self._keys_and_values()), *(a[row] for a in slots)]
-        sound = not parts or bool(mx.stack([mx.isfinite(part).all() for part in parts]).all().item())
+        sound = not parts or bool(device.read(mx.stack([mx.isfinite(part).all() for part in parts]).all())[0])
         if not sound:
             lengths[row] = 0
             for array in slots:

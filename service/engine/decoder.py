@@ -10,16 +10,16 @@ import logging
 import secrets
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from numpy.typing import NDArray
 
 from service.core import BARE_DRAFT, Source
-from service.engine import profile, verify
+from service.engine import device, profile, verify
 from service.engine.acceptance import Acceptance
 from service.engine.cache import RowCache
 from service.engine.confidence import Steps
@@ -27,37 +27,23 @@ from service.engine.costs import Load
 from service.engine.draft import Draft
 from service.engine.drafting import READING, WIDE, Proposal, instead
 from service.engine.eagle import drafter
-from service.engine.evidence import Evidence, gather
+from service.engine.evidence import RoundEvidence, gather, split_rows
 from service.engine.length import Choice, DraftLength, Match
-from service.engine.lookup import Found, Lookup
+from service.engine.lookup import TELLING, Found, Lookup
 from service.engine.prefix import Owner, PrefixCache
 from service.engine.reading import Prefill, follow, lead, together
 from service.engine.report import RoundReport
 from service.engine.room import closed
 from service.engine.row import Row, prompted
 from service.engine.sampling import SamplingBatch, SharedNoise, transform
+from service.engine.step import Outcome, Plan, Step
+from service.engine.strategy import current
 from service.engine.target import Target
 
 log = logging.getLogger(__name__)
 
 RETRY = 32
 """Rounds that a row decodes without the draft after its logits for it were not finite; after another time twice as many."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Verified:
-    """What one target call over a proposal gave. accepted: (B,) positions of each row's proposal. emitted: tokens of each row,
-    the accepted ones and the target's own after them. proposed: each row's proposal, without positions where the draft's
-    logits were not finite. finite: (B,) whether they all were. logits, law: (B, K+1, V) before and after the sampling
-    transform."""
-
-    accepted: list[int]
-    emitted: list[list[int]]
-    proposed: list[list[int]]
-    finite: list[bool]
-    logits: mx.array
-    law: mx.array
-    proposal: Proposal | None
 
 
 class Decoder:
@@ -86,6 +72,7 @@ class Decoder:
         prefix: PrefixCache | None = None,
         key: mx.array | None = None,
     ) -> None:
+        self.strategy = current()
         self.target = Target.of(target, draft.model if draft is not None else None)
         self.vocabulary = vocabulary
         self.prefill_chunk = prefill_chunk
@@ -107,6 +94,12 @@ class Decoder:
         """Counts switches and failures of drafts."""
         self._epochs: list[int] = []
         """The epoch in which the draft began to read each row."""
+        self._batch: SamplingBatch | None = None
+        self._step: Step | None = None
+        """The round under way, launched and not read."""
+        self._landed: deque[RoundReport] = deque()
+        """Rounds completed because rows were to change, not reported yet."""
+        self._completed_at = 0.0
         self._warned = -1
         """The epoch in which logits that were not finite were last logged."""
 
@@ -119,6 +112,7 @@ class Decoder:
         """Draft with another version from the next round on, which every row uses again. Raises ValueError without a draft."""
         if self.drafter is None:
             raise ValueError("this decoder was built without a draft")
+        self._land()
         self.drafter.switch(draft)
         self.failed = False
         self._next_epoch()
@@ -175,6 +169,7 @@ class Decoder:
 
     def join(self, ready: Sequence[Prefill]) -> None:
         """Take rows whose prompts were read into the batch, all at once."""
+        self._land()
         self.cache.join([prefill.target for prefill in ready])
         if self.drafter is not None:
             self.drafter.cache.join([prefill.draft_cache(self.drafter.draft.model, self.epoch) for prefill in ready])
@@ -194,7 +189,12 @@ class Decoder:
 
     def leave(self, gone: Sequence[Row]) -> None:
         """Take rows out of the batch, finished or not. What is verified of them is kept for those who go on from there."""
+        self._land()
+        self._remove(gone)
+
+    def _remove(self, gone: Sequence[Row]) -> None:
         indices = {i for i, row in enumerate(self.rows) if any(row is other for other in gone)}
+        gone = [self.rows[i] for i in indices]
         for i in indices:
             self._keep_beginning(i)
         keep = closed(len(self.rows), indices)
@@ -223,71 +223,173 @@ class Decoder:
     # ------------------------------------------------------------------------------------------------------- one round
 
     def round(self, coming: int = 0) -> RoundReport:
-        """Propose, verify and emit, once for all rows. Rows that finished have left when it returns. coming: rows about to
-        join. Raises what the target raises; whatever the draft raises is logged, and costs speed alone."""
-        started = time.perf_counter()
-        rows = list(self.rows)
-        batch = SamplingBatch.of([row.prompt.sampling for row in rows], self.vocabulary)
-        self.key, draft_key, verify_key = mx.random.split(self.key, 3)
+        """Propose, verify and emit, once for all rows. Rows that finished have left when it returns, or, where another round
+        was under way already, when the next one does. coming: rows about to join. Raises what the target raises; whatever the
+        draft raises is logged, and costs speed alone."""
+        if self._landed:
+            return self._landed.popleft()
+        step = self._step or self._launch(self._plan(self.rows, coming))
+        self._step = None
+        ahead = self._launch_plain_after(step, coming)
+        return self._complete(step, ahead, coming)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether `round` has something to do or to report."""
+        return bool(self.rows or self._landed)
+
+    def _land(self) -> None:
+        """Complete the round under way, if any, for rows are about to change; `round` reports it later."""
+        if self._step is not None:
+            step, self._step = self._step, None
+            self._landed.append(self._complete(step, None, None))
+
+    def _complete(self, step: Step, ahead: Step | None, coming: int | None) -> RoundReport:
+        """Wait for a round and give its rows their tokens. ahead: the round launched behind it. coming: as for `round`, where
+        the next one may be launched before the host is done; None: not before rows have changed."""
+        step, done = self._read(step)
+        plan = step.plan
+        # Rows that ended in the round before this one, which was under way by then, get nothing of it.
+        live = [i for i, row in enumerate(plan.rows) if row.finish is None]
+        before = [len(row.tokens) for row in plan.rows]
+        taken = {i: plan.rows[i].take(done.emitted[i], done.proposed[i], plan.sources[i], self.adapter) for i in live}
+        if ahead is not None:
+            self.cache.advance(1)
+        else:
+            self.cache.settle([len(row.tokens) - 1 for row in self.rows])
+        if self.drafter is not None:
+            self._settle_draft(plan, before, done.finite)
+        if not self.strategy.launch_ahead:
+            self._log_evidence(step, done, live)
+        rows = [plan.rows[i] for i in live]
+        rounds = tuple(row.rounds[-1] for row in rows)
+        since, self._completed_at = max(plan.started_at, self._completed_at), time.perf_counter()
+        seconds = self._completed_at - since
+        if self.length is not None and len(rows) == len(plan.rows) and (step.drafted or not plan.choice.drafted):
+            # Positions behind the end of a text count neither as proposed nor as accepted.
+            proposed, accepted = [each.drafted for each in rounds], [each.accepted for each in rounds]
+            timed = None if plan.behind else seconds
+            own = [row.acceptance for row in rows]
+            self.length.observe(plan.load, plan.choice, plan.matches, accepted, timed, own, proposed)
+            plan.steps.observe(accepted, proposed)
+        ended = [row for row in self.rows if row.finish is not None]
+        if ended and (ahead is None or len(ended) == len(self.rows)):
+            # What was launched for rows all of which have ended is of no use to anybody.
+            self._remove(ended)
+        elif ahead is not None:
+            self._step = ahead
+        elif coming is not None and self._may_launch_ahead(plan, coming):
+            self._step = self._launch(self._plan(self.rows, coming))
+        if self.strategy.launch_ahead:
+            self._log_evidence(step, done, live)
+        return RoundReport(tuple(rows), tuple(taken[i] for i in live), rounds, seconds)
+
+    def _may_launch_ahead(self, plan: Plan, coming: int) -> bool:
+        """Whether the next round over the same rows may be launched while the host is still at this one."""
+        same = len(plan.rows) == len(self.rows) and all(a is b for a, b in zip(plan.rows, self.rows, strict=True))
+        return self.strategy.launch_ahead and not coming and not self.cache.states and same
+
+    def _plan(self, rows: Sequence[Row], coming: int) -> Plan:
+        """What a round over these rows, as they stand, is to do."""
+        started_at = time.perf_counter()
         visible = self._visible(rows)
         unread = self.drafter.unread(visible) if self.drafter is not None else 0
         load = Load(len(rows), self.cache.lengths.longest, unread, prompted(rows))
         choice, found, matches = self._choose(rows, load, coming)
-        noise = SharedNoise(batch, [row.emitted for row in rows], self.vocabulary)
-        behind = choice.drafted > 0 and self.drafter is not None and self.drafter.behind(visible)
         steps = Steps(choice.drafted)
-        if self.length is not None and choice.drafted:
+        if self.length is not None and choice.drafted and self.strategy.ask_confidence:
             greedy = [row.prompt.sampling.greedy for row in rows]
             steps = self.length.steps(load, choice, greedy, [_drafts(row) for row in rows])
-        if not steps.stops:
-            noise.first(steps.most + 1)
+        behind = choice.drafted > 0 and self.drafter is not None and self.drafter.behind(visible)
+        return Plan(list(rows), visible, load, choice, found, matches, steps, behind, started_at)
+
+    def _launch(self, plan: Plan) -> Step:
+        """Hand a round to the device, or on a CPU make it ready to be computed. Raises what the target raises."""
+        sampling = self._sampling(plan.rows)
+        draft_key, verify_key = self._keys(sampling, 2)
+        noise = SharedNoise(sampling, [row.emitted for row in plan.rows], self.vocabulary)
+        if not plan.steps.stops:
+            noise.first(plan.steps.most + 1)
         failures = self.draft_failures
-        drafted = self._propose(rows, visible, steps, batch, noise, draft_key)
+        drafted = self._propose(plan, sampling, noise, draft_key)
         if drafted is not None:
-            choice = choice.having(drafted.tokens.shape[1])
+            plan = plan.having(drafted.tokens.shape[1])
         if self.draft_failures > failures:
-            batch, noise, verify_key = self._anew(rows)
+            sampling, noise, verify_key = self._anew(plan.rows)
         try:
-            done = self._verify(rows, choice, found, drafted, batch, noise, verify_key)
+            return self._verify(plan, drafted, sampling, noise, verify_key)
         except Exception as error:
-            # MLX raises where arrays are evaluated, and the proposal is evaluated with the verification.
             if drafted is None:
                 raise
-            drafted = None
-            self._put_draft_aside(error)
-            batch, noise, verify_key = self._anew(rows)
-            self._prefill_again(rows)
-            done = self._verify(rows, choice, found, drafted, batch, noise, verify_key)
-        before = [len(row.tokens) for row in rows]
-        sources = [Source.LOOKUP if n else Source.DRAFT for n in choice.looked_up]
-        deltas = [
-            row.take(new, guessed, source, self.adapter, seen, self.tie_margin)
-            for row, new, guessed, source, seen in zip(
-                rows, done.emitted, done.proposed, sources, self._evidence(rows, batch, sources, done), strict=True
-            )
-        ]
-        self.cache.settle([len(row.tokens) - 1 for row in rows])
-        if self.drafter is not None:
-            self._settle_draft(rows, sources, before, [len(tokens) for tokens in visible], done.finite)
-        if ended := [row for row in rows if row.finish is not None]:
-            self.leave(ended)
-        seconds = time.perf_counter() - started
-        rounds = tuple(row.rounds[-1] for row in rows)
-        if self.length is not None and (drafted is not None or not choice.drafted):
-            # Positions behind the end of a text count neither as proposed nor as accepted.
-            proposed, accepted = [each.drafted for each in rounds], [each.accepted for each in rounds]
-            own = [row.acceptance for row in rows]
-            self.length.observe(load, choice, matches, accepted, None if behind else seconds, own, proposed)
-            steps.observe(accepted, proposed)
-        return RoundReport(tuple(rows), tuple(deltas), rounds, seconds)
+            return self._without_draft(plan, error)
+
+    def _launch_plain_after(self, step: Step, coming: int) -> Step | None:
+        """Launch a round behind one that was not read yet, where neither proposes anything: the target reads the tokens that
+        the device has just chosen. None where a row will end, where one has found something to look up, or where the draft
+        is due."""
+        plan = step.plan
+        if not self._may_launch_ahead(plan, coming) or plan.choice.most or not self.collects_with_round:
+            return None
+        # Every row gets one token of the round that is not read yet.
+        if any(row.emitted + 1 >= row.prompt.sampling.max_tokens or row.finish for row in plan.rows):
+            return None
+        if any(found is not None and found.length >= TELLING for found in plan.found):
+            return None
+        if self.length is not None and not self.length.stay_parked():
+            return None
+        started_at = time.perf_counter()
+        (key,) = self._keys(step.sampling, 1)
+        noise = SharedNoise(step.sampling, [row.emitted + 1 for row in plan.rows], self.vocabulary)
+        found = [None if self.lookup is None else self.lookup.find(row.tokens, row.grams) for row in plan.rows]
+        load = replace(plan.load, held=plan.load.held + 1)
+        following = replace(plan, load=load, found=found, started_at=started_at)
+        return self._verify(following, None, step.sampling, noise, key, latest=step.emitted[:, :1])
+
+    @property
+    def collects_with_round(self) -> bool:
+        """Whether what is logged of a round is computed with it, so that the next may be launched before."""
+        return self.strategy.evidence_at_once or not self.collect
+
+    def _read(self, step: Step) -> tuple[Step, Outcome]:
+        """Wait for a round. Where it fails with a proposal of the draft in it, another one is launched without the draft."""
+        try:
+            return step, step.read()
+        except Exception as error:
+            # MLX raises where arrays are evaluated, and the proposal is evaluated with the verification.
+            if not step.drafted:
+                raise
+            step = self._without_draft(step.plan, error)
+            return step, step.read()
+
+    def _without_draft(self, plan: Plan, error: Exception) -> Step:
+        """The same round without the draft, whose evaluation raised `error`."""
+        self._put_draft_aside(error)
+        sampling, noise, key = self._anew(plan.rows)
+        self._prefill_again(plan.rows)
+        return self._verify(plan, None, sampling, noise, key)
+
+    def _sampling(self, rows: Sequence[Row]) -> SamplingBatch:
+        """The rows' sampling, as arrays that are kept until rows change."""
+        settings = tuple(row.prompt.sampling for row in rows)
+        if self._batch is None or self._batch.rows != settings:
+            self._batch = SamplingBatch.of(settings, self.vocabulary)
+        return self._batch
+
+    def _keys(self, sampling: SamplingBatch, count: int) -> list[mx.array]:
+        """Fresh keys where rows need them."""
+        if not sampling.unseeded:
+            return [self.key] * count
+        self.key, *keys = mx.random.split(self.key, count + 1)
+        return keys
 
     def _anew(self, rows: Sequence[Row]) -> tuple[SamplingBatch, SharedNoise, mx.array]:
         """What a round samples with, made again: MLX may take arrays of an evaluation that failed for computed."""
-        batch = SamplingBatch.of([row.prompt.sampling for row in rows], self.vocabulary)
+        self._batch = None
+        sampling = self._sampling(rows)
         self.key = mx.random.key(secrets.randbits(63))
         return (
-            batch,
-            SharedNoise(batch, [row.emitted for row in rows], self.vocabulary),
+            sampling,
+            SharedNoise(sampling, [row.emitted for row in rows], self.vocabulary),
             mx.random.key(secrets.randbits(63)),
         )
 
@@ -299,7 +401,7 @@ class Decoder:
             cache, text = self.target.cache(1), row.tokens[:-1]
             for start in range(0, len(text), self.prefill_chunk):
                 self.target(mx.array([text[start : start + self.prefill_chunk]]), cache)
-                mx.eval(cache.arrays())
+                device.wait(cache.arrays())
                 cache.settle([min(start + self.prefill_chunk, len(text))])
             made.append(cache)
         self.cache.keep([])
@@ -315,75 +417,83 @@ class Decoder:
 
     def _verify(
         self,
-        rows: Sequence[Row],
-        choice: Choice,
-        found: Sequence[Found | None],
+        plan: Plan,
         drafted: Proposal | None,
-        batch: SamplingBatch,
+        sampling: SamplingBatch,
         noise: SharedNoise,
         key: mx.array,
-    ) -> _Verified:
-        """One target call over each row's newest token and its proposal: what was looked up where `choice` says so, else what
-        was drafted. Waits for both. The target's cache then holds the whole proposal."""
-        looked_up = [f.tokens[:n] if f else [] for f, n in zip(found, choice.looked_up, strict=True)]
+        latest: mx.array | None = None,
+    ) -> Step:
+        """One target call over each row's newest token and its proposal: what was looked up where the plan says so, else what
+        was drafted. latest: (B, 1), the newest tokens where only the device knows them yet. The target's cache then holds the
+        whole proposal."""
+        rows, choice = plan.rows, plan.choice
+        looked_up = [f.tokens[:n] if f else [] for f, n in zip(plan.found, choice.looked_up, strict=True)]
         most = max((len(tokens) for tokens in looked_up), default=0) if drafted is None else choice.most
-        usable = mx.ones((len(rows), 1), dtype=mx.bool_)
+        finite = None
         if drafted is not None:
-            usable = drafted.usable
+            finite = drafted.usable
             if not all(map(_drafts, rows)):
-                drafted = replace(drafted, usable=usable & mx.array([_drafts(row) for row in rows])[:, None])
-        proposal = instead(drafted, looked_up, most, self.vocabulary, batch.unseeded)
-        latest = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
-        proposed = proposal.tokens if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.int32)
-        tried = proposal.usable if proposal is not None else mx.zeros((len(rows), 0), dtype=mx.bool_)
-        logits = self.target(mx.concatenate([latest, proposed], axis=1), self.cache)[..., : self.vocabulary]
-        law = transform(logits, batch)
-        accepted, following = verify.accept(law, batch, noise.first(proposed.shape[1] + 1), proposal, key)
-        emitted = verify.emitted(accepted, following, proposed)
-        mx.eval(accepted, emitted, proposed, tried, usable, self.cache.arrays(), self.key)
-
-        kept: list[int] = np.array(accepted).tolist()
-        finite: NDArray[np.bool_] = np.all(np.array(usable), axis=1)
-        counts: NDArray[np.int64] = np.cumprod(np.array(tried), axis=1, dtype=np.int64).sum(axis=1)
-        return _Verified(
-            accepted=kept,
-            emitted=[new[: n + 1].tolist() for new, n in zip(np.array(emitted), kept, strict=True)],
-            proposed=[guess[:n].tolist() for guess, n in zip(np.array(proposed), counts.tolist(), strict=True)],
-            finite=[bool(each) for each in finite],
+                drafted = replace(drafted, usable=finite & mx.array([_drafts(row) for row in rows])[:, None])
+        proposal = instead(drafted, looked_up, most, self.vocabulary, sampling.unseeded)
+        if latest is None:
+            latest = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
+        tokens = latest
+        if proposal is not None:
+            tokens = mx.concatenate([latest.astype(proposal.tokens.dtype), proposal.tokens], axis=1)
+        logits = self.target(tokens, self.cache)[..., : self.vocabulary]
+        distribution = transform(logits, sampling)
+        accepted, following = verify.accept(distribution, sampling, noise.first(tokens.shape[1]), proposal, key)
+        emitted = following[:, None]
+        if proposal is not None:
+            emitted = verify.emitted(accepted, following, proposal.tokens)
+        evidence = None
+        if self.collect and any(row.prompt.store for row in rows) and self.strategy.evidence_at_once:
+            evidence = RoundEvidence.of(logits, distribution, sampling, emitted, drafted)
+        step = Step(
+            plan,
+            sampling,
+            drafted is not None,
+            accepted=accepted,
+            emitted=emitted,
+            finite=finite,
             logits=logits,
-            law=law,
+            distribution=distribution,
             proposal=proposal,
+            evidence=evidence,
+            others=[*self.cache.arrays(), self.key],
         )
+        if self.strategy.launch_ahead:
+            step.launch()
+        return step
 
-    def _evidence(
-        self, rows: Sequence[Row], batch: SamplingBatch, sources: Sequence[Source], done: _Verified
-    ) -> list[Evidence | None]:
-        """What is logged of the round, None for rows that may not be stored."""
-        if not self.collect or not any(row.prompt.store for row in rows):
-            return [None] * len(rows)
+    def _log_evidence(self, step: Step, done: Outcome, live: Sequence[int]) -> None:
+        """Give rows that may be stored what the log keeps of the round."""
+        rows = step.plan.rows
+        if not self.collect or not any(rows[i].prompt.store for i in live):
+            return
         tried = [
-            [] if source is Source.LOOKUP else tokens for tokens, source in zip(done.proposed, sources, strict=True)
+            [] if source is Source.LOOKUP else tokens
+            for tokens, source in zip(done.proposed, step.plan.sources, strict=True)
         ]
-        seen = gather(done.logits, done.law, batch, done.emitted, tried, done.proposal)
-        return [each if row.prompt.store else None for row, each in zip(rows, seen, strict=True)]
+        if step.evidence is not None:
+            seen = split_rows(step.evidence, done.emitted, tried)
+        else:
+            seen = gather(step.logits, step.distribution, step.sampling, done.emitted, tried, step.proposal)
+        for i in live:
+            if rows[i].prompt.store:
+                rows[i].log(seen[i], done.emitted[i], done.proposed[i], self.tie_margin)
 
-    def _settle_draft(
-        self,
-        rows: Sequence[Row],
-        sources: Sequence[Source],
-        before: Sequence[int],
-        visible: Sequence[int],
-        finite: Sequence[bool],
-    ) -> None:
-        """Truncate the draft's cache to tokens that the rows really have. before: each row's tokens before the round. visible:
-        how many of them the draft saw.
+    def _settle_draft(self, plan: Plan, before: Sequence[int], finite: Sequence[bool]) -> None:
+        """Truncate the draft's cache to tokens that the rows really have. before: each row's tokens before the round.
 
         The draft wrote its own proposal behind those. Its accepted part stays, but where tokens that were looked up took its
         place none of it does: they are other tokens.
         """
         assert self.drafter is not None
         cache, limits = self.drafter.cache, list[int]()
-        for row, source, old, seen, fine in zip(rows, sources, before, visible, finite, strict=True):
+        rows, visible = plan.rows, [len(tokens) for tokens in plan.visible]
+        for row, source, old, seen, fine in zip(rows, plan.sources, before, visible, finite, strict=True):
             if not _drafted(row):
                 limits.append(seen - 1)
             else:
@@ -441,25 +551,18 @@ class Decoder:
         drafts = not self.failed and (not coming or self.length.pays(replace(load, rows=load.rows + coming)))
         return self.length.choose(load, matches, [row.acceptance for row in rows], drafts=drafts), found, matches
 
-    def _propose(
-        self,
-        rows: Sequence[Row],
-        visible: Sequence[Sequence[int]],
-        steps: Steps,
-        batch: SamplingBatch,
-        noise: SharedNoise,
-        key: mx.array,
-    ) -> Proposal | None:
-        """What the draft proposes, already under way on the device; None where it proposes nothing. visible: see `_visible`."""
-        if self.drafter is None or self.failed or steps.most == 0 or any(len(row.tokens) < 2 for row in rows):
+    def _propose(self, plan: Plan, sampling: SamplingBatch, noise: SharedNoise, key: mx.array) -> Proposal | None:
+        """What the draft proposes, already under way on the device; None where it proposes nothing."""
+        rows = plan.rows
+        if self.drafter is None or self.failed or plan.steps.most == 0 or any(len(row.tokens) < 2 for row in rows):
             return None
         if not any(map(_drafts, rows)):
             return None
         try:
-            proposal = self.drafter.propose(visible, steps, batch, noise, key)
+            proposal = self.drafter.propose(plan.visible, plan.steps, sampling, noise, key)
             if proposal is not None:
                 # What MLX refuses to run is then raised here, before the target's cache depends on it.
-                mx.async_eval(proposal.tokens, proposal.usable, [] if proposal.logq is None else proposal.logq)
+                device.launch(proposal.tokens, proposal.usable, [] if proposal.logq is None else proposal.logq)
             return proposal
         except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
             self._put_draft_aside(error)

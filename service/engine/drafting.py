@@ -10,10 +10,12 @@ from typing import Protocol
 import mlx.core as mx
 import numpy as np
 
+from service.engine import device
 from service.engine.cache import RowCache
 from service.engine.confidence import Steps
 from service.engine.draft import Draft
 from service.engine.sampling import SamplingBatch, SharedNoise, draw, fit, normaliser, transform
+from service.engine.strategy import current
 from service.models.heads import Backbone, CutHead, Head, cut_head, split, token_limit
 from service.models.vocabulary import own
 
@@ -95,6 +97,7 @@ class ModelDrafter:
     def __init__(self, draft: Draft, vocabulary: int, target: RowCache) -> None:
         self.vocabulary = vocabulary
         self.target = target
+        self.strategy = current()
         self.cache = RowCache(draft.model, 0)
         self.switch(draft)
 
@@ -146,11 +149,16 @@ class ModelDrafter:
             logits = fit(whole, self.vocabulary)
             self.cache.rewind([len(row) + step for row in rows])
             law = transform(logits, batch)
-            key, step_key = mx.random.split(key)
+            if batch.unseeded:
+                key, step_key = mx.random.split(key)
+            else:
+                step_key = key
             feed = draw(law, batch, noise.at(step), step_key).astype(mx.int32)
             tokens.append(feed)
             kept_logits.append(logits)
             laws.append(law)
+            if self.strategy.launch_steps:
+                device.launch(feed)
             if steps.stops and step < steps.stops[-1]:
                 unheard.append(confidence(whole, feed, head))
             if step + 1 in steps.stops:
@@ -223,7 +231,7 @@ class ModelDrafter:
         share = max(READING // len(rows), WIDE)
         missing = [row[have : min(len(row) - 1, have + share)] for row, have in zip(rows, held, strict=True)]
         self.feed(ragged(missing), self.cache, self.target)
-        mx.eval(self.cache.arrays())
+        device.wait(self.cache.arrays())
         self.cache.rewind([have + len(tokens) for have, tokens in zip(held, missing, strict=True)])
         return not self.behind(rows)
 
@@ -239,12 +247,13 @@ def confidence(logits: mx.array, drawn: mx.array, head: CutHead | None) -> mx.ar
 def heard(sure: Sequence[mx.array]) -> list[list[float]]:
     """Wait for the draft's confidence: probabilities (B, 1) of some steps, as lists by step and row; 0 where a row's logits
     are not finite."""
-    return np.nan_to_num(np.array(mx.concatenate(list(sure), axis=1)).T, nan=0.0).tolist()
+    (read,) = device.read(mx.concatenate(list(sure), axis=1))
+    return np.nan_to_num(read.T, nan=0.0).tolist()
 
 
-def ragged(texts: Sequence[Sequence[int]]) -> mx.array:
-    """(B, longest) with zeros behind the shorter ones, which the next write covers."""
-    feed = np.zeros((len(texts), max(map(len, texts))), dtype=np.int32)
+def ragged(texts: Sequence[Sequence[int]], multiple: int = 1) -> mx.array:
+    """(B, longest, rounded up to a multiple) with zeros behind the shorter ones, which the next write covers."""
+    feed = np.zeros((len(texts), -(-max(map(len, texts)) // multiple) * multiple), dtype=np.int32)
     for line, tokens in zip(feed, texts, strict=True):
         line[: len(tokens)] = tokens
     return mx.array(feed)

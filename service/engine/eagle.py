@@ -49,6 +49,5 @@ class EagleDrafter(ModelDrafter):
 
 def drafter(draft: Draft, vocabulary: int, target: RowCache) -> ModelDrafter:
     """Who drafts with a draft of this kind. target: the batch's cache."""
-    if isinstance(draft.model, eagle.Model):
-        return EagleDrafter(draft, vocabulary, target)
-    return ModelDrafter(draft, vocabulary, target)
+    kind = EagleDrafter if isinstance(draft.model, eagle.Model) else ModelDrafter
+    return kind(draft, vocabulary, target)

@@ -1,4 +1,5 @@
-"""What a round showed, for the log: gathered once it is known what was emitted, at those positions alone."""
+"""What a round showed, for the log: at each emitted token the target's 32 most likely ones and their probabilities, and for a
+rejected draft token what target and draft gave it."""
 
 from __future__ import annotations
 
@@ -7,13 +8,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
+from service.engine import device
 from service.engine.drafting import Proposal
 from service.engine.sampling import SamplingBatch
-from service.engine.targets import Floats, Ids, log_mass, tail_mass, top_and_mass, top_logits
-
-Ints = NDArray[np.int64]
+from service.engine.targets import Floats, Ids, tail_mass, top_logits
 
 
 @dataclass(slots=True)
@@ -30,78 +29,135 @@ class Evidence:
     q: float
 
 
+@dataclass(frozen=True, slots=True)
+class PositionEvidence:
+    """Of n positions, on the device. ids, top: (n, 32) the most likely tokens and their log-probabilities at T = 1. (n,) each:
+    logprobs, sampled: the emitted token's log-probability at T = 1 and after the sampling transform (0 where greedy); tails:
+    the log of the mass outside `top`."""
+
+    ids: mx.array
+    top: mx.array
+    logprobs: mx.array
+    sampled: mx.array
+    tails: mx.array
+
+    @classmethod
+    def of(
+        cls, logits: mx.array, distribution: mx.array | None, greedy: mx.array, tokens: mx.array
+    ) -> PositionEvidence:
+        """logits: (n, V). distribution: (n, V) log-probabilities after the sampling transform; None where all are greedy.
+        greedy: (n,) booleans. tokens: (n,)."""
+        ids, top = top_logits(logits.astype(mx.float32))
+        mass = mx.logsumexp(logits.astype(mx.float32), axis=-1)
+        top = top - mass[:, None]
+        at = tokens[:, None]
+        sampled = mx.zeros_like(mass)
+        if distribution is not None:
+            drawn = mx.take_along_axis(distribution, at, axis=-1)[:, 0].astype(mx.float32)
+            sampled = mx.where(greedy, 0.0, drawn)
+        logprobs = mx.take_along_axis(logits, at, axis=-1)[:, 0].astype(mx.float32) - mass
+        return cls(ids, top, logprobs, sampled, tail_mass(top))
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All of them, in the order of the fields."""
+        return self.ids, self.top, self.logprobs, self.sampled, self.tails
+
+
+@dataclass(frozen=True, slots=True)
+class RoundEvidence:
+    """Of a round over B rows and K proposed tokens, on the device: of all (K + 1) B positions, rows one after the other; p, q:
+    (B, K) probabilities of the proposed tokens under target and draft at T = 1, None where nothing was drafted."""
+
+    positions: PositionEvidence
+    p: mx.array | None
+    q: mx.array | None
+
+    @classmethod
+    def of(
+        cls,
+        logits: mx.array,
+        distribution: mx.array,
+        batch: SamplingBatch,
+        emitted: mx.array,
+        drafted: Proposal | None,
+    ) -> RoundEvidence:
+        """logits: (B, K+1, V) the target's. distribution: (B, K+1, V) after the sampling transform. emitted: (B, K+1). drafted:
+        what the draft proposed, up to K tokens a row."""
+        length, width = logits.shape[1:]
+        positions = PositionEvidence.of(
+            logits.reshape(-1, width),
+            distribution.reshape(-1, width) if batch.sampled else None,
+            mx.repeat(batch.greedy, length),
+            emitted.reshape(-1),
+        )
+        if drafted is None:
+            return cls(positions, None, None)
+        count = drafted.tokens.shape[1]
+        theirs = mx.concatenate(list(drafted.logits), axis=1)
+        return cls(positions, probabilities(logits[:, :count], drafted.tokens), probabilities(theirs, drafted.tokens))
+
+    def arrays(self) -> tuple[mx.array, ...]:
+        """All that there are."""
+        return (*self.positions.arrays(), *(each for each in (self.p, self.q) if each is not None))
+
+
+def probabilities(logits: mx.array, tokens: mx.array) -> mx.array:
+    """Of tokens (...) under logits (..., V) at T = 1: (...), float32."""
+    said = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0].astype(mx.float32)
+    return mx.exp(said - mx.logsumexp(logits.astype(mx.float32), axis=-1))
+
+
+def split_rows(
+    measured: RoundEvidence, emitted: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]
+) -> list[Evidence]:
+    """Each row's share of a round's evidence. emitted: tokens of each row's round. drafted: the draft's tokens that were tried
+    there. The arrays were read with the round."""
+    ids, top, logprobs, sampled, tails, *pq = (np.array(each) for each in measured.arrays())
+    length = len(ids) // len(emitted)
+    found: list[Evidence] = []
+    for row, (new, tried) in enumerate(zip(emitted, drafted, strict=True)):
+        own = slice(row * length, row * length + len(new))
+        at = len(new) - 1
+        p, q = (float(each[row, at]) for each in pq) if pq and len(new) <= len(tried) else (0.0, 0.0)
+        found.append(Evidence(logprobs[own], sampled[own], ids[own], top[own], tails[own], p, q))
+    return found
+
+
 def gather(
     logits: mx.array,
-    law: mx.array,
+    distribution: mx.array,
     batch: SamplingBatch,
     emitted: Sequence[Sequence[int]],
     drafted: Sequence[Sequence[int]],
     proposal: Proposal | None,
 ) -> list[Evidence]:
-    """logits: (B, K+1, V) the target's, evaluated; law: (B, K+1, V) after the sampling transform. emitted: the tokens of
-    each row's round. drafted: the draft's tokens that were tried there."""
-    rejected = [
-        tried[len(new) - 1] if len(new) <= len(tried) else None for new, tried in zip(emitted, drafted, strict=True)
-    ]
+    """The same after the round was read, for the emitted positions and the rejected tokens alone: less to compute, one wait
+    more."""
     counts = np.array([len(tokens) for tokens in emitted])
     ends = np.cumsum(counts)
-    rows = np.repeat(np.arange(len(counts)), counts)
-    at = np.arange(ends[-1]) - np.repeat(ends - counts, counts)
-    tokens, wrong = np.array([token for new in emitted for token in new]), np.array([token or 0 for token in rejected])
-    # The rejected token stood where the row's last one was emitted.
-    ids, top, mass, said, against = _seen(logits, rows, at, tokens, ends - 1, wrong)
-    drawn: Floats = np.zeros_like(mass)
-    if batch.sampled:
-        where = mx.array(rows), mx.array(at)
-        chosen = mx.take_along_axis(law[where], mx.array(tokens)[:, None], axis=-1)[:, 0]
-        drawn = np.array(mx.where(batch.greedy[where[0]], 0.0, chosen))
-    top, logprobs, p = top - mass[:, None], said - mass, np.exp(against - mass[ends - 1])
-    tails: Floats = np.array(tail_mass(mx.array(top)))
-    q = _draft_probabilities(proposal, [len(row) - 1 for row in emitted], rejected)
-    found: list[Evidence] = []
-    for i, (end, count) in enumerate(zip(ends.tolist(), counts.tolist(), strict=True)):
-        own = slice(end - count, end)
-        seen = logprobs[own], drawn[own], ids[own], top[own], tails[own]
-        found.append(Evidence(*seen, p=float(p[i]) if rejected[i] is not None else 0.0, q=q[i]))
-    return found
-
-
-def _seen(
-    logits: mx.array, rows: Ints, at: Ints, tokens: Ints, last: Ints, wrong: Ints
-) -> tuple[Ids, Floats, Floats, Floats, Floats]:
-    """Of logits (B, K+1, V) at positions (rows[i], at[i]): ids and values (n, top) of the largest, log of the sum of
-    exponentials (n,), the value of tokens[i] (n,); and at last[b], one of the i, that of wrong[b] (B,)."""
-    if mx.default_device().type == mx.cpu:
-        host = np.asarray(logits.astype(mx.float32))
-        ids, top, mass = top_and_mass([host[place] for place in zip(rows, at, strict=True)])
-        return ids, top, mass, host[rows, at, tokens], host[rows[last], at[last], wrong]
-    seen = logits[mx.array(rows), mx.array(at)].astype(mx.float32)
-    ids, top = top_logits(seen)
-    said = mx.take_along_axis(seen, mx.array(tokens)[:, None], axis=-1)[:, 0]
-    mass, against = mx.logsumexp(seen, axis=-1), seen[mx.array(last), mx.array(wrong)]
-    mx.eval(ids, top, mass, said, against)
-    return np.array(ids), np.array(top), np.array(mass), np.array(said), np.array(against)
-
-
-def _draft_probabilities(
-    proposal: Proposal | None, places: Sequence[int], rejected: Sequence[int | None]
-) -> list[float]:
-    found = [0.0] * len(places)
-    for place, logits in enumerate(proposal.logits if proposal is not None else ()):
-        rows = [i for i, token in enumerate(rejected) if token is not None and places[i] == place]
-        if rows:
-            seen = logits[mx.array(rows), 0].astype(mx.float32)
-            tokens = mx.array([rejected[i] or 0 for i in rows])[:, None]
-            said = np.array(mx.take_along_axis(seen, tokens, axis=-1)[:, 0])
-            for i, q in zip(rows, np.exp(said - _log_mass(seen)).tolist(), strict=True):
-                found[i] = q
-    return found
-
-
-def _log_mass(logits: mx.array) -> Floats:
-    """log of the sum of exponentials (n, V) -> (n,)."""
-    if mx.default_device().type != mx.cpu:
-        return np.array(mx.logsumexp(logits, axis=-1))
-    rows = np.asarray(logits)
-    spread = np.empty(rows.shape[1], dtype=np.float32)
-    return np.array([log_mass(row, row.max(), spread) for row in rows], dtype=np.float32)
+    rows = mx.array(np.repeat(np.arange(len(counts)), counts))
+    at = mx.array(np.arange(ends[-1]) - np.repeat(ends - counts, counts))
+    tokens = mx.array([token for new in emitted for token in new])
+    found = PositionEvidence.of(
+        logits[rows, at], distribution[rows, at] if batch.sampled else None, batch.greedy[rows], tokens
+    )
+    rejected = {
+        row: tried[len(new) - 1]
+        for row, (new, tried) in enumerate(zip(emitted, drafted, strict=True))
+        if len(new) <= len(tried)
+    }
+    pq: list[mx.array] = []
+    if rejected and proposal is not None:
+        wrong, places = mx.array(list(rejected.values())), [len(emitted[row]) - 1 for row in rejected]
+        theirs = mx.stack([proposal.logits[place][row, 0] for row, place in zip(rejected, places, strict=True)])
+        ours = logits[mx.array(list(rejected)), mx.array(places)]
+        pq = [probabilities(ours, wrong), probabilities(theirs, wrong)]
+    ids, top, logprobs, sampled, tails, *read = device.read(*found.arrays(), *pq)
+    both: dict[int, tuple[float, float]] = {}
+    if read:
+        both = {row: (float(p), float(q)) for row, p, q in zip(rejected, *read, strict=True)}
+    own = [slice(end - count, end) for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
+    return [
+        Evidence(logprobs[at], sampled[at], ids[at], top[at], tails[at], *both.get(row, (0.0, 0.0)))
+        for row, at in enumerate(own)
+    ]

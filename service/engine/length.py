@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
+from statistics import median
 
 from service.engine.acceptance import Acceptance, expected
 from service.engine.confidence import STOPS, Steps, Trust
 from service.engine.costs import USUALLY_HELD, Costs, Load, line
+from service.engine.strategy import Strategy, current
 
 PROBE = 32
 """Rounds after which a resting draft drafts again at the latest: what it would be worth stays known, and what it gets wrong
@@ -33,8 +36,12 @@ ASKING = 0.03
 where that takes 2 % each what is heard still gains up to 18 %, 6 on the mean of five kinds of text."""
 PLAIN = 64
 """Rounds with proposals after which one has none, so that what they are compared with stays measured."""
-SLOW, TRUSTED = 0.05, 8
-"""Least weight of a new time in a cost's correction, and how many such times the measurement at start is worth."""
+UNMEASURED = 4
+"""The same while too few rounds without proposals were seen."""
+FIRST, ESTABLISHED = 3, 8
+"""The median of a kind's first rounds counts, from so many on, until there were so many."""
+SLOW = 0.05
+"""Weight of a later time in a cost's correction."""
 NEWS = 0.05
 """Share by which a cost must differ from the one gone by for a new measurement to count: corrections of the old are lost."""
 
@@ -80,14 +87,23 @@ def _kind(load: Load, drafted: int, most: int) -> tuple[int, int, int]:
 class DraftLength:
     """drafted: tokens of the longest draft; looked_up: of the longest look-up. One controller belongs to one decoder."""
 
-    def __init__(self, drafted: int, looked_up: int, costs: Costs) -> None:
+    def __init__(self, drafted: int, looked_up: int, costs: Costs, strategy: Strategy | None = None) -> None:
+        allowed = (current() if strategy is None else strategy).allowed
         self.drafted = drafted
+        self._draft_lengths = allowed(drafted)
+        self._lookup_lengths = allowed(looked_up)
         self._costs = costs
         self._most = max(drafted, looked_up)
         self._lines: dict[int, list[tuple[float, float]]] = {}
         self._looked_up = {length: Acceptance(looked_up, prior) for length, prior in LOOKED_UP.items()}
         self._last: tuple[tuple[int, int, int], float] | None = None
-        self._fixes: dict[tuple[int, int, int], tuple[float, int]] = {}
+        self._fixes: dict[tuple[int, int, int], float] = {}
+        self._first: dict[tuple[int, int, int], list[float]] = {}
+        """By kind of round, how many times the expected seconds its first ones took."""
+        self._level = 1.0
+        """How many times the expected seconds rounds take of a kind that was not seen yet."""
+        self._machine = 1.0
+        """How many times the expected seconds rounds of all kinds take lately."""
         self.restart()
 
     def restart(self) -> None:
@@ -96,6 +112,7 @@ class DraftLength:
         self._trusts = {greedy: Trust() for greedy in (True, False)}
         self._current = self.drafted
         self._rested = self._busy = 0
+        self._plain_for = 0.0
 
     def learn(self, costs: Costs) -> None:
         """Go by these from now on, where they are others."""
@@ -103,7 +120,8 @@ class DraftLength:
             self._costs = costs
             self._lines.clear()
             self._fixes.clear()
-            self._last = None
+            self._first.clear()
+            self._level, self._machine, self._last = 1.0, 1.0, None
 
     def choose(
         self,
@@ -116,6 +134,7 @@ class DraftLength:
         """What to propose in the coming round. matches: one entry a row. own: what each row's drafts were worth; None: nothing
         is known of these rows. drafts: False while the draft is put aside, which ends with a `restart`: it is as if there
         were none."""
+        self._plain_for = 0.0
         usual = self._draft.rates() if drafts else []
         rows = [each.rates_beside(usual) for each in own] if own and drafts else [usual] * load.rows
         by_row = [expected(rates) for rates in rows]
@@ -130,9 +149,12 @@ class DraftLength:
             # Far positions are seldom tested, and a row that did well so far does not make them better than usual.
             return tuple([min(pair) for pair in zip(rates, usual, strict=True)] for rates in rows)
 
-        plain, reading = self.seconds(load, 0, 0), load.unread * self._costs.read
+        plain, reading = self.seconds(load, 0, 0), load.unread * self._read_seconds()
         rates = [load.rows / plain]
         for k in range(1, len(draft)):
+            if k not in self._draft_lengths:
+                rates.append(0.0)
+                continue
             tokens = sum(max(mine[k], worth(m, k)) for mine, m in zip(by_row, matches, strict=True))
             rates.append(self._pace(load, k, tokens))
         best = max(range(len(rates)), key=rates.__getitem__)
@@ -140,12 +162,15 @@ class DraftLength:
             self._current = best
         k, rate = self._current, rates[self._current]
         longest = max((m.available for m in matches if m), default=0)
-        for count in range(1, longest + 1):
+        for count in self._lookup_lengths:
+            if count > longest:
+                break
             found = sum(worth(m, count) for m in matches) / self.seconds(load, 0, count)
             if found > rate:
                 k, rate = -count, found
         self._busy = self._busy + 1 if k else 0
-        if self._busy >= PLAIN:
+        plain_kind = self._first.get(_kind(load, 0, 0), ())
+        if self._busy >= (PLAIN if len(plain_kind) >= FIRST else UNMEASURED):
             self._busy = 0
             return Choice(0, nothing, rate)
         if k > 0:
@@ -154,21 +179,34 @@ class DraftLength:
             counts = tuple(min(k, m.available) if m else 0 for m in better)
             return Choice(k, counts, rate, lower(), tuple(tables[m.length] if m else None for m in better))
         self._rested += 1
+        self._plain_for = inf
         if len(draft) > 1:
-            probe = max(range(1, len(draft)), key=lambda k: draft[k] / self.seconds(load, k, k))
+            probe = max(self._draft_lengths, key=lambda k: draft[k] / self.seconds(load, k, k))
             lost = self.seconds(load, probe, probe) / plain - draft[probe]
             patience = PROBE if k else min(max(lost / PROBING, 2), PROBE)
             # Begun anew when it has drafted: one that fell behind may read for some rounds first.
-            if self._rested >= max(patience, reading / plain / PROBING):
+            patience = max(patience, reading / plain / PROBING)
+            if self._rested >= patience:
+                self._plain_for = 0.0
                 return Choice(probe, nothing, rate, lower(), (None,) * load.rows)
+            self._plain_for = patience - self._rested - 1.0
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches), rate)
+
+    def stay_parked(self) -> bool:
+        """Whether the round after the one that was chosen last proposes nothing either, whatever that one gives; it then counts
+        as chosen."""
+        if self._plain_for < 1.0:
+            return False
+        self._plain_for -= 1.0
+        self._rested += 1
+        return True
 
     def steps(self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None) -> Steps:
         """The draft steps of a round that drafts: on while the draft's confidence predicts a net gain; the fixed length where
         waiting for its confidence costs more than that saves. By row: greedy, because a drawn token is accepted by another
         rule than the likeliest one; drafts, whether the draft proposes there at all (None: everywhere)."""
         asked = self._costs.asked
-        if asked and line(asked, load.rows) > ASKING * self.seconds(load, choice.drafted, choice.most):
+        if asked and self._level * line(asked, load.rows) > ASKING * self.seconds(load, choice.drafted, choice.most):
             return Steps(choice.drafted)
         # Not what `seconds` says: its corrections are as large as the difference that a token makes.
         step, *calls = (
@@ -184,7 +222,7 @@ class DraftLength:
                 kept = [chance * rates[k] for chance, rates in zip(kept, choice.rates, strict=True)]
                 gain += sum(kept) + sum(tokens[k + 1] - tokens[k] for n, tokens in found if n > k)
                 dearer = (k + 1 - drafted) * step + calls[k + 1] - calls[drafted]
-                if (k + 1 in STOPS or k + 1 == self.drafted) and gain > choice.pace * dearer:
+                if (k + 1 in STOPS or k + 1 == self.drafted) and gain > choice.pace * self._level * dearer:
                     return True
             return False
 
@@ -203,17 +241,17 @@ class DraftLength:
 
     def follows(self, load: Load) -> bool:
         """Whether the draft should read what rows are asked, in such a batch."""
-        return self.pays(load) or load.rows * self._costs.read <= PROBING * self.seconds(load, 0, 0)
+        return self.pays(load) or load.rows * self._read_seconds() <= PROBING * self.seconds(load, 0, 0)
 
     def pays(self, load: Load) -> bool:
         """Whether drafts as usual promise more than none in such a batch."""
         tokens, plain = expected(self._draft.rates()), load.rows / self.seconds(load, 0, 0)
-        return any(self._pace(load, k, load.rows * tokens[k]) > plain for k in range(1, len(tokens)))
+        return any(self._pace(load, k, load.rows * tokens[k]) > plain for k in self._draft_lengths)
 
     def _pace(self, load: Load, drafted: int, tokens: float) -> float:
         """Tokens per second of rounds that draft so many and say so many, what the draft reads for it included. Prompts that it
         has read are paid for, but others come after them: short answers to long ones may not repay it."""
-        read = max(load.unread / REPAID, tokens * load.prompted) * self._costs.read
+        read = max(load.unread / REPAID, tokens * load.prompted) * self._read_seconds()
         return tokens / (self.seconds(load, drafted, drafted) + read)
 
     def seconds(self, load: Load, drafted: int, most: int) -> float:
@@ -222,7 +260,11 @@ class DraftLength:
         empty, held = lines[most + 1]
         if drafted:
             empty, held = empty + drafted * lines[0][0], held + drafted * lines[0][1]
-        return (empty + load.held * held) * self._fixes.get(_kind(load, drafted, most), (1.0, 0))[0]
+        return (empty + load.held * held) * self._fixes.get(_kind(load, drafted, most), self._level)
+
+    def _read_seconds(self) -> float:
+        """Expected time of a token that the draft only reads."""
+        return self._costs.read * self._level
 
     def _drawn(self, rows: int) -> list[tuple[float, float]]:
         """Seconds over empty rows, and more for each position held: of a draft step, then of a call over 1, 2, ... tokens.
@@ -247,8 +289,9 @@ class DraftLength:
         that count, fewer than chosen where the text ended before them and none where the draft proposed nothing (None: as
         chosen). seconds: None where the round did other work besides.
 
-        A cost is corrected against another one seen a round before or after: what slows the whole machine, such as a
-        training run beside, slows both.
+        What was timed at start is another program than a round: each kind of round costs what its first ones took. From then on
+        a cost is corrected against another one seen a round before or after: what slows the whole machine, such as a training
+        run, slows both.
         """
         if choice.drafted:
             self._rested = 0
@@ -264,11 +307,20 @@ class DraftLength:
             self._last = None
             return
         key = _kind(load, choice.drafted, choice.most)
-        surprise = seconds / self.seconds(load, choice.drafted, choice.most)
+        surprise = seconds / (self._machine * self.seconds(load, choice.drafted, choice.most))
+        first = self._first.setdefault(key, [])
+        if len(first) < ESTABLISHED:
+            first.append(surprise * self._fixes.get(key, self._level))
+            if len(first) >= FIRST:
+                self._fixes[key] = median(first)
+                self._level = median(self._fixes.values())
+            self._last = None
+            return
+        clipped = min(max(surprise, 0.5), 2.0)
+        self._machine *= clipped**SLOW
         if self._last is not None and self._last[0] != key:
             before, other = self._last
-            ratio = min(max(surprise / other, 0.5), 2.0)
-            for name, factor in ((key, ratio), (before, 1.0 / ratio)):
-                fix, seen = self._fixes.get(name, (1.0, TRUSTED))
-                self._fixes[name] = (fix * factor ** (max(SLOW, 1.0 / (seen + 1)) / 2), seen + 1)
+            ratio = min(max(surprise / other, 0.5), 2.0) ** (SLOW / 2)
+            self._fixes[key] *= ratio
+            self._fixes[before] /= ratio
         self._last = (key, surprise)

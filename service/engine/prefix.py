@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
+from service.engine import device
 from service.engine.cache import RowCache
 from service.engine.room import STEP
 
@@ -98,7 +99,7 @@ class PrefixCache:
             made.append(Block(key, last, groups, _copies(groups, held, row, start)))
             last.after[key] = last = made[-1]
         # At once: a copy that is yet to be made keeps the whole batch's arrays alive.
-        mx.eval([block.arrays for block in made])
+        device.wait([block.arrays for block in made])
         self.nbytes += fit * size
         self._use(last)
 

@@ -23,6 +23,7 @@ from service.engine.costs import USUALLY_HELD, Costs, line
 from service.engine.draft import bare
 from service.engine.eagle import drafter as drafter_of
 from service.engine.sampling import SamplingBatch, SharedNoise
+from service.engine.strategy import current
 from service.engine.target import Target
 from service.models.heads import cut_head
 
@@ -88,15 +89,17 @@ class Profile:
         """The draft whose calls are timed; see `switch`."""
         self._target = Target.of(target, draft)
         self._rows = rows
-        self._every = range(1, most + 2)
-        self._lengths = sorted({1, 2, (most + 1) // 2 + 1, most + 1})
+        self._every = [1, *(n + 1 for n in current().allowed(most))]
+        # Of many rows the ends and the middle are timed; lines between them do for the others.
+        self._lengths = sorted({*self._every[:2], self._every[len(self._every) // 2], self._every[-1]})
         self._telling = max(size for size in rows if size <= TELLING or size == min(rows))
         self._least: dict[_Call, float] = {}
         self._asked: dict[int, deque[float]] = {}
         self._parts: list[Callable[[], Generator[None]]] = [partial(self._verify, size) for size in rows]
         if draft is not None:
             self._parts += [partial(self._step, size) for size in rows]
-            self._parts += [partial(self._ask, size) for size in sorted({min(rows), max(rows)})]
+            if current().ask_confidence:
+                self._parts += [partial(self._ask, size) for size in sorted({min(rows), max(rows)})]
             self._parts.append(self._read)
         self._at = 0
         self._rest, self._due = rest, time.monotonic() + rest

@@ -12,36 +12,40 @@ from collections.abc import Collection, Sequence
 
 import mlx.core as mx
 
+from service.engine import device
+
 STEP = 128
 """Positions allocated at a time."""
 SPARE = 4
 """One row more is allocated for so many."""
 
 
+def capacity(top: int) -> int:
+    """Positions allocated for `top` positions."""
+    return -(-top // STEP) * STEP
+
+
 def grown(held: mx.array | None, like: mx.array, top: int) -> mx.array:
     """`held` with room for `top` positions (new room is zeros), allocated in steps; None: with as many rows as `like`."""
-    capacity = 0 if held is None else held.shape[2]
-    if held is not None and top <= capacity:
+    have = 0 if held is None else held.shape[2]
+    if held is not None and top <= have:
         return held
     rows, heads, _, dims = like.shape
-    extra = mx.zeros(
-        (rows if held is None else held.shape[0], heads, -(-top // STEP) * STEP - capacity, dims), dtype=like.dtype
-    )
+    extra = mx.zeros((rows if held is None else held.shape[0], heads, capacity(top) - have, dims), dtype=like.dtype)
     return extra if held is None else mx.concatenate([held, extra], axis=2)
 
 
-def written(held: mx.array, new: mx.array, starts: mx.array | int) -> mx.array:
-    """`held` with new (B, heads, N, dims) at positions from `starts` on, one of all rows or (B,)."""
+def written(held: mx.array, new: mx.array, start: int) -> mx.array:
+    """`held` with new (B, heads, N, dims) in the first B rows, at positions from `start` on."""
     rows, _, count, _ = new.shape
-    if isinstance(starts, int):
-        held[:rows, :, starts : starts + count] = new
-        return held
-    at = starts[:, None] + mx.arange(count)
-    at = mx.broadcast_to(at[:, None, :, None], new.shape)
-    if spare := held.shape[0] - rows:
-        # Only the whole can be written in place: rows that are not in use get zeros.
-        at, new = (mx.pad(each, [(0, spare), (0, 0), (0, 0), (0, 0)]) for each in (at, new))
-    return mx.put_along_axis(held, at, new.astype(held.dtype), axis=2)
+    held[:rows, :, start : start + count] = new
+    return held
+
+
+def scattered(held: mx.array, new: mx.array, rows: mx.array, positions: mx.array) -> mx.array:
+    """`held` with new (B, heads, N, dims) in rows (B, 1) at positions (B, N)."""
+    held[rows, :, positions] = new.swapaxes(1, 2)
+    return held
 
 
 def joined(held: Sequence[mx.array | None], rows: Sequence[int]) -> mx.array | None:
@@ -87,7 +91,7 @@ def kept(held: Sequence[mx.array | None], rows: Sequence[int], top: int) -> list
     sources = mx.array([row for _, row in moved], dtype=mx.int32)
     # Apart and at once: an array from which something is still to be read cannot be written in place.
     copies = [one[sources] if moved and _stays(one, rows, top) and one is not None else None for one in held]
-    mx.eval([copy for copy in copies if copy is not None])
+    device.wait([copy for copy in copies if copy is not None])
     found: list[mx.array | None] = []
     for one, copy in zip(held, copies, strict=True):
         if one is not None and copy is not None:

@@ -120,15 +120,7 @@ class Row:
         """How many tokens have been emitted."""
         return len(self.tokens) - len(self.prompt.tokens)
 
-    def take(
-        self,
-        tokens: Sequence[int],
-        drafted: Sequence[int],
-        source: Source,
-        adapter: int,
-        evidence: Evidence | None,
-        tie_margin: float,
-    ) -> Delta:
+    def take(self, tokens: Sequence[int], drafted: Sequence[int], source: Source, adapter: int) -> Delta:
         """Append one round's tokens: the accepted ones and the target's own after them. Stops inside the round where the
         request ends; positions behind that count neither as drafted nor as accepted. drafted: the whole proposal. Returns
         what is new."""
@@ -146,26 +138,30 @@ class Row:
                 break
         tried = min(len(drafted), emitted) if self.finish else len(drafted)
         self.rounds.append(Round(adapter, start, tried, min(accepted, emitted), emitted, source))
-        if evidence is not None:
-            self.evidence.append((evidence, emitted))
-            if source is Source.DRAFT and accepted < len(drafted) and emitted == accepted + 1:
-                top = evidence.top_logprobs[accepted]
-                margin = float(top[0] - top[1]) if len(top) > 1 else float("inf")
-                self.cases.append(
-                    FailureCase(
-                        position=start + accepted,
-                        drafted=drafted[accepted],
-                        target=tokens[accepted],
-                        p=evidence.p,
-                        q=evidence.q,
-                        margin=margin,
-                        tie=margin < tie_margin,
-                    )
-                )
         self.last_at = time.perf_counter()
         self.first_at = self.first_at or self.last_at
         text = self.text.delta(final=self.finish is not None) if self.text is not None else ""
         return Delta(text, tuple(tokens[:emitted]), tuple(i < accepted for i in range(emitted)))
+
+    def log(self, evidence: Evidence, tokens: Sequence[int], drafted: Sequence[int], tie_margin: float) -> None:
+        """Keep the evidence of the newest round, and its failure case where the draft was wrong. tokens, drafted: as in
+        `take`."""
+        newest, accepted = self.rounds[-1], len(tokens) - 1
+        self.evidence.append((evidence, newest.emitted))
+        if newest.source is Source.DRAFT and accepted < len(drafted) and newest.emitted == accepted + 1:
+            top = evidence.top_logprobs[accepted]
+            margin = float(top[0] - top[1]) if len(top) > 1 else float("inf")
+            self.cases.append(
+                FailureCase(
+                    position=newest.start + accepted,
+                    drafted=drafted[accepted],
+                    target=tokens[accepted],
+                    p=evidence.p,
+                    q=evidence.q,
+                    margin=margin,
+                    tie=margin < tie_margin,
+                )
+            )
 
     def finished(self) -> Finished:
         """The closing event. Waiting and reading the prompt are the prompt's time, as in llama.cpp's timings."""

@@ -266,7 +266,7 @@ class Worker:
         self._drop_cancelled(engine)
         self._admit(engine)
         self._read_chunk(engine)
-        if engine.decoder.rows:
+        if engine.decoder.unfinished:
             self._decode(engine)
         elif not (self._reading or self._staging or engine.decoder.idle()):
             with self._gate:
@@ -282,12 +282,14 @@ class Worker:
             ticket.tell(Failed(Unavailable("cancelled before it started")))
         unread = [ticket for ticket, _ in self._reading if ticket.cancelled.is_set()]
         gone = [ticket for ticket in self._running if ticket.cancelled.is_set()]
+        ended = [(ticket, ticket.row) for ticket in [*unread, *gone] if ticket.row is not None]
+        for _, row in ended:
+            # Before they leave: a round that is under way gives them nothing any more.
+            row.finish = FinishReason.CANCELLED
         if gone:
             engine.decoder.leave([ticket.row for ticket in gone if ticket.row is not None])
-        for ticket in [*unread, *gone]:
-            if ticket.row is not None:
-                ticket.row.finish = FinishReason.CANCELLED
-                self._finish(ticket, ticket.row, engine)
+        for ticket, row in ended:
+            self._finish(ticket, row, engine)
         self._reading = [(ticket, prefill) for ticket, prefill in self._reading if ticket not in unread]
         self._running = [ticket for ticket in self._running if ticket not in gone]
 
@@ -328,7 +330,9 @@ class Worker:
         self._reported_failures = engine.decoder.draft_failures
         by_row = {id(ticket.row): ticket for ticket in self._running}
         for row, delta in zip(report.rows, report.deltas, strict=True):
-            ticket = by_row[id(row)]
+            if (ticket := by_row.get(id(row))) is None:
+                # Cancelled while the round was under way.
+                continue
             ticket.tell(delta)
             if row.finish is not None:
                 self._finish(ticket, row, engine)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.room import SPARE, STEP, closed, joined, kept, written
-from tests.support.typed import as_ints
+from service.engine.room import SPARE, STEP, closed, joined, kept, scattered, written
 
 
 def filled(rows: int, capacity: int = STEP, first: int = 1) -> mx.array:
@@ -67,13 +66,16 @@ def test_capacity_is_reused_and_released() -> None:
     assert short is not None and short.shape[2] == STEP
 
 
-@pytest.mark.parametrize("starts", [3, mx.array([0, 7, 40])])
-def test_slots_not_in_use_are_not_overwritten(starts: int | mx.array) -> None:
+@pytest.mark.parametrize("starts", [[3, 3, 3], [0, 7, 40]])
+def test_slots_not_in_use_are_not_overwritten(starts: list[int]) -> None:
     """Three of five slots are in use."""
     new = mx.ones((3, 2, 2, 4)) * 9
-    held = np.array(written(filled(5), new, starts))
-    at = [3] * 3 if isinstance(starts, int) else as_ints(starts)
-    for row, begin in enumerate(at):
+    if starts == [3, 3, 3]:
+        held = np.array(written(filled(5), new, 3))
+    else:
+        positions = mx.array(starts)[:, None] + mx.arange(2)
+        held = np.array(scattered(filled(5), new, mx.arange(3)[:, None], positions))
+    for row, begin in enumerate(starts):
         assert (held[row, :, begin : begin + 2] == 9).all()
         assert (np.delete(held[row], [begin, begin + 1], axis=1) == row + 1).all()
 

@@ -54,7 +54,7 @@ def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
         return mx.array([fault.row in (None, row) for row in range(rows)])
 
     def starts(layer: Any) -> mx.array:
-        return layer.lengths.array + layer.ahead
+        return layer.lengths.starts(layer.ahead)
 
     def offset(layer: Any) -> Any:
         rows = None if sound else hit(layer)
@@ -90,7 +90,8 @@ def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
         rows, right = hit(layer), make_mask(layer, N, return_array, window_size)
         if rows is None:
             return right
-        key = mx.arange(layer.lengths.longest + layer.ahead + N)
+        width = right.shape[-1] if isinstance(right, mx.array) else layer.lengths.longest + layer.ahead + N
+        key = mx.arange(width)
         query = (starts(layer)[:, None] + mx.arange(N))[:, None, :, None]
         wrong = MASKS[fault.kind](key, query)
         if isinstance(right, mx.array):

@@ -1,0 +1,106 @@
+"""A round on its way: what it is to do, what the device was given, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core import Source
+from service.engine import device
+from service.engine.confidence import Steps
+from service.engine.costs import Load
+from service.engine.drafting import Proposal
+from service.engine.evidence import RoundEvidence
+from service.engine.length import Choice, Match
+from service.engine.lookup import Found
+from service.engine.row import Row
+from service.engine.sampling import SamplingBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a round is to do; everything by row. visible: tokens as the draft sees them. found, matches: what was looked up.
+    behind: the draft has more to read first than a step takes, so that the round's time says nothing of others. started_at:
+    perf_counter when it was made."""
+
+    rows: Sequence[Row]
+    visible: Sequence[Sequence[int]]
+    load: Load
+    choice: Choice
+    found: Sequence[Found | None]
+    matches: Sequence[Match | None]
+    steps: Steps
+    behind: bool
+    started_at: float
+
+    @property
+    def sources(self) -> list[Source]:
+        """Where each row's proposal comes from."""
+        return [Source.LOOKUP if n else Source.DRAFT for n in self.choice.looked_up]
+
+    def having(self, drafted: int) -> Plan:
+        """The plan when so many tokens were drafted in the end."""
+        return replace(self, choice=self.choice.having(drafted))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a round gave, by row. emitted: the accepted tokens and the target's own after them. proposed: the proposal, without
+    positions where the draft's logits were not finite. finite: whether they all were."""
+
+    emitted: list[list[int]]
+    proposed: list[list[int]]
+    finite: list[bool]
+
+
+@dataclass(slots=True)
+class Step:
+    """A round that the device was given, not read yet. drafted: a proposal of the draft is in it. Arrays: accepted (B,);
+    emitted (B, K+1), of which row b emits the first accepted[b] + 1; finite (B, K), whether the draft's logits were, None where
+    it was not asked; logits and distribution (B, K+1, V) before and after the sampling transform. others: arrays to be computed
+    with them."""
+
+    plan: Plan
+    sampling: SamplingBatch
+    drafted: bool
+    accepted: mx.array
+    emitted: mx.array
+    finite: mx.array | None
+    logits: mx.array
+    distribution: mx.array
+    proposal: Proposal | None
+    evidence: RoundEvidence | None
+    others: Sequence[mx.array]
+
+    def _arrays(self) -> list[mx.array]:
+        evidence = () if self.evidence is None else self.evidence.arrays()
+        proposed = () if self.proposal is None else (self.accepted, self.proposal.tokens, self.proposal.usable)
+        finite = () if self.finite is None else (self.finite,)
+        return [self.emitted, *proposed, *finite, *evidence, *self.others]
+
+    def launch(self) -> None:
+        """Hand it to the device without waiting."""
+        device.launch(self._arrays())
+        # A cache that is still referred to would be copied by the next write.
+        self.others = ()
+
+    def read(self) -> Outcome:
+        """Wait for it, once. Raises what went wrong in computing it."""
+        device.wait(self._arrays())
+        emitted: NDArray[np.int64] = np.array(self.emitted)
+        rows = len(emitted)
+        if self.proposal is None:
+            return Outcome(emitted.tolist(), [[]] * rows, [True] * rows)
+        accepted: list[int] = np.array(self.accepted).tolist()
+        finite = [True] * rows if self.finite is None else np.all(np.array(self.finite), axis=1).tolist()
+        tried: NDArray[np.int64] = np.cumprod(np.array(self.proposal.usable), axis=1, dtype=np.int64).sum(axis=1)
+        proposed: NDArray[np.int64] = np.array(self.proposal.tokens)
+        return Outcome(
+            emitted=[new[: n + 1].tolist() for new, n in zip(emitted, accepted, strict=True)],
+            proposed=[guess[:n].tolist() for guess, n in zip(proposed, tried.tolist(), strict=True)],
+            finite=finite,
+        )

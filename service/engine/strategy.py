@@ -1,0 +1,79 @@
+"""How the engine runs on a kind of device: the only place where it asks which one it has.
+
+On an accelerator the host must not be in the way: it waits once a round, draft steps are handed over one by one, so that the
+device works while Python builds the next, and what is logged is computed with the round.
+
+CUDA besides wants shapes that repeat. Attention over several tokens a row goes to cuDNN, which builds a plan for each new
+shape of queries, keys and mask (MLX's mlx/backend/cuda/scaled_dot_product_attention.cpp, `sdpa_cudnn`): 35 ms, where the call
+over all 32 layers of a 7.5B target takes 9. So masked calls see keys and values at their whole capacity, which changes every
+STEP tokens, and proposals have one of a few lengths. Metal's kernels take any shape
+(mlx/backend/metal/scaled_dot_product_attention.cpp).
+
+On a CPU the device is the host: waiting costs nothing, asking the draft for its confidence saves steps, and evidence is
+cheaper where only the emitted positions are looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """launch_steps: hand over each draft step by itself. ask_confidence: wait for the draft's confidence between steps, to stop
+    early. evidence_at_once: compute what is logged in the round's own evaluation, for all positions; else afterwards, for
+    the emitted ones. launch_ahead: launch the next round before the host is done with this one, where rows allow it.
+    whole_capacity: masked calls see keys and values at their whole capacity, not up to the longest row. lengths: proposals are
+    of so many tokens; empty: of any number. prefill_multiple: prefill calls are padded to a
+    multiple of so many tokens, where no layer keeps a state."""
+
+    launch_steps: bool
+    ask_confidence: bool
+    evidence_at_once: bool
+    launch_ahead: bool
+    whole_capacity: bool = False
+    lengths: tuple[int, ...] = ()
+    prefill_multiple: int = 1
+
+    def allowed(self, most: int) -> list[int]:
+        """Lengths of proposals where at most so many tokens may be proposed, ascending."""
+        return [n for n in range(1, most + 1) if not self.lengths or n in self.lengths]
+
+
+CPU = Strategy(launch_steps=False, ask_confidence=True, evidence_at_once=False, launch_ahead=False)
+METAL = Strategy(launch_steps=True, ask_confidence=False, evidence_at_once=True, launch_ahead=True)
+CUDA = Strategy(
+    launch_steps=True,
+    ask_confidence=False,
+    evidence_at_once=True,
+    launch_ahead=True,
+    whole_capacity=True,
+    lengths=(1, 2, 3, 5, 7, 11, 15),
+    prefill_multiple=32,
+)
+
+_override: ContextVar[Strategy | None] = ContextVar("override", default=None)
+
+
+@contextmanager
+def using(strategy: Strategy) -> Generator[None]:
+    """Run this thread's engine as on another kind of device."""
+    token = _override.set(strategy)
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def current() -> Strategy:
+    """The strategy for MLX's default device, or what `using` says."""
+    if (override := _override.get()) is not None:
+        return override
+    if mx.default_device().type == mx.cpu:
+        return CPU
+    return METAL if mx.metal.is_available() else CUDA
