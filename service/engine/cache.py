@@ -143,7 +143,10 @@ class RowCache:
         self.lengths = Lengths([0] * rows)
         self.attention: list[RowLayer] = []
         self.states: list[StateLayer] = []
-        self.layers = [self._layer(layer) for layer in make_prompt_cache(model)]
+        kinds = make_prompt_cache(model)
+        # Windows and sparse attention reckon with positions that are there.
+        self.whole = current().whole_capacity and all(type(layer) is KVCache for layer in kinds)
+        self.layers = [self._layer(layer) for layer in kinds]
         self.features: RowLayer | None = None
         """Not a layer of the model, but joined, kept and rolled back with its layers."""
         if features:
@@ -154,16 +157,15 @@ class RowCache:
             record(model)
 
     def _layer(self, layer: object) -> RowLayer | StateLayer | tuple[object, ...]:
-        whole = current().whole_capacity
         if isinstance(layer, CacheList):
             return tuple(self._layer(part) for part in cast("tuple[object, ...]", layer.caches))
         if type(layer) is ArraysCache:
             self.states.append(StateLayer(len(cast("list[object]", layer.cache))))
             return self.states[-1]
         if type(layer) is KVCache:
-            self.attention.append(RowLayer(self.lengths, None, whole))
+            self.attention.append(RowLayer(self.lengths, None, self.whole))
         elif type(layer) is RotatingKVCache and layer.keep == 0:
-            self.attention.append(RowLayer(self.lengths, layer.max_size, whole))
+            self.attention.append(RowLayer(self.lengths, layer.max_size))
         else:
             raise PairError(f"its {type(layer).__name__} cannot be rolled back to before a rejected token")
         return self.attention[-1]

@@ -14,10 +14,11 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
 from service.core import PairError
 from service.engine.cache import RowCache, RowLayer
+from service.engine.room import capacity
 
 LENGTHS = (9, 5, 4)
 """Tokens of the rows. All but the last TAIL are prefilled before the rows meet: nothing of the last row."""
@@ -27,6 +28,8 @@ TEXTS = 3
 token whose experts nearly tie) does not come back with other tokens."""
 FACTOR = 3.0
 """Times the measured rounding that the engine may differ by."""
+PADDED = 4.0
+"""Units of rounding that calls over the whole capacity may add: sums over more zeros are rounded otherwise, not wrong."""
 
 Vectors = dict[str, mx.array]
 """What a row's cache and logits hold: name -> (positions, features), or (1, features) for a recurrent state."""
@@ -88,7 +91,8 @@ def largest_difference(model: nn.Module, name: str, text: int = 0) -> Difference
         ) from error
     others = [[_stepwise(model, row), _batched(model, row)] for row in rows]
     found = [[one, *more] for one, more in zip(plain, others, strict=True)]
-    return _largest(together, found)
+    whole = [_batched(model, row, whole=True) for row in rows] if RowCache(model, 0).whole else None
+    return _largest(together, found, whole)
 
 
 def _rows(model: nn.Module, text: int) -> list[list[int]]:
@@ -107,23 +111,44 @@ def _stepwise(model: nn.Module, row: list[int]) -> Vectors:
     return _alone(model, [row], [n for n in (len(row) - TAIL, 1, 1, 1, 1) if n])
 
 
-def _batched(model: nn.Module, row: list[int]) -> Vectors:
-    """Three copies of the row, several tokens at a time under a mask that is an array, as the engine's rows are."""
-    return _alone(model, [row] * 3, [n for n in (len(row) - TAIL, 3, 1) if n], masked=True)
+def _batched(model: nn.Module, row: list[int], *, whole: bool = False) -> Vectors:
+    """Three copies of the row, several tokens at a time under a mask that is an array, as the engine's rows are. whole: over
+    the whole capacity."""
+    return _alone(model, [row] * 3, [n for n in (len(row) - TAIL, 3, 1) if n], masked=True, whole=whole)
 
 
-def _alone(model: nn.Module, rows: list[list[int]], calls: Sequence[int], *, masked: bool = False) -> Vectors:
-    """Feed identical rows to mlx-lm's cache in calls of so many tokens. masked: write its masks out as arrays."""
+def _alone(
+    model: nn.Module, rows: list[list[int]], calls: Sequence[int], *, masked: bool = False, whole: bool = False
+) -> Vectors:
+    """Feed identical rows to mlx-lm's cache in calls of so many tokens. masked: write its masks out as arrays. whole: with keys
+    and values at their whole capacity, where all layers hold keys and values of every position."""
     cache: list[Any] = make_prompt_cache(model)
     if masked:
         for layer in _flat(cache):
             if not isinstance(layer, ArraysCache):
+                if whole:
+                    layer.__class__ = _WholeCache
                 layer.make_mask = partial(_as_array, layer.make_mask)
     logits, done = list[mx.array](), 0
     for count in calls:
         logits.append(model(mx.array([row[done : done + count] for row in rows]), cache=cache)[-1])
         done += count
     return _vectors(cache, len(rows) - 1, done) | {"logits": mx.concatenate(logits)[-TAIL:]}
+
+
+class _WholeCache(KVCache):
+    """mlx-lm's cache, seen at the capacity that the engine would have allocated."""
+
+    def make_mask(self, N: int, return_array: bool = True, window_size: int | None = None) -> mx.array:
+        """Booleans (N, capacity)."""
+        query, key = self.offset + mx.arange(N)[:, None], mx.arange(capacity(self.offset + N))
+        mask = key <= query
+        return mask if window_size is None else mask & (key > query - window_size)
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """As far as the mask reaches."""
+        width = capacity(self.offset)
+        return cast("Any", self).keys[..., :width, :], cast("Any", self).values[..., :width, :]
 
 
 def _as_array(make_mask: Callable[..., Any], N: int, *positional: object, **named: object) -> Any:
@@ -177,8 +202,10 @@ def _vectors(layers: Sequence[Any], row: int, length: int) -> Vectors:
     return found
 
 
-def _largest(ours: Sequence[Vectors], theirs: Sequence[Sequence[Vectors]]) -> Difference | None:
-    """theirs: several for each row."""
+def _largest(
+    ours: Sequence[Vectors], theirs: Sequence[Sequence[Vectors]], whole: Sequence[Vectors] | None
+) -> Difference | None:
+    """theirs: several for each row. whole: mlx-lm's over the whole capacity, where the engine's calls go over that."""
     # States may be kept in higher precision than what they are made from.
     kinds = {vector.dtype for mine in ours for vector in mine.values() if mx.issubdtype(vector.dtype, mx.floating)}
     unit = max(mx.finfo(kind).eps for kind in kinds)
@@ -186,7 +213,8 @@ def _largest(ours: Sequence[Vectors], theirs: Sequence[Sequence[Vectors]]) -> Di
     for row, (mine, others) in enumerate(zip(ours, theirs, strict=True)):
         for name, vector in mine.items():
             if vector.size:
-                found[row, name] = _gaps(vector, [other[name] for other in others], unit)
+                padded = None if whole is None else whole[row][name]
+                found[row, name] = _gaps(vector, [other[name] for other in others], padded, unit)
     mx.eval(list(found.values()))
     rounding: dict[str, float] = {}
     gaps: dict[tuple[int, str], float] = {}
@@ -197,9 +225,12 @@ def _largest(ours: Sequence[Vectors], theirs: Sequence[Sequence[Vectors]]) -> Di
     return max(made, key=lambda each: each.ratio, default=None)
 
 
-def _gaps(mine: mx.array, others: Sequence[mx.array], unit: float) -> tuple[mx.array, mx.array]:
-    """Relative root mean squares (positions,): of what is mine to the nearest of the others, and of these to one another, at
-    least `unit`. Infinite where mine has infinities (tokens that a family rules out) or NaN where none of the others has."""
+def _gaps(
+    mine: mx.array, others: Sequence[mx.array], padded: mx.array | None, unit: float
+) -> tuple[mx.array, mx.array]:
+    """Relative root mean squares (positions,): of what is mine to the nearest of the others; and of these to one another and to
+    `padded`, at least `unit`. Infinite where mine has infinities (tokens that a family rules out) or NaN where none of the
+    others has."""
     stack = mx.stack(list(others)).astype(mx.float32)
     mine = mine.astype(mx.float32)
     elsewhere = (mx.isfinite(stack) != mx.isfinite(mine)).any(axis=-1).all(axis=0)
@@ -208,4 +239,7 @@ def _gaps(mine: mx.array, others: Sequence[mx.array], unit: float) -> tuple[mx.a
     size = mx.maximum(mx.sqrt((stack[0] ** 2).mean(axis=-1)), 1e-20)
     gap = mx.sqrt(((stack - mine) ** 2).mean(axis=-1)).min(axis=0) / size
     noise = mx.sqrt(((stack[:, None] - stack[None]) ** 2).mean(axis=-1)).max(axis=(0, 1)) / size
+    if padded is not None:
+        added = mx.where(there, padded.astype(mx.float32), 0.0)
+        noise = mx.maximum(noise, mx.minimum(mx.sqrt(((added - stack[0]) ** 2).mean(axis=-1)) / size, PADDED * unit))
     return mx.where(elsewhere, mx.inf, gap), mx.maximum(noise, unit)

@@ -15,6 +15,7 @@ from service.core import Prompt, Sampling
 from service.engine.decoder import Decoder
 from service.engine.draft import Draft, bare
 from service.engine.row import Row
+from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.models.heads import cut
 from tests.support.batches import decode
 from tests.support.oracle import forced, naive, noisy_copy, tiny_llama
@@ -100,23 +101,33 @@ def swapper(rng: random.Random) -> object:
 
 
 def differences(
-    kind: str, k: int, batch: int, seed: int, greedy: bool, count: int, *, stepwise: bool = False
+    kind: str,
+    k: int,
+    batch: int,
+    seed: int,
+    greedy: bool,
+    count: int,
+    *,
+    stepwise: bool = False,
+    strategy: Strategy = CPU,
 ) -> tuple[int, list[str]]:
     """Tokens emitted, and differences from the target's own. stepwise: the oracle decodes one token at a time."""
     rng = random.Random(seed)
     asked = prompts(rng, greedy, count)
     between = swapper(rng) if kind == "swapped" else lambda decoder: None
-    rows = decode(
-        target(),
-        draft(kind),
-        asked,
-        k=k,
-        vocabulary=VOCABULARY,
-        eos=EOS,
-        max_rows=batch,
-        seed=seed,
-        between=between,  # pyright: ignore[reportArgumentType]
-    )
+    with using(strategy):
+        rows = decode(
+            target(),
+            draft(kind),
+            asked,
+            k=k,
+            vocabulary=VOCABULARY,
+            eos=EOS,
+            max_rows=batch,
+            seed=seed,
+            collect=bool(seed % 2),
+            between=between,  # pyright: ignore[reportArgumentType]
+        )
     wrong: list[str] = []
     for row in rows:
         asked_for = (row.prompt.tokens, row.prompt.sampling, EOS)
@@ -137,21 +148,24 @@ ANY = given(
     batch=st.integers(1, 8),
     seed=st.integers(0, 10_000),
     greedy=st.booleans(),
+    strategy=st.sampled_from([CPU, METAL, CUDA]),
 )
 
 
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
-def test_any_draft_any_batch(kind: str, k: int, batch: int, seed: int, greedy: bool) -> None:
-    _, wrong = differences(kind, k, batch, seed, greedy, count=3)
+def test_any_draft_any_batch(kind: str, k: int, batch: int, seed: int, greedy: bool, strategy: Strategy) -> None:
+    _, wrong = differences(kind, k, batch, seed, greedy, count=3, strategy=strategy)
     assert not wrong
 
 
 @pytest.mark.nightly
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
-def test_any_draft_any_batch_at_length(kind: str, k: int, batch: int, seed: int, greedy: bool) -> None:
-    _, wrong = differences(kind, k, batch, seed, greedy, count=8)
+def test_any_draft_any_batch_at_length(
+    kind: str, k: int, batch: int, seed: int, greedy: bool, strategy: Strategy
+) -> None:
+    _, wrong = differences(kind, k, batch, seed, greedy, count=8, strategy=strategy)
     assert not wrong
 
 
@@ -161,12 +175,14 @@ def test_any_draft_any_batch_at_length(kind: str, k: int, batch: int, seed: int,
     [(400, 3, False), pytest.param(20_000, 8, True, marks=pytest.mark.nightly)],
     ids=["one pass", "20,000 stepwise"],
 )
-def test_thousands_of_tokens(count: int, prompts_each: int, stepwise: bool, greedy: bool) -> None:
+@pytest.mark.parametrize("strategy", [CPU, CUDA], ids=["CPU", "CUDA"])
+def test_thousands_of_tokens(count: int, prompts_each: int, stepwise: bool, greedy: bool, strategy: Strategy) -> None:
     """Every kind of draft in turn, with different draft lengths and batch sizes."""
-    tokens, wrong, seed = 0, [], 0
+    tokens, wrong, seed = 0, list[str](), 0
     while tokens < count or seed < len(KINDS):
         kind, k, batch = KINDS[seed % len(KINDS)], (seed * 5) % 9, 1 + (seed * 3) % 8
-        emitted, differing = differences(kind, k, batch, 50_000 + seed, greedy, prompts_each, stepwise=stepwise)
+        case = (kind, k, batch, 50_000 + seed, greedy, prompts_each)
+        emitted, differing = differences(*case, stepwise=stepwise, strategy=strategy)
         tokens, wrong, seed = tokens + emitted, wrong + differing, seed + 1
     assert not wrong
 

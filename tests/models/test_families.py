@@ -15,10 +15,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from service.core import PairError, Prompt, Sampling
+from service.engine import strategy as strategies
 from service.engine.cache import RowCache, RowLayer
 from service.engine.prefix import PrefixCache
 from service.engine.probe import check_rows
 from service.engine.state import StateLayer
+from service.engine.strategy import CUDA, Strategy, using
 from service.models.pair import check_cache
 from tests.support.batches import decode
 from tests.support.families import IDENTICAL, METAL, NOT_BUILT, RECURRENT, REFUSED, V, build, family_of, noisy_draft
@@ -63,7 +65,7 @@ def start(model: nn.Module) -> None:
 
 
 def without_window(layer: RowLayer, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-    whole = RowLayer(layer.lengths, None)
+    whole = RowLayer(layer.lengths, None, layer.whole)
     whole.ahead = layer.ahead
     return ordinary_mask(whole, N, return_array)
 
@@ -113,6 +115,20 @@ def test_every_installed_family_is_listed_once() -> None:
     listed = [{name for name in table if "+" not in name} for table in tables]
     assert frozenset().union(*listed) == installed()
     assert sum(map(len, listed)) == len(installed())
+
+
+@pytest.mark.parametrize("strategy", [strategies.METAL, CUDA], ids=["Metal", "CUDA"])
+@pytest.mark.parametrize("name", CONTROLLED)
+def test_decodes_as_mlx_lm_does_by_an_accelerators_strategy(name: str, strategy: Strategy) -> None:
+    with using(strategy):
+        compare(name, (IDENTICAL | RECURRENT)[name], TOKENS, controls=False)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", IDENTICAL | RECURRENT)
+def test_decodes_as_mlx_lm_does_by_cudas_strategy(name: str) -> None:
+    with using(CUDA):
+        compare(name, (IDENTICAL | RECURRENT)[name], CONTROLLED_TOKENS, controls=True)
 
 
 @pytest.mark.parametrize("name", IDENTICAL | RECURRENT)

@@ -1,0 +1,243 @@
+"""The accelerators' ways of running a round, on a CPU: one wait a round, shapes that repeat, and the same evidence."""
+
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.llama import Model
+
+from service.core import Prompt, Sampling
+from service.engine import device
+from service.engine.decoder import Decoder
+from service.engine.draft import bare
+from service.engine.prefix import PrefixCache
+from service.engine.row import Row
+from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
+from tests.support.batches import decode
+from tests.support.fixed_length import FixedLength, fix_length
+from tests.support.oracle import forced, noisy_copy, tiny_llama
+
+VOCABULARY, K = 97, 4
+EOS = frozenset({3})
+ACCELERATORS = pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    return tiny_llama(0)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Model) -> nn.Module:
+    return noisy_copy(target, 1, 0.1)
+
+
+def rows_of(count: int, tokens: int, *, seeded: bool = False, eos: frozenset[int] = frozenset()) -> list[Row]:
+    """Prompts of unlike length."""
+    made: list[Row] = []
+    for i in range(count):
+        rng = random.Random(i)
+        sampling = Sampling(max_tokens=tokens, temperature=0.8, seed=i) if seeded else Sampling(max_tokens=tokens)
+        prompt = Prompt(tuple(rng.randrange(4, VOCABULARY) for _ in range(10 + 7 * i)), sampling)
+        made.append(Row(str(i), prompt, eos, None))
+    return made
+
+
+def finish(decoder: Decoder, rows: list[Row]) -> None:
+    for row in rows:
+        decoder.admit(row)
+    while decoder.unfinished:
+        decoder.round()
+
+
+@ACCELERATORS
+@pytest.mark.parametrize("k", [0, K], ids=["plain", "drafted"])
+@pytest.mark.parametrize("collect", [False, True], ids=["silent", "recording"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_a_steady_round_waits_once(
+    target: Model, draft: nn.Module, strategy: Strategy, k: int, collect: bool, count: int
+) -> None:
+    with using(strategy):
+        decoder = Decoder(target, bare(draft) if k else None, vocabulary=VOCABULARY, k=k, collect=collect)
+        for row in rows_of(count, 200):
+            decoder.admit(row)
+        decoder.round()
+        for _ in range(12):
+            with device.counting() as counts:
+                decoder.round()
+            assert counts.waits == 1
+            # The steps by themselves, the proposal, the verification.
+            assert counts.launches == (k + 2 if k else 1)
+
+
+@ACCELERATORS
+def test_leaving_and_joining_wait_once_more_at_most(target: Model, draft: nn.Module, strategy: Strategy) -> None:
+    with using(strategy):
+        decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=True)
+        first, second, third = rows_of(3, 60)
+        decoder.admit(first)
+        decoder.admit(second)
+        decoder.round()
+        prefill = decoder.begin(third)
+        while not decoder.read(prefill):
+            pass
+        with device.counting() as counts:
+            decoder.join([prefill])
+            decoder.round()
+        # The round under way, then the next one is launched and read only when asked for.
+        assert counts.waits <= 2 and len(decoder.rows) == 3
+        with device.counting() as counts:
+            decoder.leave([first])
+        assert counts.waits <= 2 and decoder.rows[0] is not first
+        while decoder.unfinished:
+            decoder.round()
+        for row in (second, third):
+            assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)
+
+
+@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
+@ACCELERATORS
+def test_plain_rows_end_anywhere_in_the_pipeline(target: Model, strategy: Strategy, seeded: bool) -> None:
+    """End tokens are seen only after the next round was launched; what it gave a row that had ended is dropped."""
+    rows = rows_of(6, 90, seeded=seeded, eos=frozenset(range(3, 30)))
+    with using(strategy):
+        finish(Decoder(target, None, vocabulary=VOCABULARY, k=0, collect=True), rows)
+    for row in rows:
+        expected = forced(target, row.prompt.tokens, row.output, row.prompt.sampling, row.eos)
+        assert row.output == expected and len(row.rounds) == len(row.output)
+        assert sum(count for _, count in row.evidence) == len(row.output)
+    assert len({len(row.output) for row in rows}) > 2, "they end at different moments"
+
+
+def test_reports_cover_every_token_once_when_rows_change_under_way(target: Model, draft: nn.Module) -> None:
+    """A join, a leave or a switch completes the round under way, which is reported by the next call."""
+    with using(METAL):
+        decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K)
+        rows, told = rows_of(5, 40), dict[str, list[int]]()
+        for i, row in enumerate(rows):
+            decoder.admit(row)
+            for _ in range(3):
+                report = decoder.round()
+                for each, delta in zip(report.rows, report.deltas, strict=True):
+                    told.setdefault(each.id, []).extend(delta.tokens)
+            if i == 2:
+                decoder.switch(bare(target))
+        while decoder.unfinished:
+            report = decoder.round()
+            for each, delta in zip(report.rows, report.deltas, strict=True):
+                told.setdefault(each.id, []).extend(delta.tokens)
+    assert told == {row.id: row.output for row in rows}
+    for row in rows:
+        assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)
+
+
+@ACCELERATORS
+@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
+def test_the_evidence_is_the_same_as_on_a_cpu(
+    target: Model, draft: nn.Module, strategy: Strategy, seeded: bool
+) -> None:
+    found: list[list[Row]] = []
+    for each in (CPU, strategy):
+        with using(each):
+            rows = rows_of(4, 40, seeded=seeded)
+            decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, adaptive=True, lookup=3, collect=True)
+            fix_length(decoder, FixedLength(K, looks_up=lambda number: number % 4 == 0))
+            finish(decoder, rows)
+            found.append(rows)
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.output == theirs.output
+        assert mine.cases and len(mine.cases) == len(theirs.cases)
+        for one, other in zip(mine.cases, theirs.cases, strict=True):
+            assert (one.position, one.drafted, one.target, one.tie) == (
+                other.position,
+                other.drafted,
+                other.target,
+                other.tie,
+            )
+            assert (one.p, one.q, one.margin) == pytest.approx((other.p, other.q, other.margin), abs=1e-5)
+        for (one, count), (other, same) in zip(mine.evidence, theirs.evidence, strict=True):
+            assert count == same
+            for name in ("logprobs", "sampled", "top_ids", "top_logprobs", "tails"):
+                assert np.allclose(getattr(one, name), getattr(other, name), atol=1e-4), name
+
+
+@contextmanager
+def attention_shapes(patch: pytest.MonkeyPatch) -> Generator[set[tuple[int, ...]]]:
+    """Shapes of queries, keys and masks of calls over several tokens a row."""
+    seen: set[tuple[int, ...]] = set()
+    fused = mx.fast.scaled_dot_product_attention
+
+    def noted(q: mx.array, k: mx.array, v: mx.array, *, scale: float, mask: object = None, **more: object) -> mx.array:
+        if q.shape[2] > 1:
+            seen.add((*q.shape, *k.shape, *(mask.shape if isinstance(mask, mx.array) else ())))
+        return fused(q, k, v, scale=scale, mask=mask, **more)  # pyright: ignore[reportArgumentType, reportCallIssue]
+
+    patch.setattr(mx.fast, "scaled_dot_product_attention", noted)
+    yield seen
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_cudas_attention_shapes_repeat(
+    target: Model, draft: nn.Module, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN makes a plan for each new shape. Exact lengths give a new one nearly every round."""
+    made: dict[str, int] = {}
+    for name, strategy in (("exact", METAL), ("whole", CUDA)):
+        with using(strategy), monkeypatch.context() as patch, attention_shapes(patch) as seen:
+            rows = rows_of(count, 80)
+            decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K)
+            for row in rows:
+                decoder.admit(row)
+            seen.clear()
+            while decoder.unfinished:
+                decoder.round()
+            made[name] = len(seen)
+        for row in rows:
+            assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)
+    # Two lengths of calls (a first step over two tokens, the verification), and two capacities for each number of rows.
+    assert made["whole"] <= 4 * count < made["exact"]
+
+
+@ACCELERATORS
+def test_joins_swaps_look_ups_and_prefixes_keep_the_targets_tokens(
+    target: Model, draft: nn.Module, strategy: Strategy
+) -> None:
+    rng = random.Random(7)
+    head = tuple(rng.randrange(4, VOCABULARY) for _ in range(70))
+    asked = [
+        Prompt(
+            (*head[: rng.choice([0, 40, 70])], *(rng.randrange(4, 20) for _ in range(rng.randint(2, 30)))),
+            Sampling(max_tokens=rng.randint(1, 50), temperature=rng.choice([0.0, 0.8]), seed=i),
+        )
+        for i in range(14)
+    ]
+    versions = [bare(draft), bare(noisy_copy(target, 2, 0.3))]
+
+    def between(decoder: Decoder) -> None:
+        if not isinstance(decoder.length, FixedLength):
+            fix_length(decoder, FixedLength(K, looks_up=lambda number: number % 3 == 0))
+        if rng.random() < 0.2:
+            decoder.switch(rng.choice(versions))
+
+    with using(strategy):
+        rows = decode(
+            target,
+            draft,
+            asked,
+            k=K,
+            vocabulary=VOCABULARY,
+            eos=EOS,
+            adaptive=True,
+            lookup=K,
+            collect=True,
+            prefix=PrefixCache(2**24),
+            max_rows=5,
+            between=between,
+        )
+    for row in rows:
+        assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, EOS)
+    assert any(row.reused for row in rows) and sum(round.accepted for row in rows for round in row.rounds) > 0
