@@ -265,10 +265,14 @@ class Decoder:
         rounds = tuple(row.rounds[-1] for row in rows)
         since, self._completed_at = max(plan.started_at, self._completed_at), time.perf_counter()
         seconds = self._completed_at - since
+        if self.length is not None and rounds:
+            emitted = sum(each.emitted for each in rounds) / len(rounds)
+            self.length.charge(plan.load, plan.choice, seconds, emitted, drafted=step.drafted)
         if self.length is not None and len(rows) == len(plan.rows) and (step.drafted or not plan.choice.drafted):
             # Positions behind the end of a text count neither as proposed nor as accepted.
             proposed, accepted = [each.drafted for each in rounds], [each.accepted for each in rounds]
-            timed = None if plan.behind else seconds
+            # The first and the last round of a pipeline hand over two rounds, or none.
+            timed = None if plan.behind or step.follows != (ahead is not None) else seconds
             own = [row.acceptance for row in rows]
             self.length.observe(plan.load, plan.choice, plan.matches, accepted, timed, own, proposed)
             plan.steps.observe(accepted, proposed)
@@ -343,7 +347,9 @@ class Decoder:
         found = [None if self.lookup is None else self.lookup.find(row.tokens, row.grams) for row in plan.rows]
         load = replace(plan.load, held=plan.load.held + 1)
         following = replace(plan, load=load, found=found, started_at=started_at)
-        return self._verify(following, None, step.sampling, noise, key, latest=step.emitted[:, :1])
+        ahead = self._verify(following, None, step.sampling, noise, key, latest=step.emitted[:, :1])
+        ahead.follows = True
+        return ahead
 
     @property
     def collects_with_round(self) -> bool:

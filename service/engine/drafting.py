@@ -139,7 +139,7 @@ class ModelDrafter:
         head: CutHead | None,
     ) -> Proposal:
         unread = [row[have:] for row, have in zip(rows, self.cache.lengths.host, strict=True)]
-        feed = ragged(unread)
+        feed = ragged(unread, self.cache)
         tokens: list[mx.array] = []
         kept_logits: list[mx.array] = []
         laws: list[mx.array] = []
@@ -230,7 +230,7 @@ class ModelDrafter:
         held = self.cache.lengths.host
         share = max(READING // len(rows), WIDE)
         missing = [row[have : min(len(row) - 1, have + share)] for row, have in zip(rows, held, strict=True)]
-        self.feed(ragged(missing), self.cache, self.target)
+        self.feed(ragged(missing, self.cache), self.cache, self.target)
         device.wait(self.cache.arrays())
         self.cache.rewind([have + len(tokens) for have, tokens in zip(held, missing, strict=True)])
         return not self.behind(rows)
@@ -251,9 +251,13 @@ def heard(sure: Sequence[mx.array]) -> list[list[float]]:
     return np.nan_to_num(read.T, nan=0.0).tolist()
 
 
-def ragged(texts: Sequence[Sequence[int]], multiple: int = 1) -> mx.array:
-    """(B, longest, rounded up to a multiple) with zeros behind the shorter ones, which the next write covers."""
-    feed = np.zeros((len(texts), -(-max(map(len, texts)) // multiple) * multiple), dtype=np.int32)
+def ragged(texts: Sequence[Sequence[int]], cache: RowCache | None = None) -> mx.array:
+    """(B, longest) with zeros behind the shorter ones, which the next write covers; padded further where that suits the device
+    and the cache that is to hold them."""
+    width = max(map(len, texts))
+    if cache is not None and not cache.states:
+        width = current().width(width)
+    feed = np.zeros((len(texts), width), dtype=np.int32)
     for line, tokens in zip(feed, texts, strict=True):
         line[: len(tokens)] = tokens
     return mx.array(feed)

@@ -8,6 +8,7 @@ clock of its own.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
@@ -25,6 +26,8 @@ PROBING = 0.015
 """Share of the time that may be lost by that: the closer it is to paying, the sooner it is tried. Where reading alone costs a
 draft more, as in a full batch on a CPU, it stops that too, and is tried when it has rested for so long that catching up costs
 no more."""
+PROBES, LONGEST = 3, 2048.0
+"""Tries of a parked draft whose cost is remembered, and the most rounds that pass between two."""
 REPAID = 64
 """Rounds in which what a draft must read before it can draft must have paid."""
 STAY = 1.03
@@ -40,6 +43,10 @@ UNMEASURED = 4
 """The same while too few rounds without proposals were seen."""
 FIRST, ESTABLISHED = 3, 8
 """The median of a kind's first rounds counts, from so many on, until there were so many."""
+ONCE = 1.5
+"""Those that take so many times the second least of them did something that is done once."""
+STALE = 256
+"""Rounds after which the corrections of a kind that was not seen are forgotten for the first time."""
 SLOW = 0.05
 """Weight of a later time in a cost's correction."""
 NEWS = 0.05
@@ -59,13 +66,14 @@ class Choice:
     """Tokens the draft proposes for every row that has nothing better (0: it rests), and those looked up by row (0: none; no
     more than the draft's where it drafts). pace: tokens per second that it promises. Where it drafts, by row: rates: how often
     each position is kept at least when all before it were; found: what a look-up is worth by how many tokens of it are
-    proposed, for rows that have one."""
+    proposed, for rows that have one. probe: a try of a parked draft."""
 
     drafted: int
     looked_up: tuple[int, ...]
     pace: float = field(default=0.0, compare=False)
     rates: tuple[Sequence[float], ...] = field(default=(), compare=False)
     found: tuple[Sequence[float] | None, ...] = field(default=(), compare=False)
+    probe: bool = field(default=False, compare=False)
 
     def having(self, drafted: int) -> Choice:
         """When so many were drafted in the end."""
@@ -100,6 +108,10 @@ class DraftLength:
         self._fixes: dict[tuple[int, int, int], float] = {}
         self._first: dict[tuple[int, int, int], list[float]] = {}
         """By kind of round, how many times the expected seconds its first ones took."""
+        self._timed = 0
+        self._seen: dict[tuple[int, int, int], int] = {}
+        self._waits: dict[tuple[int, int, int], int] = {}
+        """By kind of round, when one was timed last, and after how many others that is forgotten."""
         self._level = 1.0
         """How many times the expected seconds rounds take of a kind that was not seen yet."""
         self._machine = 1.0
@@ -112,6 +124,9 @@ class DraftLength:
         self._trusts = {greedy: Trust() for greedy in (True, False)}
         self._current = self.drafted
         self._rested = self._busy = 0
+        self._probing = 0.0
+        self._probes: deque[float] = deque(maxlen=PROBES)
+        """Plain rounds that each of the last tries of the parked draft cost."""
         self._plain_for = 0.0
 
     def learn(self, costs: Costs) -> None:
@@ -119,8 +134,8 @@ class DraftLength:
         if not self._costs.near(costs, NEWS):
             self._costs = costs
             self._lines.clear()
-            self._fixes.clear()
-            self._first.clear()
+            for held in (self._seen, self._fixes, self._first, self._waits):
+                held.clear()
             self._level, self._machine, self._last = 1.0, 1.0, None
 
     def choose(
@@ -183,14 +198,28 @@ class DraftLength:
         if len(draft) > 1:
             probe = max(self._draft_lengths, key=lambda k: draft[k] / self.seconds(load, k, k))
             lost = self.seconds(load, probe, probe) / plain - draft[probe]
-            patience = PROBE if k else min(max(lost / PROBING, 2), PROBE)
+            most = float(PROBE)
+            if self._probes:
+                # One try may have met something that is done once; what all of the last ones lost is their price.
+                lost = min(self._probes)
+                most = min(max(lost / PROBING, most), LONGEST)
+            patience = most if k else min(max(lost / PROBING, 2), most)
             # Begun anew when it has drafted: one that fell behind may read for some rounds first.
             patience = max(patience, reading / plain / PROBING)
             if self._rested >= patience:
                 self._plain_for = 0.0
-                return Choice(probe, nothing, rate, lower(), (None,) * load.rows)
+                return Choice(probe, nothing, rate, lower(), (None,) * load.rows, probe=True)
             self._plain_for = patience - self._rested - 1.0
         return Choice(0, tuple(min(-k, m.available) if m else 0 for m in matches), rate)
+
+    def charge(self, load: Load, choice: Choice, seconds: float, emitted: float, *, drafted: bool) -> None:
+        """Count what a try of a parked draft costs, the rounds included in which it only reads what it has missed. emitted:
+        tokens by row. drafted: the try is over."""
+        if choice.probe:
+            self._probing += seconds / (self._machine * self.seconds(load, 0, 0)) - emitted
+            if drafted:
+                self._probes.append(max(self._probing, 0.0))
+                self._probing = 0.0
 
     def stay_parked(self) -> bool:
         """Whether the round after the one that was chosen last proposes nothing either, whatever that one gives; it then counts
@@ -262,6 +291,19 @@ class DraftLength:
             empty, held = empty + drafted * lines[0][0], held + drafted * lines[0][1]
         return (empty + load.held * held) * self._fixes.get(_kind(load, drafted, most), self._level)
 
+    def _expire(self, key: tuple[int, int, int]) -> None:
+        """A round of this kind was timed. Forget the corrections of kinds that were not for long, each time after twice as many
+        rounds: a few slow ones may have made them look dear for ever."""
+        self._timed += 1
+        self._seen[key] = self._timed
+        for other, seen in list(self._seen.items()):
+            wait = self._waits.get(other, STALE)
+            if self._timed - seen > wait:
+                self._waits[other] = 2 * wait
+                for held in (self._seen, self._fixes, self._first):
+                    held.pop(other, None)
+                self._last = None
+
     def _read_seconds(self) -> float:
         """Expected time of a token that the draft only reads."""
         return self._costs.read * self._level
@@ -307,12 +349,14 @@ class DraftLength:
             self._last = None
             return
         key = _kind(load, choice.drafted, choice.most)
+        self._expire(key)
         surprise = seconds / (self._machine * self.seconds(load, choice.drafted, choice.most))
         first = self._first.setdefault(key, [])
         if len(first) < ESTABLISHED:
             first.append(surprise * self._fixes.get(key, self._level))
             if len(first) >= FIRST:
-                self._fixes[key] = median(first)
+                # What is done once, such as compiling, adds to some of them.
+                self._fixes[key] = median(each for each in first if each <= ONCE * sorted(first)[1])
                 self._level = median(self._fixes.values())
             self._last = None
             return

@@ -16,7 +16,6 @@ from service.engine.cache import RowCache
 from service.engine.drafting import ModelDrafter, ragged
 from service.engine.prefix import BLOCK, Owner, PrefixCache
 from service.engine.row import Row
-from service.engine.strategy import current
 from service.engine.target import Target
 
 PADDING = 1 / 8
@@ -144,8 +143,7 @@ def _advance(
     prompts, held = [row.prompt.tokens[:-1] for row in rows], cache.lengths.host
     chunks = [prompt[done : min(done + size, upto)] for prompt, done in zip(prompts, held, strict=True)]
     if any(chunks):
-        # A state would take in the padding.
-        read(ragged(chunks, 1 if cache.states else current().prefill_multiple), cache)
+        read(ragged(chunks, cache), cache)
         device.wait(cache.arrays())
         cache.settle([done + len(chunk) for done, chunk in zip(held, chunks, strict=True)])
         if prefix is not None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 import mlx.core as mx
 
 from service.engine import device
+from service.engine.strategy import current
 
 STEP = 128
 """Positions allocated at a time."""
@@ -91,7 +92,7 @@ def kept(held: Sequence[mx.array | None], rows: Sequence[int], top: int) -> list
     sources = mx.array([row for _, row in moved], dtype=mx.int32)
     # Apart and at once: an array from which something is still to be read cannot be written in place.
     copies = [one[sources] if moved and _stays(one, rows, top) and one is not None else None for one in held]
-    device.launch([copy for copy in copies if copy is not None])
+    (device.launch if current().launch_ahead else device.wait)([copy for copy in copies if copy is not None])
     found: list[mx.array | None] = []
     for one, copy in zip(held, copies, strict=True):
         if one is not None and copy is not None:

@@ -59,10 +59,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class Step:
-    """A round that the device was given, not read yet. drafted: a proposal of the draft is in it. Arrays: accepted (B,);
-    emitted (B, K+1), of which row b emits the first accepted[b] + 1; finite (B, K), whether the draft's logits were, None where
-    it was not asked; logits and distribution (B, K+1, V) before and after the sampling transform. others: arrays to be computed
-    with them."""
+    """A round that the device was given, not read yet. drafted: a proposal of the draft is in it. follows: it was launched
+    before the one before it was read. others: arrays to be computed with it.
+
+    Arrays: accepted (B,); emitted (B, K+1), of which row b emits the first accepted[b] + 1; finite (B, K), whether the draft's
+    logits were, None where it was not asked; logits and distribution (B, K+1, V) before and after the sampling transform."""
 
     plan: Plan
     sampling: SamplingBatch
@@ -75,6 +76,7 @@ class Step:
     proposal: Proposal | None
     evidence: RoundEvidence | None
     others: Sequence[mx.array]
+    follows: bool = False
 
     def _arrays(self) -> list[mx.array]:
         evidence = () if self.evidence is None else self.evidence.arrays()

@@ -29,8 +29,8 @@ class Strategy:
     early. evidence_at_once: compute what is logged in the round's own evaluation, for all positions; else afterwards, for
     the emitted ones. launch_ahead: launch the next round before the host is done with this one, where rows allow it.
     whole_capacity: masked calls see keys and values at their whole capacity, not up to the longest row. lengths: proposals are
-    of so many tokens; empty: of any number. prefill_multiple: prefill calls are padded to a
-    multiple of so many tokens, where no layer keeps a state."""
+    of so many tokens; empty: of any number. few_widths: what a call reads is padded to
+    one of a few widths, where no layer keeps a state."""
 
     launch_steps: bool
     ask_confidence: bool
@@ -38,7 +38,13 @@ class Strategy:
     launch_ahead: bool
     whole_capacity: bool = False
     lengths: tuple[int, ...] = ()
-    prefill_multiple: int = 1
+    few_widths: bool = False
+
+    def width(self, tokens: int) -> int:
+        """Tokens of a call that reads so many."""
+        if not self.few_widths:
+            return tokens
+        return -(-tokens // 32) * 32 if tokens > 16 else 1 << (tokens - 1).bit_length()
 
     def allowed(self, most: int) -> list[int]:
         """Lengths of proposals where at most so many tokens may be proposed, ascending."""
@@ -54,7 +60,7 @@ CUDA = Strategy(
     launch_ahead=True,
     whole_capacity=True,
     lengths=(1, 2, 3, 5, 7, 11, 15),
-    prefill_multiple=32,
+    few_widths=True,
 )
 
 _override: ContextVar[Strategy | None] = ContextVar("override", default=None)

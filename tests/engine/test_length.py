@@ -191,6 +191,36 @@ def test_a_hopeless_draft_costs_next_to_nothing() -> None:
     assert sum(one_stream(1, k) for k in chosen[200:]) < 1.02 * 3800 * one_stream(1, 0)
 
 
+@pytest.mark.parametrize("dear", [3.0, 20.0])
+def test_probes_cost_what_they_may_as_measured(dear: float) -> None:
+    """A draft that fell behind must read before it drafts: a try costs several plain rounds, whatever the calls promise."""
+    length, plain = DraftLength(3, 0, costs(one_stream, 0.009)), one_stream(1, 0)
+    play(length, 200, accept=0.0, cost=one_stream)
+    lost = total = 0.0
+    for _ in range(30_000):
+        choice = length.choose(ONE, [None])
+        spent = dear * plain if choice.probe else one_stream(1, choice.drafted)
+        length.charge(ONE, choice, spent, 1.0, drafted=True)
+        length.observe(ONE, choice, [None], [0], None if choice.probe else spent)
+        lost, total = lost + spent - plain, total + spent
+    assert 0.005 < lost / total < 0.02
+
+
+def test_rounds_that_once_looked_dear_are_tried_again() -> None:
+    """Look-ups met eight slow moments, and are as fast as promised ever after."""
+    length, match = DraftLength(0, 4, measured({(1, 1): 1.0, (1, 5): 1.1}, {1: 0.0})), Match(8, 4)
+    for _ in range(8):
+        length.observe(ONE, Choice(0, (4,)), [match], [4], 20.0)
+        length.observe(ONE, Choice(0, (0,)), [None], [0], 1.0)
+    assert length.choose(ONE, [match]).most == 0
+    chosen: list[int] = []
+    for _ in range(1500):
+        choice = length.choose(ONE, [match])
+        length.observe(ONE, choice, [match], [choice.most], 1.1 if choice.most else 1.0)
+        chosen.append(choice.most)
+    assert not any(chosen[:100]) and sum(n > 0 for n in chosen[-500:]) > 400
+
+
 def test_a_new_draft_is_tried_at_once_after_a_swap() -> None:
     length = DraftLength(3, 0, costs(one_stream, 0.009))
     assert usual(play(length, 640, accept=0.05, cost=one_stream)) == 0
