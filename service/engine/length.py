@@ -302,6 +302,7 @@ class DraftLength:
                 self._waits[other] = 2 * wait
                 for held in (self._seen, self._fixes, self._first):
                     held.pop(other, None)
+                self._level = median(self._fixes.values()) if self._fixes else 1.0
                 self._last = None
 
     def _read_seconds(self) -> float:
