@@ -332,7 +332,7 @@ class Decoder:
         the device has just chosen. None where a row will end, where one has found something to look up, or where the draft
         is due."""
         plan = step.plan
-        if not self._may_launch_ahead(plan, coming) or plan.choice.most or not self.collects_with_round:
+        if not self._may_launch_ahead(plan, coming) or plan.choice.most:
             return None
         # Every row gets one token of the round that is not read yet.
         if any(row.emitted + 1 >= row.prompt.sampling.max_tokens or row.finish for row in plan.rows):
@@ -350,11 +350,6 @@ class Decoder:
         ahead = self._verify(following, None, step.sampling, noise, key, latest=step.emitted[:, :1])
         ahead.follows = True
         return ahead
-
-    @property
-    def collects_with_round(self) -> bool:
-        """Whether what is logged of a round is computed with it, so that the next may be launched before."""
-        return self.strategy.evidence_at_once or not self.collect
 
     def _read(self, step: Step) -> tuple[Step, Outcome]:
         """Wait for a round. Where it fails with a proposal of the draft in it, another one is launched without the draft."""
@@ -454,7 +449,7 @@ class Decoder:
         if proposal is not None:
             emitted = verify.emitted(accepted, following, proposal.tokens)
         evidence = None
-        if self.collect and any(row.prompt.store for row in rows) and self.strategy.evidence_at_once:
+        if self.collect and any(row.prompt.store for row in rows) and self.strategy.launch_ahead:
             evidence = RoundEvidence.of(logits, distribution, sampling, emitted, drafted)
         step = Step(
             plan,

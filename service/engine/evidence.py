@@ -33,13 +33,14 @@ class Evidence:
 class PositionEvidence:
     """Of n positions, on the device. ids, top: (n, 32) the most likely tokens and their log-probabilities at T = 1. (n,) each:
     logprobs, sampled: the emitted token's log-probability at T = 1 and after the sampling transform (0 where greedy); tails:
-    the log of the mass outside `top`."""
+    the log of the mass outside `top`; mass: the logits' normaliser, which is not read."""
 
     ids: mx.array
     top: mx.array
     logprobs: mx.array
     sampled: mx.array
     tails: mx.array
+    mass: mx.array
 
     @classmethod
     def of(
@@ -48,7 +49,7 @@ class PositionEvidence:
         """logits: (n, V). distribution: (n, V) log-probabilities after the sampling transform; None where all are greedy.
         greedy: (n,) booleans. tokens: (n,)."""
         ids, top = top_logits(logits.astype(mx.float32))
-        mass = mx.logsumexp(logits.astype(mx.float32), axis=-1)
+        mass = log_mass(logits)
         top = top - mass[:, None]
         at = tokens[:, None]
         sampled = mx.zeros_like(mass)
@@ -56,10 +57,10 @@ class PositionEvidence:
             drawn = mx.take_along_axis(distribution, at, axis=-1)[:, 0].astype(mx.float32)
             sampled = mx.where(greedy, 0.0, drawn)
         logprobs = mx.take_along_axis(logits, at, axis=-1)[:, 0].astype(mx.float32) - mass
-        return cls(ids, top, logprobs, sampled, tail_mass(top))
+        return cls(ids, top, logprobs, sampled, tail_mass(top), mass)
 
     def arrays(self) -> tuple[mx.array, ...]:
-        """All of them, in the order of the fields."""
+        """Those that are read, in the order of the fields."""
         return self.ids, self.top, self.logprobs, self.sampled, self.tails
 
 
@@ -94,17 +95,23 @@ class RoundEvidence:
             return cls(positions, None, None)
         count = drafted.tokens.shape[1]
         theirs = mx.concatenate(list(drafted.logits), axis=1)
-        return cls(positions, probabilities(logits[:, :count], drafted.tokens), probabilities(theirs, drafted.tokens))
+        mass = positions.mass.reshape(-1, length)[:, :count]
+        p = probabilities(logits[:, :count], drafted.tokens, mass)
+        return cls(positions, p, probabilities(theirs, drafted.tokens, log_mass(theirs)))
 
     def arrays(self) -> tuple[mx.array, ...]:
         """All that there are."""
         return (*self.positions.arrays(), *(each for each in (self.p, self.q) if each is not None))
 
 
-def probabilities(logits: mx.array, tokens: mx.array) -> mx.array:
-    """Of tokens (...) under logits (..., V) at T = 1: (...), float32."""
-    said = mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0].astype(mx.float32)
-    return mx.exp(said - mx.logsumexp(logits.astype(mx.float32), axis=-1))
+def log_mass(logits: mx.array) -> mx.array:
+    """log of the sum of exponentials of logits (..., V): (...), float32."""
+    return mx.logsumexp(logits.astype(mx.float32), axis=-1)
+
+
+def probabilities(logits: mx.array, tokens: mx.array, mass: mx.array) -> mx.array:
+    """Of tokens (...) under logits (..., V) at T = 1, by their `log_mass` (...): (...), float32."""
+    return mx.exp(mx.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0].astype(mx.float32) - mass)
 
 
 def split_rows(
@@ -151,7 +158,9 @@ def gather(
         wrong, places = mx.array(list(rejected.values())), [len(emitted[row]) - 1 for row in rejected]
         theirs = mx.stack([proposal.logits[place][row, 0] for row, place in zip(rejected, places, strict=True)])
         ours = logits[mx.array(list(rejected)), mx.array(places)]
-        pq = [probabilities(ours, wrong), probabilities(theirs, wrong)]
+        # The rejected token stood where the row's last one was emitted.
+        mass = found.mass[mx.array(ends[list(rejected)] - 1)]
+        pq = [probabilities(ours, wrong, mass), probabilities(theirs, wrong, log_mass(theirs))]
     ids, top, logprobs, sampled, tails, *read = device.read(*found.arrays(), *pq)
     both: dict[int, tuple[float, float]] = {}
     if read:

@@ -17,7 +17,7 @@ from statistics import median
 from service.engine.acceptance import Acceptance, expected
 from service.engine.confidence import STOPS, Steps, Trust
 from service.engine.costs import USUALLY_HELD, Costs, Load, line
-from service.engine.strategy import Strategy, current
+from service.engine.strategy import current
 
 PROBE = 32
 """Rounds after which a resting draft drafts again at the latest: what it would be worth stays known, and what it gets wrong
@@ -95,8 +95,8 @@ def _kind(load: Load, drafted: int, most: int) -> tuple[int, int, int]:
 class DraftLength:
     """drafted: tokens of the longest draft; looked_up: of the longest look-up. One controller belongs to one decoder."""
 
-    def __init__(self, drafted: int, looked_up: int, costs: Costs, strategy: Strategy | None = None) -> None:
-        allowed = (current() if strategy is None else strategy).allowed
+    def __init__(self, drafted: int, looked_up: int, costs: Costs) -> None:
+        allowed = current().allowed
         self.drafted = drafted
         self._draft_lengths = allowed(drafted)
         self._lookup_lengths = allowed(looked_up)

@@ -26,15 +26,14 @@ import mlx.core as mx
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """launch_steps: hand over each draft step by itself. ask_confidence: wait for the draft's confidence between steps, to stop
-    early. evidence_at_once: compute what is logged in the round's own evaluation, for all positions; else afterwards, for
-    the emitted ones. launch_ahead: launch the next round before the host is done with this one, where rows allow it.
-    whole_capacity: masked calls see keys and values at their whole capacity, not up to the longest row. lengths: proposals are
-    of so many tokens; empty: of any number. few_widths: what a call reads is padded to
-    one of a few widths, where no layer keeps a state."""
+    early. launch_ahead: launch the next round before the host is done with this one, where rows allow it; what is logged is
+    then computed in the round's own evaluation, for all positions, else afterwards, for the emitted ones. whole_capacity:
+    masked calls see keys and values at their whole capacity, not up to the longest row. lengths: proposals are of so many
+    tokens; empty: of any number. few_widths: what a call reads is padded to one of a few widths, unless a
+    layer keeps a state."""
 
     launch_steps: bool
     ask_confidence: bool
-    evidence_at_once: bool
     launch_ahead: bool
     whole_capacity: bool = False
     lengths: tuple[int, ...] = ()
@@ -51,12 +50,11 @@ class Strategy:
         return [n for n in range(1, most + 1) if not self.lengths or n in self.lengths]
 
 
-CPU = Strategy(launch_steps=False, ask_confidence=True, evidence_at_once=False, launch_ahead=False)
-METAL = Strategy(launch_steps=True, ask_confidence=False, evidence_at_once=True, launch_ahead=True)
+CPU = Strategy(launch_steps=False, ask_confidence=True, launch_ahead=False)
+METAL = Strategy(launch_steps=True, ask_confidence=False, launch_ahead=True)
 CUDA = Strategy(
     launch_steps=True,
     ask_confidence=False,
-    evidence_at_once=True,
     launch_ahead=True,
     whole_capacity=True,
     lengths=(1, 2, 3, 5, 7, 11, 15),
