@@ -21,12 +21,12 @@ from service.api import Limits, build_api, build_startup_api
 from service.app import Folders, open_stores, resolve_models
 from service.blas import set_blas_threads
 from service.core import RedraftError, StoreError, Unavailable
+from service.engine.adapters import served
 from service.engine.decoder import Decoder
-from service.engine.draft import served
 from service.engine.engine import Engine
-from service.engine.prefix import PrefixCache
-from service.engine.probe import check_rows
-from service.engine.worker import Worker
+from service.engine.kv.prefix import PrefixCache
+from service.engine.preflight import check_rows
+from service.engine.thread import Worker
 from service.lifecycle.clock import Clock
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.queue_monitor import QueueMonitor

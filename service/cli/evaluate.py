@@ -113,7 +113,7 @@ def agreement(
 ) -> None:
     """How well the draft predicts the target's greedy text (128 tokens a prompt, decoded once and cached)."""
     from service.app import open_stores
-    from service.engine.draft import load, served
+    from service.engine.adapters import load, served
     from service.evaluation.agreement import measure
     from service.evaluation.outputs import greedy_generations
     from service.evaluation.prompts import read_prompts

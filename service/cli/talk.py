@@ -27,10 +27,10 @@ class Talker(NamedTuple):
 def _load(config: Config, target: str | None, draft: str | None, k: int | None) -> Talker:
     from service.app import open_stores
     from service.core import StoreError
+    from service.engine.adapters import load, served
     from service.engine.decoder import Decoder
-    from service.engine.draft import load, served
-    from service.engine.prefix import PrefixCache
-    from service.engine.row import Row, TextStream
+    from service.engine.kv.prefix import PrefixCache
+    from service.engine.request import Request, TextStream
     from service.models.pair import load_pair
     from service.models.text import TextEncoder
 
@@ -63,7 +63,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
 
     def say(messages: Sequence[dict[str, str]], sampling: Sampling, on_delta: Callable[[Delta], None]) -> Finished:
         text = TextStream(pair.target.tokenizer.detokenizer, sampling.stop)
-        row = Row("0", Prompt(encoder.encode_chat(messages), sampling), pair.eos, text)
+        row = Request("0", Prompt(encoder.encode_chat(messages), sampling), pair.eos, text)
         decoder.admit(row)
         while row.finish is None:
             on_delta(decoder.round().deltas[0])

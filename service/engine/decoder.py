@@ -19,24 +19,24 @@ import mlx.nn as nn
 import numpy as np
 
 from service.core import BARE_DRAFT, Source
-from service.engine import device, profile, verify
+from service.engine import accept, device, profile
 from service.engine.acceptance import Acceptance
-from service.engine.cache import RowCache
+from service.engine.adapters import Draft
 from service.engine.confidence import Steps
 from service.engine.costs import Load
-from service.engine.draft import Draft
-from service.engine.drafting import READING, WIDE, Proposal, instead
-from service.engine.eagle import drafter
+from service.engine.drafters.head import drafter
+from service.engine.drafters.lookup import TELLING, Found, Lookup
+from service.engine.drafters.model import READING, WIDE, Proposal, instead
 from service.engine.evidence import RoundEvidence, gather, split_rows
-from service.engine.length import Choice, DraftLength, Match
-from service.engine.lookup import TELLING, Found, Lookup
-from service.engine.prefix import Owner, PrefixCache
-from service.engine.reading import Prefill, follow, lead, together
+from service.engine.kv.buffers import closed
+from service.engine.kv.cache import RowCache
+from service.engine.kv.prefix import Owner, PrefixCache
+from service.engine.planner import Choice, Match, Planner
+from service.engine.prefill import Prefill, follow, lead, together
 from service.engine.report import RoundReport
-from service.engine.room import closed
-from service.engine.row import Row, prompted
+from service.engine.request import Request, prompted
+from service.engine.rounds import Outcome, Plan, Step
 from service.engine.sampling import SamplingBatch, SharedNoise, transform
-from service.engine.step import Outcome, Plan, Step
 from service.engine.strategy import current
 from service.engine.target import Target
 
@@ -81,14 +81,14 @@ class Decoder:
         self.drafted = k if draft is not None else 0
         self.lookup = Lookup(lookup) if adaptive and lookup > 0 else None
         self.adaptive = adaptive and (self.drafted > 0 or self.lookup is not None)
-        self.length: DraftLength | None = None
+        self.planner: Planner | None = None
         self._profile: profile.Profile | None = None
         self.key = mx.random.key(secrets.randbits(63)) if key is None else key
         self.cache = self.target.cache(0)
         self.drafter = drafter(draft, vocabulary, self.cache) if draft is not None else None
         self.failed = False
         self.draft_failures = 0
-        self.rows: list[Row] = []
+        self.rows: list[Request] = []
         self.prefix = prefix
         self.epoch = 0
         """Counts switches and failures of drafts."""
@@ -116,12 +116,12 @@ class Decoder:
         self.drafter.switch(draft)
         self.failed = False
         self._next_epoch()
-        if self.length is not None:
-            self.length.restart()
+        if self.planner is not None:
+            self.planner.restart()
         if self._profile is not None and self.drafted:
             self._profile.switch(draft.model)
-            if self.length is not None:
-                self.length.learn(self._profile.costs())
+            if self.planner is not None:
+                self.planner.learn(self._profile.costs())
         for row in self.rows:
             row.acceptance = Acceptance(self.drafted)
             row.draft_failures = row.draft_again = 0
@@ -134,7 +134,7 @@ class Decoder:
             looked_up = self.lookup.most if self.lookup is not None else 0
             sizes, most = profile.sizes(rows), max(self.drafted, looked_up)
             self._profile = profile.Profile(self.target.model, draft, rows=sizes, most=most)
-            self.length = DraftLength(self.drafted, looked_up, self._profile.measure())
+            self.planner = Planner(self.drafted, looked_up, self._profile.measure())
 
     def idle(self) -> bool:
         """While there are no rows: measure a little of it again, where that is due. False: there is nothing to do."""
@@ -142,10 +142,10 @@ class Decoder:
 
     # ------------------------------------------------------------------------------------------------ rows come and go
 
-    def begin(self, row: Row) -> Prefill:
+    def begin(self, row: Request) -> Prefill:
         """Start reading a row's prompt, all but its last token."""
-        if self._profile is not None and self.length is not None and (costs := self._profile.settle()) is not None:
-            self.length.learn(costs)
+        if self._profile is not None and self.planner is not None and (costs := self._profile.settle()) is not None:
+            self.planner.learn(costs)
         return Prefill([row], self.target.cache(1), None, self.epoch)
 
     def gather(self, waiting: Sequence[Prefill], room: int) -> Prefill:
@@ -180,19 +180,19 @@ class Decoder:
             self.rows += prefill.rows
             self._epochs += [prefill.epoch] * len(prefill.rows)
 
-    def admit(self, row: Row) -> None:
+    def admit(self, row: Request) -> None:
         """Read a row's prompt to its end, then take it into the batch."""
         prefill = self.begin(row)
         while not self.read(prefill):
             pass
         self.join([prefill])
 
-    def leave(self, gone: Sequence[Row]) -> None:
+    def leave(self, gone: Sequence[Request]) -> None:
         """Take rows out of the batch, finished or not. What is verified of them is kept for those who go on from there."""
         self._land()
         self._remove(gone)
 
-    def _remove(self, gone: Sequence[Row]) -> None:
+    def _remove(self, gone: Sequence[Request]) -> None:
         indices = {i for i, row in enumerate(self.rows) if any(row is other for other in gone)}
         gone = [self.rows[i] for i in indices]
         for i in indices:
@@ -265,16 +265,16 @@ class Decoder:
         rounds = tuple(row.rounds[-1] for row in rows)
         since, self._completed_at = max(plan.started_at, self._completed_at), time.perf_counter()
         seconds = self._completed_at - since
-        if self.length is not None and rounds:
+        if self.planner is not None and rounds:
             emitted = sum(each.emitted for each in rounds) / len(rounds)
-            self.length.charge(plan.load, plan.choice, seconds, emitted, drafted=step.drafted)
-        if self.length is not None and len(rows) == len(plan.rows) and (step.drafted or not plan.choice.drafted):
+            self.planner.charge(plan.load, plan.choice, seconds, emitted, drafted=step.drafted)
+        if self.planner is not None and len(rows) == len(plan.rows) and (step.drafted or not plan.choice.drafted):
             # Positions behind the end of a text count neither as proposed nor as accepted.
             proposed, accepted = [each.drafted for each in rounds], [each.accepted for each in rounds]
             # The first and the last round of a pipeline hand over two rounds, or none.
             timed = None if plan.behind or step.follows != (ahead is not None) else seconds
             own = [row.acceptance for row in rows]
-            self.length.observe(plan.load, plan.choice, plan.matches, accepted, timed, own, proposed)
+            self.planner.observe(plan.load, plan.choice, plan.matches, accepted, timed, own, proposed)
             plan.steps.observe(accepted, proposed)
         ended = [row for row in self.rows if row.finish is not None]
         if ended and (ahead is None or len(ended) == len(self.rows)):
@@ -293,7 +293,7 @@ class Decoder:
         same = len(plan.rows) == len(self.rows) and all(a is b for a, b in zip(plan.rows, self.rows, strict=True))
         return self.strategy.launch_ahead and not coming and not self.cache.states and same
 
-    def _plan(self, rows: Sequence[Row], coming: int) -> Plan:
+    def _plan(self, rows: Sequence[Request], coming: int) -> Plan:
         """What a round over these rows, as they stand, is to do."""
         started_at = time.perf_counter()
         visible = self._visible(rows)
@@ -301,9 +301,9 @@ class Decoder:
         load = Load(len(rows), self.cache.lengths.longest, unread, prompted(rows))
         choice, found, matches = self._choose(rows, load, coming)
         steps = Steps(choice.drafted)
-        if self.length is not None and choice.drafted and self.strategy.ask_confidence:
+        if self.planner is not None and choice.drafted and self.strategy.ask_confidence:
             greedy = [row.prompt.sampling.greedy for row in rows]
-            steps = self.length.steps(load, choice, greedy, [_drafts(row) for row in rows])
+            steps = self.planner.steps(load, choice, greedy, [_drafts(row) for row in rows])
         behind = choice.drafted > 0 and self.drafter is not None and self.drafter.behind(visible)
         return Plan(list(rows), visible, load, choice, found, matches, steps, behind, started_at)
 
@@ -339,7 +339,7 @@ class Decoder:
             return None
         if any(found is not None and found.length >= TELLING for found in plan.found):
             return None
-        if self.length is not None and not self.length.stay_parked():
+        if self.planner is not None and not self.planner.stay_parked():
             return None
         started_at = time.perf_counter()
         (key,) = self._keys(step.sampling, 1)
@@ -369,7 +369,7 @@ class Decoder:
         self._prefill_again(plan.rows)
         return self._verify(plan, None, sampling, noise, key)
 
-    def _sampling(self, rows: Sequence[Row]) -> SamplingBatch:
+    def _sampling(self, rows: Sequence[Request]) -> SamplingBatch:
         """The rows' sampling, as arrays that are kept until rows change."""
         settings = tuple(row.prompt.sampling for row in rows)
         if self._batch is None or self._batch.rows != settings:
@@ -383,7 +383,7 @@ class Decoder:
         self.key, *keys = mx.random.split(self.key, count + 1)
         return keys
 
-    def _anew(self, rows: Sequence[Row]) -> tuple[SamplingBatch, SharedNoise, mx.array]:
+    def _anew(self, rows: Sequence[Request]) -> tuple[SamplingBatch, SharedNoise, mx.array]:
         """What a round samples with, made again: MLX may take arrays of an evaluation that failed for computed."""
         self._batch = None
         sampling = self._sampling(rows)
@@ -394,7 +394,7 @@ class Decoder:
             mx.random.key(secrets.randbits(63)),
         )
 
-    def _prefill_again(self, rows: Sequence[Row]) -> None:
+    def _prefill_again(self, rows: Sequence[Request]) -> None:
         """Compute the target's keys and values of all rows anew, after an evaluation that failed with them in it. Dear, and as
         rare as a draft that fails so."""
         made: list[RowCache] = []
@@ -408,7 +408,7 @@ class Decoder:
         self.cache.keep([])
         self.cache.join(made)
 
-    def _visible(self, rows: Sequence[Row]) -> list[list[int]]:
+    def _visible(self, rows: Sequence[Request]) -> list[list[int]]:
         """Each row's tokens as the draft sees them. A draft call runs over the whole batch: of a row that goes without the
         draft it reads one token more than it has read, and nothing is proposed there."""
         if self.drafter is None:
@@ -444,10 +444,10 @@ class Decoder:
             tokens = mx.concatenate([latest.astype(proposal.tokens.dtype), proposal.tokens], axis=1)
         logits = self.target(tokens, self.cache)[..., : self.vocabulary]
         distribution = transform(logits, sampling)
-        accepted, following = verify.accept(distribution, sampling, noise.first(tokens.shape[1]), proposal, key)
+        accepted, following = accept.accept(distribution, sampling, noise.first(tokens.shape[1]), proposal, key)
         emitted = following[:, None]
         if proposal is not None:
-            emitted = verify.emitted(accepted, following, proposal.tokens)
+            emitted = accept.emitted(accepted, following, proposal.tokens)
         evidence = None
         if self.collect and any(row.prompt.store for row in rows) and self.strategy.launch_ahead:
             evidence = RoundEvidence.of(logits, distribution, sampling, emitted, drafted)
@@ -506,7 +506,7 @@ class Decoder:
             elif not finite[index]:
                 cache.clear_behind(index)
 
-    def _set_row_aside(self, index: int, row: Row) -> None:
+    def _set_row_aside(self, index: int, row: Request) -> None:
         """Let a row go on without the draft, whose logits for it were not finite, and try again later."""
         assert self.drafter is not None
         sound = self.drafter.cache.scrub(index)
@@ -531,26 +531,26 @@ class Decoder:
 
     def _follows(self, prefill: Prefill, coming: int) -> bool:
         """Whether the draft should read what these rows are asked."""
-        if prefill.follows is not None or self.drafter is None or self.length is None:
+        if prefill.follows is not None or self.drafter is None or self.planner is None:
             return self.drafter is not None and prefill.follows is not False
         held = max(self.cache.lengths.longest, *(len(row.prompt.tokens) for row in prefill.rows))
-        return self.length.follows(Load(len(self.rows) + coming, held, prompted=prompted(prefill.rows)))
+        return self.planner.follows(Load(len(self.rows) + coming, held, prompted=prompted(prefill.rows)))
 
     def _choose(
-        self, rows: Sequence[Row], load: Load, coming: int
+        self, rows: Sequence[Request], load: Load, coming: int
     ) -> tuple[Choice, list[Found | None], list[Match | None]]:
         """What to propose this round, and what was looked up for each row. Where others wait to join, nothing is drafted that
         would not pay among them."""
         found: list[Found | None] = [None] * len(rows)
-        if self.adaptive and self.length is None:
+        if self.adaptive and self.planner is None:
             self.profile(len(rows))
-        if self.length is None:
+        if self.planner is None:
             return Choice(self.drafted, (0,) * len(rows)), found, [None] * len(rows)
         if self.lookup is not None:
             found = [self.lookup.find(row.tokens, row.grams) for row in rows]
         matches = [None if f is None else Match(f.length, len(f.tokens)) for f in found]
-        drafts = not self.failed and (not coming or self.length.pays(replace(load, rows=load.rows + coming)))
-        return self.length.choose(load, matches, [row.acceptance for row in rows], drafts=drafts), found, matches
+        drafts = not self.failed and (not coming or self.planner.pays(replace(load, rows=load.rows + coming)))
+        return self.planner.choose(load, matches, [row.acceptance for row in rows], drafts=drafts), found, matches
 
     def _propose(self, plan: Plan, sampling: SamplingBatch, noise: SharedNoise, key: mx.array) -> Proposal | None:
         """What the draft proposes, already under way on the device; None where it proposes nothing."""
@@ -584,11 +584,11 @@ class Decoder:
             self.drafter.cache = RowCache(self.drafter.draft.model, len(self.rows))
 
 
-def _drafts(row: Row) -> bool:
+def _drafts(row: Request) -> bool:
     """Whether the draft proposes tokens for a row."""
     return len(row.rounds) >= row.draft_again
 
 
-def _drafted(row: Row) -> bool:
+def _drafted(row: Request) -> bool:
     """The same of the round that the row has just had."""
     return len(row.rounds) > row.draft_again

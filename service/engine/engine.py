@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from service.core import BadRequest, Prompt, Provenance
+from service.engine.adapters import Draft
 from service.engine.decoder import Decoder
-from service.engine.draft import Draft
-from service.engine.row import Detokenizer, Row, TextStream
+from service.engine.request import Detokenizer, Request, TextStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,6 @@ class Engine:
                 field="max_tokens" if room > 0 else "prompt",
             )
 
-    def row(self, id: str, prompt: Prompt) -> Row:
+    def row(self, id: str, prompt: Prompt) -> Request:
         """A new row for a checked prompt, with a detokenizer of its own that ends at the prompt's stop strings."""
-        return Row(id, prompt, self.eos, TextStream(self.detokenizer(), prompt.sampling.stop))
+        return Request(id, prompt, self.eos, TextStream(self.detokenizer(), prompt.sampling.stop))

@@ -10,9 +10,9 @@ import mlx.core as mx
 import numpy as np
 
 from service.engine import device
-from service.engine.drafting import Proposal
+from service.engine.drafters.model import Proposal
 from service.engine.sampling import SamplingBatch
-from service.engine.targets import Floats, Ids, tail_mass, top_logits
+from service.engine.top_logprobs import Floats, Ids, tail_mass, top_logits
 
 
 @dataclass(slots=True)

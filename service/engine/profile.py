@@ -17,11 +17,11 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from service.core import Sampling
-from service.engine.cache import RowCache
+from service.engine.adapters import bare
 from service.engine.confidence import STOPS, Steps, Trust
 from service.engine.costs import USUALLY_HELD, Costs, line
-from service.engine.draft import bare
-from service.engine.eagle import drafter as drafter_of
+from service.engine.drafters.head import drafter as drafter_of
+from service.engine.kv.cache import RowCache
 from service.engine.sampling import SamplingBatch, SharedNoise
 from service.engine.strategy import current
 from service.engine.target import Target

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from service.core import AdapterRef, RedraftError, Staged, Unavailable
-from service.engine.draft import Draft, load_steps
+from service.engine.adapters import Draft, load_steps
 
 
 @dataclass(frozen=True, slots=True)

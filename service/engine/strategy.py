@@ -38,6 +38,7 @@ class Strategy:
     whole_capacity: bool = False
     lengths: tuple[int, ...] = ()
     few_widths: bool = False
+    row_attention: bool = False
 
     def width(self, tokens: int) -> int:
         """Tokens of a call that reads so many."""
@@ -59,6 +60,7 @@ CUDA = Strategy(
     whole_capacity=True,
     lengths=(1, 2, 3, 5, 7, 11, 15),
     few_widths=True,
+    row_attention=True,
 )
 
 _override: ContextVar[Strategy | None] = ContextVar("override", default=None)

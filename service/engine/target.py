@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.engine.cache import RowCache
+from service.engine.kv.cache import RowCache
 from service.models import eagle
 
 

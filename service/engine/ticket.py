@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Self
 
 from service.core import Delta, Event, Prompt, Sink
-from service.engine.row import Row
+from service.engine.request import Request
 
 
 class Place:
@@ -42,7 +42,7 @@ class Ticket:
         self.prompt = prompt
         self.sink = sink
         self.cancelled = threading.Event()
-        self.row: Row | None = None
+        self.row: Request | None = None
         self._telling = threading.RLock()
         self._over = False
 

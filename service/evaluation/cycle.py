@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from service.engine.draft import load, served
+from service.engine.adapters import load, served
 from service.evaluation.agreement import Agreement, measure
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.prompts import PromptLine

@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any, Protocol
 
 from service.core import Prompt, RedraftError, RunState, Sampling
-from service.engine.draft import Draft, load, served
+from service.engine.adapters import Draft, load, served
 from service.evaluation.agreement import measure, paired_low90
 from service.evaluation.bench.turns import EngineArm, take_turns
 from service.evaluation.check import forced_mismatches, naive_greedy, naive_greedy_batch

@@ -13,8 +13,8 @@ import mlx.nn as nn
 from service.app import Stores
 from service.core import BARE_DRAFT, BadRequest, Generation, RedraftError, Sampling
 from service.engine import profile
+from service.engine.adapters import load, served
 from service.engine.costs import Costs
-from service.engine.draft import load, served
 from service.learning.forecast import Forecast, forecast
 from service.learning.offpolicy import acceptance
 from service.models import vocabulary

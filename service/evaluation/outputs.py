@@ -13,7 +13,7 @@ import numpy as np
 
 from service.core import FinishReason, Generation, Prompt, Provenance, Sampling
 from service.engine.decoder import Decoder
-from service.engine.row import Row
+from service.engine.request import Request
 from service.evaluation.prompts import PromptLine
 from service.learning.rescore import TargetCache
 from service.models.pair import Pair
@@ -133,7 +133,7 @@ def _unknown(cache: Outputs, prompt: Prompt, pair: Pair) -> bool:
 def _fill(pair: Pair, prompts: Sequence[Prompt], cache: Outputs, rows: int, on_step: Callable[[int], None]) -> None:
     """Decode what is missing, the target alone, many rows together."""
     decoder = Decoder(pair.target.model, None, vocabulary=pair.vocabulary, k=0, collect=True)
-    waiting = [Row(str(i), _seeded(prompt), pair.eos, None) for i, prompt in enumerate(prompts)]
+    waiting = [Request(str(i), _seeded(prompt), pair.eos, None) for i, prompt in enumerate(prompts)]
     waiting.sort(key=lambda row: len(row.tokens))
     done = 0
     while waiting or decoder.rows:

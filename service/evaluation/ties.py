@@ -27,9 +27,9 @@ from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from service.core import Prompt, Sampling
+from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
-from service.engine.draft import Draft, bare
-from service.engine.row import Row
+from service.engine.request import Request
 from service.engine.sampling import SamplingBatch, gumbel, noise_key, transform
 
 RATE = 1.5
@@ -118,7 +118,7 @@ def generate(
     only. on_step: prompts finished so far."""
     drafting = bare(draft) if isinstance(draft, nn.Module) else draft
     decoder = Decoder(target, drafting, vocabulary=vocabulary, k=k, adaptive=adaptive or lookup > 0, lookup=lookup)
-    made = [Row(str(i), prompt, eos, None) for i, prompt in enumerate(prompts)]
+    made = [Request(str(i), prompt, eos, None) for i, prompt in enumerate(prompts)]
     waiting = list(made)
     while waiting or decoder.rows:
         while waiting and len(decoder.rows) < rows:

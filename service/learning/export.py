@@ -28,7 +28,7 @@ def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
     from mlx_lm.tuner.lora import LoRALinear
     from mlx_lm.tuner.utils import load_adapters
 
-    from service.engine.draft import read_config, read_header
+    from service.engine.adapters import read_config, read_header
 
     _fresh(folder)
     _unaltered(ref)

@@ -15,7 +15,7 @@ import mlx.nn as nn
 import numpy as np
 
 from service.core import Generation, Targets
-from service.engine.targets import pack, tail_mass, top_logits
+from service.engine.top_logprobs import pack, tail_mass, top_logits
 from service.learning.forced import response_logits
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from service.engine.cache import RowCache
+from service.engine.kv.cache import RowCache
 from service.models.pair import Loaded
 
 FORCED, USER, ANSWER = 0, 1, 2

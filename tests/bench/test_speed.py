@@ -11,13 +11,13 @@ import pytest
 
 from service.app import resolve_models
 from service.core import TOP_TARGETS, Delta, Event, Generation, Prompt, Round, Sampling
+from service.engine.adapters import served
 from service.engine.decoder import Decoder
-from service.engine.draft import served
 from service.engine.engine import Engine
-from service.engine.prefix import PrefixCache
-from service.engine.reading import Prefill
-from service.engine.row import Row
-from service.engine.worker import Worker
+from service.engine.kv.prefix import PrefixCache
+from service.engine.prefill import Prefill
+from service.engine.request import Request
+from service.engine.thread import Worker
 from service.evaluation.templates import traffic
 from service.learning import lora
 from service.learning.dataset import Example, batches
@@ -44,7 +44,8 @@ def rate(pair: Pair, rows: int, k: int, tokens: int = 48) -> float:
     asked = [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in traffic(rows)]
     # No end token: every stream is equally long.
     made = [
-        Row(str(i), Prompt(prompt, Sampling(max_tokens=tokens)), frozenset(), None) for i, prompt in enumerate(asked)
+        Request(str(i), Prompt(prompt, Sampling(max_tokens=tokens)), frozenset(), None)
+        for i, prompt in enumerate(asked)
     ]
     for row in made:
         decoder.admit(row)
@@ -70,7 +71,7 @@ def noise(number: int, count: int) -> tuple[int, ...]:
 
 def first_token(decoder: Decoder, prompt: tuple[int, ...]) -> tuple[float, int]:
     """Seconds until a request's first token, and how much of its prompt was cached."""
-    row = Row("0", Prompt(prompt, Sampling(max_tokens=1)), frozenset(), None)
+    row = Request("0", Prompt(prompt, Sampling(max_tokens=1)), frozenset(), None)
     begun = time.perf_counter()
     decoder.admit(row)
     decoder.round()

@@ -12,13 +12,13 @@ from scipy.stats import chisquare
 
 from service.core import Prompt, Sampling
 from service.engine.acceptance import Acceptance, expected
+from service.engine.adapters import bare
 from service.engine.confidence import Steps, Trust
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
-from service.engine.draft import bare
-from service.engine.drafting import confidence, heard
-from service.engine.length import Choice, DraftLength, Match
-from service.engine.row import Row
+from service.engine.drafters.model import confidence, heard
+from service.engine.planner import Choice, Match, Planner
+from service.engine.request import Request
 from service.models.heads import cut, cut_head
 from tests.support.oracle import filtered_logprobs, noisy_copy, tiny_llama
 from tests.support.typed import as_floats
@@ -54,7 +54,7 @@ def test_observed_acceptance_overrides_the_stated_confidence() -> None:
 
 def test_drafting_stops_where_confidence_is_low() -> None:
     def drafted(*sure: float, pace: float = 30.0) -> int:
-        return draft_steps_taken(DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), pace, USUAL, ALONE), [True]), sure)
+        return draft_steps_taken(Planner(8, 0, COSTS).steps(ONE, Choice(3, (0,), pace, USUAL, ALONE), [True]), sure)
 
     assert drafted(*[0.99] * 8) == 8
     assert drafted(0.1, *[0.99] * 7) == 1
@@ -67,7 +67,7 @@ def test_drafting_stops_where_confidence_is_low() -> None:
 def test_a_row_continues_by_its_own_acceptance_rate() -> None:
     """The same confidence in a row whose tokens are rarely accepted."""
     goes_on = [
-        DraftLength(8, 0, COSTS).steps(ONE, Choice(3, (0,), 30.0, ((rate,) * 8,), ALONE), [True]).more([[0.6]])
+        Planner(8, 0, COSTS).steps(ONE, Choice(3, (0,), 30.0, ((rate,) * 8,), ALONE), [True]).more([[0.6]])
         for rate in (0.8, 0.4)
     ]
     assert goes_on == [True, False]
@@ -79,7 +79,7 @@ def test_a_batch_continues_for_its_confident_rows() -> None:
     def goes_on(*sure: float, looked_up: tuple[int, ...] = (0, 0, 0, 0)) -> bool:
         found = tuple(expected([0.8] * 8) if n else None for n in looked_up)
         choice = Choice(3, looked_up, 80.0, 4 * USUAL, found)
-        return DraftLength(8, 8, costs).steps(Load(4, 0), choice, [True] * 4).more([sure])
+        return Planner(8, 8, costs).steps(Load(4, 0), choice, [True] * 4).more([sure])
 
     assert goes_on(0.99, 0.99, 0.99, 0.1) and not goes_on(0.99, 0.1, 0.1, 0.1)
     # A longer look-up would be cut to the draft length; a look-up that ends here needs no draft step.
@@ -88,7 +88,7 @@ def test_a_batch_continues_for_its_confident_rows() -> None:
 
 
 def test_greedy_and_sampled_confidences_are_calibrated_separately() -> None:
-    length = DraftLength(8, 0, COSTS)
+    length = Planner(8, 0, COSTS)
     for _ in range(300):
         steps = length.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
         steps.more([[0.6]])
@@ -148,7 +148,7 @@ def test_confidence_beats_every_fixed_length_where_it_predicts_acceptance(doubtf
     def fixed(k: int) -> float:
         return sum(accepted_of(simulated_tokens(i), k) + 1 for i in range(3000)) / (3000 * COSTS.round(ONE, k))
 
-    length, tokens, seconds = DraftLength(8, 0, COSTS), 0, 0.0
+    length, tokens, seconds = Planner(8, 0, COSTS), 0, 0.0
     for i in range(3000):
         tokens_drafted, choice, steps = simulated_tokens(i), length.choose(ONE, [None]), None
         k = choice.drafted
@@ -168,13 +168,13 @@ def test_confidence_beats_every_fixed_length_where_it_predicts_acceptance(doubtf
 def test_an_expensive_host_sync_leaves_the_length_fixed() -> None:
     """As on an accelerator, where a round takes a few milliseconds and a host sync is expensive."""
     costs = replace(COSTS, asked={1: 0.04 * COSTS.round(ONE, 3)})
-    steps = DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
+    steps = Planner(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
     assert steps.most == 3 and not steps.stops
     costs = replace(COSTS, asked={1: 0.02 * COSTS.round(ONE, 3)})
-    assert DraftLength(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).stops == (1, 3, 7)
+    assert Planner(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).stops == (1, 3, 7)
 
 
-class StopsAtLowConfidence(DraftLength):
+class StopsAtLowConfidence(Planner):
     """Drafts three tokens if the confidence in the first is high, else one."""
 
     def choose(
@@ -198,7 +198,7 @@ def test_a_draft_that_stops_by_its_own_samples_keeps_the_distribution(draws: int
     decoder = Decoder(
         target, bare(noisy_copy(target, 5, 0.1)), vocabulary=VOCABULARY, k=3, adaptive=True, key=mx.random.key(3)
     )
-    decoder.length = StopsAtLowConfidence(3, 0, COSTS)
+    decoder.planner = StopsAtLowConfidence(3, 0, COSTS)
 
     def distribution(tokens: Sequence[int]) -> dict[int, float]:
         weights = as_floats(mx.exp(filtered_logprobs(target(mx.array([list(tokens)]))[0, -1:], sampling)[0]))
@@ -208,7 +208,7 @@ def test_a_draft_that_stops_by_its_own_samples_keeps_the_distribution(draws: int
     p = {(a, b): x * y for a, x in distribution(text).items() for b, y in distribution((*text, a)).items()}
     counts, drafted = Counter[tuple[int, int]](), Counter[int]()
     for i in range(draws):
-        row = Row(str(i), Prompt(text, sampling), frozenset(), None)
+        row = Request(str(i), Prompt(text, sampling), frozenset(), None)
         decoder.admit(row)
         while row.finish is None:
             decoder.round()

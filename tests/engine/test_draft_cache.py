@@ -9,11 +9,11 @@ import pytest
 from mlx_lm.models.llama import Model
 
 from service.core import Prompt, Sampling, Source
-from service.engine.cache import RowCache
+from service.engine.adapters import bare
 from service.engine.decoder import Decoder
-from service.engine.draft import bare
-from service.engine.prefix import BLOCK, Owner, PrefixCache
-from service.engine.row import Row
+from service.engine.kv.cache import RowCache
+from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
+from service.engine.request import Request
 from tests.support.families import RECURRENT, V, build
 from tests.support.fixed_length import FixedLength, fix_length
 from tests.support.oracle import noisy_copy, tiny_llama
@@ -60,7 +60,9 @@ def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
     fix_length(decoder, FixedLength(3, looks_up=lambda number: number % 3 > 0))
     # The last prompt has no match, so its drafts share rounds with the others' look-ups.
     prompts = [repeating(seed) for seed in range(3)] + [tuple(range(4, 60))]
-    rows = [Row(str(i), Prompt(prompt, Sampling(max_tokens=30)), frozenset(), None) for i, prompt in enumerate(prompts)]
+    rows = [
+        Request(str(i), Prompt(prompt, Sampling(max_tokens=30)), frozenset(), None) for i, prompt in enumerate(prompts)
+    ]
     for row in rows:
         decoder.admit(row)
     assert decoder.drafter is not None
@@ -75,7 +77,7 @@ def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
         assert_blocks(decoder, model, rows)
 
 
-def assert_blocks(decoder: Decoder, model: nn.Module, rows: list[Row]) -> None:
+def assert_blocks(decoder: Decoder, model: nn.Module, rows: list[Request]) -> None:
     """The draft's blocks in the prefix cache equal a prefill of the finished rows' tokens."""
     assert decoder.prefix is not None
     for row in rows:

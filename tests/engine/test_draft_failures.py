@@ -15,9 +15,9 @@ import pytest
 from mlx_lm.models.llama import Model
 
 from service.core import Prompt, Sampling
+from service.engine.adapters import Draft, bare
 from service.engine.decoder import RETRY, Decoder
-from service.engine.draft import Draft, bare
-from service.engine.row import Row
+from service.engine.request import Request
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of, load_arrays
 
@@ -52,17 +52,17 @@ class HookedDraft(nn.Module):
         return layers_of(self.inner)
 
 
-def rows_of(count: int, tokens: int = 24, seeded: bool = False) -> list[Row]:
-    made: list[Row] = []
+def rows_of(count: int, tokens: int = 24, seeded: bool = False) -> list[Request]:
+    made: list[Request] = []
     for i in range(count):
         rng = random.Random(i)
         sampling = Sampling(temperature=0.8, seed=i, max_tokens=tokens) if seeded else Sampling(max_tokens=tokens)
         prompt = Prompt(tuple(rng.randrange(4, VOCABULARY) for _ in range(10 + 7 * i)), sampling)
-        made.append(Row(str(i), prompt, frozenset(), None))
+        made.append(Request(str(i), prompt, frozenset(), None))
     return made
 
 
-def decode(decoder: Decoder, rows: list[Row]) -> None:
+def decode(decoder: Decoder, rows: list[Request]) -> None:
     for row in rows:
         decoder.admit(row)
     while decoder.rows:

@@ -11,14 +11,14 @@ import pytest
 from mlx_lm.models.llama import Model as Llama
 
 from service.core import PairError, Prompt, Sampling
-from service.engine.cache import RowCache
+from service.engine.adapters import Draft, bare
 from service.engine.confidence import Steps
 from service.engine.decoder import Decoder
-from service.engine.draft import Draft, bare
-from service.engine.drafting import Proposal
-from service.engine.eagle import EagleDrafter
-from service.engine.prefix import PrefixCache
-from service.engine.row import Row
+from service.engine.drafters.head import EagleDrafter
+from service.engine.drafters.model import Proposal
+from service.engine.kv.cache import RowCache
+from service.engine.kv.prefix import PrefixCache
+from service.engine.request import Request
 from service.engine.sampling import SamplingBatch, SharedNoise
 from service.models.eagle import Model, ModelArgs
 from service.models.heads import cut, twin
@@ -96,7 +96,7 @@ def is_proposal_of_row_alone(model: Model, tokens: list[int], guesses: list[int]
     return True
 
 
-def assert_own(rows: Sequence[Row]) -> None:
+def assert_own(rows: Sequence[Request]) -> None:
     """Their tokens are the target's own."""
     for row in rows:
         assert row.output == forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS)

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from service.core import PairError, Prompt, Sampling
-from service.engine.probe import check_rows
+from service.engine.preflight import check_rows
 from service.evaluation.ties import RATE, Text, TieReport, generate, measure_ties
 from tests.support.families import IDENTICAL, RECURRENT, V, build, noisy_draft
 from tests.support.faults import KINDS, Fault, plant

@@ -9,13 +9,13 @@ import pytest
 from scipy.stats import chisquare
 
 from service.core import Prompt, Sampling, Source
+from service.engine.adapters import bare
 from service.engine.costs import Costs
 from service.engine.decoder import Decoder
-from service.engine.draft import bare
-from service.engine.drafting import joined, looked_up
-from service.engine.length import PROBE, DraftLength
-from service.engine.lookup import REMEMBERED, Found, Grams, Lookup
-from service.engine.row import Row
+from service.engine.drafters.lookup import REMEMBERED, Found, Grams, Lookup
+from service.engine.drafters.model import joined, looked_up
+from service.engine.planner import PROBE, Planner
+from service.engine.request import Request
 from tests.support.batches import admit, decode
 from tests.support.oracle import filtered_logprobs, forced, noisy_copy, tiny_llama
 from tests.support.typed import as_floats, layers_of
@@ -65,7 +65,9 @@ def test_outputs_that_may_not_be_stored_are_not_shared() -> None:
     prompt = tuple(random.Random(1).randrange(4, VOCABULARY) for _ in range(12))
     for store in (True, False):
         decoder = Decoder(target, None, vocabulary=VOCABULARY, k=0, adaptive=True, lookup=4)
-        row = Row("a", Prompt(prompt, Sampling(temperature=1.0, seed=5, max_tokens=20), store=store), frozenset(), None)
+        row = Request(
+            "a", Prompt(prompt, Sampling(temperature=1.0, seed=5, max_tokens=20), store=store), frozenset(), None
+        )
         decoder.admit(row)
         while decoder.rows:
             decoder.round()
@@ -118,8 +120,8 @@ def test_look_ups_continue_after_a_parked_draft_failed() -> None:
     target = tiny_llama(0)
     decoder = Decoder(target, bare(RaisingDraft(target)), vocabulary=VOCABULARY, k=3, adaptive=True, lookup=4)
     # A draft step that costs as much as a target call never pays.
-    decoder.length = DraftLength(3, 4, Costs({(1, 1): 1.0, (1, 5): 1.0}, {1: 1.0}, {1: 0.0}, 0.0, 0.0))
-    row = Row("a", Prompt((5, 6, 7) * 4, Sampling(max_tokens=800)), frozenset(), None)
+    decoder.planner = Planner(3, 4, Costs({(1, 1): 1.0, (1, 5): 1.0}, {1: 1.0}, {1: 0.0}, 0.0, 0.0))
+    row = Request("a", Prompt((5, 6, 7) * 4, Sampling(max_tokens=800)), frozenset(), None)
     decoder.admit(row)
     while decoder.rows:
         decoder.round()
@@ -145,11 +147,11 @@ def test_unseeded_sampling_with_look_ups_keeps_the_targets_distribution(draws: i
     prompt = Prompt(tuple(text), sampling)
     decoder = Decoder(target, None, vocabulary=VOCABULARY, k=0, adaptive=True, lookup=3, key=mx.random.key(7))
     # Costs at which look-up is always chosen.
-    decoder.length = DraftLength(0, 3, Costs({(1, 1): 1.0, (1, 4): 1.0}, {1: 0.0}, {1: 0.0}, 0.0, 0.0))
+    decoder.planner = Planner(0, 3, Costs({(1, 1): 1.0, (1, 4): 1.0}, {1: 0.0}, {1: 0.0}, 0.0, 0.0))
     counts: Counter[int] = Counter()
     accepted = looked_up = 0
     for start in range(0, draws, 200):
-        rows = [Row(str(start + i), prompt, frozenset(), None) for i in range(200)]
+        rows = [Request(str(start + i), prompt, frozenset(), None) for i in range(200)]
         admit(decoder, rows, room=len(rows))
         decoder.round()
         for row in rows:

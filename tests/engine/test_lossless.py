@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from mlx_lm.models.llama import Model
 
 from service.core import Prompt, Sampling
+from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
-from service.engine.draft import Draft, bare
-from service.engine.row import Row
+from service.engine.request import Request
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.models.heads import cut
 from tests.support.batches import decode
@@ -275,7 +275,7 @@ def test_a_new_draft_ends_the_degradation() -> None:
 def test_a_cut_draft_serves_a_batch_from_its_first_round() -> None:
     decoder = Decoder(target(), bare(draft("cut")), vocabulary=VOCABULARY, k=3)
     asked = [Prompt(tuple(range(5 + i, 15 + 2 * i)), Sampling(max_tokens=12)) for i in range(3)]
-    rows = [Row(str(i), prompt, EOS, None) for i, prompt in enumerate(asked)]
+    rows = [Request(str(i), prompt, EOS, None) for i, prompt in enumerate(asked)]
     for row in rows:
         decoder.admit(row)
     while decoder.rows:

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from mlx_lm.models.llama import Model
 
 from service.core import Prompt, Sampling
-from service.engine.cache import RowCache
+from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
-from service.engine.draft import Draft, bare
-from service.engine.prefix import BLOCK, Owner, PrefixCache
-from service.engine.row import Row
+from service.engine.kv.cache import RowCache
+from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
+from service.engine.request import Request
 from tests.support.batches import serve
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of
@@ -60,13 +60,13 @@ def request(tokens: Sequence[int], answer: int = 12, store: bool = True, **sampl
     return Prompt(tuple(tokens), Sampling(max_tokens=answer, **sampling), store=store)
 
 
-def answer(decoder: Decoder, prompt: Prompt) -> Row:
+def answer(decoder: Decoder, prompt: Prompt) -> Request:
     (row,) = serve(decoder, [prompt], eos=EOS)
     assert_own(row)
     return row
 
 
-def assert_own(row: Row) -> None:
+def assert_own(row: Request) -> None:
     """The row's output is the target's own; that of a cancelled row is its beginning."""
     expected = forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS)
     assert row.output == (expected if row.finish else expected[: row.emitted])
@@ -139,7 +139,7 @@ def test_a_shared_prefix_is_stored_once_and_hit_by_all() -> None:
 def test_concurrent_requests_do_not_prefill_a_shared_prefix_twice() -> None:
     decoder = make_decoder()
     system = random_tokens(1, 70)
-    under_way = [decoder.begin(Row(str(i), request((*system, i + 10)), EOS, None)) for i in range(3)]
+    under_way = [decoder.begin(Request(str(i), request((*system, i + 10)), EOS, None)) for i in range(3)]
     for prefill in under_way:
         while not decoder.read(prefill):
             pass
@@ -189,7 +189,7 @@ def test_requests_that_may_not_be_stored_can_hit_but_not_add() -> None:
 
 def test_the_output_of_a_cancelled_request_is_cached() -> None:
     decoder = make_decoder()
-    row = Row("0", request(random_tokens(7, 40), answer=64), frozenset(), None)
+    row = Request("0", request(random_tokens(7, 40), answer=64), frozenset(), None)
     decoder.admit(row)
     while row.emitted < 30:
         decoder.round()
@@ -234,7 +234,7 @@ def test_a_swap_keeps_the_targets_blocks_and_prefills_the_drafts_in_chunks() -> 
 def test_rows_running_at_a_swap_cache_no_mixed_draft_blocks() -> None:
     """One row is decoding, one in prefill; the new draft alone prefills the latter."""
     decoder = make_decoder()
-    running, reading = (Row(str(i), request(random_tokens(i, 100), answer=80), frozenset(), None) for i in range(2))
+    running, reading = (Request(str(i), request(random_tokens(i, 100), answer=80), frozenset(), None) for i in range(2))
     decoder.admit(running)
     prefill = decoder.begin(reading)
     for _ in range(3):
@@ -261,7 +261,7 @@ def test_blocks_of_a_failed_draft_are_discarded(how: str, when: str) -> None:
         weak.fails = how
         answer(decoder, request((*tokens, *random_tokens(2, 50))))
     else:
-        row = Row("0", request((*tokens, *random_tokens(2, 50))), EOS, None)
+        row = Request("0", request((*tokens, *random_tokens(2, 50))), EOS, None)
         prefill = decoder.begin(row)
         decoder.read(prefill)
         weak.fails = how if when == "while a prompt is read" else ""
@@ -396,7 +396,7 @@ def check_history(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool
     rng = random.Random(seed)
     decoder = make_decoder(blocks * BLOCK_BYTES)
     texts: list[tuple[int, ...]] = [random_tokens(seed, 100)]
-    everyone: list[Row] = []
+    everyone: list[Request] = []
 
     def between(decoder: Decoder) -> None:
         assert_fits(decoder)

@@ -6,10 +6,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from service.engine.adapters import bare
 from service.engine.costs import USUALLY_HELD, Costs, Load
 from service.engine.decoder import Decoder
-from service.engine.draft import bare
-from service.engine.length import Choice, DraftLength
+from service.engine.planner import Choice, Planner
 from service.engine.profile import Profile
 from service.models.heads import cut, twin
 from tests.support.oracle import noisy_copy, tiny_llama
@@ -80,7 +80,7 @@ def test_costs_measured_on_a_busy_machine_are_measured_again() -> None:
     assert not profile.again(), "it is not due so soon"
     costs = profile.settle()
     assert costs is not None and round_of(costs) < SLOW
-    length = DraftLength(1, 0, first)
+    length = Planner(1, 0, first)
     length.learn(costs)
     assert length.round_seconds()[0] == round_of(costs)
 
@@ -102,7 +102,7 @@ def test_timing_restores_the_drafts_extra_ids() -> None:
 
 def test_nearly_equal_costs_keep_their_corrections() -> None:
     of = Costs({(1, 1): 0.05, (1, 3): 0.06}, {1: 0.01}, {1: 0.0}, 0.0, 0.0)
-    length = DraftLength(2, 0, of)
+    length = Planner(2, 0, of)
     load = Load(1, 0)
     for turn in range(200):
         choice = Choice(2 * (turn % 2), (0,))

@@ -3,14 +3,14 @@
 import mlx.core as mx
 import pytest
 
-from service.engine.row import Row
+from service.engine.request import Request
 from tests.support.oracle import forced
 from tests.support.ragged_rounds import ragged_rounds, tiny_pair
 
 
 def test_rounds_of_ever_changing_shapes() -> None:
     target, draft = tiny_pair(2, 32, 97, mx.float32)
-    finished: list[Row] = []
+    finished: list[Request] = []
     found = ragged_rounds(target, draft, vocabulary=97, rounds=60, max_rows=5, longest=64, on_finished=finished.append)
     assert found.rounds >= 60 and found.shapes > 0.9 * found.rounds
     assert len(finished) == found.requests

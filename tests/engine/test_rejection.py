@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from service.core import Sampling
-from service.engine import verify
+from service.engine import accept
 from service.engine.sampling import SamplingBatch, draw, transform
 from tests.support.oracle import filtered_logprobs
 
@@ -35,7 +35,7 @@ def one_round(sampling: Sampling, seed: int, usable: bool = True) -> np.ndarray:
         key, a, b = mx.random.split(key, 3)
         drafted = draw(logq, batch, None, a).astype(mx.int32)
         fine = mx.full(drafted.shape, usable)
-        accepted, following = verify.reject(logp, logq if usable else logq * float("nan"), drafted, fine, b)
+        accepted, following = accept.reject(logp, logq if usable else logq * float("nan"), drafted, fine, b)
         count, after, guess = (np.array(a).astype(np.int64) for a in (accepted, following, drafted))
         first = np.where(count > 0, guess[:, 0], after)
         second = np.where(count > 1, guess[:, 1], np.where(count == 1, after, -1))
@@ -87,7 +87,7 @@ def test_without_a_usable_draft_the_target_draws_alone() -> None:
 def test_equal_distributions_accept_everything_and_leave_no_residual() -> None:
     logp = mx.log(mx.softmax(mx.random.normal((64, 4, VOCABULARY), key=mx.random.key(1)), axis=-1))
     drafted = mx.random.categorical(logp[:, :3], key=mx.random.key(2)).astype(mx.int32)
-    accepted, following = verify.reject(logp, logp[:, :3], drafted, mx.ones((64, 3), dtype=mx.bool_), mx.random.key(3))
+    accepted, following = accept.reject(logp, logp[:, :3], drafted, mx.ones((64, 3), dtype=mx.bool_), mx.random.key(3))
     assert (np.array(accepted) == 3).all()
     assert ((np.array(following) >= 0) & (np.array(following) < VOCABULARY)).all()
 
@@ -99,7 +99,7 @@ def test_acceptance_is_the_overlap() -> None:
     logp = mx.broadcast_to(transform(p[None, :2], batch), (DRAWS, 2, VOCABULARY))
     logq = mx.broadcast_to(transform(q[None, :1], batch), (DRAWS, 1, VOCABULARY))
     drafted = draw(logq, batch, None, mx.random.key(1)).astype(mx.int32)
-    accepted, _ = verify.reject(logp, logq, drafted, mx.ones((DRAWS, 1), dtype=mx.bool_), mx.random.key(2))
+    accepted, _ = accept.reject(logp, logq, drafted, mx.ones((DRAWS, 1), dtype=mx.bool_), mx.random.key(2))
     overlap = float(np.minimum(np.array(mx.exp(logp))[0, 0], np.array(mx.exp(logq))[0, 0]).sum())
     error = math.sqrt(overlap * (1 - overlap) / DRAWS)
     assert abs(float(np.array(accepted).mean()) - overlap) < 5 * error
@@ -119,7 +119,7 @@ def test_stopping_at_low_confidence_keeps_the_distribution() -> None:
         at = mx.array(rows)
         proposed = drafted[at, :k]
         fine = mx.ones(proposed.shape, dtype=mx.bool_)
-        accepted, after = verify.reject(logp[at, : k + 1], logq[at, :k], proposed, fine, mx.random.key(k + 5))
+        accepted, after = accept.reject(logp[at, : k + 1], logq[at, :k], proposed, fine, mx.random.key(k + 5))
         n, then, tokens = (np.array(a).astype(np.int64) for a in (accepted, after, proposed))
         first[rows] = np.where(n > 0, tokens[:, 0], then)
         second[rows] = np.where(n > 1, tokens[:, -1], np.where(n == 1, then, -1))

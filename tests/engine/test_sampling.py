@@ -9,7 +9,7 @@ from scipy import stats
 
 from service.core import Sampling
 from service.engine.sampling import SamplingBatch, SharedNoise, fit, gumbel, noise_key, shared_noise, transform
-from service.engine.targets import tail_mass, top_logits
+from service.engine.top_logprobs import tail_mass, top_logits
 from tests.support.oracle import filtered_logprobs, seeded_key, seeded_noise
 from tests.support.typed import as_float
 

@@ -8,10 +8,10 @@ import mlx.nn as nn
 import pytest
 
 from service.core import Score
+from service.engine.adapters import Draft
 from service.engine.costs import Costs
 from service.engine.decoder import Decoder
-from service.engine.draft import Draft
-from service.engine.length import DraftLength
+from service.engine.planner import Planner
 from service.engine.profile import step_ratios
 from service.learning import lora
 from service.lifecycle import gate
@@ -75,7 +75,7 @@ def test_the_gate_refuses_what_costs_more_than_it_saves() -> None:
     """A candidate that needs 5 % fewer calls, on a draft whose step is a tenth of a target call."""
     plain, folded = drafts()
     ratio = step_ratios({"0": plain, "candidate": folded})["candidate"]
-    costs = DraftLength(3, 0, Costs({(1, 1): 1.0, (1, 4): 1.1}, {1: 0.1}, {1: 0.0}, 0.0, 0.0))
+    costs = Planner(3, 0, Costs({(1, 1): 1.0, (1, 4): 1.1}, {1: 0.1}, {1: 0.0}, 0.0, 0.0))
 
     def scores(share: float) -> list[Score]:
         calls = [(60.0 + i % 7, 45.0 + i % 5, 40.0 + i % 3) for i in range(40)]
@@ -95,16 +95,16 @@ def test_a_switch_times_the_new_draft() -> None:
     plain, folded = drafts()
     decoder = Decoder(tiny_llama(0), Draft(0, plain), vocabulary=97, k=1, adaptive=True)
     decoder.profile(1)
-    assert decoder.length is not None
-    (before,) = decoder.length.round_seconds()
+    assert decoder.planner is not None
+    (before,) = decoder.planner.round_seconds()
     assert before > bytes_of(plain) / BYTES_A_SECOND
     decoder.switch(Draft(1, folded))
-    (after,) = decoder.length.round_seconds()
+    (after,) = decoder.planner.round_seconds()
     assert after > 1.5 * before
     assert decoder.idle(), "everything is timed again when there is time"
     decoder.switch(Draft(2, MemoryBound(as_served(folded.model, None))))
-    (same,) = decoder.length.round_seconds()
+    (same,) = decoder.planner.round_seconds()
     assert same == after
     decoder.switch(Draft(0, plain))
-    (back,) = decoder.length.round_seconds()
+    (back,) = decoder.planner.round_seconds()
     assert back < 0.8 * after

@@ -12,10 +12,10 @@ from mlx_lm.models.llama import Model
 
 from service.core import Prompt, Sampling
 from service.engine import device
+from service.engine.adapters import bare
 from service.engine.decoder import Decoder
-from service.engine.draft import bare
-from service.engine.prefix import PrefixCache
-from service.engine.row import Row
+from service.engine.kv.prefix import PrefixCache
+from service.engine.request import Request
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from tests.support.batches import decode
 from tests.support.fixed_length import FixedLength, fix_length
@@ -36,18 +36,18 @@ def draft(target: Model) -> nn.Module:
     return noisy_copy(target, 1, 0.1)
 
 
-def rows_of(count: int, tokens: int, *, seeded: bool = False, eos: frozenset[int] = frozenset()) -> list[Row]:
+def rows_of(count: int, tokens: int, *, seeded: bool = False, eos: frozenset[int] = frozenset()) -> list[Request]:
     """Prompts of unlike length."""
-    made: list[Row] = []
+    made: list[Request] = []
     for i in range(count):
         rng = random.Random(i)
         sampling = Sampling(max_tokens=tokens, temperature=0.8, seed=i) if seeded else Sampling(max_tokens=tokens)
         prompt = Prompt(tuple(rng.randrange(4, VOCABULARY) for _ in range(10 + 7 * i)), sampling)
-        made.append(Row(str(i), prompt, eos, None))
+        made.append(Request(str(i), prompt, eos, None))
     return made
 
 
-def finish(decoder: Decoder, rows: list[Row]) -> None:
+def finish(decoder: Decoder, rows: list[Request]) -> None:
     for row in rows:
         decoder.admit(row)
     while decoder.unfinished:
@@ -140,7 +140,7 @@ def test_reports_cover_every_token_once_when_rows_change_under_way(target: Model
 def test_the_evidence_is_the_same_as_on_a_cpu(
     target: Model, draft: nn.Module, strategy: Strategy, seeded: bool
 ) -> None:
-    found: list[list[Row]] = []
+    found: list[list[Request]] = []
     for each in (CPU, strategy):
         with using(each):
             rows = rows_of(4, 40, seeded=seeded)
@@ -218,7 +218,7 @@ def test_joins_swaps_look_ups_and_prefixes_keep_the_targets_tokens(
     versions = [bare(draft), bare(noisy_copy(target, 2, 0.3))]
 
     def between(decoder: Decoder) -> None:
-        if not isinstance(decoder.length, FixedLength):
+        if not isinstance(decoder.planner, FixedLength):
             fix_length(decoder, FixedLength(K, looks_up=lambda number: number % 3 == 0))
         if rng.random() < 0.2:
             decoder.switch(rng.choice(versions))

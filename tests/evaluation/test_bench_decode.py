@@ -14,7 +14,7 @@ import pytest
 
 from service.cli import main
 from service.core import BARE_DRAFT, AdapterRef, AdapterState, BadRequest, Sampling
-from service.engine.draft import load, served
+from service.engine.adapters import load, served
 from service.evaluation.bench.adapting import Adapter
 from service.evaluation.bench.decode import Task, run_decode
 from service.evaluation.bench.houses import fused

@@ -18,7 +18,7 @@ from mlx_lm.generate import speculative_generate_step
 from service.app import open_stores
 from service.cli import main
 from service.core import BARE_DRAFT, AdapterRef, Prompt, Sampling, Trigger
-from service.engine.draft import load
+from service.engine.adapters import load
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
 from service.models.pair import load_model, load_pair

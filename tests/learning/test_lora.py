@@ -12,7 +12,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
 
 from service.core import AdapterRef, AdapterState, TrainingFailed
-from service.engine.draft import load
+from service.engine.adapters import load
 from service.learning import lora
 from service.learning.dataset import Batch, build, collate
 from service.learning.loss import TargetDivergence

@@ -15,8 +15,8 @@ import pytest
 from mlx_lm.models.llama import Model
 
 from service.core import AdapterRef, AdapterState, Generation, Prompt, Sampling
+from service.engine.adapters import Draft, bare, load
 from service.engine.decoder import Decoder
-from service.engine.draft import Draft, bare, load
 from service.engine.sampling import gumbel, noise_key
 from service.learning import lora
 from service.learning.offpolicy import acceptance, overlap

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from service.core import Event, Finished, Generation, Prompt, Provenance, Round, Sampling
+from service.engine.adapters import bare
 from service.engine.decoder import Decoder
-from service.engine.draft import bare
 from service.engine.engine import Engine
-from service.engine.worker import Worker
+from service.engine.thread import Worker
 from service.lifecycle.children import Child, Pause
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.queue_monitor import QueueMonitor

@@ -18,9 +18,9 @@ import pytest
 from mlx_lm import generate
 
 from service.core import ModelError, Prompt, Sampling
+from service.engine.adapters import served
 from service.engine.decoder import Decoder
-from service.engine.draft import served
-from service.engine.row import Row
+from service.engine.request import Request
 from service.models import catalog
 from service.models.pair import Loaded, Pair, load_model, load_pair
 from service.models.text import TextEncoder
@@ -167,7 +167,7 @@ def test_shipped_drafts_are_accepted_often_and_keep_the_output(with_draft: Calla
     assert pair.draft is not None
     asked = TextEncoder(pair.target.tokenizer).encode_chat([{"role": "user", "content": "Count from one to twenty."}])
     decoder = Decoder(pair.target.model, served(pair.draft), vocabulary=pair.vocabulary, k=3)
-    row = Row("0", Prompt(asked, Sampling(max_tokens=32)), pair.eos, None)
+    row = Request("0", Prompt(asked, Sampling(max_tokens=32)), pair.eos, None)
     decoder.admit(row)
     while decoder.rows:
         decoder.round()

@@ -16,10 +16,10 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from service.core import PairError, Prompt, Sampling
 from service.engine import strategy as strategies
-from service.engine.cache import RowCache, RowLayer
-from service.engine.prefix import PrefixCache
-from service.engine.probe import check_rows
-from service.engine.state import StateLayer
+from service.engine.kv.cache import RowCache, RowLayer
+from service.engine.kv.prefix import PrefixCache
+from service.engine.kv.recurrent import StateLayer
+from service.engine.preflight import check_rows
 from service.engine.strategy import CUDA, Strategy, using
 from service.models.pair import check_cache
 from tests.support.batches import decode
@@ -65,7 +65,7 @@ def start(model: nn.Module) -> None:
 
 
 def without_window(layer: RowLayer, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-    whole = RowLayer(layer.lengths, None, layer.whole)
+    whole = RowLayer(layer.lengths, None, whole=layer.whole, routed=layer.routed)
     whole.ahead = layer.ahead
     return ordinary_mask(whole, N, return_array)
 

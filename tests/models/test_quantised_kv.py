@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from service.api.schemas import GenerateRequest
 from service.core import BadRequest, PairError
-from service.engine.cache import RowCache
+from service.engine.kv.cache import RowCache
 from service.models.pair import check_cache
 from service.settings import load_settings
 from tests.support.oracle import tiny_llama

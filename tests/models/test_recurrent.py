@@ -10,14 +10,14 @@ import pytest
 
 from service.core import Prompt, Sampling
 from service.engine.acceptance import Acceptance
-from service.engine.cache import RowCache
+from service.engine.adapters import Draft
 from service.engine.confidence import Steps, Trust
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
-from service.engine.draft import Draft
-from service.engine.length import Choice, DraftLength, Match
-from service.engine.row import Row
-from service.engine.state import StateLayer
+from service.engine.kv.cache import RowCache
+from service.engine.kv.recurrent import StateLayer
+from service.engine.planner import Choice, Match, Planner
+from service.engine.request import Request
 from tests.support.batches import decode, serve
 from tests.support.families import RECURRENT, V, build, noisy_draft
 from tests.support.oracle import naive, tiny_llama
@@ -78,7 +78,7 @@ def test_rows_come_and_go(name: str, k: int, greedy: bool) -> None:
     assert [row.output for row in rows] == [naive(target(name), p.tokens, p.sampling, EOS) for p in prompts]
 
 
-class RandomLength(DraftLength):
+class RandomLength(Planner):
     """Random draft lengths."""
 
     def __init__(self, seed: int) -> None:
@@ -122,7 +122,7 @@ def test_lengths_and_sources_may_change_every_round(name: str, kind: str, count:
     decoder = Decoder(
         target(name), Draft(0, draft(name, kind)), vocabulary=V, k=4, prefill_chunk=7, adaptive=True, lookup=4
     )
-    decoder.length = lengths
+    decoder.planner = lengths
     rows = serve(decoder, prompts, max_rows=3, seed=1)
     assert [row.output for row in rows] == [naive(target(name), p.tokens, p.sampling) for p in prompts]
     assert len({(round.drafted, round.source) for row in rows for round in row.rounds}) > 4
@@ -187,7 +187,7 @@ def test_noting_changes_no_name_array_or_result() -> None:
 def test_calls_are_not_held_beyond_a_round() -> None:
     """A layer's inputs are kept until the round is verified, not for the life of the row."""
     decoder = Decoder(target("lfm2"), Draft(0, draft("lfm2", "alike")), vocabulary=V, k=3)
-    decoder.admit(Row("0", Prompt((5, 6, 7), Sampling(max_tokens=12)), EOS, None))
+    decoder.admit(Request("0", Prompt((5, 6, 7), Sampling(max_tokens=12)), EOS, None))
     states: list[StateLayer] = decoder.cache.states
     while decoder.rows:
         decoder.round()

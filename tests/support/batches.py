@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 import mlx.nn as nn
 
 from service.core import Prompt
+from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
-from service.engine.draft import Draft, bare
-from service.engine.prefix import PrefixCache
-from service.engine.reading import Prefill
-from service.engine.row import Row
+from service.engine.kv.prefix import PrefixCache
+from service.engine.prefill import Prefill
+from service.engine.request import Request
 
 
 def decode(
@@ -29,7 +29,7 @@ def decode(
     lookup: int = 0,
     prefix: PrefixCache | None = None,
     between: Callable[[Decoder], None] = lambda decoder: None,
-) -> list[Row]:
+) -> list[Request]:
     """Every prompt's finished row, in the prompts' order."""
     start = bare(draft) if isinstance(draft, nn.Module) else draft
     decoder = Decoder(
@@ -46,7 +46,7 @@ def decode(
     return serve(decoder, prompts, eos=eos, max_rows=max_rows, seed=seed, between=between)
 
 
-def admit(decoder: Decoder, rows: Sequence[Row], room: int = 64) -> list[Prefill]:
+def admit(decoder: Decoder, rows: Sequence[Request], room: int = 64) -> list[Prefill]:
     """Prefill rows that arrived together, batched as the decoder groups them. Returns the groups."""
     waiting, read = [decoder.begin(row) for row in rows], list[Prefill]()
     while waiting:
@@ -66,13 +66,13 @@ def serve(
     max_rows: int = 8,
     seed: int = 0,
     between: Callable[[Decoder], None] = lambda decoder: None,
-) -> list[Row]:
+) -> list[Request]:
     """`decode` with a given decoder, which may have served before."""
     rng = random.Random(seed)
-    rows = [Row(str(i), prompt, eos, None) for i, prompt in enumerate(prompts)]
+    rows = [Request(str(i), prompt, eos, None) for i, prompt in enumerate(prompts)]
     waiting = list(rows)
     while waiting or decoder.rows:
-        coming: list[Row] = []
+        coming: list[Request] = []
         while waiting and (taken := len(decoder.rows) + len(coming)) < max_rows and (not taken or rng.random() < 0.6):
             coming.append(waiting.pop(0))
         admit(decoder, coming)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from service.engine.cache import RowCache, RowLayer
+from service.engine.kv.cache import RowCache, RowLayer
 
 MASKS: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
     "mask shows the future": lambda key, query: key <= query + 1,

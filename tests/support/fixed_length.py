@@ -6,10 +6,10 @@ from service.engine.acceptance import Acceptance
 from service.engine.confidence import Steps
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
-from service.engine.length import Choice, DraftLength, Match
+from service.engine.planner import Choice, Match, Planner
 
 
-class FixedLength(DraftLength):
+class FixedLength(Planner):
     """Drafts `drafted` tokens for every row. In rounds for which `looks_up` is true, rows with a match propose it instead."""
 
     def __init__(self, drafted: int, looks_up: Callable[[int], bool] = lambda number: False) -> None:
@@ -38,5 +38,5 @@ class FixedLength(DraftLength):
 
 def fix_length(decoder: Decoder, choices: FixedLength) -> Decoder:
     """Give the decoder this controller."""
-    decoder.length = choices
+    decoder.planner = choices
     return decoder

@@ -21,12 +21,12 @@ import mlx.nn as nn
 
 from service.core import Prompt, Sampling
 from service.engine.acceptance import Acceptance
+from service.engine.adapters import Draft, bare
 from service.engine.costs import Load
 from service.engine.decoder import Decoder
-from service.engine.draft import Draft, bare
-from service.engine.length import Choice, Match
-from service.engine.prefix import PrefixCache
-from service.engine.row import Row
+from service.engine.kv.prefix import PrefixCache
+from service.engine.planner import Choice, Match
+from service.engine.request import Request
 from service.mlx_environment import DEFAULTS
 from tests.support.batches import admit
 from tests.support.fixed_length import FixedLength, fix_length
@@ -77,7 +77,7 @@ def ragged_rounds(
     longest: int = 512,
     k: int = 8,
     seed: int = 0,
-    on_finished: Callable[[Row], None] = lambda row: None,
+    on_finished: Callable[[Request], None] = lambda row: None,
     on_round: Callable[[int], None] = lambda done: None,
 ) -> RaggedReport:
     """Put at least `rounds` rounds through a Decoder over at most `max_rows` rows, whose prompts are of 2 to `longest` tokens;
@@ -91,7 +91,7 @@ def ragged_rounds(
     requests = tokens = done = 0
     slowest, begun = 0.0, time.perf_counter()
     while done < rounds or decoder.rows:
-        coming: list[Row] = []
+        coming: list[Request] = []
         room = rng.randint(0, max_rows - len(decoder.rows)) if done < rounds else 0
         for _ in range(max(room, done < rounds and not decoder.rows)):
             length = int(2 * (longest / 2) ** rng.random())
@@ -102,7 +102,7 @@ def ragged_rounds(
                 max_tokens=rng.randint(1, 60),
             )
             prompt = Prompt(tuple(rng.randrange(vocabulary) for _ in range(length)), sampling)
-            coming.append(Row(str(requests), prompt, frozenset(), None))
+            coming.append(Request(str(requests), prompt, frozenset(), None))
             requests += 1
         admit(decoder, coming)
         lengths = tuple(sorted(len(row.tokens) for row in decoder.rows))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from service.core import BadRequest, Prompt
-from service.engine.draft import Draft
+from service.engine.adapters import Draft
 from service.evaluation.bench.peers import MlxLmArm, best_k, whole
 from service.evaluation.bench.turns import Arm, EngineArm
 from service.models.pair import Pair

@@ -12,7 +12,7 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from service.core import BadRequest, Prompt, Sampling
-from service.engine.draft import Draft, load, served
+from service.engine.adapters import Draft, load, served
 from service.evaluation.bench.adapting import Adapter
 from service.evaluation.bench.arms import ARMS, PLAIN, Contest, make
 from service.evaluation.bench.report import Report, Spread, ratios, spread

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from service.core import Prompt, Sampling
 from service.engine import profile
+from service.engine.adapters import served
 from service.engine.decoder import Decoder
-from service.engine.draft import served
-from service.engine.length import DraftLength
-from service.engine.row import Row
+from service.engine.planner import Planner
+from service.engine.request import Request
 from service.evaluation.templates import traffic
 from service.lifecycle.recorder import Recorder
 from service.models.pair import Pair
@@ -64,10 +64,10 @@ def measure_recording(
         )
         if costs is not None:
             # As served; and both arms by the same costs, or the ratio would be one of two measurements of them.
-            decoder.length = DraftLength(k, 0, costs)
+            decoder.planner = Planner(k, 0, costs)
         # No end token: every stream is equally long.
         made = [
-            Row(f"{name}-{i}", Prompt(prompt, Sampling(max_tokens=tokens)), frozenset(), None)
+            Request(f"{name}-{i}", Prompt(prompt, Sampling(max_tokens=tokens)), frozenset(), None)
             for i, prompt in enumerate(prompts)
         ]
         for row in made:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from service.core import Prompt
+from service.engine.adapters import Draft
 from service.engine.decoder import Decoder
-from service.engine.draft import Draft
-from service.engine.row import Row
+from service.engine.request import Request
 from service.models.pair import Pair
 
 Name = TypeVar("Name", str, int)
@@ -73,7 +73,7 @@ class EngineArm:
 
     def decode(self, prompt: Prompt) -> Decoded:
         """Decode one prompt as the only row of the batch; prefill is not timed, and each round is one target call."""
-        row = Row("", prompt, self._eos, None)
+        row = Request("", prompt, self._eos, None)
         self._decoder.admit(row)
         begun = time.perf_counter()
         while row.finish is None:

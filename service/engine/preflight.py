@@ -17,8 +17,8 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
 from service.core import PairError
-from service.engine.cache import RowCache, RowLayer
-from service.engine.room import capacity
+from service.engine.kv.buffers import capacity
+from service.engine.kv.cache import RowCache, RowLayer
 
 LENGTHS = (9, 5, 4)
 """Tokens of the rows. All but the last TAIL are prefilled before the rows meet: nothing of the last row."""

@@ -6,9 +6,9 @@ from typing import cast
 
 import mlx.core as mx
 
-from service.engine.cache import RowCache
-from service.engine.draft import Draft
-from service.engine.drafting import ModelDrafter
+from service.engine.adapters import Draft
+from service.engine.drafters.model import ModelDrafter
+from service.engine.kv.cache import RowCache
 from service.models import eagle
 
 

@@ -92,7 +92,7 @@ def _kind(load: Load, drafted: int, most: int) -> tuple[int, int, int]:
     return load.rows.bit_length(), drafts, proposes
 
 
-class DraftLength:
+class Planner:
     """drafted: tokens of the longest draft; looked_up: of the longest look-up. One controller belongs to one decoder."""
 
     def __init__(self, drafted: int, looked_up: int, costs: Costs) -> None:

@@ -9,12 +9,12 @@ import pytest
 
 from service.core import Prompt, Sampling, Source
 from service.engine.acceptance import Acceptance
+from service.engine.adapters import bare
 from service.engine.confidence import Steps, Trust
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
-from service.engine.draft import bare
-from service.engine.length import FIRST, PROBE, Choice, DraftLength, Match
-from service.engine.row import Row
+from service.engine.planner import FIRST, PROBE, Choice, Match, Planner
+from service.engine.request import Request
 from tests.support.batches import decode
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 
@@ -35,7 +35,7 @@ def measured(verify: dict[tuple[int, int], float], step: dict[int, float]) -> Co
 
 
 def play(
-    length: DraftLength, rounds: int, *, accept: float, cost: Cost, rows: int = 1, seed: int = 0, pace: float = 1.0
+    length: Planner, rounds: int, *, accept: float, cost: Cost, rows: int = 1, seed: int = 0, pace: float = 1.0
 ) -> list[int]:
     """The chosen draft lengths if every drafted token is accepted with the same probability."""
     rng, chosen, nothing = random.Random(seed), [], [None] * rows
@@ -76,7 +76,7 @@ def full_batch(rows: int, k: int) -> float:
     ],
 )
 def test_the_draft_length_settles_on_what_pays(accept: float, cost: Cost, least: int, most: int) -> None:
-    length = DraftLength(4, 0, costs(cost, 0.009))
+    length = Planner(4, 0, costs(cost, 0.009))
     assert least <= usual(play(length, 1000, accept=accept, cost=cost)) <= most
 
 
@@ -84,9 +84,9 @@ def test_round_costs_are_reported_by_draft_length() -> None:
     """For one row of 200 positions: a call over k + 1 tokens and k draft steps."""
     measured_costs = Costs({(1, 1): 0.05, (1, 2): 0.06, (1, 5): 0.09}, {1: 0.01}, {1: 1e-5, 5: 5e-5}, 2e-6, 1e-4)
     expected = [0.05 + 0.01 * k + 200 * 1e-5 * (k + 1) + k * (0.01 + 200 * 2e-6) for k in range(1, 5)]
-    assert DraftLength(4, 8, measured_costs).round_seconds() == pytest.approx(tuple(expected))
-    assert DraftLength(0, 8, measured_costs).round_seconds() == (), "look-ups alone"
-    length = DraftLength(4, 0, measured_costs)
+    assert Planner(4, 8, measured_costs).round_seconds() == pytest.approx(tuple(expected))
+    assert Planner(0, 8, measured_costs).round_seconds() == (), "look-ups alone"
+    length = Planner(4, 0, measured_costs)
     play(length, 200, accept=0.5, cost=one_stream, pace=3.0)
     assert length.round_seconds() == pytest.approx(tuple(expected)), "as measured at start"
 
@@ -98,7 +98,7 @@ def test_rows_with_low_acceptance_soon_get_shorter_drafts() -> None:
         return sum(accept**i for i in range(k + 1)) / one_stream(1, k)
 
     def share(apart: bool, seed: int) -> float:
-        length, rng, nothing = DraftLength(3, 0, costs(one_stream, 0.009)), random.Random(seed), [None]
+        length, rng, nothing = Planner(3, 0, costs(one_stream, 0.009)), random.Random(seed), [None]
         got = best = 0.0
         for text in range(20):
             accept, own = (0.85, 0.15)[text % 2], [Acceptance(3)]
@@ -117,7 +117,7 @@ def test_rows_with_low_acceptance_soon_get_shorter_drafts() -> None:
 
 def test_rows_are_weighed_by_their_own_acceptance() -> None:
     """The draft is always right for one row and never for seven others: it pays for the first row alone, not for the batch."""
-    length = DraftLength(3, 0, costs(one_stream, 0.009))
+    length = Planner(3, 0, costs(one_stream, 0.009))
     own = [Acceptance(3) for _ in range(8)]
     load, accepted = Load(8, 0), [3] + [0] * 7
     for _ in range(30):
@@ -135,14 +135,14 @@ def test_measured_costs_bring_it_near_the_best_fixed_length_within_an_answer(acc
 
     tokens = seconds = 0.0
     for seed in range(10):
-        for k in play(DraftLength(4, 0, costs(cost, 0.009)), 60, accept=accept, cost=cost, seed=seed):
+        for k in play(Planner(4, 0, costs(cost, 0.009)), 60, accept=accept, cost=cost, seed=seed):
             tokens += sum(accept**i for i in range(k + 1))
             seconds += cost(1, k)
     assert tokens / seconds > 0.88 * max(rate(k) for k in range(5))
 
 
 def test_a_machine_that_slows_down_as_a_whole_changes_nothing() -> None:
-    length = DraftLength(3, 0, costs(one_stream, 0.009))
+    length = Planner(3, 0, costs(one_stream, 0.009))
     fast = play(length, 200, accept=0.7, cost=one_stream)
     slow = play(length, 200, accept=0.7, cost=one_stream, pace=3.0)
     # Draft lengths two and three are equally fast here.
@@ -151,7 +151,7 @@ def test_a_machine_that_slows_down_as_a_whole_changes_nothing() -> None:
 
 def test_a_wrong_cost_is_corrected_over_time() -> None:
     wrong = measured({(1, 1): 0.050, (1, 4): 0.077}, {1: 0.15})
-    length = DraftLength(3, 0, wrong)
+    length = Planner(3, 0, wrong)
     assert usual(play(length, 100, accept=0.7, cost=one_stream)) == 0
     assert usual(play(length, 8000, accept=0.7, cost=one_stream)) > 0
 
@@ -163,13 +163,13 @@ def test_a_draft_that_turns_out_dearer_is_parked_within_twenty_rounds(rows: int)
     def cost(rows: int, k: int) -> float:
         return 0.059 if k else 0.008
 
-    length = DraftLength(7, 0, measured({(1, 1): 0.0075, (1, 5): 0.0093, (1, 8): 0.011}, {1: 0.0024}))
+    length = Planner(7, 0, measured({(1, 1): 0.0075, (1, 5): 0.0093, (1, 8): 0.011}, {1: 0.0024}))
     chosen = play(length, 500, accept=0.7, cost=cost, rows=rows)
     assert chosen[0] > 0 and sum(k > 0 for k in chosen[20:]) <= 480 * 0.05, chosen
 
 
 def test_a_parked_draft_is_probed_and_returns_when_it_improves() -> None:
-    length = DraftLength(3, 0, costs(one_stream, 0.009))
+    length = Planner(3, 0, costs(one_stream, 0.009))
     parked = play(length, 640, accept=0.1, cost=one_stream)
     late = parked[320:]
     assert late.count(0) > 0.8 * len(late) and max(len(list(run)) for k, run in groupby(late) if k == 0) < PROBE
@@ -178,7 +178,7 @@ def test_a_parked_draft_is_probed_and_returns_when_it_improves() -> None:
 
 
 def test_a_few_rejections_park_a_good_draft_only_briefly() -> None:
-    length = DraftLength(3, 0, costs(one_stream, 0.009))
+    length = Planner(3, 0, costs(one_stream, 0.009))
     for _ in range(12):
         length.observe(ONE, Choice(3, (0,)), [None], [0], 0.1)
     assert length.choose(ONE, [None]).drafted == 0
@@ -186,7 +186,7 @@ def test_a_few_rejections_park_a_good_draft_only_briefly() -> None:
 
 
 def test_a_hopeless_draft_costs_next_to_nothing() -> None:
-    length = DraftLength(3, 0, costs(one_stream, 0.009))
+    length = Planner(3, 0, costs(one_stream, 0.009))
     chosen = play(length, 4000, accept=0.0, cost=one_stream)
     assert sum(one_stream(1, k) for k in chosen[200:]) < 1.02 * 3800 * one_stream(1, 0)
 
@@ -194,7 +194,7 @@ def test_a_hopeless_draft_costs_next_to_nothing() -> None:
 @pytest.mark.parametrize("dear", [3.0, 20.0])
 def test_probes_cost_what_they_may_as_measured(dear: float) -> None:
     """A draft that fell behind must read before it drafts: a try costs several plain rounds, whatever the calls promise."""
-    length, plain = DraftLength(3, 0, costs(one_stream, 0.009)), one_stream(1, 0)
+    length, plain = Planner(3, 0, costs(one_stream, 0.009)), one_stream(1, 0)
     play(length, 200, accept=0.0, cost=one_stream)
     lost = total = 0.0
     for _ in range(30_000):
@@ -208,7 +208,7 @@ def test_probes_cost_what_they_may_as_measured(dear: float) -> None:
 
 def test_rounds_that_once_looked_dear_are_tried_again() -> None:
     """Look-ups met eight slow moments, and are as fast as promised ever after."""
-    length, match = DraftLength(0, 4, measured({(1, 1): 1.0, (1, 5): 1.1}, {1: 0.0})), Match(8, 4)
+    length, match = Planner(0, 4, measured({(1, 1): 1.0, (1, 5): 1.1}, {1: 0.0})), Match(8, 4)
     for _ in range(8):
         length.observe(ONE, Choice(0, (4,)), [match], [4], 20.0)
         length.observe(ONE, Choice(0, (0,)), [None], [0], 1.0)
@@ -222,7 +222,7 @@ def test_rounds_that_once_looked_dear_are_tried_again() -> None:
 
 
 def test_a_new_draft_is_tried_at_once_after_a_swap() -> None:
-    length = DraftLength(3, 0, costs(one_stream, 0.009))
+    length = Planner(3, 0, costs(one_stream, 0.009))
     assert usual(play(length, 640, accept=0.05, cost=one_stream)) == 0
     length.restart()
     chosen = play(length, 60, accept=0.9, cost=one_stream)
@@ -233,7 +233,7 @@ def test_each_batch_size_has_costs_of_its_own() -> None:
     def cost(rows: int, k: int) -> float:
         return one_stream(rows, k) if rows == 1 else full_batch(rows, k)
 
-    length = DraftLength(3, 0, costs(cost, 0.009))
+    length = Planner(3, 0, costs(cost, 0.009))
     alone, together = [], []
     for turn in range(60):
         alone += play(length, 8, accept=0.6, cost=cost, rows=1, seed=turn)
@@ -258,7 +258,7 @@ def test_costs_grow_with_the_positions_of_the_rows() -> None:
 
 def test_a_drafts_pending_prefill_must_pay_too() -> None:
     of = costs(one_stream, 0.009, sizes=(1, 8))
-    length = DraftLength(3, 0, replace(of, read=0.003))
+    length = Planner(3, 0, replace(of, read=0.003))
     for _ in range(100):
         length.observe(ONE, Choice(3, (0,)), [None], [2], None)
     near, far = Load(1, 4000, 10), Load(1, 4000, 4000)
@@ -268,7 +268,7 @@ def test_a_drafts_pending_prefill_must_pay_too() -> None:
 def test_prompts_too_long_for_their_answers_are_not_prefilled_by_the_draft() -> None:
     """Drafting for sixteen rows gains a little, but not if the draft must prefill four tokens per output token."""
     of = measured({(16, 1): 0.075, (16, 2): 0.097, (16, 5): 0.165}, {16: 0.014})
-    length = DraftLength(3, 0, replace(of, read=0.00025))
+    length = Planner(3, 0, replace(of, read=0.00025))
     for _ in range(100):
         length.observe(Load(16, 0), Choice(1, (0,) * 16), [None] * 16, [1, 1, 1, 0] * 4, None)
     loads = [Load(16, 0, 0, prompted) for prompted in (0.1, 4.0)]
@@ -282,8 +282,8 @@ def test_draft_prefill_depends_on_the_coming_batch_size(coming: int, answer: int
     target = tiny_llama(0)
     decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
     timed = measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
-    decoder.length = DraftLength(3, 0, replace(timed, read=0.002))
-    prefill = decoder.begin(Row("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=answer)), frozenset(), None))
+    decoder.planner = Planner(3, 0, replace(timed, read=0.002))
+    prefill = decoder.begin(Request("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=answer)), frozenset(), None))
     while not decoder.read(prefill, coming):
         pass
     assert (prefill.drafter is not None) == reads
@@ -293,16 +293,16 @@ def test_draft_prefill_depends_on_the_coming_batch_size(coming: int, answer: int
 def test_drafting_depends_on_the_requests_that_wait(coming: int, drafts: bool) -> None:
     target = tiny_llama(0)
     decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
-    decoder.length = DraftLength(
+    decoder.planner = Planner(
         3, 0, measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
     )
-    decoder.admit(Row("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=48)), frozenset(), None))
+    decoder.admit(Request("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=48)), frozenset(), None))
     (done,) = decoder.round(coming).rounds
     assert (done.drafted > 0) == drafts
 
 
 def test_a_parked_draft_in_a_full_batch_stops_prefilling_and_is_rarely_probed() -> None:
-    length, load = DraftLength(3, 0, replace(costs(full_batch, 0.009), read=0.0005)), Load(8, 100)
+    length, load = Planner(3, 0, replace(costs(full_batch, 0.009), read=0.0005)), Load(8, 100)
     assert length.follows(load)
     for _ in range(100):
         length.observe(load, Choice(3, (0,) * 8), [None] * 8, [0] * 8, None)
@@ -329,7 +329,7 @@ def test_a_parked_draft_in_a_full_batch_stops_prefilling_and_is_rarely_probed() 
 
 def test_a_long_context_gets_a_shorter_draft() -> None:
     of = costs(one_stream, 0.009)
-    length = DraftLength(4, 0, Costs(of.verify, of.step, {1: 1e-5, 5: 1e-4}, 1e-6, 0.0))
+    length = Planner(4, 0, Costs(of.verify, of.step, {1: 1e-5, 5: 1e-4}, 1e-6, 0.0))
     for _ in range(300):
         length.observe(Load(1, 100), Choice(4, (0,)), [None], [2], None)
     chosen = [length.choose(Load(1, held), [None]).drafted for held in (100, 8000)]
@@ -337,7 +337,7 @@ def test_a_long_context_gets_a_shorter_draft() -> None:
 
 
 def test_one_slow_round_changes_little() -> None:
-    length = DraftLength(3, 0, costs(one_stream, 0.009))
+    length = Planner(3, 0, costs(one_stream, 0.009))
     play(length, 320, accept=0.9, cost=one_stream)
     before = length.seconds(ONE, 3, 3)
     length.observe(ONE, Choice(3, (0,)), [None], [3], 60.0)
@@ -345,7 +345,7 @@ def test_one_slow_round_changes_little() -> None:
 
 
 def test_a_round_with_other_work_is_not_timed() -> None:
-    length = DraftLength(3, 0, costs(one_stream, 0.009))
+    length = Planner(3, 0, costs(one_stream, 0.009))
     play(length, 64, accept=0.5, cost=one_stream)
     before = length.seconds(ONE, 3, 3)
     length.observe(ONE, Choice(3, (0,)), [None], [3], None)
@@ -353,7 +353,7 @@ def test_a_round_with_other_work_is_not_timed() -> None:
 
 
 def test_a_look_up_is_used_where_it_gains_more_than_the_draft() -> None:
-    length = DraftLength(3, 8, measured({(1, 1): 1.0, (1, 9): 1.8}, {1: 0.05}))
+    length = Planner(3, 8, measured({(1, 1): 1.0, (1, 9): 1.8}, {1: 0.05}))
     good, bad = Match(8, 8), Match(2, 8)
     for _ in range(200):
         length.observe(ONE, Choice(0, (8,)), [good], [8], None)
@@ -374,7 +374,7 @@ def test_a_look_up_is_used_where_it_gains_more_than_the_draft() -> None:
 
 
 def test_without_a_draft_only_look_ups_are_chosen() -> None:
-    length = DraftLength(0, 4, measured({(1, 1): 1.0, (1, 5): 1.2}, {1: 0.0}))
+    length = Planner(0, 4, measured({(1, 1): 1.0, (1, 5): 1.2}, {1: 0.0}))
     assert length.choose(ONE, [None]) == Choice(0, (0,))
     assert all(length.choose(ONE, [Match(4, 4)]).drafted == 0 for _ in range(2 * PROBE))
     assert length.choose(ONE, [Match(4, 4)]).looked_up == (4,)
@@ -383,7 +383,7 @@ def test_without_a_draft_only_look_ups_are_chosen() -> None:
 @pytest.mark.parametrize("accepted", [0, 3], ids=["parked", "drafting"])
 def test_a_disabled_draft_leaves_look_ups_as_without_a_draft(accepted: int) -> None:
     of = replace(costs(one_stream, 0.009), read=0.001)
-    length, without = DraftLength(3, 4, of), DraftLength(0, 4, of)
+    length, without = Planner(3, 4, of), Planner(0, 4, of)
     for _ in range(100):
         length.observe(ONE, Choice(3, (0,)), [None], [accepted], None)
     assert (length.choose(ONE, [None]).drafted > 0) is (accepted > 0)
@@ -396,7 +396,7 @@ def test_a_disabled_draft_leaves_look_ups_as_without_a_draft(accepted: int) -> N
     assert length.choose(ONE, [None]).drafted > 0
 
 
-class RandomChoice(DraftLength):
+class RandomChoice(Planner):
     """Random draft and look-up lengths, with rounds that do not draft in between."""
 
     def __init__(self, seed: int) -> None:
@@ -431,8 +431,8 @@ def test_random_choices_keep_the_targets_own_tokens(greedy: bool) -> None:
     ]
 
     def between(decoder: Decoder) -> None:
-        if not isinstance(decoder.length, RandomChoice):
-            decoder.length = RandomChoice(1)
+        if not isinstance(decoder.planner, RandomChoice):
+            decoder.planner = RandomChoice(1)
 
     draft = noisy_copy(target, 1, 0.1)
     rows = decode(target, draft, asked, k=4, vocabulary=97, adaptive=True, lookup=6, between=between)

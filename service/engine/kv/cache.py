@@ -17,8 +17,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 
 from service.core import PairError
 from service.engine import device
-from service.engine.room import capacity, grown, joined, kept, scattered, written
-from service.engine.state import StateLayer, record
+from service.engine.attention import RowCall, route
+from service.engine.kv.buffers import capacity, grown, joined, kept, scattered, written
+from service.engine.kv.recurrent import StateLayer, record
 from service.engine.strategy import current
 
 
@@ -35,6 +36,8 @@ class Lengths:
         # Every layer asks for these.
         self.longest = max(self.host, default=0)
         self.equal = min(self.host, default=0) == self.longest
+        self.masks: dict[int, tuple[mx.array, mx.array, int]] = {}
+        """By the mask's id: the mask, the position of each row's first query, the window (0: none)."""
         self._starts: dict[int, mx.array] = {}
         self._places: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
@@ -56,10 +59,12 @@ class RowLayer:
     """One layer's keys and values, (R, heads, capacity, dims), R at least the batch's rows (see `room`); heads and dims may
     differ between the two."""
 
-    def __init__(self, lengths: Lengths, window: int | None, whole: bool = False) -> None:
+    def __init__(self, lengths: Lengths, window: int | None, *, whole: bool = False, routed: bool = False) -> None:
         self.lengths = lengths
         self.whole = whole
         """Calls that need a mask see keys and values at their whole capacity (see `strategy`)."""
+        self.routed = routed
+        """Calls over few tokens a row go through `attention`, which needs no mask."""
         self.window = window
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
@@ -67,6 +72,8 @@ class RowLayer:
         """Positions written since `lengths` was last set, the same for every row."""
         self._count = 0
         """Tokens of the last write."""
+        self._views: tuple[mx.array | None, mx.array | None] = (None, None)
+        """What `update_and_fetch` returned last."""
 
     @property
     def offset(self) -> mx.array | int:
@@ -77,6 +84,7 @@ class RowLayer:
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (B, heads, N, dims) to every row; returns views of the batch's rows up to the longest."""
+        self._views = (None, None)
         self.keys = self._written(self.keys, keys)
         self.values = self._written(self.values, values)
         self.ahead += keys.shape[2]
@@ -88,11 +96,25 @@ class RowLayer:
         assert self.keys is not None and self.values is not None
         rows = len(self.lengths.host)
         top = self.keys.shape[2] if self._sees_whole(self._count) else self.lengths.longest + self.ahead
-        return self.keys[:rows, :, :top], self.values[:rows, :, :top]
+        views = self.keys[:rows, :, :top], self.values[:rows, :, :top]
+        if self.routed:
+            self._views = views
+        return views
 
     def _sees_whole(self, count: int) -> bool:
         """Whether a call over so many tokens a row sees the whole capacity: where it needs a mask in any case."""
         return self.whole and (count > 1 or not self.lengths.equal)
+
+    def row_call(self, keys: mx.array, values: mx.array, mask: object) -> RowCall | None:
+        """See attention.RowAttended."""
+        known = self.lengths.masks.get(id(mask)) if self.routed else None
+        own = keys is self._views[0] and values is self._views[1]
+        # What is still referred to would be copied by the next write.
+        self._views = (None, None)
+        if known is None or not own:
+            return None
+        assert self.keys is not None and self.values is not None
+        return RowCall(self.keys, self.values, known[1], known[2])
 
     def note(self, states: mx.array) -> None:
         """Append (B, N, width) to every row, as keys without values."""
@@ -121,7 +143,7 @@ class RowLayer:
             if window is None or width <= window:
                 if N == 1:
                     return None
-                if not return_array and not self.whole:
+                if not return_array and not self.whole and not self.routed:
                     return "causal"
             start = mx.array([start])
         if self._sees_whole(N):
@@ -129,7 +151,11 @@ class RowLayer:
         key = mx.arange(width)
         query = (start[:, None] + mx.arange(N))[:, None, :, None]
         mask = key <= query
-        return mask if window is None else mask & (key > query - window)
+        if window is not None:
+            mask = mask & (key > query - window)
+        if self.routed:
+            self.lengths.masks[id(mask)] = (mask, self.lengths.starts(self.ahead), window or 0)
+        return mask
 
 
 class RowCache:
@@ -146,6 +172,7 @@ class RowCache:
         kinds = make_prompt_cache(model)
         # Windows and sparse attention reckon with positions that are there.
         self.whole = current().whole_capacity and all(type(layer) is KVCache for layer in kinds)
+        self._routed = current().row_attention and route(model)
         self.layers = [self._layer(layer) for layer in kinds]
         self.features: RowLayer | None = None
         """Not a layer of the model, but joined, kept and rolled back with its layers."""
@@ -163,9 +190,9 @@ class RowCache:
             self.states.append(StateLayer(len(cast("list[object]", layer.cache))))
             return self.states[-1]
         if type(layer) is KVCache:
-            self.attention.append(RowLayer(self.lengths, None, self.whole))
+            self.attention.append(RowLayer(self.lengths, None, whole=self.whole, routed=self._routed))
         elif type(layer) is RotatingKVCache and layer.keep == 0:
-            self.attention.append(RowLayer(self.lengths, layer.max_size))
+            self.attention.append(RowLayer(self.lengths, layer.max_size, routed=self._routed))
         else:
             raise PairError(f"its {type(layer).__name__} cannot be rolled back to before a rejected token")
         return self.attention[-1]

@@ -17,7 +17,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import load_adapters
 
 from service.core import AdapterRef, AdapterRefused, AdapterState
-from service.engine.draft import load
+from service.engine.adapters import load
 from service.learning import lora
 from service.models import vocabulary
 from service.models.fingerprint import folder_sha256

@@ -12,10 +12,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.engine import device
-from service.engine.cache import RowCache
-from service.engine.drafting import ModelDrafter, ragged
-from service.engine.prefix import BLOCK, Owner, PrefixCache
-from service.engine.row import Row
+from service.engine.drafters.model import ModelDrafter, ragged
+from service.engine.kv.cache import RowCache
+from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
+from service.engine.request import Request
 from service.engine.target import Target
 
 PADDING = 1 / 8
@@ -27,7 +27,7 @@ fifth less time than one after the other on two cores, and no more than one on a
 class Prefill:
     """Prompts being read, in chunks, in caches of their own."""
 
-    rows: list[Row]
+    rows: list[Request]
     target: RowCache
     drafter: RowCache | None
     epoch: int
@@ -119,7 +119,7 @@ def follow(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix: Prefix
     return _advance(Owner.DRAFT, read, prefill.drafter, prefill.rows, size, upto, prefix)
 
 
-def _recall(owner: Owner, cache: RowCache, rows: Sequence[Row], prefix: PrefixCache | None) -> None:
+def _recall(owner: Owner, cache: RowCache, rows: Sequence[Request], prefix: PrefixCache | None) -> None:
     """Take over what is kept of prompts of which nothing was read yet."""
     if prefix is not None and cache.lengths.longest == 0:
         prefix.fill(owner, [row.prompt.tokens[:-1] for row in rows], cache)
@@ -132,7 +132,7 @@ def _advance(
     owner: Owner,
     read: Callable[[mx.array, RowCache], object],
     cache: RowCache,
-    rows: Sequence[Row],
+    rows: Sequence[Request],
     size: int,
     upto: int,
     prefix: PrefixCache | None,

@@ -8,11 +8,11 @@ import mlx.nn as nn
 import pytest
 
 from service.core import Prompt, Sampling
-from service.engine.cache import RowCache
+from service.engine.adapters import bare
 from service.engine.decoder import Decoder
-from service.engine.draft import bare
-from service.engine.prefix import PrefixCache
-from service.engine.row import Row
+from service.engine.kv.cache import RowCache
+from service.engine.kv.prefix import PrefixCache
+from service.engine.request import Request
 from tests.support.batches import admit
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of
@@ -31,11 +31,11 @@ def random_tokens(number: int, count: int) -> tuple[int, ...]:
     return tuple(rng.randrange(4, VOCABULARY) for _ in range(count))
 
 
-def rows_of(texts: Sequence[Sequence[int]]) -> list[Row]:
-    return [Row(str(i), Prompt(tuple(text), Sampling(max_tokens=16)), EOS, None) for i, text in enumerate(texts)]
+def rows_of(texts: Sequence[Sequence[int]]) -> list[Request]:
+    return [Request(str(i), Prompt(tuple(text), Sampling(max_tokens=16)), EOS, None) for i, text in enumerate(texts)]
 
 
-def finish(decoder: Decoder, rows: Sequence[Row]) -> None:
+def finish(decoder: Decoder, rows: Sequence[Request]) -> None:
     while decoder.rows:
         decoder.round()
     for row in rows:

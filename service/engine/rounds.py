@@ -13,11 +13,11 @@ from service.core import Source
 from service.engine import device
 from service.engine.confidence import Steps
 from service.engine.costs import Load
-from service.engine.drafting import Proposal
+from service.engine.drafters.lookup import Found
+from service.engine.drafters.model import Proposal
 from service.engine.evidence import RoundEvidence
-from service.engine.length import Choice, Match
-from service.engine.lookup import Found
-from service.engine.row import Row
+from service.engine.planner import Choice, Match
+from service.engine.request import Request
 from service.engine.sampling import SamplingBatch
 
 
@@ -27,7 +27,7 @@ class Plan:
     behind: the draft has more to read first than a step takes, so that the round's time says nothing of others. started_at:
     perf_counter when it was made."""
 
-    rows: Sequence[Row]
+    rows: Sequence[Request]
     visible: Sequence[Sequence[int]]
     load: Load
     choice: Choice

@@ -42,11 +42,11 @@ from service.core import (
     Ticket,
     Unavailable,
 )
+from service.engine.adapters import bare
 from service.engine.decoder import Decoder
-from service.engine.draft import bare
 from service.engine.engine import Engine
-from service.engine.prefix import BLOCK, PrefixCache
-from service.engine.worker import Worker
+from service.engine.kv.prefix import BLOCK, PrefixCache
+from service.engine.thread import Worker
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
 from tests.support.oracle import filtered_logprobs, naive, noisy_copy, tiny_llama

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.room import SPARE, STEP, closed, joined, kept, scattered, written
+from service.engine.kv.buffers import SPARE, STEP, closed, joined, kept, scattered, written
 
 
 def filled(rows: int, capacity: int = STEP, first: int = 1) -> mx.array:

@@ -11,9 +11,9 @@ import mlx.core as mx
 import numpy as np
 
 from service.engine import device
-from service.engine.cache import RowCache
+from service.engine.adapters import Draft
 from service.engine.confidence import Steps
-from service.engine.draft import Draft
+from service.engine.kv.cache import RowCache
 from service.engine.sampling import SamplingBatch, SharedNoise, draw, fit, normaliser, transform
 from service.engine.strategy import current
 from service.models.heads import Backbone, CutHead, Head, cut_head, split, token_limit

@@ -3,7 +3,7 @@
 import pytest
 
 from service.core import FinishReason, Prompt, Sampling, Source
-from service.engine.row import Row, TextStream
+from service.engine.request import Request, TextStream
 
 
 class LetterDetokenizer:
@@ -46,8 +46,8 @@ def test_the_earliest_of_several_stop_strings_wins() -> None:
     assert stopped and "".join(pieces) == "ab"
 
 
-def row(max_tokens: int) -> Row:
-    return Row("r", Prompt((1, 2), Sampling(max_tokens=max_tokens)), frozenset({9}), None)
+def row(max_tokens: int) -> Request:
+    return Request("r", Prompt((1, 2), Sampling(max_tokens=max_tokens)), frozenset({9}), None)
 
 
 def test_a_round_that_passes_the_end_token_is_cut_there() -> None:
@@ -84,7 +84,9 @@ def test_positions_behind_the_end_are_not_counted(
 
 
 def test_positions_behind_a_stop_string_are_not_counted() -> None:
-    request = Row("r", Prompt((1, 2), Sampling(stop=("ab",))), frozenset(), TextStream(LetterDetokenizer(), ("ab",)))
+    request = Request(
+        "r", Prompt((1, 2), Sampling(stop=("ab",))), frozenset(), TextStream(LetterDetokenizer(), ("ab",))
+    )
     request.take([*b"xabyz"], [*b"xaby"], Source.LOOKUP, adapter=3)
     assert request.finish is FinishReason.STOP
     assert [(done.drafted, done.accepted, done.emitted) for done in request.rounds] == [(3, 3, 3)]

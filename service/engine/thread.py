@@ -26,10 +26,10 @@ from service.core import (
     Staged,
     Unavailable,
 )
-from service.engine.draft import Draft
+from service.engine.adapters import Draft
 from service.engine.engine import Engine
-from service.engine.reading import Prefill
-from service.engine.row import Row
+from service.engine.prefill import Prefill
+from service.engine.request import Request
 from service.engine.staging import Staging
 from service.engine.ticket import Place, Ticket
 from service.engine.watchdog import Watchdog
@@ -197,7 +197,7 @@ class Worker:
 
     def round_seconds(self, step: float = 1.0) -> tuple[float, ...] | None:
         """See core.DraftSwitch."""
-        length = self._engine.decoder.length if self._engine else None
+        length = self._engine.decoder.planner if self._engine else None
         return length.round_seconds(step) if length is not None else None
 
     def drain(self, seconds: float) -> bool:
@@ -338,7 +338,7 @@ class Worker:
                 self._finish(ticket, row, engine)
                 self._running.remove(ticket)
 
-    def _finish(self, ticket: Ticket, row: Row, engine: Engine) -> None:
+    def _finish(self, ticket: Ticket, row: Request, engine: Engine) -> None:
         if row.prompt.store and (generation := row.generation(engine.provenance)) is not None:
             self._recorder.record(generation)
         ticket.tell(row.finished())

@@ -8,8 +8,8 @@ import mlx.core as mx
 import pytest
 
 from service.core import PairError
-from service.engine.cache import RowLayer
-from service.engine.probe import FACTOR, check_rows, largest_difference
+from service.engine.kv.cache import RowLayer
+from service.engine.preflight import FACTOR, check_rows, largest_difference
 from tests.support.families import IDENTICAL, RECURRENT, build
 from tests.support.faults import KINDS, Fault, plant
 from tests.support.oracle import tiny_llama

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from service.engine.length import LOOKED_UP
+from service.engine.planner import LOOKED_UP
 
 LENGTHS = tuple(sorted(LOOKED_UP, reverse=True))
 REMEMBERED = 65_536

@@ -21,9 +21,9 @@ from service.core import (
     Timings,
 )
 from service.engine.acceptance import Acceptance
+from service.engine.drafters.lookup import Grams
 from service.engine.evidence import Evidence
-from service.engine.lookup import Grams
-from service.engine.targets import pack
+from service.engine.top_logprobs import pack
 
 
 class Detokenizer(Protocol):
@@ -80,7 +80,7 @@ class TextStream:
 
 
 @dataclass(slots=True)
-class Row:
+class Request:
     """`tokens` is prompt plus output; the last one has not been fed to the target yet."""
 
     id: str
@@ -203,7 +203,7 @@ class Row:
         )
 
 
-def prompted(rows: Sequence[Row]) -> float:
+def prompted(rows: Sequence[Request]) -> float:
     """Tokens of prompts that had to be read, for each that may be said."""
     read = sum(len(row.prompt.tokens) - row.reused for row in rows)
     return read / max(sum(row.prompt.sampling.max_tokens for row in rows), 1)

@@ -15,8 +15,8 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from service.engine import device
-from service.engine.cache import RowCache
-from service.engine.room import STEP
+from service.engine.kv.buffers import STEP
+from service.engine.kv.cache import RowCache
 
 BLOCK = 32
 """Positions of a block; what is left of a prefix beyond whole blocks is read again."""
