@@ -106,7 +106,7 @@ class RowLayer:
         return self.whole and (count > 1 or not self.lengths.equal)
 
     def row_call(self, keys: mx.array, values: mx.array, mask: object) -> RowCall | None:
-        """See attention.RowAttended."""
+        """What a call over `keys` and `values` under `mask` is for `attention`, where these are the layer's own; else None."""
         known = self.lengths.masks.get(id(mask)) if self.routed else None
         own = keys is self._views[0] and values is self._views[1]
         # What is still referred to would be copied by the next write.
