@@ -747,6 +747,26 @@ def test_a_target_that_hangs_for_good_is_given_up(at: str) -> None:
     assert harness.generations == []
 
 
+def test_a_request_that_was_given_up_gets_no_second_end() -> None:
+    """The thread hangs between the last tokens and the end, and comes back after the watchdog failed the request."""
+    recording, go, left = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(EngineHarness):
+        def record(self, generation: Generation) -> None:
+            recording.set()
+            assert go.wait(PATIENCE)
+            left.set()
+
+    with Slow(hang_seconds=1.0) as harness:
+        client = harness.submit(prompt(1))
+        assert recording.wait(PATIENCE)
+        client.failed("no progress")
+        go.set()
+        assert left.wait(PATIENCE)
+        harness.thread._thread.join(PATIENCE)
+    client.failed("no progress")
+
+
 def test_a_late_return_does_not_hide_the_reason() -> None:
     hold = BlockingHook(at=2, match=decoding)
     with EngineHarness(hold, hang_seconds=1.0) as harness:

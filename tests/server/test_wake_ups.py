@@ -65,7 +65,7 @@ class Seen:
 
 @contextmanager
 def served(tmp_path: Path, pair: tuple[Path, Path]) -> Generator[LocalServer]:
-    server = in_process_server(tmp_path, pair, engine={"max_rows": 8})
+    server = in_process_server(tmp_path, pair, engine={"max_rows": 8}, server={"request_timeout": 30.0})
     server.start()
     try:
         yield server
