@@ -26,7 +26,7 @@ from service.engine.decoder import Decoder
 from service.engine.engine import Engine
 from service.engine.kv.prefix import PrefixCache
 from service.engine.preflight import check_rows
-from service.engine.thread import Worker
+from service.engine.thread import EngineThread
 from service.lifecycle.clock import Clock
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.queue_monitor import QueueMonitor
@@ -80,7 +80,7 @@ class Application:
         self._lease_clock.start()
         self.metrics = Metrics(max(settings.engine.num_draft_tokens, settings.engine.num_lookup_tokens))
         self.recorder = Recorder(self.stores.generations, on_drop=self.metrics.recorder_dropped)
-        self.worker = Worker(
+        self.engine_thread = EngineThread(
             self._build,
             max_rows=settings.engine.max_rows,
             max_waiting=settings.engine.max_waiting,
@@ -90,7 +90,7 @@ class Application:
             on_fatal=on_fatal,
             on_wait=self._notify_wait,
         )
-        self.metrics.watch_engine(self.worker.status)
+        self.metrics.watch_engine(self.engine_thread.status)
         self._allowed_hosts = [*settings.server.allowed_hosts, settings.server.host]
         self._api: ASGIApp = build_startup_api(
             stage=lambda: self.stage, metrics=self.metrics, allowed_hosts=self._allowed_hosts
@@ -108,17 +108,17 @@ class Application:
         """Load the models, serve the adapter that the database says is active, start the clock, open the routes. Blocks;
         raises what makes serving impossible."""
         settings = self.settings
-        self.worker.start()
+        self.engine_thread.start()
         serving = self._serving
         assert serving is not None
-        queue = QueueMonitor(lambda: self.worker.status().waiting, lambda: supervisor.pause_child())
+        queue = QueueMonitor(lambda: self.engine_thread.status().waiting, lambda: supervisor.pause_child())
         supervisor = Supervisor(
             runs=self.stores.runs,
             adapters=self.stores.adapters,
             generations=self.stores.generations,
             replay=self.stores.replay,
             unseen=self.stores.unseen,
-            switching=Switching(self.worker, self.stores.adapters, serving.pair.provenance.draft, self.metrics),
+            switching=Switching(self.engine_thread, self.stores.adapters, serving.pair.provenance.draft, self.metrics),
             launcher=ProcessLauncher(
                 settings.home / TRAINING_LOG,
                 settings.training.threads,
@@ -138,7 +138,7 @@ class Application:
         tokenizer = serving.pair.target.tokenizer
         token_bytes = bytes_per_token(tokenizer)
         self._api = build_api(
-            service=self.worker,
+            service=self.engine_thread,
             encoder=TextEncoder(tokenizer),
             operator=supervisor,
             metrics=self.metrics,
@@ -156,8 +156,8 @@ class Application:
 
     def drain(self) -> None:
         """Refuse new requests, let running ones finish within the drain time, end the rest with an error."""
-        self.worker.drain(self.settings.server.drain_seconds)
-        self.worker.stop()
+        self.engine_thread.drain(self.settings.server.drain_seconds)
+        self.engine_thread.stop()
 
     def stop(self) -> None:
         """In the order in which things depend on each other; whatever was recorded is written."""
@@ -167,7 +167,7 @@ class Application:
             self._queue.stop()
         if self._supervisor is not None:
             self._supervisor.stop()
-        self.worker.stop()
+        self.engine_thread.stop()
         self.recorder.close(timeout=10.0)
         self._lease_clock.stop()
         with suppress(StoreError):
@@ -339,12 +339,12 @@ def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
             )
             server.run(sockets=[listener])
         finally:
-            application.worker.stop()
+            application.engine_thread.stop()
             starter.shutdown()
             application.stop()
     if unable:
         raise unable[0]
-    if application.worker.loading:
+    if application.engine_thread.loading:
         # The signal came while models were loading, in native code that cannot be stopped and must not run while the
         # interpreter is taken down. All that was recorded is written, and half-made model folders are known for what they are.
         logging.shutdown()

@@ -11,6 +11,7 @@ from fastapi.responses import JSONResponse
 
 from service.api.errors import answer
 from service.api.limits import Limits
+from service.api.mailbox import Mailbox
 from service.api.schemas import DEFAULTS, GenerateAnswer, GenerateRequest
 from service.api.streaming import EventStream, Exchange, summary
 from service.api.strict import StrictRoute
@@ -26,6 +27,8 @@ def generate_routes(
 ) -> APIRouter:
     """POST /generate. A prompt that cannot fit by its bytes, or for which the queue has no place, is not tokenised."""
     router = APIRouter(route_class=StrictRoute)
+    mailbox = Mailbox()
+    service.on_delivered(mailbox.flush)
 
     @router.post(
         "/generate",
@@ -35,7 +38,7 @@ def generate_routes(
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Generate text: one JSON answer, or server-sent events with `stream`."""
         check_size(body, limits)
-        exchange = Exchange(metrics, limits.request_timeout)
+        exchange = Exchange(metrics, mailbox, limits.request_timeout, stream=body.stream)
         with service.reserve() as place:
             prompt = await to_thread.run_sync(to_prompt, body, encoder, limits)
             exchange.submit(service, prompt, place)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import NoReturn
@@ -13,6 +12,7 @@ from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from service.api.errors import TimedOut, describe
+from service.api.mailbox import Mailbox
 from service.api.schemas import DeltaAnswer, Summary, TimingsAnswer, Usage
 from service.core import (
     Delta,
@@ -36,13 +36,18 @@ DONE = b"data: [DONE]\n\n"
 class Exchange:
     """A request from its arrival to its end, on one event loop. Whoever calls submit() must call close() as well.
 
-    seconds: how long the request may take in all, from now on.
+    seconds: how long the request may take in all, from now on. stream: its events are wanted as they come; otherwise all of
+    them come at its end.
     """
 
-    def __init__(self, metrics: Metrics, seconds: float) -> None:
+    def __init__(self, metrics: Metrics, mailbox: Mailbox, seconds: float, *, stream: bool) -> None:
+        mailbox.bind()
         self._metrics = metrics
-        self._loop = asyncio.get_running_loop()
-        self._queue: asyncio.Queue[tuple[float, Event]] = asyncio.Queue()
+        self._mailbox = mailbox
+        self._stream = stream
+        self._queue: asyncio.Queue[Event] = asyncio.Queue()
+        self._unsent: list[Event] = []
+        self._last_delta_at: float | None = None
         self._arrived = time.monotonic()
         self._seconds = seconds
         self._prompt_tokens = 0
@@ -60,25 +65,19 @@ class Exchange:
 
         Raises the engine's error when the request failed, TimedOut when it took too long.
         """
-        delivered: float | None = None
         while True:
             left = self._arrived + self._seconds - time.monotonic()
             if left <= 0:
                 self._fail(TimedOut(f"the request took longer than {self._seconds:g} s"))
             try:
                 async with asyncio.timeout(min(patience, left)):
-                    at, event = await self._queue.get()
+                    event = await self._queue.get()
             except TimeoutError:
                 if patience < left:
                     yield None
                 continue
             match event:
                 case Delta():
-                    if event.tokens and delivered is None:
-                        self._metrics.first_token(at - self._arrived)
-                    elif event.tokens and delivered is not None:
-                        self._metrics.next_tokens(at - delivered)
-                    delivered = at if event.tokens else delivered
                     yield event
                 case Finished():
                     self._finish(event.finish)
@@ -94,9 +93,21 @@ class Exchange:
             self._finish(FinishReason.CANCELLED)
 
     def _receive(self, event: Event) -> None:
-        # On the engine's thread. After the event loop has closed nothing waits for this event.
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, (time.monotonic(), event))
+        # On the engine's thread, one event at a time.
+        self._unsent.append(event)
+        if isinstance(event, Delta) and event.tokens:
+            self._observe_latency()
+        if self._stream or not isinstance(event, Delta):
+            self._mailbox.put(self._queue, self._unsent)
+            self._unsent = []
+
+    def _observe_latency(self) -> None:
+        now = time.monotonic()
+        if self._last_delta_at is None:
+            self._metrics.first_token(now - self._arrived)
+        else:
+            self._metrics.next_tokens(now - self._last_delta_at)
+        self._last_delta_at = now
 
     def _finish(self, finish: FinishReason) -> None:
         if not self._counted:

@@ -218,4 +218,5 @@ class Failed:
 
 Event: TypeAlias = Delta | Finished | Failed
 Sink: TypeAlias = Callable[[Event], None]
-"""Called on the engine's thread; must return at once and never raise. The last event is always Finished or Failed."""
+"""Called on the engine's thread; must return at once and never raise. The last event is always Finished or Failed. To wake
+another thread, wait for GenerationService.on_delivered, which comes once for the sinks of all requests."""

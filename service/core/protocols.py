@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, Self
@@ -61,6 +61,11 @@ class GenerationService(Protocol):
     def submit(self, prompt: Prompt, sink: Sink, place: Place | None = None) -> Ticket:
         """Queue a request, in the place that was reserved for it if there is one. Raises BadRequest when the prompt cannot
         fit, Unavailable when not serving, and without a place Overloaded when the queue is full."""
+        ...
+
+    def on_delivered(self, flush: Callable[[], None]) -> None:
+        """Call `flush` from now on whenever sinks may have been called: on the same thread, once for all events of a round
+        and for all requests that fail together. It must return at once and never raise."""
         ...
 
     def status(self) -> EngineStatus:

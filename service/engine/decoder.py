@@ -1,6 +1,6 @@
 """One speculative round over a batch: propose K tokens for every row, verify all rows in one target call, emit.
 
-Single-threaded and without text, queues or clocks beyond the rows' own: the worker feeds it, offline tools drive it
+Single-threaded and without text, queues or clocks beyond the rows' own: the engine thread feeds it, offline tools drive it
 directly, and the tests compare it with a target decoding alone.
 """
 

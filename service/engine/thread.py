@@ -1,4 +1,4 @@
-"""The one thread that owns every MLX object: it admits requests, runs rounds, and changes drafts between them."""
+"""The one thread that owns every MLX object: it prefills, runs rounds, and changes drafts between them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from service.core import (
     Failed,
     FinishReason,
     GenerationSink,
-    Overloaded,
     Prompt,
     RedraftError,
     RoundObserver,
@@ -30,15 +29,17 @@ from service.engine.adapters import Draft
 from service.engine.engine import Engine
 from service.engine.prefill import Prefill
 from service.engine.request import Request
+from service.engine.scheduler import Scheduler
 from service.engine.staging import Staging
 from service.engine.ticket import Place, Ticket
 from service.engine.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-RETRY_SECONDS = 5
 ABANDON_SECONDS = 0.1
 """How long a thread is waited for that was given up or still loads: in native code nothing can stop it."""
+IDLE_SECONDS = 0.5
+"""How long the thread sleeps at most while there is nothing to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class Command:
     future: Future[Staged] | Future[None]
 
 
-class Worker:
+class EngineThread:
     """core.GenerationService and core.DraftSwitch over one Engine.
 
     `build` makes the Engine and runs on the thread itself, for MLX objects belong to the thread that made them. `on_fatal`
@@ -70,19 +71,16 @@ class Worker:
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._build = build
-        self._max_rows = max_rows
-        self._max_waiting = max_waiting
         self._recorder = recorder
         self._observer = observer
         self._on_wait = on_wait
         self._engine: Engine | None = None
-        self._waiting: deque[Ticket] = deque()
-        self._reserved = 0
-        self._reading: list[tuple[Ticket, Prefill]] = []
-        self._running: list[Ticket] = []
+        self._scheduler = Scheduler(max_rows, max_waiting)
+        self._flushes: list[Callable[[], None]] = []
         self._commands: deque[Command] = deque()
         self._staging = Staging()
-        self._gate = threading.Condition()
+        self._condition = threading.Condition()
+        """Guards the scheduler's queues and the commands; notified when there is something to do."""
         self._stopping = False
         self._draining = False
         self._reported_failures = 0
@@ -109,37 +107,33 @@ class Worker:
 
     def reserve(self) -> Place:
         """See core.GenerationService. Never waits for a round."""
-        with self._gate:
-            self._check_room()
-            self._reserved += 1
+        with self._condition:
+            self._serving_engine()
+            self._scheduler.reserve()
         return Place(self._release)
 
     def submit(self, prompt: Prompt, sink: Sink, place: core.Place | None = None) -> Ticket:
         """See core.GenerationService. `sink` is called on the engine's thread."""
         self._serving_engine().check(prompt)
         ticket = Ticket(prompt, sink)
-        with self._gate:
+        with self._condition:
+            self._serving_engine()
             # A place that was released meanwhile is no place.
             if place is None or not place.release():
-                self._check_room()
-            else:
-                self._serving_engine()
-            self._waiting.append(ticket)
-            must_wait = len(self._waiting) > max(0, self._max_rows - self._taken())
-            self._gate.notify()
+                self._scheduler.check_capacity()
+            must_wait = self._scheduler.add(ticket)
+            self._condition.notify()
         if must_wait:
             self._on_wait()
         return ticket
 
-    def _release(self) -> None:
-        with self._gate:
-            self._reserved -= 1
+    def on_delivered(self, flush: Callable[[], None]) -> None:
+        """See core.GenerationService."""
+        self._flushes.append(flush)
 
-    def _check_room(self) -> None:
-        """Under the gate. Raises Unavailable when not serving, Overloaded when the queue is full."""
-        self._serving_engine()
-        if len(self._waiting) + self._reserved >= self._max_waiting + max(0, self._max_rows - self._taken()):
-            raise Overloaded("the queue is full", retry_after=RETRY_SECONDS)
+    def _release(self) -> None:
+        with self._condition:
+            self._scheduler.release()
 
     def _serving_engine(self) -> Engine:
         if self._engine is None:
@@ -161,8 +155,8 @@ class Worker:
         return EngineStatus(
             ready=not reason,
             reason=reason or "serving",
-            rows=self._taken(),
-            waiting=len(self._waiting),
+            rows=self._scheduler.rows,
+            waiting=len(self._scheduler.waiting),
             idle_seconds=idle,
             adapter=self.active,
             draft_failures=engine.decoder.draft_failures if engine else 0,
@@ -197,23 +191,23 @@ class Worker:
 
     def round_seconds(self, step: float = 1.0) -> tuple[float, ...] | None:
         """See core.DraftSwitch."""
-        length = self._engine.decoder.planner if self._engine else None
-        return length.round_seconds(step) if length is not None else None
+        planner = self._engine.decoder.planner if self._engine else None
+        return planner.round_seconds(step) if planner is not None else None
 
     def drain(self, seconds: float) -> bool:
         """Refuse new requests and wait for the running ones; False when some were still running."""
         self._draining = True
         end = time.monotonic() + seconds
-        while time.monotonic() < end and (self._waiting or self._reading or self._running) and not self._watchdog.dead:
+        while time.monotonic() < end and self._scheduler.unfinished and not self._watchdog.dead:
             time.sleep(0.02)
-        return not (self._waiting or self._reading or self._running)
+        return not self._scheduler.unfinished
 
     def stop(self) -> None:
         """End the thread; whatever still runs fails with Unavailable."""
         self._watchdog.stop()
-        with self._gate:
+        with self._condition:
             self._stopping = True
-            self._gate.notify()
+            self._condition.notify()
         if self._thread.is_alive():
             given_up = self._watchdog.dead is not None or self.loading
             self._thread.join(timeout=ABANDON_SECONDS if given_up else self._watchdog.hang_seconds)
@@ -225,18 +219,15 @@ class Worker:
         return self._engine is None and self._thread.is_alive()
 
     def _command(self, run: Callable[[Engine], None], future: Future[Staged] | Future[None]) -> None:
-        with self._gate:
+        with self._condition:
             if self._watchdog.dead or self._stopping:
                 future.set_exception(Unavailable(self._watchdog.dead or "the server is shutting down"))
                 return
             self._commands.append(Command(run, future))
-            self._gate.notify()
-
-    def _taken(self) -> int:
-        return len(self._running) + len(self._reading)
+            self._condition.notify()
 
     def _busy(self) -> bool:
-        return bool(self._waiting or self._reading or self._running or self._staging)
+        return self._scheduler.unfinished or bool(self._staging)
 
     # ---------------------------------------------------------------------------------------------------- the MLX thread
 
@@ -250,7 +241,7 @@ class Worker:
                 # Whoever called start() gets the error, and ends the process in order.
                 self._watchdog.stop()
             if self._watchdog.dead is not None:
-                # The watchdog gave it up, told everyone, and emptied the lists under it.
+                # The watchdog gave this thread up, failed every request, and emptied the queues under it.
                 return
             # What the error says is enough where it is one of ours, such as a model that is not there.
             log.error("the engine stopped: %s", error, exc_info=not isinstance(error, RedraftError))
@@ -258,100 +249,106 @@ class Worker:
             self._fail_everyone(error if isinstance(error, RedraftError) else Unavailable(self._watchdog.dead))
 
     def _turn(self, engine: Engine) -> None:
-        """Everything between two rounds, then one round: changes asked for, one loading step, one chunk of prompts."""
         self._watchdog.beat()
+        self._run_commands(engine)
+        self._schedule(engine)
+        self._prefill_chunk(engine)
+        self._round(engine)
+        self._flush()
+        self._wait_for_work(engine)
+
+    def _run_commands(self, engine: Engine) -> None:
+        """Make the changes that were asked for, and one step of loading an adapter."""
         while self._commands:
             self._commands.popleft().run(engine)
         self._staging.step()
-        self._drop_cancelled(engine)
-        self._admit(engine)
-        self._read_chunk(engine)
-        if engine.decoder.unfinished:
-            self._decode(engine)
-        elif not (self._reading or self._staging or engine.decoder.idle()):
-            with self._gate:
-                if not self._waiting and not self._commands and not self._stopping:
-                    self._gate.wait(timeout=0.5)
 
-    def _drop_cancelled(self, engine: Engine) -> None:
-        with self._gate:
-            unstarted = [ticket for ticket in self._waiting if ticket.cancelled.is_set()]
-            for ticket in unstarted:
-                self._waiting.remove(ticket)
+    def _schedule(self, engine: Engine) -> None:
+        """End cancelled requests, then admit waiting ones to the free rows."""
+        with self._condition:
+            unstarted = self._scheduler.drop_cancelled()
         for ticket in unstarted:
-            ticket.tell(Failed(Unavailable("cancelled before it started")))
-        unread = [ticket for ticket, _ in self._reading if ticket.cancelled.is_set()]
-        gone = [ticket for ticket in self._running if ticket.cancelled.is_set()]
-        ended = [(ticket, ticket.row) for ticket in [*unread, *gone] if ticket.row is not None]
-        for _, row in ended:
+            ticket.send(Failed(Unavailable("cancelled before it started")))
+        self._end_cancelled(engine)
+        while (ticket := self._scheduler.next()) is not None:
+            # It waits until it has its row: `drain` must see it, and an error must reach it.
+            ticket.row = engine.row(ticket.id, ticket.prompt)
+            prefill = engine.decoder.begin(ticket.row)
+            with self._condition:
+                self._scheduler.admit(ticket, prefill)
+
+    def _end_cancelled(self, engine: Engine) -> None:
+        gone = self._scheduler.cancelled()
+        rows = [ticket.row for ticket in gone if ticket.row is not None]
+        for row in rows:
             # Before they leave: a round that is under way gives them nothing any more.
             row.finish = FinishReason.CANCELLED
-        if gone:
-            engine.decoder.leave([ticket.row for ticket in gone if ticket.row is not None])
-        for ticket, row in ended:
+        if any(ticket in self._scheduler.running for ticket in gone):
+            engine.decoder.leave(rows)
+        for ticket, row in zip(gone, rows, strict=True):
             self._finish(ticket, row, engine)
-        self._reading = [(ticket, prefill) for ticket, prefill in self._reading if ticket not in unread]
-        self._running = [ticket for ticket in self._running if ticket not in gone]
+        self._scheduler.remove(gone)
 
-    def _admit(self, engine: Engine) -> None:
-        while self._taken() < self._max_rows:
-            with self._gate:
-                if not self._waiting:
-                    return
-                ticket = self._waiting[0]
-                ticket.row = engine.row(ticket.id, ticket.prompt)
-                self._reading.append((ticket, engine.decoder.begin(ticket.row)))
-                self._waiting.popleft()
-
-    def _read_chunk(self, engine: Engine) -> None:
-        """The next chunk of the oldest prompt, and whole ones that fit beside it (into two chunks where more wait than run)."""
+    def _prefill_chunk(self, engine: Engine) -> None:
+        """Prefill the next chunk of the oldest prompt, and whole prompts that fit into the same number of tokens."""
         ready: list[Prefill] = []
-        size = engine.decoder.prefill_chunk
-        left = size * (2 if len(self._reading) > len(self._running) else 1)
-        while self._reading:
-            prefill = engine.decoder.gather([waiting for _, waiting in self._reading], left)
-            left -= prefill.wanted(size)
-            if left < 0 or not engine.decoder.read(prefill, len(self._reading)):
+        scheduler, chunk = self._scheduler, engine.decoder.prefill_chunk
+        left = scheduler.prefill_tokens(chunk)
+        while scheduler.prefilling:
+            prefill = engine.decoder.gather([*scheduler.prefilling.values()], left)
+            left -= prefill.wanted(chunk)
+            if left < 0 or not engine.decoder.read(prefill, len(scheduler.prefilling)):
                 break
             ready.append(prefill)
-            done = [ticket for ticket, _ in self._reading if any(ticket.row is row for row in prefill.rows)]
-            self._reading = [(ticket, waiting) for ticket, waiting in self._reading if ticket not in done]
-            self._running += done
+            scheduler.prefilled(prefill)
             for row in prefill.rows:
                 self._observer.prompt_read(len(row.prompt.tokens), row.reused)
         if ready:
             engine.decoder.join(ready)
 
-    def _decode(self, engine: Engine) -> None:
-        report = engine.decoder.round(len(self._reading))
+    def _round(self, engine: Engine) -> None:
+        """Decode one round and give every request its share of it."""
+        if not engine.decoder.unfinished:
+            return
+        report = engine.decoder.round(len(self._scheduler.prefilling))
         self._observer.observe(report.rounds, report.seconds)
         for _ in range(engine.decoder.draft_failures - self._reported_failures):
             self._observer.draft_failed(engine.decoder.adapter)
         self._reported_failures = engine.decoder.draft_failures
-        by_row = {id(ticket.row): ticket for ticket in self._running}
+        by_row = {id(ticket.row): ticket for ticket in self._scheduler.running}
         for row, delta in zip(report.rows, report.deltas, strict=True):
             if (ticket := by_row.get(id(row))) is None:
                 # Cancelled while the round was under way.
                 continue
-            ticket.tell(delta)
+            ticket.send(delta)
             if row.finish is not None:
                 self._finish(ticket, row, engine)
-                self._running.remove(ticket)
+                self._scheduler.remove([ticket])
 
     def _finish(self, ticket: Ticket, row: Request, engine: Engine) -> None:
         if row.prompt.store and (generation := row.generation(engine.provenance)) is not None:
             self._recorder.record(generation)
-        ticket.tell(row.finished())
+        ticket.send(row.finished())
+
+    def _flush(self) -> None:
+        for flush in self._flushes:
+            flush()
+
+    def _wait_for_work(self, engine: Engine) -> None:
+        if self._busy() or self._commands or engine.decoder.unfinished or engine.decoder.idle():
+            return
+        with self._condition:
+            if not self._scheduler.waiting and not self._commands and not self._stopping:
+                self._condition.wait(IDLE_SECONDS)
 
     def _fail_everyone(self, error: RedraftError) -> None:
-        with self._gate:
-            tickets = [*self._waiting, *(ticket for ticket, _ in self._reading), *self._running]
-            self._waiting.clear()
-            self._reading, self._running = [], []
-            promised = [*(command.future for command in self._commands), *self._staging.give_up()]
+        with self._condition:
+            tickets = self._scheduler.clear()
+            futures = [*(command.future for command in self._commands), *self._staging.give_up()]
             self._commands.clear()
         for ticket in tickets:
-            ticket.tell(Failed(error))
-        for future in promised:
+            ticket.send(Failed(error))
+        self._flush()
+        for future in futures:
             if not future.done():
                 future.set_exception(error)

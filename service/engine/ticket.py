@@ -35,7 +35,7 @@ class Place:
 
 
 class Ticket:
-    """core.Ticket: a request and what the thread knows of it."""
+    """core.Ticket: a request, its sink, and its row once it has one."""
 
     def __init__(self, prompt: Prompt, sink: Sink) -> None:
         self.id = uuid.uuid4().hex
@@ -43,16 +43,16 @@ class Ticket:
         self.sink = sink
         self.cancelled = threading.Event()
         self.row: Request | None = None
-        self._telling = threading.RLock()
+        self._sending = threading.RLock()
         self._over = False
 
     def cancel(self) -> None:
         """See core.Ticket. Only sets a flag, which the engine's thread reads before its next round."""
         self.cancelled.set()
 
-    def tell(self, event: Event) -> None:
-        """Hand an event on, unless the end was told already: the watchdog may end what the thread still works at."""
-        with self._telling:
+    def send(self, event: Event) -> None:
+        """Give the sink an event, unless it has the last one: the watchdog may fail a request that the thread still decodes."""
+        with self._sending:
             if not self._over:
                 self._over = not isinstance(event, Delta)
                 self.sink(event)

@@ -17,7 +17,7 @@ from service.engine.engine import Engine
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Prefill
 from service.engine.request import Request
-from service.engine.thread import Worker
+from service.engine.thread import EngineThread
 from service.evaluation.templates import traffic
 from service.learning import lora
 from service.learning.dataset import Example, batches
@@ -125,7 +125,7 @@ def test_a_long_prompt_does_not_hold_up_a_running_stream(pair: Pair) -> None:
     decoder = TimedDecoder(pair.target.model, base, vocabulary=pair.vocabulary, k=3, prefix=PrefixCache(512 * 2**20))
     decoder.chunks = []
     engine = Engine(decoder, base, frozenset(), 4096, pair.provenance, lambda: pair.target.tokenizer.detokenizer)
-    worker = Worker(lambda: engine, max_rows=4, max_waiting=4, recorder=NoObserver(), observer=NoObserver())
+    thread = EngineThread(lambda: engine, max_rows=4, max_waiting=4, recorder=NoObserver(), observer=NoObserver())
     times: list[float] = []
     running, read = threading.Event(), threading.Event()
 
@@ -138,17 +138,17 @@ def test_a_long_prompt_does_not_hold_up_a_running_stream(pair: Pair) -> None:
         if isinstance(event, Delta):
             read.set()
 
-    worker.start()
+    thread.start()
     try:
-        ticket = worker.submit(Prompt(noise(1, 50), Sampling(max_tokens=2000)), stream)
+        ticket = thread.submit(Prompt(noise(1, 50), Sampling(max_tokens=2000)), stream)
         assert running.wait(60)
         decoder.chunks.clear()
         begun = len(times)
-        worker.submit(Prompt(noise(2, 2000), Sampling(max_tokens=1)), other)
+        thread.submit(Prompt(noise(2, 2000), Sampling(max_tokens=1)), other)
         assert read.wait(200)
         ticket.cancel()
     finally:
-        worker.stop()
+        thread.stop()
     gaps = [after - before for before, after in zip(times[begun - 1 :], times[begun:], strict=False)]
     chunk, gap = max(decoder.chunks), max(gaps)
     print(f"\nlongest gap {gap:.2f} s, longest chunk {chunk:.2f} s, median chunk {median(decoder.chunks):.2f} s")

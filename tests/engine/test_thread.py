@@ -46,7 +46,7 @@ from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
 from service.engine.kv.prefix import BLOCK, PrefixCache
-from service.engine.thread import Worker
+from service.engine.thread import EngineThread
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
 from tests.support.oracle import filtered_logprobs, naive, noisy_copy, tiny_llama
@@ -176,8 +176,8 @@ class Client:
         return end.error
 
 
-class WorkerHarness:
-    """A worker on a tiny pair, which records everything that the worker reports."""
+class EngineHarness:
+    """An EngineThread on a tiny pair, with everything that it reports."""
 
     def __init__(
         self,
@@ -197,7 +197,7 @@ class WorkerHarness:
         self.failures: list[int] = []
         self.read: list[tuple[int, int]] = []
         self.fatal: Future[str] = Future()
-        self.worker = Worker(
+        self.thread = EngineThread(
             self.build,
             max_rows=rows,
             max_waiting=waiting,
@@ -239,7 +239,7 @@ class WorkerHarness:
         self, prompt: Prompt, on_delta: Callable[[Client], None] = lambda client: None, place: Place | None = None
     ) -> Client:
         client = Client(prompt, on_delta)
-        client.ticket.set_result(self.worker.submit(prompt, client, place))
+        client.ticket.set_result(self.thread.submit(prompt, client, place))
         return client
 
     def rows_held(self) -> tuple[int, int]:
@@ -252,7 +252,7 @@ class WorkerHarness:
         return len(caches[0].lengths.host), len(caches[1].lengths.host)
 
     def __enter__(self) -> Self:
-        self.worker.start(PATIENCE)
+        self.thread.start(PATIENCE)
         return self
 
     def __exit__(
@@ -261,12 +261,12 @@ class WorkerHarness:
         for hook in self.hooks:
             if isinstance(hook, BlockingHook):
                 hook.release.set()
-        self.worker.stop()
+        self.thread.stop()
 
 
 @cache
 def reference() -> nn.Module:
-    """A copy of the worker's target for the thread that runs the tests."""
+    """A copy of its target for the thread that runs the tests."""
     return tiny_llama(0)
 
 
@@ -312,7 +312,7 @@ def decoding(fed: mx.array) -> bool:
     return fed.shape[1] in (1, K + 1)
 
 
-class MeasuringHarness(WorkerHarness):
+class MeasuringHarness(EngineHarness):
     """Measures the costs of rounds before it serves."""
 
     def build(self) -> Engine:
@@ -324,21 +324,21 @@ class MeasuringHarness(WorkerHarness):
 
 def test_round_costs_are_reported_once_measured() -> None:
     harness = MeasuringHarness()
-    assert harness.worker.round_seconds() is None, "not loaded yet"
+    assert harness.thread.round_seconds() is None, "not loaded yet"
     with harness:
-        costs = harness.worker.round_seconds()
+        costs = harness.thread.round_seconds()
         assert costs is not None and len(costs) == K
         assert all(0 < seconds < 1 for seconds in costs)
         assert harness.submit(prompt(1)).finished()
-        assert harness.worker.round_seconds() == costs
-    with WorkerHarness() as harness:
-        assert harness.worker.round_seconds() is None, "its draft length is fixed"
+        assert harness.thread.round_seconds() == costs
+    with EngineHarness() as harness:
+        assert harness.thread.round_seconds() is None, "its draft length is fixed"
 
 
 def test_prompts_are_prefilled_together_and_admitted_in_groups() -> None:
     """Two of these prompts fill a chunk. The first is prefilled alone, because no other has arrived."""
     hold = BlockingHook(match=lambda fed: fed.shape[1] == CHUNK // 2)
-    with WorkerHarness(hold, None, rows=8) as harness:
+    with EngineHarness(hold, None, rows=8) as harness:
         clients = [harness.submit(prompt(0, CHUNK // 2 + 1))]
         assert hold.reached.wait(PATIENCE)
         clients += [harness.submit(prompt(seed, CHUNK // 2 + 1)) for seed in range(1, 8)]
@@ -354,44 +354,44 @@ def test_prompts_are_prefilled_together_and_admitted_in_groups() -> None:
 
 def test_a_reserved_place_counts_until_it_is_used_or_released() -> None:
     hold = BlockingHook()
-    with WorkerHarness(hold, rows=1, waiting=2) as harness:
+    with EngineHarness(hold, rows=1, waiting=2) as harness:
         clients = [harness.submit(prompt(0))]
         assert hold.reached.wait(PATIENCE)
-        first, second = harness.worker.reserve(), harness.worker.reserve()
-        for refused in (harness.worker.reserve, lambda: harness.submit(prompt(1))):
+        first, second = harness.thread.reserve(), harness.thread.reserve()
+        for refused in (harness.thread.reserve, lambda: harness.submit(prompt(1))):
             with pytest.raises(Overloaded):
                 refused()
         # Releasing twice frees one place.
         assert (first.release(), first.release()) == (True, False)
-        third = harness.worker.reserve()
+        third = harness.thread.reserve()
         with pytest.raises(Overloaded):
-            harness.worker.reserve()
+            harness.thread.reserve()
         # A used place belongs to the request and cannot be released.
         clients.append(harness.submit(prompt(1), place=second))
         assert not second.release()
         with pytest.raises(Overloaded):
-            harness.worker.reserve()
+            harness.thread.reserve()
         # A place cannot be used after it was used or released.
         with pytest.raises(Overloaded):
             harness.submit(prompt(2), place=second)
         with pytest.raises(BadRequest), third:
             harness.submit(Prompt((), Sampling()), place=third)
-        with harness.worker.reserve() as fourth:
+        with harness.thread.reserve() as fourth:
             clients.append(harness.submit(prompt(3), place=fourth))
-        assert harness.worker.status().waiting == 2
+        assert harness.thread.status().waiting == 2
         hold.release.set()
         for client in clients:
             client.finished()
         for _ in range(3):
-            harness.worker.reserve()
+            harness.thread.reserve()
         with pytest.raises(Overloaded):
-            harness.worker.reserve()
+            harness.thread.reserve()
 
 
-def test_a_worker_that_is_stopped_while_it_loads_ends_at_once() -> None:
+def test_a_thread_that_is_stopped_while_it_loads_ends_at_once() -> None:
     loading, loaded = threading.Event(), threading.Event()
 
-    class Slow(WorkerHarness):
+    class Slow(EngineHarness):
         def build(self) -> Engine:
             loading.set()
             assert loaded.wait(PATIENCE)
@@ -399,38 +399,38 @@ def test_a_worker_that_is_stopped_while_it_loads_ends_at_once() -> None:
 
     harness = Slow()
     with ThreadPoolExecutor(1) as pool:
-        started = pool.submit(harness.worker.start)
+        started = pool.submit(harness.thread.start)
         assert loading.wait(PATIENCE)
-        assert harness.worker.loading
+        assert harness.thread.loading
         asked = time.monotonic()
-        harness.worker.stop()
-        assert time.monotonic() - asked < harness.worker._watchdog.hang_seconds / 2
+        harness.thread.stop()
+        assert time.monotonic() - asked < harness.thread._watchdog.hang_seconds / 2
         with pytest.raises(Unavailable, match="shut"):
             started.result(PATIENCE)
         with pytest.raises(Unavailable):
-            harness.worker.reserve()
+            harness.thread.reserve()
     loaded.set()
     assert not harness.fatal.done()
 
 
 def test_a_model_that_cannot_be_loaded_raises_from_start_and_is_not_fatal() -> None:
-    class Without(WorkerHarness):
+    class Without(EngineHarness):
         def build(self) -> Engine:
             raise RuntimeError("no such model")
 
     harness = Without(hang_seconds=0.04)
     with pytest.raises(Unavailable, match="no such model"):
-        harness.worker.start(PATIENCE)
+        harness.thread.start(PATIENCE)
     # By now the watchdog would have fired if it were still running.
-    harness.worker._watchdog._thread.join(PATIENCE)
-    assert not harness.worker._watchdog._thread.is_alive()
+    harness.thread._watchdog._thread.join(PATIENCE)
+    assert not harness.thread._watchdog._thread.is_alive()
     assert not harness.fatal.done()
-    harness.worker.stop()
+    harness.thread.stop()
 
 
 def test_a_full_queue_refuses_and_loses_no_admitted_request() -> None:
     hold = BlockingHook()
-    with WorkerHarness(hold, rows=2, waiting=3) as harness:
+    with EngineHarness(hold, rows=2, waiting=3) as harness:
         clients = [harness.submit(prompt(0))]
         assert hold.reached.wait(PATIENCE)
         refused: list[Overloaded] = []
@@ -444,7 +444,7 @@ def test_a_full_queue_refuses_and_loses_no_admitted_request() -> None:
 
         with ThreadPoolExecutor(8) as pool:
             clients += [client for client in pool.map(rush, range(1, 31)) if client is not None]
-        status = harness.worker.status()
+        status = harness.thread.status()
         assert (len(clients), status.rows, status.waiting) == (2 + 3, 1, 4)
         assert len(refused) == 26 and all(error.retry_after > 0 for error in refused)
         hold.release.set()
@@ -457,7 +457,7 @@ def test_a_full_queue_refuses_and_loses_no_admitted_request() -> None:
 
 
 def test_a_prompt_that_cannot_fit_is_refused_at_once() -> None:
-    with WorkerHarness() as harness:
+    with EngineHarness() as harness:
         for asked, field in (
             (Prompt((), Sampling()), "prompt"),
             (prompt(0, length=1000, tokens=25), "max_tokens"),
@@ -471,14 +471,14 @@ def test_a_prompt_that_cannot_fit_is_refused_at_once() -> None:
 
 def test_cached_prompt_tokens_are_reported_separately() -> None:
     asked = prompt(3, length=2 * BLOCK + 5)
-    with WorkerHarness() as harness:
+    with EngineHarness() as harness:
         ends = [harness.submit(asked).finished() for _ in range(2)]
         assert [(end.timings.prompt_n, end.timings.cache_n) for end in ends] == harness.read
     assert harness.read == [(2 * BLOCK + 5, 0), (2 * BLOCK + 5, 2 * BLOCK)]
 
 
 def test_start_and_submit_raise_the_loading_error() -> None:
-    class Empty(WorkerHarness):
+    class Empty(EngineHarness):
         def build(self) -> Engine:
             raise PairError("they do not belong together")
 
@@ -486,11 +486,11 @@ def test_start_and_submit_raise_the_loading_error() -> None:
     with pytest.raises(Unavailable, match="starting"):
         harness.submit(prompt(0))
     with pytest.raises(PairError, match="belong together"):
-        harness.worker.start(PATIENCE)
+        harness.thread.start(PATIENCE)
     with pytest.raises(Unavailable, match="belong together"):
         harness.submit(prompt(0))
-    assert not harness.worker.status().ready
-    harness.worker.stop()
+    assert not harness.thread.status().ready
+    harness.thread.stop()
 
 
 # --------------------------------------------------------------------------------------------------------- cancellation
@@ -498,7 +498,7 @@ def test_start_and_submit_raise_the_loading_error() -> None:
 
 def test_cancelled_while_queued() -> None:
     hold = BlockingHook()
-    with WorkerHarness(hold, rows=1) as harness:
+    with EngineHarness(hold, rows=1) as harness:
         running, gone, stays = (harness.submit(prompt(seed)) for seed in (1, 2, 3))
         assert hold.reached.wait(PATIENCE)
         for _ in range(2):
@@ -519,7 +519,7 @@ def test_cancelled_while_queued() -> None:
 def test_cancelled_during_prefill() -> None:
     """Prefill stops after the current chunk, and the place goes to a waiting request."""
     hold = BlockingHook(at=2, match=lambda fed: fed.shape == (1, CHUNK))
-    with WorkerHarness(hold, rows=4) as harness:
+    with EngineHarness(hold, rows=4) as harness:
         others = [harness.submit(prompt(seed, tokens=64)) for seed in (2, 3, 4)]
         gone = harness.submit(prompt(5, length=100))
         assert hold.reached.wait(PATIENCE)
@@ -541,7 +541,7 @@ def test_cancelled_while_decoding() -> None:
     hold = BlockingHook()
     held: list[tuple[int, tuple[int, int]]] = []
     last: list[int] = []
-    with WorkerHarness(hold) as harness:
+    with EngineHarness(hold) as harness:
 
         def third(client: Client) -> None:
             if len(client.deltas) == 3:
@@ -560,7 +560,7 @@ def test_cancelled_while_decoding() -> None:
         for client in survivors:
             client.finished(FinishReason.LENGTH)
         assert harness.rows_held() == (0, 0)
-        wait_for(lambda: harness.worker.status().rows == 0, "the place was given back")
+        wait_for(lambda: harness.thread.status().rows == 0, "the place was given back")
     (cancelled,) = last
     assert len(harness.observed[cancelled - 1]) == 4 and len(harness.observed[cancelled]) == 3
     assert (cancelled, (4, 4)) in held and (cancelled + 1, (3, 3)) in held
@@ -572,7 +572,7 @@ def test_a_storm_of_cancellations_leaves_nothing_behind() -> None:
     rng = random.Random(7)
     asked = [prompt(seed % 12, length=6 + 7 * (seed % 12)) for seed in range(40)]
     when = [rng.choice([None, None, 0, 1, 2, 4]) for _ in asked]
-    with WorkerHarness(rows=4, waiting=len(asked)) as harness:
+    with EngineHarness(rows=4, waiting=len(asked)) as harness:
 
         def one(i: int) -> Client:
             client = harness.submit(asked[i], lambda c: c.cancel() if len(c.deltas) == when[i] else None)
@@ -590,8 +590,8 @@ def test_a_storm_of_cancellations_leaves_nothing_behind() -> None:
                 assert moment is not None or client.finished().finish is not FinishReason.CANCELLED
                 client.finished()
         assert harness.rows_held() == (0, 0)
-        wait_for(lambda: harness.worker.status().rows == 0, "every place was given back")
-        assert harness.worker.status().ready and harness.worker.status().waiting == 0
+        wait_for(lambda: harness.thread.status().rows == 0, "every place was given back")
+        assert harness.thread.status().ready and harness.thread.status().waiting == 0
     begun = [client.finished().id for client in clients if client.tokens]
     assert Counter(g.id for g in harness.generations) == Counter(begun)
 
@@ -603,19 +603,19 @@ def test_a_storm_of_cancellations_leaves_nothing_behind() -> None:
 @pytest.mark.parametrize("after", [0, 5, 40])
 def test_a_broken_draft_costs_speed_only(how: str, after: int) -> None:
     breaking = FailingHook(after, how)
-    with WorkerHarness(draft=breaking) as harness:
+    with EngineHarness(draft=breaking) as harness:
         clients = [harness.submit(one) for one in long_prompts(5, 48)]
         for client in clients:
             client.finished()
         # Non-finite logits are counted per row.
-        failures, status = len(harness.failures), harness.worker.status()
+        failures, status = len(harness.failures), harness.thread.status()
         assert failures == 1 if how == "raises" else 1 <= failures <= 2 * len(clients)
         assert status.draft_failures == failures and status.ready
         drafted = [any(round.drafted for round in rounds) for rounds in harness.observed]
         assert drafted == sorted(drafted, reverse=True) and not drafted[-1] and (after < 40 or drafted[0])
         assert harness.submit(prompt(1)).finished().timings.draft_n == 0
         breaking.healed = True
-        harness.worker.switch(harness.worker.stage(None).result(PATIENCE)).result(PATIENCE)
+        harness.thread.switch(harness.thread.stage(None).result(PATIENCE)).result(PATIENCE)
         failures = len(harness.failures)
         assert harness.submit(prompt(2)).finished().timings.draft_n > 0
         assert len(harness.failures) == failures
@@ -655,16 +655,16 @@ def test_running_rows_draft_as_well_as_before_once_the_draft_recovers(how: str, 
     activations are not, which no check before serving can detect."""
     breaking = FailingHook(2 + 3 * K, "raises")  # prefill, the check of body and head, three rounds
     breaking.healed = how == "adapter"
-    with WorkerHarness(draft=breaking if how == "raises" else unchanged, noise=0.0) as harness:
+    with EngineHarness(draft=breaking if how == "raises" else unchanged, noise=0.0) as harness:
         (ref,) = adapters(tmp_path, 1e30)
-        bad, good = (harness.worker.stage(version).result(PATIENCE) for version in (ref, None))
+        bad, good = (harness.thread.stage(version).result(PATIENCE) for version in (ref, None))
 
         def strike(client: Client) -> None:
             if len(client.deltas) == 3 and how == "adapter":
-                harness.worker.switch(bad)
+                harness.thread.switch(bad)
             if len(client.deltas) == 7:
                 breaking.healed = True
-                harness.worker.switch(good)
+                harness.thread.switch(good)
 
         harness.submit(long_prompts(1, 64)[0], strike).finished(FinishReason.LENGTH)
     assert len(harness.failures) == 1
@@ -673,24 +673,24 @@ def test_running_rows_draft_as_well_as_before_once_the_draft_recovers(how: str, 
 
 
 def test_a_failing_target_ends_every_request_with_the_reason() -> None:
-    with WorkerHarness(FailingHook(12, "raises"), rows=2, hang_seconds=2.0) as harness:
+    with EngineHarness(FailingHook(12, "raises"), rows=2, hang_seconds=2.0) as harness:
         clients = [harness.submit(one) for one in long_prompts(5, 48)]
         for client in clients:
             client.failed("the engine stopped: RuntimeError: no such luck")
         assert any(client.tokens for client in clients)
-        status = harness.worker.status()
+        status = harness.thread.status()
         assert not status.ready and "no such luck" in status.reason and (status.rows, status.waiting) == (0, 0)
         with pytest.raises(Unavailable, match="no such luck"):
             harness.submit(prompt(0))
         with pytest.raises(Unavailable, match="no such luck"):
-            harness.worker.stage(None).result(PATIENCE)
+            harness.thread.stage(None).result(PATIENCE)
         assert "no such luck" in harness.fatal.result(PATIENCE)
     assert harness.generations == []
 
 
 @pytest.mark.parametrize("where", ["start", "record"])
 def test_a_request_that_cannot_be_handled_still_ends(where: str) -> None:
-    class Failing(WorkerHarness):
+    class Failing(EngineHarness):
         def record(self, generation: Generation) -> None:
             if where == "record":
                 raise RuntimeError("no such luck")
@@ -715,17 +715,17 @@ def test_a_request_that_cannot_be_handled_still_ends(where: str) -> None:
 
 def test_a_hanging_target_is_reported_and_may_recover() -> None:
     hold = BlockingHook(at=2, match=decoding)
-    with WorkerHarness(hold, hang_seconds=4.0) as harness:
+    with EngineHarness(hold, hang_seconds=4.0) as harness:
         clients = [harness.submit(prompt(seed)) for seed in (1, 2)]
         assert hold.reached.wait(PATIENCE)
-        wait_for(lambda: not harness.worker.status().ready, "health saw the hang")
-        status = harness.worker.status()
+        wait_for(lambda: not harness.thread.status().ready, "health saw the hang")
+        status = harness.thread.status()
         assert "no progress" in status.reason and status.idle_seconds > 2.0
         hold.release.set()
         for client in clients:
             client.finished()
-        wait_for(lambda: harness.worker.status().rows == 0, "the rows were given back")
-        status = harness.worker.status()
+        wait_for(lambda: harness.thread.status().rows == 0, "the rows were given back")
+        status = harness.thread.status()
         assert status.ready and status.idle_seconds == 0.0
         assert not harness.fatal.done()
 
@@ -733,7 +733,7 @@ def test_a_hanging_target_is_reported_and_may_recover() -> None:
 @pytest.mark.parametrize("at", ["reading", "decoding"])
 def test_a_target_that_hangs_for_good_is_given_up(at: str) -> None:
     hold = BlockingHook(at=2, match=decoding) if at == "decoding" else BlockingHook(match=lambda fed: not decoding(fed))
-    with WorkerHarness(hold, rows=2, hang_seconds=1.0) as harness:
+    with EngineHarness(hold, rows=2, hang_seconds=1.0) as harness:
         clients = [harness.submit(prompt(seed)) for seed in (1, 2, 3, 4)]
         assert hold.reached.wait(PATIENCE)
         assert "no progress" in harness.fatal.result(PATIENCE)
@@ -741,19 +741,39 @@ def test_a_target_that_hangs_for_good_is_given_up(at: str) -> None:
             client.failed("no progress")
         with pytest.raises(Unavailable, match="no progress"):
             harness.submit(prompt(5))
-        assert not harness.worker.status().ready
+        assert not harness.thread.status().ready
     for client in clients:
         client.failed("no progress")
     assert harness.generations == []
 
 
+def test_a_request_that_was_given_up_gets_no_second_end() -> None:
+    """The thread hangs between the last tokens and the end, and comes back after the watchdog failed the request."""
+    recording, go, left = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(EngineHarness):
+        def record(self, generation: Generation) -> None:
+            recording.set()
+            assert go.wait(PATIENCE)
+            left.set()
+
+    with Slow(hang_seconds=1.0) as harness:
+        client = harness.submit(prompt(1))
+        assert recording.wait(PATIENCE)
+        client.failed("no progress")
+        go.set()
+        assert left.wait(PATIENCE)
+        harness.thread._thread.join(PATIENCE)
+    client.failed("no progress")
+
+
 def test_a_late_return_does_not_hide_the_reason() -> None:
     hold = BlockingHook(at=2, match=decoding)
-    with WorkerHarness(hold, hang_seconds=1.0) as harness:
+    with EngineHarness(hold, hang_seconds=1.0) as harness:
         client = harness.submit(prompt(1))
         harness.fatal.result(PATIENCE)
         client.failed("no progress")
-    assert "no progress" in harness.worker.status().reason
+    assert "no progress" in harness.thread.status().reason
 
 
 # ------------------------------------------------------------------------------------------------------------- the end
@@ -761,18 +781,18 @@ def test_a_late_return_does_not_hide_the_reason() -> None:
 
 def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
     hold = BlockingHook()
-    with WorkerHarness(hold, rows=2) as harness:
+    with EngineHarness(hold, rows=2) as harness:
         clients = [harness.submit(prompt(seed)) for seed in range(1, 7)]
         assert hold.reached.wait(PATIENCE)
         with ThreadPoolExecutor(1) as pool:
-            drained = pool.submit(harness.worker.drain, PATIENCE)
-            wait_for(lambda: harness.worker.status().reason == "draining", "draining began")
+            drained = pool.submit(harness.thread.drain, PATIENCE)
+            wait_for(lambda: harness.thread.status().reason == "draining", "draining began")
             with pytest.raises(Unavailable, match="shutting down"):
                 harness.submit(prompt(9))
             assert not drained.done()
             hold.release.set()
             assert drained.result(PATIENCE) is True
-        harness.worker.stop()
+        harness.thread.stop()
         for client in clients:
             client.finished()
     assert len(harness.generations) == len(clients)
@@ -782,14 +802,14 @@ def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
 def test_requests_left_after_the_drain_end_with_the_reason(comes_back: bool) -> None:
     """Running, in prefill or waiting: each gets one Failed, whether or not the current call returns."""
     hold = BlockingHook(at=3, match=decoding)
-    with WorkerHarness(hold, rows=2, hang_seconds=PATIENCE if comes_back else 1.0) as harness:
+    with EngineHarness(hold, rows=2, hang_seconds=PATIENCE if comes_back else 1.0) as harness:
         clients = [harness.submit(one) for one in long_prompts(5, 48)]
         assert hold.reached.wait(PATIENCE)
-        pending = harness.worker.stage(None)
-        assert harness.worker.drain(0.05) is False
+        pending = harness.thread.stage(None)
+        assert harness.thread.drain(0.05) is False
         with ThreadPoolExecutor(1) as pool:
-            stopped = pool.submit(harness.worker.stop)
-            wait_for(lambda: harness.worker.stage(None).done(), "stopping began")
+            stopped = pool.submit(harness.thread.stop)
+            wait_for(lambda: harness.thread.stage(None).done(), "stopping began")
             if comes_back:
                 assert not any(client.ended.is_set() for client in clients)
                 hold.release.set()
@@ -813,7 +833,7 @@ def test_draining_also_waits_while_no_row_is_taken(moment: str) -> None:
             begun.set()
             assert go.wait(PATIENCE)
 
-    class Slow(WorkerHarness):
+    class Slow(EngineHarness):
         def record(self, generation: Generation) -> None:
             pause("recording")
 
@@ -827,7 +847,7 @@ def test_draining_also_waits_while_no_row_is_taken(moment: str) -> None:
             clients.append(harness.submit(prompt(2)))
         hold.release.set()
         assert begun.wait(PATIENCE)
-        drained = harness.worker.drain(0.1)
+        drained = harness.thread.drain(0.1)
         go.set()
         for client in clients:
             client.finished()
@@ -852,22 +872,22 @@ def test_many_swaps_while_eight_requests_stream(tmp_path: Path, many: int, token
 
     refs = adapters(tmp_path, 0.02, 0.05)
     wanted = long_prompts(ROWS, tokens)
-    with WorkerHarness(draft=lockstep) as harness:
-        versions = [harness.worker.stage(ref).result(PATIENCE) for ref in [*refs, None]]
-        assert harness.worker.active == BARE_DRAFT
+    with EngineHarness(draft=lockstep) as harness:
+        versions = [harness.thread.stage(ref).result(PATIENCE) for ref in [*refs, None]]
+        assert harness.thread.active == BARE_DRAFT
         clients = [harness.submit(one) for one in wanted]
         swaps: list[Future[None]] = []
-        staged, refused = (harness.worker.stage(ref) for ref in (refs[0], replace(refs[1], sha256="0" * 64)))
+        staged, refused = (harness.thread.stage(ref) for ref in (refs[0], replace(refs[1], sha256="0" * 64)))
         for i in range(many):
             assert inside.acquire(timeout=PATIENCE)
-            swaps.append(harness.worker.switch(versions[i % 3]))
+            swaps.append(harness.thread.switch(versions[i % 3]))
             asked_for.release()
         ends = [client.finished(FinishReason.LENGTH) for client in clients]
         assert all(swap.result(PATIENCE) is None for swap in swaps)
         assert staged.result(PATIENCE).adapter == 1
         with pytest.raises(AdapterRefused):
             refused.result(PATIENCE)
-        assert harness.worker.active == harness.worker.status().adapter == versions[(many - 1) % 3].adapter
+        assert harness.thread.active == harness.thread.status().adapter == versions[(many - 1) % 3].adapter
     full = [{round.adapter for round in rounds} for rounds in harness.observed if len(rounds) == ROWS]
     assert full[: many + 1] == [{BARE_DRAFT}, *({versions[i % 3].adapter} for i in range(many))]
     assert harness.failures == []
@@ -879,16 +899,16 @@ def test_many_swaps_while_eight_requests_stream(tmp_path: Path, many: int, token
 
 
 def test_a_change_of_draft_that_is_refused_changes_nothing() -> None:
-    with WorkerHarness() as harness:
+    with EngineHarness() as harness:
         with pytest.raises(TypeError):
-            harness.worker.switch(UnknownStaged()).result(PATIENCE)
-        assert harness.worker.active == BARE_DRAFT and harness.submit(prompt(1)).finished().timings.draft_n > 0
-    with WorkerHarness(draft=None) as harness:
+            harness.thread.switch(UnknownStaged()).result(PATIENCE)
+        assert harness.thread.active == BARE_DRAFT and harness.submit(prompt(1)).finished().timings.draft_n > 0
+    with EngineHarness(draft=None) as harness:
         with pytest.raises(Unavailable, match="without a draft"):
-            harness.worker.stage(None).result(PATIENCE)
+            harness.thread.stage(None).result(PATIENCE)
         assert harness.submit(prompt(1)).finished().timings.draft_n == 0
     with pytest.raises(Unavailable):
-        harness.worker.stage(None).result(PATIENCE)
+        harness.thread.stage(None).result(PATIENCE)
 
 
 class UnknownStaged:
@@ -920,7 +940,7 @@ def test_the_logged_generation_matches_what_was_delivered() -> None:
         replace(prompt(55, temperature=0.9), store=False),
     ]
     cancelled = [replace(long_prompts(1, 48)[0], store=store) for store in (True, False)]
-    with WorkerHarness(hold, rows=5, noise=0.1) as harness:
+    with EngineHarness(hold, rows=5, noise=0.1) as harness:
         clients = [harness.submit(one) for one in asked]
         clients += [harness.submit(one, lambda c: c.cancel() if len(c.deltas) == 3 else None) for one in cancelled]
         hold.release.set()

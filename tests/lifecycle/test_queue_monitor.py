@@ -13,7 +13,7 @@ from service.core import Event, Finished, Generation, Prompt, Provenance, Round,
 from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
-from service.engine.thread import Worker
+from service.engine.thread import EngineThread
 from service.lifecycle.children import Child, Pause
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.queue_monitor import QueueMonitor
@@ -51,17 +51,17 @@ class Noop:
 
 
 class QueueSetup:
-    """A worker that decodes one request at a time, its queue's monitor, and a child process that sends back each line."""
+    """An engine that decodes one request at a time, its queue's monitor, and a child process that sends back each line."""
 
     def __init__(self, tmp_path: Path) -> None:
         self.waits: list[float] = []
         self.process = ProcessLauncher(tmp_path / "child.log", command=("-c", ECHO)).launch({"kind": "train"})
         self.child = Child(self.process, NOW)
-        self.monitor = QueueMonitor(lambda: self.worker.status().waiting, self.pause)
-        self.worker = Worker(
+        self.monitor = QueueMonitor(lambda: self.thread.status().waiting, self.pause)
+        self.thread = EngineThread(
             self.build, max_rows=1, max_waiting=9, recorder=Noop(), observer=Noop(), on_wait=self.on_wait
         )
-        self.worker.start(SECONDS)
+        self.thread.start(SECONDS)
         self.monitor.start()
 
     def build(self) -> Engine:
@@ -83,7 +83,7 @@ class QueueSetup:
             if isinstance(event, Finished):
                 ended.set()
 
-        self.worker.submit(Prompt((5, 6, 7), Sampling(max_tokens=tokens)), sink)
+        self.thread.submit(Prompt((5, 6, 7), Sampling(max_tokens=tokens)), sink)
         return ended
 
     def lines_read(self, count: int) -> list[tuple[str, float]]:
@@ -98,7 +98,7 @@ class QueueSetup:
 
     def close(self) -> None:
         self.monitor.stop()
-        self.worker.stop()
+        self.thread.stop()
         self.child.stop()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -23,6 +23,7 @@ from service.core import (
     Conflict,
     Delta,
     EngineStatus,
+    Event,
     Failed,
     Finished,
     FinishReason,
@@ -91,6 +92,7 @@ class EchoEngine:
         self.reserved = 0
         self.tickets: list[EchoTicket] = []
         self.ended: dict[str, FinishReason] = {}
+        self.flushes: list[Callable[[], None]] = []
 
     def reserve(self) -> Place:
         if self.full:
@@ -110,9 +112,17 @@ class EchoEngine:
         threading.Thread(target=self._generate, args=(ticket,), daemon=True).start()
         return ticket
 
+    def on_delivered(self, flush: Callable[[], None]) -> None:
+        self.flushes.append(flush)
+
     def status(self) -> EngineStatus:
         running = sum(ticket.id not in self.ended for ticket in self.tickets)
         return EngineStatus(not self.dead, self.dead or "serving", running, 0, 0.0, 3, 0)
+
+    def _send(self, ticket: EchoTicket, event: Event) -> None:
+        ticket.sink(event)
+        for flush in self.flushes:
+            flush()
 
     def _generate(self, ticket: EchoTicket) -> None:
         began = time.monotonic()
@@ -128,10 +138,10 @@ class EchoEngine:
                 break
             if len(output) == self.break_after:
                 self.ended[ticket.id] = FinishReason.CANCELLED
-                ticket.sink(Failed(Unavailable("the engine stopped")))
+                self._send(ticket, Failed(Unavailable("the engine stopped")))
                 return
             output.append(token)
-            ticket.sink(Delta(chr(token), (token,), (len(output) % 2 == 0,)))
+            self._send(ticket, Delta(chr(token), (token,), (len(output) % 2 == 0,)))
         self.ended[ticket.id] = finish
         prompt = len(ticket.prompt.tokens)
         timings = Timings(
@@ -145,7 +155,7 @@ class EchoEngine:
             (0, 3),
             prompt // 2,
         )
-        ticket.sink(Finished(ticket.id, finish, tuple(output), timings))
+        self._send(ticket, Finished(ticket.id, finish, tuple(output), timings))
 
 
 def make_run(number: int, state: RunState = RunState.TRAINING, progress: Progress | None = None) -> TrainingRun:

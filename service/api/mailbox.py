@@ -1,0 +1,38 @@
+"""The way of events from the engine's thread to the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Sequence
+
+from service.core import Event
+
+
+class Mailbox:
+    """Events of all requests between two flushes. Each flush wakes the event loop once, and only when there is an event:
+    a wake-up is a system call, and the loop then takes the interpreter's lock from the engine's thread."""
+
+    def __init__(self) -> None:
+        self._events: deque[tuple[asyncio.Queue[Event], Event]] = deque()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def bind(self) -> None:
+        """Deliver on the event loop that runs now."""
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, queue: asyncio.Queue[Event], events: Sequence[Event]) -> None:
+        """Leave events for a queue of the event loop, in order. From any thread; wakes nobody."""
+        self._events.extend((queue, event) for event in events)
+
+    def flush(self) -> None:
+        """Deliver what was put. From any thread; does nothing after the event loop was closed, when nobody waits."""
+        if self._events and self._loop is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._events:
+            queue, event = self._events.popleft()
+            queue.put_nowait(event)

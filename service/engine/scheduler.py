@@ -1,0 +1,115 @@
+"""Which requests wait, prefill and run, and which of them is next."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+
+from service.core import Overloaded
+from service.engine.prefill import Prefill
+from service.engine.ticket import Ticket
+
+RETRY_SECONDS = 5
+
+
+class Scheduler:
+    """Queues and the decisions about them. It computes nothing and has no thread or lock: EngineThread holds its own lock
+    around what other threads call too (reserve, release, add, drop_cancelled, admit, clear).
+
+    A request waits until a row is free, prefills, and runs until its end; every queue is in order of arrival. A place in the
+    queue can be reserved before the request is there. max_rows: requests that prefill or run, at most. max_waiting: requests
+    and reserved places, at most, beyond those that free rows can take.
+    """
+
+    def __init__(self, max_rows: int, max_waiting: int) -> None:
+        self.waiting: deque[Ticket] = deque()
+        self.reserved = 0
+        self.prefilling: dict[Ticket, Prefill] = {}
+        self.running: list[Ticket] = []
+        self._max_rows = max_rows
+        self._max_waiting = max_waiting
+
+    @property
+    def rows(self) -> int:
+        """Requests that prefill or run."""
+        return len(self.running) + len(self.prefilling)
+
+    @property
+    def free_rows(self) -> int:
+        """Rows for which a request could be admitted."""
+        return max(0, self._max_rows - self.rows)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether there is any request."""
+        return bool(self.waiting or self.prefilling or self.running)
+
+    # ------------------------------------------------------------------------------------------------------- admission
+
+    def check_capacity(self) -> None:
+        """Raises Overloaded when the queue is full."""
+        if len(self.waiting) + self.reserved >= self._max_waiting + self.free_rows:
+            raise Overloaded("the queue is full", retry_after=RETRY_SECONDS)
+
+    def reserve(self) -> None:
+        """Take a place in the queue for a request to come. Raises Overloaded when the queue is full."""
+        self.check_capacity()
+        self.reserved += 1
+
+    def release(self) -> None:
+        """Give a reserved place back, or up for its request."""
+        self.reserved -= 1
+
+    def add(self, ticket: Ticket) -> bool:
+        """Queue a request. True when it has to wait for a row."""
+        self.waiting.append(ticket)
+        return len(self.waiting) > self.free_rows
+
+    def next(self) -> Ticket | None:
+        """The request to admit next, which goes on waiting until `admit`; None without a free row or a waiting request."""
+        return self.waiting[0] if self.waiting and self.free_rows else None
+
+    def admit(self, ticket: Ticket, prefill: Prefill) -> None:
+        """Give a waiting request a row, where its prefill begins."""
+        self.prefilling[ticket] = prefill
+        self.waiting.remove(ticket)
+
+    # ----------------------------------------------------------------------------------------------- prefill and decode
+
+    def prefill_tokens(self, chunk: int) -> int:
+        """How many prompt tokens may be prefilled before the next round: a chunk, or two while more requests prefill than
+        run, since then few are held up."""
+        return chunk * (2 if len(self.prefilling) > len(self.running) else 1)
+
+    def prefilled(self, prefill: Prefill) -> None:
+        """The rows of `prefill` have their prompts, and run from now on."""
+        rows = {id(row) for row in prefill.rows}
+        done = [ticket for ticket in self.prefilling if id(ticket.row) in rows]
+        # In this order: `unfinished` is read by other threads meanwhile.
+        self.running += done
+        self.prefilling = {ticket: each for ticket, each in self.prefilling.items() if ticket not in done}
+
+    # ------------------------------------------------------------------------------------------------------- the end
+
+    def drop_cancelled(self) -> list[Ticket]:
+        """Remove the waiting requests that were cancelled, and return them."""
+        cancelled = [ticket for ticket in self.waiting if ticket.cancelled.is_set()]
+        for ticket in cancelled:
+            self.waiting.remove(ticket)
+        return cancelled
+
+    def cancelled(self) -> list[Ticket]:
+        """The requests in rows that were cancelled; they keep their rows until `remove`."""
+        return [ticket for ticket in [*self.prefilling, *self.running] if ticket.cancelled.is_set()]
+
+    def remove(self, tickets: Collection[Ticket]) -> None:
+        """Free the rows of requests that ended."""
+        self.prefilling = {ticket: each for ticket, each in self.prefilling.items() if ticket not in tickets}
+        self.running = [ticket for ticket in self.running if ticket not in tickets]
+
+    def clear(self) -> list[Ticket]:
+        """Remove every request, and return them. Reserved places stay with whoever holds them."""
+        tickets = [*self.waiting, *self.prefilling, *self.running]
+        self.waiting.clear()
+        self.prefilling, self.running = {}, []
+        return tickets

@@ -1,0 +1,131 @@
+"""The scheduler alone: who is admitted, prefilled, and dropped. Its caller computes nothing here."""
+
+import mlx.core as mx
+import pytest
+
+from service.core import Overloaded, Prompt, Sampling
+from service.engine.decoder import Decoder
+from service.engine.prefill import Prefill
+from service.engine.request import Request
+from service.engine.scheduler import Scheduler
+from service.engine.ticket import Ticket
+from tests.support.oracle import tiny_llama
+
+CHUNK = 16
+
+
+class Requests:
+    """Makes tickets, and rows and prefills for them."""
+
+    def __init__(self) -> None:
+        self.decoder = Decoder(tiny_llama(0), None, vocabulary=97, k=0, prefill_chunk=CHUNK, key=mx.random.key(1))
+
+    def ticket(self) -> Ticket:
+        return Ticket(Prompt((5, 6, 7), Sampling()), lambda event: None)
+
+    def admit(self, scheduler: Scheduler) -> list[Ticket]:
+        """Admit as many as the scheduler names."""
+        admitted: list[Ticket] = []
+        while (ticket := scheduler.next()) is not None:
+            ticket.row = Request(ticket.id, ticket.prompt, frozenset(), None)
+            scheduler.admit(ticket, self.decoder.begin(ticket.row))
+            admitted.append(ticket)
+        return admitted
+
+
+@pytest.fixture(scope="module")
+def requests() -> Requests:
+    return Requests()
+
+
+def both(first: Prefill, second: Prefill) -> Prefill:
+    """Two prompts that were prefilled in one call."""
+    return Prefill([*first.rows, *second.rows], first.target, None, 0)
+
+
+def test_requests_are_admitted_in_order_as_rows_become_free(requests: Requests) -> None:
+    scheduler = Scheduler(max_rows=2, max_waiting=8)
+    tickets = [requests.ticket() for _ in range(5)]
+    assert [scheduler.add(ticket) for ticket in tickets] == [False, False, True, True, True]
+    assert requests.admit(scheduler) == tickets[:2] and scheduler.next() is None
+    assert (scheduler.rows, scheduler.free_rows, len(scheduler.waiting)) == (2, 0, 3)
+    # A request that prefills takes a row, like one that runs.
+    scheduler.prefilled(scheduler.prefilling[tickets[1]])
+    assert (scheduler.running, [*scheduler.prefilling]) == ([tickets[1]], [tickets[0]])
+    scheduler.remove([tickets[0]])
+    assert requests.admit(scheduler) == [tickets[2]]
+    scheduler.remove([tickets[1], tickets[2]])
+    assert requests.admit(scheduler) == tickets[3:]
+    scheduler.remove(tickets)
+    assert not scheduler.unfinished
+
+
+def test_prompts_prefilled_in_one_call_run_together_in_order_of_arrival(requests: Requests) -> None:
+    scheduler = Scheduler(max_rows=3, max_waiting=0)
+    tickets = [requests.ticket() for _ in range(3)]
+    for ticket in tickets:
+        scheduler.add(ticket)
+    requests.admit(scheduler)
+    scheduler.prefilled(both(scheduler.prefilling[tickets[2]], scheduler.prefilling[tickets[0]]))
+    assert (scheduler.running, [*scheduler.prefilling]) == ([tickets[0], tickets[2]], [tickets[1]])
+    scheduler.prefilled(scheduler.prefilling[tickets[1]])
+    assert scheduler.running == [tickets[0], tickets[2], tickets[1]] and not scheduler.prefilling
+
+
+def test_two_chunks_are_prefilled_before_a_round_while_more_prefill_than_run(requests: Requests) -> None:
+    scheduler = Scheduler(max_rows=4, max_waiting=0)
+    tickets = [requests.ticket() for _ in range(4)]
+    for ticket in tickets:
+        scheduler.add(ticket)
+    requests.admit(scheduler)
+    budgets = [scheduler.prefill_tokens(CHUNK)]
+    for ticket in tickets:
+        scheduler.prefilled(scheduler.prefilling[ticket])
+        budgets.append(scheduler.prefill_tokens(CHUNK))
+    assert budgets == [2 * CHUNK, 2 * CHUNK, CHUNK, CHUNK, CHUNK]
+
+
+def test_the_queue_holds_max_waiting_beyond_the_free_rows(requests: Requests) -> None:
+    scheduler = Scheduler(max_rows=1, max_waiting=2)
+    scheduler.reserve()
+    for _ in range(2):
+        scheduler.check_capacity()
+        scheduler.add(requests.ticket())
+    for refused in (scheduler.check_capacity, scheduler.reserve):
+        with pytest.raises(Overloaded):
+            refused()
+    # Admission moves a request from the queue to the row that was free: the capacity stays.
+    requests.admit(scheduler)
+    with pytest.raises(Overloaded):
+        scheduler.reserve()
+    scheduler.release()
+    scheduler.reserve()
+    scheduler.remove([*scheduler.prefilling])
+    scheduler.reserve()
+
+
+def test_cancelled_requests_leave_the_queue_at_once_and_rows_when_they_are_removed(requests: Requests) -> None:
+    scheduler = Scheduler(max_rows=2, max_waiting=4)
+    tickets = [requests.ticket() for _ in range(4)]
+    for ticket in tickets:
+        scheduler.add(ticket)
+    requests.admit(scheduler)
+    scheduler.prefilled(scheduler.prefilling[tickets[1]])
+    for ticket in tickets[:3]:
+        ticket.cancel()
+    assert scheduler.drop_cancelled() == [tickets[2]] and list(scheduler.waiting) == [tickets[3]]
+    assert scheduler.cancelled() == tickets[:2] and scheduler.rows == 2 and scheduler.next() is None
+    scheduler.remove(scheduler.cancelled())
+    assert (scheduler.rows, scheduler.next()) == (0, tickets[3])
+
+
+def test_clear_returns_every_request_and_keeps_reserved_places(requests: Requests) -> None:
+    scheduler = Scheduler(max_rows=2, max_waiting=4)
+    tickets = [requests.ticket() for _ in range(3)]
+    for ticket in tickets:
+        scheduler.add(ticket)
+    scheduler.reserve()
+    requests.admit(scheduler)
+    scheduler.prefilled(scheduler.prefilling[tickets[0]])
+    assert set(scheduler.clear()) == set(tickets)
+    assert not scheduler.unfinished and scheduler.clear() == [] and scheduler.reserved == 1
