@@ -23,7 +23,7 @@ from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, ModelError
 from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
 from service.models.folding import fold
-from service.models.heads import cut, twin
+from service.models.heads import cut, shallow_copy
 from service.models.pair import Loaded
 
 MAX_HEADER = 16 * 2**20
@@ -50,7 +50,7 @@ def served(loaded: Loaded) -> Draft:
     kept = vocabulary.read(loaded.folder)
     if kept is None:
         return bare(loaded.model)
-    model = twin(loaded.model)
+    model = shallow_copy(loaded.model)
     cut(model, kept)
     return bare(model)
 
@@ -67,7 +67,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
         raise AdapterRefused(f"adapter {ref.id}: its files are not the ones that were registered (hash differs)")
     yield None
 
-    model = twin(base)
+    model = shallow_copy(base)
     try:
         linear_to_lora_layers(model, len(cast("list[object]", base.layers)), config)
     except Exception as error:

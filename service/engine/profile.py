@@ -217,13 +217,13 @@ class Profile:
         assert self.draft is not None
         draft, head = self.draft, cut_head(self.draft)
         if head is not None:
-            head.also(mx.array(np.tile(np.arange(OWN, dtype=np.int32) % len(head.keeps), (rows, 1))))
+            head.allow_extra_ids(mx.array(np.tile(np.arange(OWN, dtype=np.int32) % len(head.in_vocabulary), (rows, 1))))
         try:
             calls = {held: _caller(_alone(draft), RowCache(draft, rows), held) for held in self._held(rows)}
             yield from self._timed({_Call("draft", rows, held, 1): partial(call, 1) for held, call in calls.items()})
         finally:
             if head is not None:
-                head.also(None)
+                head.allow_extra_ids(None)
 
     def _read(self) -> Generator[None]:
         assert self.draft is not None
