@@ -28,7 +28,7 @@ from service.engine.drafters.head import drafter
 from service.engine.drafters.lookup import TELLING, Found, Lookup
 from service.engine.drafters.model import READING, WIDE, Proposal, instead
 from service.engine.evidence import RoundEvidence, gather, split_rows
-from service.engine.kv.buffers import closed
+from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.planner import Choice, Match, Planner
@@ -197,7 +197,7 @@ class Decoder:
         gone = [self.rows[i] for i in indices]
         for i in indices:
             self._keep_beginning(i)
-        keep = closed(len(self.rows), indices)
+        keep = compaction_order(len(self.rows), indices)
         self.cache.keep(keep)
         if self.drafter is not None:
             self.drafter.cache.keep(keep)

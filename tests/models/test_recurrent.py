@@ -176,12 +176,12 @@ def test_keeping_nothing_gives_the_very_state_back() -> None:
         assert all(now is then for now, then in zip(layer.cache, slots, strict=True))
 
 
-def test_noting_changes_no_name_array_or_result() -> None:
-    plain, noting = build("granitemoehybrid", RECURRENT["granitemoehybrid"]), target("granitemoehybrid")
+def test_recording_changes_no_name_array_or_result() -> None:
+    plain, recording = build("granitemoehybrid", RECURRENT["granitemoehybrid"]), target("granitemoehybrid")
     kind = type(plain)
     assert RowCache(plain, 1).states and isinstance(plain, kind) and type(plain).__module__ == kind.__module__
-    assert [name for name, _ in plain.named_modules()] == [name for name, _ in noting.named_modules()]
-    assert mx.array_equal(plain(mx.array([[5, 6, 7]])), noting(mx.array([[5, 6, 7]]))).item()
+    assert [name for name, _ in plain.named_modules()] == [name for name, _ in recording.named_modules()]
+    assert mx.array_equal(plain(mx.array([[5, 6, 7]])), recording(mx.array([[5, 6, 7]]))).item()
 
 
 def test_calls_are_not_held_beyond_a_round() -> None:
