@@ -24,10 +24,10 @@ from service.engine.acceptance import Acceptance
 from service.engine.adapters import Draft
 from service.engine.confidence import Steps
 from service.engine.costs import Load
-from service.engine.drafters.head import drafter
-from service.engine.drafters.lookup import TELLING, Found, Lookup
+from service.engine.drafters.head import make_drafter
+from service.engine.drafters.lookup import MIN_SHARED_MATCH, Lookup, LookupProposal
 from service.engine.drafters.model import READING, WIDE, Proposal, instead
-from service.engine.evidence import RoundEvidence, gather, split_rows
+from service.engine.evidence import RoundEvidence, gather_evidence, split_rows
 from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import Owner, PrefixCache
@@ -85,7 +85,7 @@ class Decoder:
         self._profile: profile.Profile | None = None
         self.key = mx.random.key(secrets.randbits(63)) if key is None else key
         self.cache = self.target.cache(0)
-        self.drafter = drafter(draft, vocabulary, self.cache) if draft is not None else None
+        self.drafter = make_drafter(draft, vocabulary, self.cache) if draft is not None else None
         self.failed = False
         self.draft_failures = 0
         self.rows: list[Request] = []
@@ -131,7 +131,7 @@ class Decoder:
         it for its own rows."""
         if self.adaptive:
             draft = self.drafter.draft.model if self.drafter is not None and self.drafted else None
-            looked_up = self.lookup.most if self.lookup is not None else 0
+            looked_up = self.lookup.max_tokens if self.lookup is not None else 0
             sizes, most = profile.sizes(rows), max(self.drafted, looked_up)
             self._profile = profile.Profile(self.target.model, draft, rows=sizes, most=most)
             self.planner = Planner(self.drafted, looked_up, self._profile.measure())
@@ -205,20 +205,20 @@ class Decoder:
         self._epochs = [self._epochs[i] for i in keep]
         for row in gone:
             if self.lookup is not None and row.prompt.store:
-                self.lookup.remember(row.output)
+                self.lookup.add_output(row.output)
 
     def _keep_beginning(self, index: int) -> None:
         row = self.rows[index]
         if self.prefix is None or not row.prompt.store:
             return
-        self.prefix.enter(Owner.TARGET, row.tokens, self.cache, index)
+        self.prefix.insert(Owner.TARGET, row.tokens, self.cache, index)
         if self.drafter is not None and self._epochs[index] == self.epoch:
-            self.prefix.enter(Owner.DRAFT, row.tokens, self.drafter.cache, index)
+            self.prefix.insert(Owner.DRAFT, row.tokens, self.drafter.cache, index)
 
     def _next_epoch(self) -> None:
         self.epoch += 1
         if self.prefix is not None:
-            self.prefix.forget(Owner.DRAFT)
+            self.prefix.clear(Owner.DRAFT)
 
     # ------------------------------------------------------------------------------------------------------- one round
 
@@ -337,14 +337,14 @@ class Decoder:
         # Every row gets one token of the round that is not read yet.
         if any(row.emitted + 1 >= row.prompt.sampling.max_tokens or row.finish for row in plan.rows):
             return None
-        if any(found is not None and found.length >= TELLING for found in plan.found):
+        if any(found is not None and found.length >= MIN_SHARED_MATCH for found in plan.found):
             return None
         if self.planner is not None and not self.planner.stay_parked():
             return None
         started_at = time.perf_counter()
         (key,) = self._keys(step.sampling, 1)
         noise = SharedNoise(step.sampling, [row.emitted + 1 for row in plan.rows], self.vocabulary)
-        found = [None if self.lookup is None else self.lookup.find(row.tokens, row.grams) for row in plan.rows]
+        found = [None if self.lookup is None else self.lookup.find(row.tokens, row.ngrams) for row in plan.rows]
         load = replace(plan.load, held=plan.load.held + 1)
         following = replace(plan, load=load, found=found, started_at=started_at)
         ahead = self._verify(following, None, step.sampling, noise, key, latest=step.emitted[:, :1])
@@ -447,7 +447,7 @@ class Decoder:
         accepted, following = accept.accept(distribution, sampling, noise.first(tokens.shape[1]), proposal, key)
         emitted = following[:, None]
         if proposal is not None:
-            emitted = accept.emitted(accepted, following, proposal.tokens)
+            emitted = accept.emitted_tokens(accepted, following, proposal.tokens)
         evidence = None
         if self.collect and any(row.prompt.store for row in rows) and self.strategy.launch_ahead:
             evidence = RoundEvidence.of(logits, distribution, sampling, emitted, drafted)
@@ -480,7 +480,7 @@ class Decoder:
         if step.evidence is not None:
             seen = split_rows(step.evidence, done.emitted, tried)
         else:
-            seen = gather(step.logits, step.distribution, step.sampling, done.emitted, tried, step.proposal)
+            seen = gather_evidence(step.logits, step.distribution, step.sampling, done.emitted, tried, step.proposal)
         for i in live:
             if rows[i].prompt.store:
                 rows[i].log(seen[i], done.emitted[i], done.proposed[i], self.tie_margin)
@@ -512,7 +512,7 @@ class Decoder:
         sound = self.drafter.cache.scrub(index)
         if not sound and self.prefix is not None:
             # Cached prefixes may hold the same values.
-            self.prefix.forget(Owner.DRAFT)
+            self.prefix.clear(Owner.DRAFT)
         rounds = RETRY << min(row.draft_failures, 16)
         row.draft_failures += 1
         row.draft_again = len(row.rounds) + rounds
@@ -538,16 +538,16 @@ class Decoder:
 
     def _choose(
         self, rows: Sequence[Request], load: Load, coming: int
-    ) -> tuple[Choice, list[Found | None], list[Match | None]]:
+    ) -> tuple[Choice, list[LookupProposal | None], list[Match | None]]:
         """What to propose this round, and what was looked up for each row. Where others wait to join, nothing is drafted that
         would not pay among them."""
-        found: list[Found | None] = [None] * len(rows)
+        found: list[LookupProposal | None] = [None] * len(rows)
         if self.adaptive and self.planner is None:
             self.profile(len(rows))
         if self.planner is None:
             return Choice(self.drafted, (0,) * len(rows)), found, [None] * len(rows)
         if self.lookup is not None:
-            found = [self.lookup.find(row.tokens, row.grams) for row in rows]
+            found = [self.lookup.find(row.tokens, row.ngrams) for row in rows]
         matches = [None if f is None else Match(f.length, len(f.tokens)) for f in found]
         drafts = not self.failed and (not coming or self.planner.pays(replace(load, rows=load.rows + coming)))
         return self.planner.choose(load, matches, [row.acceptance for row in rows], drafts=drafts), found, matches

@@ -95,7 +95,7 @@ def together(
 def _missing(prefill: Prefill, owners: Sequence[Owner], prefix: PrefixCache | None) -> int:
     """Tokens that one of the owners has still to read of a prompt that is not begun."""
     prompt = prefill.rows[0].prompt.tokens[:-1]
-    return len(prompt) - (min(prefix.held(owner, prompt) for owner in owners) if prefix is not None else 0)
+    return len(prompt) - (min(prefix.cached_length(owner, prompt) for owner in owners) if prefix is not None else 0)
 
 
 def _shares(one: Prefill, other: Prefill, prefix: PrefixCache | None) -> bool:
@@ -103,7 +103,7 @@ def _shares(one: Prefill, other: Prefill, prefix: PrefixCache | None) -> bool:
     if prefix is None:
         return False
     mine, theirs = (prefill.rows[0].prompt.tokens[:-1] for prefill in (one, other))
-    upto = prefix.held(Owner.TARGET, mine) + BLOCK
+    upto = prefix.cached_length(Owner.TARGET, mine) + BLOCK
     return len(mine) >= upto and mine[:upto] == theirs[:upto]
 
 
@@ -122,7 +122,7 @@ def follow(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix: Prefix
 def _recall(owner: Owner, cache: RowCache, rows: Sequence[Request], prefix: PrefixCache | None) -> None:
     """Take over what is kept of prompts of which nothing was read yet."""
     if prefix is not None and cache.lengths.longest == 0:
-        prefix.fill(owner, [row.prompt.tokens[:-1] for row in rows], cache)
+        prefix.load(owner, [row.prompt.tokens[:-1] for row in rows], cache)
         if owner is Owner.TARGET:
             for row, held in zip(rows, cache.lengths.host, strict=True):
                 row.reused = held
@@ -149,5 +149,5 @@ def _advance(
         if prefix is not None:
             for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
                 if row.prompt.store:
-                    prefix.enter(owner, prompt, cache, i)
+                    prefix.insert(owner, prompt, cache, i)
     return any(have < len(prompt) for have, prompt in zip(cache.lengths.host, prompts, strict=True))

@@ -21,7 +21,7 @@ from service.core import (
     Timings,
 )
 from service.engine.acceptance import Acceptance
-from service.engine.drafters.lookup import Grams
+from service.engine.drafters.lookup import NGramIndex
 from service.engine.evidence import Evidence
 from service.engine.top_logprobs import pack
 
@@ -94,7 +94,7 @@ class Request:
     rounds: list[Round] = field(default_factory=list[Round])
     cases: list[FailureCase] = field(default_factory=list[FailureCase])
     evidence: list[tuple[Evidence, int]] = field(default_factory=list[tuple[Evidence, int]])
-    grams: Grams = field(default_factory=Grams)
+    ngrams: NGramIndex = field(default_factory=NGramIndex)
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
     """What the present draft was worth here."""
     draft_failures: int = 0
