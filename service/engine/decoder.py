@@ -32,9 +32,9 @@ from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.planner import Choice, Match, Planner
-from service.engine.prefill import Prefill, follow, lead, together
+from service.engine.prefill import Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.report import RoundReport
-from service.engine.request import Request, prompted
+from service.engine.request import Request, prefill_ratio
 from service.engine.rounds import Outcome, Plan, Step
 from service.engine.sampling import SamplingBatch, SharedNoise, transform
 from service.engine.strategy import current
@@ -151,18 +151,18 @@ class Decoder:
     def gather(self, waiting: Sequence[Prefill], room: int) -> Prefill:
         """The first of these prompts, with others that can be read beside it in one call of `room` tokens."""
         kinds = [self._follows(prefill, len(waiting)) for prefill in waiting]
-        return together(waiting, kinds, self.target, room=room, size=self.prefill_chunk, prefix=self.prefix)
+        return batch_prompts(waiting, kinds, self.target, room=room, size=self.prefill_chunk, prefix=self.prefix)
 
     def read(self, prefill: Prefill, coming: int = 1) -> bool:
         """Read the next chunk; True when its rows are ready to join. coming: rows that are to join, these among them. Target
         and draft go on from what each of them holds, which differs when the draft is newer than a kept beginning."""
         size, prefix, drafter = self.prefill_chunk, self.prefix, self.drafter
-        more = lead(self.target, prefill, size=size, prefix=prefix)
-        prefill.follows = self._follows(prefill, coming)
-        if drafter is not None and not self.failed and prefill.follows:
-            prefill.draft_cache(drafter.draft.model, self.epoch)
+        more = prefill_target(self.target, prefill, size=size, prefix=prefix)
+        prefill.prefills_draft = self._follows(prefill, coming)
+        if drafter is not None and not self.failed and prefill.prefills_draft:
+            prefill.ensure_draft_cache(drafter.draft.model, self.epoch)
             try:
-                more |= follow(drafter, prefill, size=size, prefix=prefix)
+                more |= prefill_draft(drafter, prefill, size=size, prefix=prefix)
             except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
                 self._put_draft_aside(error)
         return not more
@@ -170,12 +170,14 @@ class Decoder:
     def join(self, ready: Sequence[Prefill]) -> None:
         """Take rows whose prompts were read into the batch, all at once."""
         self._land()
-        self.cache.join([prefill.target for prefill in ready])
+        self.cache.join([prefill.target_cache for prefill in ready])
         if self.drafter is not None:
-            self.drafter.cache.join([prefill.draft_cache(self.drafter.draft.model, self.epoch) for prefill in ready])
+            self.drafter.cache.join(
+                [prefill.ensure_draft_cache(self.drafter.draft.model, self.epoch) for prefill in ready]
+            )
         for prefill in ready:
             for row in prefill.rows:
-                row.joined_at = time.perf_counter()
+                row.decode_started_at = time.perf_counter()
                 row.acceptance = Acceptance(self.drafted)
             self.rows += prefill.rows
             self._epochs += [prefill.epoch] * len(prefill.rows)
@@ -252,7 +254,9 @@ class Decoder:
         # Rows that ended in the round before this one, which was under way by then, get nothing of it.
         live = [i for i, row in enumerate(plan.rows) if row.finish is None]
         before = [len(row.tokens) for row in plan.rows]
-        taken = {i: plan.rows[i].take(done.emitted[i], done.proposed[i], plan.sources[i], self.adapter) for i in live}
+        taken = {
+            i: plan.rows[i].append_round(done.emitted[i], done.proposed[i], plan.sources[i], self.adapter) for i in live
+        }
         if ahead is not None:
             self.cache.advance(1)
         else:
@@ -298,7 +302,7 @@ class Decoder:
         started_at = time.perf_counter()
         visible = self._visible(rows)
         unread = self.drafter.unread(visible) if self.drafter is not None else 0
-        load = Load(len(rows), self.cache.lengths.longest, unread, prompted(rows))
+        load = Load(len(rows), self.cache.lengths.longest, unread, prefill_ratio(rows))
         choice, found, matches = self._choose(rows, load, coming)
         steps = Steps(choice.drafted)
         if self.planner is not None and choice.drafted and self.strategy.ask_confidence:
@@ -483,7 +487,7 @@ class Decoder:
             seen = gather_evidence(step.logits, step.distribution, step.sampling, done.emitted, tried, step.proposal)
         for i in live:
             if rows[i].prompt.store:
-                rows[i].log(seen[i], done.emitted[i], done.proposed[i], self.tie_margin)
+                rows[i].add_evidence(seen[i], done.emitted[i], done.proposed[i], self.tie_margin)
 
     def _settle_draft(self, plan: Plan, before: Sequence[int], finite: Sequence[bool]) -> None:
         """Truncate the draft's cache to tokens that the rows really have. before: each row's tokens before the round.
@@ -531,10 +535,10 @@ class Decoder:
 
     def _follows(self, prefill: Prefill, coming: int) -> bool:
         """Whether the draft should read what these rows are asked."""
-        if prefill.follows is not None or self.drafter is None or self.planner is None:
-            return self.drafter is not None and prefill.follows is not False
+        if prefill.prefills_draft is not None or self.drafter is None or self.planner is None:
+            return self.drafter is not None and prefill.prefills_draft is not False
         held = max(self.cache.lengths.longest, *(len(row.prompt.tokens) for row in prefill.rows))
-        return self.planner.follows(Load(len(self.rows) + coming, held, prompted=prompted(prefill.rows)))
+        return self.planner.follows(Load(len(self.rows) + coming, held, prompted=prefill_ratio(prefill.rows)))
 
     def _choose(
         self, rows: Sequence[Request], load: Load, coming: int

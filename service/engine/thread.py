@@ -310,7 +310,7 @@ class Worker:
         left = size * (2 if len(self._reading) > len(self._running) else 1)
         while self._reading:
             prefill = engine.decoder.gather([waiting for _, waiting in self._reading], left)
-            left -= prefill.wanted(size)
+            left -= prefill.next_call_tokens(size)
             if left < 0 or not engine.decoder.read(prefill, len(self._reading)):
                 break
             ready.append(prefill)
@@ -318,7 +318,7 @@ class Worker:
             self._reading = [(ticket, waiting) for ticket, waiting in self._reading if ticket not in done]
             self._running += done
             for row in prefill.rows:
-                self._observer.prompt_read(len(row.prompt.tokens), row.reused)
+                self._observer.prompt_read(len(row.prompt.tokens), row.cached_tokens)
         if ready:
             engine.decoder.join(ready)
 

@@ -144,7 +144,7 @@ def test_cached_prefixes_bring_their_hidden_states() -> None:
     # A new version prefills from the hidden states in the prefix cache, which the target does not read again.
     decoder.switch(Draft(1, shallow_copy(head())))
     rest = serve(decoder, asked[1:], eos=EOS, max_rows=2)
-    assert first[0].reused == 0 and all(row.reused == 64 for row in rest)
+    assert first[0].cached_tokens == 0 and all(row.cached_tokens == 64 for row in rest)
     assert_own([*first, *rest])
     assert proposals and all(is_proposal_of_row_alone(head(), tokens, guesses) for tokens, guesses in proposals)
 

@@ -93,7 +93,7 @@ def test_each_prompt_of_a_batch_is_cached() -> None:
     assert read(decoder, texts) == [[41] * 3]
     rows = rows_of([(*text, 9, 10) for text in texts])
     admit(decoder, rows)
-    assert [row.reused for row in rows] == [32] * 3
+    assert [row.cached_tokens for row in rows] == [32] * 3
     finish(decoder, rows)
 
 
@@ -105,8 +105,8 @@ def test_cached_prefixes_of_different_lengths_are_restored_together() -> None:
         [(*known[0][:96], *random_tokens(3, 21)), (*known[1][:32], *random_tokens(4, 22)), random_tokens(5, 20)]
     )
     (prefill,) = admit(decoder, rows, 4 * CHUNK)
-    assert [row.reused for row in rows] == [96, 32, 0]
-    assert prefill.wanted(CHUNK) == 0
+    assert [row.cached_tokens for row in rows] == [96, 32, 0]
+    assert prefill.next_call_tokens(CHUNK) == 0
     finish(decoder, rows)
 
 

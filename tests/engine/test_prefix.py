@@ -110,8 +110,8 @@ def test_a_growing_chat_is_prefilled_once(sampling: dict[str, Any]) -> None:
     verified = reused = 0
     for turn in range(6):
         row = answer(decoder, request(tokens, answer=24, **sampling))
-        assert row.reused == whole(min(verified, len(tokens) - 1))
-        verified, reused = len(row.tokens) - 1, row.reused
+        assert row.cached_tokens == whole(min(verified, len(tokens) - 1))
+        verified, reused = len(row.tokens) - 1, row.cached_tokens
         tokens = (*row.tokens, *random_tokens(10 + turn, 7))
     assert reused > 100
     assert len(decoder.prefix.blocks) == 2 * (verified // BLOCK)  # pyright: ignore[reportOptionalMemberAccess]
@@ -122,7 +122,7 @@ def test_the_same_prompt_again(length: int) -> None:
     """The last token of a prompt is always computed, because its logits are needed."""
     decoder = make_decoder()
     first, again = (answer(decoder, request(random_tokens(length, length))) for _ in range(2))
-    assert (first.reused, again.reused) == (0, whole(length - 1))
+    assert (first.cached_tokens, again.cached_tokens) == (0, whole(length - 1))
 
 
 def test_a_shared_prefix_is_stored_once_and_hit_by_all() -> None:
@@ -131,7 +131,7 @@ def test_a_shared_prefix_is_stored_once_and_hit_by_all() -> None:
     rows = serve(decoder, [request((*system, *random_tokens(i, 1 + 5 * i)), answer=1) for i in range(2, 9)], seed=1)
     for row in rows:
         assert_own(row)
-    assert [row.reused for row in rows] == [0] + [96] * 6
+    assert [row.cached_tokens for row in rows] == [0] + [96] * 6
     tails = sum((len(row.tokens) - 1 - 96) // BLOCK for row in rows)
     assert len({block.tokens for block in decoder.prefix.blocks}) == 3 + tails  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -147,7 +147,7 @@ def test_concurrent_requests_do_not_prefill_a_shared_prefix_twice() -> None:
     rows = list(decoder.rows)
     while decoder.rows:
         decoder.round()
-    assert [row.reused for row in rows] == [0, 64, 64]
+    assert [row.cached_tokens for row in rows] == [0, 64, 64]
     for row in rows:
         assert_own(row)
 
@@ -159,7 +159,7 @@ def test_one_different_token_ends_the_match() -> None:
     for at in (0, 31, 32, 63, 64, 95, 96):
         other = list(tokens)
         other[at] = 4 if tokens[at] != 4 else 5
-        assert answer(decoder, request(other, answer=4, store=False)).reused == whole(at)
+        assert answer(decoder, request(other, answer=4, store=False)).cached_tokens == whole(at)
 
 
 # ------------------------------------------------------------------------------------------------------ cached blocks
@@ -179,11 +179,11 @@ def test_only_verified_tokens_are_cached() -> None:
 def test_requests_that_may_not_be_stored_can_hit_but_not_add() -> None:
     decoder = make_decoder()
     tokens = random_tokens(1, 80)
-    assert answer(decoder, request(tokens, store=False)).reused == 0
+    assert answer(decoder, request(tokens, store=False)).cached_tokens == 0
     assert decoder.prefix is not None and decoder.prefix.blocks == ()
     answer(decoder, request(tokens))
     before = decoder.prefix.blocks
-    assert answer(decoder, request((*tokens, *random_tokens(2, 60)), store=False)).reused == 64
+    assert answer(decoder, request((*tokens, *random_tokens(2, 60)), store=False)).cached_tokens == 64
     assert set(decoder.prefix.blocks) == set(before)
 
 
@@ -223,7 +223,7 @@ def test_a_swap_keeps_the_targets_blocks_and_prefills_the_drafts_in_chunks() -> 
     decoder.switch(Draft(1, new))
     assert cached_length(decoder, Owner.DRAFT, tokens) == 0
     row = answer(decoder, request(tokens))
-    assert row.reused == 128
+    assert row.cached_tokens == 128
     assert sum(new.fed[:10]) == 149 and max(new.fed) == CHUNK
     assert cached_length(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
     new.fed.clear()
@@ -282,7 +282,7 @@ def test_blocks_of_a_failed_draft_are_discarded(how: str, when: str) -> None:
         assert cached_length(decoder, Owner.DRAFT, tokens) >= whole(len(tokens) - 2)
     decoder.switch(Draft(1, draft(0).model))
     row = answer(decoder, request((*tokens, *random_tokens(3, 50))))
-    assert row.reused == 96 and any(round.drafted for round in row.rounds)
+    assert row.cached_tokens == 96 and any(round.drafted for round in row.rounds)
     assert cached_length(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
 
 
