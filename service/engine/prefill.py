@@ -68,8 +68,8 @@ def batch_prompts(
     """The first of these prompts, batched with those nearest to it in length that fit into one call of `room` tokens.
 
     Only unstarted prompts of at most `size` uncached tokens are batched, all with or all without a prefill of the draft
-    (`prefills_draft`, one for each). Prompts that share an uncached block are not: the second waits for the prefix cache. Models
-    with recurrent layers prefill prompts one by one, because padding would enter the state. prefix: None for no prefix cache.
+    (`prefills_draft`, one for each). Prompts that share an uncached block are not: the second waits for the prefix cache.
+    Models with recurrent layers prefill prompts one by one, because padding would enter the state. prefix: None for no cache.
     """
     first, with_draft = waiting[0], prefills_draft[0]
     if not first.unstarted or first.target_cache.states:

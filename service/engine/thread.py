@@ -177,7 +177,7 @@ class Worker:
         """See core.DraftSwitch. The future fails with Unavailable without a draft model, or once the thread died or is being
         stopped."""
         future: Future[Staged] = Future()
-        self._command(lambda engine: self._staging.begin(engine.base, ref, engine.provenance.draft, future), future)
+        self._command(lambda engine: self._staging.start(engine.base, ref, engine.provenance.draft, future), future)
         return future
 
     def switch(self, staged: Staged) -> Future[None]:
@@ -279,7 +279,7 @@ class Worker:
             for ticket in unstarted:
                 self._waiting.remove(ticket)
         for ticket in unstarted:
-            ticket.tell(Failed(Unavailable("cancelled before it started")))
+            ticket.send(Failed(Unavailable("cancelled before it started")))
         unread = [ticket for ticket, _ in self._reading if ticket.cancelled.is_set()]
         gone = [ticket for ticket in self._running if ticket.cancelled.is_set()]
         ended = [(ticket, ticket.row) for ticket in [*unread, *gone] if ticket.row is not None]
@@ -299,7 +299,7 @@ class Worker:
                 if not self._waiting:
                     return
                 ticket = self._waiting[0]
-                ticket.row = engine.row(ticket.id, ticket.prompt)
+                ticket.row = engine.new_request(ticket.id, ticket.prompt)
                 self._reading.append((ticket, engine.decoder.begin(ticket.row)))
                 self._waiting.popleft()
 
@@ -333,7 +333,7 @@ class Worker:
             if (ticket := by_row.get(id(row))) is None:
                 # Cancelled while the round was under way.
                 continue
-            ticket.tell(delta)
+            ticket.send(delta)
             if row.finish is not None:
                 self._finish(ticket, row, engine)
                 self._running.remove(ticket)
@@ -341,17 +341,17 @@ class Worker:
     def _finish(self, ticket: Ticket, row: Request, engine: Engine) -> None:
         if row.prompt.store and (generation := row.generation(engine.provenance)) is not None:
             self._recorder.record(generation)
-        ticket.tell(row.finished())
+        ticket.send(row.finished())
 
     def _fail_everyone(self, error: RedraftError) -> None:
         with self._gate:
             tickets = [*self._waiting, *(ticket for ticket, _ in self._reading), *self._running]
             self._waiting.clear()
             self._reading, self._running = [], []
-            promised = [*(command.future for command in self._commands), *self._staging.give_up()]
+            promised = [*(command.future for command in self._commands), *self._staging.abandon()]
             self._commands.clear()
         for ticket in tickets:
-            ticket.tell(Failed(error))
+            ticket.send(Failed(error))
         for future in promised:
             if not future.done():
                 future.set_exception(error)
