@@ -173,12 +173,12 @@ def gather_evidence(
         # The first rejected token is at the position of the row's last emitted one.
         lse = positions.lse[mx.array(ends[list(rejected)] - 1)]
         pq = [probabilities(target_logits, wrong, lse), probabilities(draft_logits, wrong, logsumexp(draft_logits))]
-    ids, top, logprobs, sampled, tails, *read = device.read(*positions.arrays(), *pq)
-    both: dict[int, tuple[float, float]] = {}
-    if read:
-        both = {row: (float(p), float(q)) for row, p, q in zip(rejected, *read, strict=True)}
+    ids, top, logprobs, sampled, tails, *pq_values = device.read(*positions.arrays(), *pq)
+    pq_by_row: dict[int, tuple[float, float]] = {}
+    if pq_values:
+        pq_by_row = {row: (float(p), float(q)) for row, p, q in zip(rejected, *pq_values, strict=True)}
     slices = [slice(end - count, end) for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
     return [
-        Evidence(logprobs[at], sampled[at], ids[at], top[at], tails[at], *both.get(row, (0.0, 0.0)))
+        Evidence(logprobs[at], sampled[at], ids[at], top[at], tails[at], *pq_by_row.get(row, (0.0, 0.0)))
         for row, at in enumerate(slices)
     ]

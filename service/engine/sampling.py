@@ -20,10 +20,11 @@ _NEVER = -float("inf")
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling parameters of B rows, as arrays (B, 1, 1) unless said otherwise.
+    """The sampling parameters of B rows, as arrays.
 
-    greedy, rejection: (B,) booleans; rejection: rows under the rejection rule. filtered, sampled, seeded, unseeded: whether any
-    row needs filters, is not greedy, has a seed, is under the rejection rule. What no row needs is not computed.
+    temperature, top_p, min_p, top_k: (B, 1, 1). greedy, rejection: (B,) booleans; rejection: rows under the rejection rule.
+    filtered, sampled, seeded, unseeded: whether any row needs filters, is not greedy, has a seed, is under the rejection rule.
+    What no row needs is not computed.
     """
 
     rows: tuple[Sampling, ...]

@@ -69,7 +69,7 @@ class CutHead(nn.Module):
     """An output head over a reduced vocabulary: logits keep their full width and are -inf outside of it.
 
     whole: the head, or the embedding that is the head too. ids: the reduced vocabulary. Each row of a batch may have extra
-    ids besides (`allow_extra_ids`). Raises ModelError where an id is out of range or the head has not one row per token.
+    ids (`allow_extra_ids`). Raises ModelError where an id is out of range or the head has not one row per token.
     """
 
     def __init__(self, whole: nn.Module, ids: Sequence[int]) -> None:

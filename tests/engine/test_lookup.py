@@ -23,8 +23,8 @@ from tests.support.typed import as_floats, layers_of
 VOCABULARY = 97
 
 
-def find(text: list[int], most: int = 4) -> LookupProposal | None:
-    return Lookup(most).find(text, NGramIndex())
+def find(text: list[int], max_tokens: int = 4) -> LookupProposal | None:
+    return Lookup(max_tokens).find(text, NGramIndex())
 
 
 def test_the_latest_longest_match_is_proposed() -> None:
@@ -36,8 +36,8 @@ def test_the_latest_longest_match_is_proposed() -> None:
 
 
 def test_a_repeating_text_is_proposed_to_continue() -> None:
-    assert find([5, 6, 7, 5, 6, 7, 5, 6], most=5) == LookupProposal(4, [7, 5, 6, 7, 5])
-    assert find([9] * 12, most=3) == LookupProposal(8, [9, 9, 9])
+    assert find([5, 6, 7, 5, 6, 7, 5, 6], max_tokens=5) == LookupProposal(4, [7, 5, 6, 7, 5])
+    assert find([9] * 12, max_tokens=3) == LookupProposal(8, [9, 9, 9])
 
 
 def test_an_incremental_index_finds_what_a_fresh_one_finds() -> None:
@@ -45,7 +45,7 @@ def test_an_incremental_index_finds_what_a_fresh_one_finds() -> None:
     text: list[int] = []
     for _ in range(300):
         text += [rng.randrange(4) for _ in range(rng.randint(1, 5))]
-        assert lookup.find(text, ngrams) == find(text, most=6)
+        assert lookup.find(text, ngrams) == find(text, max_tokens=6)
 
 
 def test_recent_outputs_are_shared_and_old_ones_evicted() -> None:

@@ -67,7 +67,7 @@ def answer(decoder: Decoder, prompt: Prompt) -> Request:
 
 
 def assert_own(row: Request) -> None:
-    """The row's output is the target's own; that of a cancelled row is its beginning."""
+    """The row's output is the target's own; that of a cancelled row is a prefix of it."""
     expected = forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS)
     assert row.output == (expected if row.finish else expected[: row.emitted])
 
