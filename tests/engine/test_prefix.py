@@ -307,7 +307,7 @@ def test_the_least_recently_used_is_evicted_first_and_prefixes_last() -> None:
 
 
 @pytest.mark.parametrize("budget", [0, BLOCK_BYTES - 1, BLOCK_BYTES, 5 * BLOCK_BYTES])
-def test_a_prompt_longer_than_the_budget_caches_its_beginning(budget: int) -> None:
+def test_a_prompt_longer_than_the_budget_caches_its_first_blocks(budget: int) -> None:
     decoder, tokens = make_decoder(budget), random_tokens(1, 300)
     for _ in range(2):
         answer(decoder, request(tokens))
@@ -332,7 +332,7 @@ def found(prefix: PrefixCache, tokens: Sequence[int]) -> int:
     return BLOCK * sum(tuple(tokens[at : at + BLOCK]) in have for at in range(0, len(tokens), BLOCK))
 
 
-def test_eviction_takes_chain_ends_and_spares_a_growing_chain() -> None:
+def test_eviction_takes_leaves_and_spares_a_growing_path() -> None:
     one, two, three = random_tokens(1, 4 * BLOCK), random_tokens(2, 2 * BLOCK), random_tokens(3, BLOCK)
     size = 2 * BLOCK * 8 * 4
     prefix = PrefixCache(5 * size)

@@ -50,7 +50,7 @@ def _name(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("config", _WHOLE, ids=_name)
-def test_body_and_head_compute_what_the_model_computes(build_family: Build, config: dict[str, Any]) -> None:
+def test_backbone_and_head_compute_what_the_model_computes(build_family: Build, config: dict[str, Any]) -> None:
     model = build_family(_COMMON | config)
     parts = split(model)
     assert parts is not None
@@ -109,9 +109,7 @@ def test_a_reduced_head_gives_the_same_logits_for_its_ids(
 
 @pytest.mark.parametrize("config", _WHOLE, ids=_name)
 @pytest.mark.parametrize("bits", [None, 4])
-def test_each_row_of_a_batch_may_be_given_further_tokens(
-    build_family: Build, config: dict[str, Any], bits: int | None
-) -> None:
+def test_each_row_of_a_batch_may_have_extra_ids(build_family: Build, config: dict[str, Any], bits: int | None) -> None:
     model = build_family(_COMMON | config | {"intermediate_size": 64})
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)
@@ -138,7 +136,7 @@ def test_each_row_of_a_batch_may_be_given_further_tokens(
     assert mx.array_equal(model(tokens), alone)
 
 
-def test_a_head_with_a_bias_gives_further_tokens_theirs() -> None:
+def test_extra_ids_of_a_head_with_a_bias_have_their_bias() -> None:
     head = nn.Linear(8, 20)
     short = CutHead(head, [1, 4])
     x = mx.random.normal((2, 3, 8), key=mx.random.key(0))
