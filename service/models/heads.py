@@ -103,7 +103,7 @@ class CutHead(nn.Module):
 
     def allow_extra_ids(self, ids: mx.array | None) -> None:
         """Compute logits at ids[b] too for row b of a batch, until the next call. ids: (B, n), where repeated ids and ids of
-        the reduced vocabulary change nothing; None: no extra ids. Without effect on other kinds of heads."""
+        the reduced vocabulary change nothing; None: none. Without effect where the head is neither linear nor an embedding."""
         self._extra = None
         if ids is not None and (selected := _head_rows(self.whole, ids)) is not None:
             reduced = mx.broadcast_to(self._ids, (ids.shape[0], self._ids.size))
