@@ -1,7 +1,7 @@
-"""A Draft: the bare draft model, or the same with one adapter version. Immutable; a new version is a new object.
+"""Loads LoRA adapters for the draft model. A Draft, the bare model or one with an adapter, is immutable.
 
-An adapter is checked to the last name before anything of it is used, then folded into copies of the weights it touches. All
-other arrays stay the base's own.
+An adapter's files are validated completely before they are used. Then it is folded into copies of the weights that it changes;
+all other arrays are shared with the base.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, ModelError
 from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
 from service.models.folding import fold
-from service.models.heads import cut, twin
+from service.models.heads import cut, shallow_copy
 from service.models.pair import Loaded
 
 MAX_HEADER = 16 * 2**20
@@ -33,7 +33,7 @@ _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A draft model that can serve. adapter: the id of the adapter folded into it, BARE_DRAFT (0) for none."""
+    """A draft model ready to serve. adapter: the id of the adapter folded into it, BARE_DRAFT (0) for none."""
 
     adapter: int
     model: nn.Module
@@ -45,21 +45,20 @@ def bare(model: nn.Module) -> Draft:
 
 
 def served(loaded: Loaded) -> Draft:
-    """The bare draft as it serves: with its head cut to the vocabulary beside its weights, where there is one. Raises
-    ModelError."""
-    kept = vocabulary.read(loaded.folder)
-    if kept is None:
+    """The bare draft, with its head cut to the reduced vocabulary in its folder, if there is one. Raises ModelError."""
+    ids = vocabulary.read(loaded.folder)
+    if ids is None:
         return bare(loaded.model)
-    model = twin(loaded.model)
-    cut(model, kept)
+    model = shallow_copy(loaded.model)
+    cut(model, ids)
     return bare(model)
 
 
 def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[Draft | None]:
-    """Load an adapter beside the base in small steps (None), so that the caller can decode in between; yields the Draft last.
+    """Load an adapter in small steps, so that the caller can decode in between. Yields None after each step, the Draft last.
 
-    Raises AdapterRefused before anything was changed: damaged or altered files, another base (`fingerprint` is the bare
-    draft's), tensors missing, unknown, of another shape, or not finite.
+    base: the bare draft model, which does not change. fingerprint: its own. Raises AdapterRefused for damaged or altered files,
+    another base, and tensors that are missing, unknown, not finite or of another shape.
     """
     config = read_config(ref, fingerprint)
     header = read_header(ref.folder / "adapters.safetensors")
@@ -67,7 +66,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
         raise AdapterRefused(f"adapter {ref.id}: its files are not the ones that were registered (hash differs)")
     yield None
 
-    model = twin(base)
+    model = shallow_copy(base)
     try:
         linear_to_lora_layers(model, len(cast("list[object]", base.layers)), config)
     except Exception as error:
@@ -89,9 +88,9 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
     model.load_weights(list(weights.items()), strict=False)
     yield from fold(model)
     try:
-        # Without a list of its own it keeps the base's.
-        if (kept := vocabulary.read(ref.folder)) is not None:
-            cut(model, kept)
+        # An adapter without a reduced vocabulary uses the base's.
+        if (ids := vocabulary.read(ref.folder)) is not None:
+            cut(model, ids)
     except ModelError as error:
         raise AdapterRefused(f"adapter {ref.id}: {error}") from error
     mx.eval(model.parameters())
@@ -100,7 +99,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
 
 
 def load(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Draft:
-    """`load_steps` in one go."""
+    """Load an adapter at once. Parameters and errors as for `load_steps`."""
     for draft in load_steps(base, ref, fingerprint):
         if draft is not None:
             return draft
@@ -108,7 +107,7 @@ def load(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Draft:
 
 
 def read_config(ref: AdapterRef, fingerprint: str) -> dict[str, Any]:
-    """The LoRA parameters of adapter_config.json, compared with what is registered. Raises AdapterRefused."""
+    """The LoRA parameters of adapter_config.json. Raises AdapterRefused where they are not the registered ones."""
     try:
         config = json.loads((ref.folder / "adapter_config.json").read_text())
         lora = config["lora_parameters"]
@@ -132,15 +131,15 @@ def read_config(ref: AdapterRef, fingerprint: str) -> dict[str, Any]:
 
 
 def read_header(file: Path) -> Mapping[str, tuple[int, ...]]:
-    """Shapes by name from a safetensors header, every claim of which is checked against the file before MLX maps it.
+    """Tensor shapes by name, from a safetensors header that is validated against the file before MLX maps it.
 
     Raises AdapterRefused.
     """
     try:
         size = file.stat().st_size
         with file.open("rb") as stream:
-            lead = stream.read(8)
-            length = struct.unpack("<Q", lead)[0] if len(lead) == 8 else -1
+            size_field = stream.read(8)
+            length = struct.unpack("<Q", size_field)[0] if len(size_field) == 8 else -1
             if not 0 < length <= min(MAX_HEADER, size - 8):
                 raise AdapterRefused(f"{file.name}: truncated, or its header claims an impossible length")
             header = json.loads(stream.read(length))

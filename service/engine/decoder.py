@@ -24,17 +24,17 @@ from service.engine.acceptance import Acceptance
 from service.engine.adapters import Draft
 from service.engine.confidence import Steps
 from service.engine.costs import Load
-from service.engine.drafters.head import drafter
-from service.engine.drafters.lookup import TELLING, Found, Lookup
+from service.engine.drafters.head import make_drafter
+from service.engine.drafters.lookup import MIN_SHARED_MATCH, Lookup, LookupProposal
 from service.engine.drafters.model import READING, WIDE, Proposal, instead
-from service.engine.evidence import RoundEvidence, gather, split_rows
-from service.engine.kv.buffers import closed
+from service.engine.evidence import RoundEvidence, gather_evidence, split_rows
+from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.planner import Choice, Match, Planner
-from service.engine.prefill import Prefill, follow, lead, together
+from service.engine.prefill import Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.report import RoundReport
-from service.engine.request import Request, prompted
+from service.engine.request import Request, prefill_ratio
 from service.engine.rounds import Outcome, Plan, Step
 from service.engine.sampling import SamplingBatch, SharedNoise, transform
 from service.engine.strategy import current
@@ -85,7 +85,7 @@ class Decoder:
         self._profile: profile.Profile | None = None
         self.key = mx.random.key(secrets.randbits(63)) if key is None else key
         self.cache = self.target.cache(0)
-        self.drafter = drafter(draft, vocabulary, self.cache) if draft is not None else None
+        self.drafter = make_drafter(draft, vocabulary, self.cache) if draft is not None else None
         self.failed = False
         self.draft_failures = 0
         self.rows: list[Request] = []
@@ -131,7 +131,7 @@ class Decoder:
         it for its own rows."""
         if self.adaptive:
             draft = self.drafter.draft.model if self.drafter is not None and self.drafted else None
-            looked_up = self.lookup.most if self.lookup is not None else 0
+            looked_up = self.lookup.max_tokens if self.lookup is not None else 0
             sizes, most = profile.sizes(rows), max(self.drafted, looked_up)
             self._profile = profile.Profile(self.target.model, draft, rows=sizes, most=most)
             self.planner = Planner(self.drafted, looked_up, self._profile.measure())
@@ -151,18 +151,18 @@ class Decoder:
     def gather(self, waiting: Sequence[Prefill], room: int) -> Prefill:
         """The first of these prompts, with others that can be read beside it in one call of `room` tokens."""
         kinds = [self._follows(prefill, len(waiting)) for prefill in waiting]
-        return together(waiting, kinds, self.target, room=room, size=self.prefill_chunk, prefix=self.prefix)
+        return batch_prompts(waiting, kinds, self.target, room=room, size=self.prefill_chunk, prefix=self.prefix)
 
     def read(self, prefill: Prefill, coming: int = 1) -> bool:
         """Read the next chunk; True when its rows are ready to join. coming: rows that are to join, these among them. Target
         and draft go on from what each of them holds, which differs when the draft is newer than a kept beginning."""
         size, prefix, drafter = self.prefill_chunk, self.prefix, self.drafter
-        more = lead(self.target, prefill, size=size, prefix=prefix)
-        prefill.follows = self._follows(prefill, coming)
-        if drafter is not None and not self.failed and prefill.follows:
-            prefill.draft_cache(drafter.draft.model, self.epoch)
+        more = prefill_target(self.target, prefill, size=size, prefix=prefix)
+        prefill.prefills_draft = self._follows(prefill, coming)
+        if drafter is not None and not self.failed and prefill.prefills_draft:
+            prefill.ensure_draft_cache(drafter.draft.model, self.epoch)
             try:
-                more |= follow(drafter, prefill, size=size, prefix=prefix)
+                more |= prefill_draft(drafter, prefill, size=size, prefix=prefix)
             except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
                 self._put_draft_aside(error)
         return not more
@@ -170,12 +170,14 @@ class Decoder:
     def join(self, ready: Sequence[Prefill]) -> None:
         """Take rows whose prompts were read into the batch, all at once."""
         self._land()
-        self.cache.join([prefill.target for prefill in ready])
+        self.cache.join([prefill.target_cache for prefill in ready])
         if self.drafter is not None:
-            self.drafter.cache.join([prefill.draft_cache(self.drafter.draft.model, self.epoch) for prefill in ready])
+            self.drafter.cache.join(
+                [prefill.ensure_draft_cache(self.drafter.draft.model, self.epoch) for prefill in ready]
+            )
         for prefill in ready:
             for row in prefill.rows:
-                row.joined_at = time.perf_counter()
+                row.decode_started_at = time.perf_counter()
                 row.acceptance = Acceptance(self.drafted)
             self.rows += prefill.rows
             self._epochs += [prefill.epoch] * len(prefill.rows)
@@ -197,7 +199,7 @@ class Decoder:
         gone = [self.rows[i] for i in indices]
         for i in indices:
             self._keep_beginning(i)
-        keep = closed(len(self.rows), indices)
+        keep = compaction_order(len(self.rows), indices)
         self.cache.keep(keep)
         if self.drafter is not None:
             self.drafter.cache.keep(keep)
@@ -205,20 +207,20 @@ class Decoder:
         self._epochs = [self._epochs[i] for i in keep]
         for row in gone:
             if self.lookup is not None and row.prompt.store:
-                self.lookup.remember(row.output)
+                self.lookup.add_output(row.output)
 
     def _keep_beginning(self, index: int) -> None:
         row = self.rows[index]
         if self.prefix is None or not row.prompt.store:
             return
-        self.prefix.enter(Owner.TARGET, row.tokens, self.cache, index)
+        self.prefix.insert(Owner.TARGET, row.tokens, self.cache, index)
         if self.drafter is not None and self._epochs[index] == self.epoch:
-            self.prefix.enter(Owner.DRAFT, row.tokens, self.drafter.cache, index)
+            self.prefix.insert(Owner.DRAFT, row.tokens, self.drafter.cache, index)
 
     def _next_epoch(self) -> None:
         self.epoch += 1
         if self.prefix is not None:
-            self.prefix.forget(Owner.DRAFT)
+            self.prefix.clear(Owner.DRAFT)
 
     # ------------------------------------------------------------------------------------------------------- one round
 
@@ -252,7 +254,9 @@ class Decoder:
         # Rows that ended in the round before this one, which was under way by then, get nothing of it.
         live = [i for i, row in enumerate(plan.rows) if row.finish is None]
         before = [len(row.tokens) for row in plan.rows]
-        taken = {i: plan.rows[i].take(done.emitted[i], done.proposed[i], plan.sources[i], self.adapter) for i in live}
+        taken = {
+            i: plan.rows[i].append_round(done.emitted[i], done.proposed[i], plan.sources[i], self.adapter) for i in live
+        }
         if ahead is not None:
             self.cache.advance(1)
         else:
@@ -298,7 +302,7 @@ class Decoder:
         started_at = time.perf_counter()
         visible = self._visible(rows)
         unread = self.drafter.unread(visible) if self.drafter is not None else 0
-        load = Load(len(rows), self.cache.lengths.longest, unread, prompted(rows))
+        load = Load(len(rows), self.cache.lengths.longest, unread, prefill_ratio(rows))
         choice, found, matches = self._choose(rows, load, coming)
         steps = Steps(choice.drafted)
         if self.planner is not None and choice.drafted and self.strategy.ask_confidence:
@@ -337,14 +341,14 @@ class Decoder:
         # Every row gets one token of the round that is not read yet.
         if any(row.emitted + 1 >= row.prompt.sampling.max_tokens or row.finish for row in plan.rows):
             return None
-        if any(found is not None and found.length >= TELLING for found in plan.found):
+        if any(found is not None and found.length >= MIN_SHARED_MATCH for found in plan.found):
             return None
         if self.planner is not None and not self.planner.stay_parked():
             return None
         started_at = time.perf_counter()
         (key,) = self._keys(step.sampling, 1)
         noise = SharedNoise(step.sampling, [row.emitted + 1 for row in plan.rows], self.vocabulary)
-        found = [None if self.lookup is None else self.lookup.find(row.tokens, row.grams) for row in plan.rows]
+        found = [None if self.lookup is None else self.lookup.find(row.tokens, row.ngrams) for row in plan.rows]
         load = replace(plan.load, held=plan.load.held + 1)
         following = replace(plan, load=load, found=found, started_at=started_at)
         ahead = self._verify(following, None, step.sampling, noise, key, latest=step.emitted[:, :1])
@@ -447,7 +451,7 @@ class Decoder:
         accepted, following = accept.accept(distribution, sampling, noise.first(tokens.shape[1]), proposal, key)
         emitted = following[:, None]
         if proposal is not None:
-            emitted = accept.emitted(accepted, following, proposal.tokens)
+            emitted = accept.emitted_tokens(accepted, following, proposal.tokens)
         evidence = None
         if self.collect and any(row.prompt.store for row in rows) and self.strategy.launch_ahead:
             evidence = RoundEvidence.of(logits, distribution, sampling, emitted, drafted)
@@ -480,10 +484,10 @@ class Decoder:
         if step.evidence is not None:
             seen = split_rows(step.evidence, done.emitted, tried)
         else:
-            seen = gather(step.logits, step.distribution, step.sampling, done.emitted, tried, step.proposal)
+            seen = gather_evidence(step.logits, step.distribution, step.sampling, done.emitted, tried, step.proposal)
         for i in live:
             if rows[i].prompt.store:
-                rows[i].log(seen[i], done.emitted[i], done.proposed[i], self.tie_margin)
+                rows[i].add_evidence(seen[i], done.emitted[i], done.proposed[i], self.tie_margin)
 
     def _settle_draft(self, plan: Plan, before: Sequence[int], finite: Sequence[bool]) -> None:
         """Truncate the draft's cache to tokens that the rows really have. before: each row's tokens before the round.
@@ -512,7 +516,7 @@ class Decoder:
         sound = self.drafter.cache.scrub(index)
         if not sound and self.prefix is not None:
             # Cached prefixes may hold the same values.
-            self.prefix.forget(Owner.DRAFT)
+            self.prefix.clear(Owner.DRAFT)
         rounds = RETRY << min(row.draft_failures, 16)
         row.draft_failures += 1
         row.draft_again = len(row.rounds) + rounds
@@ -531,23 +535,23 @@ class Decoder:
 
     def _follows(self, prefill: Prefill, coming: int) -> bool:
         """Whether the draft should read what these rows are asked."""
-        if prefill.follows is not None or self.drafter is None or self.planner is None:
-            return self.drafter is not None and prefill.follows is not False
+        if prefill.prefills_draft is not None or self.drafter is None or self.planner is None:
+            return self.drafter is not None and prefill.prefills_draft is not False
         held = max(self.cache.lengths.longest, *(len(row.prompt.tokens) for row in prefill.rows))
-        return self.planner.follows(Load(len(self.rows) + coming, held, prompted=prompted(prefill.rows)))
+        return self.planner.follows(Load(len(self.rows) + coming, held, prompted=prefill_ratio(prefill.rows)))
 
     def _choose(
         self, rows: Sequence[Request], load: Load, coming: int
-    ) -> tuple[Choice, list[Found | None], list[Match | None]]:
+    ) -> tuple[Choice, list[LookupProposal | None], list[Match | None]]:
         """What to propose this round, and what was looked up for each row. Where others wait to join, nothing is drafted that
         would not pay among them."""
-        found: list[Found | None] = [None] * len(rows)
+        found: list[LookupProposal | None] = [None] * len(rows)
         if self.adaptive and self.planner is None:
             self.profile(len(rows))
         if self.planner is None:
             return Choice(self.drafted, (0,) * len(rows)), found, [None] * len(rows)
         if self.lookup is not None:
-            found = [self.lookup.find(row.tokens, row.grams) for row in rows]
+            found = [self.lookup.find(row.tokens, row.ngrams) for row in rows]
         matches = [None if f is None else Match(f.length, len(f.tokens)) for f in found]
         drafts = not self.failed and (not coming or self.planner.pays(replace(load, rows=load.rows + coming)))
         return self.planner.choose(load, matches, [row.acceptance for row in rows], drafts=drafts), found, matches

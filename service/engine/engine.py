@@ -1,4 +1,4 @@
-"""What the engine's thread runs: the decoder, and what the models say about prompts and their answers."""
+"""The engine that the MLX thread runs: a decoder, the bare draft, and the limits and text functions of the models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from service.engine.request import Detokenizer, Request, TextStream
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """Built on that thread. context: tokens of a prompt and its answer, at most."""
+    """Built on the MLX thread. base: the bare draft, None without one. context: tokens of a prompt and its answer, at most."""
 
     decoder: Decoder
     base: Draft | None
@@ -23,7 +23,7 @@ class Engine:
     detokenizer: Callable[[], Detokenizer]
 
     def check(self, prompt: Prompt) -> None:
-        """From any thread. Raises BadRequest for what cannot be decoded."""
+        """Raises BadRequest for an empty prompt, or one that exceeds the context with its answer. From any thread."""
         room = self.context - len(prompt.tokens)
         if not prompt.tokens:
             raise BadRequest("the prompt is empty", field="prompt")
@@ -34,6 +34,6 @@ class Engine:
                 field="max_tokens" if room > 0 else "prompt",
             )
 
-    def row(self, id: str, prompt: Prompt) -> Request:
-        """A new row for a checked prompt, with a detokenizer of its own that ends at the prompt's stop strings."""
+    def new_request(self, id: str, prompt: Prompt) -> Request:
+        """A request for a checked prompt, with its own detokenizer and stop strings."""
         return Request(id, prompt, self.eos, TextStream(self.detokenizer(), prompt.sampling.stop))

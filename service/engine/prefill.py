@@ -1,5 +1,4 @@
-"""Prompts on their way into the batch: what is kept of their beginnings is taken over, the rest is read in chunks, short ones
-together in one call."""
+"""Prefill: loads cached prefixes and computes the rest of each prompt in chunks, prompts of similar length in one call."""
 
 from __future__ import annotations
 
@@ -19,135 +18,141 @@ from service.engine.request import Request
 from service.engine.target import Target
 
 PADDING = 1 / 8
-"""Share of what is to be read by which prompts of unlike length may make a call longer. Three of 85 tokens in one call take a
-fifth less time than one after the other on two cores, and no more than one on an accelerator."""
+"""Padding allowed in a call over prompts of different lengths, as a share of their tokens."""
 
 
 @dataclass(slots=True)
 class Prefill:
-    """Prompts being read, in chunks, in caches of their own."""
+    """Prompts in prefill, with caches of their own until they join the batch. All but the last token of each is prefilled."""
 
     rows: list[Request]
-    target: RowCache
-    drafter: RowCache | None
+    target_cache: RowCache
+    draft_cache: RowCache | None
+    """None while the draft has prefilled nothing."""
     epoch: int
-    """The decoder's when the draft began to read them; what another draft read, or one that failed since, is worth nothing."""
+    """The decoder's when the draft's prefill started. A draft cache of an earlier epoch is of another or a failed draft."""
 
-    follows: bool | None = None
-    """Whether the draft reads them too; None: not settled yet."""
+    prefills_draft: bool | None = None
+    """Whether the draft prefills these prompts too; None: not decided yet."""
 
     @property
-    def new(self) -> bool:
-        """Nothing was read yet."""
-        return self.target.lengths.longest == 0
+    def unstarted(self) -> bool:
+        """No token was prefilled or loaded from the prefix cache."""
+        return self.target_cache.lengths.longest == 0
 
-    def wanted(self, size: int) -> int:
-        """Tokens of the target's next call, at most `size` a row, padding included, unless a kept beginning saves some."""
+    def next_call_tokens(self, size: int) -> int:
+        """Tokens of the target's next call, padding included, with chunks of `size` tokens. An upper bound before the cached
+        prefix is loaded."""
         left = (
-            len(row.prompt.tokens) - 1 - held for row, held in zip(self.rows, self.target.lengths.host, strict=True)
+            len(row.prompt.tokens) - 1 - done
+            for row, done in zip(self.rows, self.target_cache.lengths.host, strict=True)
         )
         return len(self.rows) * min(size, max(left))
 
-    def draft_cache(self, draft: nn.Module, epoch: int) -> RowCache:
-        """The draft's cache, a new one where none or another draft has read."""
-        if self.drafter is None or self.epoch != epoch:
-            self.drafter, self.epoch = RowCache(draft, len(self.rows)), epoch
-        return self.drafter
+    def ensure_draft_cache(self, draft: nn.Module, epoch: int) -> RowCache:
+        """The draft's cache for these rows: a new one where there is none, or only one of another epoch."""
+        if self.draft_cache is None or self.epoch != epoch:
+            self.draft_cache, self.epoch = RowCache(draft, len(self.rows)), epoch
+        return self.draft_cache
 
 
-def together(
+def batch_prompts(
     waiting: Sequence[Prefill],
-    follows: Sequence[bool],
+    prefills_draft: Sequence[bool],
     target: Target,
     *,
     room: int,
     size: int,
     prefix: PrefixCache | None,
 ) -> Prefill:
-    """The first of these prompts, as one with those nearest to it in length that can be read in one call of at most `room`
-    tokens with it: all of them not begun, at most `size` tokens long, and read by the draft too or none of them (`follows`).
+    """The first of these prompts, batched with those nearest to it in length that fit into one call of `room` tokens.
 
-    Never two of which one had better wait for what the other will leave behind, nor one that keeps a state, which would take in
-    padding too."""
-    first, drafted = waiting[0], follows[0]
-    if not first.new or first.target.states:
+    Only unstarted prompts of at most `size` uncached tokens are batched, all with or all without a prefill of the draft
+    (`prefills_draft`, one for each). Prompts that share an uncached block are not: the second waits for the prefix cache.
+    Models with recurrent layers prefill prompts one by one, because padding would enter the state. prefix: None for no cache.
+    """
+    first, with_draft = waiting[0], prefills_draft[0]
+    if not first.unstarted or first.target_cache.states:
         return first
-    owners = [Owner.TARGET, Owner.DRAFT] if drafted else [Owner.TARGET]
+    owners = [Owner.TARGET, Owner.DRAFT] if with_draft else [Owner.TARGET]
     chosen = [first]
-    longest = total = _missing(first, owners, prefix)
+    longest = total = _uncached_tokens(first, owners, prefix)
     if 0 < longest <= size:
-        alike = [each for each, kind in zip(waiting, follows, strict=True) if each.new and kind == drafted]
-        lengths = [(_missing(other, owners, prefix), other) for other in alike if other is not first]
+        alike = [
+            each for each, kind in zip(waiting, prefills_draft, strict=True) if each.unstarted and kind == with_draft
+        ]
+        lengths = [(_uncached_tokens(other, owners, prefix), other) for other in alike if other is not first]
         for length, other in sorted(lengths, key=lambda pair: abs(pair[0] - total)):
             call = (len(chosen) + 1) * max(longest, length)
             fits = 0 < length <= size and call <= min(room, (1 + PADDING) * (total + length))
-            if fits and not any(_shares(one, other, prefix) for one in chosen):
+            if fits and not any(_share_an_uncached_block(one, other, prefix) for one in chosen):
                 chosen.append(other)
                 longest, total = max(longest, length), total + length
     if len(chosen) > 1:
         rows = [each.rows[0] for each in chosen]
-        first = Prefill(rows, target.cache(len(rows)), None, first.epoch, drafted)
+        first = Prefill(rows, target.cache(len(rows)), None, first.epoch, with_draft)
     if min(longest, size) <= room:
-        _recall(Owner.TARGET, first.target, first.rows, prefix)
+        _load_cached_prefixes(Owner.TARGET, first.target_cache, first.rows, prefix)
     return first
 
 
-def _missing(prefill: Prefill, owners: Sequence[Owner], prefix: PrefixCache | None) -> int:
-    """Tokens that one of the owners has still to read of a prompt that is not begun."""
+def _uncached_tokens(prefill: Prefill, owners: Sequence[Owner], prefix: PrefixCache | None) -> int:
+    """Tokens of an unstarted prompt that at least one of the owners has to prefill."""
     prompt = prefill.rows[0].prompt.tokens[:-1]
-    return len(prompt) - (min(prefix.held(owner, prompt) for owner in owners) if prefix is not None else 0)
+    return len(prompt) - (min(prefix.cached_length(owner, prompt) for owner in owners) if prefix is not None else 0)
 
 
-def _shares(one: Prefill, other: Prefill, prefix: PrefixCache | None) -> bool:
-    """Whether one leaves behind what saves the other something."""
+def _share_an_uncached_block(one: Prefill, other: Prefill, prefix: PrefixCache | None) -> bool:
+    """Whether the prefix cache could reuse a block of one prompt for the other that it does not have yet."""
     if prefix is None:
         return False
     mine, theirs = (prefill.rows[0].prompt.tokens[:-1] for prefill in (one, other))
-    upto = prefix.held(Owner.TARGET, mine) + BLOCK
+    upto = prefix.cached_length(Owner.TARGET, mine) + BLOCK
     return len(mine) >= upto and mine[:upto] == theirs[:upto]
 
 
-def lead(target: Target, prefill: Prefill, *, size: int, prefix: PrefixCache | None) -> bool:
-    """Let the target read the next chunk of each prompt. True while there is more."""
-    return _advance(Owner.TARGET, target, prefill.target, prefill.rows, size, sys.maxsize, prefix)
+def prefill_target(target: Target, prefill: Prefill, *, size: int, prefix: PrefixCache | None) -> bool:
+    """Prefill the next chunk of `size` tokens of each prompt with the target. Returns whether tokens remain."""
+    return _prefill_chunk(Owner.TARGET, target, prefill.target_cache, prefill.rows, size, sys.maxsize, prefix)
 
 
-def follow(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix: PrefixCache | None) -> bool:
-    """Let the draft read the next chunk, as far as it can go before the target. True while there is more."""
-    assert prefill.drafter is not None
-    read, upto = partial(drafter.feed, target=prefill.target), drafter.readable(prefill.target)
-    return _advance(Owner.DRAFT, read, prefill.drafter, prefill.rows, size, upto, prefix)
+def prefill_draft(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix: PrefixCache | None) -> bool:
+    """Prefill the next chunk of each prompt with the draft, as far as it can run ahead of the target. Returns whether tokens
+    remain. The draft cache must exist (`Prefill.ensure_draft_cache`)."""
+    assert prefill.draft_cache is not None
+    run, upto = partial(drafter.feed, target=prefill.target_cache), drafter.readable(prefill.target_cache)
+    return _prefill_chunk(Owner.DRAFT, run, prefill.draft_cache, prefill.rows, size, upto, prefix)
 
 
-def _recall(owner: Owner, cache: RowCache, rows: Sequence[Request], prefix: PrefixCache | None) -> None:
-    """Take over what is kept of prompts of which nothing was read yet."""
+def _load_cached_prefixes(owner: Owner, cache: RowCache, rows: Sequence[Request], prefix: PrefixCache | None) -> None:
+    """Load the cached prefixes of unstarted prompts."""
     if prefix is not None and cache.lengths.longest == 0:
-        prefix.fill(owner, [row.prompt.tokens[:-1] for row in rows], cache)
+        prefix.load(owner, [row.prompt.tokens[:-1] for row in rows], cache)
         if owner is Owner.TARGET:
-            for row, held in zip(rows, cache.lengths.host, strict=True):
-                row.reused = held
+            for row, length in zip(rows, cache.lengths.host, strict=True):
+                row.cached_tokens = length
 
 
-def _advance(
+def _prefill_chunk(
     owner: Owner,
-    read: Callable[[mx.array, RowCache], object],
+    run: Callable[[mx.array, RowCache], object],
     cache: RowCache,
     rows: Sequence[Request],
     size: int,
     upto: int,
     prefix: PrefixCache | None,
 ) -> bool:
-    """Read the next `size` tokens of each prompt, all but its last and none from position `upto` on. True while there is
-    more."""
-    _recall(owner, cache, rows, prefix)
-    prompts, held = [row.prompt.tokens[:-1] for row in rows], cache.lengths.host
-    chunks = [prompt[done : min(done + size, upto)] for prompt, done in zip(prompts, held, strict=True)]
+    """Prefill the next `size` tokens of each prompt, up to its last one and to position `upto`, and insert them into the prefix
+    cache. Returns whether tokens remain."""
+    _load_cached_prefixes(owner, cache, rows, prefix)
+    prompts, start = [row.prompt.tokens[:-1] for row in rows], cache.lengths.host
+    chunks = [prompt[done : min(done + size, upto)] for prompt, done in zip(prompts, start, strict=True)]
     if any(chunks):
-        read(ragged(chunks, cache), cache)
+        run(ragged(chunks, cache), cache)
         device.wait(cache.arrays())
-        cache.settle([done + len(chunk) for done, chunk in zip(held, chunks, strict=True)])
+        cache.settle([done + len(chunk) for done, chunk in zip(start, chunks, strict=True)])
         if prefix is not None:
             for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
                 if row.prompt.store:
-                    prefix.enter(owner, prompt, cache, i)
-    return any(have < len(prompt) for have, prompt in zip(cache.lengths.host, prompts, strict=True))
+                    prefix.insert(owner, prompt, cache, i)
+    return any(done < len(prompt) for done, prompt in zip(cache.lengths.host, prompts, strict=True))

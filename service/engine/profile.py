@@ -20,7 +20,7 @@ from service.core import Sampling
 from service.engine.adapters import bare
 from service.engine.confidence import STOPS, Steps, Trust
 from service.engine.costs import USUALLY_HELD, Costs, line
-from service.engine.drafters.head import drafter as drafter_of
+from service.engine.drafters.head import make_drafter
 from service.engine.kv.cache import RowCache
 from service.engine.sampling import SamplingBatch, SharedNoise
 from service.engine.strategy import current
@@ -217,13 +217,13 @@ class Profile:
         assert self.draft is not None
         draft, head = self.draft, cut_head(self.draft)
         if head is not None:
-            head.also(mx.array(np.tile(np.arange(OWN, dtype=np.int32) % len(head.keeps), (rows, 1))))
+            head.allow_extra_ids(mx.array(np.tile(np.arange(OWN, dtype=np.int32) % len(head.in_vocabulary), (rows, 1))))
         try:
             calls = {held: _caller(_alone(draft), RowCache(draft, rows), held) for held in self._held(rows)}
             yield from self._timed({_Call("draft", rows, held, 1): partial(call, 1) for held, call in calls.items()})
         finally:
             if head is not None:
-                head.also(None)
+                head.allow_extra_ids(None)
 
     def _read(self) -> Generator[None]:
         assert self.draft is not None
@@ -236,7 +236,7 @@ class Profile:
         vocabulary = int(self.draft(mx.ones((1, 1), dtype=mx.int32)).shape[-1])
         batch = SamplingBatch.of([Sampling()] * rows, vocabulary)
         # The target's hidden states cost nothing to have here: whatever stands for them costs the same to read.
-        drafter = drafter_of(bare(self.draft), vocabulary, self._target.cache(rows))
+        drafter = make_drafter(bare(self.draft), vocabulary, self._target.cache(rows))
         drafter.cache = RowCache(self.draft, rows)
         tokens, noise, key = [[1] * (HELD[0] + 1)] * rows, SharedNoise(batch, [0] * rows, vocabulary), mx.random.key(0)
 

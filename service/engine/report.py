@@ -1,4 +1,4 @@
-"""What a round leaves to tell."""
+"""The report of a round, for streaming and metrics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from service.engine.request import Request
 
 @dataclass(frozen=True, slots=True)
 class RoundReport:
-    """What one round did: the new tokens of every row, in the rows' order before finished ones left."""
+    """What a round emitted, by row. rows: in batch order, finished ones included. seconds: duration of the round."""
 
     rows: tuple[Request, ...]
     deltas: tuple[Delta, ...]

@@ -1,4 +1,4 @@
-"""One request inside the batch: its tokens, its text, when it ends, and what it leaves behind for the recorder."""
+"""A request in the batch: its tokens, its text, when it ends, and the generation that is recorded of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from service.core import (
     Timings,
 )
 from service.engine.acceptance import Acceptance
-from service.engine.drafters.lookup import Grams
+from service.engine.drafters.lookup import NGramIndex
 from service.engine.evidence import Evidence
 from service.engine.top_logprobs import pack
 
@@ -31,7 +31,7 @@ class Detokenizer(Protocol):
 
     @property
     def text(self) -> str:
-        """All text so far that is complete in UTF-8."""
+        """The text so far, as far as it is complete UTF-8."""
         ...
 
     def add_token(self, token: int) -> None:
@@ -39,12 +39,12 @@ class Detokenizer(Protocol):
         ...
 
     def finalize(self) -> None:
-        """Add to `text` what was held back; no token follows."""
+        """Add incomplete text to `text`; no token follows."""
         ...
 
 
 class TextStream:
-    """Tokens in, complete text out; holds back what may turn out to be the beginning of a stop string."""
+    """Streaming detokenisation with stop strings. Holds back text that may be the start of a stop string."""
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
         self.detokenizer = detokenizer
@@ -53,17 +53,17 @@ class TextStream:
         self.end: int | None = None
 
     def add(self, token: int) -> bool:
-        """True when a stop string is complete; what follows it, and it, never become text."""
+        """Append a token. Returns True when a stop string is complete; it and what follows are not part of the text."""
         self.detokenizer.add_token(token)
         if self.stop:
             text = self.detokenizer.text
-            # A new stop string ends in the new text, so it begins no earlier than its own length before what was sent.
-            hits = [at for stop in self.stop if (at := text.find(stop, max(0, self.sent - len(stop)))) >= 0]
-            self.end = min(hits, default=None)
+            # A new match ends in unsent text, so it starts at most its own length before the end of the sent text.
+            found = [at for stop in self.stop if (at := text.find(stop, max(0, self.sent - len(stop)))) >= 0]
+            self.end = min(found, default=None)
         return self.end is not None
 
     def delta(self, final: bool = False) -> str:
-        """Text that is certain and was not handed out yet."""
+        """New text since the last call that can be sent. final: the request has ended, nothing is held back."""
         if final and self.end is None:
             self.detokenizer.finalize()
         text = self.detokenizer.text[: self.end]
@@ -81,7 +81,10 @@ class TextStream:
 
 @dataclass(slots=True)
 class Request:
-    """`tokens` is prompt plus output; the last one has not been fed to the target yet."""
+    """A row of the batch. Times are of `time.perf_counter`, in seconds.
+
+    tokens: prompt and output; the target has processed all but the last.
+    """
 
     id: str
     prompt: Prompt
@@ -89,46 +92,49 @@ class Request:
     text: TextStream | None
     tokens: list[int] = field(init=False)
     finish: FinishReason | None = None
-    reused: int = 0
-    """Prompt tokens that did not have to be read."""
+    cached_tokens: int = 0
+    """Prompt tokens that were loaded from the prefix cache."""
     rounds: list[Round] = field(default_factory=list[Round])
     cases: list[FailureCase] = field(default_factory=list[FailureCase])
     evidence: list[tuple[Evidence, int]] = field(default_factory=list[tuple[Evidence, int]])
-    grams: Grams = field(default_factory=Grams)
+    ngrams: NGramIndex = field(default_factory=NGramIndex)
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
-    """What the present draft was worth here."""
+    """Of the serving draft's proposals in this row."""
     draft_failures: int = 0
-    """How often the present draft's logits for this row were not finite."""
+    """Rounds in which the serving draft's logits for this row were not finite."""
     draft_again: int = 0
-    """Rounds that the row must have had before the draft proposes tokens for it (again)."""
-    asked_at: float = field(default_factory=time.perf_counter)
-    joined_at: float = 0.0
-    """When the prompt had been read and decoding began."""
-    first_at: float = 0.0
-    last_at: float = 0.0
+    """The number of the row's rounds from which the draft proposes tokens for it (again)."""
+    arrived_at: float = field(default_factory=time.perf_counter)
+    decode_started_at: float = 0.0
+    """When the prefill was done and the row joined the batch."""
+    first_token_at: float = 0.0
+    last_token_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt.tokens)
 
     @property
     def output(self) -> list[int]:
-        """The tokens emitted so far, as a new list."""
+        """The output tokens so far, as a new list."""
         return self.tokens[len(self.prompt.tokens) :]
 
     @property
     def emitted(self) -> int:
-        """How many tokens have been emitted."""
+        """The number of output tokens so far."""
         return len(self.tokens) - len(self.prompt.tokens)
 
-    def take(self, tokens: Sequence[int], drafted: Sequence[int], source: Source, adapter: int) -> Delta:
-        """Append one round's tokens: the accepted ones and the target's own after them. Stops inside the round where the
-        request ends; positions behind that count neither as drafted nor as accepted. drafted: the whole proposal. Returns
-        what is new."""
+    def append_round(self, tokens: Sequence[int], drafted: Sequence[int], source: Source, adapter: int) -> Delta:
+        """Append the tokens of a round, up to where the request ends. Positions after the end count neither as drafted nor as
+        accepted.
+
+        tokens: the accepted ones and the corrected or bonus token. drafted: the whole proposal. Returns the row's new tokens
+        and text.
+        """
         start, accepted, emitted = self.emitted, len(tokens) - 1, 0
         for token in tokens:
             self.tokens.append(token)
             emitted += 1
-            # Only what precedes an end of sequence is text.
+            # An end-of-sequence token is not part of the text.
             stopped = token in self.eos or (self.text is not None and self.text.add(token))
             if stopped:
                 self.finish = FinishReason.STOP
@@ -136,16 +142,21 @@ class Request:
                 self.finish = FinishReason.LENGTH
             if self.finish:
                 break
-        tried = min(len(drafted), emitted) if self.finish else len(drafted)
-        self.rounds.append(Round(adapter, start, tried, min(accepted, emitted), emitted, source))
-        self.last_at = time.perf_counter()
-        self.first_at = self.first_at or self.last_at
+        verified = min(len(drafted), emitted) if self.finish else len(drafted)
+        self.rounds.append(Round(adapter, start, verified, min(accepted, emitted), emitted, source))
+        self.last_token_at = time.perf_counter()
+        self.first_token_at = self.first_token_at or self.last_token_at
         text = self.text.delta(final=self.finish is not None) if self.text is not None else ""
         return Delta(text, tuple(tokens[:emitted]), tuple(i < accepted for i in range(emitted)))
 
-    def log(self, evidence: Evidence, tokens: Sequence[int], drafted: Sequence[int], tie_margin: float) -> None:
-        """Keep the evidence of the newest round, and its failure case where the draft was wrong. tokens, drafted: as in
-        `take`."""
+    def add_evidence(
+        self, evidence: Evidence, tokens: Sequence[int], drafted: Sequence[int], tie_margin: float
+    ) -> None:
+        """Store the evidence of the last round, and a failure case where a draft token was rejected.
+
+        tokens, drafted: as for `append_round`. tie_margin: a case is a tie where the target's two best log-probabilities differ
+        by less.
+        """
         newest, accepted = self.rounds[-1], len(tokens) - 1
         self.evidence.append((evidence, newest.emitted))
         if newest.source is Source.DRAFT and accepted < len(drafted) and newest.emitted == accepted + 1:
@@ -164,24 +175,24 @@ class Request:
             )
 
     def finished(self) -> Finished:
-        """The closing event. Waiting and reading the prompt are the prompt's time, as in llama.cpp's timings."""
+        """The last event of the request. Its prompt time includes waiting in the queue."""
         used = dict.fromkeys(round.adapter for round in self.rounds if round.drafted and round.source is Source.DRAFT)
-        begun = self.joined_at or self.asked_at
+        decode_started_at = self.decode_started_at or self.arrived_at
         timings = Timings(
             prompt_n=len(self.prompt.tokens),
-            prompt_seconds=begun - self.asked_at,
+            prompt_seconds=decode_started_at - self.arrived_at,
             predicted_n=self.emitted,
-            predicted_seconds=max(self.last_at - begun, 0.0),
+            predicted_seconds=max(self.last_token_at - decode_started_at, 0.0),
             draft_n=sum(round.drafted for round in self.rounds),
             draft_n_accepted=sum(round.accepted for round in self.rounds),
             rounds=len(self.rounds),
             adapters=tuple(used),
-            cache_n=self.reused,
+            cache_n=self.cached_tokens,
         )
         return Finished(self.id, self.finish or FinishReason.CANCELLED, tuple(self.output), timings)
 
-    def generation(self, who: Provenance) -> Generation | None:
-        """What the log keeps; None when nothing was collected."""
+    def generation(self, provenance: Provenance) -> Generation | None:
+        """The generation to record; None without evidence. provenance: of the models that made it."""
         if not self.evidence:
             return None
         return Generation(
@@ -198,12 +209,12 @@ class Request:
                 [e.top_logprobs[:n] for e, n in self.evidence],
                 [e.tails[:n] for e, n in self.evidence],
             ),
-            provenance=who,
+            provenance=provenance,
             created_at=datetime.now(UTC),
         )
 
 
-def prompted(rows: Sequence[Request]) -> float:
-    """Tokens of prompts that had to be read, for each that may be said."""
-    read = sum(len(row.prompt.tokens) - row.reused for row in rows)
-    return read / max(sum(row.prompt.sampling.max_tokens for row in rows), 1)
+def prefill_ratio(rows: Sequence[Request]) -> float:
+    """Prompt tokens that had to be prefilled, per output token that may follow."""
+    prefilled = sum(len(row.prompt.tokens) - row.cached_tokens for row in rows)
+    return prefilled / max(sum(row.prompt.sampling.max_tokens for row in rows), 1)

@@ -13,7 +13,7 @@ from service.core import Source
 from service.engine import device
 from service.engine.confidence import Steps
 from service.engine.costs import Load
-from service.engine.drafters.lookup import Found
+from service.engine.drafters.lookup import LookupProposal
 from service.engine.drafters.model import Proposal
 from service.engine.evidence import RoundEvidence
 from service.engine.planner import Choice, Match
@@ -31,7 +31,7 @@ class Plan:
     visible: Sequence[Sequence[int]]
     load: Load
     choice: Choice
-    found: Sequence[Found | None]
+    found: Sequence[LookupProposal | None]
     matches: Sequence[Match | None]
     steps: Steps
     behind: bool

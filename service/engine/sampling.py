@@ -1,8 +1,8 @@
-"""From logits to distributions and draws, for a batch whose rows sample differently.
+"""Sampling for a batch whose rows have different parameters: the transform from logits to distributions, seeded noise, draws.
 
-The filters act on the distribution at T = 1 in mlx-lm's order (top-p, min-p, top-k), then the temperature is applied, so a
-row here has the law of `mlx_lm.sample_utils.make_sampler` with the same values. Draft and target pass through the same
-transform: the accept rules need p and q to be what was really drawn from.
+Filters apply to the distribution at T = 1 in mlx-lm's order (top-p, min-p, top-k), then the temperature: a row has the
+distribution of `mlx_lm.sample_utils.make_sampler` with the same values. The logits of draft and target go through the same
+transform, because the accept rules need the p and q that tokens are drawn from.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ _NEVER = -float("inf")
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """The sampling of B rows as arrays of shape (B, 1, 1), and what none of the rows needs (so that it is not computed)."""
+    """The sampling parameters of B rows, as arrays.
+
+    temperature, top_p, min_p, top_k: (B, 1, 1). greedy, rejection: (B,) booleans; rejection: rows under the rejection rule.
+    filtered, sampled, seeded, unseeded: whether any row needs filters, is not greedy, has a seed, is under the rejection rule.
+    What no row needs is not computed.
+    """
 
     rows: tuple[Sampling, ...]
     temperature: mx.array
@@ -29,7 +34,6 @@ class SamplingBatch:
     top_k: mx.array
     greedy: mx.array
     rejection: mx.array
-    """(B,) rows under the rejection rule."""
     filtered: bool
     sampled: bool
     seeded: bool
@@ -37,7 +41,7 @@ class SamplingBatch:
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], vocabulary: int) -> SamplingBatch:
-        """`vocabulary` is the logits' width V."""
+        """The parameters of these rows. vocabulary: the logits' width V."""
 
         def column(values: list[float]) -> mx.array:
             return mx.array(values, dtype=mx.float32).reshape(-1, 1, 1)
@@ -61,15 +65,15 @@ class SamplingBatch:
 
 
 def normaliser(logits: mx.array) -> mx.array:
-    """log of the sum of exponentials over the vocabulary, float32, (B, N, 1)."""
+    """log-sum-exp of logits (B, N, V) over the vocabulary: (B, N, 1), float32."""
     return mx.logsumexp(logits.astype(mx.float32), axis=-1, keepdims=True)
 
 
 def transform(logits: mx.array, batch: SamplingBatch, lse: mx.array | None = None) -> mx.array:
-    """Log-probabilities (B, N, V) of what each row draws from; -inf where a filter removed a token.
+    """The distribution that each row draws from: log-probabilities (B, N, V), -inf where a filter removed a token.
 
-    `lse`: the logits' normaliser where it is already at hand. Greedy rows come back at T = 1: their choice is an argmax,
-    which no filter changes, and a batch of greedy rows alone comes back as the logits themselves.
+    logits: (B, N, V). lse: their `normaliser`, computed where None. Greedy rows are returned unfiltered at T = 1, a batch of
+    greedy rows alone as its logits: only their argmax is used.
     """
     if not batch.sampled:
         return logits
@@ -81,31 +85,31 @@ def transform(logits: mx.array, batch: SamplingBatch, lse: mx.array | None = Non
 
 
 def _threshold(logp: mx.array, batch: SamplingBatch) -> mx.array:
-    """The smallest log-probability each row keeps (B, N, 1). Every filter keeps the head of one descending order, so the
-    strictest of the three thresholds is their composition."""
+    """The smallest log-probability (B, N, 1) that passes all filters. Each filter keeps the most likely tokens down to a
+    threshold, so the highest of the three thresholds applies them all."""
     descending = -mx.sort(-logp, axis=-1)
     mass = mx.cumsum(mx.exp(descending), axis=-1)
     total = mass[..., -1:]
     above = mass - mx.exp(descending)
-    kept = mx.maximum((above < batch.top_p * total).sum(axis=-1, keepdims=True), 1)
-    kept = mx.where(batch.top_p < 1.0, kept, logp.shape[-1])
-    kept = mx.minimum(kept, batch.top_k)
-    ranked = mx.take_along_axis(descending, kept - 1, axis=-1)
+    count = mx.maximum((above < batch.top_p * total).sum(axis=-1, keepdims=True), 1)
+    count = mx.where(batch.top_p < 1.0, count, logp.shape[-1])
+    count = mx.minimum(count, batch.top_k)
+    by_count = mx.take_along_axis(descending, count - 1, axis=-1)
     by_min_p = mx.where(batch.min_p > 0.0, descending[..., :1] + mx.log(batch.min_p), _NEVER)
-    return mx.where(batch.greedy.reshape(-1, 1, 1), _NEVER, mx.maximum(ranked, by_min_p))
+    return mx.where(batch.greedy.reshape(-1, 1, 1), _NEVER, mx.maximum(by_count, by_min_p))
 
 
 def fit(logits: mx.array, vocabulary: int) -> mx.array:
-    """Logits (..., W) of a draft as (..., vocabulary), the target's width: what is missing is -inf, what is over is cut."""
+    """A draft's logits (..., W) at the target's width (..., vocabulary): padded with -inf, or truncated."""
     missing = vocabulary - logits.shape[-1]
     if missing <= 0:
         return logits[..., :vocabulary]
-    never = mx.full((*logits.shape[:-1], missing), _NEVER, dtype=logits.dtype)
-    return mx.concatenate([logits, never], axis=-1)
+    padding = mx.full((*logits.shape[:-1], missing), _NEVER, dtype=logits.dtype)
+    return mx.concatenate([logits, padding], axis=-1)
 
 
 def noise_key(seed: int, position: int) -> tuple[int, int]:
-    """The Threefry key of one output position under one seed: SplitMix64 of both, as two 32-bit words."""
+    """The Threefry key of an output position under a seed: SplitMix64 of both, as two 32-bit words."""
     mask = (1 << 64) - 1
     z = (seed ^ (position * 0x9E3779B97F4A7C15)) & mask
     for multiplier, shift in ((0xBF58476D1CE4E5B9, 30), (0x94D049BB133111EB, 27)):
@@ -115,35 +119,39 @@ def noise_key(seed: int, position: int) -> tuple[int, int]:
 
 
 def gumbel(keys: Sequence[tuple[int, int]], vocabulary: int) -> mx.array:
-    """Standard Gumbel noise (len(keys), V), a pure function of the keys and of V on every back end. V is the target's width:
-    Threefry counts by it, so that another width gives other noise."""
+    """Standard Gumbel noise (len(keys), V), the same on every back end for the same keys and V.
+
+    vocabulary: the target's width V. Threefry's counter depends on it, so another width gives different noise.
+    """
     draw = mx.vmap(lambda key: mx.random.gumbel((vocabulary,), key=key))
     return draw(mx.array(np.array(keys, dtype=np.uint32)))
 
 
 class SharedNoise:
-    """`shared_noise` of a round, made as far as it is asked for: how far a draft goes is not known before."""
+    """The `shared_noise` of a round, computed on demand because the draft length is not known in advance."""
 
     def __init__(self, batch: SamplingBatch, starts: Sequence[int], vocabulary: int) -> None:
-        self._made: mx.array | None = None
-        self._more = lambda at, n: shared_noise(batch, [start + at for start in starts], n, vocabulary)
+        self._noise: mx.array | None = None
+        self._compute = lambda at, n: shared_noise(batch, [start + at for start in starts], n, vocabulary)
 
     def at(self, position: int) -> mx.array | None:
-        """(B, 1, V), of the round's position counted from 0."""
-        made = self.first(position + 1)
-        return None if made is None else made[:, -1:]
+        """Noise (B, 1, V) of one position of the round, counted from 0; None when no row is seeded."""
+        noise = self.first(position + 1)
+        return None if noise is None else noise[:, -1:]
 
     def first(self, count: int) -> mx.array | None:
-        """(B, count, V), what is missing made at once."""
-        have = 0 if self._made is None else self._made.shape[1]
-        if have < count and (more := self._more(have, count - have)) is not None:
-            self._made = more if self._made is None else mx.concatenate([self._made, more], axis=1)
-        return None if self._made is None else self._made[:, :count]
+        """Noise (B, count, V) of the round's first positions; None when no row is seeded."""
+        have = 0 if self._noise is None else self._noise.shape[1]
+        if have < count and (more := self._compute(have, count - have)) is not None:
+            self._noise = more if self._noise is None else mx.concatenate([self._noise, more], axis=1)
+        return None if self._noise is None else self._noise[:, :count]
 
 
 def shared_noise(batch: SamplingBatch, starts: Sequence[int], count: int, vocabulary: int) -> mx.array | None:
-    """Noise (B, count, V) for output positions starts[b] .. starts[b] + count - 1; zero for rows without a seed or greedy,
-    None when no row needs any. Draft and target use the same array, which is what couples them."""
+    """Gumbel noise (B, count, V) for output positions starts[b] to starts[b] + count - 1, the same for draft and target.
+
+    Zero for greedy rows and rows without a seed; None when no row is seeded.
+    """
     if not batch.seeded:
         return None
     seeded = [not row.greedy and row.seed is not None for row in batch.rows]
@@ -157,12 +165,12 @@ def shared_noise(batch: SamplingBatch, starts: Sequence[int], count: int, vocabu
 
 
 def choose(logp: mx.array, noise: mx.array | None) -> mx.array:
-    """Gumbel-max draw (B, N): argmax of logp + noise. Without noise (greedy) the argmax itself."""
+    """Gumbel-max draw (B, N) from logp (B, N, V): argmax of logp + noise. noise None: argmax of logp (greedy)."""
     return mx.argmax(logp if noise is None else logp + noise, axis=-1)
 
 
 def draw(logp: mx.array, batch: SamplingBatch, noise: mx.array | None, key: mx.array) -> mx.array:
-    """One token per row and position (B, N): rows under the match rule by shared noise, the others independently."""
+    """One token for each row and position (B, N): by shared noise under the match rule, independently under rejection."""
     chosen = choose(logp, noise)
     if not batch.unseeded:
         return chosen

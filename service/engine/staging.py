@@ -1,4 +1,4 @@
-"""Adapters on their way to the engine: checked and loaded between rounds."""
+"""Loads adapters on the engine's thread, in steps between rounds."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from service.engine.adapters import Draft, load_steps
 
 @dataclass(frozen=True, slots=True)
 class Loading:
-    """An adapter being loaded a step at a time."""
+    """An adapter that is being loaded. future: gets the Draft or the error."""
 
     steps: Iterator[Draft | None]
     future: Future[Staged]
 
 
 class Staging:
-    """Adapters being loaded one after another, a step between two rounds."""
+    """A queue of adapters to load, one after another. True while it is not empty."""
 
     def __init__(self) -> None:
         self._loading: deque[Loading] = deque()
@@ -28,8 +28,8 @@ class Staging:
     def __bool__(self) -> bool:
         return bool(self._loading)
 
-    def begin(self, base: Draft | None, ref: AdapterRef | None, fingerprint: str, future: Future[Staged]) -> None:
-        """base: the bare draft, which is what None asks for; fingerprint: its own."""
+    def start(self, base: Draft | None, ref: AdapterRef | None, fingerprint: str, future: Future[Staged]) -> None:
+        """Queue an adapter. base: the bare draft, None on a server without one; ref None asks for it. fingerprint: its own."""
         if base is None:
             future.set_exception(Unavailable("this server runs without a draft model"))
         elif ref is None:
@@ -38,14 +38,16 @@ class Staging:
             self._loading.append(Loading(load_steps(base.model, ref, fingerprint), future))
 
     def step(self) -> None:
-        """Do one loading step of the first adapter in line, if any. Its future gets the Draft once it is loaded, or the error:
-        the RedraftError that was raised, Unavailable for any other."""
+        """Do one loading step of the first adapter in the queue, if any.
+
+        Its future gets the Draft once it is loaded, or the error: a RedraftError as it was raised, Unavailable for any other.
+        """
         if not self._loading:
             return
         loading = self._loading[0]
         try:
             draft = next(loading.steps)
-        except Exception as error:  # noqa: BLE001  (who asked for it is told)
+        except Exception as error:  # noqa: BLE001  (it becomes the future's exception)
             self._loading.popleft()
             refused = error if isinstance(error, RedraftError) else Unavailable(f"loading the adapter failed: {error}")
             loading.future.set_exception(refused)
@@ -54,8 +56,8 @@ class Staging:
             self._loading.popleft()
             loading.future.set_result(draft)
 
-    def give_up(self) -> list[Future[Staged]]:
-        """Load nothing more; returns what was promised of it."""
-        promised = [loading.future for loading in self._loading]
+    def abandon(self) -> list[Future[Staged]]:
+        """Empty the queue. Returns the futures of its adapters, for the caller to resolve."""
+        futures = [loading.future for loading in self._loading]
         self._loading.clear()
-        return promised
+        return futures

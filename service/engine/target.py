@@ -1,4 +1,4 @@
-"""The target as the engine runs it: where the draft reads its hidden states, they are kept beside its keys and values."""
+"""The target model as the engine calls it: keys, values and, for an EAGLE-3 draft, features go into the row cache."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from service.models import eagle
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """noted: what the draft makes of the hidden states of a call that was just made; None for one that does not read them."""
+    """features: returns the EAGLE-3 features (B, N, width) of the target's last call; None where the draft reads none."""
 
     model: nn.Module
-    noted: Callable[[], mx.array] | None
+    features: Callable[[], mx.array] | None
 
     @classmethod
     def of(cls, model: nn.Module, draft: nn.Module | None) -> Target:
-        """Adapters leave alone what reads the hidden states, so that versions of one draft may follow one another."""
-        return cls(model, draft.noted if isinstance(draft, eagle.Model) else None)
+        """The target for this draft. Adapters do not change the projection to features, so every version of the draft may be
+        used with it."""
+        return cls(model, draft.target_features if isinstance(draft, eagle.Model) else None)
 
     def cache(self, rows: int) -> RowCache:
-        """An empty cache of so many rows, with features where the draft reads hidden states. Raises PairError."""
-        return RowCache(self.model, rows, features=self.noted is not None)
+        """An empty cache of so many rows, with features where the draft reads them. Raises PairError."""
+        return RowCache(self.model, rows, features=self.features is not None)
 
     def __call__(self, tokens: mx.array, cache: RowCache) -> mx.array:
-        """Logits (B, N, V) after each of tokens (B, N)."""
+        """Logits (B, N, V) after each of tokens (B, N). Appends keys, values and features to `cache`."""
         logits = self.model(tokens, cache=cache.layers)
-        if self.noted is not None:
-            cache.note(self.noted())
+        if self.features is not None:
+            cache.note(self.features())
         return logits

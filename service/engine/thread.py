@@ -171,7 +171,7 @@ class EngineThread:
         """See core.DraftSwitch. The future fails with Unavailable without a draft model, or once the thread died or is being
         stopped."""
         future: Future[Staged] = Future()
-        self._command(lambda engine: self._staging.begin(engine.base, ref, engine.provenance.draft, future), future)
+        self._command(lambda engine: self._staging.start(engine.base, ref, engine.provenance.draft, future), future)
         return future
 
     def switch(self, staged: Staged) -> Future[None]:
@@ -272,7 +272,7 @@ class EngineThread:
         self._end_cancelled(engine)
         while (ticket := self._scheduler.next()) is not None:
             # It waits until it has its row: `drain` must see it, and an error must reach it.
-            ticket.row = engine.row(ticket.id, ticket.prompt)
+            ticket.row = engine.new_request(ticket.id, ticket.prompt)
             prefill = engine.decoder.begin(ticket.row)
             with self._condition:
                 self._scheduler.admit(ticket, prefill)
@@ -296,13 +296,13 @@ class EngineThread:
         left = scheduler.prefill_tokens(chunk)
         while scheduler.prefilling:
             prefill = engine.decoder.gather([*scheduler.prefilling.values()], left)
-            left -= prefill.wanted(chunk)
+            left -= prefill.next_call_tokens(chunk)
             if left < 0 or not engine.decoder.read(prefill, len(scheduler.prefilling)):
                 break
             ready.append(prefill)
             scheduler.prefilled(prefill)
             for row in prefill.rows:
-                self._observer.prompt_read(len(row.prompt.tokens), row.reused)
+                self._observer.prompt_read(len(row.prompt.tokens), row.cached_tokens)
         if ready:
             engine.decoder.join(ready)
 
@@ -344,7 +344,7 @@ class EngineThread:
     def _fail_everyone(self, error: RedraftError) -> None:
         with self._condition:
             tickets = self._scheduler.clear()
-            futures = [*(command.future for command in self._commands), *self._staging.give_up()]
+            futures = [*(command.future for command in self._commands), *self._staging.abandon()]
             self._commands.clear()
         for ticket in tickets:
             ticket.send(Failed(error))

@@ -1,4 +1,4 @@
-"""A request on its way through the engine, and the place in the queue that it has before."""
+"""Tickets and places: a submitted request as its client sees it, and a reserved place in the queue."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from service.engine.request import Request
 
 
 class Place:
-    """core.Place. on_release: called once, when the place is free or used."""
+    """core.Place: a reserved place in the queue. on_release: called once, when the place is used or given back."""
 
     def __init__(self, on_release: Callable[[], None]) -> None:
         self._on_release = on_release
         self._lock = threading.Lock()
-        self._held = True
+        self._reserved = True
 
     def release(self) -> bool:
-        """Idempotent; False from the second time on."""
+        """Give the place back. Returns whether it was still reserved."""
         with self._lock:
-            held, self._held = self._held, False
-        if held:
+            reserved, self._reserved = self._reserved, False
+        if reserved:
             self._on_release()
-        return held
+        return reserved
 
     def __enter__(self) -> Self:
         return self
@@ -35,7 +35,7 @@ class Place:
 
 
 class Ticket:
-    """core.Ticket: a request, its sink, and its row once it has one."""
+    """core.Ticket: a submitted request. row: its state in the engine, None while it waits. sink: receives its events."""
 
     def __init__(self, prompt: Prompt, sink: Sink) -> None:
         self.id = uuid.uuid4().hex
@@ -44,15 +44,16 @@ class Ticket:
         self.cancelled = threading.Event()
         self.row: Request | None = None
         self._sending = threading.RLock()
-        self._over = False
+        self._ended = False
 
     def cancel(self) -> None:
-        """See core.Ticket. Only sets a flag, which the engine's thread reads before its next round."""
+        """See core.Ticket. Sets a flag that the engine's thread reads before its next round."""
         self.cancelled.set()
 
     def send(self, event: Event) -> None:
-        """Give the sink an event, unless it has the last one: the watchdog may fail a request that the thread still decodes."""
+        """Pass an event to the sink, unless the last one was sent already: the watchdog may fail a request while the engine's
+        thread still works on it."""
         with self._sending:
-            if not self._over:
-                self._over = not isinstance(event, Delta)
+            if not self._ended:
+                self._ended = not isinstance(event, Delta)
                 self.sink(event)

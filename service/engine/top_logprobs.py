@@ -1,4 +1,4 @@
-"""What is kept of the target's distribution at every position: its 32 most likely tokens and the mass of the rest."""
+"""The part of the target's distribution that is logged: the 32 most likely tokens and the probability mass of the rest."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ Ids = NDArray[np.uint32]
 
 
 def top_logits(logits: mx.array, count: int = TOP_TARGETS) -> tuple[mx.array, mx.array]:
-    """The `count` largest along the last axis, descending: ids uint32 and values, both (..., min(count, V)).
+    """The `count` largest logits along the last axis, descending: ids (uint32) and values, both (..., min(count, V)).
 
-    Exact two-stage selection: every one of the largest lies in one of the `count` blocks with the largest maxima, so only
-    those are searched, which saves most of a partition over a wide vocabulary. A block is every so-manieth token: maxima of
-    columns are taken many at a time, those of runs are not.
+    Exact two-stage selection: the largest values are in the `count` blocks with the largest maxima, so only these are searched
+    instead of the whole vocabulary. A block is strided over the vocabulary, because maxima over columns vectorise.
     """
     *lead, vocabulary = logits.shape
     count = min(count, vocabulary)
@@ -46,12 +45,12 @@ def top_logits(logits: mx.array, count: int = TOP_TARGETS) -> tuple[mx.array, mx
 
 
 def tail_mass(logprobs: mx.array) -> mx.array:
-    """log of the mass outside the given log-probabilities (..., n) -> (...,); -inf where rounding leaves none."""
+    """log of the probability mass outside log-probabilities (..., n): (...); -inf where rounding leaves none."""
     return mx.log(mx.maximum(-mx.expm1(mx.minimum(mx.logsumexp(logprobs, axis=-1), 0.0)), 0.0))
 
 
 def pack(ids: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], tails: Sequence[np.ndarray]) -> Targets:
-    """Targets of one generation from per-round pieces: (n, top), (n, top) and (n,) each."""
+    """The Targets of one generation from the arrays of its rounds: ids and logprobs (n, top), tails (n,)."""
     return Targets(
         top=ids[0].shape[-1],
         ids=np.concatenate(ids).astype("<u4").tobytes(),

@@ -1,4 +1,4 @@
-"""Native code can block or die where no exception is seen: someone outside must notice."""
+"""Watchdog thread: detects that the engine's thread has ended or hangs, in native code too, where nothing is raised."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 
 class Watchdog:
-    """Watches a thread that says by beats that it goes on, from its first one on. busy: whether there is work for it.
-    dead: why it ended or was given up, said by the thread itself or found here.
+    """Watches a thread that calls `beat` regularly; starts with its first beat.
 
-    `give_up` is told what was found here: that the thread is gone, or did not beat for `hang_seconds` while there was work.
-    `on_fatal` is told after that, and also what the thread said itself.
+    hang_seconds: the longest time without a beat while `busy` returns True. give_up: called with the reason when the thread is
+    gone or hangs. on_fatal: called after that with the reason, and also when the thread itself has set `dead`. dead: why the
+    thread ended or was given up; None while it runs.
     """
 
     def __init__(
@@ -35,34 +35,34 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="redraft-watchdog", daemon=True)
 
     def start(self) -> None:
-        """Start watching; nothing is found before the first beat."""
+        """Start watching."""
         self._thread.start()
 
     def stop(self) -> None:
-        """From now on the thread may end."""
+        """Stop watching: from now on the thread may end."""
         self._stopped.set()
 
     def beat(self) -> None:
-        """Called by the watched thread: it makes progress."""
+        """Called by the watched thread when it makes progress."""
         self._beat = time.monotonic()
 
     @property
     def idle_seconds(self) -> float:
-        """Since the last beat while there is work; 0 without, and before the first."""
+        """Seconds since the last beat while there is work; 0 without work, and before the first beat."""
         return time.monotonic() - self._beat if self._beat is not None and self._busy() else 0.0
 
     def _watch(self) -> None:
         while not self._stopped.wait(min(1.0, self.hang_seconds / 4)):
-            found = self._found()
-            # A thread that ends says why first: what it said stands.
-            if found is not None and self.dead is None:
-                self.dead = found
-                self._give_up(found)
+            reason = self._failure()
+            # A thread that ends with an error has set `dead` itself.
+            if reason is not None and self.dead is None:
+                self.dead = reason
+                self._give_up(reason)
             if self.dead is not None:
                 self._on_fatal(self.dead)
                 return
 
-    def _found(self) -> str | None:
+    def _failure(self) -> str | None:
         if self._beat is None:
             return None
         if not self._watched.is_alive() and not self._stopped.is_set():

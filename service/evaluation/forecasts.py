@@ -18,7 +18,7 @@ from service.engine.costs import Costs
 from service.learning.forecast import Forecast, forecast
 from service.learning.offpolicy import acceptance
 from service.models import vocabulary
-from service.models.heads import cut, twin, uncut
+from service.models.heads import cut, shallow_copy, uncut
 from service.models.pair import Pair, load_pair
 
 ALL = "all"
@@ -104,7 +104,7 @@ def _model(pair: Pair, stores: Stores, version: int, kept: int | None, told: Seq
         ranked = vocabulary.read(ref.folder) or ranked
     if kept is None:
         return model
-    model = twin(model)
+    model = shallow_copy(model)
     if kept == 0:
         uncut(model)
         return model

@@ -151,4 +151,7 @@ def begun(step: int, tokens: mx.array) -> mx.array:
 
 def _unrolled(draft: eagle.Model, tokens: mx.array) -> list[mx.array]:
     """The draft's logits (B, L, V) in each step, the target having just been called."""
-    return [draft.logits(state) for state in draft.model.unrolled(tokens, eagle.behind(draft.noted()), UNROLLED)]
+    return [
+        draft.logits(state)
+        for state in draft.model.unrolled(tokens, eagle.shift_right(draft.target_features()), UNROLLED)
+    ]

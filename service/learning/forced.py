@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from service.engine.sampling import fit
 from service.learning.dataset import padded
 from service.learning.steps import states
-from service.models.heads import opened, split, token_limit
+from service.models.heads import full_head, split, token_limit
 
 TOKENS = 2048
 """Tokens of one call, padding included; a longer text is a call of its own."""
@@ -49,7 +49,7 @@ def response_logits(
     A model whose head is cut proposes the ids it keeps and those its text has shown before the position, as when it serves;
     all others are -inf. (What it cannot propose is never drafted, so what a round of its own shows is no more than this.)
     """
-    with opened(model) as keeps:
+    with full_head(model) as keeps:
         yield from _walk(model, texts, vocabulary, keeps, between, depth)
 
 

@@ -29,7 +29,7 @@ def load_draft(job: JobSpec) -> Loaded:
     draft = load_model(job.draft)
     if draft.fingerprint != job.provenance.draft:
         raise TrainingFailed(f"the draft in {job.draft.name} is not the one that serves: its files changed")
-    if eagle.described(draft.config):
+    if eagle.is_eagle_config(draft.config):
         eagle.bind(draft.model, load_target(job)[0])
     return draft
 
@@ -47,7 +47,7 @@ def training_bytes(job: JobSpec, *, rows: int, length: int) -> int:
     """Bytes that training takes at its peak, what `load_draft` loads among them; see `budget`."""
     config = _config(job.draft)
     weights = _bytes(job.draft)
-    if not eagle.described(config):
+    if not eagle.is_eagle_config(config):
         return budget.training_bytes(config, weights=weights, rows=rows, length=length)
     weights += _bytes(job.target)
     return budget.training_bytes(config, weights=weights, rows=rows, length=length, steps=LEARNT_STEPS)

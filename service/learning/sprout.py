@@ -13,8 +13,8 @@ from mlx.utils import tree_flatten
 from service.core import ModelError
 from service.learning.prune import counted, save
 from service.models.eagle import ARCHITECTURE, Model, ModelArgs
+from service.models.hidden_states import HiddenStateCapture
 from service.models.pair import Loaded
-from service.models.taps import Taps
 
 _LITTLE = 0.02
 """Standard deviation of weights that begin at chance."""
@@ -59,7 +59,7 @@ def sprout(target: Loaded, layers: Sequence[int] | None, folder: Path) -> list[i
     head = Model(ModelArgs.from_dict(config))
     weights = dict(_named(head))
     width = int(config["hidden_size"])
-    Taps(target.model, taps, width).take()
+    HiddenStateCapture(target.model, taps, width).take()
     mx.random.seed(0)
     beside = mx.random.normal((width, width * len(taps))) * _LITTLE
     weights["project.weight"] = beside + mx.pad(mx.eye(width), [(0, 0), (width * (len(taps) - 1), 0)])

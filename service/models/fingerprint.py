@@ -1,4 +1,4 @@
-"""What a model and a tokenizer are, as hashes: provenance of every generation and adapter. Standard library only."""
+"""Hashes that identify models, tokenizers and adapter folders. Imports the standard library only."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ _BLOCK = 64 * 1024
 _WHOLE = 64 * 1024 * 1024
 """Weight files below this size are hashed whole."""
 _BLOCKS = 256
-"""Blocks read from a larger file, spread evenly from its first byte to its last."""
+"""Number of blocks sampled from a larger file, evenly spaced from its first byte to its last."""
 
 
 class _Digest(Protocol):
-    """What hashlib's objects are, whose own type is private."""
+    """A hashlib object, whose own type is private."""
 
     def update(self, data: bytes, /) -> None: ...
 
 
 def model_fingerprint(folder: Path) -> str:
-    """Hex sha256 of config.json (whatever its formatting) and of the weight files.
+    """Hex sha256 of config.json (in canonical form) and of the weight files.
 
-    Files of 64 MiB and more are sampled (size, header, 256 blocks of 64 KiB), which is fast for a model of any size and
-    tells apart any two trained checkpoints, though not two files that differ in a few chosen bytes. Raises ModelError
-    where there is no readable model.
+    Files of 64 MiB and more are sampled: size, header, 256 blocks of 64 KiB. That is fast for any size and distinguishes
+    trained checkpoints, but not files that differ in a few bytes only. Raises ModelError where there is no readable model.
     """
     digest = hashlib.sha256(_canonical(folder / "config.json"))
     files = sorted(folder.glob("*.safetensors"))
@@ -47,8 +46,8 @@ def model_fingerprint(folder: Path) -> str:
 
 
 def tokenizer_fingerprint(folder: Path) -> str:
-    """Hex sha256 of everything that decides which token ids a text or a chat becomes: the tokenizer's own files (JSON
-    whatever its formatting) and the chat template. Raises ModelError where there is no tokenizer."""
+    """Hex sha256 of the tokenizer's files (JSON in canonical form) and the chat template, which decide the token ids of a
+    text or a chat. Raises ModelError where there is no tokenizer."""
     digest = hashlib.sha256()
     names = (
         "tokenizer.json",
@@ -70,13 +69,13 @@ def tokenizer_fingerprint(folder: Path) -> str:
 
 
 def vocabulary_fingerprint(vocabulary: Mapping[str, int]) -> str:
-    """Hex sha256 of a token -> id map."""
+    """Hex sha256 of a vocabulary, token -> id."""
     ordered = json.dumps(sorted(vocabulary.items(), key=lambda item: (item[1], item[0])))
     return hashlib.sha256(ordered.encode()).hexdigest()
 
 
 def folder_sha256(folder: Path) -> str:
-    """Hex sha256 of a folder's files, by name and content, whatever order they are listed in. Raises OSError."""
+    """Hex sha256 of all files below a folder, by relative path and content. Raises OSError."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         content = path.read_bytes()

@@ -1,4 +1,4 @@
-"""An adapter folded into the weights it touches: what serves, and what the gate scores."""
+"""Folds (fuses) a LoRA adapter into the base weights, for serving and for the gate."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
-from service.models.heads import cut, twin
+from service.models.heads import cut, shallow_copy
 
 
 def fold(model: nn.Module) -> Iterator[None]:
-    """Replace every LoRA layer, in place and a layer at a time, by a linear one of the same function: no cost per step.
+    """Replace every LoRA layer by its fused linear layer, in place; yields after each layer.
 
-    A quantised weight is held in its scales' precision from then on. Kept apart, the adapter would more than double the
-    operations of a step; quantised again, four bits would round most of it away (docs/decisions.md).
+    A quantised weight becomes a dense one in its scales' dtype (why: docs/decisions.md, "An adapter is folded in").
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
@@ -28,13 +27,15 @@ def fold(model: nn.Module) -> Iterator[None]:
 
 
 def as_served(model: nn.Module, ids: Sequence[int] | None) -> nn.Module:
-    """A model with or without LoRA layers as the engine would run it: folded, and able to propose `ids` alone (None:
-    everything). The model itself stays as it is. Raises ModelError for ids it does not have."""
-    built = twin(model)
-    deque(fold(built), maxlen=0)
+    """A copy of a model as the engine serves it: LoRA layers folded, head cut to the reduced vocabulary `ids` (None: whole).
+
+    The model itself does not change. Raises ModelError for ids that it does not have.
+    """
+    folded = shallow_copy(model)
+    deque(fold(folded), maxlen=0)
     if ids is not None:
-        cut(built, ids)
-    return built
+        cut(folded, ids)
+    return folded
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:

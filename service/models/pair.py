@@ -1,4 +1,4 @@
-"""A target and a draft, loaded, and known to belong together."""
+"""Loads a target and its draft, and checks that they are compatible."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint,
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model ready to run. config: its config.json. context: the longest input it was made for, None when unsaid."""
+    """A model ready to run. config: its config.json. context: its longest input in tokens, None where not given."""
 
     model: nn.Module
     tokenizer: TokenizerWrapper
@@ -34,11 +34,12 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A target and its draft.
+    """A target and its draft, None to serve without one.
 
-    vocabulary: width of the target's logits, which is the width at which tokens are drawn: seeded noise depends on it, so it
-    must not depend on the draft. shared_vocabulary: the token ids below it are known to both models. Both cover the
-    tokenizer. provenance.draft is "" without a draft. eos: the target's end tokens."""
+    vocabulary: width of the target's logits. Tokens are sampled, and seeded noise is drawn, at this width, so that output does
+    not depend on the draft. shared_vocabulary: ids below it exist in both models. Both cover the tokenizer. provenance.draft
+    is "" without a draft. eos: the target's end tokens.
+    """
 
     target: Loaded
     draft: Loaded | None
@@ -57,7 +58,7 @@ def load_model(folder: Path) -> Loaded:
     fingerprint = model_fingerprint(folder)
     try:
         if not mlx_lm_runs(folder):
-            model, config = load_weights(folder, lazy=True, get_model_classes=eagle.classes)
+            model, config = load_weights(folder, lazy=True, get_model_classes=eagle.model_classes)
             tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
         else:
             model, tokenizer, config = load(str(folder), lazy=True, return_config=True)  # pyright: ignore[reportAssignmentType]
@@ -73,43 +74,45 @@ def load_model(folder: Path) -> Loaded:
 
 
 def mlx_lm_runs(folder: Path) -> bool:
-    """Whether mlx-lm knows what to do with a model folder: not with a head that reads its target's hidden states."""
-    return not ((folder / "config.json").is_file() and eagle.described(load_config(folder)))
+    """Whether mlx-lm can load and run a model folder by itself. It cannot run an EAGLE-3 head."""
+    return not ((folder / "config.json").is_file() and eagle.is_eagle_config(load_config(folder)))
 
 
 def load_pair(target: Path, draft: Path | None) -> Pair:
-    """Load both and check that the draft may propose tokens to the target.
+    """Load a target and a draft, and check that the draft can propose tokens to the target.
 
-    Raises ModelError, or PairError naming the cause.
+    Both must have the same tokenizer and caches that can be truncated. Equal embeddings are shared. Raises ModelError, or
+    PairError naming the cause.
     """
-    leader = load_model(target)
-    check_cache(leader.model, "target")
-    follower = None
+    target_model = load_model(target)
+    check_cache(target_model.model, "target")
+    draft_model = None
     if draft is not None:
-        follower = load_model(draft)
-        check_cache(follower.model, "draft")
-        _check_tokenizers(leader.tokenizer, follower.tokenizer)
-        _share_embeddings(leader.model, follower.model)
-        eagle.bind(follower.model, leader.model)
-    widths = [logits_width(loaded.model) for loaded in (leader, follower) if loaded is not None]
-    needed = max(_vocabulary(leader.tokenizer).values()) + 1
+        draft_model = load_model(draft)
+        check_cache(draft_model.model, "draft")
+        _check_tokenizers(target_model.tokenizer, draft_model.tokenizer)
+        _share_embeddings(target_model.model, draft_model.model)
+        eagle.bind(draft_model.model, target_model.model)
+    widths = [logits_width(loaded.model) for loaded in (target_model, draft_model) if loaded is not None]
+    needed = max(_vocabulary(target_model.tokenizer).values()) + 1
     if min(widths) < needed:
         role = "target" if widths[0] < needed else "draft"
         raise PairError(f"the {role}'s logits cover {min(widths)} tokens, but the tokenizer has {needed}")
     provenance = Provenance(
-        target=leader.fingerprint,
+        target=target_model.fingerprint,
         tokenizer=tokenizer_fingerprint(target),
-        draft=follower.fingerprint if follower else "",
+        draft=draft_model.fingerprint if draft_model else "",
     )
-    return Pair(leader, follower, provenance, widths[0], min(widths), frozenset(leader.tokenizer.eos_token_ids))
+    return Pair(
+        target_model, draft_model, provenance, widths[0], min(widths), frozenset(target_model.tokenizer.eos_token_ids)
+    )
 
 
 def check_cache(model: nn.Module, role: str) -> None:
-    """Refuse a model whose state the engine cannot keep in rows and roll back.
+    """Refuse a model whose cache the engine cannot replace by its own.
 
-    The engine replaces the model's caches by its own, which stand in for full and sliding-window attention and for recurrent
-    states exactly. Chunked, quantised or sink-keeping caches have no such stand-in. Raises PairError naming the family and the
-    cache.
+    The engine has replacements for full and sliding-window attention and for recurrent states, not for chunked, quantised or
+    attention-sink caches. Raises PairError naming the family and the cache.
     """
     family = getattr(model, "model_type", type(model).__module__.rsplit(".", 1)[-1])
     first, *rest = inspect.signature(model.__call__).parameters.values()
@@ -156,18 +159,18 @@ def _special_ids(tokenizer: TokenizerWrapper) -> list[int]:
 
 def logits_width(model: nn.Module) -> int:
     """V of a model's logits (B, N, V)."""
-    # Lazy: the graph is built for its shape and never run.
+    # Lazy: only the shape is needed, nothing is computed.
     return cast("mx.array", model(mx.zeros((1, 1), dtype=mx.int32), cache=make_prompt_cache(model))).shape[-1]
 
 
 def _share_embeddings(target: nn.Module, draft: nn.Module) -> None:
-    """Let the draft use the target's array where input or output embeddings are equal, so that they exist once."""
+    """Replace the draft's input and output embeddings by the target's arrays where they are equal, to save memory."""
     ours = dict(cast("list[tuple[str, mx.array]]", tree_flatten(target.parameters())))
     shared: list[tuple[str, mx.array]] = []
     for name, array in cast("list[tuple[str, mx.array]]", tree_flatten(draft.parameters())):
-        own = ours.get(name)
-        if own is None or not ("embed_tokens" in name or "lm_head" in name):
+        mine = ours.get(name)
+        if mine is None or not ("embed_tokens" in name or "lm_head" in name):
             continue
-        if own.shape == array.shape and own.dtype == array.dtype and mx.array_equal(own, array).item():
-            shared.append((name, own))
+        if mine.shape == array.shape and mine.dtype == array.dtype and mx.array_equal(mine, array).item():
+            shared.append((name, mine))
     draft.update(cast("dict[str, Any]", tree_unflatten(shared)))

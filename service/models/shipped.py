@@ -1,4 +1,4 @@
-"""A draft that ships with the package: its layers, to be joined with the embeddings of the target it was made from."""
+"""Drafts that ship with the package: their layers, to be combined with the embeddings of the target they were made for."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ def digest(source: Path) -> str:
 
 
 def extract(folder: Path, package: Path) -> None:
-    """Write a draft's folder as it ships into the existing `package`: all weights but the shared ones, in bfloat16, and its
-    config. Uses MLX."""
+    """Write the files of a draft that ship to the existing folder `package`: its config, its vocabulary, and all weights but
+    the shared ones, in bfloat16. Uses MLX."""
     import mlx.core as mx
 
     weights: dict[str, mx.array] = mx.load(str(folder / "model.safetensors"))  # pyright: ignore[reportAssignmentType]
-    own = {name: value.astype(mx.bfloat16) for name, value in weights.items() if not name.startswith(_SHARED)}
-    mx.save_safetensors(str(package / LAYERS), own, metadata={"format": "mlx"})
+    layers = {name: value.astype(mx.bfloat16) for name, value in weights.items() if not name.startswith(_SHARED)}
+    mx.save_safetensors(str(package / LAYERS), layers, metadata={"format": "mlx"})
     for name in (CONFIG, VOCABULARY):
         if (folder / name).is_file():
             shutil.copyfile(folder / name, package / name)
 
 
 def assemble(source: Path, target: Path, folder: Path) -> None:
-    """Write the draft into the existing `folder` as a model that mlx-lm loads.
+    """Write the draft to the existing `folder` as a model that mlx-lm loads: shipped layers, the target's embeddings and
+    tokenizer.
 
-    It has the shipped layers and the target's embeddings and tokenizer. Layers are widened to the embeddings'
-    precision, so that no step mixes two. Uses MLX. Raises ModelError.
+    Layers are cast to the embeddings' dtype, so that a step computes in one. Uses MLX. Raises ModelError.
     """
     import mlx.core as mx
 

@@ -1,4 +1,4 @@
-"""Text to token ids."""
+"""Encodes chats and texts to token ids."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from tokenizers import pre_tokenizers
 
 from service.core import BadRequest
 
-KEEPING_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
-"""Kinds of normalizers and pre-tokenizers (of the tokenizers library) that drop no text; NFC may shrink it."""
+LOSSLESS_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
+"""Normalizers and pre-tokenizers (types of the tokenizers library) that drop no text. NFC may shorten it."""
 NFC_SHRINKS = 3
-"""Composing characters makes UTF-8 at most so many times shorter (three Hangul letters of 3 bytes, a syllable of 3)."""
+"""NFC shortens UTF-8 at most by this factor (three Hangul letters of 3 bytes become one syllable of 3)."""
 
 
 def bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
-    """How many bytes of UTF-8 text one token stands for at most; None where that is unknown, because the tokenizer may drop
-    text or have one token for any unknown word. A text of more than n times as many bytes has more than n tokens."""
+    """The largest number of UTF-8 bytes that one token stands for: a text of more than n times as many has more than n tokens.
+
+    None where there is no such bound, because the tokenizer drops text or has one token for every unknown word.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -29,13 +31,13 @@ def bytes_per_token(tokenizer: TokenizerWrapper) -> int | None:
     model, added = parts["model"], parts["added_tokens"]
     steps = [*_steps(parts["normalizer"]), *_steps(parts["pre_tokenizer"])]
     kinds = {step["type"] for step in steps}
-    if model["type"] != "BPE" or not kinds <= KEEPING_STEPS or any(_drops(step) for step in steps):
+    if model["type"] != "BPE" or not kinds <= LOSSLESS_STEPS or any(_drops(step) for step in steps):
         return None
     if any(token["lstrip"] or token["rstrip"] for token in added):
         return None
     vocabulary: dict[str, int] = model["vocab"]
     if "ByteLevel" in kinds:
-        # One character of a token's name is one byte of text.
+        # Byte-level BPE writes each byte as one character.
         complete = vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet())
         longest = max(len(token) for token in vocabulary)
     else:
@@ -63,14 +65,14 @@ def _drops(step: dict[str, Any]) -> bool:
 
 
 class TextEncoder:
-    """core.Encoder over an mlx-lm tokenizer. No MLX calls; a lock keeps threads apart that would set it up anew."""
+    """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer is used under a lock."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
         self._lock = Lock()
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Messages of `role` and `content`, through the model's chat template with the assistant's turn opened.
+        """Token ids of a chat (messages of `role` and `content`) by the model's chat template, with the generation prompt.
 
         Raises BadRequest when the model has no chat template or the template refuses these messages.
         """
@@ -85,6 +87,6 @@ class TextEncoder:
         return tuple(cast("list[int]", tokens))
 
     def encode_text(self, text: str) -> tuple[int, ...]:
-        """Plain text, as a completion prompt (with the tokenizer's own leading special tokens)."""
+        """Token ids of a completion prompt, with the tokenizer's leading special tokens."""
         with self._lock:
             return tuple(cast("list[int]", self._tokenizer.encode(text)))

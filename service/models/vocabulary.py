@@ -1,7 +1,7 @@
-"""The tokens a draft can propose: a ranked list beside its weights, by which its head is cut to the size of its traffic.
+"""Reduced draft vocabularies: a ranked list of token ids, stored with the draft's weights (FR-Spec, arXiv 2502.14856).
 
-A head of 49,152 rows is most of a small draft's step. Frequency-ranked vocabularies for drafting: FR-Spec (Zhao et al.,
-arXiv 2502.14856). A token outside is never proposed, which costs acceptance and never changes the output.
+The draft's head is cut to these ids and, for each row, its extra ids. No other token is proposed: that lowers acceptance and
+leaves the output unchanged.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from service.core import ModelError
 from service.models import shipped
 
 FILE = shipped.VOCABULARY
-"""As a safetensors file it is part of a model's fingerprint, and of an adapter folder's hash."""
-OWN = 512
-"""Ids outside the list that a row may propose besides, its latest."""
-_WIDE = 16
+"""Part of a model's fingerprint, and of an adapter folder's hash, like any safetensors file there."""
+MAX_EXTRA_IDS = 512
+"""Extra ids of a row, at most."""
+_ROUND_TO = 16
+"""The number of extra ids is rounded up to a multiple of this, so that few shapes occur."""
 
 
 def read(folder: Path) -> list[int] | None:
@@ -30,22 +31,22 @@ def read(folder: Path) -> list[int] | None:
         return None
     try:
         ids = mx.load(str(path))["ids"]  # pyright: ignore[reportCallIssue, reportArgumentType, reportIndexIssue]
-        found = np.array(ids)
+        array = np.array(ids)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ModelError(f"{path} cannot be read: {error}") from error
-    if found.dtype != np.uint32 or found.ndim != 1 or found.size == 0 or np.unique(found).size != found.size:
+    if array.dtype != np.uint32 or array.ndim != 1 or array.size == 0 or np.unique(array).size != array.size:
         raise ModelError(f"{path} is not a list of distinct token ids")
-    return found.tolist()
+    return array.tolist()
 
 
 def write(ids: Sequence[int], folder: Path) -> None:
-    """Beside the weights in an existing folder."""
+    """Write the list (best rank first) to `FILE` in an existing model or adapter folder."""
     mx.save_safetensors(str(folder / FILE), {"ids": mx.array(np.array(ids, dtype=np.uint32))})
 
 
 def ranked(texts: Iterable[Sequence[int]], always: Iterable[int], width: int) -> list[int]:
-    """All ids below `width`: `always` first, then by how often the texts hold them, then by id (a tokenizer's early merges
-    are the common ones)."""
+    """All ids below `width`, ranked: `always` first, then by frequency in the texts, then by id (a BPE tokenizer's early merges
+    are the frequent ones)."""
     counts: NDArray[np.int64] = np.zeros(width, dtype=np.int64)
     for text in texts:
         counts += np.bincount(np.asarray(text, dtype=np.int64), minlength=width)[:width]
@@ -55,29 +56,30 @@ def ranked(texts: Iterable[Sequence[int]], always: Iterable[int], width: int) ->
 
 
 def adapted(base: Sequence[int], texts: Iterable[Sequence[int]], always: Iterable[int]) -> list[int]:
-    """As many ids as `base` has: `always` and what the texts hold first, by frequency, then the base's in their order."""
+    """As many ids as `base` has: `always`, then the ids of the texts by frequency, then those of `base` in their order."""
     counts: dict[int, int] = {}
     for text in texts:
         for token in text:
             counts[token] = counts.get(token, 0) + 1
-    seen = sorted(counts, key=lambda token: (-counts[token], token))
-    return list(dict.fromkeys([*always, *seen, *base]))[: len(base)]
+    by_frequency = sorted(counts, key=lambda token: (-counts[token], token))
+    return list(dict.fromkeys([*always, *by_frequency, *base]))[: len(base)]
 
 
-def own(rows: Sequence[Sequence[int]], keeps: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """The latest `OWN` distinct ids of each row that are not kept, (B, n), filled up with an id that is. A text's own words
-    are what a short list misses most: with them, a few thousand ids propose nearly what all would."""
-    found: list[NDArray[np.int64]] = []
+def extra_ids(rows: Sequence[Sequence[int]], in_vocabulary: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Extra ids (B, n): each row's latest distinct tokens outside the reduced vocabulary, at most MAX_EXTRA_IDS.
+
+    rows: each row's prompt and output. in_vocabulary: (width,). Shorter rows are padded with an id of the reduced vocabulary.
+    """
+    extra: list[NDArray[np.int64]] = []
     for row in rows:
         tokens = np.array(row, dtype=np.int64)
-        # A wider target's ids may lie beyond the draft's head.
-        tokens = tokens[tokens < len(keeps)]
-        latest = tokens[~keeps[tokens]][::-1]
-        _, at = np.unique(latest, return_index=True)
-        found.append(latest[np.sort(at)[:OWN]])
-    # Few different widths: each is a shape of its own to whoever computes with it.
-    width = max(-(-max(map(len, found), default=0) // _WIDE), 1) * _WIDE
-    wide = np.full((len(found), width), int(np.argmax(keeps)), dtype=np.int32)
-    for line, ids in zip(wide, found, strict=True):
+        # A target with more tokens than the draft may have put ids here that the draft's head lacks.
+        tokens = tokens[tokens < len(in_vocabulary)]
+        latest = tokens[~in_vocabulary[tokens]][::-1]
+        _, first = np.unique(latest, return_index=True)
+        extra.append(latest[np.sort(first)[:MAX_EXTRA_IDS]])
+    width = max(-(-max(map(len, extra), default=0) // _ROUND_TO), 1) * _ROUND_TO
+    padded = np.full((len(extra), width), int(np.argmax(in_vocabulary)), dtype=np.int32)
+    for line, ids in zip(padded, extra, strict=True):
         line[: len(ids)] = ids
-    return wide
+    return padded

@@ -1,4 +1,4 @@
-"""Sizes of stored weights, from the headers of safetensors files alone."""
+"""Sizes of stored weights, read from the headers of safetensors files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _FLOATS = {"F16", "BF16", "F32", "F64"}
 
 
 def bytes_in_memory(folder: Path, *, widen: bool) -> int:
-    """Bytes a model's weights take once loaded; `widen` counts floating-point numbers as float32 (as on the CPU)."""
+    """Bytes of a model's weights once loaded. widen: floating-point weights become float32 (as on the CPU). Raises OSError."""
     total = 0
     for path in folder.glob("model*.safetensors"):
         with path.open("rb") as file:

@@ -75,7 +75,7 @@ def first_token(decoder: Decoder, prompt: tuple[int, ...]) -> tuple[float, int]:
     begun = time.perf_counter()
     decoder.admit(row)
     decoder.round()
-    return time.perf_counter() - begun, row.reused
+    return time.perf_counter() - begun, row.cached_tokens
 
 
 def test_a_shared_prefix_of_a_thousand_tokens_is_prefilled_once(pair: Pair) -> None:

@@ -82,6 +82,6 @@ def assert_blocks(decoder: Decoder, model: nn.Module, rows: list[Request]) -> No
     assert decoder.prefix is not None
     for row in rows:
         cached = RowCache(model, 1)
-        decoder.prefix.fill(Owner.DRAFT, [row.tokens], cached)
+        decoder.prefix.load(Owner.DRAFT, [row.tokens], cached)
         assert cached.lengths.host[0] >= BLOCK
         assert_fresh(model, cached, 0, row.tokens)

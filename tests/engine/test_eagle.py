@@ -21,7 +21,7 @@ from service.engine.kv.prefix import PrefixCache
 from service.engine.request import Request
 from service.engine.sampling import SamplingBatch, SharedNoise
 from service.models.eagle import Model, ModelArgs
-from service.models.heads import cut, twin
+from service.models.heads import cut, shallow_copy
 from tests.support.batches import decode, serve
 from tests.support.oracle import forced, tiny_llama
 
@@ -142,16 +142,16 @@ def test_cached_prefixes_bring_their_hidden_states() -> None:
     decoder, proposals = recording_decoder(head(), prefix=prefix)
     first = serve(decoder, asked[:1], eos=EOS)
     # A new version prefills from the hidden states in the prefix cache, which the target does not read again.
-    decoder.switch(Draft(1, twin(head())))
+    decoder.switch(Draft(1, shallow_copy(head())))
     rest = serve(decoder, asked[1:], eos=EOS, max_rows=2)
-    assert first[0].reused == 0 and all(row.reused == 64 for row in rest)
+    assert first[0].cached_tokens == 0 and all(row.cached_tokens == 64 for row in rest)
     assert_own([*first, *rest])
     assert proposals and all(is_proposal_of_row_alone(head(), tokens, guesses) for tokens, guesses in proposals)
 
 
 def test_output_is_the_targets_own_with_any_head_reduced_vocabulary_or_switch() -> None:
     rng = random.Random(9)
-    small = twin(head(3))
+    small = shallow_copy(head(3))
     cut(small, list(range(0, VOCABULARY, 2)))
     versions = [Draft(1, head(2)), Draft(2, small)]
     asked = prompts(rng, 6)

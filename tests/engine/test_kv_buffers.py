@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.kv.buffers import SPARE, STEP, closed, joined, kept, scattered, written
+from service.engine.kv.buffers import SPARE, STEP, compaction_order, join_rows, keep_rows, scatter, write
 
 
 def filled(rows: int, capacity: int = STEP, first: int = 1) -> mx.array:
@@ -14,55 +14,55 @@ def filled(rows: int, capacity: int = STEP, first: int = 1) -> mx.array:
     return mx.zeros((rows, 2, capacity, 4)) + mx.arange(first, first + rows)[:, None, None, None]
 
 
-def numbers(held: mx.array | None, rows: int) -> list[float]:
-    assert held is not None
-    seen = np.array(held)[:rows, 0, 0, 0]
-    assert (np.array(held)[:rows] == seen[:, None, None, None]).all(), "rows are whole"
+def numbers(buffer: mx.array | None, rows: int) -> list[float]:
+    assert buffer is not None
+    seen = np.array(buffer)[:rows, 0, 0, 0]
+    assert (np.array(buffer)[:rows] == seen[:, None, None, None]).all(), "rows are whole"
     return seen.tolist()
 
 
 @given(st.integers(0, 12).flatmap(lambda n: st.tuples(st.just(n), st.sets(st.integers(0, max(n - 1, 0)), max_size=n))))
 def test_rows_at_the_end_move_into_freed_slots(case: tuple[int, set[int]]) -> None:
-    rows, gone = case[0], {row for row in case[1] if row < case[0]}
-    staying = closed(rows, gone)
-    assert sorted(staying) == [row for row in range(rows) if row not in gone]
-    moved = [row for place, row in enumerate(staying) if place != row]
-    assert len(moved) == sum(row < len(staying) for row in gone), "no more moves than holes"
+    rows, leaving = case[0], {row for row in case[1] if row < case[0]}
+    order = compaction_order(rows, leaving)
+    assert sorted(order) == [row for row in range(rows) if row not in leaving]
+    moved = [row for place, row in enumerate(order) if place != row]
+    assert len(moved) == sum(row < len(order) for row in leaving), "no more moves than holes"
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.one_of(st.integers(1, 5), st.sets(st.integers(0, 7), min_size=1)), max_size=12))
 def test_rows_keep_their_contents_as_others_join_and_leave(events: list[int | set[int]]) -> None:
-    held: mx.array | None = None
-    inside: list[float] = []
+    buffer: mx.array | None = None
+    contents: list[float] = []
     named = 1
     for event in events:
         if isinstance(event, int):
-            held = joined([held, filled(event, first=named)], [len(inside), event])
-            inside += range(named, named + event)
+            buffer = join_rows([buffer, filled(event, first=named)], [len(contents), event])
+            contents += range(named, named + event)
             named += event
         else:
-            staying = closed(len(inside), {row for row in event if row < len(inside)})
-            (held,) = kept([held], staying, STEP if staying else 0)
-            inside = [inside[row] for row in staying]
-        assert held is not None or not inside
-        if held is not None:
-            assert numbers(held, len(inside)) == inside
-            assert held.shape[0] <= max(2 * len(inside), len(inside) + len(inside) // SPARE)
+            order = compaction_order(len(contents), {row for row in event if row < len(contents)})
+            (buffer,) = keep_rows([buffer], order, STEP if order else 0)
+            contents = [contents[row] for row in order]
+        assert buffer is not None or not contents
+        if buffer is not None:
+            assert numbers(buffer, len(contents)) == contents
+            assert buffer.shape[0] <= max(2 * len(contents), len(contents) + len(contents) // SPARE)
 
 
 def test_capacity_is_reused_and_released() -> None:
-    batch = joined([filled(8), filled(4, first=9)], [8, 4])
+    batch = join_rows([filled(8), filled(4, first=9)], [8, 4])
     assert batch is not None and batch.shape[0] == 12 + 12 // SPARE
-    (held,) = kept([batch], closed(12, {2, 5}), STEP)
-    assert held is not None and held.shape[0] == 15 and numbers(held, 10) == [1, 2, 12, 4, 5, 11, 7, 8, 9, 10]
-    again = joined([held, filled(3, first=20)], [10, 3])
-    assert again is held, "the spare capacity is enough"
+    (buffer,) = keep_rows([batch], compaction_order(12, {2, 5}), STEP)
+    assert buffer is not None and buffer.shape[0] == 15 and numbers(buffer, 10) == [1, 2, 12, 4, 5, 11, 7, 8, 9, 10]
+    again = join_rows([buffer, filled(3, first=20)], [10, 3])
+    assert again is buffer, "the spare capacity is enough"
     assert numbers(again, 13)[10:] == [20, 21, 22]
-    (few,) = kept([again], [12, 0], STEP)
+    (few,) = keep_rows([again], [12, 0], STEP)
     assert few is not None and few.shape[0] == 2 and numbers(few, 2) == [22, 1]
-    wide = joined([filled(2, capacity=4 * STEP)], [2])
-    (short,) = kept([wide], [0, 1], STEP)
+    wide = join_rows([filled(2, capacity=4 * STEP)], [2])
+    (short,) = keep_rows([wide], [0, 1], STEP)
     assert short is not None and short.shape[2] == STEP
 
 
@@ -71,13 +71,13 @@ def test_slots_not_in_use_are_not_overwritten(starts: list[int]) -> None:
     """Three of five slots are in use."""
     new = mx.ones((3, 2, 2, 4)) * 9
     if starts == [3, 3, 3]:
-        held = np.array(written(filled(5), new, 3))
+        buffer = np.array(write(filled(5), new, 3))
     else:
         positions = mx.array(starts)[:, None] + mx.arange(2)
-        held = np.array(scattered(filled(5), new, mx.arange(3)[:, None], positions))
+        buffer = np.array(scatter(filled(5), new, mx.arange(3)[:, None], positions))
     for row, begin in enumerate(starts):
-        assert (held[row, :, begin : begin + 2] == 9).all()
-        assert (np.delete(held[row], [begin, begin + 1], axis=1) == row + 1).all()
+        assert (buffer[row, :, begin : begin + 2] == 9).all()
+        assert (np.delete(buffer[row], [begin, begin + 1], axis=1) == row + 1).all()
 
 
 def test_only_moved_rows_are_copied() -> None:
@@ -87,7 +87,7 @@ def test_only_moved_rows_are_copied() -> None:
     size = sum(one.nbytes for one in batch)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    left = kept(batch, closed(16, {3, 9}), 8 * STEP)
+    left = keep_rows(batch, compaction_order(16, {3, 9}), 8 * STEP)
     batch.clear()
     mx.eval([one for one in left if one is not None])
     assert mx.get_peak_memory() - before < 0.3 * size

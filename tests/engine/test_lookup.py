@@ -12,7 +12,7 @@ from service.core import Prompt, Sampling, Source
 from service.engine.adapters import bare
 from service.engine.costs import Costs
 from service.engine.decoder import Decoder
-from service.engine.drafters.lookup import REMEMBERED, Found, Grams, Lookup
+from service.engine.drafters.lookup import INDEX_TOKENS, Lookup, LookupProposal, NGramIndex
 from service.engine.drafters.model import joined, looked_up
 from service.engine.planner import PROBE, Planner
 from service.engine.request import Request
@@ -23,41 +23,41 @@ from tests.support.typed import as_floats, layers_of
 VOCABULARY = 97
 
 
-def find(text: list[int], most: int = 4) -> Found | None:
-    return Lookup(most).find(text, Grams())
+def find(text: list[int], max_tokens: int = 4) -> LookupProposal | None:
+    return Lookup(max_tokens).find(text, NGramIndex())
 
 
 def test_the_latest_longest_match_is_proposed() -> None:
-    assert find([1, 2, 3, 4, 5, 1, 2]) == Found(2, [3, 4, 5, 1])
-    assert find([1, 2, 3, 1, 2, 4, 9, 1, 2]) == Found(2, [4, 9, 1, 2])
+    assert find([1, 2, 3, 4, 5, 1, 2]) == LookupProposal(2, [3, 4, 5, 1])
+    assert find([1, 2, 3, 1, 2, 4, 9, 1, 2]) == LookupProposal(2, [4, 9, 1, 2])
     # A match of four tokens beats a later match of two.
-    assert find([7, 8, 1, 2, 30, 31, 32, 33, 1, 2, 50, 51, 7, 8, 1, 2]) == Found(4, [30, 31, 32, 33])
+    assert find([7, 8, 1, 2, 30, 31, 32, 33, 1, 2, 50, 51, 7, 8, 1, 2]) == LookupProposal(4, [30, 31, 32, 33])
     assert find([1, 2, 3]) is None and find([1]) is None and find([]) is None
 
 
 def test_a_repeating_text_is_proposed_to_continue() -> None:
-    assert find([5, 6, 7, 5, 6, 7, 5, 6], most=5) == Found(4, [7, 5, 6, 7, 5])
-    assert find([9] * 12, most=3) == Found(8, [9, 9, 9])
+    assert find([5, 6, 7, 5, 6, 7, 5, 6], max_tokens=5) == LookupProposal(4, [7, 5, 6, 7, 5])
+    assert find([9] * 12, max_tokens=3) == LookupProposal(8, [9, 9, 9])
 
 
 def test_an_incremental_index_finds_what_a_fresh_one_finds() -> None:
-    rng, grams, lookup = random.Random(0), Grams(), Lookup(6)
+    rng, ngrams, lookup = random.Random(0), NGramIndex(), Lookup(6)
     text: list[int] = []
     for _ in range(300):
         text += [rng.randrange(4) for _ in range(rng.randint(1, 5))]
-        assert lookup.find(text, grams) == find(text, most=6)
+        assert lookup.find(text, ngrams) == find(text, max_tokens=6)
 
 
 def test_recent_outputs_are_shared_and_old_ones_evicted() -> None:
     lookup, text = Lookup(3), [90, 91, 92, 93, 94, 95, 96]
-    lookup.remember(text)
-    assert lookup.find([1, 90, 91, 92, 93], Grams()) == Found(4, [94, 95, 96])
+    lookup.add_output(text)
+    assert lookup.find([1, 90, 91, 92, 93], NGramIndex()) == LookupProposal(4, [94, 95, 96])
     # Two matching tokens of another text are too few; a match in the row itself comes first.
-    assert lookup.find([1, 92, 93], Grams()) is None
-    assert lookup.find([90, 91, 92, 93, 5, 6, 90, 91, 92, 93], Grams()) == Found(4, [5, 6, 90])
+    assert lookup.find([1, 92, 93], NGramIndex()) is None
+    assert lookup.find([90, 91, 92, 93, 5, 6, 90, 91, 92, 93], NGramIndex()) == LookupProposal(4, [5, 6, 90])
     for start in range(3):
-        lookup.remember([start] * REMEMBERED)
-    assert lookup.find([1, 90, 91, 92, 93], Grams()) is None
+        lookup.add_output([start] * INDEX_TOKENS)
+    assert lookup.find([1, 90, 91, 92, 93], NGramIndex()) is None
 
 
 def test_outputs_that_may_not_be_stored_are_not_shared() -> None:
@@ -73,7 +73,7 @@ def test_outputs_that_may_not_be_stored_are_not_shared() -> None:
             decoder.round()
         assert decoder.lookup is not None
         assert len({tuple(row.output[i : i + 2]) for i in range(4)}) == 4
-        assert (decoder.lookup.find(row.output[:5], Grams()) is not None) is store
+        assert (decoder.lookup.find(row.output[:5], NGramIndex()) is not None) is store
 
 
 @pytest.mark.parametrize("drafted", [0, 3])

@@ -286,7 +286,7 @@ def test_draft_prefill_depends_on_the_coming_batch_size(coming: int, answer: int
     prefill = decoder.begin(Request("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=answer)), frozenset(), None))
     while not decoder.read(prefill, coming):
         pass
-    assert (prefill.drafter is not None) == reads
+    assert (prefill.draft_cache is not None) == reads
 
 
 @pytest.mark.parametrize(("coming", "drafts"), [(0, True), (15, False)])

@@ -42,7 +42,7 @@ def finish(decoder: Decoder, rows: Sequence[Request]) -> None:
         assert row.output == forced(decoder.target.model, row.prompt.tokens, row.output, row.prompt.sampling, EOS)
 
 
-def read(decoder: Decoder, texts: Sequence[Sequence[int]], room: int = 4 * CHUNK) -> list[list[int]]:
+def run(decoder: Decoder, texts: Sequence[Sequence[int]], room: int = 4 * CHUNK) -> list[list[int]]:
     """Prompt lengths by prefill call; all prompts are then decoded and checked against the target alone."""
     rows = rows_of(texts)
     calls = [[len(row.prompt.tokens) for row in prefill.rows] for prefill in admit(decoder, rows, room)]
@@ -68,45 +68,45 @@ def test_batched_prefill_equals_each_prompt_alone() -> None:
 def test_prompts_of_similar_length_are_batched_in_any_order(k: int) -> None:
     """Padding is at most an eighth of a call's tokens."""
     texts = [random_tokens(i, count) for i, count in enumerate((21, 11, 22, 1, 20, 12, 33, 2))]
-    assert read(make_decoder(k=k), texts) == [[21, 22, 20], [11, 12], [1], [33], [2]]
+    assert run(make_decoder(k=k), texts) == [[21, 22, 20], [11, 12], [1], [33], [2]]
 
 
 @pytest.mark.parametrize(("room", "calls"), [(20, [1, 1, 1, 1]), (40, [2, 2]), (79, [3, 1]), (80, [4])])
 def test_no_call_exceeds_the_token_limit(room: int, calls: list[int]) -> None:
-    assert [len(call) for call in read(make_decoder(), [random_tokens(i, 21) for i in range(4)], room)] == calls
+    assert [len(call) for call in run(make_decoder(), [random_tokens(i, 21) for i in range(4)], room)] == calls
 
 
 def test_a_prompt_longer_than_a_chunk_is_prefilled_alone() -> None:
-    assert read(make_decoder(), [random_tokens(i, CHUNK + 2) for i in range(3)], 8 * CHUNK) == [[CHUNK + 2]] * 3
-    assert read(make_decoder(), [random_tokens(i, CHUNK + 1) for i in range(3)], 8 * CHUNK) == [[CHUNK + 1] * 3]
-    assert read(make_decoder(), [random_tokens(i, CHUNK + 1 + i) for i in range(3)], 8 * CHUNK) == [[33], [34], [35]]
+    assert run(make_decoder(), [random_tokens(i, CHUNK + 2) for i in range(3)], 8 * CHUNK) == [[CHUNK + 2]] * 3
+    assert run(make_decoder(), [random_tokens(i, CHUNK + 1) for i in range(3)], 8 * CHUNK) == [[CHUNK + 1] * 3]
+    assert run(make_decoder(), [random_tokens(i, CHUNK + 1 + i) for i in range(3)], 8 * CHUNK) == [[33], [34], [35]]
 
 
 def test_a_shared_prefix_is_prefilled_once_for_the_others() -> None:
     texts = [(*random_tokens(1, 32), *random_tokens(i, 14)) for i in range(2, 6)]
-    assert read(make_decoder(PrefixCache(2**24), chunk=2 * CHUNK), texts, 8 * CHUNK) == [[46], [46, 46, 46]]
-    assert read(make_decoder(chunk=2 * CHUNK), texts, 8 * CHUNK) == [[46] * 4]
+    assert run(make_decoder(PrefixCache(2**24), chunk=2 * CHUNK), texts, 8 * CHUNK) == [[46], [46, 46, 46]]
+    assert run(make_decoder(chunk=2 * CHUNK), texts, 8 * CHUNK) == [[46] * 4]
 
 
 def test_each_prompt_of_a_batch_is_cached() -> None:
     decoder, texts = make_decoder(PrefixCache(2**24), chunk=2 * CHUNK), [random_tokens(i, 41) for i in range(3)]
-    assert read(decoder, texts) == [[41] * 3]
+    assert run(decoder, texts) == [[41] * 3]
     rows = rows_of([(*text, 9, 10) for text in texts])
     admit(decoder, rows)
-    assert [row.reused for row in rows] == [32] * 3
+    assert [row.cached_tokens for row in rows] == [32] * 3
     finish(decoder, rows)
 
 
 def test_cached_prefixes_of_different_lengths_are_restored_together() -> None:
     decoder = make_decoder(PrefixCache(2**24))
     known = [random_tokens(1, 97), random_tokens(2, 33)]
-    read(decoder, known)
+    run(decoder, known)
     rows = rows_of(
         [(*known[0][:96], *random_tokens(3, 21)), (*known[1][:32], *random_tokens(4, 22)), random_tokens(5, 20)]
     )
     (prefill,) = admit(decoder, rows, 4 * CHUNK)
-    assert [row.reused for row in rows] == [96, 32, 0]
-    assert prefill.wanted(CHUNK) == 0
+    assert [row.cached_tokens for row in rows] == [96, 32, 0]
+    assert prefill.next_call_tokens(CHUNK) == 0
     finish(decoder, rows)
 
 
@@ -114,10 +114,10 @@ def test_a_new_draft_without_cached_blocks_prefills_the_whole_prompt_alone() -> 
     """The target has more than a chunk of these cached, and the new draft must prefill all of it."""
     decoder = make_decoder(PrefixCache(2**24))
     system = random_tokens(1, 64)
-    read(decoder, [(*system, 5)])
-    assert read(decoder, [(*system, *random_tokens(i, 10)) for i in range(3)]) == [[74] * 3]
+    run(decoder, [(*system, 5)])
+    assert run(decoder, [(*system, *random_tokens(i, 10)) for i in range(3)]) == [[74] * 3]
     decoder.switch(bare(noisy_copy(tiny_llama(0), 2, 0.2)))
-    assert read(decoder, [(*system, *random_tokens(i, 11)) for i in range(3)])[0] == [75]
+    assert run(decoder, [(*system, *random_tokens(i, 11)) for i in range(3)])[0] == [75]
 
 
 class FailsInBatches(nn.Module):
@@ -140,5 +140,5 @@ class FailsInBatches(nn.Module):
 def test_a_draft_that_fails_on_a_batched_prefill_costs_speed_only() -> None:
     decoder = make_decoder()
     decoder.switch(bare(FailsInBatches(noisy_copy(tiny_llama(0), 1, 0.2))))
-    assert read(decoder, [random_tokens(1, 20)]) == [[20]] and not decoder.failed
-    assert read(decoder, [random_tokens(i, 20 + i) for i in range(3)]) == [[20, 21, 22]] and decoder.failed
+    assert run(decoder, [random_tokens(1, 20)]) == [[20]] and not decoder.failed
+    assert run(decoder, [random_tokens(i, 20 + i) for i in range(3)]) == [[20, 21, 22]] and decoder.failed

@@ -67,7 +67,7 @@ def answer(decoder: Decoder, prompt: Prompt) -> Request:
 
 
 def assert_own(row: Request) -> None:
-    """The row's output is the target's own; that of a cancelled row is its beginning."""
+    """The row's output is the target's own; that of a cancelled row is a prefix of it."""
     expected = forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS)
     assert row.output == (expected if row.finish else expected[: row.emitted])
 
@@ -76,14 +76,14 @@ def whole(count: int) -> int:
     return count // BLOCK * BLOCK
 
 
-def held(decoder: Decoder, owner: Owner, tokens: Sequence[int]) -> int:
+def cached_length(decoder: Decoder, owner: Owner, tokens: Sequence[int]) -> int:
     """How many of `tokens` are cached; their keys and values must equal those of a fresh prefill."""
     assert decoder.prefix is not None and decoder.drafter is not None
     model = decoder.target.model if owner is Owner.TARGET else decoder.drafter.draft.model
     cached, read = RowCache(model, 1), RowCache(model, 1)
-    decoder.prefix.fill(owner, [tokens], cached)
+    decoder.prefix.load(owner, [tokens], cached)
     count = cached.lengths.host[0]
-    assert count == decoder.prefix.held(owner, tokens)
+    assert count == decoder.prefix.cached_length(owner, tokens)
     if count:
         for start in range(0, count, BLOCK):
             model(mx.array([tokens[start : start + BLOCK]]), cache=read.layers)
@@ -97,7 +97,7 @@ def assert_fits(decoder: Decoder) -> None:
     prefix = decoder.prefix
     assert prefix is not None
     assert prefix.nbytes == sum(a.nbytes for block in prefix.blocks for a in block.arrays) <= prefix.budget
-    assert all(block.parent is not None and block.parent.after[block.tokens] is block for block in prefix.blocks)
+    assert all(block.parent is not None and block.parent.children[block.tokens] is block for block in prefix.blocks)
 
 
 # --------------------------------------------------------------------------------------------------------------- hits
@@ -110,8 +110,8 @@ def test_a_growing_chat_is_prefilled_once(sampling: dict[str, Any]) -> None:
     verified = reused = 0
     for turn in range(6):
         row = answer(decoder, request(tokens, answer=24, **sampling))
-        assert row.reused == whole(min(verified, len(tokens) - 1))
-        verified, reused = len(row.tokens) - 1, row.reused
+        assert row.cached_tokens == whole(min(verified, len(tokens) - 1))
+        verified, reused = len(row.tokens) - 1, row.cached_tokens
         tokens = (*row.tokens, *random_tokens(10 + turn, 7))
     assert reused > 100
     assert len(decoder.prefix.blocks) == 2 * (verified // BLOCK)  # pyright: ignore[reportOptionalMemberAccess]
@@ -122,7 +122,7 @@ def test_the_same_prompt_again(length: int) -> None:
     """The last token of a prompt is always computed, because its logits are needed."""
     decoder = make_decoder()
     first, again = (answer(decoder, request(random_tokens(length, length))) for _ in range(2))
-    assert (first.reused, again.reused) == (0, whole(length - 1))
+    assert (first.cached_tokens, again.cached_tokens) == (0, whole(length - 1))
 
 
 def test_a_shared_prefix_is_stored_once_and_hit_by_all() -> None:
@@ -131,7 +131,7 @@ def test_a_shared_prefix_is_stored_once_and_hit_by_all() -> None:
     rows = serve(decoder, [request((*system, *random_tokens(i, 1 + 5 * i)), answer=1) for i in range(2, 9)], seed=1)
     for row in rows:
         assert_own(row)
-    assert [row.reused for row in rows] == [0] + [96] * 6
+    assert [row.cached_tokens for row in rows] == [0] + [96] * 6
     tails = sum((len(row.tokens) - 1 - 96) // BLOCK for row in rows)
     assert len({block.tokens for block in decoder.prefix.blocks}) == 3 + tails  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -147,7 +147,7 @@ def test_concurrent_requests_do_not_prefill_a_shared_prefix_twice() -> None:
     rows = list(decoder.rows)
     while decoder.rows:
         decoder.round()
-    assert [row.reused for row in rows] == [0, 64, 64]
+    assert [row.cached_tokens for row in rows] == [0, 64, 64]
     for row in rows:
         assert_own(row)
 
@@ -159,7 +159,7 @@ def test_one_different_token_ends_the_match() -> None:
     for at in (0, 31, 32, 63, 64, 95, 96):
         other = list(tokens)
         other[at] = 4 if tokens[at] != 4 else 5
-        assert answer(decoder, request(other, answer=4, store=False)).reused == whole(at)
+        assert answer(decoder, request(other, answer=4, store=False)).cached_tokens == whole(at)
 
 
 # ------------------------------------------------------------------------------------------------------ cached blocks
@@ -172,18 +172,18 @@ def test_only_verified_tokens_are_cached() -> None:
     rounds = [round for row in rows for round in row.rounds]
     assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds) / 2
     for row in rows:
-        assert held(decoder, Owner.TARGET, row.tokens) == whole(len(row.tokens) - 1)
-        assert held(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
+        assert cached_length(decoder, Owner.TARGET, row.tokens) == whole(len(row.tokens) - 1)
+        assert cached_length(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
 
 
 def test_requests_that_may_not_be_stored_can_hit_but_not_add() -> None:
     decoder = make_decoder()
     tokens = random_tokens(1, 80)
-    assert answer(decoder, request(tokens, store=False)).reused == 0
+    assert answer(decoder, request(tokens, store=False)).cached_tokens == 0
     assert decoder.prefix is not None and decoder.prefix.blocks == ()
     answer(decoder, request(tokens))
     before = decoder.prefix.blocks
-    assert answer(decoder, request((*tokens, *random_tokens(2, 60)), store=False)).reused == 64
+    assert answer(decoder, request((*tokens, *random_tokens(2, 60)), store=False)).cached_tokens == 64
     assert set(decoder.prefix.blocks) == set(before)
 
 
@@ -194,7 +194,7 @@ def test_the_output_of_a_cancelled_request_is_cached() -> None:
     while row.emitted < 30:
         decoder.round()
     decoder.leave([row])
-    assert held(decoder, Owner.TARGET, row.tokens) == whole(len(row.tokens) - 1) == 64
+    assert cached_length(decoder, Owner.TARGET, row.tokens) == whole(len(row.tokens) - 1) == 64
 
 
 class RecordingDraft(nn.Module):
@@ -221,11 +221,11 @@ def test_a_swap_keeps_the_targets_blocks_and_prefills_the_drafts_in_chunks() -> 
     answer(decoder, request(tokens))
     new = RecordingDraft(draft(1).model)
     decoder.switch(Draft(1, new))
-    assert held(decoder, Owner.DRAFT, tokens) == 0
+    assert cached_length(decoder, Owner.DRAFT, tokens) == 0
     row = answer(decoder, request(tokens))
-    assert row.reused == 128
+    assert row.cached_tokens == 128
     assert sum(new.fed[:10]) == 149 and max(new.fed) == CHUNK
-    assert held(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
+    assert cached_length(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
     new.fed.clear()
     answer(decoder, request(tokens))
     assert sum(new.fed[:2]) == 149 - 128
@@ -246,9 +246,9 @@ def test_rows_running_at_a_swap_cache_no_mixed_draft_blocks() -> None:
     decoder.join([prefill])
     while decoder.rows:
         decoder.round()
-    assert held(decoder, Owner.DRAFT, running.tokens) == 0
-    assert held(decoder, Owner.TARGET, running.tokens) == whole(len(running.tokens) - 1)
-    assert held(decoder, Owner.DRAFT, reading.tokens) >= whole(len(reading.tokens) - 2)
+    assert cached_length(decoder, Owner.DRAFT, running.tokens) == 0
+    assert cached_length(decoder, Owner.TARGET, running.tokens) == whole(len(running.tokens) - 1)
+    assert cached_length(decoder, Owner.DRAFT, reading.tokens) >= whole(len(reading.tokens) - 2)
 
 
 @pytest.mark.parametrize("how", ["raises", "nan"])
@@ -275,15 +275,15 @@ def test_blocks_of_a_failed_draft_are_discarded(how: str, when: str) -> None:
         assert_own(row)
     if how == "raises":
         assert decoder.draft_failures == 1 and decoder.failed
-        assert held(decoder, Owner.DRAFT, tokens) == 0
+        assert cached_length(decoder, Owner.DRAFT, tokens) == 0
     else:
         # Only the logits were not finite: the row went on without the draft, and its keys and values stay valid.
         assert decoder.draft_failures >= 1 and not decoder.failed
-        assert held(decoder, Owner.DRAFT, tokens) >= whole(len(tokens) - 2)
+        assert cached_length(decoder, Owner.DRAFT, tokens) >= whole(len(tokens) - 2)
     decoder.switch(Draft(1, draft(0).model))
     row = answer(decoder, request((*tokens, *random_tokens(3, 50))))
-    assert row.reused == 96 and any(round.drafted for round in row.rounds)
-    assert held(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
+    assert row.cached_tokens == 96 and any(round.drafted for round in row.rounds)
+    assert cached_length(decoder, Owner.DRAFT, row.tokens) >= whole(len(row.tokens) - 2)
 
 
 # ------------------------------------------------------------------------------------------------------------- budget
@@ -294,25 +294,25 @@ def test_the_least_recently_used_is_evicted_first_and_prefixes_last() -> None:
     one, two = random_tokens(1, 70), random_tokens(2, 40)
     answer(decoder, request(one, answer=1))
     answer(decoder, request(two, answer=1))
-    assert [held(decoder, owner, one) for owner in Owner] == [64, 64]
+    assert [cached_length(decoder, owner, one) for owner in Owner] == [64, 64]
     assert_fits(decoder)
     answer(decoder, request(random_tokens(3, 40), answer=1))  # evicts `two`, which was used before `one`
-    assert [held(decoder, owner, two) for owner in Owner] == [0, 0]
-    assert [held(decoder, owner, one) for owner in Owner] == [64, 64]
+    assert [cached_length(decoder, owner, two) for owner in Owner] == [0, 0]
+    assert [cached_length(decoder, owner, one) for owner in Owner] == [64, 64]
     answer(
         decoder, request((*one[:32], *random_tokens(4, 40)), answer=1)
     )  # shares the first block of `one` and needs two more
     assert_fits(decoder)
-    assert held(decoder, Owner.TARGET, one) >= 32
+    assert cached_length(decoder, Owner.TARGET, one) >= 32
 
 
 @pytest.mark.parametrize("budget", [0, BLOCK_BYTES - 1, BLOCK_BYTES, 5 * BLOCK_BYTES])
-def test_a_prompt_longer_than_the_budget_caches_its_beginning(budget: int) -> None:
+def test_a_prompt_longer_than_the_budget_caches_its_first_blocks(budget: int) -> None:
     decoder, tokens = make_decoder(budget), random_tokens(1, 300)
     for _ in range(2):
         answer(decoder, request(tokens))
         assert_fits(decoder)
-    cached = [held(decoder, owner, tokens) for owner in Owner]
+    cached = [cached_length(decoder, owner, tokens) for owner in Owner]
     assert sum(cached) <= whole(budget // BLOCK_BYTES * BLOCK)
     assert (max(cached) > 0) == (budget >= BLOCK_BYTES)
 
@@ -332,18 +332,18 @@ def found(prefix: PrefixCache, tokens: Sequence[int]) -> int:
     return BLOCK * sum(tuple(tokens[at : at + BLOCK]) in have for at in range(0, len(tokens), BLOCK))
 
 
-def test_eviction_takes_chain_ends_and_spares_a_growing_chain() -> None:
+def test_eviction_takes_leaves_and_spares_a_growing_path() -> None:
     one, two, three = random_tokens(1, 4 * BLOCK), random_tokens(2, 2 * BLOCK), random_tokens(3, BLOCK)
     size = 2 * BLOCK * 8 * 4
     prefix = PrefixCache(5 * size)
     for tokens in (one, two):
-        prefix.enter(Owner.TARGET, tokens, written(tokens))
+        prefix.insert(Owner.TARGET, tokens, written(tokens))
     assert (found(prefix, one), found(prefix, two)) == (96, 64)
     for tokens, count in ((one, 96), (two, 64)):
-        prefix.fill(Owner.TARGET, [tokens], again := written(()))
+        prefix.load(Owner.TARGET, [tokens], again := written(()))
         assert again.lengths.host == [count]
     longer = (*one, *three)
-    prefix.enter(Owner.TARGET, longer, written(longer))
+    prefix.insert(Owner.TARGET, longer, written(longer))
     assert (found(prefix, longer), found(prefix, two)) == (160, 0)
     assert prefix.nbytes == 5 * size
 
@@ -354,13 +354,13 @@ def test_a_block_holds_no_other_memory(dims: tuple[int, int]) -> None:
     prefix, tokens = PrefixCache(2**30), random_tokens(1, 3 * BLOCK)
     gc.collect()
     empty = mx.get_active_memory()
-    prefix.enter(Owner.TARGET, tokens, written(tokens, dims))
+    prefix.insert(Owner.TARGET, tokens, written(tokens, dims))
     gc.collect()
     assert prefix.nbytes == 3 * BLOCK * sum(dims) * 4
     assert prefix.nbytes <= mx.get_active_memory() - empty <= prefix.nbytes + 32_768
     gc.disable()
     try:
-        prefix.forget(Owner.TARGET)
+        prefix.clear(Owner.TARGET)
         assert (prefix.nbytes, prefix.blocks) == (0, ()) and mx.get_active_memory() <= empty
     finally:
         gc.enable()
@@ -420,5 +420,5 @@ def check_history(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool
     for row in everyone:
         assert_own(row)
         for owner in Owner:
-            held(decoder, owner, row.tokens)
+            cached_length(decoder, owner, row.tokens)
     assert_fits(decoder)

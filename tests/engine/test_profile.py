@@ -11,7 +11,7 @@ from service.engine.costs import USUALLY_HELD, Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.planner import Choice, Planner
 from service.engine.profile import Profile
-from service.models.heads import cut, twin
+from service.models.heads import cut, shallow_copy
 from tests.support.oracle import noisy_copy, tiny_llama
 
 SLOW = 0.03
@@ -88,7 +88,7 @@ def test_costs_measured_on_a_busy_machine_are_measured_again() -> None:
 def test_timing_restores_the_drafts_extra_ids() -> None:
     """Draft steps are timed with extra ids, which must not be left in the head."""
     target = tiny_llama(0)
-    draft = twin(noisy_copy(target, 1, 0.1))
+    draft = shallow_copy(noisy_copy(target, 1, 0.1))
     cut(draft, list(range(0, 97, 2)))
     token = mx.array([[5]])
     before = draft(token)

@@ -52,7 +52,7 @@ def row(max_tokens: int) -> Request:
 
 def test_a_round_that_passes_the_end_token_is_cut_there() -> None:
     request = row(max_tokens=10)
-    delta = request.take([4, 9, 5], [4, 9], Source.DRAFT, adapter=3)
+    delta = request.append_round([4, 9, 5], [4, 9], Source.DRAFT, adapter=3)
     assert request.finish is FinishReason.STOP and request.output == [4, 9]
     assert delta.tokens == (4, 9) and delta.drafted == (True, True)
     (done,) = request.rounds
@@ -76,7 +76,7 @@ def test_positions_behind_the_end_are_not_counted(
 ) -> None:
     """It is unknown whether they would have been accepted."""
     request = row(max_tokens=10)
-    request.take(tokens, drafted, Source.DRAFT, adapter=3)
+    request.append_round(tokens, drafted, Source.DRAFT, adapter=3)
     (done,) = request.rounds
     assert (done.drafted, done.accepted) == counted
     timings = request.finished().timings
@@ -87,14 +87,14 @@ def test_positions_behind_a_stop_string_are_not_counted() -> None:
     request = Request(
         "r", Prompt((1, 2), Sampling(stop=("ab",))), frozenset(), TextStream(LetterDetokenizer(), ("ab",))
     )
-    request.take([*b"xabyz"], [*b"xaby"], Source.LOOKUP, adapter=3)
+    request.append_round([*b"xabyz"], [*b"xaby"], Source.LOOKUP, adapter=3)
     assert request.finish is FinishReason.STOP
     assert [(done.drafted, done.accepted, done.emitted) for done in request.rounds] == [(3, 3, 3)]
 
 
 def test_a_round_that_passes_max_tokens_is_cut_there() -> None:
     request = row(max_tokens=2)
-    request.take([4, 5, 6, 7], [4, 5, 6], Source.DRAFT, adapter=0)
+    request.append_round([4, 5, 6, 7], [4, 5, 6], Source.DRAFT, adapter=0)
     assert request.finish is FinishReason.LENGTH and request.output == [4, 5]
     timings = request.finished().timings
     assert (timings.draft_n, timings.draft_n_accepted, timings.predicted_n) == (2, 2, 2)
@@ -103,6 +103,6 @@ def test_a_round_that_passes_max_tokens_is_cut_there() -> None:
 def test_every_adapter_that_drafted_is_named_once_in_order() -> None:
     request = row(max_tokens=20)
     for adapter in (2, 2, 5, 2):
-        request.take([4, 5], [4], Source.DRAFT, adapter=adapter)
-    request.take([4], [], Source.DRAFT, adapter=7)
+        request.append_round([4, 5], [4], Source.DRAFT, adapter=adapter)
+    request.append_round([4], [], Source.DRAFT, adapter=7)
     assert request.finished().timings.adapters == (2, 5)

@@ -40,7 +40,7 @@ def requests() -> Requests:
 
 def both(first: Prefill, second: Prefill) -> Prefill:
     """Two prompts that were prefilled in one call."""
-    return Prefill([*first.rows, *second.rows], first.target, None, 0)
+    return Prefill([*first.rows, *second.rows], first.target_cache, None, 0)
 
 
 def test_requests_are_admitted_in_order_as_rows_become_free(requests: Requests) -> None:

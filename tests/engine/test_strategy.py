@@ -240,4 +240,4 @@ def test_joins_swaps_look_ups_and_prefixes_keep_the_targets_tokens(
         )
     for row in rows:
         assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, EOS)
-    assert any(row.reused for row in rows) and sum(round.accepted for row in rows for round in row.rounds) > 0
+    assert any(row.cached_tokens for row in rows) and sum(round.accepted for row in rows for round in row.rounds) > 0

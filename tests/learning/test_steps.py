@@ -40,8 +40,8 @@ def decode(head: Head) -> Decode:
 
     @cache
     def decoded(samplings: tuple[Sampling, ...]) -> list[Generation]:
-        assert head._taps is not None
-        return served(head._taps.model, tiny_llama(5), samplings, k=0)
+        assert head._capture is not None
+        return served(head._capture.model, tiny_llama(5), samplings, k=0)
 
     return lambda samplings: decoded(tuple(samplings))
 
@@ -167,8 +167,8 @@ def test_overlap_is_of_the_first_step(head: Head, decode: Decode) -> None:
     (g,) = decode([Sampling(max_tokens=8)])
     tokens = mx.array([[*g.prompt.tokens, *g.output[:-1]]])
     q = mx.softmax(head(tokens, None, head.features(tokens))[0, len(g.prompt.tokens) - 1 :], axis=-1)
-    assert head._taps is not None
-    p = mx.softmax(head._taps.model(tokens)[0, len(g.prompt.tokens) - 1 :], axis=-1)
+    assert head._capture is not None
+    p = mx.softmax(head._capture.model(tokens)[0, len(g.prompt.tokens) - 1 :], axis=-1)
     (found,) = overlap(head, [g], vocabulary=VOCABULARY)
     exact = np.array(mx.minimum(p, q).sum(axis=-1))
     assert (found >= exact - 2e-3).all()

@@ -93,7 +93,7 @@ def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) ->
     chat = Prompt((*PROMPTS[0], *expected[0][:length]), Sampling(max_tokens=tokens - length))
     (later,) = decode(target, draft, [chat], k=3, vocabulary=V, prefix=prefix)
     recurrent = bool(RowCache(target, 1).states)
-    assert (later.reused == 0) == recurrent and later.output == expected[0][length:]
+    assert (later.cached_tokens == 0) == recurrent and later.output == expected[0][length:]
     if any(isinstance(layer, RotatingKVCache) for layer in make_prompt_cache(target)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(RowLayer, "make_mask", without_window)
@@ -103,7 +103,7 @@ def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) ->
         )
     if recurrent:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(StateLayer, "rewind", lambda layer, counts: layer.settle())
+            patch.setattr(StateLayer, "truncate", lambda layer, counts: layer.commit())
             blind = decode(target, draft, asked(tokens), k=3, vocabulary=V)
             assert [row.output for row in blind] != expected, "rejected tokens leave no trace"
             with pytest.raises(PairError, match="gives other results in a batch than alone"):

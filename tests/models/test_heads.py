@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from service.core import ModelError
-from service.models.heads import CutHead, cut, cut_head, opened, split, uncut
+from service.models.heads import CutHead, cut, cut_head, full_head, split, uncut
 
 Build = Callable[[dict[str, Any]], nn.Module]
 
@@ -50,7 +50,7 @@ def _name(config: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("config", _WHOLE, ids=_name)
-def test_body_and_head_compute_what_the_model_computes(build_family: Build, config: dict[str, Any]) -> None:
+def test_backbone_and_head_compute_what_the_model_computes(build_family: Build, config: dict[str, Any]) -> None:
     model = build_family(_COMMON | config)
     parts = split(model)
     assert parts is not None
@@ -109,9 +109,7 @@ def test_a_reduced_head_gives_the_same_logits_for_its_ids(
 
 @pytest.mark.parametrize("config", _WHOLE, ids=_name)
 @pytest.mark.parametrize("bits", [None, 4])
-def test_each_row_of_a_batch_may_be_given_further_tokens(
-    build_family: Build, config: dict[str, Any], bits: int | None
-) -> None:
+def test_each_row_of_a_batch_may_have_extra_ids(build_family: Build, config: dict[str, Any], bits: int | None) -> None:
     model = build_family(_COMMON | config | {"intermediate_size": 64})
     if bits is not None:
         nn.quantize(model, group_size=32, bits=bits)
@@ -120,29 +118,29 @@ def test_each_row_of_a_batch_may_be_given_further_tokens(
     cut(model, reduced)
     alone = model(tokens)
     head = cut_head(model)
-    assert head is not None and head.keeps.nonzero()[0].tolist() == sorted(reduced)
+    assert head is not None and head.in_vocabulary.nonzero()[0].tolist() == sorted(reduced)
     # Duplicates, and an id of the reduced vocabulary, as in a padded list.
-    also = [[5, 9, 3], [20, 20, 3]]
-    head.also(mx.array(also))
+    extra = [[5, 9, 3], [20, 20, 3]]
+    head.allow_extra_ids(mx.array(extra))
     given = model(tokens)
-    head.also(None)
-    for row, ids in enumerate(also):
+    head.allow_extra_ids(None)
+    for row, ids in enumerate(extra):
         here = mx.array(sorted({*reduced, *ids}))
         others = mx.array([i for i in range(64) if i not in {*reduced, *ids}])
         assert mx.allclose(given[row][:, here], whole[row][:, here], rtol=1e-4, atol=1e-5)
         assert mx.array_equal(given[row][:, others], alone[row][:, others])
     assert mx.array_equal(model(tokens), alone)
-    with opened(model) as keeps:
-        assert keeps is not None and keeps.sum() == len(reduced)
+    with full_head(model) as in_vocabulary:
+        assert in_vocabulary is not None and in_vocabulary.sum() == len(reduced)
         assert mx.array_equal(model(tokens), whole)
     assert mx.array_equal(model(tokens), alone)
 
 
-def test_a_head_with_a_bias_gives_further_tokens_theirs() -> None:
+def test_extra_ids_of_a_head_with_a_bias_have_their_bias() -> None:
     head = nn.Linear(8, 20)
     short = CutHead(head, [1, 4])
     x = mx.random.normal((2, 3, 8), key=mx.random.key(0))
-    short.also(mx.array([[7], [19]]))
+    short.allow_extra_ids(mx.array([[7], [19]]))
     got = short(x)
     assert mx.allclose(got[0, :, 7], head(x)[0, :, 7], atol=1e-6) and mx.allclose(
         got[1, :, 19], head(x)[1, :, 19], atol=1e-6
@@ -153,8 +151,8 @@ def test_a_head_with_a_bias_gives_further_tokens_theirs() -> None:
 def test_a_full_head_needs_no_extra_ids(build_family: Build) -> None:
     model = build_family(_COMMON | {"model_type": "llama"})
     assert cut_head(model) is None
-    with opened(model) as keeps:
-        assert keeps is None
+    with full_head(model) as in_vocabulary:
+        assert in_vocabulary is None
 
 
 @pytest.mark.parametrize("ids", [[], [64], [-1]])

@@ -157,7 +157,7 @@ def test_a_committed_state_is_not_rolled_back() -> None:
         held.rewind([2])
 
 
-def test_keeping_everything_runs_nothing_again() -> None:
+def test_keeping_all_tokens_replays_nothing() -> None:
     model, held = target("lfm2"), RowCache(target("lfm2"), 2)
     model(mx.array([[5, 6], [7, 8]]), cache=held.layers)
     after = [layer.cache[0] for layer in held.states]
@@ -165,7 +165,7 @@ def test_keeping_everything_runs_nothing_again() -> None:
     assert all(layer.cache[0] is array for layer, array in zip(held.states, after, strict=True))
 
 
-def test_keeping_nothing_gives_the_very_state_back() -> None:
+def test_keeping_no_token_restores_the_same_arrays() -> None:
     model, held = target("jamba"), RowCache(target("jamba"), 2)
     model(mx.array([[5, 6], [7, 8]]), cache=held.layers)
     held.settle([2, 2])
@@ -176,15 +176,15 @@ def test_keeping_nothing_gives_the_very_state_back() -> None:
         assert all(now is then for now, then in zip(layer.cache, slots, strict=True))
 
 
-def test_noting_changes_no_name_array_or_result() -> None:
-    plain, noting = build("granitemoehybrid", RECURRENT["granitemoehybrid"]), target("granitemoehybrid")
+def test_recording_changes_no_name_array_or_result() -> None:
+    plain, recording = build("granitemoehybrid", RECURRENT["granitemoehybrid"]), target("granitemoehybrid")
     kind = type(plain)
     assert RowCache(plain, 1).states and isinstance(plain, kind) and type(plain).__module__ == kind.__module__
-    assert [name for name, _ in plain.named_modules()] == [name for name, _ in noting.named_modules()]
-    assert mx.array_equal(plain(mx.array([[5, 6, 7]])), noting(mx.array([[5, 6, 7]]))).item()
+    assert [name for name, _ in plain.named_modules()] == [name for name, _ in recording.named_modules()]
+    assert mx.array_equal(plain(mx.array([[5, 6, 7]])), recording(mx.array([[5, 6, 7]]))).item()
 
 
-def test_calls_are_not_held_beyond_a_round() -> None:
+def test_calls_are_released_after_a_round() -> None:
     """A layer's inputs are kept until the round is verified, not for the life of the row."""
     decoder = Decoder(target("lfm2"), Draft(0, draft("lfm2", "alike")), vocabulary=V, k=3)
     decoder.admit(Request("0", Prompt((5, 6, 7), Sampling(max_tokens=12)), EOS, None))

@@ -53,14 +53,14 @@ def test_a_vocabulary_is_adapted_to_the_log_at_the_same_size() -> None:
 
 
 def test_extra_ids_are_a_rows_latest_distinct_ids_outside_the_vocabulary() -> None:
-    keeps = np.zeros(2000, dtype=np.bool_)
-    keeps[[4, 6]] = True
-    found = vocabulary.own([[9, 4, 8, 9, 6, 7], [4, 6], list(range(1000, 2000))], keeps)
-    assert found.shape == (3, vocabulary.OWN)
+    in_vocabulary = np.zeros(2000, dtype=np.bool_)
+    in_vocabulary[[4, 6]] = True
+    found = vocabulary.extra_ids([[9, 4, 8, 9, 6, 7], [4, 6], list(range(1000, 2000))], in_vocabulary)
+    assert found.shape == (3, vocabulary.MAX_EXTRA_IDS)
     assert found[0, :3].tolist() == [7, 9, 8] and set(found[0, 3:].tolist()) == {4}
     assert set(found[1].tolist()) == {4}
-    assert found[2].tolist() == list(range(1999, 1999 - vocabulary.OWN, -1))
+    assert found[2].tolist() == list(range(1999, 1999 - vocabulary.MAX_EXTRA_IDS, -1))
 
 
 def test_rows_without_extra_ids_are_still_an_array() -> None:
-    assert vocabulary.own([[0, 1]], np.ones(3, dtype=np.bool_)).tolist() == [[0] * 16]
+    assert vocabulary.extra_ids([[0, 1]], np.ones(3, dtype=np.bool_)).tolist() == [[0] * 16]

@@ -48,14 +48,14 @@ def decode(
 
 def admit(decoder: Decoder, rows: Sequence[Request], room: int = 64) -> list[Prefill]:
     """Prefill rows that arrived together, batched as the decoder groups them. Returns the groups."""
-    waiting, read = [decoder.begin(row) for row in rows], list[Prefill]()
+    waiting, prefilled = [decoder.begin(row) for row in rows], list[Prefill]()
     while waiting:
-        read.append(decoder.gather(waiting, room))
-        while not decoder.read(read[-1], len(waiting)):
+        prefilled.append(decoder.gather(waiting, room))
+        while not decoder.read(prefilled[-1], len(waiting)):
             pass
-        decoder.join([read[-1]])
-        waiting = [prefill for prefill in waiting if not any(prefill.rows[0] is row for row in read[-1].rows)]
-    return read
+        decoder.join([prefilled[-1]])
+        waiting = [prefill for prefill in waiting if not any(prefill.rows[0] is row for row in prefilled[-1].rows)]
+    return prefilled
 
 
 def serve(

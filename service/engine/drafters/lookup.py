@@ -1,7 +1,7 @@
-"""Free proposals: what followed the last time the text ended like this, in the row itself or in recent outputs.
+"""Prompt look-up decoding: proposes what followed the same n-gram earlier, in the row's text or in recent outputs.
 
-Prompt look-up decoding (Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding), with the matched length told, so that
-acceptance can be known by it. A proposal is a guess like any other: verification keeps the output the target's own.
+Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding. A proposal comes with the length of its match, by which the planner
+predicts its acceptance. It costs no draft step and is verified like any other.
 """
 
 from __future__ import annotations
@@ -13,69 +13,73 @@ from typing import TypeAlias
 from service.engine.planner import LOOKED_UP
 
 LENGTHS = tuple(sorted(LOOKED_UP, reverse=True))
-REMEMBERED = 65_536
-"""Tokens of recent outputs in one of two generations; when the younger is full, the older is forgotten."""
-TELLING = 4
-"""A shorter match in somebody else's text says nothing."""
+"""Lengths of n-grams that are searched for, longest first."""
+INDEX_TOKENS = 65_536
+"""Tokens of recent outputs in one of the two indexes. When the newer one is full, the older one is dropped."""
+MIN_SHARED_MATCH = 4
+"""The shortest match that counts in another request's output."""
 
-Gram: TypeAlias = tuple[int, ...]
+NGram: TypeAlias = tuple[int, ...]
 
 
 @dataclass(slots=True)
-class Grams:
-    """Where a growing text has each of its n-grams last: the place of the token that follows."""
+class NGramIndex:
+    """Index of the n-grams of one growing text: the position after the last occurrence of each. indexed: tokens so far."""
 
-    read: int = 0
-    ends: dict[Gram, int] = field(default_factory=dict[Gram, int])
+    indexed: int = 0
+    next_position: dict[NGram, int] = field(default_factory=dict[NGram, int])
 
-    def read_on(self, tokens: Sequence[int]) -> None:
-        """Take in what was appended. The text's own end is left out until something follows it."""
-        for end in range(max(self.read, 1), len(tokens)):
+    def update(self, tokens: Sequence[int]) -> None:
+        """Index the tokens appended since the last call. An n-gram at the end is indexed once a token follows it."""
+        for end in range(max(self.indexed, 1), len(tokens)):
             for length in LENGTHS:
                 if length <= end:
-                    self.ends[tuple(tokens[end - length : end])] = end
-        self.read = len(tokens)
+                    self.next_position[tuple(tokens[end - length : end])] = end
+        self.indexed = len(tokens)
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """length: how many tokens matched at least, a key of LOOKED_UP."""
+class LookupProposal:
+    """The tokens proposed for one row. length: of the matched n-gram, one of LENGTHS."""
 
     length: int
     tokens: list[int]
 
 
 class Lookup:
-    """most: tokens of the longest proposal. Recent outputs are shared by all rows, and only what may be remembered enters."""
+    """Proposes up to `max_tokens` tokens from a row's own text or from recent outputs, which all rows share."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._young: dict[Gram, tuple[Sequence[int], int]] = {}
-        self._old: dict[Gram, tuple[Sequence[int], int]] = {}
-        self._held = 0
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._newer: dict[NGram, tuple[Sequence[int], int]] = {}
+        self._older: dict[NGram, tuple[Sequence[int], int]] = {}
+        self._newer_tokens = 0
 
-    def find(self, tokens: Sequence[int], grams: Grams) -> Found | None:
-        """What may follow `tokens`: the longest match wins, the row's own text before others'. grams: of these tokens."""
-        grams.read_on(tokens)
+    def find(self, tokens: Sequence[int], ngrams: NGramIndex) -> LookupProposal | None:
+        """A proposal to follow `tokens`: the longest match, in the row's own text before recent outputs. None without a match.
+
+        ngrams: the index of these tokens, updated here.
+        """
+        ngrams.update(tokens)
         for length in LENGTHS:
             if length > len(tokens):
                 continue
-            gram = tuple(tokens[-length:])
-            if (end := grams.ends.get(gram)) is not None:
-                # A text that repeats itself goes on repeating: its last period is read round and round.
+            ngram = tuple(tokens[-length:])
+            if (end := ngrams.next_position.get(ngram)) is not None:
+                # Where fewer tokens follow the match, they are repeated: the text is taken to be periodic.
                 period = tokens[end:]
-                return Found(length, [period[i % len(period)] for i in range(self.most)])
-            if length >= TELLING and (other := self._young.get(gram) or self._old.get(gram)) is not None:
-                text, end = other
-                return Found(length, list(text[end : end + self.most]))
+                return LookupProposal(length, [period[i % len(period)] for i in range(self.max_tokens)])
+            if length >= MIN_SHARED_MATCH and (match := self._newer.get(ngram) or self._older.get(ngram)) is not None:
+                text, end = match
+                return LookupProposal(length, list(text[end : end + self.max_tokens]))
         return None
 
-    def remember(self, output: Sequence[int]) -> None:
-        """Offer an output to the rows to come."""
-        for end in range(TELLING, len(output)):
+    def add_output(self, output: Sequence[int]) -> None:
+        """Add a finished output to the shared index. Only outputs that may be stored belong there."""
+        for end in range(MIN_SHARED_MATCH, len(output)):
             for length in LENGTHS:
-                if TELLING <= length <= end:
-                    self._young[tuple(output[end - length : end])] = (output, end)
-        self._held += len(output)
-        if self._held > REMEMBERED:
-            self._old, self._young, self._held = self._young, {}, 0
+                if MIN_SHARED_MATCH <= length <= end:
+                    self._newer[tuple(output[end - length : end])] = (output, end)
+        self._newer_tokens += len(output)
+        if self._newer_tokens > INDEX_TOKENS:
+            self._older, self._newer, self._newer_tokens = self._newer, {}, 0

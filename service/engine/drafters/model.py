@@ -17,7 +17,7 @@ from service.engine.kv.cache import RowCache
 from service.engine.sampling import SamplingBatch, SharedNoise, draw, fit, normaliser, transform
 from service.engine.strategy import current
 from service.models.heads import Backbone, CutHead, Head, cut_head, split, token_limit
-from service.models.vocabulary import own
+from service.models.vocabulary import extra_ids
 
 WIDE = 8
 """Tokens of one row that a first draft step takes in besides the last one, where a row fell behind."""
@@ -123,11 +123,11 @@ class ModelDrafter:
         if head is None:
             return self._propose(rows, steps, batch, noise, key, head)
         # A cut head proposes what the row itself has shown besides: names and words of its topic come back.
-        head.also(mx.array(own(rows, head.keeps)))
+        head.allow_extra_ids(mx.array(extra_ids(rows, head.in_vocabulary)))
         try:
             return self._propose(rows, steps, batch, noise, key, head)
         finally:
-            head.also(None)
+            head.allow_extra_ids(None)
 
     def _propose(
         self,
@@ -239,7 +239,7 @@ class ModelDrafter:
 def confidence(logits: mx.array, drawn: mx.array, head: CutHead | None) -> mx.array:
     """The probability (B, 1) of each row's token at T = 1. Where the head is cut, over what it keeps: exponentials are dear on
     a CPU, and what a row has shown besides changes little."""
-    narrow = logits if head is None else head.narrowed(logits)
+    narrow = logits if head is None else head.reduced_logits(logits)
     said = mx.take_along_axis(logits, drawn[..., None], axis=-1).astype(mx.float32)
     return mx.minimum(mx.exp(said - normaliser(narrow)), 1.0)[..., 0]
 

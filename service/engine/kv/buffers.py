@@ -1,9 +1,8 @@
-"""The memory of a batch's keys and values: arrays (R, heads, capacity, dims) with room for more rows and positions than are in
-use, which are the first of each.
+"""Buffers for the keys and values of a batch: arrays (slots, heads, capacity, dims) that rows join and leave in place.
 
-Rows come and go in place. To copy all of them for each, 180 MB where 16 rows of the default target hold 200 positions, is a
-third of a round on two cores. MLX writes into an array where it is unless something else still reads it; then it copies, which
-costs time and changes nothing.
+The batch's rows are in the first slots, a row's positions are the first of its slot; the rest is spare. Only rows that move are
+copied (why: docs/decisions.md, "Rows come and go in place"). MLX writes in place only while nothing else refers to an array;
+otherwise it copies the array, which costs time and changes no result.
 """
 
 from __future__ import annotations
@@ -16,93 +15,103 @@ from service.engine import device
 from service.engine.strategy import current
 
 STEP = 128
-"""Positions allocated at a time."""
+"""Positions are allocated in multiples of this."""
 SPARE = 4
-"""One row more is allocated for so many."""
+"""One spare slot is allocated for every so many rows."""
 
 
 def capacity(top: int) -> int:
-    """Positions allocated for `top` positions."""
+    """Positions to allocate where `top` are needed."""
     return -(-top // STEP) * STEP
 
 
-def grown(held: mx.array | None, like: mx.array, top: int) -> mx.array:
-    """`held` with room for `top` positions (new room is zeros), allocated in steps; None: with as many rows as `like`."""
-    have = 0 if held is None else held.shape[2]
-    if held is not None and top <= have:
-        return held
+def grow(buffer: mx.array | None, like: mx.array, top: int) -> mx.array:
+    """`buffer` with capacity for `top` positions at least; new positions are zeros. None: a new buffer with the rows, heads and
+    dims of `like`."""
+    have = 0 if buffer is None else buffer.shape[2]
+    if buffer is not None and top <= have:
+        return buffer
     rows, heads, _, dims = like.shape
-    extra = mx.zeros((rows if held is None else held.shape[0], heads, capacity(top) - have, dims), dtype=like.dtype)
-    return extra if held is None else mx.concatenate([held, extra], axis=2)
+    extra = mx.zeros((rows if buffer is None else buffer.shape[0], heads, capacity(top) - have, dims), dtype=like.dtype)
+    return extra if buffer is None else mx.concatenate([buffer, extra], axis=2)
 
 
-def written(held: mx.array, new: mx.array, start: int) -> mx.array:
-    """`held` with new (B, heads, N, dims) in the first B rows, at positions from `start` on."""
+def write(buffer: mx.array, new: mx.array, start: int) -> mx.array:
+    """Write new (B, heads, N, dims) to the first B slots, from position `start` of each row. Returns the buffer."""
     rows, _, count, _ = new.shape
-    held[:rows, :, start : start + count] = new
-    return held
+    buffer[:rows, :, start : start + count] = new
+    return buffer
 
 
-def scattered(held: mx.array, new: mx.array, rows: mx.array, positions: mx.array) -> mx.array:
-    """`held` with new (B, heads, N, dims) in rows (B, 1) at positions (B, N)."""
-    held[rows, :, positions] = new.swapaxes(1, 2)
-    return held
+def scatter(buffer: mx.array, new: mx.array, rows: mx.array, positions: mx.array) -> mx.array:
+    """Write new (B, heads, N, dims) to slots rows (B, 1) at positions (B, N). Returns the buffer."""
+    buffer[rows, :, positions] = new.swapaxes(1, 2)
+    return buffer
 
 
-def joined(held: Sequence[mx.array | None], rows: Sequence[int]) -> mx.array | None:
-    """The rows in use of several arrays, one below the other, in the first of them where they fit. None: an array that holds no
-    position yet."""
-    like = next((one for one in held if one is not None), None)
+def join_rows(buffers: Sequence[mx.array | None], rows: Sequence[int]) -> mx.array | None:
+    """Concatenate the first rows[i] slots of each buffer, in the first buffer where they fit.
+
+    None among `buffers`: one without positions so far, whose rows become zeros. Returns None where all are.
+    """
+    like = next((each for each in buffers if each is not None), None)
     if like is None:
         return None
-    first, total = held[0], sum(rows)
-    top = max(one.shape[2] for one in held if one is not None)
+    first, total = buffers[0], sum(rows)
+    top = max(each.shape[2] for each in buffers if each is not None)
     if first is not None and rows[0] and first.shape[0] >= total and first.shape[2] == top:
-        begin = rows[0]
-        for one, count in zip(held[1:], rows[1:], strict=True):
-            if one is not None:
-                first[begin : begin + count, :, : one.shape[2]] = one[:count]
-            begin += count
+        start = rows[0]
+        for each, count in zip(buffers[1:], rows[1:], strict=True):
+            if each is not None:
+                first[start : start + count, :, : each.shape[2]] = each[:count]
+            start += count
         return first
     parts: list[mx.array] = []
-    for one, count in zip(held, rows, strict=True):
+    for each, count in zip(buffers, rows, strict=True):
         if count:
-            part = mx.zeros((count, *like.shape[1:]), dtype=like.dtype) if one is None else one[:count]
-            parts.append(grown(part, part, top))
+            part = mx.zeros((count, *like.shape[1:]), dtype=like.dtype) if each is None else each[:count]
+            parts.append(grow(part, part, top))
     if spare := total // SPARE:
         parts.append(mx.zeros((spare, like.shape[1], top, like.shape[3]), dtype=like.dtype))
     return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
 
 
-def closed(rows: int, gone: Collection[int]) -> list[int]:
-    """Which rows of a batch stay when some go, in the order that moves fewest: the last ones come into the places of those."""
-    count, last = rows - len(gone), rows
-    staying: list[int] = []
+def compaction_order(rows: int, leaving: Collection[int]) -> list[int]:
+    """The slot that each remaining row comes from when some of `rows` rows leave: the last rows move into the freed slots, the
+    others stay where they are."""
+    count, last = rows - len(leaving), rows
+    order: list[int] = []
     for row in range(count):
-        if row in gone:
-            last = next(other for other in range(last - 1, count - 1, -1) if other not in gone)
-        staying.append(last if row in gone else row)
-    return staying
+        if row in leaving:
+            last = next(other for other in range(last - 1, count - 1, -1) if other not in leaving)
+        order.append(last if row in leaving else row)
+    return order
 
 
-def kept(held: Sequence[mx.array | None], rows: Sequence[int], top: int) -> list[mx.array | None]:
-    """These rows of each array, in this order, with room for `top` positions at least. Only those that change places are
-    copied; where less than half of an array would be in use, all that stays is, and the rest given back."""
-    moved = [(place, row) for place, row in enumerate(rows) if row != place]
+def keep_rows(buffers: Sequence[mx.array | None], rows: Sequence[int], top: int) -> list[mx.array | None]:
+    """Keep these rows of each buffer, in this order, with capacity for `top` positions at least.
+
+    Rows that change slots are copied. A buffer of which less than half of the slots or of the positions would be in use is
+    replaced by a smaller one. Hands the copies to the device; on a CPU waits for them.
+    """
+    moved = [(slot, row) for slot, row in enumerate(rows) if row != slot]
     sources = mx.array([row for _, row in moved], dtype=mx.int32)
-    # Apart and at once: an array from which something is still to be read cannot be written in place.
-    copies = [one[sources] if moved and _stays(one, rows, top) and one is not None else None for one in held]
+    # Evaluated before the writes below: an array that is still to be read from cannot be written in place.
+    copies = [
+        each[sources] if moved and each is not None and _stays_in_place(each, rows, top) else None for each in buffers
+    ]
     (device.launch if current().launch_ahead else device.wait)([copy for copy in copies if copy is not None])
-    found: list[mx.array | None] = []
-    for one, copy in zip(held, copies, strict=True):
-        if one is not None and copy is not None:
-            for i, (place, _) in enumerate(moved):
-                one[place : place + 1] = copy[i : i + 1]
-        elif one is not None and not _stays(one, rows, top):
-            one = one[mx.array(list(rows), dtype=mx.int32)][:, :, :top]
-        found.append(one if rows and top else None)
-    return found
+    remaining: list[mx.array | None] = []
+    for buffer, copy in zip(buffers, copies, strict=True):
+        each = buffer
+        if each is not None and copy is not None:
+            for i, (slot, _) in enumerate(moved):
+                each[slot : slot + 1] = copy[i : i + 1]
+        elif each is not None and not _stays_in_place(each, rows, top):
+            each = each[mx.array(list(rows), dtype=mx.int32)][:, :, :top]
+        remaining.append(each if rows and top else None)
+    return remaining
 
 
-def _stays(held: mx.array | None, rows: Sequence[int], top: int) -> bool:
-    return held is not None and 2 * len(rows) >= held.shape[0] and 2 * top >= held.shape[2]
+def _stays_in_place(buffer: mx.array, rows: Sequence[int], top: int) -> bool:
+    return 2 * len(rows) >= buffer.shape[0] and 2 * top >= buffer.shape[2]

@@ -18,8 +18,8 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from service.core import PairError
 from service.engine import device
 from service.engine.attention import RowCall, route
-from service.engine.kv.buffers import capacity, grown, joined, kept, scattered, written
-from service.engine.kv.recurrent import StateLayer, record
+from service.engine.kv.buffers import capacity, grow, join_rows, keep_rows, scatter, write
+from service.engine.kv.recurrent import StateLayer, record_calls
 from service.engine.strategy import current
 
 
@@ -123,10 +123,10 @@ class RowLayer:
 
     def _written(self, held: mx.array | None, new: mx.array) -> mx.array:
         count = self._count = new.shape[2]
-        held = grown(held, new, self.lengths.longest + self.ahead + count)
+        held = grow(held, new, self.lengths.longest + self.ahead + count)
         if self.lengths.equal:
-            return written(held, new, self.lengths.host[0] + self.ahead)
-        return scattered(held, new, *self.lengths.places(self.ahead, count))
+            return write(held, new, self.lengths.host[0] + self.ahead)
+        return scatter(held, new, *self.lengths.places(self.ahead, count))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """mlx-lm asks before the update. (1 or B, 1, N, longest + N) booleans; None or "causal" where that says it all.
@@ -181,7 +181,7 @@ class RowCache:
             self.attention.append(self.features)
         self._settled = self.lengths.host
         if self.states:
-            record(model)
+            record_calls(model)
 
     def _layer(self, layer: object) -> RowLayer | StateLayer | tuple[object, ...]:
         if isinstance(layer, CacheList):
@@ -234,7 +234,7 @@ class RowCache:
         self.rewind(lengths)
         self._settled = self.lengths.host
         for layer in self.states:
-            layer.settle()
+            layer.commit()
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Set every row's length, to what was settled or more; what lies behind is forgotten."""
@@ -246,7 +246,7 @@ class RowCache:
 
     def _rewind_states(self, lengths: Sequence[int]) -> None:
         counts = [wanted - settled for wanted, settled in zip(lengths, self._settled, strict=True)]
-        fed = self.states[0].fed
+        fed = self.states[0].uncommitted
         if min(counts, default=0) < 0:
             raise ValueError("a recurrent state was settled and cannot be taken back before that")
         if all(count == fed for count in counts):
@@ -254,9 +254,9 @@ class RowCache:
         for layer in self.states:
             if max(counts) > fed:
                 # Measurements say that positions are held which never were read.
-                layer.settle()
+                layer.commit()
             else:
-                layer.rewind(counts)
+                layer.truncate(counts)
         self._settled = list(lengths)
 
     def join(self, others: Sequence[RowCache]) -> None:
@@ -264,8 +264,8 @@ class RowCache:
         caches = [self, *others]
         counts = [len(cache.lengths.host) for cache in caches]
         for i, mine in enumerate(self.attention):
-            mine.keys = joined([cache.attention[i].keys for cache in caches], counts)
-            mine.values = joined([cache.attention[i].values for cache in caches], counts)
+            mine.keys = join_rows([cache.attention[i].keys for cache in caches], counts)
+            mine.values = join_rows([cache.attention[i].values for cache in caches], counts)
         for i, state in enumerate(self.states):
             state.join([cache.states[i] for cache in others], counts)
         self._hold([length for cache in caches for length in cache.lengths.host])
@@ -274,8 +274,8 @@ class RowCache:
         """Keep these rows, in this order."""
         lengths = [self.lengths.host[row] for row in rows]
         top = capacity(max(lengths, default=0))
-        keys = kept([layer.keys for layer in self.attention], rows, top)
-        values = kept([layer.values for layer in self.attention], rows, top)
+        keys = keep_rows([layer.keys for layer in self.attention], rows, top)
+        values = keep_rows([layer.values for layer in self.attention], rows, top)
         for i, layer in enumerate(self.attention):
             layer.keys, layer.values = keys[i], values[i]
         for state in self.states:
@@ -294,7 +294,7 @@ class RowCache:
             for array in slots:
                 array[row] = 0
             for state in self.states:
-                state.settle()
+                state.commit()
             self._hold(lengths)
         self.clear_behind(row)
         return sound

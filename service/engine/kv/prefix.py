@@ -1,7 +1,8 @@
-"""Prompts begin alike: what a model made of such a beginning is kept, and read only once.
+"""Prefix cache: keys and values of prompts and answers, reused by requests whose prompts start with the same tokens.
 
-A prefix is a chain of blocks of BLOCK positions, each found under the block before it by its own tokens: a beginning that many
-share is held once, and no two can be taken for each other. Only tokens that were given or verified come in here.
+A cached prefix is a path of blocks in a tree. A block holds BLOCK positions and is found under its parent by its tokens,
+without a hash, so that prefixes share blocks and none is confused with another. Only prompt tokens and verified tokens are
+inserted.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from service.engine import device
-from service.engine.kv.buffers import STEP
+from service.engine.kv.buffers import capacity
 from service.engine.kv.cache import RowCache
 
 BLOCK = 32
-"""Positions of a block; what is left of a prefix beyond whole blocks is read again."""
+"""Positions of a block. The rest of a prefix, less than a block, is prefilled again."""
 
 Groups: TypeAlias = tuple[tuple[int, ...], ...]
-"""Which of a model's arrays have one shape: 2 * layer stands for its keys, 2 * layer + 1 for its values."""
+"""Arrays of a model that have the same shape: 2 * layer is a layer's keys, 2 * layer + 1 its values."""
 
 
 class Owner(StrEnum):
-    """Whose keys and values. Of drafts only the version that serves holds any: `forget` them when it changes."""
+    """The model whose keys and values these are. `clear` those of the draft when another version of it serves."""
 
     TARGET = "target"
     DRAFT = "draft"
@@ -34,14 +35,13 @@ class Owner(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Keys and values of BLOCK positions: an array per group, (members of the group, heads, BLOCK, dims). The root of an
-    owner's chains has none."""
+    """Keys and values of BLOCK positions: an array (members, heads, BLOCK, dims) for each group. A root has none."""
 
     tokens: tuple[int, ...] = ()
     parent: Block | None = None
     groups: Groups = ()
     arrays: list[mx.array] = field(default_factory=list[mx.array])
-    after: dict[tuple[int, ...], Block] = field(default_factory=dict["tuple[int, ...]", "Block"])
+    children: dict[tuple[int, ...], Block] = field(default_factory=dict["tuple[int, ...]", "Block"])
 
     @property
     def nbytes(self) -> int:
@@ -50,130 +50,131 @@ class Block:
 
 
 class PrefixCache:
-    """Blocks of at most `budget` bytes. Those whose last use is longest ago go first, and none before the blocks after it."""
+    """A tree of blocks for each owner, at most `budget` bytes in all. Evicts the least recently used leaf first."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.nbytes = 0
         self._roots = {owner: Block() for owner in Owner}
         self._order: OrderedDict[Block, None] = OrderedDict()
-        """Oldest use first. Using a block uses all before it, which then are younger: the oldest has none after it."""
+        """Least recently used first. Using a block uses its ancestors too, after it, so the first one is always a leaf."""
 
     @property
     def blocks(self) -> tuple[Block, ...]:
         """Every block of all owners, least recently used first."""
         return tuple(self._order)
 
-    def held(self, owner: Owner, tokens: Sequence[int]) -> int:
-        """Positions of the longest beginning of `tokens` that is held, 0 for a model with recurrent layers."""
-        return len(self._chain(owner, tokens)) * BLOCK
+    def cached_length(self, owner: Owner, tokens: Sequence[int]) -> int:
+        """Positions of the longest cached prefix of `tokens`; 0 for a model with recurrent layers."""
+        return len(self._match(owner, tokens)) * BLOCK
 
-    def fill(self, owner: Owner, texts: Sequence[Sequence[int]], cache: RowCache) -> None:
-        """Give each row of an empty cache the longest beginning of its text that is held, and room for all of it."""
-        chains = [self._chain(owner, tokens) for tokens in texts]
-        for chain in chains:
-            if chain:
-                self._use(chain[-1])
-        if any(chains):
-            _restore(chains, cache, max(map(len, texts)))
+    def load(self, owner: Owner, texts: Sequence[Sequence[int]], cache: RowCache) -> None:
+        """Load the longest cached prefix of each text into its row of an empty cache, with capacity for the longest text."""
+        paths = [self._match(owner, tokens) for tokens in texts]
+        for path in paths:
+            if path:
+                self._touch(path[-1])
+        if any(paths):
+            _load(paths, cache, max(map(len, texts)))
 
-    def enter(self, owner: Owner, tokens: Sequence[int], cache: RowCache, row: int = 0) -> None:
-        """Copy what `row` holds for the beginning of `tokens`: the blocks that are new and whole, as many as fit. A state is
-        that of its last position alone and cannot be cut into blocks: a model that keeps one leaves nothing here."""
+    def insert(self, owner: Owner, tokens: Sequence[int], cache: RowCache, row: int = 0) -> None:
+        """Copy whole blocks of `row`'s keys and values for `tokens`, those that are not cached yet, as many as the budget
+        allows. Waits for the copies. Does nothing for a model with recurrent layers, whose state cannot be cut into blocks."""
         if cache.states:
             return
         whole = min(len(tokens), cache.lengths.host[row]) // BLOCK
-        chain = self._chain(owner, tokens[: whole * BLOCK])
-        last = chain[-1] if chain else self._roots[owner]
-        self._use(last)
-        missing = whole - len(chain)
+        path = self._match(owner, tokens[: whole * BLOCK])
+        last = path[-1] if path else self._roots[owner]
+        self._touch(last)
+        missing = whole - len(path)
         if not missing:
             return
-        held = [array for layer in cache.attention for array in (layer.keys, layer.values)]
-        groups = _groups(held)
-        size = sum(a.shape[1] * BLOCK * a.shape[3] * a.dtype.size for a in held if a is not None)
-        fit = min(missing, self._free(missing * size, last) // size)
+        arrays = [array for layer in cache.attention for array in (layer.keys, layer.values)]
+        groups = _groups(arrays)
+        size = sum(a.shape[1] * BLOCK * a.shape[3] * a.dtype.size for a in arrays if a is not None)
+        fit = min(missing, self._evict(missing * size, last) // size)
         made: list[Block] = []
-        for start in range(len(chain) * BLOCK, (len(chain) + fit) * BLOCK, BLOCK):
+        for start in range(len(path) * BLOCK, (len(path) + fit) * BLOCK, BLOCK):
             key = tuple(tokens[start : start + BLOCK])
-            made.append(Block(key, last, groups, _copies(groups, held, row, start)))
-            last.after[key] = last = made[-1]
-        # At once: a copy that is yet to be made keeps the whole batch's arrays alive.
+            made.append(Block(key, last, groups, _copies(groups, arrays, row, start)))
+            last.children[key] = last = made[-1]
+        # Waits: a copy that is not computed yet keeps the whole batch's arrays alive.
         device.wait([block.arrays for block in made])
         self.nbytes += fit * size
-        self._use(last)
+        self._touch(last)
 
-    def forget(self, owner: Owner) -> None:
-        """Drop everything of one owner."""
-        gone = list(self._roots[owner].after.values())
-        self._roots[owner].after.clear()
-        while gone:
-            block = gone.pop()
-            gone.extend(block.after.values())
-            # Parents and children hold each other: without this they would wait for the garbage collector.
-            block.after.clear()
+    def clear(self, owner: Owner) -> None:
+        """Drop all blocks of one owner."""
+        dropped = list(self._roots[owner].children.values())
+        self._roots[owner].children.clear()
+        while dropped:
+            block = dropped.pop()
+            dropped.extend(block.children.values())
+            # Parents and children refer to each other: without this they would live until the garbage collector runs.
+            block.children.clear()
             self._order.pop(block)
             self.nbytes -= block.nbytes
 
-    def _chain(self, owner: Owner, tokens: Sequence[int]) -> list[Block]:
-        """The blocks held for the beginning of `tokens`."""
-        chain: list[Block] = []
+    def _match(self, owner: Owner, tokens: Sequence[int]) -> list[Block]:
+        """The path of the longest cached prefix of `tokens`."""
+        path: list[Block] = []
         block: Block | None = self._roots[owner]
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-            block = block.after.get(tuple(tokens[start : start + BLOCK]))
+            block = block.children.get(tuple(tokens[start : start + BLOCK]))
             if block is None:
                 break
-            chain.append(block)
-        return chain
+            path.append(block)
+        return path
 
-    def _use(self, block: Block) -> None:
-        """Make a block and all before it the youngest, the deepest the oldest of them."""
+    def _touch(self, block: Block) -> None:
+        """Mark a block and its ancestors as used now, ancestors last."""
         while block.parent is not None:
             self._order[block] = None
             self._order.move_to_end(block)
             block = block.parent
 
-    def _free(self, wanted: int, last: Block) -> int:
-        """Drop the oldest blocks until `wanted` bytes are free, or none are left but the chain that ends in `last`, used just
-        now. Returns how many are free."""
+    def _evict(self, wanted: int, last: Block) -> int:
+        """Evict the least recently used blocks until `wanted` bytes are free, or only the path that ends in `last` is left.
+        Returns the free bytes."""
         while self.budget - self.nbytes < wanted and self._order:
             oldest = next(iter(self._order))
             if oldest is last or oldest.parent is None:
                 break
             self._order.pop(oldest)
-            oldest.parent.after.pop(oldest.tokens)
+            oldest.parent.children.pop(oldest.tokens)
             self.nbytes -= oldest.nbytes
         return self.budget - self.nbytes
 
 
-def _groups(held: Sequence[mx.array | None]) -> Groups:
+def _groups(arrays: Sequence[mx.array | None]) -> Groups:
     found: dict[tuple[object, ...], list[int]] = {}
-    for index, array in enumerate(held):
-        # Layers that read another's keys and values hold none.
+    for index, array in enumerate(arrays):
+        # Layers that share another layer's keys and values have none.
         if array is not None:
             found.setdefault((array.shape[1], array.shape[3], array.dtype), []).append(index)
     return tuple(tuple(members) for members in found.values())
 
 
-def _copies(groups: Groups, held: Sequence[mx.array | None], row: int, start: int) -> list[mx.array]:
+def _copies(groups: Groups, arrays: Sequence[mx.array | None], row: int, start: int) -> list[mx.array]:
     copies: list[mx.array] = []
     for members in groups:
-        parts = [a[row : row + 1, :, start : start + BLOCK] for index in members if (a := held[index]) is not None]
-        # A single part would stay a view of the batch; beside an empty one it is copied.
+        parts = [a[row : row + 1, :, start : start + BLOCK] for index in members if (a := arrays[index]) is not None]
+        # Concatenating a single part would return a view of the batch's array; an empty second part forces a copy.
         copies.append(mx.concatenate([*parts, parts[0][:0]]))
     return copies
 
 
-def _restore(chains: Sequence[Sequence[Block]], cache: RowCache, room: int) -> None:
-    capacity = -(-room // STEP) * STEP
-    like = next(chain[0] for chain in chains if chain)
+def _load(paths: Sequence[Sequence[Block]], cache: RowCache, positions: int) -> None:
+    """Set the keys and values of an empty cache to these blocks, a path for each row, with capacity for `positions`."""
+    width = capacity(positions)
+    like = next(path[0] for path in paths if path)
     for group, (members, array) in enumerate(zip(like.groups, like.arrays, strict=True)):
         _, heads, _, dims = array.shape
         for place, index in enumerate(members):
             rows: list[mx.array] = []
-            for chain in chains:
-                parts = [block.arrays[group][place : place + 1] for block in chain]
-                spare = mx.zeros((1, heads, capacity - len(chain) * BLOCK, dims), dtype=array.dtype)
+            for path in paths:
+                parts = [block.arrays[group][place : place + 1] for block in path]
+                spare = mx.zeros((1, heads, width - len(path) * BLOCK, dims), dtype=array.dtype)
                 rows.append(mx.concatenate([*parts, spare], axis=2))
             whole = rows[0] if len(rows) == 1 else mx.concatenate(rows)
             layer = cache.attention[index // 2]
@@ -181,4 +182,4 @@ def _restore(chains: Sequence[Sequence[Block]], cache: RowCache, room: int) -> N
                 layer.values = whole
             else:
                 layer.keys = whole
-    cache.rewind([len(chain) * BLOCK for chain in chains])
+    cache.rewind([len(path) * BLOCK for path in paths])

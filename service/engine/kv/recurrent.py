@@ -1,8 +1,8 @@
-"""What a recurrent layer carries from token to token, kept so that rows can be taken back to before a rejected token.
+"""Recurrent states of a batch, which can be restored to before a rejected token.
 
-Such a state cannot be cut by position. But the state before a call is an array that nobody overwrites, and what a layer makes
-of it depends only on what the layer was given. So the modules that take a state note their inputs, and a row that keeps some of
-its tokens gets its state by giving these modules, not the whole model, the kept ones again.
+A recurrent state cannot be truncated by position. But the state before a verify call is an array that nobody overwrites, and a
+layer's new state depends only on that and on the layer's own input. So the modules that update a state record their inputs, and
+a row that keeps some of its tokens gets its state by running these modules, not the whole model, on those tokens again.
 """
 
 from __future__ import annotations
@@ -22,117 +22,122 @@ from service.core import PairError
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A module and what it was called with."""
+    """A recorded call: the module and its arguments."""
 
     module: nn.Module
     positional: tuple[object, ...]
     named: Mapping[str, object]
 
     @property
-    def fed(self) -> mx.array:
-        """The tokens or hidden states: (B, N) or (B, N, hidden), which every family puts first."""
+    def inputs(self) -> mx.array:
+        """Token ids (B, N) or hidden states (B, N, hidden): the first array argument, in every family."""
         return next(a for a in (*self.positional, *self.named.values()) if isinstance(a, mx.array))
 
 
 class StateLayer(ArraysCache):
-    """One recurrent layer's state: an array (B, ...) in each slot, None before the first token.
+    """The recurrent state of one layer: an array (B, ...) in each slot, None before the first token.
 
-    `cache` is the state after all that was fed, `settled` the one before the `calls`. Sizes are the same for every row: rows of
-    a ragged call take in what stands behind their own tokens too, and are rewound.
+    `cache`: the state after all tokens so far. `committed`: the state before the recorded `calls`. In a ragged call the padding
+    behind a row's own tokens enters its state too, until `truncate` removes it.
     """
 
     def __init__(self, size: int) -> None:
         super().__init__(size)
-        self.settle()
+        self.commit()
 
-    def settle(self) -> None:
-        """Forget how to get back before here."""
-        self.settled: list[mx.array | None] = list(self.cache)
+    def commit(self) -> None:
+        """Keep the state as it is: it cannot be restored to an earlier one any more."""
+        self.committed: list[mx.array | None] = list(self.cache)
         self.calls: list[Call] = []
 
     @property
-    def fed(self) -> int:
-        """Tokens of each row since it was settled. Raises PairError where no module of the layer noted them."""
+    def uncommitted(self) -> int:
+        """Tokens of each row since the last commit. Raises PairError where no module of the layer recorded them."""
         if not self.calls:
-            if any(now is not then for now, then in zip(self.cache, self.settled, strict=True)):
+            if any(now is not then for now, then in zip(self.cache, self.committed, strict=True)):
                 raise PairError("no layer of its own takes its recurrent state, which cannot be rolled back")
             return 0
         first = self.calls[0].module
-        return sum(call.fed.shape[1] for call in self.calls if call.module is first)
+        return sum(call.inputs.shape[1] for call in self.calls if call.module is first)
 
-    def rewind(self, counts: Sequence[int]) -> None:
-        """Give each row the state after counts[b] of the tokens since it was settled, and settle there. Rows that keep as many
-        go together."""
-        total = self.fed
+    def truncate(self, counts: Sequence[int]) -> None:
+        """Restore row b to the state after counts[b] of its uncommitted tokens, and commit. Rows that keep the same number of
+        tokens are computed together."""
+        total = self.uncommitted
         groups = {count: [row for row, n in enumerate(counts) if n == count] for count in dict.fromkeys(counts)}
-        parts = [self._after(count, total, rows, len(counts)) for count, rows in groups.items()]
+        parts = [self._state_after(count, total, rows, len(counts)) for count, rows in groups.items()]
         if len(parts) == 1:
             self.cache = parts[0]
         else:
             places = [row for rows in groups.values() for row in rows]
             order = mx.array(sorted(range(len(places)), key=places.__getitem__), dtype=mx.int32)
             sizes = [len(rows) for rows in groups.values()]
-            slots = [piled([part[slot] for part in parts], sizes) for slot in range(len(self.cache))]
+            slots = [stack_rows([part[slot] for part in parts], sizes) for slot in range(len(self.cache))]
             self.cache = [None if slot is None else slot[order] for slot in slots]
-        self.settle()
+        self.commit()
 
-    def _after(self, count: int, total: int, rows: list[int], batch: int) -> list[mx.array | None]:
+    def _state_after(self, count: int, total: int, rows: list[int], batch: int) -> list[mx.array | None]:
+        """The state of some rows after `count` of `total` uncommitted tokens."""
         if count == total:
-            return picked(self.cache, rows, batch)
-        again = ArraysCache(len(self.cache))
-        again.cache = picked(self.settled, rows, batch)
+            return select_rows(self.cache, rows, batch)
+        state = ArraysCache(len(self.cache))
+        state.cache = select_rows(self.committed, rows, batch)
         if count:
             modules = {id(call.module): call.module for call in self.calls}
             for module in modules.values():
-                _call_again([call for call in self.calls if call.module is module], again, rows, batch, count)
-        return again.cache
+                _replay([call for call in self.calls if call.module is module], state, rows, batch, count)
+        return state.cache
 
     def join(self, others: Sequence[StateLayer], counts: Sequence[int]) -> None:
-        """Put other layers' rows below this one's; counts: rows of each. Rows that have read nothing begin with zeros."""
-        self.cache = [piled(slot, counts) for slot in zip(self.cache, *(other.cache for other in others), strict=True)]
-        self.settle()
+        """Append the rows of other layers and commit. counts: rows of each, this one first. Rows without tokens start with a
+        state of zeros."""
+        slots = zip(self.cache, *(other.cache for other in others), strict=True)
+        self.cache = [stack_rows(slot, counts) for slot in slots]
+        self.commit()
 
     def keep(self, rows: Sequence[int], batch: int) -> None:
-        """Keep these of `batch` rows, in this order."""
-        self.cache = picked(self.cache, rows, batch)
-        self.settle()
+        """Keep these of `batch` rows, in this order, and commit."""
+        self.cache = select_rows(self.cache, rows, batch)
+        self.commit()
 
 
-class Recording:
-    """Put before the class of a module that takes a cache: notes each call that carries a StateLayer with the innermost such
-    module, the one that changes it."""
+class RecordingModule:
+    """Mixin in front of a module's class that records each call with a StateLayer among its arguments, in that StateLayer. Of
+    nested modules only the innermost, which updates the state, records the call."""
 
     def __call__(self, *positional: object, **named: object) -> object:
-        """Call the module, and append the call to the StateLayer among its arguments unless a module inside it did so."""
-        held = next((a for a in (*positional, *named.values()) if isinstance(a, StateLayer)), None)
-        before = 0 if held is None else len(held.calls)
+        """Call the module, and record the call unless a module inside it did."""
+        layer = next((a for a in (*positional, *named.values()) if isinstance(a, StateLayer)), None)
+        before = 0 if layer is None else len(layer.calls)
         out = cast("Any", super()).__call__(*positional, **named)
-        if held is not None and len(held.calls) == before:
-            held.calls.append(Call(cast("nn.Module", self), positional, named))
+        if layer is not None and len(layer.calls) == before:
+            layer.calls.append(Call(cast("nn.Module", self), positional, named))
         return out
 
 
-def record(model: nn.Module) -> None:
-    """Let a model's modules note what they do to states, in place; names, arrays and results stay what they are."""
-    if isinstance(model, Recording):
+def record_calls(model: nn.Module) -> None:
+    """Make a model's modules record their calls with a StateLayer, in place: parameter names, arrays and results do not
+    change."""
+    if isinstance(model, RecordingModule):
         return
     for module in model.modules():
         kind = type(module)
-        if not issubclass(kind, Recording) and "cache" in signature(kind.__call__).parameters:
-            module.__class__ = _recording(kind)
+        if not issubclass(kind, RecordingModule) and "cache" in signature(kind.__call__).parameters:
+            module.__class__ = _recording_class(kind)
 
 
 @cache
-def _recording(kind: type[nn.Module]) -> type[nn.Module]:
-    return type(kind.__name__, (Recording, kind), {"__module__": kind.__module__})
+def _recording_class(kind: type[nn.Module]) -> type[nn.Module]:
+    return type(kind.__name__, (RecordingModule, kind), {"__module__": kind.__module__})
 
 
-def _call_again(calls: Sequence[Call], state: ArraysCache, rows: list[int], batch: int, count: int) -> None:
-    """Feed a module the first `count` tokens of what it was fed in these calls, for some rows. Only its state is of interest,
-    and only that is ever computed."""
-    sizes = [call.fed.shape[1] for call in calls]
+def _replay(calls: Sequence[Call], state: ArraysCache, rows: list[int], batch: int, count: int) -> None:
+    """Run a module on the first `count` tokens of these calls again, for some rows of `batch`, to update `state`. Lazy: the
+    module's output is never computed."""
+    sizes = [call.inputs.shape[1] for call in calls]
 
-    def shorter(values: Sequence[object]) -> object:
+    def argument(values: Sequence[object]) -> object:
+        """One argument of the new call from its values in the recorded calls, cut to these tokens and rows."""
         first = values[0]
         if isinstance(first, StateLayer):
             return state
@@ -143,21 +148,21 @@ def _call_again(calls: Sequence[Call], state: ArraysCache, rows: list[int], batc
             first = (first if len(arrays) == 1 else mx.concatenate(arrays, axis=1))[:, :count]
         return first if len(rows) == batch else first[mx.array(rows, dtype=mx.int32)]
 
-    positional = [shorter(values) for values in zip(*(call.positional for call in calls), strict=True)]
-    named = {name: shorter([call.named[name] for call in calls]) for name in calls[0].named}
+    positional = [argument(values) for values in zip(*(call.positional for call in calls), strict=True)]
+    named = {name: argument([call.named[name] for call in calls]) for name in calls[0].named}
     cast("Any", calls[0].module)(*positional, **named)
 
 
-def picked(slots: Sequence[mx.array | None], rows: Sequence[int], batch: int) -> list[mx.array | None]:
-    """Some rows of each array, in this order."""
+def select_rows(slots: Sequence[mx.array | None], rows: Sequence[int], batch: int) -> list[mx.array | None]:
+    """These of `batch` rows of each array (B, ...), in this order."""
     if list(rows) == list(range(batch)):
         return list(slots)
     index = mx.array(list(rows), dtype=mx.int32)
     return [None if slot is None else slot[index] for slot in slots]
 
 
-def piled(parts: Sequence[mx.array | None], sizes: Sequence[int]) -> mx.array | None:
-    """Arrays of so many rows one above the other, zeros for those that are not there; None when none is."""
+def stack_rows(parts: Sequence[mx.array | None], sizes: Sequence[int]) -> mx.array | None:
+    """Concatenate arrays of sizes[i] rows, with zeros for those that are None. None where all are."""
     like = next((part for part in parts if part is not None), None)
     if like is None:
         return None

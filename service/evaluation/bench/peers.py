@@ -16,7 +16,7 @@ from mlx_lm.tuner.lora import LoRALinear
 
 from service.core import Prompt
 from service.evaluation.bench.turns import Decoded, take_turns
-from service.models.heads import twin, uncut
+from service.models.heads import shallow_copy, uncut
 
 CHUNK = 512
 """Prompt tokens read at a time; reading is not timed."""
@@ -97,7 +97,7 @@ def best_k(
 def whole(served: nn.Module) -> nn.Module:
     """A draft as mlx-lm can run it: over the same arrays, with its whole head, and LoRA layers that are still apart folded
     in, as `redraft adapters export --fuse` does."""
-    model = twin(served)
+    model = shallow_copy(served)
     uncut(model)
     apart = [(name, module.fuse()) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
     model.update_modules(tree_unflatten(apart))
