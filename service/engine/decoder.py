@@ -200,9 +200,9 @@ class Decoder:
         for i in indices:
             self._keep_beginning(i)
         keep = compaction_order(len(self.rows), indices)
-        self.cache.keep(keep)
+        self.cache.compact(keep)
         if self.drafter is not None:
-            self.drafter.cache.keep(keep)
+            self.drafter.cache.compact(keep)
         self.rows = [self.rows[i] for i in keep]
         self._epochs = [self._epochs[i] for i in keep]
         for row in gone:
@@ -260,7 +260,7 @@ class Decoder:
         if ahead is not None:
             self.cache.advance(1)
         else:
-            self.cache.settle([len(row.tokens) - 1 for row in self.rows])
+            self.cache.truncate([len(row.tokens) - 1 for row in self.rows])
         if self.drafter is not None:
             self._settle_draft(plan, before, done.finite)
         if not self.strategy.launch_ahead:
@@ -407,9 +407,9 @@ class Decoder:
             for start in range(0, len(text), self.prefill_chunk):
                 self.target(mx.array([text[start : start + self.prefill_chunk]]), cache)
                 device.wait(cache.arrays())
-                cache.settle([min(start + self.prefill_chunk, len(text))])
+                cache.truncate([min(start + self.prefill_chunk, len(text))])
             made.append(cache)
-        self.cache.keep([])
+        self.cache.compact([])
         self.cache.join(made)
 
     def _visible(self, rows: Sequence[Request]) -> list[list[int]]:
@@ -503,17 +503,17 @@ class Decoder:
                 limits.append(seen - 1)
             else:
                 limits.append(len(row.tokens) - 1 if fine and source is Source.DRAFT else min(old, len(row.tokens) - 1))
-        cache.settle([min(n, limit) for n, limit in zip(cache.lengths.host, limits, strict=True)])
+        cache.truncate([min(n, limit) for n, limit in zip(cache.lengths.host, limits, strict=True)])
         for index, row in enumerate(rows):
             if not finite[index] and _drafted(row):
                 self._set_row_aside(index, row)
             elif not finite[index]:
-                cache.clear_behind(index)
+                cache.zero_tail(index)
 
     def _set_row_aside(self, index: int, row: Request) -> None:
         """Let a row go on without the draft, whose logits for it were not finite, and try again later."""
         assert self.drafter is not None
-        sound = self.drafter.cache.scrub(index)
+        sound = self.drafter.cache.remove_nonfinite(index)
         if not sound and self.prefix is not None:
             # Cached prefixes may hold the same values.
             self.prefix.clear(Owner.DRAFT)

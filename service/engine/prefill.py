@@ -150,7 +150,7 @@ def _prefill_chunk(
     if any(chunks):
         run(ragged(chunks, cache), cache)
         device.wait(cache.arrays())
-        cache.settle([done + len(chunk) for done, chunk in zip(start, chunks, strict=True)])
+        cache.truncate([done + len(chunk) for done, chunk in zip(start, chunks, strict=True)])
         if prefix is not None:
             for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
                 if row.prompt.store:

@@ -168,10 +168,10 @@ def _in_engine(model: nn.Module, rows: list[list[int]]) -> list[Vectors]:
     accepted = [1 + i % 3 for i in range(len(rows))]
     tokens = [[*row[-TAIL:][:n], 1, 1][:3] for row, n in zip(rows, accepted, strict=True)]
     first = model(mx.array(tokens), cache=batch.layers)
-    batch.settle([len(row) - TAIL + n for row, n in zip(rows, accepted, strict=True)])
+    batch.truncate([len(row) - TAIL + n for row, n in zip(rows, accepted, strict=True)])
     tokens = [[*row[len(row) - TAIL + n :], 1, 1][:3] for row, n in zip(rows, accepted, strict=True)]
     second = model(mx.array(tokens), cache=batch.layers)
-    batch.settle([len(row) for row in rows])
+    batch.truncate([len(row) for row in rows])
     return [
         _vectors(batch.layers, i, len(row)) | {"logits": mx.concatenate([first[i, :n], second[i, : TAIL - n]])}
         for i, (row, n) in enumerate(zip(rows, accepted, strict=True))

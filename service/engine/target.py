@@ -33,5 +33,5 @@ class Target:
         """Logits (B, N, V) after each of tokens (B, N). Appends keys, values and features to `cache`."""
         logits = self.model(tokens, cache=cache.layers)
         if self.features is not None:
-            cache.note(self.features())
+            cache.append_features(self.features())
         return logits

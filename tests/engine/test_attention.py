@@ -120,7 +120,7 @@ def test_other_strategies_and_caches_keep_their_own(monkeypatch: pytest.MonkeyPa
     with using(METAL):
         cache = RowCache(target, 2)
         target(mx.array([[5, 6, 7], [8, 9, 10]]), cache=cache.layers)
-        cache.settle([3, 1])
+        cache.truncate([3, 1])
         target(mx.array([[5], [6]]), cache=cache.layers)
     assert set(calls) <= {None}
     with using(CUDA):

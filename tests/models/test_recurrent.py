@@ -142,7 +142,7 @@ def test_a_proposal_is_rolled_back_over_several_calls(name: str) -> None:
     for step in range(1, 5):
         model(mx.array([[10 + step], [20 + step]]), cache=held.layers)
         held.rewind([3 + step, 2 + step])
-    held.settle([5, 2])
+    held.truncate([5, 2])
     ours = model(mx.array([[30], [31]]), cache=held.layers)
     alone = [logits(model, [5, 6, 7, 11, 12, 30]), logits(model, [8, 9, 31])]
     for row, expected in enumerate(alone):
@@ -152,8 +152,8 @@ def test_a_proposal_is_rolled_back_over_several_calls(name: str) -> None:
 def test_a_committed_state_is_not_rolled_back() -> None:
     held = RowCache(target("lfm2"), 1)
     target("lfm2")(mx.array([[5, 6, 7]]), cache=held.layers)
-    held.settle([3])
-    with pytest.raises(ValueError, match="settled"):
+    held.truncate([3])
+    with pytest.raises(ValueError, match="committed"):
         held.rewind([2])
 
 
@@ -161,14 +161,14 @@ def test_keeping_all_tokens_replays_nothing() -> None:
     model, held = target("lfm2"), RowCache(target("lfm2"), 2)
     model(mx.array([[5, 6], [7, 8]]), cache=held.layers)
     after = [layer.cache[0] for layer in held.states]
-    held.settle([2, 2])
+    held.truncate([2, 2])
     assert all(layer.cache[0] is array for layer, array in zip(held.states, after, strict=True))
 
 
 def test_keeping_no_token_restores_the_same_arrays() -> None:
     model, held = target("jamba"), RowCache(target("jamba"), 2)
     model(mx.array([[5, 6], [7, 8]]), cache=held.layers)
-    held.settle([2, 2])
+    held.truncate([2, 2])
     before = [list(layer.cache) for layer in held.states]
     model(mx.array([[9, 10], [11, 12]]), cache=held.layers)
     held.rewind([2, 2])

@@ -35,7 +35,7 @@ def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
     start: Any = RowLayer.offset.fget  # pyright: ignore[reportFunctionMemberAccess]
     init, written, make_mask, update = (
         RowCache.__init__,
-        RowLayer._written,
+        RowLayer._append,
         RowLayer.make_mask,
         RowLayer.update_and_fetch,
     )
@@ -101,7 +101,7 @@ def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(RowCache, "__init__", numbered)
     if fault.kind.startswith("position"):
         patch.setattr(RowLayer, "offset", property(offset))
-        patch.setattr(RowLayer, "_written", soundly(written))
+        patch.setattr(RowLayer, "_append", soundly(written))
         patch.setattr(RowLayer, "make_mask", soundly(make_mask))
     elif fault.kind.startswith("stale"):
         patch.setattr(RowLayer, "update_and_fetch", stale)

@@ -25,7 +25,9 @@ class EagleDrafter(ModelDrafter):
 
     def feed(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
         """See ModelDrafter. Returns hidden states (B, N, hidden)."""
-        return self._model.model(self.known(tokens), cache.layers, target.before(cache.lengths.host, tokens.shape[1]))
+        return self._model.model(
+            self.known(tokens), cache.layers, target.features_before(cache.lengths.host, tokens.shape[1])
+        )
 
     def readable(self, target: RowCache) -> int:
         """One position more than the target's, because a position needs the feature of the one before it."""

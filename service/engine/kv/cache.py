@@ -1,8 +1,8 @@
 """A KV cache whose rows have lengths of their own, behind mlx-lm's cache protocol.
 
-Rows are left-aligned: row b holds positions 0 .. lengths[b]-1, what lies behind is garbage that the mask hides and the next
-write overwrites. Rolling a row back is therefore setting its length. Sliding-window layers keep all positions too and
-narrow the mask instead (a rotating buffer cannot be rolled back). Recurrent layers hold states (`state`).
+Rows are left-aligned: row b has positions 0 .. lengths[b]-1; slots after them hold garbage, which the mask hides and the next
+write overwrites. Truncating a row is therefore setting its length. Sliding-window layers keep all positions and narrow the
+mask (a rotating buffer cannot be truncated). Recurrent layers hold states (`recurrent`).
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from service.engine.strategy import current
 
 
 class Lengths:
-    """How many positions each row holds, on the host, and (made when asked for, once for all layers) as arrays for rope, masks
-    and writes."""
+    """Length of each row in positions, on the host; and, made on demand and shared by all layers, as arrays for rope, masks and
+    writes."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self.set(values)
 
     def set(self, values: Sequence[int]) -> None:
-        """Replace all lengths, in positions, one for each row."""
+        """Replace all lengths, one for each row."""
         self.host = list(values)
         # Every layer asks for these.
         self.longest = max(self.host, default=0)
@@ -42,13 +42,13 @@ class Lengths:
         self._places: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
     def starts(self, ahead: int) -> mx.array:
-        """Position (rows,), int32, of each row's next token when `ahead` were written behind what it holds."""
+        """Position (rows,), int32, of each row's next token after `ahead` tokens were written behind its length."""
         if ahead not in self._starts:
             self._starts[ahead] = mx.array([length + ahead for length in self.host], dtype=mx.int32)
         return self._starts[ahead]
 
     def places(self, ahead: int, count: int) -> tuple[mx.array, mx.array]:
-        """Where each row's next `count` tokens go: rows (rows, 1) and positions (rows, count)."""
+        """Write index of each row's next `count` tokens: rows (rows, 1) and positions (rows, count)."""
         if (ahead, count) not in self._places:
             positions = self.starts(ahead)[:, None] + mx.arange(count)
             self._places[ahead, count] = (mx.arange(len(self.host))[:, None], positions)
@@ -56,8 +56,8 @@ class Lengths:
 
 
 class RowLayer:
-    """One layer's keys and values, (R, heads, capacity, dims), R at least the batch's rows (see `room`); heads and dims may
-    differ between the two."""
+    """One layer's keys and values, (R, heads, capacity, dims) each, R at least the batch's rows (see `buffers`); heads and dims
+    may differ between the two."""
 
     def __init__(self, lengths: Lengths, window: int | None, *, whole: bool = False, routed: bool = False) -> None:
         self.lengths = lengths
@@ -83,16 +83,16 @@ class RowLayer:
         return self.lengths.starts(self.ahead)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """Append (B, heads, N, dims) to every row; returns views of the batch's rows up to the longest."""
+        """Append (B, heads, N, dims) to every row. Returns `keys_and_values`."""
         self._views = (None, None)
-        self.keys = self._written(self.keys, keys)
-        self.values = self._written(self.values, values)
+        self.keys = self._append(self.keys, keys)
+        self.values = self._append(self.values, values)
         self.ahead += keys.shape[2]
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Views of the batch's rows, up to the longest or as wide as the mask; later layers that share this one's ask for them
-        again (gemma3n)."""
+        """Views (B, heads, width, dims) of the rows, width the longest length or the mask's width. Layers that share
+        this one's keys and values ask for them again (gemma3n)."""
         assert self.keys is not None and self.values is not None
         rows = len(self.lengths.host)
         top = self.keys.shape[2] if self._sees_whole(self._count) else self.lengths.longest + self.ahead
@@ -116,17 +116,17 @@ class RowLayer:
         assert self.keys is not None and self.values is not None
         return RowCall(self.keys, self.values, known[1], known[2])
 
-    def note(self, states: mx.array) -> None:
-        """Append (B, N, width) to every row, as keys without values."""
-        self.keys = self._written(self.keys, states[:, None])
+    def append_features(self, states: mx.array) -> None:
+        """Append features (B, N, width) to every row, as keys without values."""
+        self.keys = self._append(self.keys, states[:, None])
         self.ahead += states.shape[1]
 
-    def _written(self, held: mx.array | None, new: mx.array) -> mx.array:
+    def _append(self, array: mx.array | None, new: mx.array) -> mx.array:
         count = self._count = new.shape[2]
-        held = grow(held, new, self.lengths.longest + self.ahead + count)
+        array = grow(array, new, self.lengths.longest + self.ahead + count)
         if self.lengths.equal:
-            return write(held, new, self.lengths.host[0] + self.ahead)
-        return scatter(held, new, *self.lengths.places(self.ahead, count))
+            return write(array, new, self.lengths.host[0] + self.ahead)
+        return scatter(array, new, *self.lengths.places(self.ahead, count))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """mlx-lm asks before the update. (1 or B, 1, N, longest + N) booleans; None or "causal" where that says it all.
@@ -159,10 +159,10 @@ class RowLayer:
 
 
 class RowCache:
-    """The cache of one model over a batch: pass `layers` to the model, then say what holds of what was written, for the time
-    being (`rewind`) or for good (`settle`).
+    """The KV cache of one model over a batch. Pass `layers` to the model, then set what stays of the tokens that were fed:
+    `truncate`, or `rewind` where more may have to go.
 
-    Raises PairError when the model keeps a state that cannot be rolled back.
+    Raises PairError when a layer of the model cannot be truncated.
     """
 
     def __init__(self, model: nn.Module, rows: int, *, features: bool = False) -> None:
@@ -170,16 +170,16 @@ class RowCache:
         self.attention: list[RowLayer] = []
         self.states: list[StateLayer] = []
         kinds = make_prompt_cache(model)
-        # Windows and sparse attention reckon with positions that are there.
+        # Code of windows and sparse attention counts the positions that it is given.
         self.whole = current().whole_capacity and all(type(layer) is KVCache for layer in kinds)
         self._routed = current().row_attention and route(model)
         self.layers = [self._layer(layer) for layer in kinds]
         self.features: RowLayer | None = None
-        """Not a layer of the model, but joined, kept and rolled back with its layers."""
+        """The target's features, for an EAGLE head: no layer of the model, but joined, compacted and truncated as one."""
         if features:
             self.features = RowLayer(self.lengths, None)
             self.attention.append(self.features)
-        self._settled = self.lengths.host
+        self._committed = self.lengths.host
         if self.states:
             record_calls(model)
 
@@ -197,47 +197,47 @@ class RowCache:
             raise PairError(f"its {type(layer).__name__} cannot be rolled back to before a rejected token")
         return self.attention[-1]
 
-    def note(self, features: mx.array) -> None:
-        """Hold the features (B, N, width) of the tokens just fed."""
+    def append_features(self, features: mx.array) -> None:
+        """Store the features (B, N, width) of the tokens just fed."""
         assert self.features is not None
-        self.features.note(features)
+        self.features.append_features(features)
 
-    def before(self, starts: Sequence[int], count: int) -> mx.array | None:
-        """Features (B, count, width) of the positions before each of row b's positions from starts[b] on, zeros before the
-        first; None where nothing was noted yet. Beyond what a row holds they are anything."""
-        held = self.features.keys if self.features is not None else None
-        if held is None:
+    def features_before(self, starts: Sequence[int], count: int) -> mx.array | None:
+        """Features (B, count, width) of positions starts[b] - 1 .. starts[b] + count - 2 of each row b, zeros before
+        position 0, garbage behind the row's end. None where none are stored yet."""
+        features = self.features.keys if self.features is not None else None
+        if features is None:
             return None
-        held = held[: len(starts)]
-        first, room = starts[0] - 1, held.shape[2]
+        features = features[: len(starts)]
+        first, room = starts[0] - 1, features.shape[2]
         if min(starts) == max(starts) and first >= 0 and first + count <= room:
-            return held[:, 0, first : first + count]
+            return features[:, 0, first : first + count]
         at = np.array(starts)[:, None] - 1 + np.arange(count)
         picked = mx.array(np.clip(at, 0, room - 1).astype(np.int32))[..., None]
         known = mx.array((at >= 0).tolist())[..., None]
-        return mx.where(known, mx.take_along_axis(held[:, 0], picked, axis=1), 0.0)
+        return mx.where(known, mx.take_along_axis(features[:, 0], picked, axis=1), 0.0)
 
     def commit(self, count: int) -> None:
-        """`count` tokens were fed to every row, and stay."""
-        self.settle([length + count for length in self.lengths.host])
+        """Keep `count` fed tokens of every row."""
+        self.truncate([length + count for length in self.lengths.host])
 
     def advance(self, count: int) -> None:
-        """Of what was fed to every row, `count` tokens stay; what was fed behind them stays as it is. Not for models with
-        recurrent states."""
+        """Keep `count` fed tokens of every row while a later call's tokens stay fed behind them. Not for models with recurrent
+        states."""
         self.lengths.set([length + count for length in self.lengths.host])
-        self._settled = self.lengths.host
+        self._committed = self.lengths.host
         for layer in self.attention:
             layer.ahead -= count
 
-    def settle(self, lengths: Sequence[int]) -> None:
-        """Set every row's length for good: no row will be taken back before it."""
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Set every row's length. No row can be rewound to before it."""
         self.rewind(lengths)
-        self._settled = self.lengths.host
+        self._committed = self.lengths.host
         for layer in self.states:
             layer.commit()
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Set every row's length, to what was settled or more; what lies behind is forgotten."""
+        """Set every row's length, to that of the last `truncate` or more."""
         if self.states:
             self._rewind_states(lengths)
         self.lengths.set(lengths)
@@ -245,22 +245,22 @@ class RowCache:
             layer.ahead = 0
 
     def _rewind_states(self, lengths: Sequence[int]) -> None:
-        counts = [wanted - settled for wanted, settled in zip(lengths, self._settled, strict=True)]
+        counts = [wanted - settled for wanted, settled in zip(lengths, self._committed, strict=True)]
         fed = self.states[0].uncommitted
         if min(counts, default=0) < 0:
-            raise ValueError("a recurrent state was settled and cannot be taken back before that")
+            raise ValueError("a recurrent state was committed and cannot be rewound to before that")
         if all(count == fed for count in counts):
             return
         for layer in self.states:
             if max(counts) > fed:
-                # Measurements say that positions are held which never were read.
+                # Measurements of costs claim lengths that were never fed.
                 layer.commit()
             else:
                 layer.truncate(counts)
-        self._settled = list(lengths)
+        self._committed = list(lengths)
 
     def join(self, others: Sequence[RowCache]) -> None:
-        """Append other caches' rows (of the same model) to this batch."""
+        """Append the rows of other caches of the same model."""
         caches = [self, *others]
         counts = [len(cache.lengths.host) for cache in caches]
         for i, mine in enumerate(self.attention):
@@ -268,9 +268,9 @@ class RowCache:
             mine.values = join_rows([cache.attention[i].values for cache in caches], counts)
         for i, state in enumerate(self.states):
             state.join([cache.states[i] for cache in others], counts)
-        self._hold([length for cache in caches for length in cache.lengths.host])
+        self._set_rows([length for cache in caches for length in cache.lengths.host])
 
-    def keep(self, rows: Sequence[int]) -> None:
+    def compact(self, rows: Sequence[int]) -> None:
         """Keep these rows, in this order."""
         lengths = [self.lengths.host[row] for row in rows]
         top = capacity(max(lengths, default=0))
@@ -280,11 +280,11 @@ class RowCache:
             layer.keys, layer.values = keys[i], values[i]
         for state in self.states:
             state.keep(rows, len(self.lengths.host))
-        self._hold(lengths)
+        self._set_rows(lengths)
 
-    def scrub(self, row: int) -> bool:
-        """Remove from a row what is not finite. Where that is part of what it holds, it holds nothing afterwards. Returns
-        whether it still holds what it held. Waits for the row."""
+    def remove_nonfinite(self, row: int) -> bool:
+        """Remove values of a row that are not finite: behind its end they become zeros; before it, the row is emptied. Returns
+        whether it was not emptied. One host sync."""
         lengths = list(self.lengths.host)
         slots = [a for state in self.states for a in state.cache if a is not None]
         parts = [*(a[row, :, : lengths[row]] for a in self._keys_and_values()), *(a[row] for a in slots)]
@@ -295,25 +295,25 @@ class RowCache:
                 array[row] = 0
             for state in self.states:
                 state.commit()
-            self._hold(lengths)
-        self.clear_behind(row)
+            self._set_rows(lengths)
+        self.zero_tail(row)
         return sound
 
-    def clear_behind(self, row: int) -> None:
-        """Set to zero what lies behind a row's end: attention gives it no weight, but zero times NaN is NaN."""
+    def zero_tail(self, row: int) -> None:
+        """Set the slots behind a row's end to zero: attention gives them no weight, but zero times NaN is NaN."""
         for array in self._keys_and_values():
             array[row, :, self.lengths.host[row] :] = 0
 
     def _keys_and_values(self) -> list[mx.array]:
         return [a for layer in self.attention for a in (layer.keys, layer.values) if a is not None]
 
-    def _hold(self, lengths: Sequence[int]) -> None:
-        """Other rows than before, all of them settled."""
+    def _set_rows(self, lengths: Sequence[int]) -> None:
+        """Set the lengths of a batch of other rows, all of them committed."""
         self.lengths.set(lengths)
-        self._settled = self.lengths.host
+        self._committed = self.lengths.host
         for layer in self.attention:
             layer.ahead = 0
 
     def arrays(self) -> list[mx.array]:
-        """Everything held, for evaluation."""
+        """All arrays, for evaluation."""
         return [*self._keys_and_values(), *(a for state in self.states for a in state.cache if a is not None)]
