@@ -113,14 +113,17 @@ def _speed(settings: Settings) -> dict[str, Any]:
     with stages("doctor") as on_step:
         timed = run_speed((folders.target, folders.draft), on_step)
     sizes, curves, steps = list(timed["call_ms"]), list(timed["call_ms"].values()), timed["step_ms"]
-    lines = [(f"target, {n} tokens a row", [_ms(each[n], each[1]) for each in curves]) for n in curves[0]]
+    lines = [
+        (f"target, {n} token{'s' if n > 1 else ''} a row", [_ms(each[n], each[1]) for each in curves])
+        for n in curves[0]
+    ]
     if steps:
         lines.append(("draft step", [_ms(steps[rows], each[1]) for rows, each in zip(sizes, curves, strict=True)]))
     columns = ("call", *(f"{rows} row{'s' if rows > 1 else ''}, ms (of a call over 1 token)" for rows in sizes))
     table("speed", columns, [(name, *cells) for name, cells in lines])
     rows = [(f"a round beyond its calls, {mode}", f"{ms:.2f} ms") for mode, ms in timed["overhead_ms"].items()]
     rows += [
-        (f"{k} drafted tokens pay from an acceptance rate of", "never" if rate is None else f"{rate:.2f}")
+        (f"drafts of {k} pay from an acceptance rate of", "never" if rate is None else f"{rate:.2f}")
         for k, rate in timed["pays_from"].items()
     ]
     table("one stream", ("what", "here"), rows)

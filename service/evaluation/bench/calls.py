@@ -91,9 +91,10 @@ class Calls:
         return drafted
 
 
-def queued(call: Callable[[], list[mx.array]], count: int) -> float:
-    """Seconds of one of `count` calls that are handed over one after another, with one wait at the end."""
-    for _ in range(WARM):
+def queued(call: Callable[[], list[mx.array]], count: int, warm: int = WARM) -> float:
+    """Seconds of one of `count` calls that are handed over one after another, with one wait at the end. warm: calls before
+    them."""
+    for _ in range(warm):
         device.wait(call())
     begun = time.perf_counter()
     for _ in range(count - 1):

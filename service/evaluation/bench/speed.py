@@ -66,8 +66,11 @@ def _calls(pair: Pair, draft: Draft | None, texts: Sequence[Sequence[int]]) -> t
         found: dict[int, list[float]] = {n: [] for n in runs}
         for _ in range(TURNS):
             for n, run in runs.items():
-                count = int(SPENT / found[n][-1]) if found[n] else FEW
-                found[n].append(queued(run, min(max(count, FEW), MANY)))
+                if found[n]:
+                    count = min(max(int(SPENT / found[n][-1]), FEW), MANY)
+                    found[n].append(queued(run, count, warm=0))
+                else:
+                    found[n].append(queued(run, FEW))
     times = {n: 1000 * median(seconds) for n, seconds in found.items()}
     return {n: times[n] for n in WIDTHS}, times.get(0)
 
@@ -75,8 +78,9 @@ def _calls(pair: Pair, draft: Draft | None, texts: Sequence[Sequence[int]]) -> t
 def pays_from(k: int, call: Mapping[int, float], step: float, overhead: Mapping[str, float]) -> float | None:
     """The acceptance rate a from which rounds of k drafted tokens, of 1 + a + ... + a^k tokens on average, make more tokens a
     second than plain ones; None where even a = 1 does not. call: ms by tokens a row. step, overhead: ms."""
-    plain = call[1] + overhead["plain"]
-    needed = (call[k + 1] + k * step + overhead["drafted"]) / plain
+    # A measured overhead below nothing is chance.
+    plain = call[1] + max(overhead["plain"], 0.0)
+    needed = (call[k + 1] + k * step + max(overhead["drafted"], 0.0)) / plain
     if needed > k + 1:
         return None
     low, high = 0.0, 1.0
