@@ -80,14 +80,14 @@ def decode(
     from service.evaluation.bench.decode import Peer, Task, run_decode
     from service.evaluation.prompts import read_prompts
 
-    settings = _models(config, target, draft, shape, bits)
+    settings = models_of(config, target, draft, shape, bits)
     names = _names(arms)
     choose(names, list(ARMS))
     task = Task(read_prompts(prompts, domain=domain, limit=limit), max_tokens, temperature, k)
     title = f"One stream: {_about(prompts, domain, limit, max_tokens)}, T = {temperature:g}" + (
         f", K = {k}" if k else ""
     )
-    title += _drafting(draft) + _of_shape(shape, bits)
+    title += _drafting(draft) + of_shape(shape, bits)
     with ExitStack() as open_until_done:
         on_step = open_until_done.enter_context(stages("bench decode"))
         adapted = open_until_done.enter_context(_adapter(settings, adapter, adapt_on, adapt_limit, on_step))
@@ -144,13 +144,13 @@ def serve(
     from service.evaluation.bench.serve import Load, run_serve
     from service.evaluation.prompts import read_prompts
 
-    settings = _models(config, target, draft, shape, bits)
+    settings = models_of(config, target, draft, shape, bits)
     names = _names(arms)
     choose(names, list(HOUSES))
-    load = Load(read_prompts(prompts, domain=domain, limit=limit), _counts(clients), turns, max_tokens)
+    load = Load(read_prompts(prompts, domain=domain, limit=limit), counts(clients, "clients"), turns, max_tokens)
     load.cells()
     title = f"{clients} clients over HTTP: {_about(prompts, domain, limit, max_tokens)}"
-    title += _drafting(draft) + _of_shape(shape, bits)
+    title += _drafting(draft) + of_shape(shape, bits)
     with stages("bench serve") as on_step, _adapter(settings, adapter, adapt_on, adapt_limit, on_step) as adapted:
         folders = model_folders(settings)
         theirs = None
@@ -201,7 +201,7 @@ def _about(prompts: Path, domain: str | None, limit: int | None, max_tokens: int
     return f"{of} of {prompts.name}{f' ({domain})' if domain else ''}, up to {max_tokens} tokens"
 
 
-def _models(
+def models_of(
     config: Path | None, target: str | None, draft: str | None, shape: str | None, bits: int | None
 ) -> Settings:
     """The settings with the models that were asked for; a padded pair is made first."""
@@ -219,7 +219,8 @@ def _models(
     return settings_from(config, models__target=str(made[0]), models__draft=str(made[1]))
 
 
-def _of_shape(shape: str | None, bits: int | None) -> str:
+def of_shape(shape: str | None, bits: int | None) -> str:
+    """For a title: the shape that the bundled pair was padded to."""
     if shape is None:
         return ""
     return f", shape {shape} ({f'{bits} bits' if bits else 'bfloat16'}): the bundled pair's acceptance at a large target's cost"
@@ -241,11 +242,12 @@ def _names(arms: str | None) -> list[str] | None:
     return None if arms is None else [name.strip() for name in arms.split(",")]
 
 
-def _counts(clients: str) -> list[int]:
+def counts(text: str, field: str) -> list[int]:
+    """Different numbers from 1 on, ascending. Raises BadRequest naming the option `field`."""
     try:
-        counts = sorted({int(number) for number in clients.split(",")})
+        found = sorted({int(number) for number in text.split(",")})
     except ValueError:
-        counts = [0]
-    if counts[0] < 1:
-        raise BadRequest(f"--clients takes numbers from 1 on, separated by commas, not {clients!r}", field="clients")
-    return counts
+        found = [0]
+    if found[0] < 1:
+        raise BadRequest(f"--{field} takes numbers from 1 on, separated by commas, not {text!r}", field=field)
+    return found

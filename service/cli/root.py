@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from service.cli import bench_inside, data, drafts, evaluate, operate, proofs, serving, talk
+from service.cli import bench_round, data, drafts, evaluate, operate, proofs, serving, talk
 
 app = typer.Typer(
     name="redraft",
@@ -22,7 +22,7 @@ app.command()(talk.generate)
 app.command()(talk.chat)
 app.command()(operate.train)
 app.add_typer(proofs.eval_, name="eval")
-app.add_typer(bench_inside.bench, name="bench")
+app.add_typer(bench_round.bench, name="bench")
 app.add_typer(data.cases, name="cases")
 app.add_typer(operate.adapters, name="adapters")
 app.add_typer(data.db, name="db")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from service.cli.console import err, out, table, write_json
+from service.cli.console import err, out, stages, table, write_json
 from service.cli.options import Config, Draft, Json, Target, settings_from
+from service.settings import Settings
 
 models = typer.Typer(help="Models: what has a name here, and getting one.", no_args_is_help=True)
 
@@ -49,11 +50,21 @@ def serve(
     os._exit(status)
 
 
-def doctor(config: Config = None, json: Json = None) -> None:
+def doctor(
+    config: Config = None,
+    speed: Annotated[
+        bool,
+        typer.Option(
+            "--speed", help="Also load the models (made or fetched first) and time calls and rounds: a minute or more."
+        ),
+    ] = False,
+    json: Json = None,
+) -> None:
     """Show device, precision, speed, versions, memory and disk, and what is wrong.
 
     Exits with 1 when something keeps `redraft serve` from working (no MLX, a package too old, a model that is not there or
-    does not fit into memory). What only costs speed is a warning.
+    does not fit into memory). What only costs speed is a warning. With --speed: what target calls and draft steps cost, and
+    from which acceptance rate drafts pay (docs/tuning.md).
     """
     from dataclasses import asdict
 
@@ -64,15 +75,15 @@ def doctor(config: Config = None, json: Json = None) -> None:
     draft = settings.models.draft or default_draft(settings.models.target)
     found = examine(settings.home, [settings.models.target, *([draft] if draft and draft != "none" else [])])
     gib = 2**30
-    speed = "not measured" if found.gflops is None else f"{found.gflops:.0f} GFLOP/s (float32 matrix product)"
+    products = "not measured" if found.gflops is None else f"{found.gflops:.0f} GFLOP/s (float32 matrix product)"
     if found.slow_gflops is not None:
-        speed += f"; {found.slow_gflops:.0f} with the BLAS that MLX ships with"
+        products += f"; {found.slow_gflops:.0f} with the BLAS that MLX ships with"
     rows: list[tuple[str, object]] = [
         ("system", found.system),
         ("cores", found.cores),
         ("device", found.device or "no working MLX"),
         ("precision", found.precision),
-        ("matrix speed", speed),
+        ("matrix speed", products),
         ("fast BLAS", found.blas or "none"),
         ("memory", f"{found.memory / gib:.1f} GiB"),
         ("memory free", f"{found.memory_free / gib:.1f} GiB"),
@@ -87,9 +98,40 @@ def doctor(config: Config = None, json: Json = None) -> None:
         out.print(f"warning: {warning}", style="yellow", highlight=False)
     if not found.problems and not found.warnings:
         out.print("nothing is wrong", style="green")
-    write_json(json, asdict(found))
+    timed = _speed(settings) if speed and not found.problems else None
+    write_json(json, asdict(found) | ({} if timed is None else {"speed": timed}))
     if found.problems:
         raise typer.Exit(1)
+
+
+def _speed(settings: Settings) -> dict[str, Any]:
+    """Times the models and prints the tables."""
+    from service.cli.models import model_folders
+    from service.evaluation.bench.speed import run_speed
+
+    folders = model_folders(settings)
+    with stages("doctor") as on_step:
+        timed = run_speed((folders.target, folders.draft), on_step)
+    sizes, curves, steps = list(timed["call_ms"]), list(timed["call_ms"].values()), timed["step_ms"]
+    lines = [
+        (f"target, {n} token{'s' if n > 1 else ''} a row", [_ms(each[n], each[1]) for each in curves])
+        for n in curves[0]
+    ]
+    if steps:
+        lines.append(("draft step", [_ms(steps[rows], each[1]) for rows, each in zip(sizes, curves, strict=True)]))
+    columns = ("call", *(f"{rows} row{'s' if rows > 1 else ''}, ms (of a call over 1 token)" for rows in sizes))
+    table("speed", columns, [(name, *cells) for name, cells in lines])
+    rows = [(f"a round beyond its calls, {mode}", f"{ms:.2f} ms") for mode, ms in timed["overhead_ms"].items()]
+    rows += [
+        (f"drafts of {k} pay from an acceptance rate of", "never" if rate is None else f"{rate:.2f}")
+        for k, rate in timed["pays_from"].items()
+    ]
+    table("one stream", ("what", "here"), rows)
+    return timed
+
+
+def _ms(ms: float, one: float) -> str:
+    return f"{ms:.2f} ({ms / one:.2f} x)"
 
 
 @models.command("list")

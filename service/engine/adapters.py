@@ -20,6 +20,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, ModelError
+from service.engine import device
 from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
 from service.models.folding import fold
@@ -82,7 +83,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
 
     weights: dict[str, mx.array] = mx.load(str(ref.folder / "adapters.safetensors"))  # pyright: ignore[reportAssignmentType]
     for name, array in weights.items():
-        if not mx.isfinite(array.astype(mx.float32)).all().item():
+        if not device.read(mx.isfinite(array.astype(mx.float32)).all())[0]:
             raise AdapterRefused(f"adapter {ref.id}: {name} holds values that are not finite")
     yield None
     model.load_weights(list(weights.items()), strict=False)
@@ -93,7 +94,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
             cut(model, ids)
     except ModelError as error:
         raise AdapterRefused(f"adapter {ref.id}: {error}") from error
-    mx.eval(model.parameters())
+    device.wait(model.parameters())
     model.eval()
     yield Draft(ref.id, model)
 

@@ -17,6 +17,7 @@ import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cache
 
 from service.core import PairError
+from service.engine import device
 from service.engine.kv.buffers import capacity
 from service.engine.kv.cache import RowCache, RowLayer
 
@@ -76,12 +77,12 @@ def largest_difference(model: nn.Module, name: str, text: int = 0) -> Difference
     try:
         rows = _rows(model, text)
         reference = [_prompt_and_token(model, row) for row in rows]
-        mx.eval(reference)
+        device.wait(reference)
     except Exception as error:
         raise PairError(f"the {name} does not run on this device: {error}") from error
     try:
         batched = _in_engine(model, rows)
-        mx.eval(batched)
+        device.wait(batched)
     except PairError as error:
         raise PairError(f"the {name} cannot be served: {error}") from error
     except Exception as error:
@@ -216,7 +217,7 @@ def _largest(
             if vector.size:
                 padded = None if whole is None else whole[row][name]
                 compared[row, name] = _gaps(vector, [other[name] for other in others], padded, unit)
-    mx.eval(list(compared.values()))
+    device.wait(list(compared.values()))
     rounding: dict[str, float] = {}
     gaps: dict[tuple[int, str], float] = {}
     for (row, name), (gap, noise) in compared.items():

@@ -147,6 +147,34 @@ def test_doctor_describes_this_machine(tmp_path: Path, redraft: Redraft) -> None
     assert not (tmp_path / "home").exists(), "looking changes nothing"
 
 
+@pytest.mark.parametrize("drafting", [True, False], ids=["draft", "none"])
+def test_doctor_times_calls_and_rounds(
+    drafting: bool, tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.evaluation.bench.speed.SPENT", 0.0)
+    target, draft = write_pair(tmp_path / "pair")
+    config, out = tmp_path / "settings.toml", tmp_path / "doctor.json"
+    models = {"target": str(target), "draft": str(draft) if drafting else "none"}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in models.items()]
+    config.write_text("\n".join([f"home = {json.dumps(str(tmp_path / 'home'))}", "[models]", *lines]))
+    done = redraft("doctor", "--speed", "--config", config, "--json", out)
+    assert done.status == 0, done.err
+    found = json.loads(out.read_text())
+    assert found["device"] in {"cpu", "metal", "cuda"}, "with what doctor says anyway"
+    speed = found["speed"]
+    assert speed["call_ms"].keys() == {"1", "4", "16"}
+    for curve in speed["call_ms"].values():
+        assert list(curve) == [str(n) for n in range(1, 17)] and min(curve.values()) > 0.0
+    assert speed["step_ms"].keys() == ({"1", "4", "16"} if drafting else set())
+    assert speed["overhead_ms"].keys() == ({"plain", "drafted"} if drafting else {"plain"})
+    assert list(speed["pays_from"]) == (["1", "2", "3", "4", "6", "8"] if drafting else [])
+    shown = {row[0]: row[1:] for row in cells(done.out)}
+    for rows, at in (("1", 0), ("16", 2)):
+        assert shown["target, 5 tokens a row"][at].startswith(f"{speed['call_ms'][rows]['5']:.2f} (")
+    assert shown["a round beyond its calls, plain"] == [f"{speed['overhead_ms']['plain']:.2f} ms"]
+    assert ("draft step" in shown) is drafting
+
+
 def test_the_catalogue_is_listed(redraft: Redraft) -> None:
     done = redraft("models", "list")
     assert done.status == 0

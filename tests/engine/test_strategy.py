@@ -3,6 +3,7 @@
 import random
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -72,6 +73,14 @@ def test_a_steady_round_waits_once(
             assert counts.waits == 1
             # The steps by themselves, the proposal, the verification.
             assert counts.launches == (k + 2 if k else 1)
+
+
+def test_arrays_are_read_through_the_device_module() -> None:
+    """`.item()` waits and is counted nowhere. The linter forbids mx.eval and its like (TID251)."""
+    engine = Path(device.__file__).parent
+    files = sorted(engine.rglob("*.py"))
+    assert len(files) > 30
+    assert [file.name for file in files if ".item()" in file.read_text(encoding="utf-8")] == []
 
 
 @ACCELERATORS

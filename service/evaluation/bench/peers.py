@@ -43,9 +43,9 @@ class MlxLmArm:
 
     def decode(self, prompt: Prompt) -> Decoded:
         """Decode one prompt up to and with the end token, on fresh caches; prefill is not timed."""
-        cache = _read(self._target, prompt.tokens)
+        cache = prefilled(self._target, prompt.tokens)
         if self._draft is not None:
-            cache += _read(self._draft, prompt.tokens)
+            cache += prefilled(self._draft, prompt.tokens)
         tokens: list[int] = []
         guessed: list[bool] = []
         begun = time.perf_counter()
@@ -105,7 +105,7 @@ def whole(served: nn.Module) -> nn.Module:
     return model
 
 
-def _read(model: nn.Module, prompt: Sequence[int]) -> list[Any]:
+def prefilled(model: nn.Module, prompt: Sequence[int]) -> list[Any]:
     """A cache that holds all of the prompt but its last token, where both of mlx-lm's generators begin to decode."""
     cache: list[Any] = make_prompt_cache(model)
     for start in range(0, len(prompt) - 1, CHUNK):
