@@ -65,21 +65,41 @@ def adapted(base: Sequence[int], texts: Iterable[Sequence[int]], always: Iterabl
     return list(dict.fromkeys([*always, *by_frequency, *base]))[: len(base)]
 
 
-def extra_ids(rows: Sequence[Sequence[int]], in_vocabulary: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Extra ids (B, n): each row's latest distinct tokens outside the reduced vocabulary, at most MAX_EXTRA_IDS.
+class ExtraIds:
+    """Extra ids of a growing text: its latest distinct tokens outside the reduced vocabulary, at most MAX_EXTRA_IDS.
 
-    rows: each row's prompt and output. in_vocabulary: (width,). Shorter rows are padded with an id of the reduced vocabulary.
+    tokens: the prompt and output of a row; what is appended to it is taken up by `update`. in_vocabulary: (width,).
     """
-    extra: list[NDArray[np.int64]] = []
-    for row in rows:
-        tokens = np.array(row, dtype=np.int64)
-        # A target with more tokens than the draft may have put ids here that the draft's head lacks.
-        tokens = tokens[tokens < len(in_vocabulary)]
-        latest = tokens[~in_vocabulary[tokens]][::-1]
-        _, first = np.unique(latest, return_index=True)
-        extra.append(latest[np.sort(first)[:MAX_EXTRA_IDS]])
+
+    def __init__(self, tokens: Sequence[int], in_vocabulary: NDArray[np.bool_]) -> None:
+        self.tokens = tokens
+        self._in_vocabulary = in_vocabulary
+        self._count = 0
+        self._ids: dict[int, None] = {}
+        """Oldest first."""
+
+    def update(self) -> list[int]:
+        """The extra ids, latest first."""
+        for token in self.tokens[self._count :]:
+            # A target with more tokens than the draft may have put ids here that the draft's head lacks.
+            if token < len(self._in_vocabulary) and not self._in_vocabulary[token]:
+                self._ids.pop(token, None)
+                self._ids[token] = None
+                if len(self._ids) > MAX_EXTRA_IDS:
+                    self._ids.pop(next(iter(self._ids)))
+        self._count = len(self.tokens)
+        return [*reversed(self._ids)]
+
+
+def padded(extra: Sequence[Sequence[int]], in_vocabulary: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Extra ids of several rows as one array (B, n), filled up with an id of the reduced vocabulary."""
     width = max(-(-max(map(len, extra), default=0) // _ROUND_TO), 1) * _ROUND_TO
-    padded = np.full((len(extra), width), int(np.argmax(in_vocabulary)), dtype=np.int32)
-    for line, ids in zip(padded, extra, strict=True):
+    array = np.full((len(extra), width), int(np.argmax(in_vocabulary)), dtype=np.int32)
+    for line, ids in zip(array, extra, strict=True):
         line[: len(ids)] = ids
-    return padded
+    return array
+
+
+def extra_ids(rows: Sequence[Sequence[int]], in_vocabulary: NDArray[np.bool_]) -> NDArray[np.int32]:
+    """Extra ids (B, n) of rows, each given as its prompt and output."""
+    return padded([ExtraIds(row, in_vocabulary).update() for row in rows], in_vocabulary)

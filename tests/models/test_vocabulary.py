@@ -64,3 +64,17 @@ def test_extra_ids_are_a_rows_latest_distinct_ids_outside_the_vocabulary() -> No
 
 def test_rows_without_extra_ids_are_still_an_array() -> None:
     assert vocabulary.extra_ids([[0, 1]], np.ones(3, dtype=np.bool_)).tolist() == [[0] * 16]
+
+
+def test_extra_ids_follow_a_text_as_it_grows() -> None:
+    in_vocabulary, random = np.arange(3000) < 400, np.random.default_rng(0)
+    text: list[int] = random.integers(0, 3000, 900).tolist()
+    growing = text[:10]
+    extra = vocabulary.ExtraIds(growing, in_vocabulary)
+    while len(growing) < len(text):
+        assert [extra.update()] == [
+            [n for n in row if n >= 400] for row in vocabulary.extra_ids([growing], in_vocabulary).tolist()
+        ]
+        growing += text[len(growing) : len(growing) + int(random.integers(1, 60))]
+    latest = list(dict.fromkeys(token for token in reversed(text) if token >= 400))
+    assert extra.update() == latest[: vocabulary.MAX_EXTRA_IDS]

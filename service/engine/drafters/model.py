@@ -9,6 +9,7 @@ from typing import Protocol
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from service.engine import device
 from service.engine.adapters import Draft
@@ -17,7 +18,7 @@ from service.engine.kv.cache import RowCache
 from service.engine.sampling import SamplingBatch, SharedNoise, draw, fit, normaliser, transform
 from service.engine.strategy import current
 from service.models.heads import Backbone, CutHead, Head, cut_head, split, token_limit
-from service.models.vocabulary import extra_ids
+from service.models.vocabulary import ExtraIds, padded
 
 WIDE = 8
 """Tokens of one row that a first draft step takes in besides the last one, where a row fell behind."""
@@ -108,6 +109,8 @@ class ModelDrafter:
         self._limit = token_limit(draft.model)
         self._parts: tuple[Backbone, Head] | None = None
         self._looked = False
+        self._extra: dict[int, ExtraIds] = {}
+        """By the id of each row's list of tokens."""
 
     def propose(
         self, rows: Sequence[Sequence[int]], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
@@ -123,11 +126,21 @@ class ModelDrafter:
         if head is None:
             return self._propose(rows, steps, batch, noise, key, head)
         # A cut head proposes what the row itself has shown besides: names and words of its topic come back.
-        head.allow_extra_ids(mx.array(extra_ids(rows, head.in_vocabulary)))
+        head.allow_extra_ids(mx.array(self._extra_ids(rows, head)))
         try:
             return self._propose(rows, steps, batch, noise, key, head)
         finally:
             head.allow_extra_ids(None)
+
+    def _extra_ids(self, rows: Sequence[Sequence[int]], head: CutHead) -> NDArray[np.int32]:
+        """Extra ids (B, n) of each row, of which only new tokens are read: rows keep their list of tokens while they grow."""
+        extra = [self._extra.get(id(row)) for row in rows]
+        extra = [
+            known if known and known.tokens is row else ExtraIds(row, head.in_vocabulary)
+            for row, known in zip(rows, extra, strict=True)
+        ]
+        self._extra = {id(each.tokens): each for each in extra}
+        return padded([each.update() for each in extra], head.in_vocabulary)
 
     def _propose(
         self,
