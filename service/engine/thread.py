@@ -197,8 +197,8 @@ class Worker:
 
     def round_seconds(self, step: float = 1.0) -> tuple[float, ...] | None:
         """See core.DraftSwitch."""
-        length = self._engine.decoder.planner if self._engine else None
-        return length.round_seconds(step) if length is not None else None
+        planner = self._engine.decoder.planner if self._engine else None
+        return planner.round_seconds(step) if planner is not None else None
 
     def drain(self, seconds: float) -> bool:
         """Refuse new requests and wait for the running ones; False when some were still running."""
@@ -268,7 +268,7 @@ class Worker:
         self._read_chunk(engine)
         if engine.decoder.unfinished:
             self._decode(engine)
-        elif not (self._reading or self._staging or engine.decoder.idle()):
+        elif not (self._reading or self._staging):
             with self._gate:
                 if not self._waiting and not self._commands and not self._stopping:
                     self._gate.wait(timeout=0.5)
