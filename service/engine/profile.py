@@ -42,10 +42,13 @@ Shapes: TypeAlias = tuple[tuple[str, tuple[int, ...], str], ...]
 """Names, shapes and precisions of a model's weights."""
 
 
+_Model: TypeAlias = Literal["target", "draft", "backbone"]
+
+
 class _Call(NamedTuple):
     """A call of the target, of the draft, or of the draft without its head: over `tokens` tokens of rows that hold `held`."""
 
-    model: Literal["target", "draft", "backbone"]
+    model: _Model
     rows: int
     held: int
     tokens: int
@@ -61,49 +64,52 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
 
     Calls over 1, 2, ... most + 1 tokens a row are those of the first rounds: what a device prepares once for each shape is
     then prepared."""
+    return _fit(_least(_calls(target, draft, rows, most), SHORT_SECONDS))
+
+
+def _calls(
+    target: nn.Module, draft: nn.Module | None, rows: Sequence[int], most: int
+) -> dict[_Call, Callable[[], None]]:
     every = [1, *(n + 1 for n in current().allowed(most))]
     # Over one row every length: products come in tiles of four positions, and a call over four costs little more than one over
     # three. Over more rows lines between a few lengths do.
     few = sorted({*every[:2], every[len(every) // 2], every[-1]})
     held_rows = max(size for size in rows if size <= HELD_ROWS or size == min(rows))
-    ends = [few[0], few[-1]]
-    runs: dict[_Call, Callable[[], None]] = {}
-    model = Target.of(target, draft)
-    for size in rows:
-        run = _caller(model, model.cache(size), HELD[0])
-        runs |= {_Call("target", size, HELD[0], n): partial(run, n) for n in (every if size == min(rows) else few)}
-    run = _caller(model, model.cache(held_rows), HELD[1])
-    runs |= {_Call("target", held_rows, HELD[1], n): partial(run, n) for n in ends}
+    shapes = [(size, HELD[0], every if size == min(rows) else few) for size in rows]
+    shapes.append((held_rows, HELD[1], [few[0], few[-1]]))
+    both, calls = Target.of(target, draft), dict[_Call, Callable[[], None]]()
+    for size, held, lengths in shapes:
+        run = _caller(both, both.cache(size), held)
+        calls |= {_Call("target", size, held, n): partial(run, n) for n in lengths}
+        if draft is not None:
+            calls[_Call("draft", size, held, 1)] = partial(_draft_step(draft, size, held), 1)
     if draft is not None:
-        for size, held in [*((size, HELD[0]) for size in rows), (held_rows, HELD[1])]:
-            runs[_Call("draft", size, held, 1)] = partial(_draft_step(draft, size, held), 1)
         run = _caller(_alone(draft), RowCache(draft, 1), HELD[0], head=False)
-        runs |= {_Call("backbone", 1, HELD[0], n): partial(run, n) for n in (1, 1 + READ)}
-    least = _least(runs, SHORT_SECONDS)
+        calls |= {_Call("backbone", 1, HELD[0], n): partial(run, n) for n in (1, 1 + READ)}
+    return calls
 
-    def per_position(kind: Literal["target", "draft"], tokens: int) -> float:
-        near, far = (least[_Call(kind, held_rows, held, tokens)] for held in HELD)
-        # Never less than nothing, nor so much that nothing is left for the rest of the call.
-        return min(max(far - near, 0.0) / (HELD[1] - HELD[0]), near / (2 * HELD[0])) / held_rows
 
-    verify_held = {n: per_position("target", n) for n in ends}
-    step_held = read = 0.0
-    if draft is not None:
-        step_held = per_position("draft", 1)
-        read = max(least[_Call("backbone", 1, HELD[0], 1 + READ)] - least[_Call("backbone", 1, HELD[0], 1)], 0.0) / READ
-
-    def empty(call: _Call, position: float) -> float:
-        return least[call] - min(call.rows * call.held * position, least[call] / 2)
-
-    near = [call for call in least if call.held == HELD[0]]
-    targets = [call for call in near if call.model == "target"]
-    steps = [call for call in near if call.model == "draft"]
+def _fit(least: Mapping[_Call, float]) -> Costs:
+    """The table from the seconds of all calls."""
+    position: dict[_Model, dict[int, float]] = {"target": {}, "draft": {1: 0.0}, "backbone": {1: 0.0}}
+    for call, far in least.items():
+        if call.held == HELD[1]:
+            near = least[call._replace(held=HELD[0])]
+            # Never less than nothing, nor so much that nothing is left for the rest of the call.
+            seconds = min(max(far - near, 0.0) / (HELD[1] - HELD[0]), near / (2 * HELD[0]))
+            position[call.model][call.tokens] = seconds / call.rows
+    empty: dict[_Model, dict[tuple[int, int], float]] = {"target": {}, "draft": {}, "backbone": {}}
+    for call, seconds in least.items():
+        if call.held == HELD[0]:
+            held = call.rows * call.held * line(position[call.model], call.tokens)
+            empty[call.model][call.rows, call.tokens] = seconds - min(held, seconds / 2)
+    one, many = (empty["backbone"].get((1, tokens), 0.0) for tokens in (1, 1 + READ))
     return Costs(
-        verify={(call.rows, call.tokens): empty(call, line(verify_held, call.tokens)) for call in targets},
-        step={call.rows: empty(call, step_held) for call in steps} or {1: 0.0},
-        verify_held=verify_held,
-        step_held=step_held,
-        read=read,
+        verify=empty["target"],
+        step={rows: seconds for (rows, _), seconds in empty["draft"].items()} or {1: 0.0},
+        verify_held=position["target"],
+        step_held=position["draft"][1],
+        read=max(many - one, 0.0) / READ,
     )
 
 

@@ -14,7 +14,8 @@ from service.engine.costs import FIRST, Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.planner import PROBE, Choice, DraftSteps, Match, Planner
 from service.engine.request import Request
-from tests.support.batches import decode
+from tests.support.batches import admit, decode
+from tests.support.fixed_length import FixedLength
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 
 Cost = Callable[[int, int], float]
@@ -413,3 +414,37 @@ def test_random_choices_keep_the_targets_own_tokens(greedy: bool) -> None:
         assert len({round.drafted for round in rounds}) > 2
         assert sum(round.accepted for round in rounds) > 0
         assert all(round.accepted <= round.drafted for round in rounds)
+
+
+class Watching(FixedLength):
+    """Notes what it is asked, beside the lengths of the decoder's rows."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__(3)
+        self.decoder = decoder
+        self.loads: list[tuple[Load, list[int]]] = []
+
+    def choose(
+        self,
+        load: Load,
+        matches: Sequence[Match | None],
+        own: Sequence[Acceptance] | None = None,
+        *,
+        drafts: bool = True,
+    ) -> Choice:
+        self.loads.append((load, [len(row.tokens) - 1 for row in self.decoder.rows]))
+        return super().choose(load, matches, own, drafts=drafts)
+
+
+def test_the_planner_is_asked_about_the_rows_as_they_stand() -> None:
+    """Two prompts of one length begin alike and are ragged as soon as one of them has more tokens accepted."""
+    target = tiny_llama(0)
+    decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
+    decoder.planner = watching = Watching(decoder)
+    prompts = [Prompt(tuple(range(start, start + 20)), Sampling(max_tokens=40)) for start in (5, 40)]
+    admit(decoder, [Request(str(i), prompt, frozenset(), None) for i, prompt in enumerate(prompts)])
+    while decoder.rows:
+        decoder.round()
+    for load, lengths in watching.loads:
+        assert (load.rows, load.held, load.ragged) == (len(lengths), max(lengths), len(set(lengths)) > 1)
+    assert {load.ragged for load, _ in watching.loads if load.rows == 2} == {False, True}

@@ -1,7 +1,7 @@
 """Timing at start: few calls, of which the least time counts, and nothing is left behind in the models."""
 
 import time
-from itertools import pairwise
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,10 +21,11 @@ SLOW = 0.03
 
 
 class Machine:
-    """Delays every call while it is busy. busy: number of calls until it is idle."""
+    """Delays every call while it is busy. busy: number of calls until it is idle. delay: seconds of every call besides, by rows
+    and tokens."""
 
-    def __init__(self, busy: int = 0) -> None:
-        self.busy = busy
+    def __init__(self, busy: int = 0, delay: Callable[[int, int], float] = lambda rows, tokens: 0.0) -> None:
+        self.busy, self.delay = busy, delay
         self.calls: list[tuple[int, ...]] = []
         """The shape of each call's tokens."""
 
@@ -32,6 +33,8 @@ class Machine:
         self.calls.append(tokens.shape)
         if len(self.calls) <= self.busy:
             time.sleep(SLOW)
+        if seconds := self.delay(*tokens.shape):
+            time.sleep(seconds)
 
 
 class Timed(nn.Module):
@@ -89,13 +92,16 @@ def test_sixteen_rows_take_few_calls(most: int) -> None:
     assert {tokens for rows, tokens in fewer.calls if rows == 1} == {1, 2, 3, 4, 6, 8}
 
 
-def test_costs_come_out_in_order() -> None:
-    """Of a model large enough that more rows and more tokens take longer."""
-    target = tiny_llama(0, layers=4, hidden=256, vocabulary=4000)
-    costs = measure(target, noisy_copy(tiny_llama(1, vocabulary=4000), 1, 0.1), rows=[1, 4, 16], most=8)
-    assert all(costs.call(Load(16, 64), a) < costs.call(Load(16, 64), b) for a, b in pairwise((1, 5, 9)))
-    assert costs.call(Load(1, 64), 9) < costs.call(Load(16, 64), 9)
-    assert 0 < costs.draft(Load(1, 64)) < costs.call(Load(1, 64), 1)
+@pytest.mark.usefixtures("no_longer_than_needed")
+def test_the_table_holds_what_calls_take() -> None:
+    target, steps = tiny_llama(0), Machine(delay=lambda rows, tokens: 0.006)
+    machine = Machine(delay=lambda rows, tokens: 0.01 * (1 + rows * tokens / 4))
+    draft = Timed(noisy_copy(target, 1, 0.1), steps)
+    costs = measure(Timed(target, machine), draft, rows=[1, 4], most=2)
+    for rows, tokens in ((1, 1), (1, 3), (4, 1), (4, 3), (2, 2)):
+        assert costs.call(Load(rows, 64), tokens) == pytest.approx(0.01 * (1 + rows * tokens / 4), rel=0.4)
+    assert costs.draft(Load(1, 64)) == pytest.approx(0.006, rel=0.4)
+    assert costs.call(Load(4, 512), 3) < 1.4 * costs.call(Load(4, 64), 3)
 
 
 def test_timing_restores_the_drafts_extra_ids() -> None:
