@@ -69,6 +69,46 @@ class Choice:
         return replace(self, drafted=drafted, looked_up=tuple(min(n, drafted) for n in self.looked_up))
 
 
+@dataclass(frozen=True, slots=True)
+class _Expected:
+    """What proposals are expected to give. batch: the draft's acceptance rates over all rows. By row: rates, the draft's there;
+    draft, expected tokens by draft length; lookup, expected tokens by look-up length, as far as the match goes."""
+
+    batch: Sequence[float]
+    rates: Sequence[Sequence[float]]
+    draft: Sequence[Sequence[float]]
+    lookup: Sequence[Sequence[float]]
+
+    @property
+    def longest_lookup(self) -> int:
+        """Tokens that follow the longest match."""
+        return max(len(found) for found in self.lookup) - 1
+
+    def looking_up(self, length: int) -> float:
+        """Tokens of a round with look-ups alone."""
+        return sum(_up_to(found, length) for found in self.lookup)
+
+    def drafting(self, length: int) -> float:
+        """Tokens of a round in which each row has a draft of this length, or a look-up where that promises more."""
+        return sum(max(draft[length], _up_to(found, length)) for draft, found in self._rows)
+
+    def choice(self, length: int, speed: float) -> Choice:
+        """The plan of that round."""
+        used = [found if _up_to(found, length) > draft[length] else None for draft, found in self._rows]
+        counts = tuple(min(length, len(found) - 1) if found else 0 for found in used)
+        # Far positions are seldom tested, and a row that did well so far does not make them better than in other rows.
+        low = tuple([min(pair) for pair in zip(each, self.batch, strict=True)] for each in self.rates)
+        return Choice(length, counts, speed, low, tuple(used))
+
+    @property
+    def _rows(self) -> list[tuple[Sequence[float], Sequence[float]]]:
+        return list(zip(self.draft, self.lookup, strict=True))
+
+
+def _up_to(table: Sequence[float], length: int) -> float:
+    return table[min(length, len(table) - 1)]
+
+
 class DraftSteps:
     """The draft steps of one round: `most`, or fewer where the draft's confidence says that more do not pay.
 
@@ -153,52 +193,43 @@ class Planner:
         """Plan the coming round. By row: matches, what was looked up; own, the acceptance of the draft there (None: not
         known). drafts: False while the draft must not be used."""
         self._plain_ahead = 0.0
-        batch = self._draft.rates() if drafts else []
-        rates = [each.row_rates(batch) for each in own] if own and drafts else [batch] * load.rows
-        by_draft = [expected_tokens(each) for each in rates]
-        tables = {length: expected_tokens(found.rates()) for length, found in self._lookups.items()}
-        by_lookup = [[1.0] if m is None else tables[m.length][: m.available + 1] for m in matches]
-        pairs = list(zip(by_draft, by_lookup, strict=True))
-
+        expected = self._expected(load, matches, own, drafts)
         speeds = {0: load.rows / self.costs.seconds(load, 0, 0)}
         for k in self._draft_lengths if drafts else ():
-            tokens = sum(max(draft[k], found[min(k, len(found) - 1)]) for draft, found in pairs)
-            speeds[k] = self._draft_speed(load, k, tokens)
+            speeds[k] = self._draft_speed(load, k, expected.drafting(k))
         self._length = self._stay_or_switch(speeds)
-        k, speed = self._length, speeds[self._length]
-        looked_up = 0
-        longest = max(len(found) for found in by_lookup) - 1
+        k, looked_up, speed = self._length, 0, speeds[self._length]
         for n in self._lookup_lengths:
-            if n > longest:
+            if n > expected.longest_lookup:
                 break
-            tokens = sum(found[min(n, len(found) - 1)] for found in by_lookup)
-            if (lookup_speed := tokens / self.costs.seconds(load, 0, n)) > speed:
+            if (lookup_speed := expected.looking_up(n) / self.costs.seconds(load, 0, n)) > speed:
                 k, looked_up, speed = 0, n, lookup_speed
 
-        nothing = (0,) * load.rows
         self._proposing_rounds = self._proposing_rounds + 1 if k or looked_up else 0
         if self._proposing_rounds >= (PLAIN if self.costs.established(load, 0, 0) else UNMEASURED):
             self._proposing_rounds = 0
-            return Choice(0, nothing, speed)
-        # Far positions are seldom tested, and a row that did well so far does not make them better than in other rows.
-        low = tuple([min(pair) for pair in zip(each, batch, strict=True)] for each in rates)
+            return Choice(0, (0,) * load.rows, speed)
         if k:
             self._parked_rounds = 0
-            used = [
-                (m, tables[m.length]) if m and found[min(k, len(found) - 1)] > draft[k] else None
-                for m, (draft, found) in zip(matches, pairs, strict=True)
-            ]
-            counts = tuple(min(k, pair[0].available) if pair else 0 for pair in used)
-            return Choice(k, counts, speed, low, tuple(pair and pair[1] for pair in used))
+            return expected.choice(k, speed)
         self._parked_rounds += 1
         if not drafts or not self.drafted:
             self._plain_ahead = inf
         else:
-            tokens = [sum(each) / load.rows for each in zip(*by_draft, strict=True)]
+            tokens = [sum(each) / load.rows for each in zip(*expected.draft, strict=True)]
             length = max(self._draft_lengths, key=lambda k: tokens[k] / self.costs.seconds(load, k, k))
             if self._probe_is_due(load, length, tokens[length], looking_up=looked_up > 0):
-                return Choice(length, nothing, speed, low, (None,) * load.rows, probe=True)
-        return Choice(0, tuple(min(looked_up, len(found) - 1) for found in by_lookup), speed)
+                return replace(expected.choice(length, speed), looked_up=(0,) * load.rows, probe=True)
+        return Choice(0, tuple(min(looked_up, len(found) - 1) for found in expected.lookup), speed)
+
+    def _expected(
+        self, load: Load, matches: Sequence[Match | None], own: Sequence[Acceptance] | None, drafts: bool
+    ) -> _Expected:
+        batch = self._draft.rates() if drafts else []
+        rates = [each.row_rates(batch) for each in own] if own and drafts else [batch] * load.rows
+        tables = {length: expected_tokens(found.rates()) for length, found in self._lookups.items()}
+        lookup = [[1.0] if m is None else tables[m.length][: m.available + 1] for m in matches]
+        return _Expected(batch, rates, [expected_tokens(each) for each in rates], lookup)
 
     def _stay_or_switch(self, speeds: dict[int, float]) -> int:
         """The draft length to go on with. speeds: tokens per second by draft length, 0 for none."""
@@ -247,7 +278,7 @@ class Planner:
             reach, gain = list(reach), 0.0
             for k in range(drafted, self.drafted):
                 reach = [chance * rates[k] for chance, rates in zip(reach, choice.rates, strict=True)]
-                gain += sum(reach) + sum(tokens[k + 1] - tokens[k] for n, tokens in found if n > k)
+                gain += sum(reach) + sum(_up_to(tokens, k + 1) - _up_to(tokens, k) for n, tokens in found if n > k)
                 could_stop = k + 1 in LENGTHS or k + 1 == self.drafted
                 if could_stop and gain > choice.speed * self.costs.extra(load, drafted, k + 1):
                     return True
