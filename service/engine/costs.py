@@ -82,7 +82,8 @@ def line(points: Mapping[int, float], at: int) -> float:
 
 
 class Kind(NamedTuple):
-    """Rounds whose costs are corrected together. rows: their number's bits. drafted, proposed: which of LENGTHS, 0 for none."""
+    """Rounds whose costs are corrected together. rows: their number's bits. drafted, proposed: which of LENGTHS suffices, where
+    a draft may stop; tokens where all are looked up."""
 
     rows: int
     drafted: int
@@ -92,7 +93,10 @@ class Kind(NamedTuple):
     @classmethod
     def of(cls, load: Load, drafted: int, proposed: int) -> Kind:
         """The kind of a round with `drafted` draft steps and proposals of up to `proposed` tokens."""
-        return cls(load.rows.bit_length(), bisect_left(_BOUNDS, drafted), bisect_left(_BOUNDS, proposed), load.ragged)
+        rows = load.rows.bit_length()
+        if not drafted:
+            return cls(rows, 0, proposed, load.ragged)
+        return cls(rows, bisect_left(_BOUNDS, drafted), bisect_left(_BOUNDS, proposed), load.ragged)
 
 
 @dataclass(slots=True)

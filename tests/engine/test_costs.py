@@ -87,6 +87,16 @@ def test_ragged_and_equal_rounds_have_costs_of_their_own() -> None:
     assert first.seconds(equal, 3, 3) == pytest.approx(5.0 * promised)
 
 
+def test_a_draft_shares_costs_up_to_its_next_stop_and_a_look_up_has_its_own() -> None:
+    costs = RoundCosts(SEEDS, 15)
+    for _ in range(FIRST):
+        costs.observe(ONE, 5, 5, 2.0 * SEEDS.round(ONE, 5))
+        costs.observe(ONE, 0, 5, SEEDS.call(ONE, 6))
+    assert [costs.established(ONE, k, k) for k in (3, 4, 7, 8)] == [False, True, True, False]
+    assert [costs.established(ONE, 0, n) for n in (4, 5, 6)] == [False, True, False]
+    assert costs.seconds(ONE, 7, 7) == pytest.approx(2.0 * SEEDS.round(ONE, 7))
+
+
 def test_one_slow_round_changes_little() -> None:
     costs = settled()
     before = costs.seconds(ONE, 3, 3)
