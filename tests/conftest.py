@@ -29,8 +29,7 @@ def brief_costs(pytestconfig: pytest.Config) -> Iterator[None]:
     millisecond."""
     with pytest.MonkeyPatch.context() as patch:
         if pytestconfig.getoption("markexpr") != "bench":
-            patch.setattr(profile, "SPENT", 0.02)
-            patch.setattr(profile, "SPENT_ASKING", 0.05)
+            patch.setattr(profile, "SHORT_SECONDS", 0.02)
         yield
 
 

@@ -1,56 +1,96 @@
-"""How often each position of a proposal is kept, and the tokens that this makes of a round."""
+"""Acceptance statistics: by position of a proposal, and by the draft's confidence in a token. Recent rounds weigh most."""
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 
-from service.engine.share import Share
-
-DRAFTED = 0.8
-"""Taken for granted of drafts before anything was seen, rather too high than too low, for what is tried is soon known."""
-ROUND_MEMORY = 0.98
-"""What an observation of acceptance weighs a round later."""
+PRIOR = 0.8
+"""Acceptance rate of drafts before any was verified: rather too high than too low, because what is tried is soon known."""
+ROUND_DECAY = 0.98
+"""Weight of a round's outcome one round later."""
 PRIOR_WEIGHT = 4.0
-USUAL_WEIGHT = 6.0
-"""Rounds of a row's own that what is usual lately counts for: texts differ more than an hour's traffic does, and a row whose
-draft fails it is told after a few."""
+"""Rounds that the prior counts for."""
+BATCH_WEIGHT = 6.0
+"""Rounds of a row's own that the rate of all rows counts for."""
+BUCKETS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.97)
+"""Bounds between confidences whose acceptance is counted separately."""
+TOKEN_DECAY = 0.995
+"""Weight of a token's outcome after one more in the same bucket."""
+CONFIDENCE_WEIGHT = 8.0
+"""Tokens that the draft's own probability counts for."""
+
+
+class DecayedRate:
+    """Share of tested tokens that were accepted. decay: weight of an observation after one more."""
+
+    __slots__ = ("accepted", "decay", "tested")
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.accepted = self.tested = 0.0
+
+    def observe(self, accepted: bool, tested: bool = True) -> None:
+        """Count one token. tested: False where none was verified, and older observations only lose weight."""
+        self.accepted = self.decay * self.accepted + (tested and accepted)
+        self.tested = self.decay * self.tested + tested
+
+    def rate(self, prior: float, weight: float) -> float:
+        """The rate, where `prior` counts as `weight` observations."""
+        return (self.accepted + weight * prior) / (self.tested + weight)
 
 
 class Acceptance:
-    """How often each position of a proposal is kept, lately."""
+    """Acceptance rate by position: of those where all positions before were accepted. positions: of the longest proposal."""
 
-    def __init__(self, most: int, prior: float = DRAFTED) -> None:
+    def __init__(self, positions: int, prior: float = PRIOR) -> None:
         self.prior = prior
-        self._shares = [Share(ROUND_MEMORY) for _ in range(most)]
+        self._rates = [DecayedRate(ROUND_DECAY) for _ in range(positions)]
 
-    def observe(self, proposed: int, kept: int) -> None:
-        """Count one round: the first `kept` of `proposed` tokens were accepted. Positions after a rejection were not tested."""
-        for position, share in enumerate(self._shares):
-            share.observe(position < kept, tested=position < min(kept + 1, proposed))
+    def observe(self, proposed: int, accepted: int) -> None:
+        """Count one round. Positions after the first rejection were not tested."""
+        for position, rate in enumerate(self._rates):
+            rate.observe(position < accepted, tested=position < min(accepted + 1, proposed))
 
     def rates(self) -> list[float]:
-        """A position seldom tested is taken to be like the one before."""
+        """By position. The prior of each is the rate of the one before."""
         found, rate = list[float](), self.prior
-        for share in self._shares:
-            rate = share.rate(rate, PRIOR_WEIGHT)
+        for position in self._rates:
+            rate = position.rate(rate, PRIOR_WEIGHT)
             found.append(rate)
         return found
 
-    def rates_beside(self, usual: Sequence[float]) -> list[float]:
-        """Of one row, where others' are so and so. A position seldom tested is taken to differ from what is usual as much as
-        the one before."""
-        found, differs = list[float](), 1.0
-        for mean, share in zip(usual, self._shares, strict=True):
-            rate = share.rate(min(mean * differs, 1.0), USUAL_WEIGHT)
-            differs = rate / mean
+    def row_rates(self, batch: Sequence[float]) -> list[float]:
+        """By position, for a single row. batch: the rates of all rows lately, the prior of this one's; a position that was
+        seldom tested differs from it as much as the position before does."""
+        found, ratio = list[float](), 1.0
+        for usual, position in zip(batch, self._rates, strict=True):
+            rate = position.rate(min(usual * ratio, 1.0), BATCH_WEIGHT)
+            ratio = rate / usual
             found.append(rate)
         return found
 
 
-def expected(rates: Sequence[float]) -> list[float]:
-    """Tokens of a round by how many are proposed, from none. rates: how often each position is kept when all before it were."""
-    totals, reached = [1.0], 1.0
+def expected_tokens(rates: Sequence[float]) -> list[float]:
+    """Expected tokens of a round, the target's own included, by how many are proposed, from none. rates: as in `Acceptance`."""
+    totals, reach = [1.0], 1.0
     for rate in rates:
-        reached *= rate
-        totals.append(totals[-1] + reached)
+        reach *= rate
+        totals.append(totals[-1] + reach)
     return totals
+
+
+class Calibration:
+    """Acceptance rate of tokens by the draft's confidence: its probability of the token at T = 1."""
+
+    def __init__(self) -> None:
+        self._rates = [DecayedRate(TOKEN_DECAY) for _ in range(len(BUCKETS) + 1)]
+
+    def rate(self, confidence: float) -> float:
+        """Acceptance rate of tokens of this confidence. Before any was verified, a draft is right somewhat more often than it
+        says."""
+        return self._rates[bisect(BUCKETS, confidence)].rate(0.2 + 0.78 * confidence, CONFIDENCE_WEIGHT)
+
+    def observe(self, confidence: float, accepted: bool) -> None:
+        """Count one verified token."""
+        self._rates[bisect(BUCKETS, confidence)].observe(accepted)

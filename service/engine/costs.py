@@ -1,43 +1,60 @@
-"""What rounds cost, in seconds, by what they are over: a table that was measured, and lines between and beyond."""
+"""What rounds cost, in seconds: a table timed at start (`Costs`), corrected by the rounds that are run (`RoundCosts`)."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import NamedTuple
 
 USUALLY_HELD = 200
-"""Positions that a row is taken to hold where costs are asked for without a batch at hand."""
+"""Positions that a row is taken to hold where costs are wanted without a batch at hand."""
+LENGTHS = (1, 3, 7, 15)
+"""Proposal lengths up to which rounds are corrected together, and at which a draft may stop: a target call over one token more
+fills tiles of four positions."""
+_BOUNDS = (0, *LENGTHS)
+FIRST, ESTABLISHED = 3, 8
+"""The median of a kind's first rounds is its correction, from so many rounds on, until there were so many."""
+ONCE = 1.5
+"""First rounds that take so many times the second fastest did something that is done once, such as compiling."""
+DRIFT = 0.05
+"""Weight of a later round in the corrections."""
+STALE = 256
+"""Timed rounds after which the correction of a kind that was not among them is forgotten for the first time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What a round is over: so many rows, the longest of which holds so many positions (all rows are read that far). unread:
-    tokens of all rows that the draft must read before it can draft. prompted: tokens of prompts that are read for each token
-    that may be said."""
+    """The batch of a round. rows: their number. held: positions of the longest row (attention reads every row that far).
+    unread: tokens of all rows that the draft must read before it can draft. prompted: prompt tokens for each token that may be
+    generated. ragged: rows are of unlike lengths."""
 
     rows: int
     held: int
     unread: int = 0
     prompted: float = 0.0
+    ragged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds, as measured: a target call by (rows, tokens of each), a draft step by rows, both over empty rows; and what they
-    take more for each position of each row, a target call by its tokens. Between and beyond, lines. read: what the draft takes
-    for a token, one of many, that it only reads. asked: by rows, what it takes to hear once how sure the draft is."""
+    """Seconds. verify: of a target call over empty rows, by (rows, tokens of each). step: of a draft step over empty rows, by
+    rows. verify_held: what a target call takes more for each position of each row, by tokens. step_held: the same of a draft
+    step. read: of one token that the draft only reads, among many. Between and beyond what was timed, lines."""
 
     verify: Mapping[tuple[int, int], float]
     step: Mapping[int, float]
     verify_held: Mapping[int, float]
     step_held: float
     read: float
-    asked: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def call(self, load: Load, tokens: int) -> float:
         """Seconds of one target call over `tokens` tokens of each row."""
-        sizes = sorted({size for size, _ in self.verify})
-        empty = line({size: line(self._of(size), tokens) for size in sizes}, load.rows)
+        by_rows: dict[int, dict[int, float]] = {}
+        for (rows, count), seconds in self.verify.items():
+            by_rows.setdefault(rows, {})[count] = seconds
+        empty = line({rows: line(points, tokens) for rows, points in by_rows.items()}, load.rows)
         return empty + load.rows * load.held * line(self.verify_held, tokens)
 
     def draft(self, load: Load) -> float:
@@ -48,14 +65,10 @@ class Costs:
         """Seconds of a round: `drafted` draft steps and one target call over drafted + 1 tokens of each row."""
         return self.call(load, drafted + 1) + (drafted * self.draft(load) if drafted else 0.0)
 
-    def near(self, other: Costs, share: float) -> bool:
-        """Whether no call and no step differs by more than so much of itself."""
-        pairs = [(self.verify[at], other.verify.get(at, 0.0)) for at in self.verify]
-        pairs += [(self.step[size], other.step.get(size, 0.0)) for size in self.step]
-        return all(abs(mine - theirs) <= share * mine for mine, theirs in pairs)
-
-    def _of(self, size: int) -> dict[int, float]:
-        return {tokens: seconds for (rows, tokens), seconds in self.verify.items() if rows == size}
+    def scaled(self, ratio: float) -> Costs:
+        """The same target with a draft whose steps cost `ratio` times as much."""
+        step = {rows: ratio * seconds for rows, seconds in self.step.items()}
+        return replace(self, step=step, step_held=ratio * self.step_held, read=ratio * self.read)
 
 
 def line(points: Mapping[int, float], at: int) -> float:
@@ -66,3 +79,150 @@ def line(points: Mapping[int, float], at: int) -> float:
     above = min(max(next((i for i, x in enumerate(known) if x > at), len(known)), 1), len(known) - 1)
     low, high = known[above - 1], known[above]
     return points[low] + (points[high] - points[low]) * (at - low) / (high - low)
+
+
+class Kind(NamedTuple):
+    """Rounds whose costs are corrected together. rows: their number's bits. drafted, proposed: which of LENGTHS suffices, where
+    a draft may stop; tokens where all are looked up."""
+
+    rows: int
+    drafted: int
+    proposed: int
+    ragged: bool
+
+    @classmethod
+    def of(cls, load: Load, drafted: int, proposed: int) -> Kind:
+        """The kind of a round with `drafted` draft steps and proposals of up to `proposed` tokens."""
+        rows = load.rows.bit_length()
+        if not drafted:
+            return cls(rows, 0, proposed, load.ragged)
+        return cls(rows, bisect_left(_BOUNDS, drafted), bisect_left(_BOUNDS, proposed), load.ragged)
+
+
+@dataclass(slots=True)
+class Correction:
+    """What rounds of one kind take, as a multiple of what the seeds say. seen: number of the timed round in which one was seen
+    last. patience: rounds after which it is forgotten; they double, because a few slow rounds may have made a kind look dear
+    for ever, and a kind that is dear must not be tried too often."""
+
+    first: list[float] = field(default_factory=list[float])
+    factor: float | None = None
+    seen: int = 0
+    patience: int = STALE
+
+
+class RoundCosts:
+    """Expected seconds of whole rounds. most: tokens of the longest proposal.
+
+    Calls timed alone are another program than a round, so each kind of round costs what its first ones took. After that its
+    cost is corrected against a round of another kind just before or after: what slows the whole machine, such as a training
+    run, slows both.
+    """
+
+    def __init__(self, seeds: Costs, most: int) -> None:
+        self._most = most
+        self.reseed(seeds)
+
+    def reseed(self, seeds: Costs) -> None:
+        """Start again from other seeds."""
+        self.seeds = seeds
+        self._lines: dict[int, list[tuple[float, float]]] = {}
+        self._corrections: dict[Kind, Correction] = {}
+        self._timed = 0
+        self._level = 1.0
+        """The median of all corrections, for kinds without one."""
+        self._speed = 1.0
+        """What rounds of all kinds take lately, as a multiple of what is expected of them."""
+        self._before: tuple[Correction, float] | None = None
+        """The kind of the round before, and what it took as a multiple of what was expected."""
+
+    def seconds(self, load: Load, drafted: int, proposed: int) -> float:
+        """Expected seconds of a round with `drafted` draft steps and proposals of up to `proposed` tokens, at the machine's
+        usual speed."""
+        return self._seed(load, drafted, proposed) * self._factor(Kind.of(load, drafted, proposed))
+
+    def extra(self, load: Load, shorter: int, longer: int) -> float:
+        """Seconds by which a round that drafts `longer` tokens exceeds one that drafts `shorter`. By the seeds: corrections of
+        two kinds differ by as much as a token costs."""
+        return (self._seed(load, longer, longer) - self._seed(load, shorter, shorter)) * self._level
+
+    def read(self) -> float:
+        """Seconds of one token that the draft only reads."""
+        return self.seeds.read * self._level
+
+    def plain_rounds(self, load: Load, seconds: float) -> float:
+        """How many rounds without a proposal take so many seconds now."""
+        return seconds / (self._speed * self.seconds(load, 0, 0))
+
+    def established(self, load: Load, drafted: int, proposed: int) -> bool:
+        """Whether enough rounds of this kind were timed to go by them."""
+        known = self._corrections.get(Kind.of(load, drafted, proposed))
+        return known is not None and known.factor is not None
+
+    def observe(self, load: Load, drafted: int, proposed: int, seconds: float | None) -> None:
+        """Learn from a whole round. seconds: None where it did other work besides."""
+        if seconds is None:
+            self._before = None
+            return
+        kind = Kind.of(load, drafted, proposed)
+        known = self._corrections.setdefault(kind, Correction())
+        self._timed += 1
+        known.seen = self._timed
+        self._forget_stale()
+        ratio = seconds / (self._speed * self._seed(load, drafted, proposed))
+        if known.factor is None or len(known.first) < ESTABLISHED:
+            known.first.append(ratio)
+            if len(known.first) >= FIRST:
+                known.factor = median(each for each in known.first if each <= ONCE * sorted(known.first)[1])
+                self._set_level()
+            self._before = None
+            return
+        surprise = ratio / known.factor
+        self._speed *= _clipped(surprise) ** DRIFT
+        if self._before is not None and self._before[0] is not known:
+            other, its_surprise = self._before
+            shift = _clipped(surprise / its_surprise) ** (DRIFT / 2)
+            known.factor *= shift
+            other.factor = None if other.factor is None else other.factor / shift
+        self._before = (known, surprise)
+
+    def _factor(self, kind: Kind) -> float:
+        """Rounds of rows of unlike lengths are taken to cost what others do, and the other way round, until they were timed."""
+        for each in (kind, kind._replace(ragged=not kind.ragged)):
+            known = self._corrections.get(each)
+            if known is not None and known.factor is not None:
+                return known.factor
+        return self._level
+
+    def _set_level(self) -> None:
+        known = [each.factor for each in self._corrections.values() if each.factor is not None]
+        self._level = median(known) if known else 1.0
+
+    def _forget_stale(self) -> None:
+        for each in self._corrections.values():
+            if each.first and self._timed - each.seen > each.patience:
+                each.first, each.factor, each.patience = [], None, 2 * each.patience
+                self._set_level()
+                self._before = None
+
+    def _seed(self, load: Load, drafted: int, proposed: int) -> float:
+        """What the seeds say that a round takes."""
+        # Interpolated anew for every choice they took 0.1 ms, which is much where a round takes 3.
+        lines = self._lines.get(load.rows) or self._interpolated(load.rows)
+        empty, held = lines[proposed + 1]
+        if drafted:
+            empty, held = empty + drafted * lines[0][0], held + drafted * lines[0][1]
+        return empty + load.held * held
+
+    def _interpolated(self, rows: int) -> list[tuple[float, float]]:
+        """Seconds over empty rows, and more for each position held: of a draft step, then of a call over 1, 2, ... tokens."""
+        empty, one = Load(rows, 0), Load(rows, 1)
+        sums = [(self.seeds.draft(empty), self.seeds.draft(one))]
+        sums += [(self.seeds.call(empty, n), self.seeds.call(one, n)) for n in range(1, self._most + 2)]
+        self._lines[rows] = [(least, more - least) for least, more in sums]
+        return self._lines[rows]
+
+
+def _clipped(ratio: float) -> float:
+    """A single round tells no more than that something is half or twice as dear."""
+    return min(max(ratio, 0.5), 2.0)

@@ -22,7 +22,6 @@ from service.core import BARE_DRAFT, Source
 from service.engine import accept, device, profile
 from service.engine.acceptance import Acceptance
 from service.engine.adapters import Draft
-from service.engine.confidence import Steps
 from service.engine.costs import Load
 from service.engine.drafters.head import make_drafter
 from service.engine.drafters.lookup import MIN_SHARED_MATCH, Lookup, LookupProposal
@@ -31,7 +30,7 @@ from service.engine.evidence import RoundEvidence, gather_evidence, split_rows
 from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import Owner, PrefixCache
-from service.engine.planner import Choice, Match, Planner
+from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.report import RoundReport
 from service.engine.request import Request, prefill_ratio
@@ -82,7 +81,7 @@ class Decoder:
         self.lookup = Lookup(lookup) if adaptive and lookup > 0 else None
         self.adaptive = adaptive and (self.drafted > 0 or self.lookup is not None)
         self.planner: Planner | None = None
-        self._profile: profile.Profile | None = None
+        self._seeds: profile.Seeds | None = None
         self.key = mx.random.key(secrets.randbits(63)) if key is None else key
         self.cache = self.target.cache(0)
         self.drafter = make_drafter(draft, vocabulary, self.cache) if draft is not None else None
@@ -118,34 +117,26 @@ class Decoder:
         self._next_epoch()
         if self.planner is not None:
             self.planner.restart()
-        if self._profile is not None and self.drafted:
-            self._profile.switch(draft.model)
-            if self.planner is not None:
-                self.planner.learn(self._profile.costs())
+        if self._seeds is not None and self.planner is not None and self.drafted:
+            self.planner.reseed(self._seeds.switch(draft.model))
         for row in self.rows:
             row.acceptance = Acceptance(self.drafted)
             row.draft_failures = row.draft_again = 0
 
     def profile(self, rows: int) -> None:
-        """Measure what rounds of up to so many rows cost here, for lengths to be chosen by; left undone, the first round does
-        it for its own rows."""
+        """Time calls over up to so many rows, which seed the planner's costs; left undone, the first round does it for its own
+        rows."""
         if self.adaptive:
             draft = self.drafter.draft.model if self.drafter is not None and self.drafted else None
             looked_up = self.lookup.max_tokens if self.lookup is not None else 0
             sizes, most = profile.sizes(rows), max(self.drafted, looked_up)
-            self._profile = profile.Profile(self.target.model, draft, rows=sizes, most=most)
-            self.planner = Planner(self.drafted, looked_up, self._profile.measure())
-
-    def idle(self) -> bool:
-        """While there are no rows: measure a little of it again, where that is due. False: there is nothing to do."""
-        return self._profile is not None and not self.failed and self._profile.again()
+            self._seeds = profile.Seeds(profile.measure(self.target.model, draft, rows=sizes, most=most), draft)
+            self.planner = Planner(self.drafted, looked_up, self._seeds.costs)
 
     # ------------------------------------------------------------------------------------------------ rows come and go
 
     def begin(self, row: Request) -> Prefill:
         """Start reading a row's prompt, all but its last token."""
-        if self._profile is not None and self.planner is not None and (costs := self._profile.settle()) is not None:
-            self.planner.learn(costs)
         return Prefill([row], self.target.cache(1), None, self.epoch)
 
     def gather(self, waiting: Sequence[Prefill], room: int) -> Prefill:
@@ -302,9 +293,10 @@ class Decoder:
         started_at = time.perf_counter()
         visible = self._visible(rows)
         unread = self.drafter.unread(visible) if self.drafter is not None else 0
-        load = Load(len(rows), self.cache.lengths.longest, unread, prefill_ratio(rows))
+        lengths = self.cache.lengths
+        load = Load(len(rows), lengths.longest, unread, prefill_ratio(rows), ragged=not lengths.equal)
         choice, found, matches = self._choose(rows, load, coming)
-        steps = Steps(choice.drafted)
+        steps = DraftSteps(choice.drafted)
         if self.planner is not None and choice.drafted and self.strategy.ask_confidence:
             greedy = [row.prompt.sampling.greedy for row in rows]
             steps = self.planner.steps(load, choice, greedy, [_drafts(row) for row in rows])
@@ -336,7 +328,7 @@ class Decoder:
         the device has just chosen. None where a row will end, where one has found something to look up, or where the draft
         is due."""
         plan = step.plan
-        if not self._may_launch_ahead(plan, coming) or plan.choice.most:
+        if not self._may_launch_ahead(plan, coming) or plan.choice.proposed:
             return None
         # Every row gets one token of the round that is not read yet.
         if any(row.emitted + 1 >= row.prompt.sampling.max_tokens or row.finish for row in plan.rows):
@@ -434,7 +426,7 @@ class Decoder:
         whole proposal."""
         rows, choice = plan.rows, plan.choice
         looked_up = [f.tokens[:n] if f else [] for f, n in zip(plan.found, choice.looked_up, strict=True)]
-        most = max((len(tokens) for tokens in looked_up), default=0) if drafted is None else choice.most
+        most = max((len(tokens) for tokens in looked_up), default=0) if drafted is None else choice.proposed
         finite = None
         if drafted is not None:
             finite = drafted.usable
@@ -538,7 +530,8 @@ class Decoder:
         if prefill.prefills_draft is not None or self.drafter is None or self.planner is None:
             return self.drafter is not None and prefill.prefills_draft is not False
         held = max(self.cache.lengths.longest, *(len(row.prompt.tokens) for row in prefill.rows))
-        return self.planner.follows(Load(len(self.rows) + coming, held, prompted=prefill_ratio(prefill.rows)))
+        rows = len(self.rows) + coming
+        return self.planner.prefills(Load(rows, held, prompted=prefill_ratio(prefill.rows), ragged=rows > 1))
 
     def _choose(
         self, rows: Sequence[Request], load: Load, coming: int
@@ -553,7 +546,9 @@ class Decoder:
         if self.lookup is not None:
             found = [self.lookup.find(row.tokens, row.ngrams) for row in rows]
         matches = [None if f is None else Match(f.length, len(f.tokens)) for f in found]
-        drafts = not self.failed and (not coming or self.planner.pays(replace(load, rows=load.rows + coming)))
+        drafts = not self.failed and (
+            not coming or self.planner.pays(replace(load, rows=load.rows + coming, ragged=True))
+        )
         return self.planner.choose(load, matches, [row.acceptance for row in rows], drafts=drafts), found, matches
 
     def _propose(self, plan: Plan, sampling: SamplingBatch, noise: SharedNoise, key: mx.array) -> Proposal | None:

@@ -11,12 +11,11 @@ from numpy.typing import NDArray
 
 from service.core import Source
 from service.engine import device
-from service.engine.confidence import Steps
 from service.engine.costs import Load
 from service.engine.drafters.lookup import LookupProposal
 from service.engine.drafters.model import Proposal
 from service.engine.evidence import RoundEvidence
-from service.engine.planner import Choice, Match
+from service.engine.planner import Choice, DraftSteps, Match
 from service.engine.request import Request
 from service.engine.sampling import SamplingBatch
 
@@ -33,7 +32,7 @@ class Plan:
     choice: Choice
     found: Sequence[LookupProposal | None]
     matches: Sequence[Match | None]
-    steps: Steps
+    steps: DraftSteps
     behind: bool
     started_at: float
 
@@ -44,7 +43,7 @@ class Plan:
 
     def having(self, drafted: int) -> Plan:
         """The plan when so many tokens were drafted in the end."""
-        return replace(self, choice=self.choice.having(drafted))
+        return replace(self, choice=self.choice.with_drafted(drafted))
 
 
 @dataclass(frozen=True, slots=True)

@@ -335,7 +335,7 @@ class EngineThread:
             flush()
 
     def _wait_for_work(self, engine: Engine) -> None:
-        if self._busy() or self._commands or engine.decoder.unfinished or engine.decoder.idle():
+        if self._busy() or self._commands or engine.decoder.unfinished:
             return
         with self._condition:
             if not self._scheduler.waiting and not self._commands and not self._stopping:

@@ -12,12 +12,12 @@ from mlx_lm.models.llama import Model as Llama
 
 from service.core import PairError, Prompt, Sampling
 from service.engine.adapters import Draft, bare
-from service.engine.confidence import Steps
 from service.engine.decoder import Decoder
 from service.engine.drafters.head import EagleDrafter
 from service.engine.drafters.model import Proposal
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import PrefixCache
+from service.engine.planner import DraftSteps
 from service.engine.request import Request
 from service.engine.sampling import SamplingBatch, SharedNoise
 from service.models.eagle import Model, ModelArgs
@@ -65,7 +65,7 @@ class RecordingDrafter(EagleDrafter):
     proposals: list[tuple[list[int], list[int]]]
 
     def propose(
-        self, rows: Sequence[Sequence[int]], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
+        self, rows: Sequence[Sequence[int]], steps: DraftSteps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
     ) -> Proposal | None:
         proposal = super().propose(rows, steps, batch, noise, key)
         if proposal is not None:

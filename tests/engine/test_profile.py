@@ -1,38 +1,46 @@
-"""Call costs are timed repeatedly, so that a short load on the machine does not distort them."""
+"""Timing at start: few calls, of which the least time counts, and nothing is left behind in the models."""
 
 import time
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from service.engine.adapters import bare
+from service.engine import profile
+from service.engine.adapters import Draft, bare
 from service.engine.costs import USUALLY_HELD, Costs, Load
 from service.engine.decoder import Decoder
-from service.engine.planner import Choice, Planner
-from service.engine.profile import Profile
-from service.models.heads import cut, shallow_copy
+from service.engine.planner import Planner
+from service.engine.profile import EXTRA_IDS, SWEEPS, Seeds, measure, sizes
+from service.engine.strategy import CUDA, using
+from service.models.heads import cut, cut_head, shallow_copy
 from tests.support.oracle import noisy_copy, tiny_llama
 
 SLOW = 0.03
 
 
-class BusyMachine:
-    """Delays every call while it is busy. calls: number of calls until it is idle again."""
+class Machine:
+    """Delays every call while it is busy. busy: number of calls until it is idle. delay: seconds of every call besides, by rows
+    and tokens."""
 
-    def __init__(self, calls: int) -> None:
-        self.calls = calls
+    def __init__(self, busy: int = 0, delay: Callable[[int, int], float] = lambda rows, tokens: 0.0) -> None:
+        self.busy, self.delay = busy, delay
+        self.calls: list[tuple[int, ...]] = []
+        """The shape of each call's tokens."""
 
-    def work(self) -> None:
-        self.calls -= 1
-        if self.calls >= 0:
+    def work(self, tokens: mx.array) -> None:
+        self.calls.append(tokens.shape)
+        if len(self.calls) <= self.busy:
             time.sleep(SLOW)
+        if seconds := self.delay(*tokens.shape):
+            time.sleep(seconds)
 
 
-class DelayedModel(nn.Module):
+class Timed(nn.Module):
     """A model on that machine."""
 
-    def __init__(self, model: nn.Module, machine: BusyMachine) -> None:
+    def __init__(self, model: nn.Module, machine: Machine) -> None:
         super().__init__()
         self.model = model
         self._machine = machine
@@ -42,108 +50,113 @@ class DelayedModel(nn.Module):
         return self.model.layers
 
     def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
-        self._machine.work()
+        self._machine.work(tokens)
         return self.model(tokens, cache=cache)
 
 
-def pair(calls: int) -> tuple[nn.Module, nn.Module]:
-    target, machine = tiny_llama(0), BusyMachine(calls)
-    return DelayedModel(target, machine), DelayedModel(noisy_copy(target, 1, 0.1), machine)
+@pytest.fixture
+def no_longer_than_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call is timed SWEEPS times, however short it is."""
+    monkeypatch.setattr(profile, "SHORT_SECONDS", 0.0)
 
 
 def round_of(costs: Costs) -> float:
     return costs.round(Load(1, USUALLY_HELD), 1)
 
 
-def test_a_busy_moment_at_the_start_is_forgotten() -> None:
-    """One pass makes at least twenty calls."""
-    assert round_of(Profile(*pair(0), rows=[1], most=1).measure()) < SLOW
-    assert round_of(Profile(*pair(20), rows=[1], most=1).measure()) < SLOW
+@pytest.mark.usefixtures("no_longer_than_needed")
+def test_a_busy_moment_at_the_start_does_not_count() -> None:
+    """The sweep that compiles and the first timed one are slow."""
+    target, machine = tiny_llama(0), Machine(busy=20)
+    costs = measure(Timed(target, machine), Timed(noisy_copy(target, 1, 0.1), machine), rows=[1], most=1)
+    assert round_of(costs) < SLOW and len(machine.calls) > 20
 
 
-def test_costs_measured_on_a_busy_machine_are_measured_again() -> None:
-    machine = BusyMachine(10**6)
-    target = tiny_llama(0)
-    profile = Profile(
-        DelayedModel(target, machine), DelayedModel(noisy_copy(target, 1, 0.1), machine), rows=[1], most=1, rest=1.0
-    )
-    first = profile.measure()
-    assert round_of(first) > 2 * SLOW
-    assert profile.settle() is None, "nothing was timed since"
-    machine.calls = 0
-    deadline = time.monotonic() + 30.0
-    while not profile.again():
-        assert time.monotonic() < deadline, "it was never due"
-        time.sleep(0.01)
-    while profile.again():
-        pass
-    assert not profile.again(), "it is not due so soon"
-    costs = profile.settle()
-    assert costs is not None and round_of(costs) < SLOW
-    length = Planner(1, 0, first)
-    length.learn(costs)
-    assert length.round_seconds()[0] == round_of(costs)
+@pytest.mark.parametrize("most", [4, 8])
+@pytest.mark.usefixtures("no_longer_than_needed")
+def test_sixteen_rows_take_few_calls(most: int) -> None:
+    """Three sizes of batches, every length over one row alone, each call once to compile and SWEEPS times to be timed."""
+    target, machine, steps = tiny_llama(0), Machine(), Machine()
+    draft = Timed(noisy_copy(target, 1, 0.1), steps)
+    measure(Timed(target, machine), draft, rows=sizes(16), most=most)
+    assert sizes(16) == [1, 4, 16] and sizes(3) == [1, 3] and sizes(1) == [1]
+    prepared = 4  # A first call over each batch, and one at each number of positions held.
+    target_calls = (most + 1) + 4 + 4 + 2
+    assert len(machine.calls) <= prepared + (1 + SWEEPS) * target_calls
+    assert len(steps.calls) <= prepared + 1 + (1 + SWEEPS) * (4 + 2)
+    for rows in sizes(16):
+        assert {(rows, 1), (rows, 2), (rows, most + 1)} <= set(machine.calls), "what the first rounds run was run once"
+    with using(CUDA):
+        fewer = Machine()
+        measure(Timed(target, fewer), None, rows=sizes(16), most=8)
+    assert {tokens for rows, tokens in fewer.calls if rows == 1} == {1, 2, 3, 4, 6, 8}
+
+
+@pytest.mark.usefixtures("no_longer_than_needed")
+def test_the_table_holds_what_calls_take() -> None:
+    target, steps = tiny_llama(0), Machine(delay=lambda rows, tokens: 0.006)
+    machine = Machine(delay=lambda rows, tokens: 0.01 * (1 + rows * tokens / 4))
+    draft = Timed(noisy_copy(target, 1, 0.1), steps)
+    costs = measure(Timed(target, machine), draft, rows=[1, 4], most=2)
+    # A machine with other work wakes a sleeper late, never early.
+    for rows, tokens in ((1, 1), (1, 3), (4, 1), (4, 3), (2, 2)):
+        least = 0.01 * (1 + rows * tokens / 4)
+        assert 0.99 * least < costs.call(Load(rows, 64), tokens) < least + 0.1
+    assert 0.99 * 0.006 < costs.draft(Load(1, 64)) < 0.1
+    assert costs.call(Load(4, 512), 3) >= costs.call(Load(4, 64), 3)
 
 
 def test_timing_restores_the_drafts_extra_ids() -> None:
     """Draft steps are timed with extra ids, which must not be left in the head."""
-    target = tiny_llama(0)
+    target, widths = tiny_llama(0), list[int]()
     draft = shallow_copy(noisy_copy(target, 1, 0.1))
     cut(draft, list(range(0, 97, 2)))
+    head = cut_head(draft)
+    assert head is not None
     token = mx.array([[5]])
-    before = draft(token)
-    profile = Profile(target, draft, rows=[1], most=1, rest=0.0)
-    profile.measure()
-    while mx.array_equal(draft(token), before):
-        assert profile.again()
-    assert profile.settle() is not None
+    before, also = draft(token), head.allow_extra_ids
+
+    def watched(ids: mx.array | None) -> None:
+        widths.append(0 if ids is None else ids.shape[1])
+        also(ids)
+
+    object.__setattr__(head, "allow_extra_ids", watched)
+    measure(target, draft, rows=[1], most=1)
+    assert EXTRA_IDS in widths and widths[-1] == 0
     assert mx.array_equal(draft(token), before)
 
 
-def test_nearly_equal_costs_keep_their_corrections() -> None:
-    of = Costs({(1, 1): 0.05, (1, 3): 0.06}, {1: 0.01}, {1: 0.0}, 0.0, 0.0)
-    length = Planner(2, 0, of)
-    load = Load(1, 0)
-    for turn in range(200):
-        choice = Choice(2 * (turn % 2), (0,))
-        length.observe(load, choice, [None], [0], length.seconds(load, 0, 0) * (1.0 if not choice.drafted else 2.0))
-    corrected = length.seconds(load, 2, 2)
-    assert corrected > 1.1 * of.round(load, 2)
-    length.learn(Costs({(1, 1): 0.0495, (1, 3): 0.059}, {1: 0.0099}, {1: 0.0}, 0.0, 0.0))
-    assert length.seconds(load, 2, 2) == corrected
-    other = Costs({(1, 1): 0.05, (1, 3): 0.05}, {1: 0.005}, {1: 0.0}, 0.0, 0.0)
-    length.learn(other)
-    assert length.seconds(load, 2, 2) == pytest.approx(other.round(load, 2))
+def test_the_same_costs_keep_their_corrections() -> None:
+    """Adapters of the same shapes cost the same, and a switch between them forgets nothing."""
+    target = tiny_llama(0)
+    drafts = [noisy_copy(target, seed, 0.1) for seed in (1, 2)]
+    load, timed = Load(1, 0), Costs({(1, 1): 0.05, (1, 3): 0.06}, {1: 0.01}, {1: 0.0}, 0.0, 0.0)
+    seeds, planner = Seeds(timed, drafts[0]), Planner(2, 0, timed)
+    for _ in range(8):
+        planner.costs.observe(load, 2, 2, 2.0 * timed.round(load, 2))
+    planner.reseed(seeds.switch(drafts[1]))
+    assert planner.costs.seconds(load, 2, 2) == pytest.approx(2.0 * timed.round(load, 2))
+    planner.reseed(timed.scaled(0.5))
+    assert planner.costs.seconds(load, 2, 2) == pytest.approx(timed.scaled(0.5).round(load, 2))
 
 
-def test_a_model_that_fails_during_timing_does_not_end_the_engine() -> None:
-    """It is not timed again either."""
+def test_a_draft_that_cannot_be_timed_keeps_the_costs() -> None:
+    """It fails where it drafts, and is reported there."""
 
     class Broken(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.model, self._broken = model, False
-
-        @property
-        def layers(self) -> object:
-            return self.model.layers
+            self.weight = mx.zeros((3,))
 
         def __call__(self, tokens: mx.array, cache: object = None) -> mx.array:
-            if self._broken:
-                raise RuntimeError("no memory")
-            return self.model(tokens, cache=cache)
+            raise RuntimeError("no memory")
 
-    target = Broken(tiny_llama(0))
-    profile = Profile(target, None, rows=[1], most=1, rest=0.01)
-    profile.measure()
-    target._broken = True
-    time.sleep(0.02)
-    assert not profile.again() and not profile.again()
-
-
-def test_a_decoder_without_rows_measures_in_time() -> None:
     target = tiny_llama(0)
     decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=2, adaptive=True)
-    assert not decoder.idle(), "nothing was measured yet"
     decoder.profile(1)
-    assert not decoder.idle(), "it was just measured"
+    assert decoder.planner is not None
+    before = decoder.planner.round_seconds()
+    decoder.switch(Draft(1, Broken()))
+    assert decoder.planner.round_seconds() == before
+    decoder.switch(bare(noisy_copy(target, 2, 0.1)))
+    assert decoder.planner.round_seconds() == before

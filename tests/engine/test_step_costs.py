@@ -101,7 +101,6 @@ def test_a_switch_times_the_new_draft() -> None:
     decoder.switch(Draft(1, folded))
     (after,) = decoder.planner.round_seconds()
     assert after > 1.5 * before
-    assert decoder.idle(), "everything is timed again when there is time"
     decoder.switch(Draft(2, MemoryBound(as_served(folded.model, None))))
     (same,) = decoder.planner.round_seconds()
     assert same == after

@@ -9,14 +9,13 @@ import mlx.nn as nn
 import pytest
 
 from service.core import Prompt, Sampling
-from service.engine.acceptance import Acceptance
+from service.engine.acceptance import Acceptance, Calibration
 from service.engine.adapters import Draft
-from service.engine.confidence import Steps, Trust
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
 from service.engine.kv.recurrent import StateLayer
-from service.engine.planner import Choice, Match, Planner
+from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.request import Request
 from tests.support.batches import decode, serve
 from tests.support.families import RECURRENT, V, build, noisy_draft
@@ -98,10 +97,12 @@ class RandomLength(Planner):
         most = drafted or self.rng.randrange(5)
         return Choice(drafted, tuple(min(m.available, most) if m and self.rng.random() < 0.5 else 0 for m in matches))
 
-    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None) -> Steps:
-        return Steps(self.drafted, [Trust() for _ in greedy], lambda drafted, reach: self.rng.random() < 0.6)
+    def steps(
+        self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None
+    ) -> DraftSteps:
+        return DraftSteps(self.drafted, [Calibration() for _ in greedy], lambda drafted, reach: self.rng.random() < 0.6)
 
-    def follows(self, load: Load) -> bool:
+    def prefills(self, load: Load) -> bool:
         return self.rng.random() < 0.5
 
 

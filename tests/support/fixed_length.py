@@ -3,10 +3,9 @@
 from collections.abc import Callable, Sequence
 
 from service.engine.acceptance import Acceptance
-from service.engine.confidence import Steps
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
-from service.engine.planner import Choice, Match, Planner
+from service.engine.planner import Choice, DraftSteps, Match, Planner
 
 
 class FixedLength(Planner):
@@ -29,10 +28,12 @@ class FixedLength(Planner):
         counts = tuple(min(self.drafted, m.available) if m and looks_up else 0 for m in matches)
         return Choice(self.drafted if drafts else 0, counts)
 
-    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None) -> Steps:
-        return Steps(choice.drafted)
+    def steps(
+        self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None
+    ) -> DraftSteps:
+        return DraftSteps(choice.drafted)
 
-    def follows(self, load: Load) -> bool:
+    def prefills(self, load: Load) -> bool:
         return True
 
 

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from service.engine import device
 from service.engine.adapters import Draft
-from service.engine.confidence import Steps
 from service.engine.kv.cache import RowCache
+from service.engine.planner import DraftSteps
 from service.engine.sampling import SamplingBatch, SharedNoise, draw, fit, normaliser, transform
 from service.engine.strategy import current
 from service.models.heads import Backbone, CutHead, Head, cut_head, split, token_limit
@@ -79,7 +79,7 @@ class Drafter(Protocol):
     """What proposes tokens for a batch."""
 
     def propose(
-        self, rows: Sequence[Sequence[int]], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
+        self, rows: Sequence[Sequence[int]], steps: DraftSteps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
     ) -> Proposal | None:
         """Propose as many tokens after each row's tokens (at least two each) as `steps` says; None: not yet. noise: shared with
         the target."""
@@ -113,7 +113,7 @@ class ModelDrafter:
         """By the id of each row's list of tokens."""
 
     def propose(
-        self, rows: Sequence[Sequence[int]], steps: Steps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
+        self, rows: Sequence[Sequence[int]], steps: DraftSteps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
     ) -> Proposal | None:
         """See Drafter. None while rows are still being caught up with (`catch_up`)."""
         if not self.catch_up(rows):
@@ -145,7 +145,7 @@ class ModelDrafter:
     def _propose(
         self,
         rows: Sequence[Sequence[int]],
-        steps: Steps,
+        steps: DraftSteps,
         batch: SamplingBatch,
         noise: SharedNoise,
         key: mx.array,

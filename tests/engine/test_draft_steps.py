@@ -3,7 +3,6 @@
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
@@ -11,13 +10,12 @@ import pytest
 from scipy.stats import chisquare
 
 from service.core import Prompt, Sampling
-from service.engine.acceptance import Acceptance, expected
+from service.engine.acceptance import Acceptance, Calibration, expected_tokens
 from service.engine.adapters import bare
-from service.engine.confidence import Steps, Trust
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.drafters.model import confidence, heard
-from service.engine.planner import Choice, Match, Planner
+from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.request import Request
 from service.models.heads import cut, cut_head
 from tests.support.oracle import filtered_logprobs, noisy_copy, tiny_llama
@@ -31,7 +29,7 @@ COSTS = Costs({(1, 1): 0.048, (1, 9): 0.084}, {1: 0.0063}, {1: 0.0}, 0.0, 0.0)
 """As on 2 CPU cores: a call over nine tokens costs 1.75 calls over one token, a draft step an eighth of one."""
 
 
-def draft_steps_taken(steps: Steps, sure: Sequence[float]) -> int:
+def draft_steps_taken(steps: DraftSteps, sure: Sequence[float]) -> int:
     """Tokens drafted for one row whose tokens have these confidences."""
     asked = 0
     for stop in steps.stops:
@@ -42,14 +40,14 @@ def draft_steps_taken(steps: Steps, sure: Sequence[float]) -> int:
 
 
 def test_observed_acceptance_overrides_the_stated_confidence() -> None:
-    trust = Trust()
-    initial = [trust.rate(i / 20) for i in range(21)]
+    calibration = Calibration()
+    initial = [calibration.rate(i / 20) for i in range(21)]
     assert initial == sorted(initial) and initial[0] > 0 and initial[-1] < 1
     for _ in range(300):
-        trust.observe(0.95, False)
-        trust.observe(0.35, True)
-    assert trust.rate(0.95) < 0.1 and trust.rate(0.35) > 0.9
-    assert trust.rate(0.55) == initial[11], "other confidences are unaffected"
+        calibration.observe(0.95, False)
+        calibration.observe(0.35, True)
+    assert calibration.rate(0.95) < 0.1 and calibration.rate(0.35) > 0.9
+    assert calibration.rate(0.55) == initial[11], "other confidences are unaffected"
 
 
 def test_drafting_stops_where_confidence_is_low() -> None:
@@ -77,7 +75,7 @@ def test_a_batch_continues_for_its_confident_rows() -> None:
     costs = Costs({(4, 1): 0.060, (4, 9): 0.140}, {4: 0.012}, {1: 0.0}, 0.0, 0.0)
 
     def goes_on(*sure: float, looked_up: tuple[int, ...] = (0, 0, 0, 0)) -> bool:
-        found = tuple(expected([0.8] * 8) if n else None for n in looked_up)
+        found = tuple(expected_tokens([0.8] * 8) if n else None for n in looked_up)
         choice = Choice(3, looked_up, 80.0, 4 * USUAL, found)
         return Planner(8, 8, costs).steps(Load(4, 0), choice, [True] * 4).more([sure])
 
@@ -88,33 +86,35 @@ def test_a_batch_continues_for_its_confident_rows() -> None:
 
 
 def test_greedy_and_sampled_confidences_are_calibrated_separately() -> None:
-    length = Planner(8, 0, COSTS)
+    planner = Planner(8, 0, COSTS)
     for _ in range(300):
-        steps = length.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
+        steps = planner.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
         steps.more([[0.6]])
         steps.observe([0])
-    assert not length.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).more([[0.6]])
-    assert length.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [False]).more([[0.6]])
-    length.restart()
-    assert length.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).more([[0.6]]), (
+    assert not planner.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).more([[0.6]])
+    assert planner.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [False]).more([[0.6]])
+    planner.restart()
+    assert planner.steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).more([[0.6]]), (
         "another draft, another confidence"
     )
 
 
 def test_positions_that_were_not_verified_are_not_counted() -> None:
-    trust = Trust()
-    steps = Steps(8, [trust], lambda drafted, reach: True)
+    calibration = Calibration()
+    steps = DraftSteps(8, [calibration], lambda drafted, reach: True)
     steps.more([[0.95]])
     steps.more([[0.25], [0.55]])
-    before = trust.rate(0.55)
+    before = calibration.rate(0.55)
     steps.observe([1])
     assert (
-        trust.rate(0.55) == before and trust.rate(0.95) > Trust().rate(0.95) and trust.rate(0.25) < Trust().rate(0.25)
+        calibration.rate(0.55) == before
+        and calibration.rate(0.95) > Calibration().rate(0.95)
+        and calibration.rate(0.25) < Calibration().rate(0.25)
     )
 
 
 def test_a_fixed_length_needs_no_host_sync() -> None:
-    steps = Steps(5)
+    steps = DraftSteps(5)
     assert steps.stops == () and steps.most == 5
     steps.observe([3, 2])
 
@@ -148,30 +148,21 @@ def test_confidence_beats_every_fixed_length_where_it_predicts_acceptance(doubtf
     def fixed(k: int) -> float:
         return sum(accepted_of(simulated_tokens(i), k) + 1 for i in range(3000)) / (3000 * COSTS.round(ONE, k))
 
-    length, tokens, seconds = Planner(8, 0, COSTS), 0, 0.0
+    planner, tokens, seconds = Planner(8, 0, COSTS), 0, 0.0
     for i in range(3000):
-        tokens_drafted, choice, steps = simulated_tokens(i), length.choose(ONE, [None]), None
+        tokens_drafted, choice, steps = simulated_tokens(i), planner.choose(ONE, [None]), None
         k = choice.drafted
         if k:
-            steps = length.steps(ONE, choice, [True])
+            steps = planner.steps(ONE, choice, [True])
             k = draft_steps_taken(steps, [sure for sure, _ in tokens_drafted])
-            choice = choice.having(k)
+            choice = choice.with_drafted(k)
         accepted = accepted_of(tokens_drafted, k)
-        length.observe(ONE, choice, [None], [accepted], COSTS.round(ONE, k))
+        planner.observe(ONE, choice, [None], [accepted], COSTS.round(ONE, k))
         if k and steps is not None:
             steps.observe([accepted])
         tokens += accepted + 1
         seconds += COSTS.round(ONE, k)
     assert tokens / seconds > 1.03 * max(fixed(k) for k in range(9))
-
-
-def test_an_expensive_host_sync_leaves_the_length_fixed() -> None:
-    """As on an accelerator, where a round takes a few milliseconds and a host sync is expensive."""
-    costs = replace(COSTS, asked={1: 0.04 * COSTS.round(ONE, 3)})
-    steps = Planner(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True])
-    assert steps.most == 3 and not steps.stops
-    costs = replace(COSTS, asked={1: 0.02 * COSTS.round(ONE, 3)})
-    assert Planner(8, 0, costs).steps(ONE, Choice(3, (0,), 30.0, USUAL, ALONE), [True]).stops == (1, 3, 7)
 
 
 class StopsAtLowConfidence(Planner):
@@ -187,8 +178,10 @@ class StopsAtLowConfidence(Planner):
     ) -> Choice:
         return Choice(3, (0,) * load.rows)
 
-    def steps(self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None) -> Steps:
-        return Steps(3, [Trust()] * load.rows, lambda drafted, reach: reach[0] > Trust().rate(0.15))
+    def steps(
+        self, load: Load, choice: Choice, greedy: Sequence[bool], drafts: Sequence[bool] | None = None
+    ) -> DraftSteps:
+        return DraftSteps(3, [Calibration()] * load.rows, lambda drafted, reach: reach[0] > Calibration().rate(0.15))
 
 
 @pytest.mark.parametrize("draws", [200, pytest.param(2000, marks=pytest.mark.nightly)])
