@@ -1,4 +1,4 @@
-"""A round on its way: what it is to do, what the device was given, and what came of it."""
+"""A round in its stages: planned, launched, read, reported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core import Source
+from service.core import Delta, Round, Source
 from service.engine import device
 from service.engine.costs import Load
 from service.engine.drafters.lookup import LookupProposal
@@ -105,3 +105,13 @@ class Step:
             proposed=[guess[:n].tolist() for guess, n in zip(proposed, tried.tolist(), strict=True)],
             finite=finite,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RoundReport:
+    """What a round emitted, by row. rows: in batch order, finished ones included. seconds: duration of the round."""
+
+    rows: tuple[Request, ...]
+    deltas: tuple[Delta, ...]
+    rounds: tuple[Round, ...]
+    seconds: float

@@ -273,7 +273,7 @@ class EngineThread:
         while (ticket := self._scheduler.next()) is not None:
             # It waits until it has its row: `drain` must see it, and an error must reach it.
             ticket.row = engine.new_request(ticket.id, ticket.prompt)
-            prefill = engine.decoder.begin(ticket.row)
+            prefill = engine.decoder.start_prefill(ticket.row)
             with self._condition:
                 self._scheduler.admit(ticket, prefill)
 
@@ -295,9 +295,9 @@ class EngineThread:
         scheduler, chunk = self._scheduler, engine.decoder.prefill_chunk
         left = scheduler.prefill_tokens(chunk)
         while scheduler.prefilling:
-            prefill = engine.decoder.gather([*scheduler.prefilling.values()], left)
+            prefill = engine.decoder.batch_prompts([*scheduler.prefilling.values()], left)
             left -= prefill.next_call_tokens(chunk)
-            if left < 0 or not engine.decoder.read(prefill, len(scheduler.prefilling)):
+            if left < 0 or not engine.decoder.prefill(prefill, len(scheduler.prefilling)):
                 break
             ready.append(prefill)
             scheduler.prefilled(prefill)

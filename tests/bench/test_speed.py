@@ -97,9 +97,9 @@ def test_a_shared_prefix_of_a_thousand_tokens_is_prefilled_once(pair: Pair) -> N
 class TimedDecoder(Decoder):
     """Records how long each prefill chunk takes."""
 
-    def read(self, prefill: Prefill, coming: int = 1) -> bool:
+    def prefill(self, prefill: Prefill, joining: int = 1) -> bool:
         begun = time.perf_counter()
-        done = super().read(prefill, coming)
+        done = super().prefill(prefill, joining)
         self.chunks.append(time.perf_counter() - begun)
         return done
 

@@ -65,11 +65,11 @@ def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
     ]
     for row in rows:
         decoder.admit(row)
-    assert decoder.drafter is not None
+    assert decoder.batch.drafter is not None
     while decoder.rows:
         decoder.round()
         for index, row in enumerate(decoder.rows):
-            assert_fresh(model, decoder.drafter.cache, index, row.tokens)
+            assert_fresh(model, decoder.batch.drafter.cache, index, row.tokens)
     sources = [[each for row in rows for each in row.rounds if each.source is source] for source in Source]
     assert all(any(each.drafted > each.accepted for each in found) for found in sources), "both were rejected at times"
     assert decoder.draft_failures == 0
@@ -79,9 +79,9 @@ def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
 
 def assert_blocks(decoder: Decoder, model: nn.Module, rows: list[Request]) -> None:
     """The draft's blocks in the prefix cache equal a prefill of the finished rows' tokens."""
-    assert decoder.prefix is not None
+    assert decoder.batch.prefix is not None
     for row in rows:
         cached = RowCache(model, 1)
-        decoder.prefix.load(Owner.DRAFT, [row.tokens], cached)
+        decoder.batch.prefix.load(Owner.DRAFT, [row.tokens], cached)
         assert cached.lengths.host[0] >= BLOCK
         assert_fresh(model, cached, 0, row.tokens)

@@ -16,7 +16,8 @@ from mlx_lm.models.llama import Model
 
 from service.core import Prompt, Sampling
 from service.engine.adapters import Draft, bare
-from service.engine.decoder import RETRY, Decoder
+from service.engine.batch import RETRY
+from service.engine.decoder import Decoder
 from service.engine.request import Request
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of, load_arrays
@@ -186,7 +187,7 @@ def test_a_row_with_non_finite_draft_logits_continues_without_drafts(caplog: pyt
     decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
     with caplog.at_level(logging.WARNING):
         decode(decoder, rows)
-    assert decoder.draft_failures == 1 and not decoder.failed
+    assert decoder.draft_failures == 1 and not decoder.batch.failed
     assert [record.getMessage() for record in caplog.records if "not finite" in record.getMessage()] != []
     assert len(caplog.records) == 1
     for mine, same in zip(rows[1:], alone[1:], strict=True):
@@ -225,8 +226,8 @@ def test_non_finite_keys_and_values_stay_in_no_row() -> None:
         decoder.admit(row)
     for _ in range(4):
         decoder.round()
-    assert decoder.draft_failures >= 1 and not decoder.failed and decoder.drafter is not None
-    assert all(mx.isfinite(array).all().item() for array in decoder.drafter.cache.arrays())
+    assert decoder.draft_failures >= 1 and not decoder.batch.failed and decoder.batch.drafter is not None
+    assert all(mx.isfinite(array).all().item() for array in decoder.batch.drafter.cache.arrays())
     weak.ill = False
     while decoder.rows:
         decoder.round()

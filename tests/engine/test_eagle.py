@@ -76,9 +76,9 @@ class RecordingDrafter(EagleDrafter):
 
 def recording_decoder(model: Model, **options: object) -> tuple[Decoder, list[tuple[list[int], list[int]]]]:
     decoder = Decoder(target(), bare(model), vocabulary=VOCABULARY, k=K, prefill_chunk=16, **options)  # pyright: ignore[reportArgumentType]
-    drafter = RecordingDrafter(bare(model), VOCABULARY, decoder.cache)
+    drafter = RecordingDrafter(bare(model), VOCABULARY, decoder.batch.cache)
     drafter.proposals = []
-    decoder.drafter = drafter
+    decoder.batch.drafter = drafter
     return decoder, drafter.proposals
 
 
@@ -122,7 +122,7 @@ def test_every_proposal_equals_that_of_the_row_alone(rows: int, count: int) -> N
 
     def between(decoder: Decoder) -> None:
         # Rounds without drafts let the draft cache fall behind; it catches up.
-        decoder.drafted = K if rng.random() < 0.4 or len(decoder.rows) < 2 else 0
+        decoder.draft_length = K if rng.random() < 0.4 or len(decoder.rows) < 2 else 0
 
     asked = prompts(rng, count)
     served = serve(decoder, asked, eos=EOS, max_rows=rows, seed=rows, between=between)

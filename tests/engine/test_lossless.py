@@ -261,7 +261,7 @@ def test_a_new_draft_ends_the_degradation() -> None:
     seen: list[bool] = []
 
     def between(decoder: Decoder) -> None:
-        seen.append(decoder.failed)
+        seen.append(decoder.batch.failed)
         if len(seen) == 10:
             decoder.switch(bare(draft("same")))
 

@@ -268,8 +268,10 @@ def test_draft_prefill_depends_on_the_coming_batch_size(coming: int, answer: int
     decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
     timed = measured({(1, 1): 0.05, (1, 4): 0.06, (16, 1): 0.1, (16, 4): 0.9}, {1: 0.005, 16: 0.1})
     decoder.planner = Planner(3, 0, replace(timed, read=0.002))
-    prefill = decoder.begin(Request("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=answer)), frozenset(), None))
-    while not decoder.read(prefill, coming):
+    prefill = decoder.start_prefill(
+        Request("one", Prompt(tuple(range(4, 60)), Sampling(max_tokens=answer)), frozenset(), None)
+    )
+    while not decoder.prefill(prefill, coming):
         pass
     assert (prefill.draft_cache is not None) == reads
 

@@ -39,7 +39,7 @@ def finish(decoder: Decoder, rows: Sequence[Request]) -> None:
     while decoder.rows:
         decoder.round()
     for row in rows:
-        assert row.output == forced(decoder.target.model, row.prompt.tokens, row.output, row.prompt.sampling, EOS)
+        assert row.output == forced(decoder.batch.target.model, row.prompt.tokens, row.output, row.prompt.sampling, EOS)
 
 
 def run(decoder: Decoder, texts: Sequence[Sequence[int]], room: int = 4 * CHUNK) -> list[list[int]]:
@@ -54,8 +54,11 @@ def test_batched_prefill_equals_each_prompt_alone() -> None:
     decoder = make_decoder()
     rows = rows_of([random_tokens(i, count) for i, count in enumerate((22, 20, 21, 23))])
     (prefill,) = admit(decoder, rows, room=4 * CHUNK)
-    assert decoder.drafter is not None and decoder.rows == prefill.rows and len(prefill.rows) == 4
-    for model, cache in ((decoder.target.model, decoder.cache), (decoder.drafter.draft.model, decoder.drafter.cache)):
+    assert decoder.batch.drafter is not None and decoder.rows == prefill.rows and len(prefill.rows) == 4
+    for model, cache in (
+        (decoder.batch.target.model, decoder.batch.cache),
+        (decoder.batch.drafter.draft.model, decoder.batch.drafter.cache),
+    ):
         assert cache.lengths.host == [len(row.prompt.tokens) - 1 for row in decoder.rows]
         for i, row in enumerate(decoder.rows):
             own, count = RowCache(model, 1), len(row.prompt.tokens) - 1
@@ -140,5 +143,5 @@ class FailsInBatches(nn.Module):
 def test_a_draft_that_fails_on_a_batched_prefill_costs_speed_only() -> None:
     decoder = make_decoder()
     decoder.switch(bare(FailsInBatches(noisy_copy(tiny_llama(0), 1, 0.2))))
-    assert run(decoder, [random_tokens(1, 20)]) == [[20]] and not decoder.failed
-    assert run(decoder, [random_tokens(i, 20 + i) for i in range(3)]) == [[20, 21, 22]] and decoder.failed
+    assert run(decoder, [random_tokens(1, 20)]) == [[20]] and not decoder.batch.failed
+    assert run(decoder, [random_tokens(i, 20 + i) for i in range(3)]) == [[20, 21, 22]] and decoder.batch.failed

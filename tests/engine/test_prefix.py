@@ -78,12 +78,12 @@ def whole(count: int) -> int:
 
 def cached_length(decoder: Decoder, owner: Owner, tokens: Sequence[int]) -> int:
     """How many of `tokens` are cached; their keys and values must equal those of a fresh prefill."""
-    assert decoder.prefix is not None and decoder.drafter is not None
-    model = decoder.target.model if owner is Owner.TARGET else decoder.drafter.draft.model
+    assert decoder.batch.prefix is not None and decoder.batch.drafter is not None
+    model = decoder.batch.target.model if owner is Owner.TARGET else decoder.batch.drafter.draft.model
     cached, read = RowCache(model, 1), RowCache(model, 1)
-    decoder.prefix.load(owner, [tokens], cached)
+    decoder.batch.prefix.load(owner, [tokens], cached)
     count = cached.lengths.host[0]
-    assert count == decoder.prefix.cached_length(owner, tokens)
+    assert count == decoder.batch.prefix.cached_length(owner, tokens)
     if count:
         for start in range(0, count, BLOCK):
             model(mx.array([tokens[start : start + BLOCK]]), cache=read.layers)
@@ -94,7 +94,7 @@ def cached_length(decoder: Decoder, owner: Owner, tokens: Sequence[int]) -> int:
 
 
 def assert_fits(decoder: Decoder) -> None:
-    prefix = decoder.prefix
+    prefix = decoder.batch.prefix
     assert prefix is not None
     assert prefix.nbytes == sum(a.nbytes for block in prefix.blocks for a in block.arrays) <= prefix.budget
     assert all(block.parent is not None and block.parent.children[block.tokens] is block for block in prefix.blocks)
@@ -114,7 +114,7 @@ def test_a_growing_chat_is_prefilled_once(sampling: dict[str, Any]) -> None:
         verified, reused = len(row.tokens) - 1, row.cached_tokens
         tokens = (*row.tokens, *random_tokens(10 + turn, 7))
     assert reused > 100
-    assert len(decoder.prefix.blocks) == 2 * (verified // BLOCK)  # pyright: ignore[reportOptionalMemberAccess]
+    assert len(decoder.batch.prefix.blocks) == 2 * (verified // BLOCK)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 34, 64, 65, 66])
@@ -133,15 +133,15 @@ def test_a_shared_prefix_is_stored_once_and_hit_by_all() -> None:
         assert_own(row)
     assert [row.cached_tokens for row in rows] == [0] + [96] * 6
     tails = sum((len(row.tokens) - 1 - 96) // BLOCK for row in rows)
-    assert len({block.tokens for block in decoder.prefix.blocks}) == 3 + tails  # pyright: ignore[reportOptionalMemberAccess]
+    assert len({block.tokens for block in decoder.batch.prefix.blocks}) == 3 + tails  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_concurrent_requests_do_not_prefill_a_shared_prefix_twice() -> None:
     decoder = make_decoder()
     system = random_tokens(1, 70)
-    under_way = [decoder.begin(Request(str(i), request((*system, i + 10)), EOS, None)) for i in range(3)]
+    under_way = [decoder.start_prefill(Request(str(i), request((*system, i + 10)), EOS, None)) for i in range(3)]
     for prefill in under_way:
-        while not decoder.read(prefill):
+        while not decoder.prefill(prefill):
             pass
         decoder.join([prefill])
     rows = list(decoder.rows)
@@ -180,11 +180,11 @@ def test_requests_that_may_not_be_stored_can_hit_but_not_add() -> None:
     decoder = make_decoder()
     tokens = random_tokens(1, 80)
     assert answer(decoder, request(tokens, store=False)).cached_tokens == 0
-    assert decoder.prefix is not None and decoder.prefix.blocks == ()
+    assert decoder.batch.prefix is not None and decoder.batch.prefix.blocks == ()
     answer(decoder, request(tokens))
-    before = decoder.prefix.blocks
+    before = decoder.batch.prefix.blocks
     assert answer(decoder, request((*tokens, *random_tokens(2, 60)), store=False)).cached_tokens == 64
-    assert set(decoder.prefix.blocks) == set(before)
+    assert set(decoder.batch.prefix.blocks) == set(before)
 
 
 def test_the_output_of_a_cancelled_request_is_cached() -> None:
@@ -236,12 +236,12 @@ def test_rows_running_at_a_swap_cache_no_mixed_draft_blocks() -> None:
     decoder = make_decoder()
     running, reading = (Request(str(i), request(random_tokens(i, 100), answer=80), frozenset(), None) for i in range(2))
     decoder.admit(running)
-    prefill = decoder.begin(reading)
+    prefill = decoder.start_prefill(reading)
     for _ in range(3):
-        decoder.read(prefill)
+        decoder.prefill(prefill)
         decoder.round()
     decoder.switch(draft(2))
-    while not decoder.read(prefill):
+    while not decoder.prefill(prefill):
         decoder.round()
     decoder.join([prefill])
     while decoder.rows:
@@ -262,10 +262,10 @@ def test_blocks_of_a_failed_draft_are_discarded(how: str, when: str) -> None:
         answer(decoder, request((*tokens, *random_tokens(2, 50))))
     else:
         row = Request("0", request((*tokens, *random_tokens(2, 50))), EOS, None)
-        prefill = decoder.begin(row)
-        decoder.read(prefill)
+        prefill = decoder.start_prefill(row)
+        decoder.prefill(prefill)
         weak.fails = how if when == "while a prompt is read" else ""
-        while not decoder.read(prefill):
+        while not decoder.prefill(prefill):
             pass
         decoder.join([prefill])
         decoder.round()
@@ -274,11 +274,11 @@ def test_blocks_of_a_failed_draft_are_discarded(how: str, when: str) -> None:
             decoder.round()
         assert_own(row)
     if how == "raises":
-        assert decoder.draft_failures == 1 and decoder.failed
+        assert decoder.draft_failures == 1 and decoder.batch.failed
         assert cached_length(decoder, Owner.DRAFT, tokens) == 0
     else:
         # Only the logits were not finite: the row went on without the draft, and its keys and values stay valid.
-        assert decoder.draft_failures >= 1 and not decoder.failed
+        assert decoder.draft_failures >= 1 and not decoder.batch.failed
         assert cached_length(decoder, Owner.DRAFT, tokens) >= whole(len(tokens) - 2)
     decoder.switch(Draft(1, draft(0).model))
     row = answer(decoder, request((*tokens, *random_tokens(3, 50))))

@@ -28,7 +28,7 @@ class Requests:
         admitted: list[Ticket] = []
         while (ticket := scheduler.next()) is not None:
             ticket.row = Request(ticket.id, ticket.prompt, frozenset(), None)
-            scheduler.admit(ticket, self.decoder.begin(ticket.row))
+            scheduler.admit(ticket, self.decoder.start_prefill(ticket.row))
             admitted.append(ticket)
         return admitted
 

@@ -91,8 +91,8 @@ def test_leaving_and_joining_wait_once_more_at_most(target: Model, draft: nn.Mod
         decoder.admit(first)
         decoder.admit(second)
         decoder.round()
-        prefill = decoder.begin(third)
-        while not decoder.read(prefill):
+        prefill = decoder.start_prefill(third)
+        while not decoder.prefill(prefill):
             pass
         with device.counting() as counts:
             decoder.join([prefill])

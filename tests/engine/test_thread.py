@@ -244,8 +244,8 @@ class EngineHarness:
 
     def rows_held(self) -> tuple[int, int]:
         """Rows in the caches of target and draft; checks that no memory is held without rows."""
-        assert self.engine is not None and self.engine.decoder.drafter is not None
-        caches = (self.engine.decoder.cache, self.engine.decoder.drafter.cache)
+        assert self.engine is not None and self.engine.decoder.batch.drafter is not None
+        caches = (self.engine.decoder.batch.cache, self.engine.decoder.batch.drafter.cache)
         for held in caches:
             assert all(0 < len(held.lengths.host) <= array.shape[0] for array in held.arrays())
             assert all(array.shape[0] <= 2 * len(held.lengths.host) for array in held.arrays())

@@ -109,7 +109,7 @@ def keyed(seed: int) -> Callable[[Decoder], None]:
     first = iter([mx.random.key(seed)])
 
     def between(decoder: Decoder) -> None:
-        decoder.key = next(first, decoder.key)
+        decoder.runner.key = next(first, decoder.runner.key)
 
     return between
 

@@ -189,8 +189,8 @@ def test_calls_are_released_after_a_round() -> None:
     """A layer's inputs are kept until the round is verified, not for the life of the row."""
     decoder = Decoder(target("lfm2"), Draft(0, draft("lfm2", "alike")), vocabulary=V, k=3)
     decoder.admit(Request("0", Prompt((5, 6, 7), Sampling(max_tokens=12)), EOS, None))
-    states: list[StateLayer] = decoder.cache.states
+    states: list[StateLayer] = decoder.batch.cache.states
     while decoder.rows:
         decoder.round()
-        assert decoder.drafter is not None
-        assert not any(layer.calls for layer in (*states, *decoder.drafter.cache.states))
+        assert decoder.batch.drafter is not None
+        assert not any(layer.calls for layer in (*states, *decoder.batch.drafter.cache.states))

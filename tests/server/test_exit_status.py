@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.engine.decoder import Decoder, RoundReport
+from service.engine.decoder import Decoder
+from service.engine.rounds import RoundReport
 from service.evaluation.server import LocalServer
 from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
 

@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 
-from service.engine.decoder import Decoder, RoundReport
+from service.engine.decoder import Decoder
+from service.engine.rounds import RoundReport
 from service.evaluation.server import LocalServer
 from tests.support.echo_engine import wait_until
 from tests.support.tiny_server import in_process_server, write_pair

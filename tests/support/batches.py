@@ -48,10 +48,10 @@ def decode(
 
 def admit(decoder: Decoder, rows: Sequence[Request], room: int = 64) -> list[Prefill]:
     """Prefill rows that arrived together, batched as the decoder groups them. Returns the groups."""
-    waiting, prefilled = [decoder.begin(row) for row in rows], list[Prefill]()
+    waiting, prefilled = [decoder.start_prefill(row) for row in rows], list[Prefill]()
     while waiting:
-        prefilled.append(decoder.gather(waiting, room))
-        while not decoder.read(prefilled[-1], len(waiting)):
+        prefilled.append(decoder.batch_prompts(waiting, room))
+        while not decoder.prefill(prefilled[-1], len(waiting)):
             pass
         decoder.join([prefilled[-1]])
         waiting = [prefill for prefill in waiting if not any(prefill.rows[0] is row for row in prefilled[-1].rows)]

@@ -20,8 +20,8 @@ from service.engine.adapters import Draft, served
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.planner import Choice, Match, Planner
-from service.engine.report import RoundReport
 from service.engine.request import Request
+from service.engine.rounds import RoundReport
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, current, using
 from service.evaluation.bench.bare import BareArm
 from service.evaluation.bench.calls import Calls, queued
