@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from service.engine.drafters.model import Proposal
+from service.engine.drafters.proposal import Proposal
 from service.engine.sampling import SamplingBatch, choose
 
 

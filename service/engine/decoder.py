@@ -242,7 +242,7 @@ class Decoder:
         if len(rounds) == len(plan.rows) and (step.drafted or not plan.choice.drafted):
             # Positions behind the end of a text count neither as proposed nor as accepted.
             proposed, accepted = [each.drafted for each in rounds], [each.accepted for each in rounds]
-            seconds = report.seconds if timed and not plan.behind else None
+            seconds = report.seconds if timed and not plan.lags else None
             own = [row.acceptance for row in report.rows]
             self.planner.observe(plan.load, plan.choice, plan.matches, accepted, seconds, own, proposed)
             plan.steps.observe(accepted, proposed)
@@ -280,8 +280,8 @@ class Decoder:
         if self.planner is not None and choice.drafted and self.strategy.ask_confidence:
             greedy = [row.prompt.sampling.greedy for row in rows]
             steps = self.planner.steps(load, choice, greedy, [drafts(row) for row in rows])
-        behind = choice.drafted > 0 and batch.drafter is not None and batch.drafter.behind(visible)
-        return Plan(list(rows), visible, load, choice, found, matches, steps, behind, started_at)
+        lags = choice.drafted > 0 and batch.drafter is not None and batch.drafter.lags(visible)
+        return Plan(list(rows), visible, load, choice, found, matches, steps, lags, started_at)
 
     def _choose(
         self, rows: Sequence[Request], load: Load, joining: int

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from service.engine import device
-from service.engine.drafters.model import Proposal
+from service.engine.drafters.proposal import Proposal
 from service.engine.sampling import SamplingBatch
 from service.engine.top_logprobs import Floats, Ids, tail_mass, top_logits
 

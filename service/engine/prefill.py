@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.engine import device
-from service.engine.drafters.model import ModelDrafter, ragged
+from service.engine.drafters.model import ModelDrafter, pad_rows
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
 from service.engine.request import Request
@@ -120,7 +120,7 @@ def prefill_draft(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix:
     """Prefill the next chunk of each prompt with the draft, as far as it can run ahead of the target. Returns whether tokens
     remain. The draft cache must exist (`Prefill.ensure_draft_cache`)."""
     assert prefill.draft_cache is not None
-    run, upto = partial(drafter.feed, target=prefill.target_cache), drafter.readable(prefill.target_cache)
+    run, upto = partial(drafter.extend, target=prefill.target_cache), drafter.prefill_limit(prefill.target_cache)
     return _prefill_chunk(Owner.DRAFT, run, prefill.draft_cache, prefill.rows, size, upto, prefix)
 
 
@@ -148,7 +148,7 @@ def _prefill_chunk(
     prompts, start = [row.prompt.tokens[:-1] for row in rows], cache.lengths.host
     chunks = [prompt[done : min(done + size, upto)] for prompt, done in zip(prompts, start, strict=True)]
     if any(chunks):
-        run(ragged(chunks, cache), cache)
+        run(pad_rows(chunks, cache), cache)
         device.wait(cache.arrays())
         cache.truncate([done + len(chunk) for done, chunk in zip(start, chunks, strict=True)])
         if prefix is not None:

@@ -13,7 +13,7 @@ from service.core import Delta, Round, Source
 from service.engine import device
 from service.engine.costs import Load
 from service.engine.drafters.lookup import LookupProposal
-from service.engine.drafters.model import Proposal
+from service.engine.drafters.proposal import Proposal
 from service.engine.evidence import RoundEvidence
 from service.engine.planner import Choice, DraftSteps, Match
 from service.engine.request import Request
@@ -22,9 +22,9 @@ from service.engine.sampling import SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a round is to do; everything by row. visible: tokens as the draft sees them. found, matches: what was looked up.
-    behind: the draft has more to read first than a step takes, so that the round's time says nothing of others. started_at:
-    perf_counter when it was made."""
+    """A planned round; everything by row. visible: tokens as the draft sees them. found, matches: look-ups. lags: the draft's
+    cache lacks more tokens than a step takes, so that the round's time says nothing of others. started_at: perf_counter when
+    it was planned."""
 
     rows: Sequence[Request]
     visible: Sequence[Sequence[int]]
@@ -33,22 +33,22 @@ class Plan:
     found: Sequence[LookupProposal | None]
     matches: Sequence[Match | None]
     steps: DraftSteps
-    behind: bool
+    lags: bool
     started_at: float
 
     @property
     def sources(self) -> list[Source]:
-        """Where each row's proposal comes from."""
+        """Who proposes each row's tokens."""
         return [Source.LOOKUP if n else Source.DRAFT for n in self.choice.looked_up]
 
     def having(self, drafted: int) -> Plan:
-        """The plan when so many tokens were drafted in the end."""
+        """The plan after the draft stopped at so many tokens."""
         return replace(self, choice=self.choice.with_drafted(drafted))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round gave, by row. emitted: the accepted tokens and the target's own after them. proposed: the proposal, without
+    """A round's tokens, by row. emitted: the accepted tokens and the bonus or corrected one. proposed: the proposal, without
     positions where the draft's logits were not finite. finite: whether they all were."""
 
     emitted: list[list[int]]
@@ -58,11 +58,11 @@ class Outcome:
 
 @dataclass(slots=True)
 class Step:
-    """A round that the device was given, not read yet. drafted: a proposal of the draft is in it. follows: it was launched
-    before the one before it was read. others: arrays to be computed with it.
+    """A launched round, not read yet. drafted: it has a proposal of the draft. follows: it was launched before the round
+    before it was read. others: arrays to be computed with it.
 
     Arrays: accepted (B,); emitted (B, K+1), of which row b emits the first accepted[b] + 1; finite (B, K), whether the draft's
-    logits were, None where it was not asked; logits and distribution (B, K+1, V) before and after the sampling transform."""
+    logits were, None where nothing was drafted; logits and distribution (B, K+1, V) before and after the sampling transform."""
 
     plan: Plan
     sampling: SamplingBatch

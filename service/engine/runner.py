@@ -11,7 +11,7 @@ import numpy as np
 
 from service.engine import accept, device
 from service.engine.batch import Batch, drafts
-from service.engine.drafters.model import Proposal, instead
+from service.engine.drafters.proposal import Proposal, prefer_lookups
 from service.engine.evidence import RoundEvidence
 from service.engine.kv.cache import RowCache
 from service.engine.request import Request
@@ -157,7 +157,7 @@ class Runner:
             finite = drafted.usable
             if not all(map(drafts, rows)):
                 drafted = replace(drafted, usable=finite & mx.array([drafts(row) for row in rows])[:, None])
-        proposal = instead(drafted, lookups, most, self._vocabulary, sampling.unseeded)
+        proposal = prefer_lookups(drafted, lookups, most, self._vocabulary, sampling.unseeded)
         if latest is None:
             latest = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
         tokens = latest

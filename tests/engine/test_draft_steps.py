@@ -14,7 +14,7 @@ from service.engine.acceptance import Acceptance, Calibration, expected_tokens
 from service.engine.adapters import bare
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
-from service.engine.drafters.model import confidence, heard
+from service.engine.drafters.model import confidence, read_confidences
 from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.request import Request
 from service.models.heads import cut, cut_head
@@ -129,7 +129,7 @@ def test_confidence_is_the_softmax_over_the_reduced_vocabulary() -> None:
     distribution = np.exp(np.array(logits[:, 0, mx.array(reduced)]))
     distribution /= distribution.sum(axis=-1, keepdims=True)
     drawn = mx.array([[reduced[3]], [reduced[7]]])
-    confidences = heard([confidence(logits, drawn, head), confidence(logits, drawn, None)])
+    confidences = read_confidences([confidence(logits, drawn, head), confidence(logits, drawn, None)])
     assert np.allclose(confidences, [[distribution[0, 3], distribution[1, 7]]] * 2, atol=1e-5)
 
 

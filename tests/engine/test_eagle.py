@@ -14,7 +14,7 @@ from service.core import PairError, Prompt, Sampling
 from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
 from service.engine.drafters.head import EagleDrafter
-from service.engine.drafters.model import Proposal
+from service.engine.drafters.proposal import Proposal
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import PrefixCache
 from service.engine.planner import DraftSteps

@@ -13,7 +13,7 @@ from service.engine.adapters import bare
 from service.engine.costs import Costs
 from service.engine.decoder import Decoder
 from service.engine.drafters.lookup import INDEX_TOKENS, Lookup, LookupProposal, NGramIndex
-from service.engine.drafters.model import joined, looked_up
+from service.engine.drafters.proposal import lookup_proposal, merge
 from service.engine.planner import PROBE, Planner
 from service.engine.request import Request
 from tests.support.batches import admit, decode
@@ -168,10 +168,10 @@ def test_unseeded_sampling_with_look_ups_keeps_the_targets_distribution(draws: i
 
 
 def test_two_proposals_are_merged_row_by_row() -> None:
-    one = looked_up([[1, 2], [3]], 2, VOCABULARY, unseeded=True)
-    other = looked_up([[4, 5], [6, 7]], 2, VOCABULARY, unseeded=True)
-    both = joined(one, other, [False, True])
+    one = lookup_proposal([[1, 2], [3]], 2, VOCABULARY, unseeded=True)
+    other = lookup_proposal([[4, 5], [6, 7]], 2, VOCABULARY, unseeded=True)
+    both = merge(one, other, [False, True])
     assert both.tokens.tolist() == [[1, 2], [6, 7]] and both.usable.all().item() and both.logq is not None
     assert mx.argmax(both.logq, axis=-1).tolist() == [[1, 2], [6, 7]]
     assert one.usable.tolist() == [[True, True], [True, False]]
-    assert looked_up([[1]], 1, VOCABULARY, unseeded=False).logq is None
+    assert lookup_proposal([[1]], 1, VOCABULARY, unseeded=False).logq is None

@@ -23,26 +23,26 @@ class EagleDrafter(ModelDrafter):
         super().__init__(draft, vocabulary, target)
         self._state: mx.array | None = None
 
-    def feed(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
+    def extend(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
         """See ModelDrafter. Returns hidden states (B, N, hidden)."""
         return self._model.model(
-            self.known(tokens), cache.layers, target.features_before(cache.lengths.host, tokens.shape[1])
+            self.clamp_ids(tokens), cache.layers, target.features_before(cache.lengths.host, tokens.shape[1])
         )
 
-    def readable(self, target: RowCache) -> int:
+    def prefill_limit(self, target: RowCache) -> int:
         """One position more than the target's, because a position needs the feature of the one before it."""
         return target.lengths.longest + 1
 
-    def parts(self) -> None:
-        """None: `run` and `told` call backbone and head themselves."""
+    def split_model(self) -> None:
+        """None: `forward` and `logits_from` call backbone and head themselves."""
 
-    def run(self, feed: mx.array, *, first: bool) -> mx.array:
+    def forward(self, feed: mx.array, *, first: bool) -> mx.array:
         """See ModelDrafter. Returns hidden states (B, N, hidden)."""
         if first:
-            return self.feed(feed, self.cache, self.target)
+            return self.extend(feed, self.cache, self.target)
         return self._model.model(feed, self.cache.layers, self._state)
 
-    def told(self, out: mx.array) -> mx.array:
+    def logits_from(self, out: mx.array) -> mx.array:
         """Logits (B, 1, V) from hidden states (B, 1, hidden), which are the features of the next step."""
         self._state = out
         return self._model.logits(out)

@@ -1,0 +1,73 @@
+"""Proposed tokens of a round, whoever proposed them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+import numpy as np
+
+from service.engine.planner import DraftSteps
+from service.engine.sampling import SamplingBatch, SharedNoise
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """K proposed tokens a row.
+
+    tokens: (B, K). logq: (B, K, V), the log-distributions they were drawn from; None when every row matches or is greedy.
+    logits: the draft's at each position, (B, 1, V) each; none of look-ups. usable: (B, K), false where nothing was proposed
+    and where the draft's logits were not finite."""
+
+    tokens: mx.array
+    logq: mx.array | None
+    logits: tuple[mx.array, ...]
+    usable: mx.array
+
+
+class Drafter(Protocol):
+    """What proposes tokens for a batch."""
+
+    def propose(
+        self, rows: Sequence[Sequence[int]], steps: DraftSteps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
+    ) -> Proposal | None:
+        """Propose tokens after each row's tokens (two or more), as many as `steps` says; None: not in this round. noise: shared
+        with the target."""
+        ...
+
+
+def lookup_proposal(lookups: Sequence[Sequence[int]], k: int, vocabulary: int, unseeded: bool) -> Proposal:
+    """Looked-up tokens, up to k a row, as a proposal: q is 1 at each of them. unseeded: rows need log-distributions."""
+    tokens, usable = np.zeros((len(lookups), k), dtype=np.int32), np.zeros((len(lookups), k), dtype=np.bool_)
+    for i, row in enumerate(lookups):
+        tokens[i, : len(row)] = row
+        usable[i, : len(row)] = True
+    proposed = mx.array(tokens)
+    logq = mx.where(mx.arange(vocabulary) == proposed[..., None], 0.0, -float("inf")) if unseeded else None
+    return Proposal(proposed, logq, (), mx.array(usable.tolist()))
+
+
+def merge(drafted: Proposal, lookups: Proposal, rows: Sequence[bool]) -> Proposal:
+    """One proposal of two of the same length: row b is the look-up's where rows[b]."""
+    pick = mx.array(list(rows))[:, None]
+    logq = None
+    if drafted.logq is not None and lookups.logq is not None:
+        logq = mx.where(pick[..., None], lookups.logq, drafted.logq)
+    return Proposal(
+        tokens=mx.where(pick, lookups.tokens, drafted.tokens),
+        logq=logq,
+        logits=drafted.logits,
+        usable=mx.where(pick, lookups.usable, drafted.usable),
+    )
+
+
+def prefer_lookups(
+    drafted: Proposal | None, lookups: Sequence[Sequence[int]], k: int, vocabulary: int, unseeded: bool
+) -> Proposal | None:
+    """The draft's proposal of k tokens a row, replaced in rows that have a look-up."""
+    if not any(lookups):
+        return drafted
+    found = lookup_proposal(lookups, k, vocabulary, unseeded)
+    return found if drafted is None else merge(drafted, found, [len(row) > 0 for row in lookups])
