@@ -30,7 +30,8 @@ token whose experts nearly tie) does not recur with other tokens."""
 FACTOR = 3.0
 """The engine may differ by this factor times the measured rounding."""
 PADDED = 4.0
-"""Units of rounding (machine epsilons) added at most for calls over the whole capacity, whose sums are longer by zeros."""
+"""Units of rounding (machine epsilons) added at most for calls over the whole capacity, whose sums are longer by zeros; and for
+attention of our own, which adds in another order, in float32."""
 
 Vectors = dict[str, mx.array]
 """The cache contents and logits of a row by name: (positions, features), or (1, features) for a recurrent state."""
@@ -92,8 +93,11 @@ def largest_difference(model: nn.Module, name: str, text: int = 0) -> Difference
         ) from error
     others = [[_token_by_token(model, row), _several_tokens(model, row)] for row in rows]
     shapes = [[one, *more] for one, more in zip(reference, others, strict=True)]
-    whole = [_several_tokens(model, row, whole=True) for row in rows] if RowCache(model, 0).whole else None
-    return _largest(batched, shapes, whole)
+    cache = RowCache(model, 0)
+    whole = [_several_tokens(model, row, whole=True) for row in rows] if cache.whole else None
+    # Attention of our own adds in another order.
+    least = PADDED * mx.finfo(mx.float32).eps if cache.routed else 0.0
+    return _largest(batched, shapes, whole, least)
 
 
 def _rows(model: nn.Module, text: int) -> list[list[int]]:
@@ -204,10 +208,10 @@ def _vectors(layers: Sequence[Any], row: int, length: int) -> Vectors:
 
 
 def _largest(
-    ours: Sequence[Vectors], theirs: Sequence[Sequence[Vectors]], whole: Sequence[Vectors] | None
+    ours: Sequence[Vectors], theirs: Sequence[Sequence[Vectors]], whole: Sequence[Vectors] | None, least: float
 ) -> Difference | None:
     """The difference with the largest ratio. ours: the engine's rows. theirs: mlx-lm's, in several call shapes for each row.
-    whole: mlx-lm's over the whole capacity, where the engine's calls are."""
+    whole: mlx-lm's over the whole capacity, where the engine's calls are. least: rounding that is allowed in any case."""
     # States may have a higher precision than the values they are computed from.
     kinds = {vector.dtype for mine in ours for vector in mine.values() if mx.issubdtype(vector.dtype, mx.floating)}
     unit = max(mx.finfo(kind).eps for kind in kinds)
@@ -216,7 +220,7 @@ def _largest(
         for name, vector in mine.items():
             if vector.size:
                 padded = None if whole is None else whole[row][name]
-                compared[row, name] = _gaps(vector, [other[name] for other in others], padded, unit)
+                compared[row, name] = _gaps(vector, [other[name] for other in others], padded, unit, max(unit, least))
     device.wait(list(compared.values()))
     rounding: dict[str, float] = {}
     gaps: dict[tuple[int, str], float] = {}
@@ -228,10 +232,10 @@ def _largest(
 
 
 def _gaps(
-    mine: mx.array, others: Sequence[mx.array], padded: mx.array | None, unit: float
+    mine: mx.array, others: Sequence[mx.array], padded: mx.array | None, unit: float, least: float
 ) -> tuple[mx.array, mx.array]:
     """Relative root mean squares (positions,) of the differences between `mine` and the nearest of `others`, and among `others`
-    and `padded` (at least `unit`). The first is infinite where other values of `mine` are finite than of each of the others."""
+    and `padded` (at least `least`). The first is infinite where other values of `mine` are finite than of each of the others."""
     stack = mx.stack(list(others)).astype(mx.float32)
     mine = mine.astype(mx.float32)
     mismatch = (mx.isfinite(stack) != mx.isfinite(mine)).any(axis=-1).all(axis=0)
@@ -243,4 +247,4 @@ def _gaps(
     if padded is not None:
         added = mx.where(finite, padded.astype(mx.float32), 0.0)
         noise = mx.maximum(noise, mx.minimum(mx.sqrt(((added - stack[0]) ** 2).mean(axis=-1)) / size, PADDED * unit))
-    return mx.where(mismatch, mx.inf, gap), mx.maximum(noise, unit)
+    return mx.where(mismatch, mx.inf, gap), mx.maximum(noise, least)

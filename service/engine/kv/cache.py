@@ -172,7 +172,8 @@ class RowCache:
         kinds = make_prompt_cache(model)
         # Code of windows and sparse attention counts the positions that it is given.
         self.whole = current().whole_capacity and all(type(layer) is KVCache for layer in kinds)
-        self._routed = current().row_attention and route(model)
+        self.routed = current().row_attention and route(model)
+        """Calls over few tokens a row go through `attention`."""
         self.layers = [self._layer(layer) for layer in kinds]
         self.features: RowLayer | None = None
         """The target's features, for an EAGLE head: no layer of the model, but joined, compacted and truncated as one."""
@@ -190,9 +191,9 @@ class RowCache:
             self.states.append(StateLayer(len(cast("list[object]", layer.cache))))
             return self.states[-1]
         if type(layer) is KVCache:
-            self.attention.append(RowLayer(self.lengths, None, whole=self.whole, routed=self._routed))
+            self.attention.append(RowLayer(self.lengths, None, whole=self.whole, routed=self.routed))
         elif type(layer) is RotatingKVCache and layer.keep == 0:
-            self.attention.append(RowLayer(self.lengths, layer.max_size, routed=self._routed))
+            self.attention.append(RowLayer(self.lengths, layer.max_size, routed=self.routed))
         else:
             raise PairError(f"its {type(layer).__name__} cannot be rolled back to before a rejected token")
         return self.attention[-1]
