@@ -235,7 +235,7 @@ def _gaps(
     mine: mx.array, others: Sequence[mx.array], padded: mx.array | None, unit: float, least: float
 ) -> tuple[mx.array, mx.array]:
     """Relative root mean squares (positions,) of the differences between `mine` and the nearest of `others`, and among `others`
-    and `padded` (at least `least`). The first is infinite where other values of `mine` are finite than of each of the others."""
+    and `padded`, `least` at least. The first is infinite where other values of `mine` are finite than of each of the others."""
     stack = mx.stack(list(others)).astype(mx.float32)
     mine = mine.astype(mx.float32)
     mismatch = (mx.isfinite(stack) != mx.isfinite(mine)).any(axis=-1).all(axis=0)
