@@ -40,7 +40,9 @@ def round_(
     ] = "own",
     bare: Annotated[
         bool,
-        typer.Option("--bare", help="Also one stream of a bare loop on mlx-lm's caches, and mlx-lm and this engine."),
+        typer.Option(
+            "--bare", help="Also one stream of a bare loop on mlx-lm's caches, with mlx-lm and this engine in turn."
+        ),
     ] = False,
     prompts: Annotated[
         Path | None, typer.Option(help="JSON lines with id, domain, prompt; by default the demo's.")
@@ -95,9 +97,9 @@ def round_(
             strategy=strategy,
             on_step=on_step,
         )
-        beside = None
+        bare_report = None
         if bare:
-            beside = run_bare(
+            bare_report = run_bare(
                 pair,
                 settings.engine,
                 lines,
@@ -107,11 +109,11 @@ def round_(
                 strategy=strategy,
                 on_step=on_step,
             )
-    if beside is not None:
-        report = replace(report, plain=report.plain | beside.plain)
+    if bare_report is not None:
+        report = replace(report, plain=report.plain | bare_report.plain)
     show(report, json, png, markdown)
-    if beside is not None:
-        show(beside, None, None, markdown)
+    if bare_report is not None:
+        show(bare_report, None, None, markdown)
 
 
 def _words(text: str | None) -> list[str] | None:

@@ -58,32 +58,33 @@ def _merge() -> Any:
 
 @cache
 def _scale(value: float) -> mx.array:
-    made = mx.array([value], dtype=mx.float32)
-    mx.eval(made)  # noqa: TID251  (a constant, once)
-    return made
+    return mx.array([value], dtype=mx.float32)
 
 
-def fits(queries: mx.array, keys: mx.array, values: mx.array) -> bool:
+@dataclass(frozen=True, slots=True)
+class RowCall:
+    """What the newest N tokens of B rows attend to: keys (R, heads, capacity, dims) and values (R, heads, capacity, width),
+    R >= B. starts: (B,), int32, the position of each row's first query. window: latest positions that a query sees, its own
+    among them; 0: all up to its own."""
+
+    keys: mx.array
+    values: mx.array
+    starts: mx.array
+    window: int = 0
+
+
+def fits(queries: mx.array, call: RowCall) -> bool:
     """Whether the kernel computes calls of such arrays."""
-    dims, width = keys.shape[3], values.shape[3]
-    same = queries.dtype == keys.dtype == values.dtype
+    dims, width = call.keys.shape[3], call.values.shape[3]
+    same = queries.dtype == call.keys.dtype == call.values.dtype
     kinds = queries.dtype in (mx.bfloat16, mx.float16, mx.float32)
     return same and kinds and dims % 8 == 0 and width % 32 == 0 and max(dims, width) * queries.dtype.size <= 512
 
 
-def row_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    starts: mx.array,
-    *,
-    scale: float,
-    window: int = 0,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """Attention (B, H, N, width) of queries (B, H, N, dims), the newest N tokens of each row, over keys (R, heads, capacity,
-    dims) and values (R, heads, capacity, width), R >= B. starts: (B,), int32, the position of each row's first query, which
-    sees the keys up to its own position, or the last `window` of them. sinks: (H,), a score of each head that has no value."""
+def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array | None = None) -> mx.array:
+    """Attention (B, H, N, width) of queries (B, H, N, dims), by the kernel. sinks: (H,), a score of each head that has no
+    value."""
+    keys, values = call.keys, call.values
     rows, many, count, dims = queries.shape
     heads, capacity, width = keys.shape[1], keys.shape[2], values.shape[3]
     share = many // heads
@@ -93,10 +94,10 @@ def row_attention(
     splits = 1 if capacity <= SPLIT_FROM else min(max(BLOCKS // (rows * heads * chunks), 1), tiles)
     kind = queries.dtype
     template = [("T", kind), ("D", dims), ("V", width), ("G", share), ("MC", chunk), ("AHEAD", 8 if width <= 64 else 4)]
-    template += [("WINDOW", window), ("SINKS", sinks is not None)]
+    template += [("WINDOW", call.window), ("SINKS", sinks is not None)]
     shape = (rows, count, many)
     made = _kernel(splits > 1)(
-        inputs=[queries, keys, values, starts, _scale(scale), queries if sinks is None else sinks.astype(kind)],
+        inputs=[queries, keys, values, call.starts, _scale(scale), queries if sinks is None else sinks.astype(kind)],
         template=template,
         grid=(rows * heads * THREADS, splits, chunks),
         threadgroup=(THREADS, 1, 1),
@@ -117,33 +118,14 @@ def row_attention(
     return made[0].swapaxes(1, 2)
 
 
-def masked_attention(
-    queries: mx.array,
-    keys: mx.array,
-    values: mx.array,
-    starts: mx.array,
-    *,
-    scale: float,
-    window: int = 0,
-    sinks: mx.array | None = None,
-) -> mx.array:
-    """`row_attention` by MLX's own, under a mask: where there is no such kernel."""
-    rows, count = queries.shape[0], queries.shape[2]
-    key, query = mx.arange(keys.shape[2]), (starts[:, None] + mx.arange(count))[:, None, :, None]
+def masked_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array | None = None) -> mx.array:
+    """`row_attention` by MLX's own attention under a mask, where there is no such kernel."""
+    rows, count, window = queries.shape[0], queries.shape[2], call.window
+    key, query = mx.arange(call.keys.shape[2]), (call.starts[:, None] + mx.arange(count))[:, None, :, None]
     mask = (key <= query) & (key > query - window) if window else key <= query
     return mx.fast.scaled_dot_product_attention(
-        queries, keys[:rows], values[:rows], scale=scale, mask=mask, sinks=sinks
+        queries, call.keys[:rows], call.values[:rows], scale=scale, mask=mask, sinks=sinks
     )
-
-
-@dataclass(frozen=True, slots=True)
-class RowCall:
-    """A layer's keys and values, each row's first position, and the layer's window (0: none)."""
-
-    keys: mx.array
-    values: mx.array
-    starts: mx.array
-    window: int
 
 
 def _routed(
@@ -160,13 +142,9 @@ def _routed(
         call: RowCall | None = row_call(keys, values, mask)
         if call is not None and mx.default_device().type == mx.cpu:
             # Where tests run: the same calls, without the kernel.
-            return masked_attention(
-                queries, call.keys, call.values, call.starts, scale=scale, window=call.window, sinks=sinks
-            )
-        if call is not None and fits(queries, call.keys, call.values):
-            return row_attention(
-                queries, call.keys, call.values, call.starts, scale=scale, window=call.window, sinks=sinks
-            )
+            return masked_attention(queries, call, scale=scale, sinks=sinks)
+        if call is not None and fits(queries, call):
+            return row_attention(queries, call, scale=scale, sinks=sinks)
     return base.scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=cast("Any", mask), sinks=sinks
     )

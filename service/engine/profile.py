@@ -29,7 +29,7 @@ HELD_ROWS = 4
 EXTRA_IDS = 256
 """Ids of its own that a row of some length adds to a reduced vocabulary."""
 READ = 16
-"""Tokens beside one from which the cost of reading one more is timed."""
+"""Tokens more than one from which the cost of reading one more is timed."""
 SWEEPS, ENOUGH_SECONDS = 2, 5.0
 """Timed sweeps over all calls, after one that compiles; fewer where they took so many seconds. The least of a call's times
 counts: whatever else the machine does can only add."""

@@ -3,10 +3,10 @@
 On an accelerator the host must not be in the way: it waits once a round, draft steps are handed over one by one, so that the
 device works while Python builds the next, and what is logged is computed with the round.
 
-CUDA besides wants shapes that repeat. Attention over several tokens a row goes to cuDNN, which builds a plan for each new
-shape of queries, keys and mask (MLX's mlx/backend/cuda/scaled_dot_product_attention.cpp, `sdpa_cudnn`): 35 ms, where the call
-over all 32 layers of a 7.5B target takes 9. So masked calls see keys and values at their whole capacity, which changes every
-STEP tokens, and proposals have one of a few lengths. Metal's kernels take any shape
+On CUDA attention of a few tokens a row is a kernel of our own (`attention`). Other calls under a mask, such as prefill, go to
+cuDNN, which builds a plan for each new shape of queries, keys and mask (MLX's
+mlx/backend/cuda/scaled_dot_product_attention.cpp, `sdpa_cudnn`): they see keys and values at their whole capacity, which grows
+in steps, and have one of a few widths. Metal's kernels take any shape
 (mlx/backend/metal/scaled_dot_product_attention.cpp).
 
 On a CPU the device is the host: waiting costs nothing, asking the draft for its confidence saves steps, and evidence is
@@ -29,8 +29,8 @@ class Strategy:
     early. launch_ahead: launch the next round before the host is done with this one, where rows allow it; what is logged is
     then computed in the round's own evaluation, for all positions, else afterwards, for the emitted ones. whole_capacity:
     masked calls see keys and values at their whole capacity, not up to the longest row. lengths: proposals are of so many
-    tokens; empty: of any number. few_widths: what a call reads is padded to one of a few widths, unless a
-    layer keeps a state."""
+    tokens; empty: of any number. few_widths: calls are padded to one of a few widths, unless a layer is recurrent.
+    row_attention: attention of a few tokens a row goes through `attention`."""
 
     launch_steps: bool
     ask_confidence: bool

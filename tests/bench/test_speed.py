@@ -49,10 +49,10 @@ def rate(pair: Pair, rows: int, k: int, tokens: int = 48) -> float:
     ]
     for row in made:
         decoder.admit(row)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     while decoder.rows:
         decoder.round()
-    return sum(row.emitted for row in made) / (time.perf_counter() - begun)
+    return sum(row.emitted for row in made) / (time.perf_counter() - started)
 
 
 @pytest.mark.parametrize("k", [0, 3])
@@ -72,10 +72,10 @@ def noise(number: int, count: int) -> tuple[int, ...]:
 def first_token(decoder: Decoder, prompt: tuple[int, ...]) -> tuple[float, int]:
     """Seconds until a request's first token, and how much of its prompt was cached."""
     row = Request("0", Prompt(prompt, Sampling(max_tokens=1)), frozenset(), None)
-    begun = time.perf_counter()
+    started = time.perf_counter()
     decoder.admit(row)
     decoder.round()
-    return time.perf_counter() - begun, row.cached_tokens
+    return time.perf_counter() - started, row.cached_tokens
 
 
 def test_a_shared_prefix_of_a_thousand_tokens_is_prefilled_once(pair: Pair) -> None:
@@ -98,9 +98,9 @@ class TimedDecoder(Decoder):
     """Records how long each prefill chunk takes."""
 
     def prefill(self, prefill: Prefill, joining: int = 1) -> bool:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         done = super().prefill(prefill, joining)
-        self.chunks.append(time.perf_counter() - begun)
+        self.chunks.append(time.perf_counter() - started)
         return done
 
     chunks: list[float]
@@ -143,13 +143,13 @@ def test_a_long_prompt_does_not_hold_up_a_running_stream(pair: Pair) -> None:
         ticket = thread.submit(Prompt(noise(1, 50), Sampling(max_tokens=2000)), stream)
         assert running.wait(60)
         decoder.chunks.clear()
-        begun = len(times)
+        started = len(times)
         thread.submit(Prompt(noise(2, 2000), Sampling(max_tokens=1)), other)
         assert read.wait(200)
         ticket.cancel()
     finally:
         thread.stop()
-    gaps = [after - before for before, after in zip(times[begun - 1 :], times[begun:], strict=False)]
+    gaps = [after - before for before, after in zip(times[started - 1 :], times[started:], strict=False)]
     chunk, gap = max(decoder.chunks), max(gaps)
     print(f"\nlongest gap {gap:.2f} s, longest chunk {chunk:.2f} s, median chunk {median(decoder.chunks):.2f} s")
     print("chunks", [f"{c:.2f}" for c in decoder.chunks], "gaps", [f"{g:.2f}" for g in gaps])

@@ -419,7 +419,7 @@ def test_random_choices_keep_the_targets_own_tokens(greedy: bool) -> None:
 
 
 class Watching(FixedLength):
-    """Notes what it is asked, beside the lengths of the decoder's rows."""
+    """Notes what it is asked, with the lengths of the decoder's rows."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__(3)

@@ -21,7 +21,7 @@ SLOW = 0.03
 
 
 class Machine:
-    """Delays every call while it is busy. busy: number of calls until it is idle. delay: seconds of every call besides, by rows
+    """Delays every call while it is busy. busy: number of calls until it is idle. delay: extra seconds of a call, by rows
     and tokens."""
 
     def __init__(self, busy: int = 0, delay: Callable[[int, int], float] = lambda rows, tokens: 0.0) -> None:

@@ -32,7 +32,7 @@ class BareArm:
         if not all(layer.is_trimmable() for layer in [*target_cache, *draft_cache]):
             raise BadRequest("the bare loop needs caches that can be trimmed", field="bare")
         output, unread, calls = list[int](), [prompt.tokens[-1]], 0
-        begun = time.perf_counter()
+        started = time.perf_counter()
         while len(output) < most and not self._eos.intersection(output[-self._k - 1 :]):
             feed, drafted = mx.array([unread]), list[mx.array]()
             for _ in range(self._k):
@@ -53,6 +53,6 @@ class BareArm:
             for layer in draft_cache:
                 layer.trim(max(self._k - 1 - count, 0))
             unread = tokens[count - 1 : count + 1] if count == self._k else [tokens[count]]
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started
         ends = [at + 1 for at, token in enumerate(output) if token in self._eos]
         return Decoded(output[: min([most, *ends])], calls, seconds)

@@ -96,8 +96,8 @@ def queued(call: Callable[[], list[mx.array]], count: int, warm: int = WARM) -> 
     them."""
     for _ in range(warm):
         device.wait(call())
-    begun = time.perf_counter()
+    started = time.perf_counter()
     for _ in range(count - 1):
         device.launch(call())
     device.wait(call())
-    return (time.perf_counter() - begun) / count
+    return (time.perf_counter() - started) / count

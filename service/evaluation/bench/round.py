@@ -221,9 +221,9 @@ def _rounds(decoder: Decoder, timed: Timed, count: int, mode: Mode, k: int) -> N
         if len(timed.seconds) >= count:
             return
         with device.counting() as counts:
-            begun = time.perf_counter()
+            started = time.perf_counter()
             report = decoder.round()
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - started
         if _steady(report, mode, k):
             timed.seconds.append(seconds)
             timed.waits.append(counts.waits)
@@ -337,8 +337,10 @@ def run_bare(
         on_step("bare loop", 0, 1)
         loops: dict[int, Arm] = {k: BareArm(pair, draft, k) for k in KS}
         take_turns(loops, [replace(prompts[0], sampling=Sampling(max_tokens=2 * max(KS)))])
-        heard = take_turns(loops, prompts, lambda done, of: on_step("bare loop", done, of))
-        by_k = {k: sum(len(one.tokens) for one in told) / sum(one.seconds for one in told) for k, told in heard.items()}
+        decoded = take_turns(loops, prompts, lambda done, of: on_step("bare loop", done, of))
+        by_k = {
+            k: sum(len(one.tokens) for one in texts) / sum(one.seconds for one in texts) for k, texts in decoded.items()
+        }
         best = max(by_k, key=by_k.__getitem__)
         arms: dict[str, Arm] = {
             "bare": loops[best],
@@ -349,7 +351,7 @@ def run_bare(
         on_step("arms", 0, 1)
         take_turns(arms, prompts[:1])
         answers = take_turns(arms, prompts, lambda done, of: on_step("arms", done, of))
-    plain = {name: _arm(told, answers["mlx_lm_plain"]) for name, told in answers.items()}
+    plain = {name: _arm(texts, answers["mlx_lm_plain"]) for name, texts in answers.items()}
     rows = [
         (name, _rate(one), f"{one['tokens_per_call']:.2f}", "yes" if one["identical"] else "no")
         for name, one in plain.items()
@@ -362,14 +364,14 @@ def run_bare(
     return Report("bare", f"{title}, K = {best}", command, columns, tuple(rows), {"bare": content}, bars)
 
 
-def _arm(told: Sequence[Decoded], reference: Sequence[Decoded]) -> dict[str, Any]:
-    rate = spread([one.rate for one in told])
+def _arm(texts: Sequence[Decoded], reference: Sequence[Decoded]) -> dict[str, Any]:
+    rate = spread([one.rate for one in texts])
     return {
         "tokens_per_second": rate.median,
         "low": rate.low,
         "high": rate.high,
-        "tokens_per_call": sum(len(one.tokens) for one in told) / sum(one.calls for one in told),
-        "identical": all(one.tokens == other.tokens for one, other in zip(told, reference, strict=True)),
+        "tokens_per_call": sum(len(one.tokens) for one in texts) / sum(one.calls for one in texts),
+        "identical": all(one.tokens == other.tokens for one, other in zip(texts, reference, strict=True)),
     }
 
 
