@@ -23,12 +23,16 @@ from mlx_lm.models import base
 
 MOST = 32
 """New tokens a row: more is prefill, which cuDNN does better."""
-THREADS = 512
-"""Of a block, and keys that it scores at a time."""
-QUERIES = (4, 8)
-"""Queries of a block (tokens times query heads that share one head of keys and values): of few sizes, for each is compiled."""
+QUERIES = 16
+"""Queries of a block (tokens times query heads that share one head of keys and values): the rows of a tensor core's product."""
+WIDEST = 128
+"""Dimensions of values that a block accumulates at most."""
+THREADS = 256
+"""Of a block, whose 8 warps take 16 keys each at a time."""
 SPLIT_FROM = 1024
 """Positions from which a row's keys are shared among several blocks, whose results a second kernel merges."""
+SPLIT_KEYS = 256
+"""Positions of such a share at least."""
 BLOCKS = 512
 """Blocks that keep a large GPU busy (an H200 has 132 multiprocessors)."""
 
@@ -42,7 +46,7 @@ def _kernel(split: bool) -> Any:
         input_names=["queries", "keys", "values", "starts", "scale", "sinks"],
         output_names=["out", "sums", "tops"] if split else ["out"],
         source=(_KERNELS / "row_attention.cu").read_text(),
-        header=f"#define SPLIT {int(split)}\n",
+        header=f"#define SPLIT {int(split)}\n" + (_KERNELS / "fragments.cuh").read_text(),
     )
 
 
@@ -74,11 +78,10 @@ class RowCall:
 
 
 def fits(queries: mx.array, call: RowCall) -> bool:
-    """Whether the kernel computes calls of such arrays."""
+    """Whether the kernel computes calls of such arrays: half precision, up to 256 dimensions of keys."""
     dims, width = call.keys.shape[3], call.values.shape[3]
     same = queries.dtype == call.keys.dtype == call.values.dtype
-    kinds = queries.dtype in (mx.bfloat16, mx.float16, mx.float32)
-    return same and kinds and dims % 8 == 0 and width % 32 == 0 and max(dims, width) * queries.dtype.size <= 512
+    return same and queries.dtype in (mx.bfloat16, mx.float16) and dims % 16 == 0 and dims <= 256 and width % 16 == 0
 
 
 def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array | None = None) -> mx.array:
@@ -87,13 +90,12 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
     keys, values = call.keys, call.values
     rows, many, count, dims = queries.shape
     heads, capacity, width = keys.shape[1], keys.shape[2], values.shape[3]
-    share = many // heads
-    chunk = next((size for size in QUERIES if size >= share * count), QUERIES[-1]) if width <= 128 else QUERIES[0]
-    chunks = -(-share * count // chunk)
-    tiles = -(-capacity // THREADS)
-    splits = 1 if capacity <= SPLIT_FROM else min(max(BLOCKS // (rows * heads * chunks), 1), tiles)
-    kind = queries.dtype
-    template = [("T", kind), ("D", dims), ("V", width), ("G", share), ("MC", chunk), ("AHEAD", 8 if width <= 64 else 4)]
+    share, kind = many // heads, queries.dtype
+    chunk = next(size for size in range(min(width, WIDEST), 0, -16) if width % size == 0)
+    chunks = -(-share * count // QUERIES) * (width // chunk)
+    most = max(BLOCKS // (rows * heads * chunks), 1)
+    splits = 1 if capacity <= SPLIT_FROM else min(most, capacity // SPLIT_KEYS)
+    template = [("T", kind), ("HALF", kind == mx.float16), ("D", dims), ("V", width), ("VC", chunk), ("G", share)]
     template += [("WINDOW", call.window), ("SINKS", sinks is not None)]
     shape = (rows, count, many)
     made = _kernel(splits > 1)(

@@ -59,7 +59,7 @@ class Decoder:
         self.strategy = current()
         self.draft_length = k if draft is not None else 0
         self.batch = Batch(
-            Target.of(target, None if draft is None else draft.model),
+            Target(target, None if draft is None else draft.model),
             draft,
             vocabulary=vocabulary,
             draft_length=self.draft_length,

@@ -14,6 +14,8 @@ import numpy as np
 from mlx.utils import tree_flatten
 
 from service.engine.costs import USUALLY_HELD, Costs, line
+from service.engine.drafters.head import draft_calls
+from service.engine.drafters.model import DraftCalls
 from service.engine.kv.cache import RowCache
 from service.engine.strategy import current
 from service.engine.target import Target
@@ -77,14 +79,15 @@ def _calls(
     held_rows = max(size for size in rows if size <= HELD_ROWS or size == min(rows))
     shapes = [(size, HELD[0], every if size == min(rows) else few) for size in rows]
     shapes.append((held_rows, HELD[1], [few[0], few[-1]]))
-    both, calls = Target.of(target, draft), dict[_Call, Callable[[], None]]()
+    both, calls = Target(target, draft), dict[_Call, Callable[[], None]]()
+    steps = None if draft is None else draft_calls(draft)
     for size, held, lengths in shapes:
-        run = _caller(both, both.cache(size), held)
+        run = _caller(both.verify, both.cache(size), held)
         calls |= {_Call("target", size, held, n): partial(run, n) for n in lengths}
-        if draft is not None:
-            calls[_Call("draft", size, held, 1)] = partial(_draft_step(draft, size, held), 1)
-    if draft is not None:
-        run = _caller(_alone(draft), RowCache(draft, 1), HELD[0], head=False)
+        if draft is not None and steps is not None:
+            calls[_Call("draft", size, held, 1)] = partial(_draft_step(draft, steps, size, held), 1)
+    if draft is not None and steps is not None:
+        run = _caller(lambda tokens, cache: steps.hidden([tokens], cache), RowCache(draft, 1), HELD[0])
         calls |= {_Call("backbone", 1, HELD[0], n): partial(run, n) for n in (1, 1 + READ)}
     return calls
 
@@ -152,7 +155,10 @@ def step_ratios(drafts: Mapping[str, nn.Module], *, seconds: float | None = None
     first = {shape: name for name, shape in reversed(shapes.items())}
     if len(first) == 1:
         return dict.fromkeys(drafts, 1.0)
-    runs = {name: partial(_draft_step(drafts[name], 1, USUALLY_HELD), 1) for name in first.values()}
+    runs = {
+        name: partial(_draft_step(drafts[name], draft_calls(drafts[name]), 1, USUALLY_HELD), 1)
+        for name in first.values()
+    }
     least = _least(runs, SHORT_SECONDS if seconds is None else seconds)
     base = least[first[next(iter(shapes.values()))]]
     return {name: least[first[shape]] / base for name, shape in shapes.items()}
@@ -182,13 +188,9 @@ def _shapes(model: nn.Module) -> Shapes:
     return tuple(sorted((name, tuple(array.shape), str(array.dtype)) for name, array in arrays))
 
 
-def _alone(draft: nn.Module) -> Callable[[mx.array, RowCache], mx.array]:
-    return lambda tokens, cache: draft(tokens, cache=cache.layers)
-
-
-def _draft_step(draft: nn.Module, rows: int, held: int) -> Callable[[int], None]:
+def _draft_step(draft: nn.Module, calls: DraftCalls, rows: int, held: int) -> Callable[[int], None]:
     """Calls of the draft, where its head is cut with ids of the rows' own."""
-    run, head = _caller(_alone(draft), RowCache(draft, rows), held), cut_head(draft)
+    run, head = _caller(calls.logits, RowCache(draft, rows), held), cut_head(draft)
     if head is None:
         return run
     own = mx.array(np.tile(np.arange(EXTRA_IDS, dtype=np.int32) % len(head.in_vocabulary), (rows, 1)))
@@ -203,17 +205,15 @@ def _draft_step(draft: nn.Module, rows: int, held: int) -> Callable[[int], None]
     return call
 
 
-def _caller(
-    model: Callable[[mx.array, RowCache], mx.array], cache: RowCache, held: int, *, head: bool = True
-) -> Callable[[int], None]:
+def _caller(model: Callable[[mx.array, RowCache], mx.array], cache: RowCache, held: int) -> Callable[[int], None]:
     """Calls over so many tokens of each row. Rows hold `held` positions, every other one fewer by one: batches are seldom of
-    equal lengths. head: with logits, not only keys and values."""
+    equal lengths."""
     rows = len(cache.lengths.host)
     lengths = [held - row % 2 for row in range(rows)]
 
     def call(tokens: int) -> None:
-        logits = model(mx.array(np.ones((rows, tokens), dtype=np.int32)), cache)
-        mx.eval(mx.argmax(logits, axis=-1) if head else [], cache.arrays())
+        out = model(mx.array(np.ones((rows, tokens), dtype=np.int32)), cache)
+        mx.eval(mx.argmax(out, axis=-1), cache.arrays())
         cache.rewind(lengths)
 
     # What is held need not have been read to cost what it costs: zeros do.

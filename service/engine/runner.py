@@ -163,7 +163,7 @@ class Runner:
         tokens = latest
         if proposal is not None:
             tokens = mx.concatenate([latest.astype(proposal.tokens.dtype), proposal.tokens], axis=1)
-        logits = self._batch.target(tokens, cache)[..., : self._vocabulary]
+        logits = self._batch.target.verify(tokens, cache)[..., : self._vocabulary]
         distribution = transform(logits, sampling)
         accepted, following = accept.accept(distribution, sampling, noise.first(tokens.shape[1]), proposal, key)
         emitted = following[:, None]

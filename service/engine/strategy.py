@@ -3,8 +3,9 @@
 On an accelerator the host must not be in the way: it waits once a round, draft steps are handed over one by one, so that the
 device works while Python builds the next, and what is logged is computed with the round.
 
-On CUDA attention of a few tokens a row is a kernel of our own (`attention`). Other calls under a mask, such as prefill, go to
-cuDNN, which builds a plan for each new shape of queries, keys and mask (MLX's
+On CUDA the host is slower than the device: model calls are traced once for each shape and replayed (`replay`), and products
+and attention of a few tokens a row are kernels of our own (`products`, `attention`). Other calls under a mask, such as prefill,
+go to cuDNN, which builds a plan for each new shape of queries, keys and mask (MLX's
 mlx/backend/cuda/scaled_dot_product_attention.cpp, `sdpa_cudnn`): they see keys and values at their whole capacity, which grows
 in steps, and have one of a few widths. Metal's kernels take any shape
 (mlx/backend/metal/scaled_dot_product_attention.cpp).
@@ -30,7 +31,8 @@ class Strategy:
     then computed in the round's own evaluation, for all positions, else afterwards, for the emitted ones. whole_capacity:
     masked calls see keys and values at their whole capacity, not up to the longest row. lengths: proposals are of so many
     tokens; empty: of any number. few_widths: calls are padded to one of a few widths, unless a layer is recurrent.
-    row_attention: attention of a few tokens a row goes through `attention`."""
+    row_attention: attention of a few tokens a row goes through `attention`. replay: model calls over few tokens a row are
+    traced and replayed."""
 
     launch_steps: bool
     ask_confidence: bool
@@ -39,6 +41,7 @@ class Strategy:
     lengths: tuple[int, ...] = ()
     few_widths: bool = False
     row_attention: bool = False
+    replay: bool = False
 
     def width(self, tokens: int) -> int:
         """Tokens of a call that reads so many."""
@@ -61,6 +64,7 @@ CUDA = Strategy(
     lengths=(1, 2, 3, 5, 7, 11, 15),
     few_widths=True,
     row_attention=True,
+    replay=True,
 )
 
 _override: ContextVar[Strategy | None] = ContextVar("override", default=None)

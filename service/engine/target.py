@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from service.engine.kv.cache import RowCache
+from service.engine.replay import Replay
 from service.models import eagle
 
 
-@dataclass(frozen=True, slots=True)
 class Target:
-    """features: returns the EAGLE-3 features (B, N, width) of the target's last call; None where the draft reads none."""
+    """A target and what its draft reads of it. draft: any version of it, for adapters do not change the projection to
+    features."""
 
-    model: nn.Module
-    features: Callable[[], mx.array] | None
-
-    @classmethod
-    def of(cls, model: nn.Module, draft: nn.Module | None) -> Target:
-        """The target for this draft. Adapters do not change the projection to features, so every version of the draft may be
-        used with it."""
-        return cls(model, draft.target_features if isinstance(draft, eagle.Model) else None)
+    def __init__(self, model: nn.Module, draft: nn.Module | None) -> None:
+        self.model = model
+        self._features: Callable[[], mx.array] | None = (
+            draft.target_features if isinstance(draft, eagle.Model) else None
+        )
+        self._replay = Replay(model, self._call)
 
     def cache(self, rows: int) -> RowCache:
         """An empty cache of so many rows, with features where the draft reads them. Raises PairError."""
-        return RowCache(self.model, rows, features=self.features is not None)
+        return RowCache(self.model, rows, features=self._features is not None)
 
     def __call__(self, tokens: mx.array, cache: RowCache) -> mx.array:
         """Logits (B, N, V) after each of tokens (B, N). Appends keys, values and features to `cache`."""
-        logits = self.model(tokens, cache=cache.layers)
-        if self.features is not None:
-            cache.append_features(self.features())
-        return logits
+        return _with_features(self._call([tokens], cache), cache)
+
+    def verify(self, tokens: mx.array, cache: RowCache) -> mx.array:
+        """The same of a round's tokens: calls of its shape come again."""
+        return _with_features(self._replay([tokens], cache), cache)
+
+    def _call(self, arrays: Sequence[mx.array], cache: RowCache) -> tuple[mx.array, ...]:
+        logits = self.model(arrays[0], cache=cache.layers)
+        return (logits,) if self._features is None else (logits, self._features())
+
+
+def _with_features(returned: Sequence[mx.array], cache: RowCache) -> mx.array:
+    logits, *features = returned
+    if features:
+        cache.append_features(features[0])
+    return logits

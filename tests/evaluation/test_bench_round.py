@@ -6,8 +6,9 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+import mlx.nn as nn
 import pytest
 
 from service.cli import main
@@ -146,7 +147,8 @@ def test_the_calls_are_those_of_a_round(pair: Pair, monkeypatch: pytest.MonkeyPa
     """As many tokens of as many rows through either model as a drafted round feeds, with one wait at the end."""
     assert pair.draft is not None
     draft, fed = served(pair.draft), list[tuple[str, tuple[int, ...]]]()
-    for name, model in (("target", pair.target.model), ("draft", draft.model)):
+    backbone = cast("nn.Module", draft.model.model)
+    for name, model in (("target", pair.target.model), ("draft", backbone)):
         whole: Any = type(model).__call__
 
         class Noted(type(model)):

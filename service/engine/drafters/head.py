@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from service.engine.adapters import Draft
-from service.engine.drafters.model import ModelDrafter
+from service.engine.drafters.model import DraftCalls, ModelDrafter
 from service.engine.kv.cache import RowCache
 from service.models import eagle
 
@@ -33,23 +35,37 @@ class EagleDrafter(ModelDrafter):
         """One position more than the target's, because a position needs the feature of the one before it."""
         return target.lengths.longest + 1
 
-    def split_model(self) -> None:
-        """None: `forward` and `logits_from` call backbone and head themselves."""
+    def make_calls(self) -> DraftCalls:
+        """See ModelDrafter."""
+        return draft_calls(self._model)
 
-    def forward(self, feed: mx.array, *, first: bool) -> mx.array:
-        """See ModelDrafter. Returns hidden states (B, N, hidden)."""
+    def inputs(self, tokens: mx.array, *, first: bool) -> list[mx.array]:
+        """See ModelDrafter: tokens, and features where there are any."""
+        features = self._state
         if first:
-            return self.extend(feed, self.cache, self.target)
-        return self._model.model(feed, self.cache.layers, self._state)
+            features = self.target.features_before(self.cache.lengths.host, tokens.shape[1])
+        return [tokens] if features is None else [tokens, features]
 
-    def logits_from(self, out: mx.array) -> mx.array:
-        """Logits (B, 1, V) from hidden states (B, 1, hidden), which are the features of the next step."""
+    def logits(self, calls: DraftCalls, out: mx.array) -> mx.array:
+        """See ModelDrafter. The hidden states (B, 1, hidden) are the features of the next step."""
         self._state = out
-        return self._model.logits(out)
+        return calls.head(out)
 
     @property
     def _model(self) -> eagle.Model:
         return cast("eagle.Model", self.draft.model)
+
+
+def draft_calls(model: nn.Module) -> DraftCalls:
+    """The calls of a draft. The backbone of a head reads tokens (B, N) and features (B, N, width), or tokens alone."""
+    if not isinstance(model, eagle.Model):
+        return DraftCalls.of(model)
+
+    def hidden(arrays: Sequence[mx.array], cache: RowCache) -> mx.array:
+        tokens, *features = arrays
+        return model.model(tokens, cache.layers, features[0] if features else None)
+
+    return DraftCalls.over(model, hidden, model.logits)
 
 
 def make_drafter(draft: Draft, vocabulary: int, target: RowCache) -> ModelDrafter:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
@@ -14,15 +16,56 @@ from service.engine.adapters import Draft
 from service.engine.drafters.proposal import Proposal
 from service.engine.kv.cache import RowCache
 from service.engine.planner import DraftSteps
+from service.engine.replay import Replay
 from service.engine.sampling import SamplingBatch, SharedNoise, draw, fit, normaliser, transform
 from service.engine.strategy import current
-from service.models.heads import Backbone, CutHead, Head, cut_head, split, token_limit
+from service.models.heads import CutHead, cut_head, split, token_limit
 from service.models.vocabulary import ExtraIds, padded
 
 MAX_LAG = 8
 """Tokens of one row that the first draft step of a round takes besides the last one, where the draft's cache lags behind."""
 CATCH_UP = 256
 """Tokens of all rows that a draft whose cache lags further takes in one round."""
+
+
+@dataclass(frozen=True, slots=True)
+class DraftCalls:
+    """A draft's calls in two parts. hidden: runs the backbone over arrays, the first of which are tokens (B, N), and a cache;
+    returns (B, N, ...) for `head`, which returns logits (B, 1, V) from one position of each row."""
+
+    hidden: Callable[[Sequence[mx.array], RowCache], mx.array]
+    head: Callable[[mx.array], mx.array]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> DraftCalls:
+        """Backbone and output head of a model; where it cannot be split the whole is the first part."""
+        parts = split(model)
+        if parts is None:
+            # A cut head is given other extra ids in every round, which a trace would not see.
+            replayed = cut_head(model) is None
+            return cls.over(
+                model, lambda arrays, cache: model(arrays[0], cache=cache.layers), lambda out: out, replayed
+            )
+        backbone, head = parts
+        return cls.over(model, lambda arrays, cache: backbone(arrays[0], cache.layers), head)
+
+    @classmethod
+    def over(
+        cls,
+        model: nn.Module,
+        hidden: Callable[[Sequence[mx.array], RowCache], mx.array],
+        head: Callable[[mx.array], mx.array],
+        replayed: bool = True,
+    ) -> DraftCalls:
+        """Parts that are given. replayed: the first is traced and replayed where the device gains by it."""
+        if not replayed:
+            return cls(hidden, head)
+        replay = Replay(model, lambda arrays, cache: (hidden(arrays, cache),))
+        return cls(lambda arrays, cache: replay(arrays, cache)[0], head)
+
+    def logits(self, tokens: mx.array, cache: RowCache) -> mx.array:
+        """Logits (B, N, V) of a draft that reads tokens alone."""
+        return self.head(self.hidden([tokens], cache))
 
 
 class ModelDrafter:
@@ -46,8 +89,8 @@ class ModelDrafter:
         acceptance for the rest of a row, where a new prefill would pause every row."""
         self.draft = draft
         self._limit = token_limit(draft.model)
-        self._split: tuple[Backbone, Head] | None = None
-        self._split_tried = False
+        self._calls: DraftCalls | None = None
+        """Made by the first proposal, where errors of a draft are caught, and before a cut head is given extra ids."""
         self._extra: dict[int, ExtraIds] = {}
         """By the id of each row's list of tokens."""
 
@@ -57,9 +100,8 @@ class ModelDrafter:
         """See Drafter. None while the cache of some row lags (`catch_up`)."""
         if not self.catch_up(rows):
             return None
-        if not self._split_tried:
-            # Here, where errors of a draft are caught, not at the switch; and before a cut head is given extra ids.
-            self._split, self._split_tried = self.split_model(), True
+        if self._calls is None:
+            self._calls = self.make_calls()
         head = cut_head(self.draft.model)
         if head is None:
             return self._propose(rows, steps, batch, noise, key, head)
@@ -125,25 +167,23 @@ class ModelDrafter:
 
     def _step(self, feed: mx.array, last: list[int] | None) -> mx.array:
         """Logits (B, 1, V) after position last[b] of each row's feed (B, N). None: of a step over one drafted token a row."""
-        out = self.forward(feed, first=last is not None)
+        assert self._calls is not None
+        out = self._calls.hidden(self.inputs(self.clamp_ids(feed), first=last is not None), self.cache)
         if last is not None and feed.shape[1] > 1:
             out = mx.take_along_axis(out, mx.array(last)[:, None, None], axis=1)
-        return self.logits_from(out)
+        return self.logits(self._calls, out)
 
-    def split_model(self) -> tuple[Backbone, Head] | None:
-        """The draft as backbone and output head; None where it runs as a whole."""
-        return split(self.draft.model)
+    def make_calls(self) -> DraftCalls:
+        """The calls of this draft."""
+        return DraftCalls.of(self.draft.model)
 
-    def forward(self, feed: mx.array, *, first: bool) -> mx.array:
-        """Run the backbone, or the whole model, over feed (B, N). first: the first call of a round. Returns (B, N, ...) for
-        `logits_from`."""
-        if self._split is None:
-            return self.extend(feed, self.cache, self.target)
-        return self._split[0](self.clamp_ids(feed), self.cache.layers)
+    def inputs(self, tokens: mx.array, *, first: bool) -> list[mx.array]:
+        """What the backbone reads: tokens (B, N), and what the kind of draft needs. first: in the first step of a round."""
+        return [tokens]
 
-    def logits_from(self, out: mx.array) -> mx.array:
-        """Logits (B, 1, V) from one position a row of what `forward` returned."""
-        return out if self._split is None else self._split[1](out)
+    def logits(self, calls: DraftCalls, out: mx.array) -> mx.array:
+        """Logits (B, 1, V) from one position a row of what the backbone returned."""
+        return calls.head(out)
 
     def extend(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
         """Append tokens (B, N) to the rows of `cache`. target: the target's cache of the same rows. Returns the model's output,

@@ -1,157 +1,167 @@
-// The body of a kernel that `mx.fast.cuda_kernel` makes (service/engine/attention.py): a block of 512 threads computes MC queries
-// of one row and one head of keys and values, over all of the row's keys or, where SPLIT, over every gridDim.y-th 512 of them.
-// Constants: T (element type), D and V (dimensions of keys and values), G (query heads that share a head of keys), MC, WINDOW
-// (0: none), SINKS, AHEAD (values that a warp loads at a time).
-constexpr int THREADS = 512, W = THREADS / 32, P = MC + 4;
-constexpr int VEC = 16 / sizeof(T), VPT = V / 32;
-struct alignas((VPT & (VPT - 1)) ? sizeof(T) : sizeof(T) * VPT) Pack { T x[VPT]; };
-const int tid = threadIdx.x, lane = tid & 31, warp = tid >> 5;
+// The body of a kernel that `mx.fast.cuda_kernel` makes (service/engine/attention.py), for tensor cores of compute capability
+// 8.0 and later: a block of 8 warps computes 16 queries of one row and one head of keys and values, and a chunk of VC dimensions
+// of their values, over all of the row's keys or, where SPLIT, over every gridDim.y-th 128 of them.
+// Constants: T (bfloat16 or float16), HALF (it is float16), D and V (dimensions of keys and values), VC, G (query heads that
+// share a head of keys), WINDOW (0: none), SINKS.
+//
+// Each warp takes 16 keys at a time: scores by mma.m16n8k16 into two tiles of 8 keys, then their weights times 16 values. Which
+// dimension stands where in a fragment is free as long as both factors agree. A thread takes neighbouring ones, so that it reads
+// keys and values in words of up to 16 bytes straight into its registers.
+constexpr int WARPS = 8, STEPS = D / 16, DT = D / 4, VT = VC / 8;
+constexpr float LOG2E = 1.4426950408889634f;
+const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
 const int heads = keys_shape[1], capacity = keys_shape[2], N = queries_shape[2], M = G * N;
-const int b = blockIdx.x / heads, h = blockIdx.x % heads, m0 = blockIdx.z * MC;
+const int b = blockIdx.x / heads, h = blockIdx.x % heads;
+const int m0 = (blockIdx.z / (V / VC)) * 16, v0 = (blockIdx.z % (V / VC)) * VC;
 const int start = starts[b], total = start + N;
-const float log2e = 1.4426950408889634f;
 
-__shared__ alignas(16) float qs[MC * D];
-__shared__ alignas(16) float ps[THREADS * P];
-__shared__ float part[W * MC], top[MC], factor[MC], first[MC];
+// Queries g and g + 8 of the block: 4 neighbouring dimensions of each a step.
+const int first = min(m0 + g, M - 1), second = min(m0 + g + 8, M - 1);
+const T* query = queries + (int64_t)(b * heads + h) * G * N * D + q * DT;
+uint2 q0[STEPS], q1[STEPS];
+load<STEPS>(q0, query + ((first % G) * N + first / G) * D);
+load<STEPS>(q1, query + ((second % G) * N + second / G) * D);
+const int at0 = start + first / G, at1 = start + second / G;
 
-for (int i = tid; i < MC * D; i += THREADS) {
-  const int m = m0 + i / D, n = m / G, g = m % G;
-  qs[i] = m < M ? scale[0] * log2e * static_cast<float>(queries[((b * heads + h) * G + g) * N * D + n * D + i % D]) : 0.0f;
+float acc[VT][4], top0 = -INFINITY, top1 = -INFINITY, sum0 = 0.0f, sum1 = 0.0f;
+#pragma unroll
+for (int j = 0; j < VT; j++) { acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f; }
+const T* K = keys + (int64_t)(b * heads + h) * capacity * D + q * DT;
+const T* U = values + (int64_t)(b * heads + h) * capacity * V + v0 + g * VT;
+const float factor = scale[0] * LOG2E;
+const int begin = (WINDOW > 0 && start + 1 > WINDOW) ? (start + 1 - WINDOW) / 16 : 0;
+
+for (int tile = begin + blockIdx.y * WARPS + warp; tile * 16 < total; tile += gridDim.y * WARPS) {
+  const int base = tile * 16, last = total - 1;
+  uint2 k0[STEPS], k1[STEPS];
+  uint32_t u[4][VT / 2];
+  load<STEPS>(k0, K + (int64_t)min(base + g, last) * D);
+  load<STEPS>(k1, K + (int64_t)min(base + g + 8, last) * D);
+  #pragma unroll
+  for (int i = 0; i < 4; i++) { load<VT / 2>(u[i], U + (int64_t)min(base + 2 * q + i % 2 + 8 * (i / 2), last) * V); }
+  float s[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
+  #pragma unroll
+  for (int i = 0; i < STEPS; i++) {
+    multiply<HALF>(s[0], q0[i].x, q1[i].x, q0[i].y, q1[i].y, k0[i].x, k0[i].y);
+    multiply<HALF>(s[1], q0[i].x, q1[i].x, q0[i].y, q1[i].y, k1[i].x, k1[i].y);
+  }
+  float most0 = -INFINITY, most1 = -INFINITY;
+  #pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int key = base + 8 * (i / 2) + 2 * q + i % 2;
+    const bool sees0 = key <= at0 && (WINDOW == 0 || key + WINDOW > at0);
+    const bool sees1 = key <= at1 && (WINDOW == 0 || key + WINDOW > at1);
+    s[i / 2][i % 2] = sees0 ? s[i / 2][i % 2] * factor : -INFINITY;
+    s[i / 2][i % 2 + 2] = sees1 ? s[i / 2][i % 2 + 2] * factor : -INFINITY;
+    most0 = fmaxf(most0, s[i / 2][i % 2]);
+    most1 = fmaxf(most1, s[i / 2][i % 2 + 2]);
+  }
+  #pragma unroll
+  for (int o = 1; o < 4; o *= 2) {
+    most0 = fmaxf(most0, __shfl_xor_sync(0xffffffff, most0, o));
+    most1 = fmaxf(most1, __shfl_xor_sync(0xffffffff, most1, o));
+  }
+  most0 = fmaxf(most0, top0);
+  most1 = fmaxf(most1, top1);
+  const float above0 = most0 == -INFINITY ? 0.0f : most0, above1 = most1 == -INFINITY ? 0.0f : most1;
+  const float shrink0 = exp2f(top0 - above0), shrink1 = exp2f(top1 - above1);
+  top0 = most0;
+  top1 = most1;
+  #pragma unroll
+  for (int i = 0; i < 4; i++) {
+    s[i / 2][i % 2] = exp2f(s[i / 2][i % 2] - above0);
+    s[i / 2][i % 2 + 2] = exp2f(s[i / 2][i % 2 + 2] - above1);
+  }
+  sum0 = sum0 * shrink0 + (s[0][0] + s[0][1] + s[1][0] + s[1][1]);
+  sum1 = sum1 * shrink1 + (s[0][2] + s[0][3] + s[1][2] + s[1][3]);
+  const uint32_t p[4] = {pack<HALF>(s[0][0], s[0][1]), pack<HALF>(s[0][2], s[0][3]), pack<HALF>(s[1][0], s[1][1]),
+                         pack<HALF>(s[1][2], s[1][3])};
+  #pragma unroll
+  for (int j = 0; j < VT; j++) {
+    acc[j][0] *= shrink0;
+    acc[j][1] *= shrink0;
+    acc[j][2] *= shrink1;
+    acc[j][3] *= shrink1;
+    const uint32_t half = j % 2 ? 0x7632 : 0x5410;
+    multiply<HALF>(acc[j], p[0], p[1], p[2], p[3], __byte_perm(u[0][j / 2], u[1][j / 2], half),
+                   __byte_perm(u[2][j / 2], u[3][j / 2], half));
+  }
 }
-if (tid < MC) {
-  const bool sinking = SINKS && blockIdx.y == 0 && m0 + tid < M;
-  top[tid] = sinking ? log2e * static_cast<float>(sinks[h * G + (m0 + tid) % G]) : -INFINITY;
-  first[tid] = sinking ? 1.0f : 0.0f;
+
+// The warps' shares, brought under one maximum and added in a fixed order, so that the same call always gives the same bits.
+__shared__ float tops_of[WARPS][16], added[WARPS / 2][VT * 4 + 2][32];
+#pragma unroll
+for (int o = 1; o < 4; o *= 2) {
+  sum0 += __shfl_xor_sync(0xffffffff, sum0, o);
+  sum1 += __shfl_xor_sync(0xffffffff, sum1, o);
+}
+if (q == 0) {
+  tops_of[warp][g] = top0;
+  tops_of[warp][g + 8] = top1;
 }
 __syncthreads();
-
-float acc[MC][VPT], sum[MC];
+float sink0 = -INFINITY, sink1 = -INFINITY;
+if (SINKS && blockIdx.y == 0) {
+  sink0 = LOG2E * static_cast<float>(sinks[h * G + first % G]);
+  sink1 = LOG2E * static_cast<float>(sinks[h * G + second % G]);
+}
+float most0 = sink0, most1 = sink1;
 #pragma unroll
-for (int m = 0; m < MC; m++) {
-  sum[m] = 0.0f;
-  #pragma unroll
-  for (int j = 0; j < VPT; j++) { acc[m][j] = 0.0f; }
+for (int w = 0; w < WARPS; w++) {
+  most0 = fmaxf(most0, tops_of[w][g]);
+  most1 = fmaxf(most1, tops_of[w][g + 8]);
 }
-const T* K = keys + (int64_t)(b * heads + h) * capacity * D;
-const T* U = values + (int64_t)(b * heads + h) * capacity * V + lane * VPT;
-const int begin = (WINDOW > 0 && start + 1 > WINDOW) ? (start + 1 - WINDOW) / THREADS : 0;
-
-for (int tile = begin + blockIdx.y; tile * THREADS < total; tile += gridDim.y) {
-  // One key a thread, scored for all queries.
-  const int key = tile * THREADS + tid, count = min(THREADS, total - tile * THREADS);
-  float s[MC];
-  #pragma unroll
-  for (int m = 0; m < MC; m++) { s[m] = 0.0f; }
-  if (key < total) {
-    const uint4* row = reinterpret_cast<const uint4*>(K + (int64_t)key * D);
-    uint4 next = row[0];
-    #pragma unroll 2
-    for (int d = 0; d < D; d += VEC) {
-      const uint4 now = next;
-      if (d + VEC < D) { next = row[d / VEC + 1]; }
-      const T* held = reinterpret_cast<const T*>(&now);
-      #pragma unroll
-      for (int j = 0; j < VEC; j += 4) {
-        const float k0 = static_cast<float>(held[j]), k1 = static_cast<float>(held[j + 1]);
-        const float k2 = static_cast<float>(held[j + 2]), k3 = static_cast<float>(held[j + 3]);
-        #pragma unroll
-        for (int m = 0; m < MC; m++) {
-          const float4 q = *reinterpret_cast<const float4*>(&qs[m * D + d + j]);
-          s[m] += q.x * k0 + q.y * k1 + q.z * k2 + q.w * k3;
-        }
-      }
-    }
-  }
-  #pragma unroll
-  for (int m = 0; m < MC; m++) {
-    const int at = start + (m0 + m) / G;
-    if (key > at || m0 + m >= M || (WINDOW > 0 && key + WINDOW <= at)) { s[m] = -INFINITY; }
-    float most = s[m];
+const float above0 = most0 == -INFINITY ? 0.0f : most0, above1 = most1 == -INFINITY ? 0.0f : most1;
+const float shrink0 = exp2f(top0 - above0), shrink1 = exp2f(top1 - above1);
+sum0 *= shrink0;
+sum1 *= shrink1;
+#pragma unroll
+for (int j = 0; j < VT; j++) {
+  acc[j][0] *= shrink0;
+  acc[j][1] *= shrink0;
+  acc[j][2] *= shrink1;
+  acc[j][3] *= shrink1;
+}
+#pragma unroll
+for (int others = WARPS / 2; others > 0; others /= 2) {
+  if (warp >= others && warp < 2 * others) {
+    float (*to)[32] = added[warp - others];
     #pragma unroll
-    for (int o = 16; o > 0; o >>= 1) { most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, o)); }
-    if (lane == 0) { part[warp * MC + m] = most; }
+    for (int i = 0; i < VT * 4; i++) { to[i][lane] = acc[i / 4][i % 4]; }
+    to[VT * 4][lane] = sum0;
+    to[VT * 4 + 1][lane] = sum1;
   }
   __syncthreads();
-  if (tid < MC) {
-    float now = top[tid];
-    for (int w = 0; w < W; w++) { now = fmaxf(now, part[w * MC + tid]); }
-    factor[tid] = top[tid] == -INFINITY ? 0.0f : exp2f(top[tid] - now);
-    first[tid] *= factor[tid];
-    top[tid] = now;
-  }
-  __syncthreads();
-  #pragma unroll
-  for (int m = 0; m < MC; m += 4) {
-    float4 p;
-    p.x = s[m] == -INFINITY ? 0.0f : exp2f(s[m] - top[m]);
-    p.y = s[m + 1] == -INFINITY ? 0.0f : exp2f(s[m + 1] - top[m + 1]);
-    p.z = s[m + 2] == -INFINITY ? 0.0f : exp2f(s[m + 2] - top[m + 2]);
-    p.w = s[m + 3] == -INFINITY ? 0.0f : exp2f(s[m + 3] - top[m + 3]);
-    *reinterpret_cast<float4*>(&ps[tid * P + m]) = p;
-  }
-  #pragma unroll
-  for (int m = 0; m < MC; m++) {
-    sum[m] *= factor[m];
+  if (warp < others) {
+    float (*from)[32] = added[warp];
     #pragma unroll
-    for (int j = 0; j < VPT; j++) { acc[m][j] *= factor[m]; }
-  }
-  __syncthreads();
-  // Each warp weighs every sixteenth value, of which it loads several at a time.
-  #pragma unroll 1
-  for (int i0 = warp; i0 < count; i0 += W * AHEAD) {
-    Pack v[AHEAD];
-    #pragma unroll
-    for (int u = 0; u < AHEAD; u++) {
-      const int i = tile * THREADS + min(i0 + u * W, count - 1);
-      v[u] = *reinterpret_cast<const Pack*>(U + (int64_t)i * V);
-    }
-    #pragma unroll
-    for (int u = 0; u < AHEAD; u++) {
-      if (i0 + u * W < count) {
-        #pragma unroll
-        for (int m = 0; m < MC; m += 4) {
-          const float4 p = *reinterpret_cast<const float4*>(&ps[(i0 + u * W) * P + m]);
-          sum[m] += p.x; sum[m + 1] += p.y; sum[m + 2] += p.z; sum[m + 3] += p.w;
-          #pragma unroll
-          for (int j = 0; j < VPT; j++) {
-            const float value = static_cast<float>(v[u].x[j]);
-            acc[m][j] += p.x * value; acc[m + 1][j] += p.y * value;
-            acc[m + 2][j] += p.z * value; acc[m + 3][j] += p.w * value;
-          }
-        }
-      }
-    }
+    for (int i = 0; i < VT * 4; i++) { acc[i / 4][i % 4] += from[i][lane]; }
+    sum0 += from[VT * 4][lane];
+    sum1 += from[VT * 4 + 1][lane];
   }
   __syncthreads();
 }
-// The warps' shares, added in their order, so that the same call always gives the same bits.
-for (int w = 0; w < W; w++) {
-  if (warp == w) {
-    #pragma unroll
-    for (int m = 0; m < MC; m++) {
-      #pragma unroll
-      for (int j = 0; j < VPT; j++) {
-        float* at = &ps[m * V + lane * VPT + j];
-        *at = w ? *at + acc[m][j] : acc[m][j];
-      }
-      if (lane == 0) { part[m] = w ? part[m] + sum[m] : sum[m] + first[m]; }
-    }
-  }
-  __syncthreads();
-}
-for (int i = tid; i < MC * V; i += THREADS) {
-  const int m = m0 + i / V, n = m / G, head = h * G + m % G;
-  if (m < M) {
-    const int64_t row = ((int64_t)b * N + n) * heads * G + head;
+if (warp == 0) {
+  sum0 += exp2f(sink0 - above0);
+  sum1 += exp2f(sink1 - above1);
+  #pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const int m = m0 + g + 8 * (i / 2), dim = v0 + (2 * q + i % 2) * VT;
+    if (m < M) {
+      const int64_t row = ((int64_t)b * N + m / G) * heads * G + h * G + m % G;
 #if SPLIT
-    out[(row * gridDim.y + blockIdx.y) * V + i % V] = ps[i];
-    if (i % V == 0) {
-      sums[row * gridDim.y + blockIdx.y] = part[i / V];
-      tops[row * gridDim.y + blockIdx.y] = top[i / V];
-    }
+      const int64_t part = row * gridDim.y + blockIdx.y;
+      #pragma unroll
+      for (int j = 0; j < VT; j++) { out[part * V + dim + j] = acc[j][i]; }
+      if (dim == 0) {
+        sums[part] = i / 2 ? sum1 : sum0;
+        tops[part] = i / 2 ? most1 : most0;
+      }
 #else
-    out[row * V + i % V] = static_cast<T>(part[i / V] > 0.0f ? ps[i] / part[i / V] : 0.0f);
+      const float share = i / 2 ? (sum1 > 0.0f ? 1.0f / sum1 : 0.0f) : (sum0 > 0.0f ? 1.0f / sum0 : 0.0f);
+      #pragma unroll
+      for (int j = 0; j < VT; j++) { out[row * V + dim + j] = static_cast<T>(acc[j][i] * share); }
 #endif
+    }
   }
 }

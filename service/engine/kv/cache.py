@@ -55,6 +55,20 @@ class Lengths:
         return self._places[ahead, count]
 
 
+class TracedLengths(Lengths):
+    """Lengths of a call that is being traced (`replay`): starts (rows,), int32, alone say where rows end, for the host's
+    numbers would become part of the trace."""
+
+    def __init__(self, starts: mx.array) -> None:
+        super().__init__([0] * starts.shape[0])
+        self.equal = False
+        self._first = starts
+
+    def starts(self, ahead: int) -> mx.array:
+        """See Lengths."""
+        return self._first + ahead if ahead else self._first
+
+
 class RowLayer:
     """One layer's keys and values, (R, heads, capacity, dims) each, R at least the batch's rows (see `buffers`); heads and dims
     may differ between the two."""
@@ -104,6 +118,12 @@ class RowLayer:
     def _sees_whole(self, count: int) -> bool:
         """Whether a call over so many tokens a row sees the whole capacity: where it needs a mask in any case."""
         return self.whole and (count > 1 or not self.lengths.equal)
+
+    def reserve(self, count: int) -> None:
+        """Allocate positions for the next `count` tokens of every row."""
+        assert self.keys is not None and self.values is not None
+        top = self.lengths.longest + self.ahead + count
+        self.keys, self.values = grow(self.keys, self.keys, top), grow(self.values, self.values, top)
 
     def row_call(self, keys: mx.array, values: mx.array, mask: object) -> RowCall | None:
         """What a call over `keys` and `values` under `mask` is for `attention`, where these are the layer's own; else None."""
@@ -197,6 +217,41 @@ class RowCache:
         else:
             raise PairError(f"its {type(layer).__name__} cannot be rolled back to before a rejected token")
         return self.attention[-1]
+
+    @property
+    def ahead(self) -> int:
+        """Positions written since the lengths were last set, the same for every row."""
+        return self.attention[0].ahead
+
+    def reserve(self, count: int) -> bool:
+        """Allocate positions for the next `count` tokens of every row. False where a layer has no keys yet, so that their shape
+        is not known."""
+        layers = self._model_layers()
+        if any(layer.keys is None or layer.values is None for layer in layers):
+            return False
+        for layer in layers:
+            layer.reserve(count)
+        return True
+
+    def buffers(self) -> list[mx.array]:
+        """Keys and values of the model's layers, for a call that returns them with more tokens in them (`set_buffers`)."""
+        return [a for layer in self._model_layers() for a in (layer.keys, layer.values) if a is not None]
+
+    def set_buffers(self, buffers: Sequence[mx.array | None], count: int) -> None:
+        """Replace keys and values by those to which a call has appended `count` tokens of every row."""
+        for i, layer in enumerate(self._model_layers()):
+            layer.keys, layer.values = buffers[2 * i : 2 * i + 2]
+            layer.ahead += count
+
+    def trace(self, starts: mx.array, buffers: Sequence[mx.array | None]) -> None:
+        """Hold what a traced call is to see: each row's end, and keys and values."""
+        self.lengths = TracedLengths(starts)
+        for layer in self._model_layers():
+            layer.lengths, layer.ahead, layer.whole = self.lengths, 0, True
+        self.set_buffers(buffers, 0)
+
+    def _model_layers(self) -> list[RowLayer]:
+        return [layer for layer in self.attention if layer is not self.features]
 
     def append_features(self, features: mx.array) -> None:
         """Store the features (B, N, width) of the tokens just fed."""

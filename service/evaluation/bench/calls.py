@@ -15,14 +15,16 @@ import numpy as np
 
 from service.engine import device
 from service.engine.adapters import Draft
+from service.engine.drafters.head import draft_calls
 from service.engine.kv.cache import RowCache
+from service.engine.replay import SEEN_BEFORE
 from service.engine.target import Target
 from service.models.heads import cut_head
 from service.models.pair import Pair
 from service.models.vocabulary import extra_ids
 
-WARM = 2
-"""Calls before any that is timed: they compile kernels and allocate keys and values."""
+WARM = SEEN_BEFORE + 2
+"""Calls before any that is timed: they allocate keys and values and compile kernels, and some devices trace them."""
 
 
 class Calls:
@@ -34,8 +36,8 @@ class Calls:
 
     def __init__(self, pair: Pair, draft: Draft | None, texts: Sequence[Sequence[int]]) -> None:
         model = None if draft is None else draft.model
-        self._target = Target.of(pair.target.model, model)
-        self._draft = model
+        self._target = Target(pair.target.model, model)
+        self._draft = None if model is None else draft_calls(model)
         self._known = pair.shared_vocabulary
         self._texts = texts
         self._lengths = [len(text) - 1 for text in texts]
@@ -74,7 +76,7 @@ class Calls:
 
     def _verify(self, tokens: mx.array) -> list[mx.array]:
         cache = self._caches[0]
-        chosen = mx.argmax(self._target(tokens, cache), axis=-1)
+        chosen = mx.argmax(self._target.verify(tokens, cache), axis=-1)
         cache.rewind(self._lengths)
         return [chosen, *cache.arrays()]
 
@@ -82,7 +84,7 @@ class Calls:
         assert self._draft is not None
         cache, drafted = self._caches[1], list[mx.array]()
         for step in range(steps):
-            logits = self._draft(feed, cache=cache.layers)
+            logits = self._draft.logits(feed, cache)
             cache.rewind([length + step + 1 for length in self._lengths])
             feed = mx.argmax(logits[..., : self._known], axis=-1).astype(mx.int32)
             drafted.append(feed)

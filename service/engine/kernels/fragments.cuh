@@ -1,0 +1,40 @@
+// Parts of the kernels of this folder: loads, products of fragments on tensor cores, rounding to half precision.
+template <int N, typename Word, typename T>
+__device__ __forceinline__ void load(Word (&to)[N], const T* from) {
+  // In the widest words that the length allows; a row of keys or values is aligned to its length.
+  constexpr int BYTES = N * sizeof(Word);
+  if constexpr (BYTES % 16 == 0) {
+    #pragma unroll
+    for (int i = 0; i < BYTES / 16; i++) { reinterpret_cast<uint4*>(to)[i] = reinterpret_cast<const uint4*>(from)[i]; }
+  } else if constexpr (BYTES % 8 == 0) {
+    #pragma unroll
+    for (int i = 0; i < BYTES / 8; i++) { reinterpret_cast<uint2*>(to)[i] = reinterpret_cast<const uint2*>(from)[i]; }
+  } else {
+    #pragma unroll
+    for (int i = 0; i < BYTES / 4; i++) { reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<const uint32_t*>(from)[i]; }
+  }
+}
+
+template <bool HALF>
+__device__ __forceinline__ void multiply(
+    float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  if constexpr (HALF) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+}
+
+template <bool HALF>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  // The lower half of the register is the element of the lower index.
+  uint32_t both;
+  if constexpr (HALF) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  }
+  return both;
+}

@@ -1,0 +1,168 @@
+"""Model calls that are traced and replayed: when they are, and that they compute what the calls do."""
+
+import logging
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from service.engine import replay
+from service.engine.drafters.model import DraftCalls
+from service.engine.kv.cache import RowCache
+from service.engine.replay import SEEN_BEFORE, Replay
+from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
+from service.engine.target import Target
+from service.models.heads import cut
+from tests.support.oracle import tiny_llama
+from tests.support.typed import as_int
+
+V = 97
+
+
+@pytest.fixture(autouse=True)
+def cuda() -> Iterator[None]:
+    with using(CUDA):
+        yield
+
+
+class Counted(nn.Module):
+    """A model whose calls in Python are counted. asks: it reads an array, which no trace can."""
+
+    def __init__(self, inner: Any, *, asks: bool = False) -> None:
+        super().__init__()
+        self.inner = inner
+        self.asks = asks
+        self.calls = 0
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        return self.inner.layers
+
+    def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+        self.calls += 1
+        if self.asks and as_int(tokens[0, 0]) < 0:
+            raise ValueError("no such token")
+        return self.inner(tokens, cache=cache)
+
+
+def rows(target: Target, lengths: Sequence[int]) -> RowCache:
+    """A cache of rows of these lengths."""
+    cache, texts = target.cache(0), random.Random(0)
+    for length in lengths:
+        row = target.cache(1)
+        target(mx.array([[texts.randrange(4, V) for _ in range(length)]]), row)
+        row.commit(length)
+        cache.join([row])
+    return cache
+
+
+def test_a_shape_is_traced_when_it_comes_again_and_rows_may_be_of_other_lengths() -> None:
+    counted, plain = Counted(tiny_llama(0)), Target(tiny_llama(0), None)
+    target = Target(counted, None)
+    ours, theirs = rows(target, [20, 7, 1]), rows(plain, [20, 7, 1])
+    counted.calls = 0
+    lengths = [20, 7, 1]
+    for turn in range(6):
+        tokens = mx.array([[5 + turn, 6, 7]] * 3)
+        found, wanted = target.verify(tokens, ours), plain(tokens, theirs)
+        assert mx.allclose(found, wanted, atol=1e-5).item()
+        lengths = [n + 1 + (i + turn) % 3 for i, n in enumerate(lengths)]
+        ours.truncate(lengths)
+        theirs.truncate(lengths)
+    assert counted.calls == SEEN_BEFORE + 1, "as they are, traced, and replayed"
+    target.verify(mx.array([[5, 6]] * 3), ours)
+    assert counted.calls == SEEN_BEFORE + 2, "another shape"
+
+
+def test_calls_that_follow_each_other_before_a_truncation_see_each_other() -> None:
+    target = Target(tiny_llama(0), None)
+    ours, theirs = rows(target, [9, 4]), rows(target, [9, 4])
+    for turn in range(5):
+        tokens = mx.array([[5 + turn], [9 + turn]])
+        assert mx.allclose(target.verify(tokens, ours), target(tokens, theirs), atol=1e-5).item()
+    ours.commit(5)
+    assert ours.lengths.host == [14, 9]
+
+
+def test_keys_and_values_are_written_in_place() -> None:
+    target = Target(tiny_llama(0), None)
+    cache = rows(target, [9, 4])
+    cache.reserve(50_000)
+    mx.eval(cache.arrays())
+    held = sum(array.nbytes for array in cache.arrays())
+    for turn in range(SEEN_BEFORE + 3):
+        base = mx.get_active_memory()
+        mx.reset_peak_memory()
+        mx.eval(target.verify(mx.array([[5], [6]]), cache), cache.arrays())
+        cache.truncate([9 + turn, 4])
+        assert mx.get_peak_memory() - base < held / 2
+
+
+def test_only_so_many_traces_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "MOST_TRACES", 2)
+    counted = Counted(tiny_llama(0))
+    target = Target(counted, None)
+    cache = rows(target, [9])
+
+    def calls(count: int) -> int:
+        counted.calls = 0
+        target.verify(mx.array([[5] * count]), cache)
+        cache.truncate([9])
+        return counted.calls
+
+    assert [calls(n) for n in (1, 2, 3) * (SEEN_BEFORE + 1)] == [1, 1, 1] * (SEEN_BEFORE + 1)
+    assert [calls(n) for n in (3, 2)] == [0, 0], "the last two"
+    assert [calls(1) for _ in range(SEEN_BEFORE + 2)] == [1] * (SEEN_BEFORE + 1) + [0], "counted from the start again"
+    assert [calls(n) for n in (2, 1, 3)] == [0, 0, 1], "the one that was used longest ago has gone"
+
+
+def test_a_model_that_cannot_be_traced_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:
+    target, plain = Target(Counted(tiny_llama(0), asks=True), None), Target(tiny_llama(0), None)
+    ours, theirs = rows(target, [9, 4]), rows(plain, [9, 4])
+    with caplog.at_level(logging.WARNING, "service.engine.replay"):
+        for turn in range(6):
+            tokens = mx.array([[5 + turn], [9]])
+            assert mx.array_equal(target.verify(tokens, ours), plain(tokens, theirs)).item()
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("strategy", [CPU, METAL], ids=["CPU", "Metal"])
+def test_other_devices_run_calls_as_they_are(strategy: Strategy) -> None:
+    with using(strategy):
+        counted = Counted(tiny_llama(0))
+        target = Target(counted, None)
+        cache = rows(target, [9])
+        counted.calls = 0
+        for _ in range(SEEN_BEFORE + 3):
+            target.verify(mx.array([[5]]), cache)
+        assert counted.calls == SEEN_BEFORE + 3
+
+
+def test_long_calls_and_empty_caches_run_as_they_are() -> None:
+    counted = Counted(tiny_llama(0))
+    run = Replay(counted, lambda arrays, cache: (counted(arrays[0], cache.layers),), seen_before=0)
+    cache = RowCache(counted, 1)
+    run([mx.array([[5, 6]])], cache)
+    for _ in range(3):
+        run([mx.array([[5] * 33])], cache)
+    assert counted.calls == 4
+    cache.commit(101)
+    assert cache.lengths.host == [101]
+
+
+def test_a_whole_draft_with_a_cut_head_is_not_traced_with_the_ids_of_one_round(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("service.engine.drafters.model.split", lambda model: None)
+    draft = tiny_llama(0)
+    cut(draft, list(range(4, 40)))
+    head: Any = draft.lm_head
+    calls, cache = DraftCalls.of(draft), RowCache(draft, 1)
+    calls.logits(mx.array([[5, 6]]), cache)
+    for extra in (50, 60, 70, 80):
+        head.allow_extra_ids(mx.array([[extra]]))
+        logits = calls.logits(mx.array([[5]]), cache)
+        assert [i for i in (50, 60, 70, 80) if mx.isfinite(logits[0, 0, i]).item()] == [extra]
