@@ -5,10 +5,11 @@ Both are counted for whoever asks (`counting`): a steady round waits once.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +24,9 @@ class Counts:
     waits: int = 0
     launches: int = 0
 
+
+_AS_THEY_ARE: dict[mx.Dtype, type[np.generic]] = {mx.uint32: np.uint32, mx.float32: np.float32}
+"""Types whose 32 bits are copied as they are."""
 
 _counts: ContextVar[Counts | None] = ContextVar("counts", default=None)
 
@@ -50,6 +54,25 @@ def wait(*arrays: object) -> None:
     if (counts := _counts.get()) is not None:
         counts.waits += 1
     mx.eval(*arrays)
+
+
+class Readback:
+    """Arrays that the host reads together, as one: on CUDA every array that it reads is a copy of its own, which takes 0.1 ms.
+    Integers come as 32 bits. packed: to be launched."""
+
+    def __init__(self, arrays: Sequence[mx.array]) -> None:
+        self._shapes = [(array.shape, array.dtype) for array in arrays]
+        words = [array.view(mx.int32) if array.dtype in _AS_THEY_ARE else array.astype(mx.int32) for array in arrays]
+        self.packed = mx.concatenate([each.reshape(-1) for each in words])
+
+    def read(self) -> list[NDArray[Any]]:
+        """Wait for them once and copy them to the host."""
+        (words,) = read(self.packed)
+        ends = np.cumsum([prod(shape) for shape, _ in self._shapes])
+        return [
+            (part != 0 if dtype == mx.bool_ else part.view(_AS_THEY_ARE.get(dtype, np.int32))).reshape(shape)
+            for part, (shape, dtype) in zip(np.split(words, ends[:-1]), self._shapes, strict=True)
+        ]
 
 
 def read(*arrays: mx.array) -> list[NDArray[Any]]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from service.engine import device
 from service.engine.drafters.proposal import Proposal
@@ -123,13 +125,14 @@ def probabilities(logits: mx.array, tokens: mx.array, lse: mx.array) -> mx.array
 
 
 def split_rows(
-    measured: RoundEvidence, emitted: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]
+    measured: Sequence[NDArray[Any]], emitted: Sequence[Sequence[int]], drafted: Sequence[Sequence[int]]
 ) -> list[Evidence]:
-    """Each row's evidence, from that of a round which was computed with it, so that no further host sync is needed.
+    """Each row's evidence, from that of a round which was read with it, so that no further host sync is needed.
 
-    emitted: each row's emitted tokens. drafted: each row's tokens that the draft proposed and the target verified.
+    measured: what the host has of `RoundEvidence.arrays`. emitted: each row's emitted tokens. drafted: each row's tokens that
+    the draft proposed and the target verified.
     """
-    ids, top, logprobs, sampled, tails, *pq = (np.array(each) for each in measured.arrays())
+    ids, top, logprobs, sampled, tails, *pq = measured
     length = len(ids) // len(emitted)
     evidence: list[Evidence] = []
     for row, (new, tried) in enumerate(zip(emitted, drafted, strict=True)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -76,33 +77,41 @@ class Step:
     evidence: RoundEvidence | None
     others: Sequence[mx.array]
     follows: bool = False
+    evidence_read: Sequence[NDArray[Any]] = ()
+    """The arrays of `evidence`, once the round was read."""
+    _launched: device.Readback | None = None
 
-    def _arrays(self) -> list[mx.array]:
-        evidence = () if self.evidence is None else self.evidence.arrays()
+    def _results(self) -> list[mx.array]:
+        """What the host reads: tokens, then evidence."""
         proposed = () if self.proposal is None else (self.accepted, self.proposal.tokens, self.proposal.usable)
         finite = () if self.finite is None else (self.finite,)
-        return [self.emitted, *proposed, *finite, *evidence, *self.others]
+        return [self.emitted, *proposed, *finite, *(() if self.evidence is None else self.evidence.arrays())]
 
     def launch(self) -> None:
         """Hand it to the device without waiting."""
-        device.launch(self._arrays())
+        self._launched = device.Readback(self._results())
+        device.launch(self._launched.packed, self.others)
         # A cache that is still referred to would be copied by the next write.
         self.others = ()
 
     def read(self) -> Outcome:
         """Wait for it, once. Raises what went wrong in computing it."""
-        device.wait(self._arrays())
-        emitted: NDArray[np.int64] = np.array(self.emitted)
-        rows = len(emitted)
+        if self._launched is None:
+            results = self._results()
+            device.wait(results, self.others)
+            emitted, *rest = (np.array(each) for each in results)
+        else:
+            emitted, *rest = self._launched.read()
+        rows, several = len(emitted), (0 if self.proposal is None else 3) + (self.finite is not None)
+        self.evidence_read = rest[several:]
         if self.proposal is None:
             return Outcome(emitted.tolist(), [[]] * rows, [True] * rows)
-        accepted: list[int] = np.array(self.accepted).tolist()
-        finite = [True] * rows if self.finite is None else np.all(np.array(self.finite), axis=1).tolist()
-        tried: NDArray[np.int64] = np.cumprod(np.array(self.proposal.usable), axis=1, dtype=np.int64).sum(axis=1)
-        proposed: NDArray[np.int64] = np.array(self.proposal.tokens)
+        accepted, proposed, usable = rest[:3]
+        finite = [True] * rows if self.finite is None else np.all(rest[3], axis=1).tolist()
+        tried: list[int] = np.cumprod(usable, axis=1, dtype=np.int64).sum(axis=1).tolist()
         return Outcome(
-            emitted=[new[: n + 1].tolist() for new, n in zip(emitted, accepted, strict=True)],
-            proposed=[guess[:n].tolist() for guess, n in zip(proposed, tried.tolist(), strict=True)],
+            emitted=[new[: n + 1].tolist() for new, n in zip(emitted, accepted.tolist(), strict=True)],
+            proposed=[guess[:n].tolist() for guess, n in zip(proposed, tried, strict=True)],
             finite=finite,
         )
 

@@ -162,7 +162,8 @@ class ModelDrafter:
             tokens=mx.concatenate(tokens, axis=1),
             logq=mx.concatenate(distributions, axis=1) if batch.unseeded else None,
             logits=tuple(all_logits),
-            usable=mx.concatenate([mx.isfinite(logits.max(axis=-1)) for logits in all_logits], axis=1),
+            # An infinite or undefined largest logit.
+            usable=mx.abs(mx.concatenate([logits.max(axis=-1) for logits in all_logits], axis=1)) < float("inf"),
         )
 
     def _step(self, feed: mx.array, last: list[int] | None) -> mx.array:

@@ -1,0 +1,26 @@
+"""What the host reads of the device."""
+
+import mlx.core as mx
+import numpy as np
+
+from service.engine import device
+
+
+def test_arrays_are_read_together_as_they_are() -> None:
+    given = [
+        mx.array([[1, -2], [3, 2**31 - 1]], dtype=mx.int32),
+        mx.array([[True, False, True]]),
+        mx.array([0, 2**32 - 1], dtype=mx.uint32),
+        mx.array([[[0.1], [-float("inf")], [float("nan")]]], dtype=mx.float32),
+        mx.array([5, 6], dtype=mx.int64),
+        mx.zeros((0, 3), dtype=mx.float32),
+        mx.arange(12, dtype=mx.int32).reshape(3, 4).T,
+    ]
+    readback = device.Readback(given)
+    with device.counting() as counts:
+        device.launch(readback.packed)
+        found = readback.read()
+    assert (counts.launches, counts.waits) == (1, 1)
+    for one, other in zip(found, given, strict=True):
+        np.testing.assert_array_equal(one, np.array(other))
+        assert one.dtype.kind == np.array(other).dtype.kind
