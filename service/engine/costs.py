@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -27,14 +28,15 @@ STALE = 256
 @dataclass(frozen=True, slots=True)
 class Load:
     """The batch of a round. rows: their number. held: positions of the longest row (attention reads every row that far).
-    unread: tokens of all rows that the draft must read before it can draft. prompted: prompt tokens for each token that may be
-    generated. ragged: rows are of unlike lengths."""
+    unread: tokens of all rows that the draft must read before it can draft. left: tokens that a row may still emit, on average.
+    prompted: prompt tokens for each token that may be generated. ragged: rows are of unlike lengths."""
 
     rows: int
     held: int
     unread: int = 0
     prompted: float = 0.0
     ragged: bool = False
+    left: float = inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,12 +189,18 @@ class RoundCosts:
         self._before = (known, surprise)
 
     def _factor(self, kind: Kind) -> float:
-        """Rounds of rows of unlike lengths are taken to cost what others do, and the other way round, until they were timed."""
+        """A kind that was not timed costs what it does over rows of the other sort, ragged or not. Else it is taken to be as
+        much dearer than the seeds say as rounds usually are, or as plain ones over so many rows, for what made those dear makes
+        it dear."""
+        own, plain = self._timed_factor(kind), self._timed_factor(kind._replace(drafted=0, proposed=0))
+        return own if own is not None else self._level if plain is None else max(plain, self._level)
+
+    def _timed_factor(self, kind: Kind) -> float | None:
         for each in (kind, kind._replace(ragged=not kind.ragged)):
             known = self._corrections.get(each)
             if known is not None and known.factor is not None:
                 return known.factor
-        return self._level
+        return None
 
     def _set_level(self) -> None:
         known = [each.factor for each in self._corrections.values() if each.factor is not None]

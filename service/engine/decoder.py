@@ -274,7 +274,8 @@ class Decoder:
         visible = batch.draft_views(rows)
         unread = batch.drafter.unread(visible) if batch.drafter is not None else 0
         lengths = batch.cache.lengths
-        load = Load(len(rows), lengths.longest, unread, prefill_ratio(rows), ragged=not lengths.equal)
+        left = sum(row.prompt.sampling.max_tokens - row.emitted for row in rows) / len(rows)
+        load = Load(len(rows), lengths.longest, unread, prefill_ratio(rows), ragged=not lengths.equal, left=left)
         choice, found, matches = self._choose(rows, load, joining)
         steps = DraftSteps(choice.drafted)
         if self.planner is not None and choice.drafted and self.strategy.ask_confidence:
@@ -312,7 +313,7 @@ class Decoder:
             for tokens, source in zip(outcome.proposed, step.plan.sources, strict=True)
         ]
         if step.evidence is not None:
-            evidence = split_rows(step.evidence, outcome.emitted, drafted)
+            evidence = split_rows(step.evidence_read, outcome.emitted, drafted)
         else:
             evidence = gather_evidence(
                 step.logits, step.distribution, step.sampling, outcome.emitted, drafted, step.proposal

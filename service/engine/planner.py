@@ -27,8 +27,12 @@ PROBING = 0.015
 """Share of the time that probes may cost."""
 PROBES, LONGEST = 3, 2048
 """Probes whose cost is remembered, and the most rounds between two."""
-REPAID = 64
-"""Rounds in which tokens that a draft has to read first must have paid."""
+REPAID = 8
+"""Rounds in which tokens that a draft has to read first must have paid, or fewer where rows end before: few answers are as
+long as they may be."""
+INVESTMENT = 1.1
+"""Drafts must promise so many times the tokens per second before the draft reads prompts for them: what is promised rests on
+other prompts, and what was read is lost where it does not come."""
 PLAIN = 64
 """Rounds with proposals after which one goes without, so that the cost they are compared with stays measured."""
 UNMEASURED = 4
@@ -240,7 +244,8 @@ class Planner:
     def _draft_speed(self, load: Load, drafted: int, tokens: float) -> float:
         """Tokens per second of rounds that draft so many and emit so many, counting what the draft must read. Its prompts are
         read already, but others follow them: short answers to long prompts may not repay it."""
-        read = max(load.unread / REPAID, tokens * load.prompted) * self.costs.read()
+        rounds = min(REPAID, max(load.left * load.rows / tokens, 1.0))
+        read = max(load.unread / rounds, tokens * load.prompted) * self.costs.read()
         return tokens / (self.costs.seconds(load, drafted, drafted) + read)
 
     def _probe_is_due(self, load: Load, length: int, tokens: float, *, looking_up: bool) -> bool:
@@ -298,9 +303,11 @@ class Planner:
         return self.pays(load) or reading <= PROBING * self.costs.seconds(load, 0, 0)
 
     def pays(self, load: Load) -> bool:
-        """Whether drafts of usual acceptance promise more tokens per second than none in such a batch."""
+        """Whether drafts of usual acceptance promise enough more tokens per second than none in such a batch (INVESTMENT)."""
         tokens, plain_speed = expected_tokens(self._draft.rates()), load.rows / self.costs.seconds(load, 0, 0)
-        return any(self._draft_speed(load, k, load.rows * tokens[k]) > plain_speed for k in self._draft_lengths)
+        return any(
+            self._draft_speed(load, k, load.rows * tokens[k]) > INVESTMENT * plain_speed for k in self._draft_lengths
+        )
 
     def round_seconds(self, step: float = 1.0) -> tuple[float, ...]:
         """Seconds of a round over one row, as timed at start, by the tokens drafted, from one on. step: what a draft step costs

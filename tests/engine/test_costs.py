@@ -68,6 +68,17 @@ def test_a_kind_costs_the_median_of_its_first_rounds() -> None:
     assert costs.plain_rounds(ONE, 6 * plain) == pytest.approx(2.0)
 
 
+def test_what_makes_plain_rounds_of_a_batch_dear_makes_others_dear() -> None:
+    """Else drafts would look cheap in a batch in which only plain rounds were timed."""
+    costs, batch = RoundCosts(SEEDS, 3), Load(8, 0)
+    for _ in range(ESTABLISHED):
+        for drafted in (0, 3):
+            costs.observe(ONE, drafted, drafted, SEEDS.round(ONE, drafted))
+        costs.observe(batch, 0, 0, 1.5 * SEEDS.round(batch, 0))
+    assert costs.seconds(batch, 3, 3) == pytest.approx(1.5 * SEEDS.round(batch, 3), rel=0.05)
+    assert costs.seconds(ONE, 1, 1) == pytest.approx(SEEDS.round(ONE, 1), rel=0.05)
+
+
 def test_ragged_and_equal_rounds_have_costs_of_their_own() -> None:
     """Attention over rows of unlike lengths takes another way. Until it was timed, the other's cost is the best guess."""
     costs, equal, ragged = RoundCosts(SEEDS, 3), Load(4, 100), Load(4, 100, ragged=True)

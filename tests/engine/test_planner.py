@@ -288,8 +288,30 @@ def test_drafting_depends_on_the_requests_that_wait(coming: int, drafts: bool) -
     assert (done.drafted > 0) == drafts
 
 
-def test_a_parked_draft_in_a_full_batch_stops_prefilling_and_is_rarely_probed() -> None:
+def test_a_draft_that_promises_little_reads_no_prompts_of_a_full_batch() -> None:
     planner, load = Planner(3, 0, replace(costs(full_batch, 0.009), read=0.0005)), Load(8, 100)
+    assert planner.choose(load, [None] * 8).drafted == 1, "what it has read already costs nothing more"
+    assert not planner.prefills(load) and planner.prefills(ONE)
+    # In 8 rounds it would gain a twentieth of what reading costs.
+    assert planner.choose(replace(load, unread=800), [None] * 8).drafted == 0
+
+
+@pytest.mark.parametrize(("left", "drafts"), [(200, True), (9, False)])
+def test_a_draft_does_not_catch_up_with_rows_that_are_about_to_end(left: int, drafts: bool) -> None:
+    def cost(rows: int, k: int) -> float:
+        return 0.060 + 0.030 * k
+
+    planner = Planner(3, 0, replace(costs(cost, 0.009), read=0.0002))
+    load = Load(8, 100, unread=600, left=left)
+    assert planner.choose(replace(load, unread=0), [None] * 8).drafted > 0
+    assert (planner.choose(load, [None] * 8).drafted > 0) == drafts
+
+
+def test_a_parked_draft_in_a_full_batch_stops_prefilling_and_is_rarely_probed() -> None:
+    def cost(rows: int, k: int) -> float:
+        return 0.060 + 0.035 * k
+
+    planner, load = Planner(3, 0, replace(costs(cost, 0.009), read=0.0005)), Load(8, 100)
     assert planner.prefills(load)
     for _ in range(100):
         planner.observe(load, Choice(3, (0,) * 8), [None] * 8, [0] * 8, None)
