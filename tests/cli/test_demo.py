@@ -95,7 +95,7 @@ def test_it_trains_and_swaps_and_reports_each_step(
 ) -> None:
     shown.write(in_turn([line.prompt for line in prompts(300)]))
     # A tiny adapter trains within a second.
-    monkeypatch.setattr("service.cli.console.HEARTBEAT_SECONDS", 0.1)
+    monkeypatch.setattr("service.cli.console.HEARTBEAT_SECONDS", 0.02)
     monkeypatch.setattr(demo, "POLL_SECONDS", 0.02)
     assert shown.run(monkeypatch) == 0
     captured = capsys.readouterr()
