@@ -31,8 +31,8 @@ REPAID = 8
 """Rounds in which tokens that a draft has to read first must have paid, or fewer where rows end before: few answers are as
 long as they may be."""
 INVESTMENT = 1.1
-"""Drafts must promise so many times the tokens per second before the draft reads prompts for them: what is promised rests on
-other prompts, and what was read is lost where it does not come."""
+"""Drafts must promise so many times the tokens per second before the draft reads prompts for them: the promise is made from
+other prompts, and what was read is lost where it does not come true."""
 PLAIN = 64
 """Rounds with proposals after which one goes without, so that the cost they are compared with stays measured."""
 UNMEASURED = 4

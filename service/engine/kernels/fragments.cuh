@@ -27,6 +27,14 @@ __device__ __forceinline__ void multiply(
   }
 }
 
+__device__ __forceinline__ void rescale(float (&c)[4], float upper, float lower) {
+  // By a factor of its own for either row that a thread holds of a product.
+  c[0] *= upper;
+  c[1] *= upper;
+  c[2] *= lower;
+  c[3] *= lower;
+}
+
 template <bool HALF>
 __device__ __forceinline__ uint32_t pack(float low, float high) {
   // The lower half of the register is the element of the lower index.

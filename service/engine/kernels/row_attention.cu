@@ -78,10 +78,7 @@ for (int tile = begin + blockIdx.y * WARPS + warp; tile * 16 < total; tile += gr
                          pack<HALF>(s[1][2], s[1][3])};
   #pragma unroll
   for (int j = 0; j < VT; j++) {
-    acc[j][0] *= shrink0;
-    acc[j][1] *= shrink0;
-    acc[j][2] *= shrink1;
-    acc[j][3] *= shrink1;
+    rescale(acc[j], shrink0, shrink1);
     const uint32_t half = j % 2 ? 0x7632 : 0x5410;
     multiply<HALF>(acc[j], p[0], p[1], p[2], p[3], __byte_perm(u[0][j / 2], u[1][j / 2], half),
                    __byte_perm(u[2][j / 2], u[3][j / 2], half));
@@ -116,12 +113,7 @@ const float shrink0 = exp2f(top0 - above0), shrink1 = exp2f(top1 - above1);
 sum0 *= shrink0;
 sum1 *= shrink1;
 #pragma unroll
-for (int j = 0; j < VT; j++) {
-  acc[j][0] *= shrink0;
-  acc[j][1] *= shrink0;
-  acc[j][2] *= shrink1;
-  acc[j][3] *= shrink1;
-}
+for (int j = 0; j < VT; j++) { rescale(acc[j], shrink0, shrink1); }
 #pragma unroll
 for (int others = WARPS / 2; others > 0; others /= 2) {
   if (warp >= others && warp < 2 * others) {
