@@ -21,8 +21,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base
 
-MOST = 32
-"""New tokens a row: more is prefill, which cuDNN does better."""
+MOST, LONG = 256, 4096
+"""New tokens a row; over rows of more than LONG positions only FEW: cuDNN reads such prompts faster, which repays its plans."""
+FEW = 32
 QUERIES = 16
 """Queries of a block (tokens times query heads that share one head of keys and values): the rows of a tensor core's product."""
 WIDEST = 128
@@ -78,9 +79,11 @@ class RowCall:
 
 
 def fits(queries: mx.array, call: RowCall) -> bool:
-    """Whether the kernel computes calls of such arrays: half precision, up to 256 dimensions of keys."""
+    """Whether the kernel computes calls of such arrays: half precision, up to 256 dimensions of keys, no long prefill."""
     dims, width = call.keys.shape[3], call.values.shape[3]
     same = queries.dtype == call.keys.dtype == call.values.dtype
+    if queries.shape[2] > (MOST if call.keys.shape[2] <= LONG else FEW):
+        return False
     return same and queries.dtype in (mx.bfloat16, mx.float16) and dims % 16 == 0 and dims <= 256 and width % 16 == 0
 
 
@@ -97,9 +100,11 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
     splits = 1 if capacity <= SPLIT_FROM else min(most, capacity // SPLIT_KEYS)
     template = [("T", kind), ("HALF", kind == mx.float16), ("D", dims), ("V", width), ("VC", chunk), ("G", share)]
     template += [("WINDOW", call.window), ("SINKS", sinks is not None)]
+    # In the order in which models project them, which rope keeps: the kernel reads no strides, and others would be copied.
+    laid_out = queries.swapaxes(1, 2)
     shape = (rows, count, many)
     made = _kernel(splits > 1)(
-        inputs=[queries, keys, values, call.starts, _scale(scale), queries if sinks is None else sinks.astype(kind)],
+        inputs=[laid_out, keys, values, call.starts, _scale(scale), keys if sinks is None else sinks.astype(kind)],
         template=template,
         grid=(rows * heads * THREADS, splits, chunks),
         threadgroup=(THREADS, 1, 1),
@@ -140,7 +145,7 @@ def _routed(
     sinks: mx.array | None = None,
 ) -> mx.array:
     row_call = getattr(cache, "row_call", None)
-    if row_call is not None and queries.shape[2] <= MOST:
+    if row_call is not None:
         call: RowCall | None = row_call(keys, values, mask)
         if call is not None and mx.default_device().type == mx.cpu:
             # Where tests run: the same calls, without the kernel.

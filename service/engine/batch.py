@@ -17,7 +17,7 @@ from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.prefill import Prefill
 from service.engine.request import Request
-from service.engine.rounds import Plan
+from service.engine.rounds import Plan, Step
 from service.engine.target import Target
 
 log = logging.getLogger(__name__)
@@ -125,29 +125,33 @@ class Batch:
         if self.drafter is None:
             return [row.tokens for row in rows]
         lengths = self.drafter.cache.lengths.host
-        return [row.tokens if drafts(row) else row.tokens[: n + 1] for row, n in zip(rows, lengths, strict=True)]
+        return [
+            row.tokens if drafts(row) else row.tokens[: max(n, 1) + 1] for row, n in zip(rows, lengths, strict=True)
+        ]
 
-    def truncate(self, plan: Plan, before: Sequence[int], finite: Sequence[bool], *, launched: bool) -> None:
+    def truncate(self, step: Step, before: Sequence[int], finite: Sequence[bool]) -> None:
         """Truncate both caches to the tokens that the rows have after a round. before: each row's tokens before it. finite: by
-        row, whether the draft's logits were. launched: a plain round after it is under way already."""
-        if launched:
-            self.cache.advance(1)
+        row, whether the draft's logits were. What a round launched behind it has written stays behind the rows' ends."""
+        self.cache.truncate([len(row.tokens) - 1 for row in self.rows])
+        if self.drafter is None:
+            return
+        cache = self.drafter.cache
+        if step.drafted and not self.failed:
+            self._truncate_draft(cache, step.plan, before, finite)
         else:
-            self.cache.truncate([len(row.tokens) - 1 for row in self.rows])
-        if self.drafter is not None:
-            self._truncate_draft(self.drafter.cache, plan, before, finite)
+            cache.truncate(cache.lengths.host)
 
     def _truncate_draft(self, cache: RowCache, plan: Plan, before: Sequence[int], finite: Sequence[bool]) -> None:
-        """The draft wrote its own proposal into its cache. The accepted part stays; where a look-up took its place nothing of
-        it does, for those were other tokens."""
-        limits = list[int]()
+        """The draft wrote its own proposal into its cache, but for the last token. The accepted part stays; where a look-up
+        took its place nothing of it does, for those were other tokens."""
+        limits, fed = list[int](), plan.choice.drafted - 1
         rows, visible = plan.rows, [len(tokens) for tokens in plan.visible]
         for row, source, old, seen, fine in zip(rows, plan.sources, before, visible, finite, strict=True):
             if not _drafted(row):
                 limits.append(seen - 1)
             else:
-                limits.append(len(row.tokens) - 1 if fine and source is Source.DRAFT else min(old, len(row.tokens) - 1))
-        cache.truncate([min(n, limit) for n, limit in zip(cache.lengths.host, limits, strict=True)])
+                limits.append(min(old + fed if fine and source is Source.DRAFT else old, len(row.tokens) - 1))
+        cache.truncate(limits)
         for index, row in enumerate(rows):
             if not finite[index] and _drafted(row):
                 self._pause_draft(index, row)

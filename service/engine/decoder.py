@@ -15,7 +15,7 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.core import Source
+from service.core import Prompt, Sampling, Source
 from service.engine import profile
 from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
@@ -25,11 +25,15 @@ from service.engine.evidence import gather_evidence, split_rows
 from service.engine.kv.prefix import PrefixCache
 from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Prefill, batch_prompts, prefill_draft, prefill_target
+from service.engine.replay import SEEN_BEFORE
 from service.engine.request import Request, prefill_ratio
 from service.engine.rounds import Outcome, Plan, RoundReport, Step
 from service.engine.runner import Runner
 from service.engine.strategy import current
 from service.engine.target import Target
+
+WARM_UP = SEEN_BEFORE + 2
+"""Rounds at least of each kind that are run to compile kernels."""
 
 
 class Decoder:
@@ -118,6 +122,31 @@ class Decoder:
             sizes, most = profile.sizes(rows), max(self.draft_length, looked_up)
             self._seeds = profile.Seeds(profile.measure(self.batch.target.model, draft, rows=sizes, most=most), draft)
             self.planner = Planner(self.draft_length, looked_up, self._seeds.costs)
+            if self.strategy.replay:
+                self._warm_up(sizes)
+
+    def _warm_up(self, sizes: Sequence[int]) -> None:
+        """Run rounds of every draft length, and over each of these numbers of rows, so that no request waits for kernels to be
+        compiled, which takes seconds each on a machine that has not run them before."""
+        drafter, most = self.batch.drafter, self.draft_length
+        lengths = [0, *self.strategy.allowed(most)] if drafter is not None else [0]
+        greedy, drawn, seeded = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, seed=0)
+        rounds = [(1, k, greedy) for k in lengths]
+        rounds += [(rows, k, greedy) for rows in sizes[1:] for k in {0, lengths[len(lengths) // 2]}]
+        rounds += [(1, lengths[-1], drawn), (1, lengths[-1], seeded)]
+        for rows, k, sampling in rounds:
+            decoder = Decoder(
+                self.batch.target.model,
+                drafter.draft if drafter is not None and k else None,
+                vocabulary=self.runner.vocabulary,
+                k=k,
+                collect=self.collect,
+            )
+            prompt = Prompt((0, 0), replace(sampling, max_tokens=WARM_UP * (k + 1)))
+            for _ in range(rows):
+                decoder.admit(Request("", prompt, frozenset(), None))
+            while decoder.unfinished:
+                decoder.round()
 
     # ------------------------------------------------------------------------------------------------ rows come and go
 
@@ -185,7 +214,7 @@ class Decoder:
             return self._reports.popleft()
         step = self._step or self.runner.launch(self._plan(joining))
         self._step = None
-        ahead = self._launch_plain_after(step, joining)
+        ahead = self._launch_after(step, joining)
         return self._complete(step, ahead, joining)
 
     @property
@@ -202,8 +231,12 @@ class Decoder:
     def _complete(self, step: Step, ahead: Step | None, joining: int | None) -> RoundReport:
         """Wait for a round and give its rows their tokens. ahead: the round launched behind it. joining: as for `round`, where
         the next one may be launched before the host is done; None: not before rows have changed."""
-        step, outcome = self.runner.read(step)
+        launched = step
+        step, outcome = self.runner.read(launched)
         plan = step.plan
+        if step is not launched or not all(outcome.finite):
+            # It rests on what the draft has spoilt.
+            ahead = None
         # Rows that ended in the round before this one, which was under way by then, get nothing of it.
         live = [i for i, row in enumerate(plan.rows) if row.finish is None]
         before = [len(row.tokens) for row in plan.rows]
@@ -211,7 +244,7 @@ class Decoder:
             plan.rows[i].append_round(outcome.emitted[i], outcome.proposed[i], plan.sources[i], self.adapter)
             for i in live
         )
-        self.batch.truncate(plan, before, outcome.finite, launched=ahead is not None)
+        self.batch.truncate(step, before, outcome.finite)
         if not self.strategy.launch_ahead:
             self._log_evidence(step, outcome, live)
         rows = tuple(plan.rows[i] for i in live)
@@ -252,21 +285,39 @@ class Decoder:
         same = len(plan.rows) == len(self.rows) and all(a is b for a, b in zip(plan.rows, self.rows, strict=True))
         return self.strategy.launch_ahead and not joining and not self.batch.cache.states and same
 
-    def _launch_plain_after(self, step: Step, joining: int) -> Step | None:
-        """Launch a round behind one that was not read yet, where neither proposes anything. None where a row will end, where
-        one has a look-up, or where the draft is due."""
-        plan = step.plan
-        if not self._may_launch_ahead(plan, joining) or plan.choice.proposed:
+    def _launch_after(self, step: Step, joining: int) -> Step | None:
+        """Launch a round behind one that was not read yet. None where a row will end, where one has a look-up, or where the
+        draft would first have to read what it has missed."""
+        plan, rows = step.plan, step.plan.rows
+        if not self._may_launch_ahead(plan, joining) or (plan.choice.proposed and not step.drafted):
             return None
-        # Every row gets one token of the round that is not read yet.
-        if any(row.emitted + 1 >= row.prompt.sampling.max_tokens or row.finish for row in plan.rows):
+        # Every row gets one token at least of the round that is not read yet.
+        if any(row.emitted + 1 >= row.prompt.sampling.max_tokens or row.finish for row in rows):
             return None
         if any(found is not None and found.length >= MIN_SHARED_MATCH for found in plan.found):
             return None
-        if self.planner is not None and not self.planner.stay_parked():
+        load = replace(plan.load, held=plan.load.held + 1 + plan.choice.proposed // 2, unread=0)
+        choice = self._choose_after(step, load)
+        if choice is None:
             return None
-        load, found = replace(plan.load, held=plan.load.held + 1), self._look_up(plan.rows)
-        return self.runner.launch_after(step, replace(plan, load=load, found=found, started_at=time.perf_counter()))
+        visible, found = [row.tokens for row in rows], self._look_up(rows)
+        matches, steps = [None] * len(rows), DraftSteps(choice.drafted)
+        plan = Plan(rows, visible, load, choice, found, matches, steps, False, time.perf_counter())
+        return self.runner.launch_after(step, plan)
+
+    def _choose_after(self, step: Step, load: Load) -> Choice | None:
+        """What to propose behind a round that was not read yet, where its rows have no look-up; None: that is not known yet."""
+        plan = step.plan
+        if not step.drafted:
+            return None if self.planner is not None and not self.planner.stay_parked() else plan.choice
+        drafter = self.batch.drafter
+        if drafter is None or drafter.cache.states or self.batch.failed or step.sampling.seeded:
+            return None
+        if any(plan.choice.looked_up) or not all(drafts(row) for row in plan.rows):
+            return None
+        if self.planner is None:
+            return plan.choice
+        return self.planner.choose(load, [None] * len(plan.rows), [row.acceptance for row in plan.rows])
 
     def _plan(self, joining: int) -> Plan:
         """Plan a round over the rows as they are."""
@@ -312,12 +363,13 @@ class Decoder:
             [] if source is Source.LOOKUP else tokens
             for tokens, source in zip(outcome.proposed, step.plan.sources, strict=True)
         ]
-        if step.evidence is not None:
+        if step.arrays.evidence:
             evidence = split_rows(step.evidence_read, outcome.emitted, drafted)
         else:
-            evidence = gather_evidence(
-                step.logits, step.distribution, step.sampling, outcome.emitted, drafted, step.proposal
-            )
+            logits, distribution = step.arrays.logits, step.arrays.distribution
+            assert logits is not None and distribution is not None
+            draft_logits = () if step.proposal is None else step.proposal.logits
+            evidence = gather_evidence(logits, distribution, step.sampling, outcome.emitted, drafted, draft_logits)
         for i in live:
             if rows[i].prompt.store:
                 rows[i].add_evidence(evidence[i], outcome.emitted[i], outcome.proposed[i], self.tie_margin)

@@ -56,23 +56,23 @@ def wait(*arrays: object) -> None:
     mx.eval(*arrays)
 
 
-class Readback:
-    """Arrays that the host reads together, as one: on CUDA every array that it reads is a copy of its own, which takes 0.1 ms.
-    Integers come as 32 bits. packed: to be launched."""
+def pack(arrays: Sequence[mx.array]) -> mx.array:
+    """Arrays that the host reads together, as one (n,), int32: on CUDA every array that it reads is a copy of its own, which
+    takes 0.1 ms. Integers come as 32 bits."""
+    words = [array.view(mx.int32) if array.dtype in _AS_THEY_ARE else array.astype(mx.int32) for array in arrays]
+    return mx.concatenate([each.reshape(-1) for each in words])
 
-    def __init__(self, arrays: Sequence[mx.array]) -> None:
-        self._shapes = [(array.shape, array.dtype) for array in arrays]
-        words = [array.view(mx.int32) if array.dtype in _AS_THEY_ARE else array.astype(mx.int32) for array in arrays]
-        self.packed = mx.concatenate([each.reshape(-1) for each in words])
 
-    def read(self) -> list[NDArray[Any]]:
-        """Wait for them once and copy them to the host."""
-        (words,) = read(self.packed)
-        ends = np.cumsum([prod(shape) for shape, _ in self._shapes])
-        return [
-            (part != 0 if dtype == mx.bool_ else part.view(_AS_THEY_ARE.get(dtype, np.int32))).reshape(shape)
-            for part, (shape, dtype) in zip(np.split(words, ends[:-1]), self._shapes, strict=True)
-        ]
+def read_packed(packed: mx.array, arrays: Sequence[mx.array]) -> list[NDArray[Any]]:
+    """Wait once for what `pack` made of these arrays, and copy them to the host."""
+    (words,) = read(packed)
+    ends = np.cumsum([prod(array.shape) for array in arrays])
+    return [
+        (part != 0 if array.dtype == mx.bool_ else part.view(_AS_THEY_ARE.get(array.dtype, np.int32))).reshape(
+            array.shape
+        )
+        for part, array in zip(np.split(words, ends[:-1]), arrays, strict=True)
+    ]
 
 
 def read(*arrays: mx.array) -> list[NDArray[Any]]:

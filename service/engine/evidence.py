@@ -149,11 +149,11 @@ def gather_evidence(
     batch: SamplingBatch,
     emitted: Sequence[Sequence[int]],
     drafted: Sequence[Sequence[int]],
-    proposal: Proposal | None,
+    draft_logits: Sequence[mx.array],
 ) -> list[Evidence]:
     """Each row's evidence, computed after the round for its emitted positions and rejected tokens only. One more host sync.
 
-    logits, distribution, batch: as in RoundEvidence.of. emitted, drafted: as in split_rows. proposal: the round's.
+    logits, distribution, batch: as in RoundEvidence.of. emitted, drafted: as in split_rows. draft_logits: the proposal's.
     """
     counts = np.array([len(tokens) for tokens in emitted])
     ends = np.cumsum(counts)
@@ -169,13 +169,13 @@ def gather_evidence(
         if len(new) <= len(tried)
     }
     pq: list[mx.array] = []
-    if rejected and proposal is not None:
+    if rejected and draft_logits:
         wrong, places = mx.array(list(rejected.values())), [len(emitted[row]) - 1 for row in rejected]
-        draft_logits = mx.stack([proposal.logits[place][row, 0] for row, place in zip(rejected, places, strict=True)])
+        theirs = mx.stack([draft_logits[place][row, 0] for row, place in zip(rejected, places, strict=True)])
         target_logits = logits[mx.array(list(rejected)), mx.array(places)]
         # The first rejected token is at the position of the row's last emitted one.
         lse = positions.lse[mx.array(ends[list(rejected)] - 1)]
-        pq = [probabilities(target_logits, wrong, lse), probabilities(draft_logits, wrong, logsumexp(draft_logits))]
+        pq = [probabilities(target_logits, wrong, lse), probabilities(theirs, wrong, logsumexp(theirs))]
     ids, top, logprobs, sampled, tails, *pq_values = device.read(*positions.arrays(), *pq)
     pq_by_row: dict[int, tuple[float, float]] = {}
     if pq_values:

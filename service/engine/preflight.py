@@ -174,10 +174,10 @@ def _in_engine(model: nn.Module, rows: list[list[int]]) -> list[Vectors]:
     accepted = [1 + i % 3 for i in range(len(rows))]
     tokens = [[*row[-TAIL:][:n], 1, 1][:3] for row, n in zip(rows, accepted, strict=True)]
     run = Replay(model, lambda arrays, cache: (model(arrays[0], cache=cache.layers),), seen_before=0)
-    (first,) = run([mx.array(tokens)], batch)
+    (first,) = run([mx.array(tokens)], batch, 3)
     batch.truncate([len(row) - TAIL + n for row, n in zip(rows, accepted, strict=True)])
     tokens = [[*row[len(row) - TAIL + n :], 1, 1][:3] for row, n in zip(rows, accepted, strict=True)]
-    (second,) = run([mx.array(tokens)], batch)
+    (second,) = run([mx.array(tokens)], batch, 3)
     batch.truncate([len(row) for row in rows])
     return [
         _vectors(batch.layers, i, len(row)) | {"logits": mx.concatenate([first[i, :n], second[i, : TAIL - n]])}

@@ -1,16 +1,18 @@
-"""Products of a few tokens with a weight matrix: a CUDA kernel of our own.
+"""Products of a few tokens with weight matrices: a CUDA kernel of our own.
 
 MLX on CUDA asks cuBLAS for an algorithm at every product of more than one token and captures what it launches
 (mlx/backend/cuda/gemms/cublas_gemm.cpp, `CublasGemm::execute`), which takes the host longer than many a product takes the
-device. A custom kernel costs the host as much again in Python, so that it is used in traced calls alone (`replay`), which pay
-that once.
+device. The kernel costs the host a third of that, multiplies with several matrices that read the same input at once (queries,
+keys and values; gate and up), and gives a token the same bits whatever else is in the call. Python pays as much again for it
+in every call, so that it is used in calls that are traced (`replay`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from pathlib import Path
@@ -19,74 +21,135 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-MOST = 16
+MOST = 64
 """Tokens: with more cuBLAS is faster."""
-ROWS, THREADS = 16, 256
-"""Rows of the weight matrix that a block multiplies; its threads."""
+MATRICES = 3
+"""That a call may multiply with."""
+THREADS = 256
+"""Of a block."""
+TILES = (1, 2, 4, 8)
+"""Tiles of 8 tokens that a block may multiply: each is a kernel to be compiled."""
 INNER = 64
 """Elements of a row that a warp takes at a time."""
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+"""Names of layers that mlx-lm's models give the same input."""
 
 _KERNELS = Path(__file__).parent / "kernels"
-_tracing: ContextVar[bool] = ContextVar("tracing", default=False)
+
+
+@dataclass(slots=True)
+class _Call:
+    """A model's call under way. ready: products that were computed with a sibling's, by the layer's id, with their input."""
+
+    ready: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict[int, tuple[mx.array, mx.array]])
+
+
+_call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 @cache
 def _kernel() -> Any:
     return mx.fast.cuda_kernel(
         name="few_tokens",
-        input_names=["x", "weight"],
-        output_names=["out"],
+        input_names=["x", *(f"weight{i}" for i in range(MATRICES))],
+        output_names=[f"out{i}" for i in range(MATRICES)],
         source=(_KERNELS / "few_tokens.cu").read_text(),
         header=(_KERNELS / "fragments.cuh").read_text(),
     )
 
 
 def fits(x: mx.array, weight: mx.array) -> bool:
-    """Whether the kernel multiplies x (..., inner) by weight (outputs, inner): 2 to MOST tokens in half precision."""
-    tokens = prod(x.shape[:-1])
+    """Whether the kernel multiplies x (..., inner) by weight (outputs, inner): up to MOST tokens in half precision."""
     kinds = x.dtype == weight.dtype and x.dtype in (mx.bfloat16, mx.float16)
-    return kinds and 1 < tokens <= MOST and weight.shape[0] % ROWS == 0 and weight.shape[1] % INNER == 0
+    return kinds and prod(x.shape[:-1]) <= MOST and weight.shape[0] % 16 == 0 and weight.shape[1] % INNER == 0
 
 
-def few_tokens(x: mx.array, weight: mx.array) -> mx.array:
-    """x (..., inner) times weight (outputs, inner), transposed: (..., outputs)."""
+def few_tokens(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
+    """x (..., inner) times each of up to MATRICES weights (outputs, inner), transposed: (..., outputs) each."""
     *lead, inner = x.shape
-    tokens, outputs = prod(lead), weight.shape[0]
-    (out,) = _kernel()(
-        inputs=[x.reshape(tokens, inner), weight],
-        template=[("T", x.dtype), ("HALF", x.dtype == mx.float16), ("TILES", -(-tokens // 8))],
-        grid=(outputs // ROWS * THREADS, 1, 1),
+    tokens, outputs, unused = prod(lead), [weight.shape[0] for weight in weights], MATRICES - len(weights)
+    tiles = next(n for n in TILES if 8 * n >= tokens)
+    # With many tokens it is they that a block reads most of.
+    deep = 2 if tiles >= 4 and all(n % 32 == 0 for n in outputs) else 1
+    # One kernel for any number of matrices: it takes seconds to compile.
+    made = _kernel()(
+        inputs=[x.reshape(tokens, inner), *weights, *[weights[0]] * unused],
+        template=[("T", x.dtype), ("HALF", x.dtype == mx.float16), ("TILES", tiles), ("DEEP", deep)],
+        grid=(sum(outputs) // (16 * deep) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(tokens, outputs)],
-        output_dtypes=[x.dtype],
+        output_shapes=[*((tokens, n) for n in outputs), *[(1, 1)] * unused],
+        output_dtypes=[x.dtype] * MATRICES,
     )
-    return out.reshape(*lead, outputs)
+    return [out.reshape(*lead, n) for out, n in zip(made, outputs, strict=False)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Siblings:
+    """Layers that are usually given the same input."""
+
+    layers: tuple[FewTokenLinear, ...]
 
 
 class FewTokenLinear(nn.Linear):
-    """A linear layer whose traced calls over few tokens go through the kernel. Parameters are nn.Linear's."""
+    """A linear layer whose calls over few tokens go through the kernel inside `by_kernel`, together with those of its siblings.
+    Parameters are nn.Linear's."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (..., inner): (..., outputs)."""
-        weight = cast("mx.array", self["weight"])
-        if not _tracing.get() or mx.default_device().type == mx.cpu or not fits(x, weight):
+        call, weight = _call.get(), self._weight
+        if call is None or mx.default_device().type == mx.cpu or not fits(x, weight):
             return super().__call__(x)
-        out = few_tokens(x, weight)
+        given, out = call.ready.pop(id(self), (None, x))
+        if given is not x:
+            # A layer that was given something else than its sibling multiplies by itself.
+            siblings: _Siblings | None = None if given is not None else getattr(self, "siblings", None)
+            others = [] if siblings is None else [each for each in siblings.layers if each is not self]
+            others = [each for each in others if each._weight.shape[1] == x.shape[-1] and fits(x, each._weight)]
+            out, *more = few_tokens(x, [weight, *(each._weight for each in others)])
+            call.ready.update({id(each): (x, product) for each, product in zip(others, more, strict=True)})
         return out + cast("mx.array", self["bias"]) if "bias" in self else out
+
+    @property
+    def _weight(self) -> mx.array:
+        return cast("mx.array", self["weight"])
+
+
+class FewTokenEmbedding(nn.Embedding):
+    """An embedding that, as output head, goes through the kernel inside `by_kernel`. Parameters are nn.Embedding's."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """x (..., inner): (..., outputs)."""
+        weight = cast("mx.array", self["weight"])
+        if _call.get() is None or mx.default_device().type == mx.cpu or not fits(x, weight):
+            return super().as_linear(x)
+        return few_tokens(x, [weight])[0]
 
 
 def route(model: nn.Module) -> None:
-    """Make a model's linear layers ready for traced calls, in place."""
+    """Make a model's layers ready for `by_kernel`, in place."""
     for module in model.modules():
         if type(module) is nn.Linear:
             module.__class__ = FewTokenLinear
+        elif type(module) is nn.Embedding:
+            module.__class__ = FewTokenEmbedding
+    for module in model.modules():
+        for names in SIBLINGS:
+            layers = tuple(each for name in names if isinstance(each := module.get(name), FewTokenLinear))
+            if len(layers) > 1:
+                for layer in layers:
+                    layer.siblings = _Siblings(layers)
+
+
+def inside() -> bool:
+    """Whether this is inside `by_kernel`."""
+    return _call.get() is not None
 
 
 @contextmanager
-def tracing() -> Generator[None]:
-    """Products inside the block are part of a trace."""
-    token = _tracing.set(True)
+def by_kernel() -> Generator[None]:
+    """Products of few tokens in the block, which is one call of a model, go through the kernel."""
+    token = _call.set(_Call())
     try:
         yield
     finally:
-        _tracing.reset(token)
+        _call.reset(token)

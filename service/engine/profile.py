@@ -17,6 +17,7 @@ from service.engine.costs import USUALLY_HELD, Costs, line
 from service.engine.drafters.head import draft_calls
 from service.engine.drafters.model import DraftCalls
 from service.engine.kv.cache import RowCache
+from service.engine.replay import SEEN_BEFORE
 from service.engine.strategy import current
 from service.engine.target import Target
 from service.models.heads import cut_head
@@ -80,7 +81,7 @@ def _calls(
     shapes = [(size, HELD[0], every if size == min(rows) else few) for size in rows]
     shapes.append((held_rows, HELD[1], [few[0], few[-1]]))
     both, calls = Target(target, draft), dict[_Call, Callable[[], None]]()
-    steps = None if draft is None else draft_calls(draft)
+    steps = None if draft is None else draft_calls(draft).replayed(draft)
     for size, held, lengths in shapes:
         run = _caller(both.verify, both.cache(size), held)
         calls |= {_Call("target", size, held, n): partial(run, n) for n in lengths}
@@ -156,7 +157,7 @@ def step_ratios(drafts: Mapping[str, nn.Module], *, seconds: float | None = None
     if len(first) == 1:
         return dict.fromkeys(drafts, 1.0)
     runs = {
-        name: partial(_draft_step(drafts[name], draft_calls(drafts[name]), 1, USUALLY_HELD), 1)
+        name: partial(_draft_step(drafts[name], draft_calls(drafts[name]).replayed(drafts[name]), 1, USUALLY_HELD), 1)
         for name in first.values()
     }
     least = _least(runs, SHORT_SECONDS if seconds is None else seconds)
@@ -169,8 +170,10 @@ _Name = TypeVar("_Name")
 
 def _least(runs: Mapping[_Name, Callable[[], None]], seconds: float) -> dict[_Name, float]:
     """The least seconds of each run. All are run in turn, so that a slow moment of the machine spoils one sweep at most."""
+    # Where calls are traced, the last of these is replayed.
     for run in runs.values():
-        run()
+        for _ in range(SEEN_BEFORE + 2 if current().replay else 1):
+            run()
     least, sweeps, total = dict.fromkeys(runs, float("inf")), 0, 0.0
     while total < seconds or (sweeps < SWEEPS and total < ENOUGH_SECONDS):
         sweeps += 1

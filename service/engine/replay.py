@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
-from typing import TypeAlias, cast
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from service.engine import attention, products
 from service.engine.kv.cache import RowCache
@@ -27,68 +28,75 @@ SEEN_BEFORE = 2
 MOST_SHAPES = 4096
 """Shapes whose calls are counted; after that counting starts again."""
 
-Call: TypeAlias = Callable[[Sequence[mx.array], RowCache], tuple[mx.array, ...]]
-Trace: TypeAlias = Callable[
-    [Sequence[mx.array], mx.array, Sequence[mx.array]], tuple[Sequence[mx.array], Sequence[mx.array]]
-]
+Arguments: TypeAlias = Sequence[Any]
+"""Trees (lists, tuples and dicts) of arrays, numbers, booleans and None."""
+Call: TypeAlias = Callable[[Arguments, RowCache], Any]
+"""A model's call: returns a tree of arrays."""
 
 
 class Replay:
-    """Calls of a model over a row cache. call: runs it over arrays, the first of which are tokens (B, N), appends their keys
-    and values to a cache and returns arrays. Everything else that it reads must stay what it is. seen_before: see SEEN_BEFORE.
+    """Calls of a model over a row cache. call: runs it over arguments and a cache, to which it appends keys and values, and
+    returns a tree of arrays. Everything else that it reads must stay what it is. seen_before: see SEEN_BEFORE.
 
-    Calls over more than `attention.MOST` tokens a row, of models with recurrent states or attention of their own, and where the
-    device gains nothing by it (`strategy`), run as they are.
+    Calls over more than `attention.FEW` tokens a row, of models with recurrent states or attention of their own, and where the
+    device gains nothing by it (`strategy`), run as they are; so do calls inside another trace.
     """
 
     def __init__(self, model: nn.Module, call: Call, *, seen_before: int = SEEN_BEFORE) -> None:
         self._call = call
         self._model = model
         self._seen_before = seen_before
-        self._traces: OrderedDict[tuple[tuple[int, ...], ...], Trace] = OrderedDict()
-        self._seen: Counter[tuple[tuple[int, ...], ...]] = Counter()
+        self._traces: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
+        self._seen: Counter[Hashable] = Counter()
         self._possible = current().replay
+        if self._possible:
+            products.route(model)
 
-    def __call__(self, arrays: Sequence[mx.array], cache: RowCache) -> tuple[mx.array, ...]:
-        """What the call returns. Its keys and values are in `cache`."""
-        count = arrays[0].shape[1]
-        if not self._possible or not cache.routed or cache.states or count > attention.MOST or not cache.reserve(count):
-            return self._call(arrays, cache)
+    def __call__(self, arguments: Arguments, cache: RowCache, count: int) -> Any:
+        """What the call returns. Its keys and values are in `cache`. count: tokens of each row that it appends."""
+        usual = self._possible and cache.routed and not cache.states and count <= attention.FEW
+        if not usual or products.inside() or not cache.reserve(count):
+            return self._call(arguments, cache)
         first = cache.attention[0].keys
         assert first is not None
-        key = (*(array.shape for array in arrays), first.shape)
+        key = (first.shape, *(_kind(leaf) for _, leaf in cast("list[tuple[str, Any]]", tree_flatten(arguments))))
         trace = self._traces.get(key)
         if trace is None:
             if len(self._seen) > MOST_SHAPES:
                 self._seen.clear()
             self._seen[key] += 1
             if self._seen[key] <= self._seen_before:
-                return self._call(arrays, cache)
+                return self._by_kernel(arguments, cache)
             trace = self._new_trace()
         starts, buffers = cache.lengths.starts(cache.ahead), cache.buffers()
         try:
-            returned, written = trace(arrays, starts, buffers)
+            returned, written = trace(arguments, starts, buffers)
         except Exception as error:  # noqa: BLE001  (whatever the model raises, it may raise because it is traced)
             log.warning("a model's calls cannot be traced and run as they are: %s", error)
             self._possible = False
-            return self._call(arrays, cache)
+            return self._call(arguments, cache)
         cache.set_buffers(written, count)
         self._traces[key] = trace
         self._traces.move_to_end(key)
         if len(self._traces) > MOST_TRACES:
             del self._seen[self._traces.popitem(last=False)[0]]
-        return tuple(returned)
+        return returned
 
-    def _new_trace(self) -> Trace:
-        products.route(self._model)
+    def _by_kernel(self, arguments: Arguments, cache: RowCache) -> Any:
+        """The call with the products that a trace has, so that both give the same bits."""
+        with products.by_kernel():
+            return self._call(arguments, cache)
 
-        def run(
-            arrays: Sequence[mx.array], starts: mx.array, buffers: Sequence[mx.array]
-        ) -> tuple[tuple[mx.array, ...], list[mx.array]]:
+    def _new_trace(self) -> Callable[..., Any]:
+        def run(arguments: Arguments, starts: mx.array, buffers: Sequence[mx.array]) -> tuple[Any, list[mx.array]]:
             cache = RowCache(self._model, 0)
             cache.trace(starts, buffers)
-            with products.tracing():
-                returned = self._call(arrays, cache)
+            returned = self._by_kernel(arguments, cache)
             return returned, cache.buffers()
 
-        return cast("Trace", mx.compile(run))
+        return cast("Callable[..., Any]", mx.compile(run))
+
+
+def _kind(leaf: Any) -> Hashable:
+    """What tells two calls' arguments apart."""
+    return (leaf.shape, leaf.dtype) if isinstance(leaf, mx.array) else leaf

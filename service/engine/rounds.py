@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,8 +14,7 @@ from service.core import Delta, Round, Source
 from service.engine import device
 from service.engine.costs import Load
 from service.engine.drafters.lookup import LookupProposal
-from service.engine.drafters.proposal import Proposal
-from service.engine.evidence import RoundEvidence
+from service.engine.drafters.proposal import Proposal, Unread
 from service.engine.planner import Choice, DraftSteps, Match
 from service.engine.request import Request
 from service.engine.sampling import SamplingBatch
@@ -57,63 +56,89 @@ class Outcome:
     finite: list[bool]
 
 
+@dataclass(frozen=True, slots=True)
+class RoundArrays:
+    """A round over B rows and K proposed tokens, on the device.
+
+    emitted: (B, K+1), of which row b emits the first accepted[b] + 1. accepted: (B,), proposed: (B, K), usable: (B, K), see
+    Proposal; None where nothing was proposed. finite: (B, K), whether the draft's logits were; None where nothing was drafted.
+    evidence: `RoundEvidence.arrays`. features: (B, K+1, width), the target's, where the draft reads them.
+
+    Where the next round may be launched ahead: packed, all that the host reads; newest (B, 2), ends (B,), see Unread.
+    Elsewhere: logits and distribution (B, K+1, V), before and after the sampling transform."""
+
+    emitted: mx.array
+    accepted: mx.array | None = None
+    proposed: mx.array | None = None
+    usable: mx.array | None = None
+    finite: mx.array | None = None
+    evidence: tuple[mx.array, ...] = ()
+    features: mx.array | None = None
+    packed: mx.array | None = None
+    newest: mx.array | None = None
+    ends: mx.array | None = None
+    logits: mx.array | None = None
+    distribution: mx.array | None = None
+
+    def tree(self) -> dict[str, Any]:
+        """The fields by name, as a traced call returns them."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def read(self) -> list[mx.array]:
+        """What the host reads: tokens, then evidence."""
+        tokens = (self.emitted, self.accepted, self.proposed, self.usable, self.finite)
+        return [*(each for each in tokens if each is not None), *self.evidence]
+
+
 @dataclass(slots=True)
 class Step:
-    """A launched round, not read yet. drafted: it has a proposal of the draft. follows: it was launched before the round
-    before it was read. others: arrays to be computed with it.
-
-    Arrays: accepted (B,); emitted (B, K+1), of which row b emits the first accepted[b] + 1; finite (B, K), whether the draft's
-    logits were, None where nothing was drafted; logits and distribution (B, K+1, V) before and after the sampling transform."""
+    """A launched round, not read yet. drafted: it has a proposal of the draft. others: arrays to be computed with it. follows:
+    it was launched before the round before it was read."""
 
     plan: Plan
     sampling: SamplingBatch
     drafted: bool
-    accepted: mx.array
-    emitted: mx.array
-    finite: mx.array | None
-    logits: mx.array
-    distribution: mx.array
+    arrays: RoundArrays
     proposal: Proposal | None
-    evidence: RoundEvidence | None
     others: Sequence[mx.array]
     follows: bool = False
     evidence_read: Sequence[NDArray[Any]] = ()
-    """The arrays of `evidence`, once the round was read."""
-    _launched: device.Readback | None = None
-
-    def _results(self) -> list[mx.array]:
-        """What the host reads: tokens, then evidence."""
-        proposed = () if self.proposal is None else (self.accepted, self.proposal.tokens, self.proposal.usable)
-        finite = () if self.finite is None else (self.finite,)
-        return [self.emitted, *proposed, *finite, *(() if self.evidence is None else self.evidence.arrays())]
+    """The arrays of the evidence, once the round was read."""
 
     def launch(self) -> None:
         """Hand it to the device without waiting."""
-        self._launched = device.Readback(self._results())
-        device.launch(self._launched.packed, self.others)
+        device.launch(self.arrays.packed, self.others)
         # A cache that is still referred to would be copied by the next write.
         self.others = ()
 
     def read(self) -> Outcome:
         """Wait for it, once. Raises what went wrong in computing it."""
-        if self._launched is None:
-            results = self._results()
-            device.wait(results, self.others)
-            emitted, *rest = (np.array(each) for each in results)
+        arrays = self.arrays
+        if arrays.packed is not None:
+            values = device.read_packed(arrays.packed, arrays.read)
         else:
-            emitted, *rest = self._launched.read()
-        rows, several = len(emitted), (0 if self.proposal is None else 3) + (self.finite is not None)
+            device.wait(arrays.read, self.others)
+            values = [np.array(each) for each in arrays.read]
+        emitted, *rest = values
+        rows, several = len(emitted), (0 if arrays.accepted is None else 3) + (arrays.finite is not None)
         self.evidence_read = rest[several:]
-        if self.proposal is None:
+        if arrays.accepted is None:
             return Outcome(emitted.tolist(), [[]] * rows, [True] * rows)
         accepted, proposed, usable = rest[:3]
-        finite = [True] * rows if self.finite is None else np.all(rest[3], axis=1).tolist()
+        finite = [True] * rows if arrays.finite is None else np.all(rest[3], axis=1).tolist()
         tried: list[int] = np.cumprod(usable, axis=1, dtype=np.int64).sum(axis=1).tolist()
         return Outcome(
             emitted=[new[: n + 1].tolist() for new, n in zip(emitted, accepted.tolist(), strict=True)],
             proposed=[guess[:n].tolist() for guess, n in zip(proposed, tried, strict=True)],
             finite=finite,
         )
+
+    def unread(self) -> Unread:
+        """How its rows end. Its host's numbers are those of the round before."""
+        assert self.arrays.newest is not None and self.arrays.ends is not None
+        most = self.arrays.emitted.shape[1]
+        return Unread(self.arrays.newest, self.arrays.ends, [len(row.tokens) - 1 + most for row in self.plan.rows])
 
 
 @dataclass(frozen=True, slots=True)

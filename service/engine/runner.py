@@ -5,17 +5,19 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
 from service.engine import accept, device
 from service.engine.batch import Batch, drafts
-from service.engine.drafters.proposal import Proposal, prefer_lookups
+from service.engine.drafters.proposal import Proposal, Unread, prefer_lookups
 from service.engine.evidence import RoundEvidence
 from service.engine.kv.cache import RowCache
+from service.engine.replay import Replay
 from service.engine.request import Request
-from service.engine.rounds import Outcome, Plan, Step
+from service.engine.rounds import Outcome, Plan, RoundArrays, Step
 from service.engine.sampling import SamplingBatch, SharedNoise, transform
 from service.engine.strategy import current
 
@@ -31,17 +33,18 @@ class Runner:
     def __init__(self, batch: Batch, *, vocabulary: int, collect: bool, prefill_chunk: int, key: mx.array) -> None:
         self.key = key
         self._batch = batch
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._collect = collect
         self._prefill_chunk = prefill_chunk
         self._strategy = current()
         self._sampling: SamplingBatch | None = None
+        self._replay = Replay(batch.target.model, self._verified)
 
     def launch(self, plan: Plan) -> Step:
         """Launch a round; on a CPU only its graph is made. Raises what the target raises."""
         sampling = self._sampling_of(plan.rows)
         draft_key, verify_key = self._keys(sampling, 2)
-        noise = SharedNoise(sampling, [row.emitted for row in plan.rows], self._vocabulary)
+        noise = SharedNoise(sampling, [row.emitted for row in plan.rows], self.vocabulary)
         if not plan.steps.stops:
             noise.first(plan.steps.most + 1)
         failures = self._batch.draft_failures
@@ -58,13 +61,20 @@ class Runner:
             return self._without_draft(plan, error)
 
     def launch_after(self, step: Step, plan: Plan) -> Step:
-        """Launch a plain round behind a plain one that was not read yet: the target reads the tokens that the device has just
-        chosen."""
-        (key,) = self._keys(step.sampling, 1)
-        noise = SharedNoise(step.sampling, [row.emitted + 1 for row in plan.rows], self._vocabulary)
-        ahead = self._verify(plan, None, step.sampling, noise, key, latest=step.emitted[:, :1])
-        ahead.follows = True
-        return ahead
+        """Launch a round behind one that was not read yet: it goes on from the tokens that the device has just chosen. Not over
+        rows with a seed behind a drafted round: their noise depends on how many tokens they have."""
+        sampling, cache = step.sampling, self._batch.cache
+        draft_key, verify_key = self._keys(sampling, 2)
+        if not step.drafted:
+            # Every row gets one token.
+            noise = SharedNoise(sampling, [row.emitted + 1 for row in plan.rows], self.vocabulary)
+            cache.commit(1)
+            return self._verify(plan, None, sampling, noise, verify_key, step)
+        after = step.unread()
+        cache.follow(after.ends, after.most)
+        noise = SharedNoise(sampling, [0] * len(plan.rows), self.vocabulary)
+        proposal = self._propose(plan, sampling, noise, draft_key, after) if plan.choice.drafted else None
+        return self._verify(plan, proposal, sampling, noise, verify_key, step)
 
     def read(self, step: Step) -> tuple[Step, Outcome]:
         """Wait for a round. Where it fails with a proposal of the draft in it, it is launched again without the draft. Returns
@@ -89,7 +99,7 @@ class Runner:
         """The rows' sampling, as arrays that are made anew when rows change."""
         settings = tuple(row.prompt.sampling for row in rows)
         if self._sampling is None or self._sampling.rows != settings:
-            self._sampling = SamplingBatch.of(settings, self._vocabulary)
+            self._sampling = SamplingBatch.of(settings, self.vocabulary)
         return self._sampling
 
     def _keys(self, sampling: SamplingBatch, count: int) -> list[mx.array]:
@@ -104,7 +114,7 @@ class Runner:
         self._sampling = None
         sampling = self._sampling_of(rows)
         self.key = mx.random.key(secrets.randbits(63))
-        noise = SharedNoise(sampling, [row.emitted for row in rows], self._vocabulary)
+        noise = SharedNoise(sampling, [row.emitted for row in rows], self.vocabulary)
         return sampling, noise, mx.random.key(secrets.randbits(63))
 
     def _prefill_again(self, rows: Sequence[Request]) -> None:
@@ -120,7 +130,9 @@ class Runner:
         batch.cache.compact([])
         batch.cache.join(caches)
 
-    def _propose(self, plan: Plan, sampling: SamplingBatch, noise: SharedNoise, key: mx.array) -> Proposal | None:
+    def _propose(
+        self, plan: Plan, sampling: SamplingBatch, noise: SharedNoise, key: mx.array, after: Unread | None = None
+    ) -> Proposal | None:
         """The draft's proposal, launched; None where it proposes nothing."""
         rows, drafter = plan.rows, self._batch.drafter
         if drafter is None or self._batch.failed or plan.steps.most == 0 or any(len(row.tokens) < 2 for row in rows):
@@ -128,7 +140,7 @@ class Runner:
         if not any(map(drafts, rows)):
             return None
         try:
-            proposal = drafter.propose(plan.visible, plan.steps, sampling, noise, key)
+            proposal = drafter.propose(plan.visible, plan.steps, sampling, noise, key, after)
             if proposal is not None:
                 # What MLX refuses to run is then raised here, before the target's cache depends on it.
                 device.launch(proposal.tokens, proposal.usable, [] if proposal.logq is None else proposal.logq)
@@ -144,11 +156,11 @@ class Runner:
         sampling: SamplingBatch,
         noise: SharedNoise,
         key: mx.array,
-        latest: mx.array | None = None,
+        before: Step | None = None,
     ) -> Step:
         """One target call over each row's newest token and its proposal: the look-up where the plan says so, else what was
-        drafted. latest: (B, 1), the newest tokens where only the device has them. The target's cache then holds the whole
-        proposal."""
+        drafted. before: the round that this one follows, which alone has the newest tokens. The target's cache then holds the
+        whole proposal."""
         rows, choice, cache = plan.rows, plan.choice, self._batch.cache
         lookups = [found.tokens[:n] if found else [] for found, n in zip(plan.found, choice.looked_up, strict=True)]
         most = max(map(len, lookups), default=0) if drafted is None else choice.proposed
@@ -157,34 +169,57 @@ class Runner:
             finite = drafted.usable
             if not all(map(drafts, rows)):
                 drafted = replace(drafted, usable=finite & mx.array([drafts(row) for row in rows])[:, None])
-        proposal = prefer_lookups(drafted, lookups, most, self._vocabulary, sampling.unseeded)
-        if latest is None:
+        proposal = prefer_lookups(drafted, lookups, most, self.vocabulary, sampling.unseeded)
+        if before is None or before.arrays.newest is None:
             latest = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
-        tokens = latest
-        if proposal is not None:
-            tokens = mx.concatenate([latest.astype(proposal.tokens.dtype), proposal.tokens], axis=1)
-        logits = self._batch.target.verify(tokens, cache)[..., : self._vocabulary]
-        distribution = transform(logits, sampling)
-        accepted, following = accept.accept(distribution, sampling, noise.first(tokens.shape[1]), proposal, key)
-        emitted = following[:, None]
-        if proposal is not None:
-            emitted = accept.emitted_tokens(accepted, following, proposal.tokens)
-        evidence = None
-        if self._collect and any(row.prompt.store for row in rows) and self._strategy.launch_ahead:
-            evidence = RoundEvidence.of(logits, distribution, sampling, emitted, drafted)
-        step = Step(
-            plan,
-            sampling,
-            drafted is not None,
-            accepted=accepted,
-            emitted=emitted,
-            finite=finite,
-            logits=logits,
-            distribution=distribution,
-            proposal=proposal,
-            evidence=evidence,
-            others=[*cache.arrays(), self.key],
+        else:
+            latest = before.arrays.newest[:, -1:]
+        count = 1 + (0 if proposal is None else proposal.tokens.shape[1])
+        arguments = (
+            latest,
+            None if proposal is None else proposal.tree(),
+            None if drafted is None else drafted.tree(),
+            finite,
+            noise.first(count),
+            key,
+            sampling.leaves(),
+            self._collect and any(row.prompt.store for row in rows),
         )
+        arrays = RoundArrays(**self._replay(arguments, cache, count))
+        if arrays.features is not None:
+            cache.append_features(arrays.features)
+        others = [*cache.arrays(), self.key]
+        step = Step(plan, sampling, drafted is not None, arrays, proposal, others, follows=before is not None)
         if self._strategy.launch_ahead:
             step.launch()
         return step
+
+    def _verified(self, arguments: Sequence[Any], cache: RowCache) -> dict[str, Any]:
+        """A round's arrays, as a tree. arguments: see `_verify`."""
+        latest, proposed, draft, finite, noise, key, leaves, collect = arguments
+        proposal, drafted = (None if tree is None else Proposal(**tree) for tree in (proposed, draft))
+        sampling, starts = SamplingBatch.of_leaves(leaves), None if cache.states else cache.lengths.starts(cache.ahead)
+        tokens = latest
+        if proposal is not None:
+            tokens = mx.concatenate([latest.astype(proposal.tokens.dtype), proposal.tokens], axis=1)
+        logits, features = self._batch.target.logits_and_features(tokens, cache)
+        logits = logits[..., : self.vocabulary]
+        distribution = transform(logits, sampling)
+        accepted, following = accept.accept(distribution, sampling, noise, proposal, key)
+        arrays = RoundArrays(following[:, None], features=features, finite=finite)
+        if proposal is not None:
+            emitted = accept.emitted_tokens(accepted, following, proposal.tokens)
+            arrays = replace(
+                arrays, emitted=emitted, accepted=accepted, proposed=proposal.tokens, usable=proposal.usable
+            )
+        if not self._strategy.launch_ahead:
+            return replace(arrays, logits=logits, distribution=distribution).tree()
+        if collect:
+            evidence = RoundEvidence.of(logits, distribution, sampling, arrays.emitted, drafted)
+            arrays = replace(arrays, evidence=evidence.arrays())
+        arrays = replace(arrays, packed=device.pack(arrays.read))
+        if starts is None:
+            return arrays.tree()
+        known = mx.concatenate([latest, arrays.emitted.astype(latest.dtype)], axis=1)
+        newest = mx.take_along_axis(known, accepted.astype(mx.int32)[:, None] + mx.arange(2), axis=1)
+        return replace(arrays, newest=newest, ends=starts + accepted.astype(mx.int32) + 1).tree()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -62,6 +63,16 @@ class SamplingBatch:
             seeded=any(not row.greedy and row.seed is not None for row in rows),
             unseeded=any(row.rule is AcceptRule.REJECTION for row in rows),
         )
+
+    def leaves(self) -> tuple[Any, ...]:
+        """What a traced call needs of it, which is less where all rows are greedy."""
+        parameters = (self.temperature, self.top_p, self.min_p, self.top_k) if self.sampled else (None,) * 4
+        return (*parameters, self.greedy, self.rejection, self.filtered, self.sampled, self.seeded, self.unseeded)
+
+    @classmethod
+    def of_leaves(cls, leaves: Sequence[Any]) -> SamplingBatch:
+        """The batch from its `leaves`, without the rows' own settings."""
+        return cls((), *leaves)
 
 
 def normaliser(logits: mx.array) -> mx.array:

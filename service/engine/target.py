@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -33,15 +34,20 @@ class Target:
 
     def verify(self, tokens: mx.array, cache: RowCache) -> mx.array:
         """The same of a round's tokens: calls of its shape come again."""
-        return _with_features(self._replay([tokens], cache), cache)
+        return _with_features(self._replay([tokens], cache, tokens.shape[1]), cache)
 
-    def _call(self, arrays: Sequence[mx.array], cache: RowCache) -> tuple[mx.array, ...]:
-        logits = self.model(arrays[0], cache=cache.layers)
-        return (logits,) if self._features is None else (logits, self._features())
+    def logits_and_features(self, tokens: mx.array, cache: RowCache) -> tuple[mx.array, mx.array | None]:
+        """Logits (B, N, V) after each of tokens (B, N), and features (B, N, width) where the draft reads them. Appends keys and
+        values to `cache`, but not the features."""
+        logits = self.model(tokens, cache=cache.layers)
+        return logits, None if self._features is None else self._features()
+
+    def _call(self, arguments: Sequence[Any], cache: RowCache) -> tuple[mx.array, mx.array | None]:
+        return self.logits_and_features(arguments[0], cache)
 
 
-def _with_features(returned: Sequence[mx.array], cache: RowCache) -> mx.array:
-    logits, *features = returned
-    if features:
-        cache.append_features(features[0])
+def _with_features(returned: tuple[mx.array, mx.array | None], cache: RowCache) -> mx.array:
+    logits, features = returned
+    if features is not None:
+        cache.append_features(features)
     return logits

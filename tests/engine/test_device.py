@@ -16,10 +16,10 @@ def test_arrays_are_read_together_as_they_are() -> None:
         mx.zeros((0, 3), dtype=mx.float32),
         mx.arange(12, dtype=mx.int32).reshape(3, 4).T,
     ]
-    readback = device.Readback(given)
+    packed = device.pack(given)
     with device.counting() as counts:
-        device.launch(readback.packed)
-        found = readback.read()
+        device.launch(packed)
+        found = device.read_packed(packed, given)
     assert (counts.launches, counts.waits) == (1, 1)
     for one, other in zip(found, given, strict=True):
         np.testing.assert_array_equal(one, np.array(other))

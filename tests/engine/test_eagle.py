@@ -14,7 +14,7 @@ from service.core import PairError, Prompt, Sampling
 from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
 from service.engine.drafters.head import EagleDrafter
-from service.engine.drafters.proposal import Proposal
+from service.engine.drafters.proposal import Proposal, Unread
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import PrefixCache
 from service.engine.planner import DraftSteps
@@ -65,9 +65,15 @@ class RecordingDrafter(EagleDrafter):
     proposals: list[tuple[list[int], list[int]]]
 
     def propose(
-        self, rows: Sequence[Sequence[int]], steps: DraftSteps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
+        self,
+        rows: Sequence[Sequence[int]],
+        steps: DraftSteps,
+        batch: SamplingBatch,
+        noise: SharedNoise,
+        key: mx.array,
+        after: Unread | None = None,
     ) -> Proposal | None:
-        proposal = super().propose(rows, steps, batch, noise, key)
+        proposal = super().propose(rows, steps, batch, noise, key, after)
         if proposal is not None:
             guessed = np.array(proposal.tokens).tolist()
             self.proposals += [(list(row), tokens) for row, tokens in zip(rows, guessed, strict=True)]

@@ -1,31 +1,60 @@
 """Products of a few tokens: which go through the kernel, and what it computes."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from service.engine import products
 from tests.support.oracle import tiny_llama
 
+NEEDS_CUDA = pytest.mark.skipif(mx.default_device().type == mx.cpu or mx.metal.is_available(), reason="needs CUDA")
 
-@pytest.mark.skipif(mx.default_device().type == mx.cpu or mx.metal.is_available(), reason="needs CUDA")
+
+def arrays(*sizes: tuple[int, ...], kind: mx.Dtype) -> list[mx.array]:
+    random = np.random.default_rng(0)
+    return [mx.array(random.normal(size=size).astype(np.float32)).astype(kind) for size in sizes]
+
+
+def exact(x: mx.array, weight: mx.array) -> NDArray[np.float64]:
+    one, other = (np.array(each.astype(mx.float32)).astype(np.float64) for each in (x, weight))
+    return one @ other.T
+
+
+@NEEDS_CUDA
 @pytest.mark.parametrize("kind", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize(
-    ("tokens", "outputs", "inner"), [(2, 16, 64), (5, 576, 1536), (16, 1536, 576), (31, 48, 12288)]
+    ("tokens", "outputs", "inner"),
+    [
+        (1, [16], 64),
+        (5, [576, 192, 192], 1536),
+        (16, [1536, 1536], 576),
+        (31, [48], 12288),
+        (50, [1536], 576),
+        (64, [96, 32, 64], 576),
+        (64, [80, 48], 640),
+    ],
 )
-def test_by_the_kernel(tokens: int, outputs: int, inner: int, kind: mx.Dtype) -> None:
-    random = np.random.default_rng(0)
-    x, weight = (
-        mx.array(random.normal(size=size).astype(np.float32)).astype(kind)
-        for size in ((1, tokens, inner), (outputs, inner))
-    )
-    wanted = np.array(x.astype(mx.float32)).astype(np.float64) @ np.array(weight.astype(mx.float32)).T.astype(
-        np.float64
-    )
-    found = np.array(products.few_tokens(x, weight).astype(mx.float32))
-    assert found.shape == (1, tokens, outputs)
-    assert np.linalg.norm(found - wanted) / np.linalg.norm(wanted) < {mx.float16: 5e-4, mx.bfloat16: 4e-3}[kind]
+def test_by_the_kernel(tokens: int, outputs: list[int], inner: int, kind: mx.Dtype) -> None:
+    x, *weights = arrays((1, tokens, inner), *((n, inner) for n in outputs), kind=kind)
+    for found, weight in zip(products.few_tokens(x, weights), weights, strict=True):
+        wanted = exact(x, weight)
+        assert found.shape == wanted.shape
+        error = np.linalg.norm(np.array(found.astype(mx.float32)) - wanted) / np.linalg.norm(wanted)
+        assert error < {mx.float16: 5e-4, mx.bfloat16: 4e-3}[kind]
+
+
+@NEEDS_CUDA
+def test_a_tokens_product_has_the_same_bits_whatever_it_is_computed_with() -> None:
+    x, one, other = arrays((64, 1536), (96, 1536), (64, 1536), kind=mx.bfloat16)
+    whole = products.few_tokens(x, [one])[0]
+    for tokens in (1, 2, 7, 16, 33, 60):
+        for found in (products.few_tokens(x[:tokens], [one])[0], products.few_tokens(x[:tokens], [other, one])[1]):
+            assert mx.array_equal(found, whole[:tokens]).item()
 
 
 @pytest.mark.parametrize(
@@ -33,8 +62,9 @@ def test_by_the_kernel(tokens: int, outputs: int, inner: int, kind: mx.Dtype) ->
     [
         ((1, 5, 64), (16, 64), mx.bfloat16, True),
         ((2, 8, 64), (16, 64), mx.float16, True),
-        ((1, 1, 64), (16, 64), mx.bfloat16, False),
-        ((1, 17, 64), (16, 64), mx.bfloat16, False),
+        ((1, 1, 64), (16, 64), mx.bfloat16, True),
+        ((8, 8, 64), (16, 64), mx.bfloat16, True),
+        ((1, 65, 64), (16, 64), mx.bfloat16, False),
         ((1, 5, 96), (16, 96), mx.bfloat16, False),
         ((1, 5, 64), (24, 64), mx.bfloat16, False),
         ((1, 5, 64), (16, 64), mx.float32, False),
@@ -44,11 +74,47 @@ def test_what_fits(x: tuple[int, ...], weight: tuple[int, int], kind: mx.Dtype, 
     assert products.fits(mx.zeros(x, dtype=kind), mx.zeros(weight, dtype=kind)) == fits
 
 
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where the kernel is not: how many matrices each of its calls multiplies with."""
+    counts: list[int] = []
+
+    def few_tokens(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
+        counts.append(len(weights))
+        return [x @ weight.T for weight in weights]
+
+    monkeypatch.setattr(products, "few_tokens", few_tokens)
+    monkeypatch.setattr(products, "fits", lambda x, weight: True)
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    return counts
+
+
+def test_siblings_are_multiplied_together(noted: list[int]) -> None:
+    model, tokens = tiny_llama(0), mx.array([[5, 6, 7]])
+    before, layers = model(tokens), len(model.layers)
+    products.route(model)
+    with products.by_kernel():
+        assert mx.allclose(model(tokens), before, atol=1e-5).item()
+    # Queries, keys and values; attention's output; gate and up; down. Then the head.
+    assert noted == [3, 1, 2, 1] * layers + [1]
+
+
+def test_a_sibling_with_another_input_is_multiplied_by_itself(noted: list[int]) -> None:
+    attention: Any = tiny_llama(0).layers[0].self_attn
+    products.route(attention)
+    x, other = mx.random.normal((2, 1, 3, 32))
+    with products.by_kernel():
+        attention.q_proj(x)
+        assert mx.allclose(attention.k_proj(other), other @ attention.k_proj.weight.T, atol=1e-5).item()
+        assert mx.allclose(attention.v_proj(x), x @ attention.v_proj.weight.T, atol=1e-5).item()
+    assert noted == [3, 1]
+
+
 def test_a_routed_model_computes_what_it_did_and_can_be_adapted() -> None:
     model, tokens = tiny_llama(0), mx.array([[5, 6, 7]])
     before, names = model(tokens), [name for name, _ in model.named_modules()]
     products.route(model)
-    with products.tracing():
+    with products.by_kernel():
         assert mx.array_equal(model(tokens), before).item()
     linear = model.layers[0].self_attn.q_proj
     assert isinstance(linear, products.FewTokenLinear)

@@ -145,9 +145,9 @@ def test_long_calls_and_empty_caches_run_as_they_are() -> None:
     counted = Counted(tiny_llama(0))
     run = Replay(counted, lambda arrays, cache: (counted(arrays[0], cache.layers),), seen_before=0)
     cache = RowCache(counted, 1)
-    run([mx.array([[5, 6]])], cache)
+    run([mx.array([[5, 6]])], cache, 2)
     for _ in range(3):
-        run([mx.array([[5] * 33])], cache)
+        run([mx.array([[5] * 33])], cache, 33)
     assert counted.calls == 4
     cache.commit(101)
     assert cache.lengths.host == [101]
@@ -160,7 +160,7 @@ def test_a_whole_draft_with_a_cut_head_is_not_traced_with_the_ids_of_one_round(
     draft = tiny_llama(0)
     cut(draft, list(range(4, 40)))
     head: Any = draft.lm_head
-    calls, cache = DraftCalls.of(draft), RowCache(draft, 1)
+    calls, cache = DraftCalls.of(draft).replayed(draft), RowCache(draft, 1)
     calls.logits(mx.array([[5, 6]]), cache)
     for extra in (50, 60, 70, 80):
         head.allow_extra_ids(mx.array([[extra]]))

@@ -28,7 +28,7 @@ class EagleDrafter(ModelDrafter):
     def extend(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
         """See ModelDrafter. Returns hidden states (B, N, hidden)."""
         return self._model.model(
-            self.clamp_ids(tokens), cache.layers, target.features_before(cache.lengths.host, tokens.shape[1])
+            self.clamp_ids(tokens), cache.layers, target.features_before(cache.lengths, tokens.shape[1])
         )
 
     def prefill_limit(self, target: RowCache) -> int:
@@ -43,7 +43,7 @@ class EagleDrafter(ModelDrafter):
         """See ModelDrafter: tokens, and features where there are any."""
         features = self._state
         if first:
-            features = self.target.features_before(self.cache.lengths.host, tokens.shape[1])
+            features = self.target.features_before(self.cache.lengths, tokens.shape[1])
         return [tokens] if features is None else [tokens, features]
 
     def logits(self, calls: DraftCalls, out: mx.array) -> mx.array:
@@ -65,7 +65,7 @@ def draft_calls(model: nn.Module) -> DraftCalls:
         tokens, *features = arrays
         return model.model(tokens, cache.layers, features[0] if features else None)
 
-    return DraftCalls.over(model, hidden, model.logits)
+    return DraftCalls(hidden, model.logits)
 
 
 def make_drafter(draft: Draft, vocabulary: int, target: RowCache) -> ModelDrafter:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from service.engine import device
+from service.engine import device, products
 from service.engine.adapters import Draft
-from service.engine.drafters.proposal import Proposal
+from service.engine.drafters.proposal import Proposal, Unread
 from service.engine.kv.cache import RowCache
 from service.engine.planner import DraftSteps
 from service.engine.replay import Replay
@@ -30,42 +32,45 @@ CATCH_UP = 256
 
 @dataclass(frozen=True, slots=True)
 class DraftCalls:
-    """A draft's calls in two parts. hidden: runs the backbone over arrays, the first of which are tokens (B, N), and a cache;
-    returns (B, N, ...) for `head`, which returns logits (B, 1, V) from one position of each row."""
+    """A draft's calls in two parts. hidden: runs the backbone over tokens (B, N), or tokens and features (B, N, width), and a
+    cache; returns (B, N, ...) for `head`, which returns logits (B, 1, V) from one position of each row."""
 
     hidden: Callable[[Sequence[mx.array], RowCache], mx.array]
     head: Callable[[mx.array], mx.array]
+    split: bool = True
+    """The output head is not in the first part."""
 
     @classmethod
     def of(cls, model: nn.Module) -> DraftCalls:
         """Backbone and output head of a model; where it cannot be split the whole is the first part."""
         parts = split(model)
         if parts is None:
-            # A cut head is given other extra ids in every round, which a trace would not see.
-            replayed = cut_head(model) is None
-            return cls.over(
-                model, lambda arrays, cache: model(arrays[0], cache=cache.layers), lambda out: out, replayed
-            )
+            return cls(lambda arrays, cache: model(arrays[0], cache=cache.layers), lambda out: out, split=False)
         backbone, head = parts
-        return cls.over(model, lambda arrays, cache: backbone(arrays[0], cache.layers), head)
+        return cls(lambda arrays, cache: backbone(arrays[0], cache.layers), head)
 
-    @classmethod
-    def over(
-        cls,
-        model: nn.Module,
-        hidden: Callable[[Sequence[mx.array], RowCache], mx.array],
-        head: Callable[[mx.array], mx.array],
-        replayed: bool = True,
-    ) -> DraftCalls:
-        """Parts that are given. replayed: the first is traced and replayed where the device gains by it."""
-        if not replayed:
-            return cls(hidden, head)
-        replay = Replay(model, lambda arrays, cache: (hidden(arrays, cache),))
-        return cls(lambda arrays, cache: replay(arrays, cache)[0], head)
+    def replayed(self, model: nn.Module) -> DraftCalls:
+        """The same of this model, where the first part is traced and replayed if the device gains by it."""
+        if not self.split and cut_head(model) is not None:
+            # A cut head is given other extra ids in every round, which a trace would not see.
+            return self
+        replay = Replay(model, self.hidden)
+        return DraftCalls(lambda arrays, cache: replay(arrays, cache, arrays[0].shape[1]), self.head)
 
     def logits(self, tokens: mx.array, cache: RowCache) -> mx.array:
         """Logits (B, N, V) of a draft that reads tokens alone."""
         return self.head(self.hidden([tokens], cache))
+
+
+@dataclass(frozen=True, slots=True)
+class _Drafted:
+    """A draft step. token: (B, 1). whole: the draft's logits (B, 1, W). logits, distribution: (B, 1, V), before and after the
+    sampling transform."""
+
+    token: mx.array
+    whole: mx.array
+    logits: mx.array
+    distribution: mx.array
 
 
 class ModelDrafter:
@@ -91,26 +96,51 @@ class ModelDrafter:
         self._limit = token_limit(draft.model)
         self._calls: DraftCalls | None = None
         """Made by the first proposal, where errors of a draft are caught, and before a cut head is given extra ids."""
+        self._replay = Replay(draft.model, self._propose_alike)
         self._extra: dict[int, ExtraIds] = {}
         """By the id of each row's list of tokens."""
 
     def propose(
-        self, rows: Sequence[Sequence[int]], steps: DraftSteps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
+        self,
+        rows: Sequence[Sequence[int]],
+        steps: DraftSteps,
+        batch: SamplingBatch,
+        noise: SharedNoise,
+        key: mx.array,
+        after: Unread | None = None,
     ) -> Proposal | None:
         """See Drafter. None while the cache of some row lags (`catch_up`)."""
-        if not self.catch_up(rows):
+        if after is None and not self.catch_up(rows):
             return None
         if self._calls is None:
             self._calls = self.make_calls()
         head = cut_head(self.draft.model)
-        if head is None:
-            return self._propose(rows, steps, batch, noise, key, head)
         # Names and words of a row's topic come back.
-        head.allow_extra_ids(mx.array(self._extra_ids(rows, head)))
-        try:
-            return self._propose(rows, steps, batch, noise, key, head)
-        finally:
-            head.allow_extra_ids(None)
+        extra = None if head is None else mx.array(self._extra_ids(rows, head))
+        if not self._feeds_alike:
+            return self._propose_unread(rows, steps, batch, noise, key, extra)
+        if after is None:
+            count = 2 if max(self._missing(rows)) <= 2 else MAX_LAG
+            self.cache.rewind([len(row) - count for row in rows])
+            feed = mx.array(np.array([row[-count:] for row in rows], dtype=np.int32))
+        else:
+            self.cache.follow(after.ends - 1, [n - 1 for n in after.most])
+            feed = after.newest
+        first, shared = self.inputs(self.clamp_ids(feed), first=True), noise.first(steps.most)
+        fed = feed.shape[1] + steps.most - 1
+        made = self._replay((first, extra, shared, key, steps.most, batch.leaves()), self.cache, fed)
+        self.cache.rewind([n + fed for n in self.cache.lengths.host])
+        return Proposal(**made)
+
+    @property
+    def _feeds_alike(self) -> bool:
+        """The first step of a round feeds as many tokens of every row, so that calls of its shape come again: 2, as the last
+        one of an accepted proposal was not fed, or MAX_LAG. Some may be in the cache already."""
+        return self.strategy.launch_ahead and not self.cache.states
+
+    def _missing(self, rows: Sequence[Sequence[int]]) -> list[int]:
+        """Each row's tokens that are not in the cache."""
+        return [len(row) - length for row, length in zip(rows, self.cache.lengths.host, strict=True)]
 
     def _extra_ids(self, rows: Sequence[Sequence[int]], head: CutHead) -> NDArray[np.int32]:
         """Extra ids (B, n) of each row, of which only new tokens are read: rows keep their list of tokens while they grow."""
@@ -122,57 +152,92 @@ class ModelDrafter:
         self._extra = {id(each.tokens): each for each in extra}
         return padded([each.update() for each in extra], head.in_vocabulary)
 
-    def _propose(
+    def _propose_unread(
         self,
         rows: Sequence[Sequence[int]],
         steps: DraftSteps,
         batch: SamplingBatch,
         noise: SharedNoise,
         key: mx.array,
-        head: CutHead | None,
+        extra: mx.array | None,
     ) -> Proposal:
+        """A proposal whose first step feeds all that is not in the cache, as many tokens as each row has of that."""
         unread = [row[length:] for row, length in zip(rows, self.cache.lengths.host, strict=True)]
-        feed = pad_rows(unread, self.cache)
-        tokens: list[mx.array] = []
-        all_logits: list[mx.array] = []
-        distributions: list[mx.array] = []
-        confidences: list[mx.array] = []
-        for step in range(steps.most):
-            whole = self._step(feed, [len(tokens) - 1 for tokens in unread] if step == 0 else None)
+        head = cut_head(self.draft.model)
+        if head is not None:
+            head.allow_extra_ids(extra)
+        try:
+            first = self.inputs(self.clamp_ids(pad_rows(unread, self.cache)), first=True)
+            drafted: list[_Drafted] = []
+            confidences: list[mx.array] = []
+            for step in self._steps(first, [len(tokens) - 1 for tokens in unread], batch, noise.at, key, self.cache):
+                drafted.append(step)
+                count = len(drafted)
+                self.cache.rewind([len(row) + count - 1 for row in rows])
+                if self.strategy.launch_steps:
+                    device.launch(step.token)
+                if count == steps.most:
+                    break
+                if steps.stops and count <= steps.stops[-1]:
+                    confidences.append(confidence(step.whole, step.token, head))
+                if count in steps.stops:
+                    if not steps.more(read_confidences(confidences)):
+                        break
+                    confidences.clear()
+        finally:
+            if head is not None:
+                head.allow_extra_ids(None)
+        return _proposal(drafted, unseeded=batch.unseeded)
+
+    def _propose_alike(self, arguments: Sequence[Any], cache: RowCache) -> dict[str, Any]:
+        """A proposal whose first step feeds as many tokens of every row, as a tree of arrays. arguments: what the first step
+        reads, extra ids, noise (B, K, V), key, K, the batch's sampling."""
+        first, extra, noise, key, most, leaves = arguments
+        batch, head = SamplingBatch.of_leaves(leaves), cut_head(self.draft.model)
+        if head is not None:
+            head.allow_extra_ids(extra)
+        try:
+            steps = self._steps(
+                first, None, batch, lambda at: None if noise is None else noise[:, at : at + 1], key, cache
+            )
+            drafted: list[_Drafted] = []
+            for step in islice(steps, most):
+                drafted.append(step)
+                if self.strategy.launch_steps and not products.inside():
+                    device.launch(step.token)
+        finally:
+            if head is not None:
+                head.allow_extra_ids(None)
+        return _proposal(drafted, unseeded=batch.unseeded).tree()
+
+    def _steps(
+        self,
+        first: Sequence[mx.array],
+        last: Sequence[int] | None,
+        batch: SamplingBatch,
+        noise: Callable[[int], mx.array | None],
+        key: mx.array,
+        cache: RowCache,
+    ) -> Generator[_Drafted]:
+        """Draft steps without end. first: what the first one reads. last: position of each row's newest token in it; None: the
+        last one."""
+        assert self._calls is not None
+        feed, step = first, 0
+        while True:
+            out = self._calls.hidden(feed, cache)
+            if last is None:
+                out = out[:, -1:]
+            elif out.shape[1] > 1:
+                out = mx.take_along_axis(out, mx.array(list(last))[:, None, None], axis=1)
+            whole = self.logits(self._calls, out)
             logits = fit(whole, self.vocabulary)
-            self.cache.rewind([len(row) + step for row in rows])
             distribution = transform(logits, batch)
+            step_key = key
             if batch.unseeded:
                 key, step_key = mx.random.split(key)
-            else:
-                step_key = key
-            feed = draw(distribution, batch, noise.at(step), step_key).astype(mx.int32)
-            tokens.append(feed)
-            all_logits.append(logits)
-            distributions.append(distribution)
-            if self.strategy.launch_steps:
-                device.launch(feed)
-            if steps.stops and step < steps.stops[-1]:
-                confidences.append(confidence(whole, feed, head))
-            if step + 1 in steps.stops:
-                if not steps.more(read_confidences(confidences)):
-                    break
-                confidences.clear()
-        return Proposal(
-            tokens=mx.concatenate(tokens, axis=1),
-            logq=mx.concatenate(distributions, axis=1) if batch.unseeded else None,
-            logits=tuple(all_logits),
-            # An infinite or undefined largest logit.
-            usable=mx.abs(mx.concatenate([logits.max(axis=-1) for logits in all_logits], axis=1)) < float("inf"),
-        )
-
-    def _step(self, feed: mx.array, last: list[int] | None) -> mx.array:
-        """Logits (B, 1, V) after position last[b] of each row's feed (B, N). None: of a step over one drafted token a row."""
-        assert self._calls is not None
-        out = self._calls.hidden(self.inputs(self.clamp_ids(feed), first=last is not None), self.cache)
-        if last is not None and feed.shape[1] > 1:
-            out = mx.take_along_axis(out, mx.array(last)[:, None, None], axis=1)
-        return self.logits(self._calls, out)
+            token = draw(distribution, batch, noise(step), step_key).astype(mx.int32)
+            yield _Drafted(token, whole, logits, distribution)
+            feed, step = self.inputs(self.clamp_ids(token), first=False), step + 1
 
     def make_calls(self) -> DraftCalls:
         """The calls of this draft."""
@@ -203,11 +268,14 @@ class ModelDrafter:
 
     def unread(self, rows: Sequence[Sequence[int]]) -> int:
         """Tokens that are not in the draft's cache, each row's last one apart."""
-        return sum(max(len(row) - 1 - length, 0) for row, length in zip(rows, self.cache.lengths.host, strict=True))
+        return sum(max(missing - 1, 0) for missing in self._missing(rows))
 
     def lags(self, rows: Sequence[Sequence[int]]) -> bool:
         """Whether the cache lacks more tokens of a row than a draft step takes: it decoded without drafts for some time."""
-        return any(length + MAX_LAG < len(row) - 1 for row, length in zip(rows, self.cache.lengths.host, strict=True))
+        missing = self._missing(rows)
+        if self._feeds_alike:
+            return max(missing) > (2 if min(map(len, rows)) < MAX_LAG else MAX_LAG)
+        return max(missing) > MAX_LAG + 1
 
     def catch_up(self, rows: Sequence[Sequence[int]]) -> bool:
         """Prefill rows whose cache lags, in one ragged call of CATCH_UP tokens at most, since every row waits for it. Leaves
@@ -223,6 +291,18 @@ class ModelDrafter:
         device.wait(cache.arrays())
         cache.rewind([n + len(tokens) for n, tokens in zip(lengths, missing, strict=True)])
         return not self.lags(rows)
+
+
+def _proposal(steps: Sequence[_Drafted], *, unseeded: bool) -> Proposal:
+    """The proposal of these steps. unseeded: it needs log-distributions."""
+    tops = mx.concatenate([step.logits.max(axis=-1) for step in steps], axis=1)
+    return Proposal(
+        tokens=mx.concatenate([step.token for step in steps], axis=1),
+        logq=mx.concatenate([step.distribution for step in steps], axis=1) if unseeded else None,
+        logits=tuple(step.logits for step in steps),
+        # An infinite or undefined largest logit.
+        usable=mx.abs(tops) < float("inf"),
+    )
 
 
 def confidence(logits: mx.array, drawn: mx.array, head: CutHead | None) -> mx.array:

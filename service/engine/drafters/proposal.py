@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 import numpy as np
@@ -26,15 +26,35 @@ class Proposal:
     logits: tuple[mx.array, ...]
     usable: mx.array
 
+    def tree(self) -> dict[str, Any]:
+        """The fields by name, as a traced call takes and returns them."""
+        return {"tokens": self.tokens, "logq": self.logq, "logits": self.logits, "usable": self.usable}
+
+
+@dataclass(frozen=True, slots=True)
+class Unread:
+    """How rows end after a round that the host has not read. newest: (B, 2), each row's last two tokens. ends: (B,), int32, the
+    positions before its newest token. most: upper bounds of these."""
+
+    newest: mx.array
+    ends: mx.array
+    most: Sequence[int]
+
 
 class Drafter(Protocol):
     """What proposes tokens for a batch."""
 
     def propose(
-        self, rows: Sequence[Sequence[int]], steps: DraftSteps, batch: SamplingBatch, noise: SharedNoise, key: mx.array
+        self,
+        rows: Sequence[Sequence[int]],
+        steps: DraftSteps,
+        batch: SamplingBatch,
+        noise: SharedNoise,
+        key: mx.array,
+        after: Unread | None = None,
     ) -> Proposal | None:
         """Propose tokens after each row's tokens (two or more), as many as `steps` says; None: not in this round. noise: shared
-        with the target."""
+        with the target. after: the rows go on behind a drafted round that was not read yet."""
         ...
 
 

@@ -10,17 +10,17 @@
 constexpr int WARPS = 8, STEPS = D / 16, DT = D / 4, VT = VC / 8;
 constexpr float LOG2E = 1.4426950408889634f;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
-const int heads = keys_shape[1], capacity = keys_shape[2], N = queries_shape[2], M = G * N;
+const int heads = keys_shape[1], capacity = keys_shape[2], N = queries_shape[1], M = G * N;
 const int b = blockIdx.x / heads, h = blockIdx.x % heads;
 const int m0 = (blockIdx.z / (V / VC)) * 16, v0 = (blockIdx.z % (V / VC)) * VC;
 const int start = starts[b], total = start + N;
 
 // Queries g and g + 8 of the block: 4 neighbouring dimensions of each a step.
 const int first = min(m0 + g, M - 1), second = min(m0 + g + 8, M - 1);
-const T* query = queries + (int64_t)(b * heads + h) * G * N * D + q * DT;
+const T* query = queries + ((int64_t)b * N * heads + h) * G * D + q * DT;
 uint2 q0[STEPS], q1[STEPS];
-load<STEPS>(q0, query + ((first % G) * N + first / G) * D);
-load<STEPS>(q1, query + ((second % G) * N + second / G) * D);
+load<STEPS>(q0, query + ((int64_t)(first / G) * heads * G + first % G) * D);
+load<STEPS>(q1, query + ((int64_t)(second / G) * heads * G + second % G) * D);
 const int at0 = start + first / G, at1 = start + second / G;
 
 float acc[VT][4], top0 = -INFINITY, top1 = -INFINITY, sum0 = 0.0f, sum1 = 0.0f;

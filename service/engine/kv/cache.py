@@ -12,7 +12,6 @@ from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 
 from service.core import PairError
@@ -41,10 +40,19 @@ class Lengths:
         self._starts: dict[int, mx.array] = {}
         self._places: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
 
+    def follow(self, starts: mx.array, most: Sequence[int]) -> None:
+        """Rows end where `starts` (rows,), int32, says, which the host does not know yet: row b at most[b] at most."""
+        self.set(most)
+        self.equal = False
+        self._starts[0] = starts
+
     def starts(self, ahead: int) -> mx.array:
         """Position (rows,), int32, of each row's next token after `ahead` tokens were written behind its length."""
         if ahead not in self._starts:
-            self._starts[ahead] = mx.array([length + ahead for length in self.host], dtype=mx.int32)
+            known = self._starts.get(0)
+            self._starts[ahead] = (
+                mx.array([n + ahead for n in self.host], dtype=mx.int32) if known is None else known + ahead
+            )
         return self._starts[ahead]
 
     def places(self, ahead: int, count: int) -> tuple[mx.array, mx.array]:
@@ -53,20 +61,6 @@ class Lengths:
             positions = self.starts(ahead)[:, None] + mx.arange(count)
             self._places[ahead, count] = (mx.arange(len(self.host))[:, None], positions)
         return self._places[ahead, count]
-
-
-class TracedLengths(Lengths):
-    """Lengths of a call that is being traced (`replay`): starts (rows,), int32, alone say where rows end, for the host's
-    numbers would become part of the trace."""
-
-    def __init__(self, starts: mx.array) -> None:
-        super().__init__([0] * starts.shape[0])
-        self.equal = False
-        self._first = starts
-
-    def starts(self, ahead: int) -> mx.array:
-        """See Lengths."""
-        return self._first + ahead if ahead else self._first
 
 
 class RowLayer:
@@ -245,9 +239,10 @@ class RowCache:
 
     def trace(self, starts: mx.array, buffers: Sequence[mx.array | None]) -> None:
         """Hold what a traced call is to see: each row's end, and keys and values."""
-        self.lengths = TracedLengths(starts)
+        # The host's numbers would become part of the trace.
+        self.follow(starts, [0] * starts.shape[0])
         for layer in self._model_layers():
-            layer.lengths, layer.ahead, layer.whole = self.lengths, 0, True
+            layer.whole = True
         self.set_buffers(buffers, 0)
 
     def _model_layers(self) -> list[RowLayer]:
@@ -258,32 +253,29 @@ class RowCache:
         assert self.features is not None
         self.features.append_features(features)
 
-    def features_before(self, starts: Sequence[int], count: int) -> mx.array | None:
-        """Features (B, count, width) of positions starts[b] - 1 .. starts[b] + count - 2 of each row b, zeros before
+    def features_before(self, lengths: Lengths, count: int) -> mx.array | None:
+        """Features (B, count, width) of positions n - 1 .. n + count - 2 of each row, n its length by `lengths`; zeros before
         position 0, garbage behind the row's end. None where none are stored yet."""
         features = self.features.keys if self.features is not None else None
         if features is None:
             return None
-        features = features[: len(starts)]
-        first, room = starts[0] - 1, features.shape[2]
-        if min(starts) == max(starts) and first >= 0 and first + count <= room:
+        features = features[: len(lengths.host)]
+        first, room = lengths.longest - 1, features.shape[2]
+        if lengths.equal and first >= 0 and first + count <= room:
             return features[:, 0, first : first + count]
-        at = np.array(starts)[:, None] - 1 + np.arange(count)
-        picked = mx.array(np.clip(at, 0, room - 1).astype(np.int32))[..., None]
-        known = mx.array((at >= 0).tolist())[..., None]
-        return mx.where(known, mx.take_along_axis(features[:, 0], picked, axis=1), 0.0)
+        at = lengths.starts(0)[:, None] - 1 + mx.arange(count)
+        picked = mx.take_along_axis(features[:, 0], mx.clip(at, 0, room - 1)[..., None], axis=1)
+        return mx.where((at >= 0)[..., None], picked, 0.0)
 
     def commit(self, count: int) -> None:
         """Keep `count` fed tokens of every row."""
         self.truncate([length + count for length in self.lengths.host])
 
-    def advance(self, count: int) -> None:
-        """Keep `count` fed tokens of every row while a later call's tokens stay fed behind them. Not for models with recurrent
-        states."""
-        self.lengths.set([length + count for length in self.lengths.host])
-        self._committed = self.lengths.host
+    def follow(self, starts: mx.array, most: Sequence[int]) -> None:
+        """Set every row's length to what only the device knows: see Lengths. Not for models with recurrent states."""
+        self.lengths.follow(starts, most)
         for layer in self.attention:
-            layer.ahead -= count
+            layer.ahead = 0
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """Set every row's length. No row can be rewound to before it."""

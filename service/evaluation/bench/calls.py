@@ -37,7 +37,7 @@ class Calls:
     def __init__(self, pair: Pair, draft: Draft | None, texts: Sequence[Sequence[int]]) -> None:
         model = None if draft is None else draft.model
         self._target = Target(pair.target.model, model)
-        self._draft = None if model is None else draft_calls(model)
+        self._draft = None if model is None else draft_calls(model).replayed(model)
         self._known = pair.shared_vocabulary
         self._texts = texts
         self._lengths = [len(text) - 1 for text in texts]
