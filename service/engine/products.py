@@ -23,8 +23,6 @@ import mlx.nn as nn
 
 MOST = 64
 """Tokens: with more cuBLAS is faster."""
-MATRICES = 3
-"""That a call may multiply with."""
 THREADS = 256
 """Of a block."""
 TILES = (1, 2, 4, 8)
@@ -48,13 +46,14 @@ _call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 @cache
-def _kernel() -> Any:
+def _kernel(count: int) -> Any:
+    numbers = range(count)
     return mx.fast.cuda_kernel(
-        name="few_tokens",
-        input_names=["x", *(f"weight{i}" for i in range(MATRICES))],
-        output_names=[f"out{i}" for i in range(MATRICES)],
+        name=f"few_tokens_{count}",
+        input_names=["x", *(f"weight{i}" for i in numbers)],
+        output_names=[f"out{i}" for i in numbers],
         source=(_KERNELS / "few_tokens.cu").read_text(),
-        header=(_KERNELS / "fragments.cuh").read_text(),
+        header=f"#define COUNT {count}\n" + (_KERNELS / "fragments.cuh").read_text(),
     )
 
 
@@ -65,22 +64,21 @@ def fits(x: mx.array, weight: mx.array) -> bool:
 
 
 def few_tokens(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
-    """x (..., inner) times each of up to MATRICES weights (outputs, inner), transposed: (..., outputs) each."""
+    """x (..., inner) times each of one to three weights (outputs, inner), transposed: (..., outputs) each."""
     *lead, inner = x.shape
-    tokens, outputs, unused = prod(lead), [weight.shape[0] for weight in weights], MATRICES - len(weights)
+    tokens, outputs = prod(lead), [weight.shape[0] for weight in weights]
     tiles = next(n for n in TILES if 8 * n >= tokens)
     # With many tokens it is they that a block reads most of.
     deep = 2 if tiles >= 4 and all(n % 32 == 0 for n in outputs) else 1
-    # One kernel for any number of matrices: it takes seconds to compile.
-    made = _kernel()(
-        inputs=[x.reshape(tokens, inner), *weights, *[weights[0]] * unused],
+    made = _kernel(len(weights))(
+        inputs=[x.reshape(tokens, inner), *weights],
         template=[("T", x.dtype), ("HALF", x.dtype == mx.float16), ("TILES", tiles), ("DEEP", deep)],
         grid=(sum(outputs) // (16 * deep) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[*((tokens, n) for n in outputs), *[(1, 1)] * unused],
-        output_dtypes=[x.dtype] * MATRICES,
+        output_shapes=[(tokens, n) for n in outputs],
+        output_dtypes=[x.dtype] * len(weights),
     )
-    return [out.reshape(*lead, n) for out, n in zip(made, outputs, strict=False)]
+    return [out.reshape(*lead, n) for out, n in zip(made, outputs, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)

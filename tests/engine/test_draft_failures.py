@@ -5,7 +5,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from service.engine.adapters import Draft, bare
 from service.engine.batch import RETRY
 from service.engine.decoder import Decoder
 from service.engine.request import Request
+from service.engine.strategy import CPU, METAL, using
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of, load_arrays
 
@@ -87,10 +88,18 @@ def truncated(folder: Path, kind: str) -> mx.array:
     return array
 
 
+@pytest.fixture(params=[CPU, METAL], ids=["CPU", "Metal"])
+def either(request: pytest.FixtureRequest) -> Generator[None]:
+    """Rounds that are read before the next is launched, and rounds that follow each other."""
+    with using(request.param):
+        yield
+
+
 @pytest.mark.own_process
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
 @pytest.mark.parametrize("after", [0, 5])
+@pytest.mark.usefixtures("either")
 def test_an_error_raised_by_the_rounds_evaluation(
     tmp_path: Path, kind: str, seeded: bool, after: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -120,6 +129,7 @@ def test_an_error_raised_by_the_rounds_evaluation(
 @pytest.mark.own_process
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
 @pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.usefixtures("either")
 def test_an_error_raised_during_verification(
     tmp_path: Path, kind: str, seeded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +181,7 @@ def test_every_exception_is_logged_once_with_its_traceback(caplog: pytest.LogCap
 # ------------------------------------------------------------------------------------------- logits that are not finite
 
 
+@pytest.mark.usefixtures("either")
 def test_a_row_with_non_finite_draft_logits_continues_without_drafts(caplog: pytest.LogCaptureFixture) -> None:
     """The other rows are drafted for as before, and the row itself is drafted for again after a while."""
     rows, alone = rows_of(4, tokens=3 * RETRY), rows_of(4, tokens=3 * RETRY)
@@ -215,6 +226,7 @@ class NanDraft(nn.Module):
         return layers_of(self.inner)
 
 
+@pytest.mark.usefixtures("either")
 def test_non_finite_keys_and_values_stay_in_no_row() -> None:
     """A slot that held NaN is reused by other rows, and values past a row's end are multiplied by zero, so both must be
     cleaned. Once the draft recovers, so does the row."""

@@ -10,16 +10,13 @@ import numpy as np
 import pytest
 from mlx_lm.models.llama import Model as Llama
 
-from service.core import PairError, Prompt, Sampling
+from service.core import Delta, PairError, Prompt, Sampling, Source
 from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
-from service.engine.drafters.head import EagleDrafter
-from service.engine.drafters.proposal import Proposal, Unread
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import PrefixCache
-from service.engine.planner import DraftSteps
 from service.engine.request import Request
-from service.engine.sampling import SamplingBatch, SharedNoise
+from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.models.eagle import Model, ModelArgs
 from service.models.heads import cut, shallow_copy
 from tests.support.batches import decode, serve
@@ -59,33 +56,26 @@ def head(seed: int = 1) -> Model:
     return made
 
 
-class RecordingDrafter(EagleDrafter):
-    """Records each row's tokens with the proposal that followed."""
+@pytest.fixture
+def proposals(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], list[int]]]:
+    """Each row's tokens with the draft's proposal that followed."""
+    made: list[tuple[list[int], list[int]]] = []
+    append_round = Request.append_round
 
-    proposals: list[tuple[list[int], list[int]]]
+    def recorded(row: Request, tokens: Sequence[int], drafted: Sequence[int], source: Source, adapter: int) -> Delta:
+        if drafted and source is Source.DRAFT:
+            made.append((list(row.tokens), list(drafted)))
+        return append_round(row, tokens, drafted, source, adapter)
 
-    def propose(
-        self,
-        rows: Sequence[Sequence[int]],
-        steps: DraftSteps,
-        batch: SamplingBatch,
-        noise: SharedNoise,
-        key: mx.array,
-        after: Unread | None = None,
-    ) -> Proposal | None:
-        proposal = super().propose(rows, steps, batch, noise, key, after)
-        if proposal is not None:
-            guessed = np.array(proposal.tokens).tolist()
-            self.proposals += [(list(row), tokens) for row, tokens in zip(rows, guessed, strict=True)]
-        return proposal
+    monkeypatch.setattr(Request, "append_round", recorded)
+    return made
 
 
-def recording_decoder(model: Model, **options: object) -> tuple[Decoder, list[tuple[list[int], list[int]]]]:
-    decoder = Decoder(target(), bare(model), vocabulary=VOCABULARY, k=K, prefill_chunk=16, **options)  # pyright: ignore[reportArgumentType]
-    drafter = RecordingDrafter(bare(model), VOCABULARY, decoder.batch.cache)
-    drafter.proposals = []
-    decoder.batch.drafter = drafter
-    return decoder, drafter.proposals
+def decoder_of(model: Model, **options: object) -> Decoder:
+    return Decoder(target(), bare(model), vocabulary=VOCABULARY, k=K, prefill_chunk=16, **options)  # pyright: ignore[reportArgumentType]
+
+
+STRATEGIES = pytest.mark.parametrize("strategy", [CPU, METAL, CUDA], ids=["CPU", "Metal", "CUDA"])
 
 
 def is_proposal_of_row_alone(model: Model, tokens: list[int], guesses: list[int]) -> bool:
@@ -122,16 +112,21 @@ def prompts(rng: random.Random, count: int) -> list[Prompt]:
     ("rows", "count"),
     [(1, 6), (5, 8), *(pytest.param(rows, 12, marks=pytest.mark.nightly) for rows in (1, 5))],
 )
-def test_every_proposal_equals_that_of_the_row_alone(rows: int, count: int) -> None:
+@STRATEGIES
+def test_every_proposal_equals_that_of_the_row_alone(
+    strategy: Strategy, rows: int, count: int, proposals: list[tuple[list[int], list[int]]]
+) -> None:
     rng = random.Random(rows)
-    decoder, proposals = recording_decoder(head())
+    with using(strategy):
+        decoder = decoder_of(head())
 
     def between(decoder: Decoder) -> None:
         # Rounds without drafts let the draft cache fall behind; it catches up.
         decoder.draft_length = K if rng.random() < 0.4 or len(decoder.rows) < 2 else 0
 
     asked = prompts(rng, count)
-    served = serve(decoder, asked, eos=EOS, max_rows=rows, seed=rows, between=between)
+    with using(strategy):
+        served = serve(decoder, asked, eos=EOS, max_rows=rows, seed=rows, between=between)
     assert_own(served)
     assert len(proposals) > 20 and any(len(tokens) > 100 for tokens, _ in proposals)
     assert all(is_proposal_of_row_alone(head(), tokens, guesses) for tokens, guesses in proposals)
@@ -139,13 +134,13 @@ def test_every_proposal_equals_that_of_the_row_alone(rows: int, count: int) -> N
     assert not all(is_proposal_of_row_alone(head(2), tokens, guesses) for tokens, guesses in proposals)
 
 
-def test_cached_prefixes_bring_their_hidden_states() -> None:
+def test_cached_prefixes_bring_their_hidden_states(proposals: list[tuple[list[int], list[int]]]) -> None:
     rng, prefix = random.Random(5), PrefixCache(2**24)
     shared = tuple(rng.randrange(4, VOCABULARY) for _ in range(70))
     asked = [
         Prompt((*shared, *(rng.randrange(4, VOCABULARY) for _ in range(20))), Sampling(max_tokens=8)) for _ in range(4)
     ]
-    decoder, proposals = recording_decoder(head(), prefix=prefix)
+    decoder = decoder_of(head(), prefix=prefix)
     first = serve(decoder, asked[:1], eos=EOS)
     # A new version prefills from the hidden states in the prefix cache, which the target does not read again.
     decoder.switch(Draft(1, shallow_copy(head())))

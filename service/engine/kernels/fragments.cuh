@@ -15,14 +15,6 @@ __device__ __forceinline__ void load(Word (&to)[N], const T* from) {
   }
 }
 
-__device__ __forceinline__ uint4 load_once(const uint4* from) {
-  // Past the first cache, which holds what is read again, and with what lies next to it.
-  uint4 words;
-  asm("ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0,%1,%2,%3}, [%4];"
-      : "=r"(words.x), "=r"(words.y), "=r"(words.z), "=r"(words.w) : "l"(from));
-  return words;
-}
-
 template <bool HALF>
 __device__ __forceinline__ void multiply(
     float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
