@@ -235,7 +235,7 @@ class Decoder:
         step, outcome = self.runner.read(launched)
         plan = step.plan
         if step is not launched or not all(outcome.finite):
-            # It rests on what the draft has spoilt.
+            # It was computed from what the draft has spoilt.
             ahead = None
         # Rows that ended in the round before this one, which was under way by then, get nothing of it.
         live = [i for i, row in enumerate(plan.rows) if row.finish is None]
@@ -309,7 +309,9 @@ class Decoder:
         """What to propose behind a round that was not read yet, where its rows have no look-up; None: that is not known yet."""
         plan = step.plan
         if not step.drafted:
-            return None if self.planner is not None and not self.planner.stay_parked() else plan.choice
+            # One round without a draft between drafted ones has another behind it: the last of a pipeline cannot be timed.
+            more = self.planner is None or step.follows_draft or self.planner.stay_parked()
+            return plan.choice if more else None
         drafter = self.batch.drafter
         if drafter is None or drafter.cache.states or self.batch.failed or step.sampling.seeded:
             return None

@@ -94,7 +94,7 @@ class RoundArrays:
 @dataclass(slots=True)
 class Step:
     """A launched round, not read yet. drafted: it has a proposal of the draft. others: arrays to be computed with it. follows:
-    it was launched before the round before it was read."""
+    it was launched before the round before it was read; follows_draft: and that one drafted."""
 
     plan: Plan
     sampling: SamplingBatch
@@ -103,6 +103,7 @@ class Step:
     proposal: Proposal | None
     others: Sequence[mx.array]
     follows: bool = False
+    follows_draft: bool = False
     evidence_read: Sequence[NDArray[Any]] = ()
     """The arrays of the evidence, once the round was read."""
 

@@ -189,7 +189,8 @@ class Runner:
         if arrays.features is not None:
             cache.append_features(arrays.features)
         others = [*cache.arrays(), self.key]
-        step = Step(plan, sampling, drafted is not None, arrays, proposal, others, follows=before is not None)
+        step = Step(plan, sampling, drafted is not None, arrays, proposal, others, before is not None)
+        step.follows_draft = before is not None and before.drafted
         if self._strategy.launch_ahead:
             step.launch()
         return step

@@ -15,8 +15,10 @@ from mlx_lm.models.llama import Model
 from service.core import Prompt, Sampling
 from service.engine import device
 from service.engine.adapters import bare
+from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.kv.prefix import PrefixCache
+from service.engine.planner import Planner
 from service.engine.request import Request
 from service.engine.rounds import Plan, Step
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
@@ -140,6 +142,35 @@ def test_rows_end_anywhere_in_the_pipeline(
     if k and not seeded:
         accepted = sum(each.accepted for row in rows for each in row.rounds)
         assert accepted > sum(each.drafted for row in rows for each in row.rounds) / 3
+
+
+@ACCELERATORS
+def test_rounds_without_a_draft_are_timed_between_drafted_ones(
+    target: Model, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until their cost is known every fifth round goes without; after that one in 64, with another behind it."""
+    with using(strategy):
+        decoder = Decoder(target, bare(target), vocabulary=VOCABULARY, k=3, adaptive=True)
+        planner = decoder.planner = Planner(3, 0, Costs({(1, 1): 1.0, (1, 4): 1.0}, {1: 0.01}, {1: 0.0}, 0.0, 0.0))
+        costs = planner.costs
+        observe = costs.observe
+
+        def as_expected(load: Load, drafted: int, proposed: int, seconds: float | None) -> None:
+            """A draft of the target's own size would not pay by the clock."""
+            observe(load, drafted, proposed, None if seconds is None else costs.seconds(load, drafted, proposed))
+
+        monkeypatch.setattr(costs, "observe", as_expected)
+        (row,) = rows_of(1, 1000)
+        decoder.admit(row)
+        while len(row.rounds) < 40:
+            decoder.round()
+        load = Load(1, len(row.tokens))
+        assert costs.established(load, 0, 0) and costs.established(load, 3, 3)
+        before = len(row.rounds)
+        while len(row.rounds) < before + 128:
+            decoder.round()
+        plain = [each for each in row.rounds[before:] if not each.drafted]
+    assert 2 <= len(plain) <= 6
 
 
 def test_reports_cover_every_token_once_when_rows_change_under_way(target: Model, draft: nn.Module) -> None:
