@@ -214,7 +214,15 @@ class Decoder:
             return self._reports.popleft()
         step = self._step or self.runner.launch(self._plan(joining))
         self._step = None
-        ahead = self._launch_after(step, joining)
+        try:
+            ahead = self._launch_after(step, joining)
+        except Exception as error:
+            if not step.drafted:
+                raise
+            report = self._complete(step, None, None)
+            if self.rows:
+                self.runner.restore(self.rows, error)
+            return report
         return self._complete(step, ahead, joining)
 
     @property

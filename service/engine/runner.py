@@ -62,7 +62,8 @@ class Runner:
 
     def launch_after(self, step: Step, plan: Plan) -> Step:
         """Launch a round behind one that was not read yet: it goes on from the tokens that the device has just chosen. Not over
-        rows with a seed behind a drafted round: their noise depends on how many tokens they have."""
+        rows with a seed behind a drafted round: their noise depends on how many tokens they have. Where it raises with a
+        proposal in it, `restore` goes on without the draft, once `step` was read."""
         sampling, cache = step.sampling, self._batch.cache
         draft_key, verify_key = self._keys(sampling, 2)
         if not step.drafted:
@@ -72,8 +73,10 @@ class Runner:
             return self._verify(plan, None, sampling, noise, verify_key, step)
         after = step.unread()
         cache.follow(after.ends, after.most)
-        noise = SharedNoise(sampling, [0] * len(plan.rows), self.vocabulary)
+        noise, failures = SharedNoise(sampling, [0] * len(plan.rows), self.vocabulary), self._batch.draft_failures
         proposal = self._propose(plan, sampling, noise, draft_key, after) if plan.choice.drafted else None
+        if self._batch.draft_failures > failures:
+            sampling, noise, verify_key = self._fresh_arrays(plan.rows)
         return self._verify(plan, proposal, sampling, noise, verify_key, step)
 
     def read(self, step: Step) -> tuple[Step, Outcome]:
@@ -90,10 +93,15 @@ class Runner:
 
     def _without_draft(self, plan: Plan, error: Exception) -> Step:
         """The same round without the draft, whose evaluation raised `error`."""
+        return self._verify(plan, None, *self.restore(plan.rows, error))
+
+    def restore(self, rows: Sequence[Request], error: Exception) -> tuple[SamplingBatch, SharedNoise, mx.array]:
+        """Disable the draft, whose evaluation raised `error`, and compute anew what may depend on it. Returns what the next
+        round samples with."""
         self._batch.disable_draft(error)
-        sampling, noise, key = self._fresh_arrays(plan.rows)
-        self._prefill_again(plan.rows)
-        return self._verify(plan, None, sampling, noise, key)
+        fresh = self._fresh_arrays(rows)
+        self._prefill_again(rows)
+        return fresh
 
     def _sampling_of(self, rows: Sequence[Request]) -> SamplingBatch:
         """The rows' sampling, as arrays that are made anew when rows change."""

@@ -17,6 +17,7 @@ from service.engine import device
 from service.engine.adapters import bare
 from service.engine.costs import Costs, Load
 from service.engine.decoder import Decoder
+from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import PrefixCache
 from service.engine.planner import Planner
 from service.engine.request import Request
@@ -142,6 +143,30 @@ def test_rows_end_anywhere_in_the_pipeline(
     if k and not seeded:
         accepted = sum(each.accepted for row in rows for each in row.rounds)
         assert accepted > sum(each.drafted for row in rows for each in row.rounds) / 3
+
+
+@ACCELERATORS
+def test_a_round_that_cannot_be_launched_behind_another_costs_the_draft_alone(
+    target: Model, draft: nn.Module, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, calls = rows_of(3, 40), 0
+    with using(strategy):
+        decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K)
+        logits_and_features = decoder.batch.target.logits_and_features
+
+        def failing(tokens: mx.array, cache: RowCache) -> tuple[mx.array, mx.array | None]:
+            nonlocal calls
+            drafted = tokens.shape == (3, K + 1)
+            calls += drafted
+            if drafted and calls == 2:
+                raise RuntimeError("the second round")
+            return logits_and_features(tokens, cache)
+
+        monkeypatch.setattr(decoder.batch.target, "logits_and_features", failing)
+        finish(decoder, rows)
+    assert decoder.draft_failures == 1 and decoder.batch.failed
+    for row in rows:
+        assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)
 
 
 @ACCELERATORS
