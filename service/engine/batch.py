@@ -121,7 +121,7 @@ class Batch:
 
     def draft_views(self, rows: Sequence[Request]) -> list[list[int]]:
         """Each row's tokens as the draft sees them. A draft step runs over the whole batch: of a row that goes without the
-        draft it reads one token more than its cache holds, and nothing is proposed there."""
+        draft it reads one token more than its cache holds, two at least, and nothing is proposed there."""
         if self.drafter is None:
             return [row.tokens for row in rows]
         lengths = self.drafter.cache.lengths.host

@@ -20,7 +20,7 @@ from service.engine.kv.cache import RowCache
 from service.engine.replay import SEEN_BEFORE
 from service.engine.strategy import current
 from service.engine.target import Target
-from service.models.heads import cut_head
+from service.models.heads import cut_head, extra_ids_allowed
 
 log = logging.getLogger(__name__)
 
@@ -199,11 +199,8 @@ def _draft_step(draft: nn.Module, calls: DraftCalls, rows: int, held: int) -> Ca
     own = mx.array(np.tile(np.arange(EXTRA_IDS, dtype=np.int32) % len(head.in_vocabulary), (rows, 1)))
 
     def call(tokens: int) -> None:
-        head.allow_extra_ids(own)
-        try:
+        with extra_ids_allowed(head, own):
             run(tokens)
-        finally:
-            head.allow_extra_ids(None)
 
     return call
 

@@ -74,7 +74,7 @@ class Runner:
         after = step.unread()
         cache.follow(after.ends, after.most)
         noise, failures = SharedNoise(sampling, [0] * len(plan.rows), self.vocabulary), self._batch.draft_failures
-        proposal = self._propose(plan, sampling, noise, draft_key, after) if plan.choice.drafted else None
+        proposal = self._propose(plan, sampling, noise, draft_key, after)
         if self._batch.draft_failures > failures:
             sampling, noise, verify_key = self._fresh_arrays(plan.rows)
         return self._verify(plan, proposal, sampling, noise, verify_key, step)

@@ -4,8 +4,8 @@ On an accelerator the host must not be in the way: it waits once a round, draft 
 device works while Python builds the next, and what is logged is computed with the round.
 
 On CUDA the host is slower than the device: model calls are traced once for each shape and replayed (`replay`), and products
-and attention of a few tokens a row are kernels of our own (`products`, `attention`). Other calls under a mask, such as prefill,
-go to cuDNN, which builds a plan for each new shape of queries, keys and mask (MLX's
+and attention of up to some hundred tokens a row are kernels of our own (`products`, `attention`). Other calls under a mask go
+to cuDNN, which builds a plan for each new shape of queries, keys and mask (MLX's
 mlx/backend/cuda/scaled_dot_product_attention.cpp, `sdpa_cudnn`): they see keys and values at their whole capacity, which grows
 in steps, and have one of a few widths. Metal's kernels take any shape
 (mlx/backend/metal/scaled_dot_product_attention.cpp).
@@ -27,7 +27,7 @@ import mlx.core as mx
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """launch_steps: hand over each draft step by itself. ask_confidence: wait for the draft's confidence between steps, to stop
-    early. launch_ahead: launch the next round before the host is done with this one, where rows allow it; what is logged is
+    early. launch_ahead: launch the next round before this one is read, where rows allow it; what is logged is
     then computed in the round's own evaluation, for all positions, else afterwards, for the emitted ones. whole_capacity:
     masked calls see keys and values at their whole capacity, not up to the longest row. lengths: proposals are of so many
     tokens; empty: of any number. few_widths: calls are padded to one of a few widths, unless a layer is recurrent.

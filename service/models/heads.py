@@ -209,6 +209,18 @@ def cut_head(model: nn.Module) -> CutHead | None:
 
 
 @contextmanager
+def extra_ids_allowed(head: CutHead | None, ids: mx.array | None) -> Generator[None]:
+    """Compute logits at extra ids inside the block: see `CutHead.allow_extra_ids`. head None: it is whole."""
+    if head is not None:
+        head.allow_extra_ids(ids)
+    try:
+        yield
+    finally:
+        if head is not None:
+            head.allow_extra_ids(None)
+
+
+@contextmanager
 def full_head(model: nn.Module) -> Generator[NDArray[np.bool_] | None]:
     """Use the model's whole head inside the block. Yields `CutHead.in_vocabulary`, (width,); None where it is not cut."""
     head = cut_head(model)

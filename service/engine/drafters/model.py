@@ -21,7 +21,7 @@ from service.engine.planner import DraftSteps
 from service.engine.replay import Replay
 from service.engine.sampling import SamplingBatch, SharedNoise, draw, fit, normaliser, transform
 from service.engine.strategy import current
-from service.models.heads import CutHead, cut_head, split, token_limit
+from service.models.heads import CutHead, cut_head, extra_ids_allowed, split, token_limit
 from service.models.vocabulary import ExtraIds, padded
 
 MAX_LAG = 8
@@ -109,7 +109,8 @@ class ModelDrafter:
         key: mx.array,
         after: Unread | None = None,
     ) -> Proposal | None:
-        """See Drafter. None while the cache of some row lags (`catch_up`)."""
+        """Propose tokens after each row's tokens (two or more), as many as `steps` says. noise: shared with the target. after:
+        the rows go on behind a drafted round that was not read yet. None while the cache of some row lags (`catch_up`)."""
         if after is None and not self.catch_up(rows):
             return None
         if self._calls is None:
@@ -164,9 +165,7 @@ class ModelDrafter:
         """A proposal whose first step feeds all that is not in the cache, as many tokens as each row has of that."""
         unread = [row[length:] for row, length in zip(rows, self.cache.lengths.host, strict=True)]
         head = cut_head(self.draft.model)
-        if head is not None:
-            head.allow_extra_ids(extra)
-        try:
+        with extra_ids_allowed(head, extra):
             first = self.inputs(self.clamp_ids(pad_rows(unread, self.cache)), first=True)
             drafted: list[_Drafted] = []
             confidences: list[mx.array] = []
@@ -184,9 +183,6 @@ class ModelDrafter:
                     if not steps.more(read_confidences(confidences)):
                         break
                     confidences.clear()
-        finally:
-            if head is not None:
-                head.allow_extra_ids(None)
         return _proposal(drafted, unseeded=batch.unseeded)
 
     def _propose_alike(self, arguments: Sequence[Any], cache: RowCache) -> dict[str, Any]:
@@ -194,9 +190,7 @@ class ModelDrafter:
         reads, extra ids, noise (B, K, V), key, K, the batch's sampling."""
         first, extra, noise, key, most, leaves = arguments
         batch, head = SamplingBatch.of_leaves(leaves), cut_head(self.draft.model)
-        if head is not None:
-            head.allow_extra_ids(extra)
-        try:
+        with extra_ids_allowed(head, extra):
             steps = self._steps(
                 first, None, batch, lambda at: None if noise is None else noise[:, at : at + 1], key, cache
             )
@@ -205,9 +199,6 @@ class ModelDrafter:
                 drafted.append(step)
                 if self.strategy.launch_steps and not products.inside():
                     device.launch(step.token)
-        finally:
-            if head is not None:
-                head.allow_extra_ids(None)
         return _proposal(drafted, unseeded=batch.unseeded).tree()
 
     def _steps(

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
-
-from service.engine.planner import DraftSteps
-from service.engine.sampling import SamplingBatch, SharedNoise
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,23 +36,6 @@ class Unread:
     newest: mx.array
     ends: mx.array
     most: Sequence[int]
-
-
-class Drafter(Protocol):
-    """What proposes tokens for a batch."""
-
-    def propose(
-        self,
-        rows: Sequence[Sequence[int]],
-        steps: DraftSteps,
-        batch: SamplingBatch,
-        noise: SharedNoise,
-        key: mx.array,
-        after: Unread | None = None,
-    ) -> Proposal | None:
-        """Propose tokens after each row's tokens (two or more), as many as `steps` says; None: not in this round. noise: shared
-        with the target. after: the rows go on behind a drafted round that was not read yet."""
-        ...
 
 
 def lookup_proposal(lookups: Sequence[Sequence[int]], k: int, vocabulary: int, unseeded: bool) -> Proposal:
