@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service import FAST_BLAS
-from service.api import Limits, build_api, build_startup_api
+from service.api import Limits, ModelNames, build_api, build_startup_api
 from service.app import Folders, open_stores, resolve_models
 from service.blas import set_blas_threads
 from service.core import RedraftError, StoreError, Unavailable
@@ -34,6 +34,7 @@ from service.lifecycle.recorder import Recorder
 from service.lifecycle.supervisor import Rules, Supervisor
 from service.lifecycle.switching import Switching
 from service.metrics import Metrics
+from service.models.generation_config import sampling_defaults
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.settings import Settings
@@ -150,8 +151,9 @@ class Application:
                 max_context=serving.context,
                 max_prompt_bytes=token_bytes * serving.context if token_bytes is not None else None,
             ),
-            model=settings.models.target,
+            models=ModelNames(settings.models.target, settings.server.model_aliases),
             allowed_hosts=self._allowed_hosts,
+            defaults=sampling_defaults(serving.folders.target),
         )
 
     def drain(self) -> None:

@@ -174,6 +174,9 @@ class ServerSettings(Section):
     port: int = Field(default=8321, ge=0, le=65535)
     allowed_hosts: list[str] = ["localhost", "127.0.0.1", "::1"]
     """Names and addresses by which clients may call this server (`Host`), without ports; `host` is always one of them."""
+    model_aliases: list[str] = []
+    """Other names by which requests to the OpenAI and Anthropic routes may call the target, as clients come with names of
+    their own."""
     max_body_bytes: int = Field(default=2**20, ge=1024)
     request_timeout: float = Field(default=600.0, gt=0)
     keepalive_seconds: float = Field(default=15.0, gt=0)

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings
 
-from service.api import Limits, build_api
+from service.api import Limits, ModelNames, build_api
 from service.cli.root import app
 from service.metrics import METRICS, Metrics
 from service.settings import Settings, load_settings
@@ -79,7 +79,7 @@ def routes() -> set[tuple[str, str]]:
         operator=nothing,
         metrics=Metrics(3),
         limits=limits,
-        model="m",
+        models=ModelNames("m"),
         allowed_hosts=(),
     )
     found = {

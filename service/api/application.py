@@ -10,13 +10,21 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from service.api.adapters import adapter_routes
+from service.api.anthropic.messages import messages_routes
+from service.api.asking import Frontend, ModelNames
 from service.api.errors import ErrorAnswer, ErrorBoundary, install
 from service.api.generate import generate_routes
 from service.api.health import health_routes
 from service.api.hosts import HostGuard
 from service.api.limits import BodyLimit, Limits, QueueLimit
+from service.api.mailbox import Mailbox
+from service.api.openai.chat import chat_routes
+from service.api.openai.completions import completion_routes
+from service.api.openai.models import model_routes
+from service.api.openai.responses import responses_routes
+from service.api.request_id import RequestId
 from service.api.training import training_routes
-from service.core import Encoder, EngineStatus, GenerationService, Operator, Unavailable
+from service.core import Encoder, EngineStatus, GenerationService, Operator, Sampling, Unavailable
 from service.metrics import Metrics
 
 OPERATOR_THREADS = 4
@@ -33,19 +41,28 @@ def build_api(
     operator: Operator,
     metrics: Metrics,
     limits: Limits,
-    model: str,
+    models: ModelNames,
     allowed_hosts: Collection[str],
+    defaults: Sampling | None = None,
 ) -> FastAPI:
     """The ASGI application. It starts and stops nothing: that is its builder's business.
 
-    model: the name that answers carry. allowed_hosts: names and addresses by which clients may call this server, without
-    ports.
+    allowed_hosts: names and addresses by which clients may call this server, without ports. defaults: sampling where a request
+    to an OpenAI or Anthropic route says nothing; None: greedy.
     """
     # No documentation pages: they would load scripts from elsewhere. The schema itself is at /openapi.json.
     app = FastAPI(title="Redraft", docs_url=None, redoc_url=None, redirect_slashes=False)
     threads = CapacityLimiter(OPERATOR_THREADS)
+    mailbox = Mailbox()
+    service.on_delivered(mailbox.flush)
+    frontend = Frontend(service, encoder, metrics, limits, models, defaults or Sampling(), mailbox)
     for router in (
-        generate_routes(service, encoder, metrics, limits, model),
+        generate_routes(frontend),
+        chat_routes(frontend),
+        completion_routes(frontend),
+        responses_routes(frontend),
+        messages_routes(frontend),
+        model_routes(models, limits.max_context),
         training_routes(operator, threads),
         adapter_routes(service, operator, threads),
         health_routes(service.status, metrics),
@@ -56,6 +73,7 @@ def build_api(
     app.add_middleware(QueueLimit, service=service, metrics=metrics)
     app.add_middleware(HostGuard, allowed_hosts=allowed_hosts, metrics=metrics)
     app.add_middleware(ErrorBoundary, metrics=metrics)
+    app.add_middleware(RequestId)
     return app
 
 
@@ -77,4 +95,5 @@ def build_startup_api(*, stage: Callable[[], str], metrics: Metrics, allowed_hos
     install(app, metrics)
     app.add_middleware(HostGuard, allowed_hosts=allowed_hosts, metrics=metrics)
     app.add_middleware(ErrorBoundary, metrics=metrics)
+    app.add_middleware(RequestId)
     return app

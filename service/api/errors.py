@@ -1,4 +1,4 @@
-"""One shape for everything that goes wrong: {"error": {"code", "message", "field"}}.
+"""One shape for everything that goes wrong, OpenAI's: {"error": {"message", "type", "param", "code"}}.
 
 Messages are written here or by the rooms; none quotes what a client sent, beyond the name of the field that is wrong.
 """
@@ -31,8 +31,8 @@ from service.metrics import Metrics
 
 log = logging.getLogger(__name__)
 
-COUNTED = "/generate"
-"""The route whose refusals `redraft:requests_refused` counts."""
+GENERATING = frozenset({"/generate", "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
+"""The routes that generate, whose refusals `redraft:requests_refused` counts."""
 MAX_NAME_CHARS = 64
 MAX_PROBLEMS = 5
 
@@ -53,10 +53,18 @@ class Forbidden(RedraftError):
         self.field = field
 
 
+class ModelNotFound(NotFound):
+    """The model that a request names is not served here."""
+
+    code = "model_not_found"
+    field = "model"
+
+
 STATUS: Mapping[type[RedraftError], int] = {
     BadRequest: 400,
     Forbidden: 403,
     NotFound: 404,
+    ModelNotFound: 404,
     Conflict: 409,
     AdapterRefused: 409,
     IllegalMove: 409,
@@ -65,6 +73,17 @@ STATUS: Mapping[type[RedraftError], int] = {
     TimedOut: 504,
 }
 """Status by class. Classes not listed are the server's own trouble: 500, with a message that does not go into it."""
+
+TYPES: Mapping[int, str] = {
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "request_too_large",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""`type` by status, in the words of OpenAI and Anthropic. Others: invalid_request_error below 500, api_error from there on."""
 
 HTTP_CODES: Mapping[int, str] = {
     400: "bad_request",
@@ -77,11 +96,12 @@ HTTP_CODES: Mapping[int, str] = {
 
 
 class ErrorDetail(BaseModel):
-    """An error. `code` is stable, `message` one sentence, `field` the name of what is wrong in the request."""
+    """An error. `message` is one sentence, `type` its kind, `param` the name of what is wrong in the request, `code` stable."""
 
-    code: str
     message: str
-    field: str | None = None
+    type: str
+    param: str | None = None
+    code: str
 
 
 class ErrorAnswer(BaseModel):
@@ -95,15 +115,25 @@ def printable(name: str) -> str:
     return name[:MAX_NAME_CHARS].encode("unicode_escape").decode("ascii")
 
 
+def status_of(error: RedraftError) -> int:
+    """The HTTP status of an error."""
+    return STATUS.get(type(error), 500)
+
+
 def describe(error: RedraftError) -> ErrorAnswer:
     """The error as a client may see it."""
     message = str(error) if type(error) in STATUS else "the server could not do this; its log says why"
-    return ErrorAnswer(error=ErrorDetail(code=error.code, message=message, field=error.field))
+    return _described(status_of(error), message, error.code, error.field)
+
+
+def _described(status: int, message: str, code: str, param: str | None = None) -> ErrorAnswer:
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return ErrorAnswer(error=ErrorDetail(message=message, type=kind, param=param, code=code))
 
 
 def answer(error: RedraftError) -> JSONResponse:
     """The error as a response with its status, and Retry-After where trying again helps."""
-    status = STATUS.get(type(error), 500)
+    status = status_of(error)
     if status == 500:
         log.error("answered %s: %s", error.code, type(error).__name__)
     retry_after = error.retry_after if isinstance(error, Overloaded | Unavailable) else None
@@ -112,7 +142,7 @@ def answer(error: RedraftError) -> JSONResponse:
 
 
 def invalid(error: RequestValidationError) -> BadRequest:
-    """A pydantic validation error, naming every wrong field (five at most) and carrying the first as `field`."""
+    """A pydantic validation error, naming every wrong field (five at most) and carrying the first as `param`."""
     problems: list[str] = []
     fields: list[str] = []
     for item in error.errors()[:MAX_PROBLEMS]:
@@ -123,10 +153,10 @@ def invalid(error: RequestValidationError) -> BadRequest:
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:
-    """Bring everything raised inside the application into the one shape, and count refusals of /generate."""
+    """Bring everything raised inside the application into the one shape, and count refusals of routes that generate."""
 
     def refuse(request: Request, response: JSONResponse, code: str) -> JSONResponse:
-        if request.url.path == COUNTED and request.method == "POST":
+        if request.url.path in GENERATING and request.method == "POST":
             metrics.request_refused(code)
         return response
 
@@ -141,8 +171,8 @@ def install(app: FastAPI, metrics: Metrics) -> None:
     def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         code = HTTP_CODES.get(error.status_code, "bad_request" if error.status_code < 500 else "internal_error")
-        detail = ErrorAnswer(error=ErrorDetail(code=code, message=error.detail))
-        return refuse(request, JSONResponse(detail.model_dump(), error.status_code, error.headers), code)
+        described = _described(error.status_code, error.detail, code)
+        return refuse(request, JSONResponse(described.model_dump(), error.status_code, error.headers), code)
 
     app.add_exception_handler(RedraftError, on_own)
     app.add_exception_handler(RequestValidationError, on_invalid)
@@ -180,6 +210,6 @@ class ErrorBoundary:
             log.error("%s %s failed: %s\n%s", scope["method"], scope["path"], type(error).__name__, places)
             if started:
                 return
-            if scope["path"] == COUNTED:
+            if scope["path"] in GENERATING:
                 self._metrics.request_refused(RedraftError.code)
             await answer(RedraftError())(scope, receive, send)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api.errors import COUNTED, Forbidden, answer
+from service.api.errors import GENERATING, Forbidden, answer
 from service.metrics import Metrics
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]/:@?#\s]+)(?::(\d{1,5}))?")
@@ -70,7 +70,7 @@ class HostGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            if scope["path"] == COUNTED and scope["method"] == "POST":
+            if scope["path"] in GENERATING and scope["method"] == "POST":
                 self._metrics.request_refused(refusal.code)
             await answer(refusal)(scope, receive, send)
             return

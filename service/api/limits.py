@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fastapi import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from service.api.errors import COUNTED, answer
+from service.api.errors import GENERATING, answer
 from service.core import GenerationService, RedraftError
 from service.metrics import Metrics
 
@@ -32,8 +32,8 @@ class Limits:
 
 
 class QueueLimit:
-    """ASGI middleware that answers for the route while its queue is full, or it does not serve: before the body is read and
-    parsed, so that refusing many clients at once costs little.
+    """ASGI middleware that answers for routes that generate while the queue is full, or the engine does not serve: before the
+    body is read and parsed, so that refusing many clients at once costs little.
 
     A place is not held while the body arrives, or slow clients could take them all; the route reserves one after that.
     """
@@ -45,7 +45,7 @@ class QueueLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] == "http" and scope["path"] == COUNTED and scope["method"] == "POST":
+        if scope["type"] == "http" and scope["path"] in GENERATING and scope["method"] == "POST":
             try:
                 self._service.reserve().release()
             except RedraftError as error:

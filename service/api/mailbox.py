@@ -15,15 +15,15 @@ class Mailbox:
     a wake-up is a system call, and the loop then takes the interpreter's lock from the engine's thread."""
 
     def __init__(self) -> None:
-        self._events: deque[tuple[asyncio.Queue[Event], Event]] = deque()
+        self._events: deque[tuple[asyncio.Queue[tuple[int, Event]], tuple[int, Event]]] = deque()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def bind(self) -> None:
         """Deliver on the event loop that runs now."""
         self._loop = asyncio.get_running_loop()
 
-    def put(self, queue: asyncio.Queue[Event], events: Sequence[Event]) -> None:
-        """Leave events for a queue of the event loop, in order. From any thread; wakes nobody."""
+    def put(self, queue: asyncio.Queue[tuple[int, Event]], events: Sequence[tuple[int, Event]]) -> None:
+        """Leave events, each with the number of its answer, for a queue of the event loop. From any thread; wakes nobody."""
         self._events.extend((queue, event) for event in events)
 
     def flush(self) -> None:

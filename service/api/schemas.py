@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from service.core import AdapterState, FinishReason, RunState, Sampling, Trigger
+from service.core import AdapterState, FinishReason, RunState, Sampling, Timings, Trigger
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -107,6 +107,22 @@ class TimingsAnswer(ResponseModel):
     draft_n_accepted: int
     rounds: int
     adapters: list[int]
+
+    @classmethod
+    def of(cls, spent: Timings) -> TimingsAnswer:
+        """As clients see it."""
+        return cls(
+            prompt_n=spent.prompt_n,
+            cache_n=spent.cache_n,
+            prompt_ms=spent.prompt_seconds * 1000,
+            predicted_n=spent.predicted_n,
+            predicted_ms=spent.predicted_seconds * 1000,
+            predicted_per_second=spent.predicted_per_second,
+            draft_n=spent.draft_n,
+            draft_n_accepted=spent.draft_n_accepted,
+            rounds=spent.rounds,
+            adapters=list(spent.adapters),
+        )
 
 
 class Summary(ResponseModel):

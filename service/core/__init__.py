@@ -37,9 +37,11 @@ from service.core.generation import (
     Source,
     Targets,
     Timings,
+    TokenLogprobs,
 )
 from service.core.interpreter import python_command
 from service.core.protocols import (
+    AnswerReader,
     DraftSwitch,
     Encoder,
     EngineStatus,
@@ -48,10 +50,12 @@ from service.core.protocols import (
     JobHandle,
     Launcher,
     Operator,
+    Piece,
     Place,
     RoundObserver,
     Staged,
     Ticket,
+    ToolCall,
 )
 from service.core.training import (
     ADAPTER_MOVES,
@@ -76,6 +80,7 @@ __all__ = [
     "AdapterRef",
     "AdapterRefused",
     "AdapterState",
+    "AnswerReader",
     "BadRequest",
     "Conflict",
     "DatabaseTaken",
@@ -100,6 +105,7 @@ __all__ = [
     "Overloaded",
     "PairError",
     "ParentChanged",
+    "Piece",
     "Place",
     "Progress",
     "Prompt",
@@ -117,6 +123,8 @@ __all__ = [
     "Targets",
     "Ticket",
     "Timings",
+    "TokenLogprobs",
+    "ToolCall",
     "TrainingFailed",
     "TrainingRun",
     "Trigger",

@@ -69,6 +69,10 @@ class Prompt:
     kind: str | None = None
     """What this service calls prompts like this one; never from a request, so that no client's `domain` can be mistaken for
     it."""
+    logprobs: int | None = None
+    """Send the log-probability of every output token, and so many of the most likely tokens with it (TOP_TARGETS at most)."""
+    num_draft_tokens: int | None = None
+    """Tokens proposed for it in a round, at most; 0: none; None: as many as the planner chooses."""
 
 
 class Source(StrEnum):
@@ -169,19 +173,31 @@ class Generation:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """An output token's log-probability under the target at T = 1, and the most likely tokens (id, log-probability) there."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """New text, complete in UTF-8, and how it came about: `tokens` emitted, `drafted[i]` true where the draft proposed it."""
+    """New text, complete in UTF-8, and how it came about: `tokens` emitted, `drafted[i]` true where the draft proposed it.
+    logprobs: of the tokens but an end-of-sequence token, where the prompt asked for them."""
 
     text: str
     tokens: tuple[int, ...]
     drafted: tuple[bool, ...]
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """llama.cpp's names. draft_n: tokens proposed; draft_n_accepted: of those kept (never more than were emitted).
-    adapters: every adapter version that drafted for this answer, in order of first use. cache_n: tokens of the prompt (which
-    prompt_n counts too) that another request had read before. seconds are wall time."""
+    """llama.cpp's names. prompt_n: tokens of the prompt, cache_n of them from another request's prefill. draft_n: tokens
+    proposed; draft_n_accepted: of those accepted (never more than were emitted). rounds: all of them; draft_rounds: those in
+    which something was proposed. adapters: the versions that drafted for this answer, in order of first use. seconds: wall
+    time."""
 
     prompt_n: int
     prompt_seconds: float
@@ -190,6 +206,7 @@ class Timings:
     draft_n: int
     draft_n_accepted: int
     rounds: int
+    draft_rounds: int
     adapters: tuple[int, ...]
     cache_n: int = 0
 
@@ -201,12 +218,14 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The request ended with this answer, a cancelled one included. output: all its token ids."""
+    """The request ended with this answer, a cancelled one included. output: all its token ids. stopped_by: the stop string that
+    ended it, if one did."""
 
     id: str
     finish: FinishReason
     output: tuple[int, ...]
     timings: Timings
+    stopped_by: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,15 +73,66 @@ class GenerationService(Protocol):
         ...
 
 
-class Encoder(Protocol):
-    """Text to token ids, thread-safe, no MLX."""
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A tool call that a model has written. arguments: a JSON object, as text. id: the model's own, where it gives one."""
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Messages of `role` and `content`, through the model's chat template with the assistant's turn opened."""
+    name: str
+    arguments: str
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer: text, reasoning or a tool call; exactly one of them is there."""
+
+    text: str = ""
+    reasoning: str = ""
+    call: ToolCall | None = None
+
+
+class AnswerReader(Protocol):
+    """Splits the text of one answer, as it grows, into content, reasoning and tool calls. However the text is cut into parts,
+    the pieces together are the same. Not thread-safe."""
+
+    def add(self, text: str) -> list[Piece]:
+        """The pieces that new text completes. Text that may belong to a marker is withheld, a tool call until it is whole."""
+        ...
+
+    def finish(self, cut: bool) -> list[Piece]:
+        """The rest, after the last text. cut: the answer was ended before the model ended it; a tool call that is not whole
+        then becomes text, as one does that cannot be parsed."""
+        ...
+
+
+class Encoder(Protocol):
+    """Text to token ids and back, thread-safe, no MLX."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below this."""
+        ...
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] | None = None,
+    ) -> tuple[int, ...]:
+        """Messages of `role`, `content` and what else the model's chat template reads, with the assistant's turn opened. tools:
+        descriptions as OpenAI's chat route takes them. options: further arguments of the template. Raises BadRequest."""
         ...
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         """Plain text, as a completion prompt (with the tokenizer's own leading special tokens)."""
+        ...
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for."""
+        ...
+
+    def answer_reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, object]]) -> AnswerReader:
+        """A reader of the answer to an encoded chat."""
         ...
 
 

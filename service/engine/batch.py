@@ -198,9 +198,9 @@ class Batch:
 
 def drafts(row: Request) -> bool:
     """Whether the draft proposes tokens for a row in its next round."""
-    return len(row.rounds) >= row.draft_again
+    return row.prompt.num_draft_tokens != 0 and len(row.rounds) >= row.draft_again
 
 
 def _drafted(row: Request) -> bool:
     """The same of the row's last round."""
-    return len(row.rounds) > row.draft_again
+    return row.prompt.num_draft_tokens != 0 and len(row.rounds) > row.draft_again

@@ -176,6 +176,8 @@ class Decoder:
 
     def _prefills_draft(self, prefill: Prefill, joining: int) -> bool:
         """Whether the draft prefills these prompts."""
+        if all(row.prompt.num_draft_tokens == 0 for row in prefill.rows):
+            return False
         if prefill.prefills_draft is not None or self.batch.drafter is None or self.planner is None:
             return self.batch.drafter is not None and prefill.prefills_draft is not False
         longest = max(self.batch.cache.lengths.longest, *(len(row.prompt.tokens) for row in prefill.rows))
@@ -271,6 +273,9 @@ class Decoder:
             self._step = self.runner.launch(self._plan(joining))
         if self.strategy.launch_ahead:
             self._log_evidence(step, outcome, live)
+        if any(row.prompt.logprobs is not None for row in rows):
+            deltas = (replace(each, logprobs=row.newest_logprobs()) for each, row in zip(deltas, rows, strict=True))
+            report = replace(report, deltas=tuple(deltas))
         return report
 
     def _observe(self, step: Step, report: RoundReport, *, timed: bool) -> None:
@@ -353,21 +358,28 @@ class Decoder:
         if self.adaptive and self.planner is None:
             self.profile(len(rows))
         if self.planner is None:
-            return Choice(self.draft_length, (0,) * len(rows)), [None] * len(rows), [None] * len(rows)
+            length = self.draft_length if any(map(drafts, rows)) else 0
+            return Choice(length, (0,) * len(rows)), [None] * len(rows), [None] * len(rows)
         found = self._look_up(rows)
         matches = [None if each is None else Match(each.length, len(each.tokens)) for each in found]
-        allowed = not self.batch.failed and (
-            not joining or self.planner.pays(replace(load, rows=load.rows + joining, ragged=True))
+        allowed = (
+            not self.batch.failed
+            and any(map(drafts, rows))
+            and (not joining or self.planner.pays(replace(load, rows=load.rows + joining, ragged=True)))
         )
         return self.planner.choose(load, matches, [row.acceptance for row in rows], drafts=allowed), found, matches
 
     def _look_up(self, rows: Sequence[Request]) -> list[LookupProposal | None]:
-        return [None if self.lookup is None else self.lookup.find(row.tokens, row.ngrams) for row in rows]
+        if self.lookup is None:
+            return [None] * len(rows)
+        found = [self.lookup.find(row.tokens, row.ngrams) for row in rows]
+        return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]
 
     def _log_evidence(self, step: Step, outcome: Outcome, live: Sequence[int]) -> None:
-        """Add the round's evidence to the rows that may be stored."""
+        """Add the round's evidence to the rows that need it."""
         rows = step.plan.rows
-        if not self.collect or not any(rows[i].prompt.store for i in live):
+        needing = [i for i in live if rows[i].needs_evidence(self.collect)]
+        if not needing:
             return
         drafted = [
             [] if source is Source.LOOKUP else tokens
@@ -380,6 +392,5 @@ class Decoder:
             assert logits is not None and distribution is not None
             draft_logits = () if step.proposal is None else step.proposal.logits
             evidence = gather_evidence(logits, distribution, step.sampling, outcome.emitted, drafted, draft_logits)
-        for i in live:
-            if rows[i].prompt.store:
-                rows[i].add_evidence(evidence[i], outcome.emitted[i], outcome.proposed[i], self.tie_margin)
+        for i in needing:
+            rows[i].add_evidence(evidence[i], outcome.emitted[i], outcome.proposed[i], self.tie_margin)

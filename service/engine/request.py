@@ -19,6 +19,7 @@ from service.core import (
     Round,
     Source,
     Timings,
+    TokenLogprobs,
 )
 from service.engine.acceptance import Acceptance
 from service.engine.drafters.lookup import NGramIndex
@@ -49,6 +50,8 @@ class TextStream:
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str]) -> None:
         self.detokenizer = detokenizer
         self.stop = stop
+        self.stopped_by: str | None = None
+        """The stop string that is complete."""
         self.sent = 0
         self.end: int | None = None
 
@@ -58,8 +61,8 @@ class TextStream:
         if self.stop:
             text = self.detokenizer.text
             # A new match ends in unsent text, so it starts at most its own length before the end of the sent text.
-            found = [at for stop in self.stop if (at := text.find(stop, max(0, self.sent - len(stop)))) >= 0]
-            self.end = min(found, default=None)
+            found = [(at, stop) for stop in self.stop if (at := text.find(stop, max(0, self.sent - len(stop)))) >= 0]
+            self.end, self.stopped_by = min(found, default=(None, None))
         return self.end is not None
 
     def delta(self, final: bool = False) -> str:
@@ -123,6 +126,10 @@ class Request:
         """The number of output tokens so far."""
         return len(self.tokens) - len(self.prompt.tokens)
 
+    def needs_evidence(self, collect: bool) -> bool:
+        """Whether the target's probabilities at its output are read. collect: those of rows that may be stored are logged."""
+        return self.prompt.logprobs is not None or (collect and self.prompt.store)
+
     def append_round(self, tokens: Sequence[int], drafted: Sequence[int], source: Source, adapter: int) -> Delta:
         """Append the tokens of a round, up to where the request ends. Positions after the end count neither as drafted nor as
         accepted.
@@ -174,6 +181,23 @@ class Request:
                 )
             )
 
+    def newest_logprobs(self) -> tuple[TokenLogprobs, ...]:
+        """Of the tokens of the last round, but an end-of-sequence token; empty unless the prompt asks for them."""
+        if (count := self.prompt.logprobs) is None or not self.evidence:
+            return ()
+        evidence, emitted = self.evidence[-1]
+        new = [token for token in self.tokens[len(self.tokens) - emitted :] if token not in self.eos]
+        return tuple(
+            TokenLogprobs(
+                token,
+                float(evidence.logprobs[i]),
+                tuple(
+                    zip(evidence.top_ids[i, :count].tolist(), evidence.top_logprobs[i, :count].tolist(), strict=True)
+                ),
+            )
+            for i, token in enumerate(new)
+        )
+
     def finished(self) -> Finished:
         """The last event of the request. Its prompt time includes waiting in the queue."""
         used = dict.fromkeys(round.adapter for round in self.rounds if round.drafted and round.source is Source.DRAFT)
@@ -186,10 +210,12 @@ class Request:
             draft_n=sum(round.drafted for round in self.rounds),
             draft_n_accepted=sum(round.accepted for round in self.rounds),
             rounds=len(self.rounds),
+            draft_rounds=sum(round.drafted > 0 for round in self.rounds),
             adapters=tuple(used),
             cache_n=self.cached_tokens,
         )
-        return Finished(self.id, self.finish or FinishReason.CANCELLED, tuple(self.output), timings)
+        stopped_by = self.text.stopped_by if self.text is not None else None
+        return Finished(self.id, self.finish or FinishReason.CANCELLED, tuple(self.output), timings, stopped_by)
 
     def generation(self, provenance: Provenance) -> Generation | None:
         """The generation to record; None without evidence. provenance: of the models that made it."""

@@ -174,9 +174,10 @@ class Runner:
         most = max(map(len, lookups), default=0) if drafted is None else choice.proposed
         finite = None
         if drafted is not None:
-            finite = drafted.usable
-            if not all(map(drafts, rows)):
-                drafted = replace(drafted, usable=finite & mx.array([drafts(row) for row in rows])[:, None])
+            finite, count = drafted.usable, drafted.tokens.shape[1]
+            limits = [_most(row, count) for row in rows]
+            if min(limits) < count:
+                drafted = replace(drafted, usable=finite & (mx.arange(count) < mx.array(limits)[:, None]))
         proposal = prefer_lookups(drafted, lookups, most, self.vocabulary, sampling.unseeded)
         if before is None or before.arrays.newest is None:
             latest = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
@@ -191,7 +192,7 @@ class Runner:
             noise.first(count),
             key,
             sampling.leaves(),
-            self._collect and any(row.prompt.store for row in rows),
+            any(row.needs_evidence(self._collect) for row in rows),
         )
         arrays = RoundArrays(**self._replay(arguments, cache, count))
         if arrays.features is not None:
@@ -232,3 +233,9 @@ class Runner:
         known = mx.concatenate([latest, arrays.emitted.astype(latest.dtype)], axis=1)
         newest = mx.take_along_axis(known, accepted.astype(mx.int32)[:, None] + mx.arange(2), axis=1)
         return replace(arrays, newest=newest, ends=starts + accepted.astype(mx.int32) + 1).tree()
+
+
+def _most(row: Request, drafted: int) -> int:
+    """How many of so many drafted tokens are proposed for a row."""
+    limit = row.prompt.num_draft_tokens
+    return 0 if not drafts(row) else drafted if limit is None else min(limit, drafted)

@@ -1,20 +1,36 @@
-"""Encodes chats and texts to token ids."""
+"""Encodes chats and texts to token ids, and says what bytes a token stands for."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any, cast
 
 from jinja2 import TemplateError
+from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from service.core import BadRequest
+from service.models.answer import AnswerReader
 
 LOSSLESS_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
 """Normalizers and pre-tokenizers (types of the tokenizers library) that drop no text. NFC may shorten it."""
+OWN_ARGUMENTS = {
+    "conversation",
+    "tools",
+    "tokenize",
+    "add_generation_prompt",
+    "return_dict",
+    "return_tensors",
+    "chat_template",
+}
+"""Arguments of apply_chat_template that are not a request's to set."""
+BYTE_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
+"""How SentencePiece vocabularies write a single byte."""
 NFC_SHRINKS = 3
 """NFC shortens UTF-8 at most by this factor (three Hangul letters of 3 bytes become one syllable of 3)."""
 
@@ -54,7 +70,7 @@ def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
         return
     if step["type"] != "Sequence":
         yield step
-    for part in step.get("normalizers", step.get("pretokenizers", ())):
+    for part in step.get("normalizers", step.get("pretokenizers", step.get("decoders", ()))):
         yield from _steps(part)
 
 
@@ -64,25 +80,52 @@ def _drops(step: dict[str, Any]) -> bool:
     return step["type"] == "Split" and step["behavior"] == "Removed"
 
 
+def _is_byte_level(tokenizer: TokenizerWrapper) -> bool:
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return False
+    parts: dict[str, Any] = json.loads(backend.to_str())
+    return any(step["type"] == "ByteLevel" for name in ("pre_tokenizer", "decoder") for step in _steps(parts[name]))
+
+
 class TextEncoder:
     """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer is used under a lock."""
 
     def __init__(self, tokenizer: TokenizerWrapper) -> None:
         self._tokenizer = tokenizer
         self._lock = Lock()
+        self.vocabulary = len(tokenizer)
+        self._added = frozenset(tokenizer.get_added_vocab().values())
+        self._bytes: dict[str, int] = {}
+        """What each character of a byte-level vocabulary stands for; empty for other vocabularies."""
+        if _is_byte_level(tokenizer):
+            self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
+        self._states = make_text_state_machine(tokenizer)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-        """Token ids of a chat (messages of `role` and `content`) by the model's chat template, with the generation prompt.
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] | None = None,
+    ) -> tuple[int, ...]:
+        """Token ids of a chat by the model's chat template, with the generation prompt. Messages: `role`, `content` and what
+        else the template reads. tools: function descriptions in OpenAI's shape. options: further arguments of the template.
 
-        Raises BadRequest when the model has no chat template or the template refuses these messages.
+        Raises BadRequest when the model has no chat template, when it has tools but the model's answers hold no calls that
+        mlx-lm can parse, or when the template refuses.
         """
         if not self._tokenizer.has_chat_template:
             raise BadRequest("this model has no chat template: send a prompt instead of messages", field="messages")
+        if tools and not self._tokenizer.has_tool_calling:
+            raise BadRequest("this model was not trained to call tools: its chat template has none", field="tools")
         turns = [dict(message) for message in messages]
+        extra: dict[str, Any] = {name: value for name, value in (options or {}).items() if name not in OWN_ARGUMENTS}
+        if tools:
+            extra["tools"] = [dict(tool) for tool in tools]
         try:
             with self._lock:
-                tokens = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True)
-        except TemplateError as error:
+                tokens = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, **extra)
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             raise BadRequest(f"the model's chat template refuses these messages: {error}", field="messages") from error
         return tuple(cast("list[int]", tokens))
 
@@ -90,3 +133,27 @@ class TextEncoder:
         """Token ids of a completion prompt, with the tokenizer's leading special tokens."""
         with self._lock:
             return tuple(cast("list[int]", self._tokenizer.encode(text)))
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes that a token stands for: not always whole characters."""
+        with self._lock:
+            piece = cast("str", self._tokenizer.convert_ids_to_tokens(token))
+        if token in self._added:
+            return piece.encode()
+        if BYTE_FALLBACK.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        if all(character in self._bytes for character in piece):
+            return bytes(self._bytes[character] for character in piece)
+        return piece.replace("\u2581", " ").encode()
+
+    def answer_reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, object]]) -> AnswerReader:
+        """See core.Encoder."""
+        state = self._tokenizer.response_initial_state or "normal"
+        if self._tokenizer.has_thinking and self._opens_reasoning(list(prompt)):
+            state = "reasoning"
+        start = self._tokenizer.tool_call_start or ""
+        return AnswerReader(self._states.make_state(state), self._tokenizer.tool_parser, tools, start)
+
+    def _opens_reasoning(self, prompt: list[int]) -> bool:
+        """Whether the template has opened the reasoning, as mlx-lm's server decides it."""
+        return self._tokenizer.rfind_think_start(prompt) > self._tokenizer.rfind_think_end(prompt)

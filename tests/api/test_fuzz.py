@@ -72,7 +72,7 @@ def ask(
 def assert_answered(response: httpx.Response) -> None:
     assert response.status_code in {200, 400, 413}, response.text
     if response.status_code != 200:
-        assert sorted(response.json()["error"]) == ["code", "field", "message"]
+        assert sorted(response.json()["error"]) == ["code", "message", "param", "type"]
 
 
 @EXAMPLES
@@ -119,7 +119,7 @@ def test_any_path_and_key(method: str, part: str, key: str) -> None:
         response = ask(method, path, b"", headers, on=own if path == "/train" else None)
         assert response.status_code in {200, 202, 400, 404, 405}, response.text
         if response.status_code >= 400:
-            assert sorted(response.json()["error"]) == ["code", "field", "message"]
+            assert sorted(response.json()["error"]) == ["code", "message", "param", "type"]
 
 
 def test_the_limit_itself_is_served_and_one_byte_more_is_not() -> None:

@@ -44,8 +44,8 @@ def assert_refused(response: httpx.Response, status: int, code: str, field: str 
     assert response.status_code == status, response.text
     assert list(response.json()) == ["error"]
     error = response.json()["error"]
-    assert sorted(error) == ["code", "field", "message"]
-    assert (error["code"], error["field"]) == (code, field)
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert (error["code"], error["param"]) == (code, field)
     assert error["message"]
 
 
@@ -368,6 +368,7 @@ class CountingEncoder(Codepoints):
     """Counts tokenised prompts, and the places in the queue reserved meanwhile."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.engine = EchoEngine()
         self.held: list[int] = []
 

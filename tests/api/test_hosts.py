@@ -68,8 +68,8 @@ def assert_forbidden(answer: tuple[int, dict[str, Any]], field: str) -> None:
     status, body = answer
     assert status == 403, body
     assert list(body) == ["error"]
-    assert sorted(body["error"]) == ["code", "field", "message"]
-    assert (body["error"]["code"], body["error"]["field"]) == ("forbidden", field)
+    assert sorted(body["error"]) == ["code", "message", "param", "type"]
+    assert (body["error"]["code"], body["error"]["param"]) == ("forbidden", field)
     assert "server.allowed_hosts" in body["error"]["message"]
 
 

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from service.core import BadRequest
+from service.core import BadRequest, ToolCall
 from service.models.text import TextEncoder, bytes_per_token
 
 MakeModel = Callable[..., Path]
@@ -126,3 +126,57 @@ def test_no_text_has_fewer_tokens_than_its_bytes_say(parts: list[str]) -> None:
         most = bytes_per_token(wrapped(tokenizer))
         assert most is not None
         assert len(tokenizer.encode(text).ids) * most >= len(text.encode())
+
+
+# --------------------------------------------------------------------------------------------- tokens, tools, reasoning
+
+
+def test_a_token_s_bytes_make_up_the_text(make_model: MakeModel) -> None:
+    tokenizer = wrapped(byte_level("ab", "Ġthe"))
+    encoder = TextEncoder(tokenizer)
+    text = "the 🌍 ab\n"
+    assert b"".join(map(encoder.token_bytes, encoder.encode_text(text))) == text.encode()
+    assert encoder.vocabulary == len(tokenizer)
+
+
+def test_bytes_of_sentencepiece_vocabularies_and_of_added_tokens() -> None:
+    tokenizer = Tokenizer(BPE({"<0xE9>": 0, "▁the": 1, "é": 2}, [], byte_fallback=True))
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    encoder = TextEncoder(wrapped(tokenizer))
+    assert [encoder.token_bytes(token) for token in range(4)] == [b"\xe9", b" the", "é".encode(), b"<|end|>"]
+
+
+def test_tools_need_a_model_that_calls_them(make_model: MakeModel) -> None:
+    encoder = TextEncoder(load_tokenizer(make_model("m")))
+    with pytest.raises(BadRequest, match="not trained to call tools") as caught:
+        encoder.encode_chat([{"role": "user", "content": "hi"}], [{"type": "function", "function": {"name": "f"}}])
+    assert caught.value.field == "tools"
+
+
+HERMES = (
+    "{% if tools %}{% for tool in tools %}<tool>{{ tool.function.name }}</tool>{% endfor %}{% endif %}"
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}"
+    "{% for tool_call in message.tool_calls %}<tool_call>{{ tool_call.name }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{{ opening }}{% endif %}"
+)
+
+
+def test_tools_and_options_reach_the_template(make_model: MakeModel) -> None:
+    tokenizer = load_tokenizer(make_model("m", template=HERMES))
+    encoder = TextEncoder(tokenizer)
+    tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
+    options = {"opening": "so ", "add_generation_prompt": False, "tokenize": False}
+    tokens = encoder.encode_chat([{"role": "user", "content": "hi"}], tools, options)
+    assert tokenizer.decode(list(tokens)).strip() == "<tool>now</tool>user:hiassistant:so"
+    pieces = encoder.answer_reader(tokens, tools).add('x<tool_call>{"name": "now"}</tool_call>')
+    assert [piece.text or piece.call for piece in pieces] == ["x", ToolCall("now", "{}")]
+
+
+@pytest.mark.parametrize(("ending", "reasoning"), [("<think>", "a"), ("<think></think>", ""), ("", "")])
+def test_reasoning_that_the_template_opened_is_reasoning(make_model: MakeModel, ending: str, reasoning: str) -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<think>", "</think>")])
+    encoder = TextEncoder(wrapped(tokenizer))
+    reader = encoder.answer_reader(encoder.encode_text("user: hi assistant: " + ending), ())
+    pieces = [*reader.add("a"), *reader.finish(cut=False)]
+    assert "".join(piece.reasoning for piece in pieces) == reasoning

@@ -39,9 +39,14 @@ def test_only_what_is_admitted_is_tokenised(
     refusals = threading.Event()
 
     class Counting(TextEncoder):
-        def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
-            tokenised.append(len(messages[0]["content"]))
-            return super().encode_chat(messages)
+        def encode_chat(
+            self,
+            messages: Sequence[Mapping[str, object]],
+            tools: Sequence[Mapping[str, object]] = (),
+            options: Mapping[str, object] | None = None,
+        ) -> tuple[int, ...]:
+            tokenised.append(len(str(messages[0]["content"])))
+            return super().encode_chat(messages, tools, options)
 
     def held_back(decoder: Decoder, waiting: int) -> RoundReport:
         assert refusals.wait(60)

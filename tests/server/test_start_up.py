@@ -76,7 +76,12 @@ def test_every_route_answers_while_the_models_load_and_a_signal_ends_it(
     while "loading" not in (ready := client.get(f"{server.url}/health/ready")).text:
         assert time.monotonic() < deadline, ready.text
         time.sleep(0.02)
-    error = {"code": "unavailable", "message": "the server is starting: loading", "field": None}
+    error = {
+        "code": "unavailable",
+        "message": "the server is starting: loading",
+        "param": None,
+        "type": "overloaded_error",
+    }
     for method, path in [
         ("GET", "/health/ready"),
         ("POST", "/generate"),

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
+from mlx_lm.generate import TextStateMachine
+from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from service import core
-from service.api import Limits, build_api
+from service.api import Limits, ModelNames, build_api
 from service.core import (
     AdapterRef,
     AdapterState,
@@ -32,29 +34,60 @@ from service.core import (
     Progress,
     Prompt,
     RunState,
+    Sampling,
     Sink,
     Timings,
+    TokenLogprobs,
     TrainingRun,
     Trigger,
     Unavailable,
 )
 from service.engine.ticket import Place
 from service.metrics import Metrics
+from service.models.answer import AnswerReader
 
 
 class Codepoints:
     """core.Encoder: one token per character, and a template of one marker token per turn."""
 
     MARK = 0x110000
+    vocabulary = 0x110001
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> tuple[int, ...]:
+    def __init__(self) -> None:
+        self.chats: list[
+            tuple[Sequence[Mapping[str, object]], Sequence[Mapping[str, object]], Mapping[str, object]]
+        ] = []
+        """Messages, tools and options of every chat."""
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] | None = None,
+    ) -> tuple[int, ...]:
+        self.chats.append((messages, tools, options or {}))
         tokens: list[int] = []
         for message in messages:
-            tokens += [self.MARK, *self.encode_text(message["content"])]
+            tokens += [self.MARK, *self.encode_text(str(message["content"]))]
         return (*tokens, self.MARK)
+
+    def token_bytes(self, token: int) -> bytes:
+        return chr(token).encode()
+
+    def answer_reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, object]]) -> AnswerReader:
+        return AnswerReader(STATES.make_state("normal"), parse_tool_call, tools, "<tool_call>")
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)
+
+
+STATES = TextStateMachine(
+    {
+        "normal": [("<think>", "reasoning"), ("<tool_call>", "tool")],
+        "reasoning": [("</think>", "normal")],
+        "tool": [("</tool_call>", "normal")],
+    }
+)
 
 
 class FailingEncoder(Codepoints):
@@ -141,7 +174,9 @@ class EchoEngine:
                 self._send(ticket, Failed(Unavailable("the engine stopped")))
                 return
             output.append(token)
-            self._send(ticket, Delta(chr(token), (token,), (len(output) % 2 == 0,)))
+            likely = tuple((token + i, -0.5 - i) for i in range(ticket.prompt.logprobs or 0))
+            logprobs = () if ticket.prompt.logprobs is None else (TokenLogprobs(token, -0.5, likely),)
+            self._send(ticket, Delta(chr(token), (token,), (len(output) % 2 == 0,), logprobs))
         self.ended[ticket.id] = finish
         prompt = len(ticket.prompt.tokens)
         timings = Timings(
@@ -151,6 +186,7 @@ class EchoEngine:
             time.monotonic() - began,
             len(output),
             len(output) // 2,
+            len(output),
             len(output),
             (0, 3),
             prompt // 2,
@@ -223,6 +259,7 @@ class EchoServer:
     metrics: Metrics = field(default_factory=lambda: Metrics(draft_tokens=3))
     limits: Limits = LIMITS
     allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
+    defaults: Sampling | None = None
 
     @property
     def app(self) -> FastAPI:
@@ -232,8 +269,9 @@ class EchoServer:
             operator=self.operator,
             metrics=self.metrics,
             limits=self.limits,
-            model="echo",
+            models=ModelNames("echo", ["gpt-4o"]),
             allowed_hosts=self.allowed_hosts,
+            defaults=self.defaults,
         )
 
     @contextmanager

@@ -45,6 +45,12 @@ class LookupProposal:
     length: int
     tokens: list[int]
 
+    def up_to(self, limit: int | None) -> LookupProposal | None:
+        """The same with so many tokens at most; None where that leaves none."""
+        if limit is None or limit >= len(self.tokens):
+            return self
+        return LookupProposal(self.length, self.tokens[:limit]) if limit else None
+
 
 class Lookup:
     """Proposes up to `max_tokens` tokens from a row's own text or from recent outputs, which all rows share."""

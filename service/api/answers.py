@@ -1,0 +1,220 @@
+"""The answers of a request as they grow: text, reasoning and tool calls in the order in which the model wrote them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from itertools import groupby
+
+from fastapi import Request, Response
+
+from service.api.errors import answer as error_response
+from service.api.exchange import Exchange
+from service.core import (
+    AnswerReader,
+    Delta,
+    Finished,
+    FinishReason,
+    Piece,
+    RedraftError,
+    Timings,
+    TokenLogprobs,
+    ToolCall,
+)
+
+CLIENT_GONE = 499
+"""nginx's status for a client that disconnected, which no client sees."""
+
+
+class EndReason(StrEnum):
+    """Why an answer ended, in OpenAI's words."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    TOOL_CALLS = "tool_calls"
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer, as far as it is there. reader: None where the text is not split."""
+
+    reader: AnswerReader | None
+    pieces: list[Piece] = field(default_factory=list[Piece])
+    """As they came, in order."""
+    calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    """The tool calls among them; each has an id."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    finished: Finished | None = None
+
+    @property
+    def text(self) -> str:
+        """All text."""
+        return "".join(piece.text for piece in self.pieces)
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning."""
+        return "".join(piece.reasoning for piece in self.pieces)
+
+    @property
+    def items(self) -> list[Piece]:
+        """The pieces with neighbours of one kind joined: a text, a reasoning or a call each."""
+        joined: list[Piece] = []
+        for kind, group in groupby(self.pieces, key=kind_of):
+            if kind is PieceKind.CALL:
+                joined += group
+            elif kind is PieceKind.TEXT:
+                joined.append(Piece("".join(piece.text for piece in group)))
+            else:
+                joined.append(Piece(reasoning="".join(piece.reasoning for piece in group)))
+        return joined
+
+    @property
+    def timings(self) -> Timings:
+        """Of the answer, which has ended."""
+        assert self.finished is not None
+        return self.finished.timings
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the answer."""
+        return None if self.finished is None else self.finished.stopped_by
+
+    @property
+    def reason(self) -> EndReason:
+        """Why it ended."""
+        assert self.finished is not None
+        if self.finished.finish is FinishReason.LENGTH:
+            return EndReason.LENGTH
+        return EndReason.TOOL_CALLS if self.calls else EndReason.STOP
+
+    def add(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Append pieces; returns them as they are to be sent, each call with an id that no other has."""
+        sent: list[Piece] = []
+        for piece in pieces:
+            new = piece
+            if piece.call is not None:
+                call = piece.call
+                if call.id is None or any(call.id == other.id for other in self.calls):
+                    call = replace(call, id=f"call_{uuid.uuid4().hex[:24]}")
+                self.calls.append(call)
+                new = Piece(call=call)
+            sent.append(new)
+        self.pieces += sent
+        return sent
+
+
+class PieceKind(StrEnum):
+    """What a piece holds."""
+
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
+
+
+def kind_of(piece: Piece) -> PieceKind:
+    """What a piece holds."""
+    if piece.call is not None:
+        return PieceKind.CALL
+    return PieceKind.REASONING if piece.reasoning else PieceKind.TEXT
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one event added to an answer. ended: it was the last."""
+
+    index: int
+    pieces: Sequence[Piece]
+    logprobs: Sequence[TokenLogprobs]
+    ended: bool
+
+
+async def read_parts(
+    exchange: Exchange, answers: Sequence[Answer], patience: float, *, one_call: bool = False
+) -> AsyncIterator[Part | None]:
+    """What is added to the answers, event by event, which they then hold; None after every `patience` seconds without an event.
+    one_call: an answer ends after its first tool call. Raises as Exchange.events."""
+    async for event in exchange.events(patience):
+        if event is None:
+            yield None
+            continue
+        index, what = event
+        answer = answers[index]
+        full = one_call and bool(answer.calls)
+        if isinstance(what, Delta):
+            new = [] if full else _read(answer, what.text)
+            logprobs = () if full else what.logprobs
+        else:
+            cut = what.finish is not FinishReason.STOP or what.stopped_by is not None
+            new = [] if full or answer.reader is None else answer.reader.finish(cut)
+            logprobs = ()
+            answer.finished = what
+        if one_call and (at := _first_call(new)) is not None:
+            new = new[: at + 1]
+            exchange.cancel(index)
+        answer.logprobs += logprobs
+        pieces = answer.add(new)
+        if pieces or logprobs or answer.finished is not None:
+            yield Part(index, pieces, logprobs, answer.finished is not None)
+
+
+def _read(answer: Answer, text: str) -> list[Piece]:
+    if answer.reader is not None:
+        return answer.reader.add(text)
+    return [Piece(text)] if text else []
+
+
+def _first_call(pieces: Sequence[Piece]) -> int | None:
+    return next((i for i, piece in enumerate(pieces) if piece.call is not None), None)
+
+
+async def collect(
+    exchange: Exchange, answers: Sequence[Answer], request: Request, *, one_call: bool = False
+) -> Response | None:
+    """Wait for whole answers; what to respond with where there are none: the error, or nothing as soon as the client
+    disconnects, which a handler that writes nothing learns only by receiving. The exchange is closed at the end."""
+
+    async def whole() -> None:
+        async for _ in read_parts(exchange, answers, math.inf, one_call=one_call):
+            pass
+
+    answered = asyncio.create_task(whole())
+    gone = asyncio.create_task(_disconnected(request))
+    try:
+        await asyncio.wait({answered, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not answered.done():
+            return Response(status_code=CLIENT_GONE)
+        answered.result()
+        return None
+    except RedraftError as error:
+        return error_response(error)
+    finally:
+        answered.cancel()
+        gone.cancel()
+        exchange.close()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def combined_timings(answers: Sequence[Answer], per_prompt: int) -> Timings:
+    """Those of several answers, so many to each prompt: tokens and rounds are summed, times are of the longest."""
+    every, prompts = [answer.timings for answer in answers], [answer.timings for answer in answers[::per_prompt]]
+    return Timings(
+        prompt_n=sum(each.prompt_n for each in prompts),
+        prompt_seconds=max(each.prompt_seconds for each in every),
+        predicted_n=sum(each.predicted_n for each in every),
+        predicted_seconds=max(each.predicted_seconds for each in every),
+        draft_n=sum(each.draft_n for each in every),
+        draft_n_accepted=sum(each.draft_n_accepted for each in every),
+        rounds=sum(each.rounds for each in every),
+        draft_rounds=sum(each.draft_rounds for each in every),
+        adapters=tuple(dict.fromkeys(version for each in every for version in each.adapters)),
+        cache_n=sum(each.cache_n for each in prompts),
+    )

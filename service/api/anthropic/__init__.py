@@ -1,0 +1,1 @@
+"""Anthropic's routes: messages and their token counts, translated to what the engine takes."""

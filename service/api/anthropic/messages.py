@@ -1,0 +1,278 @@
+"""POST /v1/messages and POST /v1/messages/count_tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import replace
+
+from anyio import to_thread
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from service.api.answers import Answer, EndReason, PieceKind, collect, kind_of, read_parts
+from service.api.anthropic.schemas import (
+    BlockAnswer,
+    CountAnswer,
+    CountRequest,
+    Message,
+    MessagesAnswer,
+    MessagesRequest,
+    RedactedThinkingBlock,
+    StopReason,
+    TextAnswer,
+    TextBlock,
+    ThinkingAnswer,
+    ThinkingBlock,
+    Tool,
+    ToolResultBlock,
+    ToolUseAnswer,
+    ToolUseBlock,
+    UsageAnswer,
+)
+from service.api.asking import Asked, Chat, Frontend, check_size
+from service.api.compatible import CompatibleRoute, ignored_fields, sampling, tag, with_ignored
+from service.api.errors import describe
+from service.api.exchange import EventStream, Exchange
+from service.api.schemas import TimingsAnswer
+from service.core import BadRequest, Piece, RedraftError, Sampling
+
+IGNORED = ("cache_control", "context_management", "service_tier", "speed", "inference_geo", "diagnostics")
+
+
+def messages_routes(frontend: Frontend) -> APIRouter:
+    """POST /v1/messages and POST /v1/messages/count_tokens."""
+    router = APIRouter(route_class=CompatibleRoute)
+
+    @router.post(
+        "/v1/messages",
+        response_model=MessagesAnswer,
+        responses={200: {"description": "The answer, or its stream.", "content": {"text/event-stream": {}}}},
+    )
+    async def messages(body: MessagesRequest, request: Request) -> Response:
+        """Answer a conversation: one JSON answer, or server-sent events with `stream`."""
+        frontend.models.check(body.model)
+        one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
+        exchange, (answer,) = await frontend.submit([_asked(body, frontend)], live=bool(body.stream) or one_call)
+        writer = _Writer(exchange, answer, body, body.model or frontend.models.name)
+        if body.stream:
+            frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
+            return with_ignored(EventStream(exchange, frames), _ignored(body))
+        if (instead := await collect(exchange, [answer], request, one_call=one_call)) is not None:
+            return instead
+        return with_ignored(JSONResponse(writer.whole().model_dump(mode="json")), _ignored(body))
+
+    @router.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountRequest) -> CountAnswer:
+        """How many tokens a conversation has; nothing is generated."""
+        frontend.models.check(body.model)
+        chat = _chat(body)
+        check_size(Asked(chat, Sampling(), None), frontend.limits)
+        tokens = await to_thread.run_sync(frontend.encoder.encode_chat, chat.messages, chat.tools, chat.options)
+        return CountAnswer(input_tokens=len(tokens))
+
+    return router
+
+
+def _ignored(body: CountRequest) -> list[str]:
+    names = ignored_fields(body, IGNORED)
+    if any(tool.strict for tool in body.tools or ()):
+        names.append("tools.strict")
+    return names
+
+
+def _asked(body: MessagesRequest, frontend: Frontend) -> Asked:
+    user = body.metadata.user_id if body.metadata is not None else None
+    return Asked(
+        _chat(body),
+        sampling(
+            frontend.defaults,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            stop=body.stop_sequences or (),
+        ),
+        body.max_tokens,
+        capped=True,
+        client=tag(user, "metadata.user_id"),
+        store=body.store is not False,
+        num_draft_tokens=body.num_draft_tokens,
+    )
+
+
+def _chat(body: CountRequest) -> Chat:
+    options: dict[str, object] = {}
+    if body.thinking is not None:
+        options["enable_thinking"] = body.thinking.type != "disabled"
+    if body.output_config is not None and body.output_config.effort is not None:
+        options["reasoning_effort"] = body.output_config.effort
+    turns: list[Mapping[str, object]] = []
+    if body.system:
+        turns.append({"role": "system", "content": _text(body.system)})
+    for index, message in enumerate(body.messages):
+        turns += _turns(message, index)
+    tools = body.tools or ()
+    if body.tool_choice is not None and body.tool_choice.type == "none":
+        tools = ()
+    return Chat(turns, [_tool(tool) for tool in tools], options)
+
+
+def _text(content: str | Sequence[TextBlock]) -> str:
+    return content if isinstance(content, str) else "".join(block.text for block in content)
+
+
+def _turns(message: Message, index: int) -> list[Mapping[str, object]]:
+    """A message as chat templates take it: each tool's result is a turn of its own. Raises BadRequest for blocks that belong to
+    another role."""
+    if isinstance(message.content, str):
+        return [{"role": message.role, "content": message.content}]
+    results: list[Mapping[str, object]] = []
+    texts, thoughts, calls = list[str](), list[str](), list[object]()
+    for i, block in enumerate(message.content):
+        match block:
+            case TextBlock():
+                texts.append(block.text)
+            case ToolResultBlock() if message.role == "user":
+                content = _text(block.content or "")
+                results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
+            case ToolUseBlock() if message.role == "assistant":
+                function = {"name": block.name, "arguments": block.input}
+                calls.append({"id": block.id, "type": "function", "function": function})
+            case ThinkingBlock() if message.role == "assistant":
+                thoughts.append(block.thinking)
+            case RedactedThinkingBlock():
+                pass
+            case _:
+                place = f"messages.{index}.content.{i}.type"
+                raise BadRequest(f"a {message.role} turn has no {block.type} block", field=place)
+    turn: dict[str, object] = {"role": message.role, "content": "".join(texts)}
+    if thoughts:
+        turn["reasoning_content"] = "".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    return [*results, turn] if texts or thoughts or calls or not results else results
+
+
+def _tool(tool: Tool) -> dict[str, object]:
+    function: dict[str, object] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        function["description"] = tool.description
+    return {"type": "function", "function": function}
+
+
+class _Writer:
+    """Writes one answer, whole or as a stream of events."""
+
+    def __init__(self, exchange: Exchange, answer: Answer, body: MessagesRequest, model: str) -> None:
+        self._exchange = exchange
+        self._answer = answer
+        self._body = body
+        self._model = model
+        self._blocks = 0
+        """Content blocks that the stream has begun."""
+        self._open: PieceKind | None = None
+        """What the last of them holds, unless it has ended."""
+
+    def whole(self) -> MessagesAnswer:
+        """The JSON answer, once it is there."""
+        answer = self._answer
+        return MessagesAnswer(
+            id=self._id,
+            model=self._model,
+            content=[_block(item) for item in answer.items],
+            stop_reason=self._stop_reason(),
+            stop_sequence=answer.stopped_by,
+            usage=self._usage(),
+            timings=TimingsAnswer.of(answer.timings),
+        )
+
+    @property
+    def _id(self) -> str:
+        return f"msg_{self._exchange.id}"
+
+    def _usage(self) -> UsageAnswer:
+        spent = self._answer.timings
+        return UsageAnswer(
+            input_tokens=spent.prompt_n - spent.cache_n,
+            cache_read_input_tokens=spent.cache_n,
+            output_tokens=spent.predicted_n,
+        )
+
+    def _stop_reason(self) -> StopReason:
+        answer = self._answer
+        match answer.reason:
+            case EndReason.TOOL_CALLS:
+                return "tool_use"
+            case EndReason.STOP:
+                return "end_turn" if answer.stopped_by is None else "stop_sequence"
+            case EndReason.LENGTH:
+                whole = answer.timings.predicted_n >= self._body.max_tokens
+                return "max_tokens" if whole else "model_context_window_exceeded"
+
+    async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
+        """The stream."""
+        try:
+            usage = UsageAnswer(input_tokens=self._exchange.prompt_tokens, output_tokens=0)
+            start = MessagesAnswer(
+                id=self._id, model=self._model, content=[], stop_reason=None, stop_sequence=None, usage=usage
+            )
+            yield _event(
+                "message_start", message=start.model_dump(mode="json", exclude_none=False, exclude={"timings"})
+            )
+            async for part in read_parts(self._exchange, [self._answer], patience, one_call=one_call):
+                if part is None:
+                    yield _event("ping")
+                    continue
+                for piece in part.pieces:
+                    for frame in self._piece(piece):
+                        yield frame
+            for frame in self._close():
+                yield frame
+            whole = self.whole()
+            delta = {"stop_reason": whole.stop_reason, "stop_sequence": whole.stop_sequence}
+            timings = whole.timings.model_dump(mode="json") if whole.timings is not None else None
+            yield _event("message_delta", delta=delta, usage=whole.usage.model_dump(mode="json"), timings=timings)
+            yield _event("message_stop")
+        except RedraftError as error:
+            yield _event("error", **describe(error).model_dump(mode="json"))
+        finally:
+            self._exchange.close()
+
+    def _piece(self, piece: Piece) -> list[bytes]:
+        frames: list[bytes] = []
+        kind = kind_of(piece)
+        if kind is not self._open or kind is PieceKind.CALL:
+            frames += self._close()
+            empty = Piece(call=replace(piece.call, arguments="{}")) if piece.call is not None else Piece(reasoning="")
+            block = _block(empty) if kind is not PieceKind.REASONING else ThinkingAnswer(thinking="")
+            self._open, self._blocks = kind, self._blocks + 1
+            frames.append(
+                _event("content_block_start", index=self._blocks - 1, content_block=block.model_dump(mode="json"))
+            )
+        match kind:
+            case PieceKind.TEXT:
+                delta = {"type": "text_delta", "text": piece.text}
+            case PieceKind.REASONING:
+                delta = {"type": "thinking_delta", "thinking": piece.reasoning}
+            case PieceKind.CALL:
+                assert piece.call is not None
+                delta = {"type": "input_json_delta", "partial_json": piece.call.arguments}
+        return [*frames, _event("content_block_delta", index=self._blocks - 1, delta=delta)]
+
+    def _close(self) -> list[bytes]:
+        """The end of the open block."""
+        if self._open is None:
+            return []
+        self._open = None
+        return [_event("content_block_stop", index=self._blocks - 1)]
+
+
+def _block(item: Piece) -> BlockAnswer:
+    if item.call is not None:
+        return ToolUseAnswer(id=item.call.id or "", name=item.call.name, input=json.loads(item.call.arguments))
+    return ThinkingAnswer(thinking=item.reasoning) if item.reasoning else TextAnswer(text=item.text)
+
+
+def _event(kind: str, **fields: object) -> bytes:
+    data = json.dumps({"type": kind, **fields}, ensure_ascii=False)
+    return f"event: {kind}\ndata: {data}\n\n".encode()

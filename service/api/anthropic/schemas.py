@@ -1,0 +1,224 @@
+"""What Anthropic's messages route takes and answers, as far as this server serves it.
+
+Source of the shapes: the Anthropic API reference and the types of the `anthropic` package.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from service.api.compatible import Ignored, Unserved
+from service.api.schemas import (
+    MAX_MESSAGES,
+    MAX_STOPS,
+    Flag,
+    Number,
+    RequestModel,
+    ResponseModel,
+    StopString,
+    Text,
+    TimingsAnswer,
+    Whole,
+)
+
+MAX_TOOLS = 256
+MAX_NAME_CHARS = 128
+Name = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
+
+
+class TextBlock(RequestModel):
+    """Text."""
+
+    type: Literal["text"]
+    text: Text
+    cache_control: Ignored = None
+    citations: Ignored = None
+
+
+class ToolUseBlock(RequestModel):
+    """A call that the assistant made before."""
+
+    type: Literal["tool_use"]
+    id: Text
+    name: Name
+    input: dict[str, Any]
+    cache_control: Ignored = None
+    caller: Ignored = None
+    toolset_name: Unserved = None
+
+
+class ToolResultBlock(RequestModel):
+    """What a called tool returned."""
+
+    type: Literal["tool_result"]
+    tool_use_id: Text
+    content: Text | list[TextBlock] | None = None
+    is_error: Flag | None = None
+    cache_control: Ignored = None
+    toolset_name: Unserved = None
+
+
+class ThinkingBlock(RequestModel):
+    """What the assistant thought before."""
+
+    type: Literal["thinking"]
+    thinking: Text
+    signature: Ignored = None
+
+
+class RedactedThinkingBlock(RequestModel):
+    """What cannot be read here; ignored."""
+
+    type: Literal["redacted_thinking"]
+    data: Ignored = None
+
+
+Block = Annotated[
+    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
+]
+
+
+class Message(RequestModel):
+    """One turn."""
+
+    role: Literal["user", "assistant", "system"]
+    content: Text | list[Block]
+
+
+class Tool(RequestModel):
+    """A tool of the client's. input_schema: a JSON schema."""
+
+    type: Literal["custom"] | None = None
+    name: Name
+    description: Text | None = None
+    input_schema: dict[str, Any]
+    strict: Flag | None = None
+    cache_control: Ignored = None
+    eager_input_streaming: Ignored = None
+    defer_loading: Ignored = None
+    input_examples: Ignored = None
+    allowed_callers: Ignored = None
+
+
+class ToolChoice(RequestModel):
+    """auto or none: calls cannot be forced."""
+
+    type: Literal["auto", "none"]
+    disable_parallel_tool_use: Flag | None = None
+
+
+class Thinking(RequestModel):
+    """Whether the model thinks first, where its chat template can say so. Budgets are not enforced."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Ignored = None
+    display: Ignored = None
+
+
+class OutputConfig(RequestModel):
+    """effort: passed to the chat template."""
+
+    effort: Annotated[Text, Field(min_length=1, max_length=16)] | None = None
+    format: Unserved = None
+
+
+class RequestMetadata(RequestModel):
+    """user_id: the client, in logs and counts."""
+
+    user_id: Text | None = None
+
+
+class CountRequest(RequestModel):
+    """The body of POST /v1/messages/count_tokens."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    model: Text | None = None
+    system: Text | list[TextBlock] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+    cache_control: Ignored = None
+    context_management: Ignored = None
+    mcp_servers: Unserved = None
+
+
+class MessagesRequest(CountRequest):
+    """The body of POST /v1/messages. max_tokens: lowered to what the context holds."""
+
+    max_tokens: Annotated[Whole, Field(ge=1)]
+    temperature: Annotated[Number, Field(ge=0, le=10)] | None = None
+    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
+    stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stream: Flag | None = None
+    metadata: RequestMetadata | None = None
+    num_draft_tokens: Annotated[Whole, Field(ge=0, le=64)] | None = None
+    store: Flag | None = None
+    container: Unserved = None
+    service_tier: Ignored = None
+    speed: Ignored = None
+    inference_geo: Ignored = None
+    diagnostics: Ignored = None
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+class TextAnswer(ResponseModel):
+    """Text."""
+
+    type: Literal["text"] = "text"
+    text: str
+
+
+class ThinkingAnswer(ResponseModel):
+    """What the model thought. signature: empty, nothing is signed here."""
+
+    type: Literal["thinking"] = "thinking"
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseAnswer(ResponseModel):
+    """A tool call."""
+
+    type: Literal["tool_use"] = "tool_use"
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+BlockAnswer = TextAnswer | ThinkingAnswer | ToolUseAnswer
+StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
+
+
+class UsageAnswer(ResponseModel):
+    """Tokens. input_tokens: without those that another request's prefill left (cache_read_input_tokens)."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int = 0
+    output_tokens: int
+
+
+class MessagesAnswer(ResponseModel):
+    """The JSON answer."""
+
+    id: str
+    type: Literal["message"] = "message"
+    role: Literal["assistant"] = "assistant"
+    model: str
+    content: list[BlockAnswer]
+    stop_reason: StopReason | None
+    stop_sequence: str | None
+    usage: UsageAnswer
+    timings: TimingsAnswer | None = None
+
+
+class CountAnswer(ResponseModel):
+    """Tokens of the prompt."""
+
+    input_tokens: int

@@ -1,0 +1,175 @@
+"""What a request asks for, whatever route it came by, and how it gets to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from anyio import to_thread
+
+from service.api.answers import Answer
+from service.api.errors import ModelNotFound
+from service.api.exchange import Exchange
+from service.api.limits import Limits
+from service.api.mailbox import Mailbox
+from service.core import BadRequest, Encoder, GenerationService, Prompt, Sampling
+from service.metrics import Metrics
+
+MAX_ANSWERS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation as chat templates take it. tools: in the shape of OpenAI's chat route. options: further arguments of the
+    template."""
+
+    messages: Sequence[Mapping[str, object]]
+    tools: Sequence[Mapping[str, object]] = ()
+    options: Mapping[str, object] = field(default_factory=dict[str, object])
+
+    @property
+    def first_user(self) -> str:
+        """The first user message."""
+        return next((str(turn["content"]) for turn in self.messages if turn["role"] == "user"), "")
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One prompt (a chat, a text, or token ids) and how it is to be answered. max_tokens: None for `default_max_tokens`, or for
+    as many as the context holds where that is None too. capped: a max_tokens that the context cannot hold is lowered instead of
+    refused. prompt_field, max_tokens_field: their names in the request, for errors."""
+
+    prompt: Chat | str | Sequence[int]
+    sampling: Sampling
+    max_tokens: int | None
+    default_max_tokens: int | None = None
+    capped: bool = False
+    prompt_field: str = "messages"
+    max_tokens_field: str = "max_tokens"
+    domain: str | None = None
+    client: str | None = None
+    store: bool = True
+    logprobs: int | None = None
+    num_draft_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNames:
+    """The name of the served model, and other names that requests may use for it."""
+
+    name: str
+    aliases: Sequence[str] = ()
+
+    @property
+    def all(self) -> list[str]:
+        """Every name, the model's own first."""
+        return list(dict.fromkeys((self.name, *self.aliases)))
+
+    def check(self, name: str | None) -> None:
+        """Raises NotFound with the list for a name that is not served."""
+        if name is not None and name not in self.all:
+            raise ModelNotFound(f"this server has no such model; it serves {', '.join(self.all)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Frontend:
+    """What the routes that generate have in common. defaults: sampling where a request to an OpenAI or Anthropic route says
+    nothing."""
+
+    service: GenerationService
+    encoder: Encoder
+    metrics: Metrics
+    limits: Limits
+    models: ModelNames
+    defaults: Sampling
+    mailbox: Mailbox
+
+    async def submit(self, asked: Sequence[Asked], *, answers: int = 1, live: bool) -> tuple[Exchange, list[Answer]]:
+        """Encode the prompts and queue so many answers to each, those of the first prompt first. A prompt that cannot fit by
+        its bytes, or for which the queue has no place, is not encoded. live: events are wanted as they come, not only at an
+        answer's end. Raises BadRequest, Overloaded, Unavailable."""
+        for each in asked:
+            check_size(each, self.limits)
+        exchange = Exchange(self.metrics, self.mailbox, self.limits.request_timeout, live=live)
+        with ExitStack() as held:
+            places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * answers)]
+            prompts = await to_thread.run_sync(lambda: [to_prompt(each, self.encoder, self.limits) for each in asked])
+            several = [_seeded(prompt, i) for prompt in prompts for i in range(answers)]
+            try:
+                exchange.submit(self.service, several, places)
+            except BaseException:
+                exchange.close()
+                raise
+        readers = [
+            self._reader(each, prompt) for each, prompt in zip(asked, prompts, strict=True) for _ in range(answers)
+        ]
+        return exchange, readers
+
+    def _reader(self, asked: Asked, prompt: Prompt) -> Answer:
+        chat = asked.prompt
+        return Answer(self.encoder.answer_reader(prompt.tokens, chat.tools) if isinstance(chat, Chat) else None)
+
+
+def _seeded(prompt: Prompt, index: int) -> Prompt:
+    """The prompt of the answer of this number: with a seed, each answer has one of its own."""
+    sampling = prompt.sampling
+    if sampling.seed is None or index == 0:
+        return prompt
+    return replace(prompt, sampling=replace(sampling, seed=(sampling.seed + index) % 2**63))
+
+
+def check_size(asked: Asked, limits: Limits) -> None:
+    """Raises BadRequest for a prompt that cannot fit by its bytes, which costs nothing to count."""
+    if limits.max_prompt_bytes is None:
+        return
+    match asked.prompt:
+        case Chat(messages=turns):
+            # Chat templates may trim messages, and drop system messages or earlier answers, so neither is counted.
+            texts: Iterable[str] = (str(turn["content"]) for turn in turns if turn["role"] == "user")
+        case str() as text:
+            texts = [text]
+        case _:
+            return
+    size = sum(len(text.strip().encode()) for text in texts)
+    if size > limits.max_prompt_bytes:
+        reason = f"{size} bytes cannot fit in a context of {limits.max_context} tokens"
+        raise BadRequest(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
+
+
+def to_prompt(asked: Asked, encoder: Encoder, limits: Limits) -> Prompt:
+    """What is asked as the engine takes it, encoded. Raises BadRequest naming the field that cannot be served."""
+    wanted, name = asked.max_tokens, asked.max_tokens_field
+    if wanted is not None and wanted > limits.max_tokens and not asked.capped:
+        raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
+    tokens, first_user = _encode(asked, encoder)
+    left = limits.max_context - len(tokens)
+    if left < 1:
+        reason = f"{len(tokens)} tokens leave no room in a context of {limits.max_context}"
+        raise BadRequest(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
+    if wanted is not None and wanted > left and not asked.capped:
+        reason = f"{len(tokens)} prompt tokens leave room for {left} in a context of {limits.max_context}"
+        raise BadRequest(f"{name} is too large: {reason}", field=name)
+    most = min(wanted or asked.default_max_tokens or left, limits.max_tokens, left)
+    return Prompt(
+        tokens,
+        replace(asked.sampling, max_tokens=most),
+        domain=asked.domain,
+        client=asked.client,
+        store=asked.store,
+        first_user=first_user,
+        logprobs=asked.logprobs,
+        num_draft_tokens=asked.num_draft_tokens,
+    )
+
+
+def _encode(asked: Asked, encoder: Encoder) -> tuple[tuple[int, ...], str]:
+    match asked.prompt:
+        case Chat() as chat:
+            return encoder.encode_chat(chat.messages, chat.tools, chat.options), chat.first_user
+        case str() as text:
+            return encoder.encode_text(text), text
+        case tokens:
+            if any(not 0 <= token < encoder.vocabulary for token in tokens):
+                raise BadRequest(f"token ids are below {encoder.vocabulary}", field=asked.prompt_field)
+            return tuple(tokens), ""

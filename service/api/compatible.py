@@ -1,0 +1,88 @@
+"""Routes in other servers' shapes: what their clients send and this server does not serve."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Annotated, Any
+
+from fastapi import Request, Response
+from pydantic import BeforeValidator, Field
+
+from service.api.errors import printable
+from service.api.schemas import MAX_TAG_CHARS, RequestModel
+from service.api.strict import StrictRoute
+from service.core import BadRequest, Sampling
+
+IGNORED = "x-redraft-ignored"
+"""Header of a response: the names of what was sent and ignored."""
+
+
+def _refuse_unless_empty(value: object) -> None:
+    if value is not None and value is not False and value not in ([], {}, ""):
+        raise ValueError("not served here")
+
+
+Unserved = Annotated[Any, BeforeValidator(_refuse_unless_empty), Field(json_schema_extra={"type": "null"})]
+"""A field that other servers know and this one does not serve: only null and what is empty are accepted."""
+Ignored = Annotated[Any, Field(description="Accepted and ignored; named in the header x-redraft-ignored.")]
+"""A field that well-known clients always send and that changes nothing here."""
+
+
+def ignored_fields(body: RequestModel, names: Iterable[str]) -> list[str]:
+    """Those of the names that the body sets to something."""
+    return [name for name in names if name in body.model_fields_set and getattr(body, name) is not None]
+
+
+class CompatibleRoute(StrictRoute):
+    """A StrictRoute that ignores query parameters, as clients of other servers send some, and names them in a header."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """FastAPI's handler behind these checks."""
+        handle = super().get_route_handler()
+
+        async def compatible(request: Request) -> Response:
+            names = [printable(name) for name in request.query_params]
+            if names:
+                request = Request({**request.scope, "query_string": b""}, request.receive)
+            response = await handle(request)
+            return with_ignored(response, names)
+
+        return compatible
+
+
+def with_ignored(response: Response, names: Iterable[str]) -> Response:
+    """The response with these names in its header, after those that are there."""
+    all_names = [*filter(None, [response.headers.get(IGNORED)]), *names]
+    if all_names:
+        response.headers[IGNORED] = ", ".join(all_names)
+    return response
+
+
+def sampling(
+    defaults: Sampling,
+    *,
+    temperature: float | None,
+    top_p: float | None,
+    top_k: int | None = None,
+    min_p: float | None = None,
+    seed: int | None = None,
+    stop: Iterable[str] = (),
+) -> Sampling:
+    """How a request samples. defaults: for what it does not say."""
+    return Sampling(
+        temperature=defaults.temperature if temperature is None else temperature,
+        top_p=defaults.top_p if top_p is None else top_p,
+        top_k=defaults.top_k if top_k is None else top_k,
+        min_p=defaults.min_p if min_p is None else min_p,
+        seed=seed,
+        stop=tuple(stop),
+    )
+
+
+def tag(value: object, field: str) -> str | None:
+    """A client's label for its traffic; None for null. Raises BadRequest for what is not a short printable string."""
+    if value is None or value == "":
+        return None
+    if not isinstance(value, str) or len(value) > MAX_TAG_CHARS or not value.isprintable():
+        raise BadRequest(f"{field} must be a printable string of {MAX_TAG_CHARS} characters at most", field=field)
+    return value

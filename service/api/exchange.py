@@ -1,0 +1,173 @@
+"""One HTTP request and the events of its answers: they come from the engine's thread and are awaited on the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from service.api.errors import TimedOut
+from service.api.mailbox import Mailbox
+from service.core import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    GenerationService,
+    Place,
+    Prompt,
+    RedraftError,
+    Ticket,
+)
+from service.metrics import Metrics
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class _Answer:
+    """One answer of the request: what the engine has of it, and what was not delivered yet."""
+
+    prompt_tokens: int
+    unsent: list[tuple[int, Event]]
+    ticket: Ticket | None = None
+    last_delta_at: float | None = None
+    counted: bool = False
+
+
+class Exchange:
+    """A request from its arrival to its end, on one event loop, with one answer or several. Whoever calls submit() must call
+    close() as well.
+
+    seconds: how long the request may take in all, from now on. live: its events are wanted as they come; otherwise those of an
+    answer come at its end.
+    """
+
+    def __init__(self, metrics: Metrics, mailbox: Mailbox, seconds: float, *, live: bool) -> None:
+        mailbox.bind()
+        self._metrics = metrics
+        self._mailbox = mailbox
+        self._live = live
+        self._queue: asyncio.Queue[tuple[int, Event]] = asyncio.Queue()
+        self._arrived = time.monotonic()
+        self._seconds = seconds
+        self._answers: list[_Answer] = []
+
+    def submit(self, service: GenerationService, prompts: Sequence[Prompt], places: Sequence[Place]) -> None:
+        """Queue a request to the engine for each answer, in its place. Raises the errors of GenerationService.submit."""
+        for index, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
+            answer = _Answer(len(prompt.tokens), [])
+            self._answers.append(answer)
+            answer.ticket = service.submit(
+                prompt, lambda event, i=index, own=answer: self._receive(i, own, event), place
+            )
+            self._metrics.request_started()
+
+    @property
+    def id(self) -> str:
+        """The id of the first answer's request."""
+        ticket = self._answers[0].ticket
+        assert ticket is not None
+        return ticket.id
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of the first answer's prompt."""
+        return self._answers[0].prompt_tokens
+
+    async def events(self, patience: float) -> AsyncIterator[tuple[int, Delta | Finished] | None]:
+        """The engine's events with the number of their answer, each answer's last one Finished; None after every `patience`
+        seconds without an event.
+
+        Raises the engine's error when an answer failed, TimedOut when the request took too long.
+        """
+        unfinished = len(self._answers)
+        while unfinished:
+            left = self._arrived + self._seconds - time.monotonic()
+            if left <= 0:
+                self._fail(TimedOut(f"the request took longer than {self._seconds:g} s"))
+            try:
+                async with asyncio.timeout(min(patience, left)):
+                    index, event = await self._queue.get()
+            except TimeoutError:
+                if patience < left:
+                    yield None
+                continue
+            match event:
+                case Delta():
+                    yield index, event
+                case Finished():
+                    unfinished -= 1
+                    self._finish(self._answers[index], event.finish)
+                    yield index, event
+                case Failed():
+                    self._fail(event.error)
+
+    def cancel(self, index: int) -> None:
+        """End one answer before its end; its Finished still comes."""
+        ticket = self._answers[index].ticket
+        if ticket is not None:
+            ticket.cancel()
+
+    def close(self) -> None:
+        """Cancel what is not over in the engine. Idempotent."""
+        for index, answer in enumerate(self._answers):
+            if answer.ticket is not None:
+                self.cancel(index)
+                self._finish(answer, FinishReason.CANCELLED)
+
+    def _receive(self, index: int, answer: _Answer, event: Event) -> None:
+        # On the engine's thread, one event at a time.
+        answer.unsent.append((index, event))
+        if isinstance(event, Delta) and event.tokens:
+            self._observe_latency(answer)
+        if self._live or not isinstance(event, Delta):
+            self._mailbox.put(self._queue, answer.unsent)
+            answer.unsent = []
+
+    def _observe_latency(self, answer: _Answer) -> None:
+        now = time.monotonic()
+        if answer.last_delta_at is None:
+            self._metrics.first_token(now - self._arrived)
+        else:
+            self._metrics.next_tokens(now - answer.last_delta_at)
+        answer.last_delta_at = now
+
+    def _finish(self, answer: _Answer, finish: FinishReason) -> None:
+        if not answer.counted:
+            answer.counted = True
+            self._metrics.request_finished(finish, answer.prompt_tokens, time.monotonic() - self._arrived)
+
+    def _fail(self, error: RedraftError) -> NoReturn:
+        for answer in self._answers:
+            if not answer.counted:
+                answer.counted = True
+                self._metrics.request_failed(error.code)
+        raise error
+
+
+class EventStream(StreamingResponse):
+    """A request's answers as server-sent events, as `frames` writes them. The request is cancelled as soon as the client
+    disconnects, even before the first event."""
+
+    def __init__(self, exchange: Exchange, frames: AsyncIterator[bytes]) -> None:
+        super().__init__(
+            frames,
+            media_type="text/event-stream",
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+        )
+        self._exchange = exchange
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._exchange.close()

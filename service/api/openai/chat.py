@@ -1,0 +1,302 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+
+from service.api.answers import Answer, Part, collect, combined_timings, read_parts
+from service.api.asking import Asked, Chat, Frontend
+from service.api.compatible import CompatibleRoute, ignored_fields, sampling, tag, with_ignored
+from service.api.errors import describe
+from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
+from service.api.openai.schemas import (
+    ChatAnswer,
+    ChatChunk,
+    ChatRequest,
+    Choice,
+    ChoiceLogprobs,
+    ChunkChoice,
+    ChunkDelta,
+    CommonRequest,
+    Content,
+    FunctionCallAnswer,
+    LikelyToken,
+    Message,
+    MessageAnswer,
+    MetricsAnswer,
+    TokenLogprob,
+    Tool,
+    ToolCallAnswer,
+    UsageAnswer,
+)
+from service.api.schemas import TimingsAnswer
+from service.core import BadRequest, Encoder, RedraftError, TokenLogprobs, ToolCall
+
+IGNORED = ("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity")
+
+
+def chat_routes(frontend: Frontend) -> APIRouter:
+    """POST /v1/chat/completions."""
+    router = APIRouter(route_class=CompatibleRoute)
+
+    @router.post(
+        "/v1/chat/completions",
+        response_model=ChatAnswer,
+        responses={200: {"description": "The answer, or its stream.", "content": {"text/event-stream": {}}}},
+    )
+    async def chat(body: ChatRequest, request: Request) -> Response:
+        """Answer a chat: one JSON answer, or server-sent events with `stream`."""
+        frontend.models.check(body.model)
+        asked, stream, one_call = _asked(body, frontend), bool(body.stream), body.parallel_tool_calls is False
+        exchange, answers = await frontend.submit([asked], answers=body.n or 1, live=stream or one_call)
+        writer = _Writer(exchange, answers, frontend, body)
+        if stream:
+            frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
+            return with_ignored(EventStream(exchange, frames), _ignored(body))
+        if (instead := await collect(exchange, answers, request, one_call=one_call)) is not None:
+            return instead
+        whole = writer.whole().model_dump(mode="json", exclude_unset=True)
+        return with_ignored(JSONResponse(whole), _ignored(body))
+
+    return router
+
+
+def _ignored(body: ChatRequest) -> list[str]:
+    names = ignored_fields(body, IGNORED)
+    if any(tool.function.strict for tool in body.tools or ()):
+        names.append("tools.function.strict")
+    return names
+
+
+def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
+    """Raises BadRequest for fields that do not go together."""
+    if body.top_logprobs and not body.logprobs:
+        raise BadRequest("top_logprobs needs logprobs", field="top_logprobs")
+    tokens, name = body.max_tokens, "max_tokens"
+    if body.max_completion_tokens is not None:
+        if tokens not in (None, body.max_completion_tokens):
+            raise BadRequest("max_tokens and max_completion_tokens are two", field="max_completion_tokens")
+        tokens, name = body.max_completion_tokens, "max_completion_tokens"
+    tools = () if body.tool_choice == "none" else body.tools or ()
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning_effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning_effort)
+        options.setdefault("enable_thinking", body.reasoning_effort != "none")
+    chat = Chat(
+        [template_turn(turn, i) for i, turn in enumerate(body.messages)], [_tool(tool) for tool in tools], options
+    )
+    return asked_by(
+        body,
+        chat,
+        frontend,
+        tokens,
+        max_tokens_field=name,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+    )
+
+
+def asked_by(
+    body: CommonRequest,
+    prompt: Chat | str | Sequence[int],
+    frontend: Frontend,
+    max_tokens: int | None,
+    *,
+    max_tokens_field: str = "max_tokens",
+    logprobs: int | None,
+) -> Asked:
+    """What a request to the chat or the completion route asks of one prompt. Raises BadRequest."""
+    return Asked(
+        prompt,
+        sampling(
+            frontend.defaults,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=None if body.top_k is None else max(body.top_k, 0),
+            min_p=body.min_p,
+            seed=body.seed,
+            stop=body.stop or (),
+        ),
+        max_tokens,
+        prompt_field="messages" if isinstance(prompt, Chat) else "prompt",
+        max_tokens_field=max_tokens_field,
+        domain=tag((body.metadata or {}).get("domain"), "metadata.domain"),
+        client=tag(body.user, "user"),
+        store=body.store is not False,
+        logprobs=logprobs,
+        num_draft_tokens=body.num_draft_tokens,
+    )
+
+
+def template_turn(turn: Message, index: int) -> dict[str, object]:
+    """A turn as chat templates take it. Raises BadRequest for what is missing, or belongs to another role."""
+    place = f"messages.{index}"
+    calls, role = turn.tool_calls, turn.role
+    if turn.content is None and not (role == "assistant" and (calls or turn.reasoning_content)):
+        raise BadRequest("a message needs content", field=f"{place}.content")
+    if calls and role != "assistant":
+        raise BadRequest("only the assistant makes tool calls", field=f"{place}.tool_calls")
+    if role == "tool" and turn.tool_call_id is None:
+        raise BadRequest("a tool's answer names its call", field=f"{place}.tool_call_id")
+    new: dict[str, object] = {"role": "system" if role == "developer" else role, "content": joined(turn.content)}
+    for name in ("name", "tool_call_id", "reasoning_content"):
+        if (value := getattr(turn, name)) is not None:
+            new[name] = value
+    if calls:
+        new["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)},
+            }
+            for call in calls
+        ]
+    return new
+
+
+def joined(content: Content | None) -> str:
+    """A message's content as one text."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)
+
+
+def arguments_of(text: str) -> object:
+    """A call's arguments as templates take them: the JSON object, or the text where it is none."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, dict) else text
+
+
+def _tool(tool: Tool) -> dict[str, object]:
+    return tool.model_dump(exclude_none=True, exclude={"function": {"strict"}})
+
+
+def likely_token(encoder: Encoder, token: int, logprob: float) -> LikelyToken:
+    """A token and its log-probability, as clients see them."""
+    raw = encoder.token_bytes(token)
+    return LikelyToken(token=raw.decode(errors="replace"), bytes=list(raw), logprob=logprob)
+
+
+def choice_logprobs(encoder: Encoder, logprobs: Sequence[TokenLogprobs]) -> ChoiceLogprobs:
+    """The log-probabilities of output tokens, as clients see them."""
+    content = [
+        TokenLogprob(
+            **likely_token(encoder, each.token, each.logprob).model_dump(),
+            top_logprobs=[likely_token(encoder, token, logprob) for token, logprob in each.top],
+        )
+        for each in logprobs
+    ]
+    return ChoiceLogprobs(content=content, refusal=None)
+
+
+def _call(call: ToolCall) -> ToolCallAnswer:
+    function = FunctionCallAnswer(name=call.name, arguments=call.arguments)
+    return ToolCallAnswer(id=call.id or "", type="function", function=function)
+
+
+class _Writer:
+    """Writes the answers to one request, whole or in chunks."""
+
+    def __init__(self, exchange: Exchange, answers: Sequence[Answer], frontend: Frontend, body: ChatRequest) -> None:
+        self._exchange = exchange
+        self._answers = answers
+        self._encoder = frontend.encoder
+        self._model = body.model or frontend.models.name
+        self._logprobs = bool(body.logprobs)
+        self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._id = f"chatcmpl-{exchange.id}"
+        self._created = int(time.time())
+
+    def whole(self) -> ChatAnswer:
+        """The JSON answer, once all answers are there."""
+        spent = combined_timings(self._answers, len(self._answers))
+        return ChatAnswer(
+            id=self._id,
+            object="chat.completion",
+            created=self._created,
+            model=self._model,
+            choices=[self._choice(i, answer) for i, answer in enumerate(self._answers)],
+            usage=UsageAnswer.of(spent),
+            timings=TimingsAnswer.of(spent),
+            metrics=MetricsAnswer.of(spent),
+        )
+
+    def _choice(self, index: int, answer: Answer) -> Choice:
+        text, calls = answer.text, answer.calls
+        message = MessageAnswer(role="assistant", content=text if text or not calls else None, refusal=None)
+        if answer.reasoning:
+            message.reasoning_content = answer.reasoning
+        if calls:
+            message.tool_calls = [_call(call) for call in calls]
+        logprobs = choice_logprobs(self._encoder, answer.logprobs) if self._logprobs else None
+        return Choice(index=index, message=message, logprobs=logprobs, finish_reason=answer.reason.value)
+
+    async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
+        """The stream."""
+        try:
+            for index in range(len(self._answers)):
+                yield server_sent(self._delta(index, ChunkDelta(role="assistant", content="")))
+            async for part in read_parts(self._exchange, self._answers, patience, one_call=one_call):
+                if part is None:
+                    yield KEEP_ALIVE
+                    continue
+                for frame in self._part(part):
+                    yield frame
+            if self._usage:
+                usage = UsageAnswer.of(combined_timings(self._answers, len(self._answers)))
+                yield server_sent(self._chunk([]).model_copy(update={"usage": usage}))
+            yield DONE
+        except RedraftError as error:
+            yield server_sent(describe(error))
+        finally:
+            self._exchange.close()
+
+    def _part(self, part: Part) -> list[bytes]:
+        chunks: list[ChatChunk] = []
+        logprobs = choice_logprobs(self._encoder, part.logprobs) if part.logprobs else None
+        number = len(self._answers[part.index].calls) - sum(piece.call is not None for piece in part.pieces)
+        for piece in part.pieces:
+            if piece.call is not None:
+                call = _call(piece.call)
+                call.index = number
+                delta, number = ChunkDelta(tool_calls=[call]), number + 1
+            elif piece.reasoning:
+                delta = ChunkDelta(reasoning_content=piece.reasoning)
+            else:
+                delta = ChunkDelta(content=piece.text)
+            chunks.append(self._delta(part.index, delta, logprobs))
+            logprobs = None
+        if logprobs is not None:
+            chunks.append(self._delta(part.index, ChunkDelta(content=""), logprobs))
+        if part.ended:
+            chunks.append(self._last(part.index))
+        return [server_sent(chunk) for chunk in chunks]
+
+    def _chunk(self, choices: list[ChunkChoice]) -> ChatChunk:
+        kind = "chat.completion.chunk"
+        return ChatChunk(id=self._id, object=kind, created=self._created, model=self._model, choices=choices)
+
+    def _delta(self, index: int, delta: ChunkDelta, logprobs: ChoiceLogprobs | None = None) -> ChatChunk:
+        choice = ChunkChoice(index=index, delta=delta, finish_reason=None)
+        if logprobs is not None:
+            choice.logprobs = logprobs
+        return self._chunk([choice])
+
+    def _last(self, index: int) -> ChatChunk:
+        answer = self._answers[index]
+        chunk = self._chunk([ChunkChoice(index=index, delta=ChunkDelta(), finish_reason=answer.reason.value)])
+        chunk.timings, chunk.metrics = TimingsAnswer.of(answer.timings), MetricsAnswer.of(answer.timings)
+        return chunk
+
+
+def server_sent(data: BaseModel) -> bytes:
+    """An event of a stream, with the fields that were set."""
+    return f"data: {data.model_dump_json(exclude_unset=True)}\n\n".encode()

@@ -1,0 +1,148 @@
+"""POST /v1/completions."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal, cast
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from service.api.answers import Answer, EndReason, collect, combined_timings, read_parts
+from service.api.asking import MAX_ANSWERS, Frontend
+from service.api.compatible import CompatibleRoute
+from service.api.errors import describe
+from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
+from service.api.openai.chat import asked_by, likely_token, server_sent
+from service.api.openai.schemas import (
+    CompletionAnswer,
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    MetricsAnswer,
+    UsageAnswer,
+)
+from service.api.schemas import TimingsAnswer
+from service.core import BadRequest, Encoder, RedraftError, Timings, TokenLogprobs
+
+
+def completion_routes(frontend: Frontend) -> APIRouter:
+    """POST /v1/completions."""
+    router = APIRouter(route_class=CompatibleRoute)
+
+    @router.post(
+        "/v1/completions",
+        response_model=CompletionAnswer,
+        responses={200: {"description": "The answer, or its stream.", "content": {"text/event-stream": {}}}},
+    )
+    async def complete(body: CompletionRequest, request: Request) -> Response:
+        """Complete prompts: one JSON answer, or server-sent events with `stream`."""
+        frontend.models.check(body.model)
+        prompts = _prompts(body)
+        if len(prompts) * (body.n or 1) > MAX_ANSWERS:
+            raise BadRequest(f"one request has {MAX_ANSWERS} answers at most", field="n" if body.n else "prompt")
+        asked = [asked_by(body, prompt, frontend, body.max_tokens, logprobs=body.logprobs) for prompt in prompts]
+        exchange, answers = await frontend.submit(asked, answers=body.n or 1, live=bool(body.stream))
+        writer = _Writer(exchange, answers, len(prompts), frontend, body)
+        if body.stream:
+            return EventStream(exchange, writer.frames(frontend.limits.keepalive_seconds))
+        if (instead := await collect(exchange, answers, request)) is not None:
+            return instead
+        return JSONResponse(writer.whole().model_dump(mode="json", exclude_unset=True))
+
+    return router
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    """Raises BadRequest where there is none, or an empty one."""
+    prompts: list[str | list[int]] = []
+    if isinstance(body.prompt, str):
+        prompts.append(body.prompt)
+    elif body.prompt and isinstance(body.prompt[0], int):
+        prompts.append(cast("list[int]", body.prompt))
+    else:
+        prompts += cast("list[str] | list[list[int]]", body.prompt)
+    if not prompts or not all(prompts):
+        raise BadRequest("the prompt is empty", field="prompt")
+    return prompts
+
+
+class _Writer:
+    """Writes the answers to one request, whole or in chunks. prompts: how many there are."""
+
+    def __init__(
+        self, exchange: Exchange, answers: Sequence[Answer], prompts: int, frontend: Frontend, body: CompletionRequest
+    ) -> None:
+        self._exchange = exchange
+        self._answers = answers
+        self._each = len(answers) // prompts
+        self._encoder = frontend.encoder
+        self._model = body.model or frontend.models.name
+        self._logprobs = body.logprobs is not None
+        self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
+        self._id = f"cmpl-{exchange.id}"
+        self._created = int(time.time())
+
+    def whole(self) -> CompletionAnswer:
+        """The JSON answer, once all answers are there."""
+        choices: list[CompletionChoice] = []
+        for index, answer in enumerate(self._answers):
+            logprobs = completion_logprobs(self._encoder, answer.logprobs, 0) if self._logprobs else None
+            choices.append(
+                CompletionChoice(index=index, text=answer.text, logprobs=logprobs, finish_reason=_reason(answer))
+            )
+        spent = combined_timings(self._answers, self._each)
+        return self._answer(choices, usage=spent, timings=spent)
+
+    async def frames(self, patience: float) -> AsyncIterator[bytes]:
+        """The stream."""
+        offsets = [0] * len(self._answers)
+        try:
+            async for part in read_parts(self._exchange, self._answers, patience):
+                if part is None:
+                    yield KEEP_ALIVE
+                    continue
+                index, answer, logprobs = part.index, self._answers[part.index], None
+                if part.logprobs:
+                    logprobs = completion_logprobs(self._encoder, part.logprobs, offsets[index])
+                    offsets[index] += sum(map(len, logprobs.tokens))
+                text, reason = "".join(piece.text for piece in part.pieces), _reason(answer) if part.ended else None
+                choice = CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason)
+                yield server_sent(self._answer([choice], timings=answer.timings if part.ended else None))
+            if self._usage:
+                yield server_sent(self._answer([], usage=combined_timings(self._answers, self._each)))
+            yield DONE
+        except RedraftError as error:
+            yield server_sent(describe(error))
+        finally:
+            self._exchange.close()
+
+    def _answer(
+        self, choices: list[CompletionChoice], *, usage: Timings | None = None, timings: Timings | None = None
+    ) -> CompletionAnswer:
+        kind = "text_completion"
+        new = CompletionAnswer(id=self._id, object=kind, created=self._created, model=self._model, choices=choices)
+        if usage is not None:
+            new.usage = UsageAnswer.of(usage)
+        if timings is not None:
+            new.timings, new.metrics = TimingsAnswer.of(timings), MetricsAnswer.of(timings)
+        return new
+
+
+def _reason(answer: Answer) -> Literal["stop", "length"]:
+    return "length" if answer.reason is EndReason.LENGTH else "stop"
+
+
+def completion_logprobs(encoder: Encoder, logprobs: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs:
+    """The log-probabilities of output tokens, as clients see them. offset: characters of the text before them."""
+    tokens = [likely_token(encoder, each.token, each.logprob).token for each in logprobs]
+    offsets = [offset]
+    for token in tokens:
+        offsets.append(offsets[-1] + len(token))
+    return CompletionLogprobs(
+        tokens=tokens,
+        token_logprobs=[each.logprob for each in logprobs],
+        top_logprobs=[{likely_token(encoder, token, p).token: p for token, p in each.top} for each in logprobs],
+        text_offset=offsets[:-1],
+    )

@@ -1,0 +1,351 @@
+"""POST /v1/responses, without state: `previous_response_id` and stored conversations are not served."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Literal
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from service.api.answers import Answer, EndReason, PieceKind, collect, kind_of, read_parts
+from service.api.asking import Asked, Chat, Frontend
+from service.api.compatible import CompatibleRoute, ignored_fields, sampling, tag, with_ignored
+from service.api.errors import describe
+from service.api.exchange import KEEP_ALIVE, EventStream, Exchange
+from service.api.openai.chat import arguments_of, choice_logprobs
+from service.api.openai.responses_schemas import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    FunctionTool,
+    HostedTool,
+    IncompleteDetails,
+    InputDetails,
+    MessageItem,
+    Output,
+    OutputCall,
+    OutputDetails,
+    OutputMessage,
+    OutputReasoning,
+    OutputReasoningText,
+    OutputText,
+    Parts,
+    ReasoningItem,
+    ResponseError,
+    ResponsesAnswer,
+    ResponsesRequest,
+    ResponsesUsage,
+    Status,
+)
+from service.api.openai.schemas import MetricsAnswer
+from service.api.schemas import ResponseModel, TimingsAnswer
+from service.core import Piece, RedraftError, Timings, TokenLogprobs
+
+IGNORED = (
+    "include",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "prompt_cache_options",
+    "client_metadata",
+)
+
+
+def responses_routes(frontend: Frontend) -> APIRouter:
+    """POST /v1/responses."""
+    router = APIRouter(route_class=CompatibleRoute)
+
+    @router.post(
+        "/v1/responses",
+        response_model=ResponsesAnswer,
+        responses={200: {"description": "The answer, or its stream.", "content": {"text/event-stream": {}}}},
+    )
+    async def respond(body: ResponsesRequest, request: Request) -> Response:
+        """Answer an input: one JSON answer, or server-sent events with `stream`."""
+        frontend.models.check(body.model)
+        one_call = body.parallel_tool_calls is False
+        asked = _asked(body, frontend)
+        exchange, (answer,) = await frontend.submit([asked], live=bool(body.stream) or one_call)
+        writer = _Writer(exchange, answer, frontend, body, asked)
+        if body.stream:
+            frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
+            return with_ignored(EventStream(exchange, frames), _ignored(body))
+        if (instead := await collect(exchange, [answer], request, one_call=one_call)) is not None:
+            return instead
+        return with_ignored(JSONResponse(writer.whole().model_dump(mode="json")), _ignored(body))
+
+    return router
+
+
+def _ignored(body: ResponsesRequest) -> list[str]:
+    names = ignored_fields(body, IGNORED)
+    names += sorted({f"tools.{tool.type}" for tool in body.tools or () if isinstance(tool, HostedTool)})
+    if any(isinstance(tool, FunctionTool) and tool.strict for tool in body.tools or ()):
+        names.append("tools.strict")
+    return names
+
+
+def _asked(body: ResponsesRequest, frontend: Frontend) -> Asked:
+    tools = [_tool(tool) for tool in body.tools or () if isinstance(tool, FunctionTool)]
+    options = dict(body.chat_template_kwargs or {})
+    if body.reasoning is not None and body.reasoning.effort is not None:
+        options.setdefault("reasoning_effort", body.reasoning.effort)
+        options.setdefault("enable_thinking", body.reasoning.effort != "none")
+    return Asked(
+        Chat(_turns(body), () if body.tool_choice == "none" else tools, options),
+        sampling(
+            frontend.defaults,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            top_k=None if body.top_k is None else max(body.top_k, 0),
+            min_p=body.min_p,
+            seed=body.seed,
+        ),
+        body.max_output_tokens,
+        prompt_field="input",
+        max_tokens_field="max_output_tokens",
+        domain=tag((body.metadata or {}).get("domain"), "metadata.domain"),
+        client=tag(body.user, "user"),
+        store=body.store is not False,
+        logprobs=body.top_logprobs or None,
+        num_draft_tokens=body.num_draft_tokens,
+    )
+
+
+def _tool(tool: FunctionTool) -> dict[str, object]:
+    return {
+        "type": "function",
+        "function": tool.model_dump(exclude_none=True, include={"name", "description", "parameters"}),
+    }
+
+
+def _turns(body: ResponsesRequest) -> list[dict[str, object]]:
+    """The input as chat templates take it. What the assistant thought, said and called in a row is one turn."""
+    turns: list[dict[str, object]] = []
+    if body.instructions:
+        turns.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*turns, {"role": "user", "content": body.input}]
+    own: dict[str, object] | None = None
+    for item in body.input:
+        if isinstance(item, FunctionCallOutputItem):
+            turns.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            own = None
+            continue
+        if isinstance(item, MessageItem) and item.role != "assistant":
+            role = "system" if item.role == "developer" else item.role
+            turns.append({"role": role, "content": _text(item.content)})
+            own = None
+            continue
+        if own is None:
+            own = {"role": "assistant", "content": ""}
+            turns.append(own)
+        match item:
+            case MessageItem():
+                own["content"] = f"{own['content']}{_text(item.content)}"
+            case ReasoningItem():
+                own["reasoning_content"] = "".join(part.text for part in item.content or ())
+            case FunctionCallItem():
+                function = {"name": item.name, "arguments": arguments_of(item.arguments)}
+                calls = own.setdefault("tool_calls", [])
+                assert isinstance(calls, list)
+                calls.append({"id": item.call_id, "type": "function", "function": function})
+    return turns
+
+
+def _text(parts: Parts) -> str:
+    return parts if isinstance(parts, str) else "".join(part.text for part in parts)
+
+
+class _Writer:
+    """Writes one answer, whole or as a stream of events."""
+
+    def __init__(
+        self, exchange: Exchange, answer: Answer, frontend: Frontend, body: ResponsesRequest, asked: Asked
+    ) -> None:
+        self._exchange = exchange
+        self._answer = answer
+        self._encoder = frontend.encoder
+        self._body = body
+        self._asked = asked
+        self._model = body.model or frontend.models.name
+        self._created = int(time.time())
+        self._sequence = 0
+        self._ids: list[str] = []
+        self._index = -1
+        """Of the item that is being streamed."""
+        self._open: list[Piece] = []
+        """Its pieces."""
+
+    def whole(self) -> ResponsesAnswer:
+        """The JSON answer, once it is there."""
+        cut = self._answer.reason is EndReason.LENGTH
+        items = self._answer.items
+        output = [
+            self._item(i, item, "incomplete" if cut and i == len(items) - 1 else "completed")
+            for i, item in enumerate(items)
+        ]
+        answer = self._response("incomplete" if cut else "completed", output)
+        if cut:
+            answer.incomplete_details = IncompleteDetails()
+        spent = self._answer.timings
+        answer.usage = self._usage(spent)
+        answer.timings, answer.metrics = TimingsAnswer.of(spent), MetricsAnswer.of(spent)
+        return answer
+
+    def _usage(self, spent: Timings) -> ResponsesUsage:
+        reasoning = self._answer.reasoning
+        thought = len(self._encoder.encode_text(reasoning)) - len(self._encoder.encode_text("")) if reasoning else 0
+        return ResponsesUsage(
+            input_tokens=spent.prompt_n,
+            input_tokens_details=InputDetails(cached_tokens=spent.cache_n),
+            output_tokens=spent.predicted_n,
+            output_tokens_details=OutputDetails(reasoning_tokens=min(thought, spent.predicted_n)),
+            total_tokens=spent.prompt_n + spent.predicted_n,
+        )
+
+    def _response(
+        self, status: Literal["in_progress", "completed", "incomplete", "failed"], output: Sequence[Output]
+    ) -> ResponsesAnswer:
+        body, chosen = self._body, self._asked.sampling
+        return ResponsesAnswer(
+            id=f"resp_{self._exchange.id}",
+            created_at=self._created,
+            status=status,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self._model,
+            output=list(output),
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+            temperature=chosen.temperature,
+            tool_choice=body.tool_choice or "auto",
+            tools=[tool.model_dump(exclude_none=True) for tool in body.tools or () if isinstance(tool, FunctionTool)],
+            top_logprobs=body.top_logprobs or 0,
+            top_p=chosen.top_p,
+            user=body.user,
+        )
+
+    def _item(self, index: int, item: Piece, status: Status) -> Output:
+        """Item number `index` of the output. Its id stays the same."""
+        kind, prefix = kind_of(item), {PieceKind.TEXT: "msg", PieceKind.REASONING: "rs", PieceKind.CALL: "fc"}
+        while len(self._ids) <= index:
+            self._ids.append(uuid.uuid4().hex)
+        id = f"{prefix[kind]}_{self._ids[index]}"
+        if item.call is not None:
+            call = item.call
+            return OutputCall(id=id, call_id=call.id or "", name=call.name, arguments=call.arguments, status=status)
+        if kind is PieceKind.REASONING:
+            return OutputReasoning(id=id, content=[OutputReasoningText(text=item.reasoning)], status=status)
+        return OutputMessage(id=id, status=status, content=[self._output_text(item.text)])
+
+    def _output_text(self, text: str) -> OutputText:
+        logprobs = None
+        if self._answer.logprobs and not self._answer.reasoning:
+            logprobs = choice_logprobs(self._encoder, self._answer.logprobs).content
+        return OutputText(text=text, logprobs=logprobs)
+
+    # ---------------------------------------------------------------------------------------------------------- stream
+
+    async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
+        """The stream."""
+        try:
+            for kind in ("response.created", "response.in_progress"):
+                yield self._event(kind, response=self._response("in_progress", []))
+            async for part in read_parts(self._exchange, [self._answer], patience, one_call=one_call):
+                if part is None:
+                    yield KEEP_ALIVE
+                    continue
+                for i, piece in enumerate(part.pieces):
+                    for frame in self._piece(piece, part.logprobs if i == 0 else ()):
+                        yield frame
+            whole = self.whole()
+            if whole.output:
+                for frame in self._close(whole.output[-1].status):
+                    yield frame
+            yield self._event(f"response.{whole.status}", response=whole)
+        except RedraftError as error:
+            failed = self._response("failed", [])
+            failed.error = ResponseError(message=describe(error).error.message)
+            yield self._event("response.failed", response=failed)
+        finally:
+            self._exchange.close()
+
+    def _piece(self, piece: Piece, logprobs: Sequence[TokenLogprobs]) -> list[bytes]:
+        """Events for a new piece: of the item that it continues, or of one that it begins."""
+        frames: list[bytes] = []
+        last = self._open[-1] if self._open else None
+        if last is None or piece.call is not None or kind_of(last) is not kind_of(piece):
+            frames += self._close("completed") if last is not None else []
+            self._index, self._open = self._index + 1, []
+            frames += self._begin(piece)
+        self._open.append(piece)
+        place = self._place(piece)
+        match kind_of(piece):
+            case PieceKind.TEXT:
+                new = choice_logprobs(self._encoder, logprobs).content
+                frames.append(self._event("response.output_text.delta", **place, delta=piece.text, logprobs=new))
+            case PieceKind.REASONING:
+                frames.append(self._event("response.reasoning_text.delta", **place, delta=piece.reasoning))
+            case PieceKind.CALL:
+                assert piece.call is not None
+                delta = piece.call.arguments
+                frames.append(self._event("response.function_call_arguments.delta", **place, delta=delta))
+        return frames
+
+    def _begin(self, piece: Piece) -> list[bytes]:
+        item = self._item(self._index, piece, "in_progress")
+        match item:
+            case OutputCall():
+                return [self._added(item.model_copy(update={"arguments": ""}))]
+            case OutputMessage():
+                part: ResponseModel = OutputText(text="")
+            case OutputReasoning():
+                part = OutputReasoningText(text="")
+        added = self._added(item.model_copy(update={"content": []}))
+        return [added, self._event("response.content_part.added", **self._place(piece), part=part)]
+
+    def _added(self, item: Output) -> bytes:
+        return self._event("response.output_item.added", output_index=self._index, item=item)
+
+    def _close(self, status: Status) -> list[bytes]:
+        """Events at the end of the open item."""
+        text = "".join(piece.text for piece in self._open)
+        whole = self._open[0] if self._open[0].call else Piece(text, "".join(piece.reasoning for piece in self._open))
+        place, item = self._place(whole), self._item(self._index, whole, status)
+        match item:
+            case OutputCall():
+                arguments = item.arguments
+                frames = [
+                    self._event("response.function_call_arguments.done", **place, name=item.name, arguments=arguments)
+                ]
+            case OutputMessage(content=[part]):
+                frames = [self._event("response.output_text.done", **place, text=part.text, logprobs=[])]
+                frames.append(self._event("response.content_part.done", **place, part=part))
+            case _:
+                part = item.content[0]
+                frames = [self._event("response.reasoning_text.done", **place, text=part.text)]
+                frames.append(self._event("response.content_part.done", **place, part=part))
+        return [*frames, self._event("response.output_item.done", output_index=self._index, item=item)]
+
+    def _place(self, piece: Piece) -> dict[str, object]:
+        """Which item, and which part of it."""
+        place: dict[str, object] = {
+            "item_id": self._item(self._index, piece, "in_progress").id,
+            "output_index": self._index,
+        }
+        return place if piece.call is not None else {**place, "content_index": 0}
+
+    def _event(self, kind: str, **fields: object) -> bytes:
+        event = _Event.model_validate({"type": kind, "sequence_number": self._sequence, **fields})
+        self._sequence += 1
+        return f"event: {kind}\ndata: {event.model_dump_json()}\n\n".encode()
+
+
+class _Event(ResponseModel, extra="allow"):
+    type: str
+    sequence_number: int

@@ -1,0 +1,313 @@
+"""What OpenAI's responses route takes and answers, as far as this server serves it.
+
+Source of the shapes: the OpenAI API reference and the types of the `openai` package.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from service.api.compatible import Ignored, Unserved
+from service.api.openai.schemas import (
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    DraftTokens,
+    Metadata,
+    MetricsAnswer,
+    MinP,
+    Name,
+    Schema,
+    Seed,
+    Temperature,
+    TextFormat,
+    TokenLogprob,
+    Tokens,
+    TopK,
+    TopP,
+)
+from service.api.schemas import MAX_MESSAGES, Flag, RequestModel, ResponseModel, Text, TimingsAnswer, Whole
+
+# ------------------------------------------------------------------------------------------------------------- request
+
+
+class InputText(RequestModel):
+    """A part of a message's content, or of a tool's output. Text alone is served."""
+
+    type: Literal["input_text", "output_text", "text"]
+    text: Text
+    annotations: Ignored = None
+    logprobs: Ignored = None
+
+
+Parts = Text | list[InputText]
+
+
+class MessageItem(RequestModel):
+    """A message of the input."""
+
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    id: Ignored = None
+    status: Ignored = None
+    phase: Ignored = None
+
+
+class FunctionCallItem(RequestModel):
+    """A call that the assistant made before."""
+
+    type: Literal["function_call"]
+    call_id: Text
+    name: Name
+    arguments: Text
+    id: Ignored = None
+    status: Ignored = None
+    namespace: Unserved = None
+    caller: Unserved = None
+
+
+class FunctionCallOutputItem(RequestModel):
+    """What a called function returned."""
+
+    type: Literal["function_call_output"]
+    call_id: Text
+    output: Parts
+    id: Ignored = None
+    status: Ignored = None
+    name: Ignored = None
+    namespace: Unserved = None
+    caller: Unserved = None
+
+
+class ReasoningPart(RequestModel):
+    """A part of what the assistant thought."""
+
+    type: Literal["reasoning_text", "summary_text"]
+    text: Text
+
+
+class ReasoningItem(RequestModel):
+    """What the assistant thought before. Encrypted content cannot be read here and is ignored."""
+
+    type: Literal["reasoning"]
+    content: list[ReasoningPart] | None = None
+    summary: Ignored = None
+    encrypted_content: Ignored = None
+    id: Ignored = None
+    status: Ignored = None
+
+
+Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
+
+
+class FunctionTool(RequestModel):
+    """A function that the model may call. parameters: a JSON schema."""
+
+    type: Literal["function"]
+    name: Name
+    description: Text | None = None
+    parameters: Schema | None = None
+    strict: Flag | None = None
+    output_schema: Ignored = None
+    defer_loading: Ignored = None
+
+
+class HostedTool(RequestModel, extra="ignore"):
+    """A tool that OpenAI runs itself: accepted and ignored."""
+
+    type: Literal[
+        "web_search",
+        "web_search_preview",
+        "local_shell",
+        "shell",
+        "custom",
+        "apply_patch",
+        "image_generation",
+        "namespace",
+    ]
+
+
+class ReasoningOptions(RequestModel):
+    """effort: passed to the chat template; "none" turns reasoning off where the template can."""
+
+    effort: Annotated[Text, Field(min_length=1, max_length=16)] | None = None
+    summary: Ignored = None
+    generate_summary: Ignored = None
+    context: Ignored = None
+
+
+class TextOptions(RequestModel):
+    """How text is written."""
+
+    format: TextFormat | None = None
+    verbosity: Ignored = None
+
+
+class ResponsesRequest(RequestModel):
+    """The body of POST /v1/responses."""
+
+    input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
+    model: Text | None = None
+    instructions: Text | None = None
+    max_output_tokens: Tokens | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
+    top_k: TopK | None = None
+    min_p: MinP | None = None
+    seed: Seed | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: (
+        Annotated[list[Annotated[FunctionTool | HostedTool, Field(discriminator="type")]], Field(max_length=MAX_TOOLS)]
+        | None
+    ) = None
+    tool_choice: Literal["auto", "none"] | None = None
+    parallel_tool_calls: Flag | None = None
+    reasoning: ReasoningOptions | None = None
+    text: TextOptions | None = None
+    stream: Flag | None = None
+    num_draft_tokens: DraftTokens | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    store: Flag | None = None
+    metadata: Metadata | None = None
+    user: Text | None = None
+    truncation: Literal["disabled"] | None = None
+    background: Unserved = None
+    conversation: Unserved = None
+    context_management: Unserved = None
+    max_tool_calls: Unserved = None
+    previous_response_id: Unserved = None
+    prompt: Unserved = None
+    stream_options: Unserved = None
+    include: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_retention: Ignored = None
+    prompt_cache_options: Ignored = None
+    client_metadata: Ignored = None
+
+
+# -------------------------------------------------------------------------------------------------------------- answer
+
+
+class OutputText(ResponseModel):
+    """The text of a message."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[None] = Field(default_factory=list[None])
+    logprobs: list[TokenLogprob] | None = None
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputMessage(ResponseModel):
+    """A message of the answer."""
+
+    type: Literal["message"] = "message"
+    id: str
+    role: Literal["assistant"] = "assistant"
+    status: Status
+    content: list[OutputText]
+
+
+class OutputReasoningText(ResponseModel):
+    """What the model thought."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputReasoning(ResponseModel):
+    """What the model thought, before its message."""
+
+    type: Literal["reasoning"] = "reasoning"
+    id: str
+    summary: list[None] = Field(default_factory=list[None])
+    content: list[OutputReasoningText]
+    status: Status
+
+
+class OutputCall(ResponseModel):
+    """A function call of the answer."""
+
+    type: Literal["function_call"] = "function_call"
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: Status
+
+
+Output = OutputMessage | OutputReasoning | OutputCall
+
+
+class InputDetails(ResponseModel):
+    """cached_tokens: those that another request's prefill left."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputDetails(ResponseModel):
+    """reasoning_tokens: of the reasoning's text, encoded again."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(ResponseModel):
+    """Tokens."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class ResponseError(ResponseModel):
+    """What went wrong."""
+
+    code: Literal["server_error"] = "server_error"
+    message: str
+
+
+class IncompleteDetails(ResponseModel):
+    """Why an answer is not complete."""
+
+    reason: Literal["max_output_tokens"] = "max_output_tokens"
+
+
+class ResponsesAnswer(ResponseModel):
+    """The JSON answer; events of a stream carry it as `response`."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    background: Literal[False] = False
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    metadata: dict[str, str] = Field(default_factory=dict[str, str])
+    model: str
+    output: list[Output]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, str | None]
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, dict[str, str]] = Field(default_factory=lambda: {"format": {"type": "text"}})
+    tool_choice: Literal["auto", "none"]
+    tools: list[dict[str, Any]]
+    top_logprobs: int = 0
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponsesUsage | None = None
+    user: str | None = None
+    timings: TimingsAnswer | None = None
+    metrics: MetricsAnswer | None = None

@@ -1,0 +1,33 @@
+"""Every response names its request: by the id that the client sent in `x-request-id`, or by a new one."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+HEADER = b"x-request-id"
+USABLE = re.compile(rb"[\x21-\x7e]{1,128}")
+
+
+class RequestId:
+    """ASGI middleware that answers with `x-request-id`: the client's own where it is printable and short."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        sent = next((value for name, value in scope["headers"] if name == HEADER), b"")
+        id = sent if USABLE.fullmatch(sent) else uuid.uuid4().hex.encode()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (HEADER, id)]}
+            await send(message)
+
+        await self._app(scope, receive, named)

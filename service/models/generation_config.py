@@ -1,0 +1,48 @@
+"""A model's own sampling defaults, from the generation_config.json beside its weights."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+from service.core import Sampling
+
+log = logging.getLogger(__name__)
+
+BOUNDS = {"temperature": (0.0, 10.0), "top_p": (0.0, 1.0), "top_k": (0, 2**31 - 1), "min_p": (0.0, 1.0)}
+
+
+def sampling_defaults(folder: Path) -> Sampling:
+    """How a model wants to be sampled where a request says nothing: greedy where its file is missing, cannot be read, or says
+    `do_sample: false`. Values out of bounds are left out, with a warning."""
+    try:
+        config = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return Sampling()
+    if not isinstance(config, dict) or config.get("do_sample") is False:
+        return Sampling()
+    # Without a temperature, a model that is to be sampled has Hugging Face's default.
+    found: dict[str, float] = {"temperature": 1.0} if config.get("do_sample") else {}
+    for name, (low, high) in BOUNDS.items():
+        value = config.get(name)
+        if value is None:
+            continue
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and low <= value <= high
+            and math.isfinite(value)
+        ):
+            found[name] = value
+        else:
+            log.warning("generation_config.json: %s is out of bounds and left out", name)
+    if found.get("top_p") == 0:
+        del found["top_p"]
+    return Sampling(
+        temperature=found.get("temperature", 0.0),
+        top_p=found.get("top_p", 1.0),
+        top_k=int(found.get("top_k", 0)),
+        min_p=found.get("min_p", 0.0),
+    )

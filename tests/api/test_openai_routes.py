@@ -1,0 +1,547 @@
+"""OpenAI's routes over real HTTP: chat completions, completions, responses and models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import httpx
+import pytest
+
+from service.core import Sampling
+from tests.support.echo_engine import LIMITS, EchoEngine, EchoServer
+
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+CALL = '<tool_call>{"name": "now", "arguments": {"zone": "é"}}</tool_call>'
+TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
+FLAT_TOOL = {"type": "function", "name": "now", "description": "The time.", "parameters": {"type": "object"}}
+
+
+@pytest.fixture(scope="module")
+def server() -> EchoServer:
+    return EchoServer()
+
+
+@pytest.fixture(scope="module")
+def http(server: EchoServer) -> Iterator[httpx.Client]:
+    with server.served() as address, httpx.Client(base_url=address, timeout=60) as client:
+        yield client
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+def data_of(response: httpx.Response) -> list[Any]:
+    """The JSON of every event; [DONE] as it is."""
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/event-stream")
+    found: list[Any] = []
+    for block in response.text.removesuffix("\n\n").split("\n\n"):
+        data = next(line for line in block.split("\n") if line.startswith("data: "))[6:]
+        found.append(data if data == "[DONE]" else json.loads(data))
+    return found
+
+
+def assert_refused(response: httpx.Response, param: str | None, status: int = 400) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert sorted(error) == ["code", "message", "param", "type"]
+    assert error["param"] == param, error
+
+
+# ---------------------------------------------------------------------------------------------------- chat completions
+
+
+def test_a_chat_answer(server: EchoServer, http: httpx.Client) -> None:
+    asked = {
+        "model": "gpt-4o",
+        "messages": [
+            {"role": "developer", "content": "d"},
+            {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "é"}]},
+        ],
+        "max_completion_tokens": 50,
+        "temperature": 0.5,
+        "top_k": -1,
+        "seed": 3,
+        "stop": "zz",
+        "user": "me",
+        "metadata": {"domain": "maths", "other": "x"},
+        "store": False,
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "logit_bias": {},
+        "response_format": {"type": "text"},
+        "num_draft_tokens": 2,
+        "n": None,
+        "tools": None,
+    }
+    answer = http.post(CHAT, json=asked).json()
+    assert (answer["object"], answer["model"]) == ("chat.completion", "gpt-4o")
+    assert answer["id"].startswith("chatcmpl-") and answer["created"] > 1.7e9
+    (choice,) = answer["choices"]
+    assert choice == {
+        "index": 0,
+        "message": {"role": "assistant", "content": "daé", "refusal": None},
+        "logprobs": None,
+        "finish_reason": "stop",
+    }
+    assert answer["usage"] == {
+        "prompt_tokens": 6,
+        "completion_tokens": 3,
+        "total_tokens": 9,
+        "prompt_tokens_details": {"cached_tokens": 3},
+    }
+    assert answer["timings"]["draft_n"] == 3
+    assert answer["metrics"]["speculative_decoding"] == {
+        "mean_acceptance_length": 1 + 1 / 3,
+        "draft_acceptance_rate": 1 / 3,
+        "num_spec_steps": 3,
+        "num_draft_tokens": 3,
+        "num_accepted_draft_tokens": 1,
+    }
+    prompt = server.engine.tickets[-1].prompt
+    assert prompt.sampling == Sampling(temperature=0.5, seed=3, stop=("zz",), max_tokens=50)
+    assert (prompt.domain, prompt.client, prompt.store, prompt.first_user) == ("maths", "me", False, "aé")
+    assert (prompt.num_draft_tokens, prompt.logprobs) == (2, None)
+    assert server.encoder.chats[-1][0][0]["role"] == "system"
+
+
+def test_without_max_tokens_the_answer_may_fill_the_context(server: EchoServer, http: httpx.Client) -> None:
+    assert http.post(CHAT, json={"messages": user("a")}).status_code == 200
+    assert server.engine.tickets[-1].prompt.sampling.max_tokens == min(LIMITS.max_tokens, LIMITS.max_context - 3)
+
+
+def test_what_the_request_does_not_say_is_the_model_s_default() -> None:
+    server = EchoServer(defaults=Sampling(temperature=0.7, top_p=0.9, top_k=20, min_p=0.1))
+    with server.served() as address:
+        for path, body in (
+            (CHAT, {"messages": user("a")}),
+            (COMPLETIONS, {"prompt": "a"}),
+            (RESPONSES, {"input": "a"}),
+        ):
+            assert httpx.post(address + path, json=body).status_code == 200
+            sampling = server.engine.tickets[-1].prompt.sampling
+            assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 20, 0.1)
+        httpx.post(address + CHAT, json={"messages": user("a"), "temperature": 0})
+        assert server.engine.tickets[-1].prompt.sampling.greedy
+        httpx.post(f"{address}/generate", json={"prompt": "a"})
+        assert server.engine.tickets[-1].prompt.sampling.greedy
+
+
+def test_a_chat_stream_carries_the_same_as_the_json_answer(http: httpx.Client) -> None:
+    text = f"<think>why\n</think>so{CALL}and{CALL} < "
+    asked: dict[str, Any] = {"messages": user(text), "tools": [TOOL], "n": 2, "logprobs": True, "top_logprobs": 2}
+    whole = http.post(CHAT, json=asked).json()
+    stream = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = data_of(http.post(CHAT, json=stream))
+    assert done == "[DONE]"
+    assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
+    for index in range(2):
+        message = whole["choices"][index]["message"]
+        own = [chunk for chunk in chunks if chunk["choices"][0]["index"] == index]
+        deltas = [chunk["choices"][0]["delta"] for chunk in own]
+        assert deltas[0] == {"role": "assistant", "content": ""}
+        assert "".join(delta.get("content", "") for delta in deltas) == message["content"] == "soand < "
+        assert (
+            "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"] == "why\n"
+        )
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert [call.pop("index") for call in calls] == [0, 1]
+        assert [call["function"] for call in calls] == [call["function"] for call in message["tool_calls"]]
+        assert message["tool_calls"][0]["function"] == {"name": "now", "arguments": '{"zone": "é"}'}
+        assert len({call["id"] for call in message["tool_calls"]}) == 2
+        logprobs = [
+            each for chunk in own for each in (chunk["choices"][0].get("logprobs") or {"content": []})["content"]
+        ]
+        assert logprobs == whole["choices"][index]["logprobs"]["content"]
+        assert "".join(each["token"] for each in logprobs) == text
+        assert own[-1]["choices"][0]["finish_reason"] == whole["choices"][index]["finish_reason"] == "tool_calls"
+        assert own[-1]["timings"]["predicted_n"] == len(text)
+    assert len({chunk["id"] for chunk in chunks}) == 1
+
+
+def test_log_probabilities_come_with_the_likeliest_tokens(http: httpx.Client) -> None:
+    asked = {"messages": user("é"), "logprobs": True, "top_logprobs": 2}
+    (token,) = http.post(CHAT, json=asked).json()["choices"][0]["logprobs"]["content"]
+    assert token == {
+        "token": "é",
+        "bytes": [195, 169],
+        "logprob": -0.5,
+        "top_logprobs": [
+            {"token": "é", "bytes": [195, 169], "logprob": -0.5},
+            {"token": "ê", "bytes": [195, 170], "logprob": -1.5},
+        ],
+    }
+    (token,) = http.post(CHAT, json={"messages": user("é"), "logprobs": True}).json()["choices"][0]["logprobs"][
+        "content"
+    ]
+    assert token["top_logprobs"] == []
+
+
+def test_several_answers_have_seeds_of_their_own(server: EchoServer, http: httpx.Client) -> None:
+    answer = http.post(CHAT, json={"messages": user("ab"), "n": 3, "seed": 2**63 - 1, "temperature": 1}).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert [ticket.prompt.sampling.seed for ticket in server.engine.tickets[-3:]] == [2**63 - 1, 0, 1]
+    assert answer["usage"]["completion_tokens"] == 6
+    assert server.engine.reserved == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_parallel_tool_calls_the_answer_ends_after_the_first(stream: bool) -> None:
+    server = EchoServer(engine=EchoEngine(pause=0.001))
+    asked = {
+        "messages": user(f"a{CALL}b{CALL}" + "x" * 900),
+        "tools": [TOOL],
+        "parallel_tool_calls": False,
+        "stream": stream,
+    }
+    with server.served() as address:
+        response = httpx.post(address + CHAT, json=asked, timeout=60)
+    if stream:
+        choices = [chunk["choices"][0] for chunk in data_of(response)[:-1]]
+        text = "".join(choice["delta"].get("content", "") for choice in choices)
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+        reason = choices[-1]["finish_reason"]
+    else:
+        (choice,) = response.json()["choices"]
+        text, calls, reason = choice["message"]["content"], choice["message"]["tool_calls"], choice["finish_reason"]
+    assert (text, len(calls), reason) == ("a", 1, "tool_calls")
+    assert server.engine.tickets[0].cancelled.is_set()
+
+
+def test_a_tools_round_trip(server: EchoServer, http: httpx.Client) -> None:
+    turns = [
+        *user("when?"),
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning_content": "hm",
+            "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "now", "arguments": '{"zone": "UTC"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+    ]
+    assert http.post(CHAT, json={"messages": turns, "tools": [TOOL], "tool_choice": "auto"}).status_code == 200
+    messages, tools, _ = server.encoder.chats[-1]
+    assert tools == [TOOL]
+    assert messages[1] == {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "hm",
+        "tool_calls": [{"id": "c1", "type": "function", "function": {"name": "now", "arguments": {"zone": "UTC"}}}],
+    }
+    assert messages[2] == {"role": "tool", "content": "12:00", "tool_call_id": "c1"}
+    assert http.post(CHAT, json={"messages": user("a"), "tools": [TOOL], "tool_choice": "none"}).status_code == 200
+    assert server.encoder.chats[-1][1] == []
+
+
+def test_template_arguments(server: EchoServer, http: httpx.Client) -> None:
+    asked = {"messages": user("a"), "reasoning_effort": "none", "chat_template_kwargs": {"custom": 1}}
+    assert http.post(CHAT, json=asked).status_code == 200
+    assert server.encoder.chats[-1][2] == {"custom": 1, "reasoning_effort": "none", "enable_thinking": False}
+
+
+WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "messages"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "messages.0.role"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages.0.tool_call_id"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+        "messages.0.content",
+    ),
+    ({"messages": user("x" * 4_000)}, "messages"),
+    ({"messages": user("a"), "n": 9}, "n"),
+    ({"messages": user("a"), "top_logprobs": 2}, "top_logprobs"),
+    ({"messages": user("a"), "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"messages": user("a"), "max_tokens": 5, "max_completion_tokens": 6}, "max_completion_tokens"),
+    ({"messages": user("a"), "max_completion_tokens": 100_000}, "max_completion_tokens"),
+    ({"messages": user("a"), "frequency_penalty": 0.5}, "frequency_penalty"),
+    ({"messages": user("a"), "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"messages": user("a"), "response_format": {"type": "json_object"}}, "response_format.type"),
+    ({"messages": user("a"), "tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
+    ({"messages": user("a"), "functions": [{"name": "f"}]}, "functions"),
+    ({"messages": user("a"), "modalities": ["audio"]}, "modalities.0"),
+    ({"messages": user("a"), "num_draft_tokens": -1}, "num_draft_tokens"),
+    ({"messages": user("a"), "metadata": {"domain": "a\nb"}}, "metadata.domain"),
+    ({"messages": user("a"), "user": "x" * 129}, "user"),
+    ({"messages": user("a"), "unheard_of": 1}, "unheard_of"),
+]
+
+
+@pytest.mark.parametrize(("asked", "param"), WRONG_CHATS, ids=lambda value: str(value)[:60])
+def test_what_a_chat_cannot_have_is_refused_by_name(http: httpx.Client, asked: dict[str, Any], param: str) -> None:
+    response = http.post(CHAT, json=asked)
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert response.json()["error"]["param"].startswith(param)
+    assert_refused(response, response.json()["error"]["param"])
+
+
+def test_what_is_ignored_is_named_in_a_header(http: httpx.Client) -> None:
+    asked = {"messages": user("a"), "service_tier": "auto", "prompt_cache_key": None, "verbosity": "low"}
+    for stream in (False, True):
+        response = http.post(f"{CHAT}?beta=true", json={**asked, "stream": stream})
+        assert response.status_code == 200
+        assert response.headers["x-redraft-ignored"] == "service_tier, verbosity, beta"
+    assert "x-redraft-ignored" not in http.post(CHAT, json={"messages": user("a")}).headers
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
+    response = http.post(CHAT, json={"messages": user("a"), "tools": [strict]})
+    assert response.headers["x-redraft-ignored"] == "tools.function.strict"
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_another_model_is_not_found(http: httpx.Client, path: str) -> None:
+    body = {"messages": user("a"), "prompt": "a", "input": "a"}
+    name = {CHAT: "messages", COMPLETIONS: "prompt", RESPONSES: "input"}[path]
+    response = http.post(path, json={"model": "other", name: body[name]})
+    assert_refused(response, "model", 404)
+    assert response.json()["error"]["code"] == "model_not_found"
+    assert "echo, gpt-4o" in response.json()["error"]["message"]
+
+
+def test_models(http: httpx.Client) -> None:
+    answer = http.get("/v1/models").json()
+    assert [model["id"] for model in answer["data"]] == ["echo", "gpt-4o"]
+    assert http.get("/v1/models/gpt-4o").json() == answer["data"][1]
+    assert answer["data"][0]["max_model_len"] == LIMITS.max_context
+    assert_refused(http.get("/v1/models/a/b"), "model", 404)
+
+
+def test_every_response_names_its_request(http: httpx.Client) -> None:
+    for response in (
+        http.get("/v1/models", headers={"x-request-id": "r-1"}),
+        http.post(CHAT, json={}, headers={"x-request-id": "r-1"}),
+        http.get("/nowhere", headers={"x-request-id": "r-1"}),
+    ):
+        assert response.headers["x-request-id"] == "r-1"
+    made = [
+        http.get("/v1/models", headers={"x-request-id": bad}).headers["x-request-id"] for bad in ("", "a b", "x" * 200)
+    ]
+    assert len(set(made)) == 3 and all(len(each) == 32 for each in made)
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_stops_midway_is_an_error(path: str, stream: bool) -> None:
+    server = EchoServer(engine=EchoEngine(break_after=2))
+    body = {
+        CHAT: {"messages": user("abcdef"), "n": 2},
+        COMPLETIONS: {"prompt": "abcdef"},
+        RESPONSES: {"input": "abcdef"},
+    }
+    with server.served() as address:
+        response = httpx.post(address + path, json={**body[path], "stream": stream})
+    if not stream:
+        assert_refused(response, None, 503)
+    elif path == RESPONSES:
+        assert data_of(response)[-1]["response"]["error"] == {"code": "server_error", "message": "the engine stopped"}
+    else:
+        assert data_of(response)[-1]["error"]["code"] == "unavailable"
+    assert server.value('redraft:requests_failed_total{code="unavailable"}') == (2 if path == CHAT else 1)
+    assert server.engine.reserved == 0
+
+
+# --------------------------------------------------------------------------------------------------------- completions
+
+
+def test_completions(server: EchoServer, http: httpx.Client) -> None:
+    answer = http.post(COMPLETIONS, json={"prompt": "abc", "max_tokens": 2, "logprobs": 1, "stop": ["q"]}).json()
+    (choice,) = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("ab", "length")
+    assert choice["logprobs"] == {
+        "tokens": ["a", "b"],
+        "token_logprobs": [-0.5, -0.5],
+        "top_logprobs": [{"a": -0.5}, {"b": -0.5}],
+        "text_offset": [0, 1],
+    }
+    assert answer["usage"]["total_tokens"] == 5
+    assert server.engine.tickets[-1].prompt.tokens == (97, 98, 99)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [([104, 105], ["hi"]), ([[104], [105]], ["h", "i"]), (["ab", "c"], ["ab", "c"]), ("<think>x", ["<think>x"])],
+)
+def test_prompts_may_be_several_and_token_ids(http: httpx.Client, prompt: Any, texts: list[str]) -> None:
+    answer = http.post(COMPLETIONS, json={"prompt": prompt, "n": 2, "max_tokens": 9}).json()
+    assert [choice["text"] for choice in answer["choices"]] == [text for text in texts for _ in range(2)]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, texts))
+    assert answer["usage"]["completion_tokens"] == 2 * sum(map(len, texts))
+
+
+def test_a_completion_stream_carries_the_same_as_the_json_answer(http: httpx.Client) -> None:
+    asked = {"prompt": ["héllo", "you"], "logprobs": 2, "max_tokens": 9}
+    whole = http.post(COMPLETIONS, json=asked).json()
+    stream = {**asked, "stream": True, "stream_options": {"include_usage": True}}
+    *chunks, usage, done = data_of(http.post(COMPLETIONS, json=stream))
+    assert (done, usage["usage"]) == ("[DONE]", whole["usage"])
+    for choice in whole["choices"]:
+        own = [chunk["choices"][0] for chunk in chunks if chunk["choices"][0]["index"] == choice["index"]]
+        assert "".join(each["text"] for each in own) == choice["text"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        for name, values in choice["logprobs"].items():
+            assert [value for each in own if each["logprobs"] for value in each["logprobs"][name]] == values
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"prompt": ""}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", ""]}, "prompt"),
+        ({"prompt": [0x110001]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": ["a"] * 9}, "prompt"),
+        ({"prompt": ["a"] * 3, "n": 3}, "n"),
+    ],
+)
+def test_what_a_completion_cannot_have_is_refused_by_name(
+    http: httpx.Client, asked: dict[str, Any], param: str
+) -> None:
+    assert_refused(http.post(COMPLETIONS, json=asked), param)
+
+
+# ----------------------------------------------------------------------------------------------------------- responses
+
+
+def test_a_response(server: EchoServer, http: httpx.Client) -> None:
+    asked = {
+        "input": "hé",
+        "instructions": "i",
+        "max_output_tokens": 50,
+        "metadata": {"domain": "d"},
+        "user": "me",
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "text": {"format": {"type": "text"}, "verbosity": "low"},
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "top_logprobs": 1,
+        "tools": [FLAT_TOOL, {"type": "web_search", "external_web_access": True}],
+        "previous_response_id": None,
+    }
+    response = http.post(RESPONSES, json=asked)
+    assert response.headers["x-redraft-ignored"] == "include, tools.web_search"
+    answer = response.json()
+    assert (answer["object"], answer["status"], answer["model"]) == ("response", "completed", "echo")
+    (message,) = answer["output"]
+    assert (message["type"], message["role"], message["status"]) == ("message", "assistant", "completed")
+    (part,) = message["content"]
+    assert (part["type"], part["text"], part["annotations"]) == ("output_text", "ihé", [])
+    assert [each["token"] for each in part["logprobs"]] == ["i", "h", "é"]
+    assert answer["usage"]["input_tokens"] == 6 and answer["usage"]["output_tokens"] == 3
+    assert (answer["metadata"], answer["tools"], answer["max_output_tokens"]) == ({"domain": "d"}, [FLAT_TOOL], 50)
+    prompt = server.engine.tickets[-1].prompt
+    assert (prompt.domain, prompt.client, prompt.store, prompt.logprobs) == ("d", "me", False, 1)
+    messages, tools, options = server.encoder.chats[-1]
+    assert messages == [{"role": "system", "content": "i"}, {"role": "user", "content": "hé"}]
+    assert tools == [TOOL]
+    assert options == {"reasoning_effort": "low", "enable_thinking": True}
+
+
+def test_the_items_of_an_input_become_turns(server: EchoServer, http: httpx.Client) -> None:
+    part = {"type": "output_text", "text": "a", "annotations": []}
+    items = [
+        {"role": "developer", "content": "d"},
+        {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "u"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "r"}]},
+        {"type": "message", "role": "assistant", "id": "m", "status": "completed", "content": [part]},
+        {"type": "function_call", "id": "fc", "call_id": "c1", "name": "now", "arguments": '{"a": 1}'},
+        {"type": "function_call", "call_id": "c2", "name": "now", "arguments": "broken"},
+        {"type": "function_call_output", "call_id": "c1", "output": "12"},
+        {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "13"}]},
+        {"role": "user", "content": "v"},
+    ]
+    assert http.post(RESPONSES, json={"input": items}).status_code == 200
+    call = {"type": "function", "function": {"name": "now", "arguments": {"a": 1}}}
+    assert server.encoder.chats[-1][0] == [
+        {"role": "system", "content": "d"},
+        {"role": "user", "content": "u"},
+        {
+            "role": "assistant",
+            "content": "a",
+            "reasoning_content": "r",
+            "tool_calls": [
+                {"id": "c1", **call},
+                {"id": "c2", "type": "function", "function": {"name": "now", "arguments": "broken"}},
+            ],
+        },
+        {"role": "tool", "tool_call_id": "c1", "content": "12"},
+        {"role": "tool", "tool_call_id": "c2", "content": "13"},
+        {"role": "user", "content": "v"},
+    ]
+
+
+def test_a_response_stream_carries_the_same_as_the_json_answer(http: httpx.Client) -> None:
+    asked = {"input": f"<think>why</think>so{CALL}{CALL}end", "tools": [FLAT_TOOL]}
+    whole = http.post(RESPONSES, json=asked).json()
+    events = data_of(http.post(RESPONSES, json={**asked, "stream": True}))
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] == "response.completed"
+    output = events[-1]["response"]["output"]
+
+    def shape(items: list[Any]) -> list[Any]:
+        return [{k: v for k, v in item.items() if k not in ("id", "call_id")} for item in items]
+
+    assert shape(output) == shape(whole["output"])
+    assert [item["type"] for item in output] == ["reasoning", "message", "function_call", "function_call", "message"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == output
+    added = [event["item"] for event in events if event["type"] == "response.output_item.added"]
+    assert [(item["id"], item["type"]) for item in added] == [(item["id"], item["type"]) for item in output]
+    for index, item in enumerate(output):
+        own = [event for event in events if event.get("output_index") == index]
+        delta = "".join(event["delta"] for event in own if event["type"].endswith(".delta"))
+        assert delta == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
+        assert all(event["item_id"] == item["id"] for event in own if "item_id" in event)
+
+
+def test_a_response_that_was_cut_is_incomplete(http: httpx.Client) -> None:
+    asked = {"input": "<tool_call>abcdef", "max_output_tokens": 13}
+    whole = http.post(RESPONSES, json=asked).json()
+    last = data_of(http.post(RESPONSES, json={**asked, "stream": True}))[-1]
+    assert last["type"] == "response.incomplete"
+    for answer in (whole, last["response"]):
+        assert (answer["status"], answer["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
+        assert answer["output"][0]["content"][0]["text"] == "<tool_call>ab"
+        assert answer["output"][0]["status"] == "incomplete"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param"),
+    [
+        ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"input": "a", "background": True}, "background"),
+        ({"input": "a", "conversation": "c"}, "conversation"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, "text.format.type"),
+        ({"input": "a", "tool_choice": "required"}, "tool_choice"),
+        ({"input": "a", "truncation": "auto"}, "truncation"),
+        ({"input": "a", "tools": [{"type": "mcp"}]}, "tools.0"),
+        ({"input": "x" * 4_000}, "input"),
+        ({"input": "a", "max_output_tokens": 10_000}, "max_output_tokens"),
+        ({"input": []}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input"),
+    ],
+)
+def test_what_a_response_cannot_have_is_refused_by_name(http: httpx.Client, asked: dict[str, Any], param: str) -> None:
+    response = http.post(RESPONSES, json=asked)
+    assert response.json()["error"]["param"].startswith(param)
+    assert_refused(response, response.json()["error"]["param"])
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, RESPONSES])
+def test_a_full_queue_is_refused_before_anything_is_encoded(path: str) -> None:
+    server = EchoServer(engine=EchoEngine(full=True), limits=replace(LIMITS, max_body_bytes=20_000))
+    with server.served() as address:
+        response = httpx.post(address + path, content=b"{", headers={"content-type": "application/json"})
+    assert_refused(response, None, 503)
+    assert response.json()["error"]["type"] == "overloaded_error"
+    assert response.headers["retry-after"] == "7"

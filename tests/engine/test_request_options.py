@@ -1,0 +1,133 @@
+"""What one request may ask of the engine beside others: log-probabilities, and how much is proposed for it."""
+
+import random
+from collections.abc import Sequence
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.llama import Model
+
+from service.core import Prompt, Sampling, Source, TokenLogprobs
+from service.engine.adapters import bare
+from service.engine.decoder import Decoder
+from service.engine.request import Request
+from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
+from tests.support.oracle import forced, noisy_copy, read, tiny_llama
+
+VOCABULARY, K = 97, 4
+EOS = frozenset({3})
+STRATEGIES = pytest.mark.parametrize("strategy", [CPU, METAL, CUDA], ids=["CPU", "Metal", "CUDA"])
+SAMPLINGS = [
+    Sampling(max_tokens=40),
+    Sampling(max_tokens=40, temperature=0.9, seed=5, top_k=20),
+    Sampling(max_tokens=40, temperature=0.9, top_p=0.9),
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    return tiny_llama(0)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Model) -> nn.Module:
+    return noisy_copy(target, 1, 0.1)
+
+
+def tokens_of(number: int, count: int = 24) -> tuple[int, ...]:
+    rng = random.Random(number)
+    return tuple(rng.randrange(4, VOCABULARY) for _ in range(count + 5 * number))
+
+
+def finish(decoder: Decoder, prompts: Sequence[Prompt]) -> tuple[list[Request], list[list[TokenLogprobs]]]:
+    """The finished rows, and what was sent of each row's log-probabilities."""
+    rows = [Request(str(i), prompt, EOS, None) for i, prompt in enumerate(prompts)]
+    sent: dict[str, list[TokenLogprobs]] = {row.id: [] for row in rows}
+    for row in rows:
+        decoder.admit(row)
+    while decoder.unfinished:
+        report = decoder.round()
+        for row, delta in zip(report.rows, report.deltas, strict=True):
+            sent[row.id] += delta.logprobs
+    return rows, [sent[row.id] for row in rows]
+
+
+@STRATEGIES
+@pytest.mark.parametrize("collect", [False, True], ids=["unrecorded", "recorded"])
+def test_log_probabilities_are_the_target_s_at_temperature_one(
+    target: Model, draft: nn.Module, strategy: Strategy, collect: bool
+) -> None:
+    prompts = [
+        Prompt(tokens_of(i), sampling, logprobs=3 if i else 0, store=i != 1) for i, sampling in enumerate(SAMPLINGS)
+    ]
+    prompts.append(Prompt(tokens_of(4), SAMPLINGS[0]))
+    with using(strategy):
+        decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=collect)
+        rows, sent = finish(decoder, prompts)
+    assert sent[3] == []
+    for row, logprobs in zip(rows[:3], sent[:3], strict=True):
+        output = [token for token in row.output if token not in EOS]
+        assert [each.token for each in logprobs] == output
+        logits = read(target, row.tokens[:-1], make_prompt_cache(target))[len(row.prompt.tokens) - 1 :]
+        wanted = np.array(nn.log_softmax(logits.astype(mx.float32), axis=-1))
+        for each, right in zip(logprobs, wanted, strict=False):
+            assert each.logprob == pytest.approx(right[each.token], abs=1e-4)
+            best = np.sort(right)[::-1][: row.prompt.logprobs]
+            assert [value for _, value in each.top] == pytest.approx(best.tolist(), abs=1e-4)
+            assert [right[token] for token, _ in each.top] == pytest.approx(best.tolist(), abs=1e-4)
+
+
+@STRATEGIES
+@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
+def test_nothing_is_proposed_for_a_request_that_wants_nothing(
+    target: Model, draft: nn.Module, strategy: Strategy, adaptive: bool
+) -> None:
+    prompts = [Prompt(tokens_of(i), sampling, num_draft_tokens=0) for i, sampling in enumerate(SAMPLINGS[:2])]
+    with using(strategy):
+        decoder = Decoder(
+            target, bare(draft), vocabulary=VOCABULARY, k=K, adaptive=adaptive, lookup=8 if adaptive else 0
+        )
+        alone, _ = finish(decoder, prompts)
+        others = [Prompt(tokens_of(i), sampling) for i, sampling in enumerate(SAMPLINGS)]
+        mixed, _ = finish(decoder, [*others, *prompts])
+    for row in (*alone, *mixed):
+        if row.prompt.num_draft_tokens == 0:
+            assert {round.drafted for round in row.rounds} == {0}
+        if row.prompt.sampling.greedy or row.prompt.sampling.seed is not None:
+            assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, EOS)
+    if not adaptive:
+        assert all(max(round.drafted for round in row.rounds) == K for row in mixed[:3])
+
+
+@STRATEGIES
+@pytest.mark.parametrize("limit", [1, 3])
+def test_a_request_s_proposals_are_no_longer_than_it_wants(
+    target: Model, draft: nn.Module, strategy: Strategy, limit: int
+) -> None:
+    prompts = [Prompt(tokens_of(i), sampling, num_draft_tokens=limit) for i, sampling in enumerate(SAMPLINGS)]
+    prompts += [Prompt(tokens_of(i), sampling) for i, sampling in enumerate(SAMPLINGS)]
+    with using(strategy):
+        rows, _ = finish(Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=True), prompts)
+    for row in rows:
+        longest = max(round.drafted for round in row.rounds)
+        assert longest == (limit if row.prompt.num_draft_tokens else K)
+        if row.prompt.sampling.rule == "match":
+            assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, EOS)
+        for case in row.cases:
+            # A position behind the limit was not proposed, so that nothing was rejected there.
+            of = next(each for each in row.rounds if each.start <= case.position < each.start + each.emitted)
+            assert case.position - of.start < of.drafted
+            assert case.drafted != case.target
+
+
+def test_look_ups_are_no_longer_than_a_request_wants(target: Model) -> None:
+    again = Prompt(tokens_of(0, 30) * 4, Sampling(max_tokens=60), num_draft_tokens=2)
+    decoder = Decoder(target, None, vocabulary=VOCABULARY, k=0, adaptive=True, lookup=8)
+    free = Prompt(again.tokens, again.sampling)
+    rows, _ = finish(decoder, [again, free])
+    looked_up = [[round.drafted for round in row.rounds if round.source is Source.LOOKUP] for row in rows]
+    assert max(looked_up[0], default=0) <= 2
+    assert rows[0].output == rows[1].output
