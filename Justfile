@@ -18,6 +18,10 @@ arrows:
 wheel:
     uv build --quiet --wheel --out-dir "$(mktemp -d)"
 
+# Real clients (openai, anthropic, ...) and schemathesis, each in an environment of its own: `just clients openai`.
+clients *names:
+    uv run python -m tests.clients {{names}}
+
 # The tests of every day: `just test tests/engine -k lossless`.
 test *args:
     uv run pytest {{args}}

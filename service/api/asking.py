@@ -16,8 +16,6 @@ from service.api.mailbox import Mailbox
 from service.core import BadRequest, Encoder, GenerationService, Prompt, Sampling
 from service.metrics import Metrics
 
-MAX_ANSWERS = 8
-
 
 @dataclass(frozen=True, slots=True)
 class Chat:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Coroutine, Iterable
 from typing import Annotated, Any
 
 from fastapi import Request, Response
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from service.api.errors import printable
-from service.api.schemas import MAX_TAG_CHARS, RequestModel
+from service.api.schemas import RequestModel
 from service.api.strict import StrictRoute
-from service.core import BadRequest, Sampling
+from service.core import Sampling
 
 IGNORED = "x-redraft-ignored"
 """Header of a response: the names of what was sent and ignored."""
@@ -22,7 +22,16 @@ def _refuse_unless_empty(value: object) -> None:
         raise ValueError("not served here")
 
 
-Unserved = Annotated[Any, BeforeValidator(_refuse_unless_empty), Field(json_schema_extra={"type": "null"})]
+_EMPTY: dict[str, Any] = {
+    "anyOf": [
+        {"type": "null"},
+        {"const": False},
+        {"const": ""},
+        {"type": "array", "maxItems": 0},
+        {"type": "object", "maxProperties": 0},
+    ]
+}
+Unserved = Annotated[Any, BeforeValidator(_refuse_unless_empty), WithJsonSchema(_EMPTY)]
 """A field that other servers know and this one does not serve: only null and what is empty are accepted."""
 Ignored = Annotated[Any, Field(description="Accepted and ignored; named in the header x-redraft-ignored.")]
 """A field that well-known clients always send and that changes nothing here."""
@@ -74,15 +83,11 @@ def sampling(
         top_p=defaults.top_p if top_p is None else top_p,
         top_k=defaults.top_k if top_k is None else top_k,
         min_p=defaults.min_p if min_p is None else min_p,
-        seed=seed,
+        seed=wrapped(seed),
         stop=tuple(stop),
     )
 
 
-def tag(value: object, field: str) -> str | None:
-    """A client's label for its traffic; None for null. Raises BadRequest for what is not a short printable string."""
-    if value is None or value == "":
-        return None
-    if not isinstance(value, str) or len(value) > MAX_TAG_CHARS or not value.isprintable():
-        raise BadRequest(f"{field} must be a printable string of {MAX_TAG_CHARS} characters at most", field=field)
-    return value
+def wrapped(seed: int | None) -> int | None:
+    """A seed as the engine takes it: below 2**63, since numbers of any length come in JSON."""
+    return None if seed is None else seed % 2**63

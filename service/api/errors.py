@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import cast
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -145,11 +146,28 @@ def invalid(error: RequestValidationError) -> BadRequest:
     """A pydantic validation error, naming every wrong field (five at most) and carrying the first as `param`."""
     problems: list[str] = []
     fields: list[str] = []
-    for item in error.errors()[:MAX_PROBLEMS]:
+    for item in error.errors():
         source, *path = item["loc"]
-        fields.append(".".join(printable(str(part)) for part in path) or str(source))
-        problems.append(f"{fields[-1]}: {item['msg']}")
-    return BadRequest("; ".join(problems), field=fields[0])
+        parts = _path(path, error.body, item["type"]) if source == "body" else path
+        name = ".".join(printable(str(part)) for part in parts) or str(source)
+        if f"{name}: {item['msg']}" not in problems:
+            fields.append(name)
+            problems.append(f"{name}: {item['msg']}")
+    return BadRequest("; ".join(problems[:MAX_PROBLEMS]), field=fields[0])
+
+
+def _path(path: Sequence[object], body: object, kind: str) -> list[object]:
+    """The parts of a place that are in the body, or missing there: pydantic also names the kinds of value it tried."""
+    found: list[object] = []
+    for part in path:
+        if isinstance(body, dict) and part in body:
+            body = cast("dict[object, object]", body)[part]
+        elif isinstance(body, list) and isinstance(part, int) and part < len(cast("list[object]", body)):
+            body = cast("list[object]", body)[part]
+        elif kind != "missing" or part is not path[-1]:
+            continue
+        found.append(part)
+    return found
 
 
 def install(app: FastAPI, metrics: Metrics) -> None:

@@ -10,6 +10,7 @@ from pydantic import BaseModel
 
 from service.api.answers import collect
 from service.api.asking import Asked, Chat, Frontend
+from service.api.compatible import wrapped
 from service.api.errors import describe
 from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
 from service.api.schemas import DEFAULTS, DeltaAnswer, GenerateAnswer, GenerateRequest, Summary, TimingsAnswer, Usage
@@ -51,7 +52,7 @@ def _asked(body: GenerateRequest) -> Asked:
         top_p=body.top_p,
         top_k=body.top_k,
         min_p=body.min_p,
-        seed=body.seed,
+        seed=wrapped(body.seed),
         stop=tuple(body.stop or ()),
     )
     return Asked(

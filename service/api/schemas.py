@@ -16,20 +16,29 @@ MAX_TAG_CHARS = 128
 MAX_MESSAGES = 1024
 DEFAULTS = Sampling()
 
+
+def _whole(value: object) -> object:
+    """JSON has one kind of number: 2.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 Text = Annotated[str, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Tag = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_TAG_CHARS, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Whole = Annotated[int, Field(strict=True)]
+INTEGRAL = BeforeValidator(_whole)
+"""Comes last, so that the schema keeps the bounds."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+Tokens = Annotated[Whole, Field(ge=1, lt=2**31), INTEGRAL]
 StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
 
 
 def _finite_or_none(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value
 
 
 Stops = Annotated[
@@ -64,17 +73,33 @@ class GenerateRequest(RequestModel):
     """The body of POST /generate: exactly one of `prompt` and `messages`. A prompt is one user turn, or plain text to
     complete when `chat_template` is false."""
 
+    model_config = ConfigDict(
+        json_schema_extra={
+            "oneOf": [
+                {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+                {
+                    "required": ["messages"],
+                    "properties": {
+                        "messages": {"type": "array"},
+                        "prompt": {"type": "null"},
+                        "chat_template": {"const": True},
+                    },
+                },
+            ]
+        }
+    )
+
     prompt: Annotated[Text, Field(min_length=1)] | None = None
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)] | None = None
     chat_template: Flag = True
-    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_tokens: Tokens | None = None
     """Tokens of the answer, at most; None: 256, or as many as fit in the context. `finish_reason` is "length" where it cut."""
     temperature: Annotated[Number, Field(ge=0, le=10)] = DEFAULTS.temperature
     """0, and anything below 1e-5, is greedy."""
     top_p: Annotated[Number, Field(gt=0, le=1)] = DEFAULTS.top_p
-    top_k: Annotated[Whole, Field(ge=0, lt=2**31)] = DEFAULTS.top_k
+    top_k: Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL] = DEFAULTS.top_k
     min_p: Annotated[Number, Field(ge=0, le=1)] = DEFAULTS.min_p
-    seed: Annotated[Whole, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[Whole, Field(ge=0), INTEGRAL] | None = None
     stop: Stops | None = None
     """One string or several."""
     stream: Flag = False

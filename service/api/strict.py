@@ -14,9 +14,15 @@ from service.core import BadRequest
 
 
 def parse_json(raw: bytes) -> object:
-    """UTF-8 JSON with unique keys and finite numbers. Raises BadRequest on anything else."""
+    """UTF-8 JSON with unique keys, finite numbers and whole characters. Raises BadRequest on anything else."""
     try:
-        return json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_constant)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_constant)
+        if b"\\u" in raw:
+            # An escape may be half of a surrogate pair, which no UTF-8 can hold.
+            json.dumps(value, ensure_ascii=False).encode()
+        return value
+    except UnicodeEncodeError:
+        raise BadRequest("the body holds half of a surrogate pair", field="body") from None
     except UnicodeDecodeError:
         raise BadRequest("the body is not UTF-8", field="body") from None
     except RecursionError:

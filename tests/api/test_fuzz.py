@@ -15,6 +15,7 @@ from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from service.api.errors import GENERATING
 from tests.support.echo_engine import LIMITS, EchoEngine, EchoServer
 
 JSON = {"content-type": "application/json"}
@@ -26,6 +27,7 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
     max_leaves=12,
 )
+paths = st.sampled_from(sorted(GENERATING))
 text = st.text(st.characters(codec=None), max_size=30)
 like_json = st.text(alphabet='{}[]":,0123456789eE+-.ntfu\\ "prompt"', max_size=60).map(str.encode)
 number = st.integers() | st.floats() | st.sampled_from([2**31, 2**63, 2**63 - 1, 10**400, -0.0, 1e-320, 5e-324])
@@ -78,9 +80,9 @@ def assert_answered(response: httpx.Response) -> None:
 @EXAMPLES
 def test_any_bytes(examples: int) -> None:
     @settings(SETTINGS, max_examples=examples)
-    @given(st.binary(max_size=200) | like_json)
-    def check(body: bytes) -> None:
-        assert_answered(ask("POST", "/generate", body, JSON))
+    @given(paths, st.binary(max_size=200) | like_json)
+    def check(path: str, body: bytes) -> None:
+        assert_answered(ask("POST", path, body, JSON))
 
     check()
 
@@ -88,9 +90,9 @@ def test_any_bytes(examples: int) -> None:
 @EXAMPLES
 def test_any_json(examples: int) -> None:
     @settings(SETTINGS, max_examples=examples)
-    @given(anything)
-    def check(value: Any) -> None:
-        assert_answered(ask("POST", "/generate", json.dumps(value).encode(), JSON))
+    @given(paths, anything)
+    def check(path: str, value: Any) -> None:
+        assert_answered(ask("POST", path, json.dumps(value).encode(), JSON))
 
     check()
 

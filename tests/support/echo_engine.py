@@ -47,11 +47,16 @@ from service.metrics import Metrics
 from service.models.answer import AnswerReader
 
 
+def character(token: int) -> str:
+    """What a token stands for; a question mark where there is no such character."""
+    return chr(token) if token < 0xD800 or 0xE000 <= token < 0x110000 else "?"
+
+
 class Codepoints:
     """core.Encoder: one token per character, and a template of one marker token per turn."""
 
     MARK = 0x110000
-    vocabulary = 0x110001
+    vocabulary = 2**31
 
     def __init__(self) -> None:
         self.chats: list[
@@ -72,7 +77,7 @@ class Codepoints:
         return (*tokens, self.MARK)
 
     def token_bytes(self, token: int) -> bytes:
-        return chr(token).encode()
+        return character(token).encode()
 
     def answer_reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, object]]) -> AnswerReader:
         return AnswerReader(STATES.make_state("normal"), parse_tool_call, tools, "<tool_call>")
@@ -176,7 +181,7 @@ class EchoEngine:
             output.append(token)
             likely = tuple((token + i, -0.5 - i) for i in range(ticket.prompt.logprobs or 0))
             logprobs = () if ticket.prompt.logprobs is None else (TokenLogprobs(token, -0.5, likely),)
-            self._send(ticket, Delta(chr(token), (token,), (len(output) % 2 == 0,), logprobs))
+            self._send(ticket, Delta(character(token), (token,), (len(output) % 2 == 0,), logprobs))
         self.ended[ticket.id] = finish
         prompt = len(ticket.prompt.tokens)
         timings = Timings(

@@ -31,11 +31,11 @@ from service.api.anthropic.schemas import (
     UsageAnswer,
 )
 from service.api.asking import Asked, Chat, Frontend, check_size
-from service.api.compatible import CompatibleRoute, ignored_fields, sampling, tag, with_ignored
+from service.api.compatible import CompatibleRoute, ignored_fields, sampling, with_ignored
 from service.api.errors import describe
 from service.api.exchange import EventStream, Exchange
 from service.api.schemas import TimingsAnswer
-from service.core import BadRequest, Piece, RedraftError, Sampling
+from service.core import Piece, RedraftError, Sampling
 
 IGNORED = ("cache_control", "context_management", "service_tier", "speed", "inference_geo", "diagnostics")
 
@@ -94,7 +94,7 @@ def _asked(body: MessagesRequest, frontend: Frontend) -> Asked:
         ),
         body.max_tokens,
         capped=True,
-        client=tag(user, "metadata.user_id"),
+        client=user,
         store=body.store is not False,
         num_draft_tokens=body.num_draft_tokens,
     )
@@ -109,8 +109,8 @@ def _chat(body: CountRequest) -> Chat:
     turns: list[Mapping[str, object]] = []
     if body.system:
         turns.append({"role": "system", "content": _text(body.system)})
-    for index, message in enumerate(body.messages):
-        turns += _turns(message, index)
+    for message in body.messages:
+        turns += _turns(message)
     tools = body.tools or ()
     if body.tool_choice is not None and body.tool_choice.type == "none":
         tools = ()
@@ -121,30 +121,26 @@ def _text(content: str | Sequence[TextBlock]) -> str:
     return content if isinstance(content, str) else "".join(block.text for block in content)
 
 
-def _turns(message: Message, index: int) -> list[Mapping[str, object]]:
-    """A message as chat templates take it: each tool's result is a turn of its own. Raises BadRequest for blocks that belong to
-    another role."""
+def _turns(message: Message) -> list[Mapping[str, object]]:
+    """A message as chat templates take it: each tool's result is a turn of its own."""
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
     results: list[Mapping[str, object]] = []
     texts, thoughts, calls = list[str](), list[str](), list[object]()
-    for i, block in enumerate(message.content):
+    for block in message.content:
         match block:
             case TextBlock():
                 texts.append(block.text)
-            case ToolResultBlock() if message.role == "user":
+            case ToolResultBlock():
                 content = _text(block.content or "")
                 results.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": content})
-            case ToolUseBlock() if message.role == "assistant":
+            case ToolUseBlock():
                 function = {"name": block.name, "arguments": block.input}
                 calls.append({"id": block.id, "type": "function", "function": function})
-            case ThinkingBlock() if message.role == "assistant":
+            case ThinkingBlock():
                 thoughts.append(block.thinking)
             case RedactedThinkingBlock():
                 pass
-            case _:
-                place = f"messages.{index}.content.{i}.type"
-                raise BadRequest(f"a {message.role} turn has no {block.type} block", field=place)
     turn: dict[str, object] = {"role": message.role, "content": "".join(texts)}
     if thoughts:
         turn["reasoning_content"] = "".join(thoughts)

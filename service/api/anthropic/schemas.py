@@ -11,6 +11,7 @@ from pydantic import Field
 
 from service.api.compatible import Ignored, Unserved
 from service.api.schemas import (
+    INTEGRAL,
     MAX_MESSAGES,
     MAX_STOPS,
     Flag,
@@ -18,8 +19,10 @@ from service.api.schemas import (
     RequestModel,
     ResponseModel,
     StopString,
+    Tag,
     Text,
     TimingsAnswer,
+    Tokens,
     Whole,
 )
 
@@ -75,16 +78,31 @@ class RedactedThinkingBlock(RequestModel):
     data: Ignored = None
 
 
-Block = Annotated[
-    TextBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")
-]
+class UserTurn(RequestModel):
+    """What the user says, and what tools returned."""
+
+    role: Literal["user"]
+    content: Text | list[Annotated[TextBlock | ToolResultBlock, Field(discriminator="type")]]
 
 
-class Message(RequestModel):
-    """One turn."""
+class AssistantTurn(RequestModel):
+    """What the assistant said, thought and called."""
 
-    role: Literal["user", "assistant", "system"]
-    content: Text | list[Block]
+    role: Literal["assistant"]
+    content: (
+        Text
+        | list[Annotated[TextBlock | ToolUseBlock | ThinkingBlock | RedactedThinkingBlock, Field(discriminator="type")]]
+    )
+
+
+class SystemTurn(RequestModel):
+    """What the system says amid a conversation."""
+
+    role: Literal["system"]
+    content: Text | list[TextBlock]
+
+
+Message = Annotated[UserTurn | AssistantTurn | SystemTurn, Field(discriminator="role")]
 
 
 class Tool(RequestModel):
@@ -127,7 +145,7 @@ class OutputConfig(RequestModel):
 class RequestMetadata(RequestModel):
     """user_id: the client, in logs and counts."""
 
-    user_id: Text | None = None
+    user_id: Tag | None = None
 
 
 class CountRequest(RequestModel):
@@ -148,14 +166,14 @@ class CountRequest(RequestModel):
 class MessagesRequest(CountRequest):
     """The body of POST /v1/messages. max_tokens: lowered to what the context holds."""
 
-    max_tokens: Annotated[Whole, Field(ge=1)]
+    max_tokens: Tokens
     temperature: Annotated[Number, Field(ge=0, le=10)] | None = None
     top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[Whole, Field(ge=0, lt=2**31)] | None = None
+    top_k: Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL] | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: Flag | None = None
     metadata: RequestMetadata | None = None
-    num_draft_tokens: Annotated[Whole, Field(ge=0, le=64)] | None = None
+    num_draft_tokens: Annotated[Whole, Field(ge=0, le=64), INTEGRAL] | None = None
     store: Flag | None = None
     container: Unserved = None
     service_tier: Ignored = None

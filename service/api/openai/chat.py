@@ -12,10 +12,11 @@ from pydantic import BaseModel
 
 from service.api.answers import Answer, Part, collect, combined_timings, read_parts
 from service.api.asking import Asked, Chat, Frontend
-from service.api.compatible import CompatibleRoute, ignored_fields, sampling, tag, with_ignored
+from service.api.compatible import CompatibleRoute, ignored_fields, sampling, with_ignored
 from service.api.errors import describe
 from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
 from service.api.openai.schemas import (
+    AssistantTurn,
     ChatAnswer,
     ChatChunk,
     ChatRequest,
@@ -33,10 +34,12 @@ from service.api.openai.schemas import (
     TokenLogprob,
     Tool,
     ToolCallAnswer,
+    ToolCallTurn,
+    ToolTurn,
     UsageAnswer,
 )
 from service.api.schemas import TimingsAnswer
-from service.core import BadRequest, Encoder, RedraftError, TokenLogprobs, ToolCall
+from service.core import Encoder, RedraftError, TokenLogprobs, ToolCall
 
 IGNORED = ("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity")
 
@@ -75,29 +78,23 @@ def _ignored(body: ChatRequest) -> list[str]:
 
 
 def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
-    """Raises BadRequest for fields that do not go together."""
-    if body.top_logprobs and not body.logprobs:
-        raise BadRequest("top_logprobs needs logprobs", field="top_logprobs")
     tokens, name = body.max_tokens, "max_tokens"
     if body.max_completion_tokens is not None:
-        if tokens not in (None, body.max_completion_tokens):
-            raise BadRequest("max_tokens and max_completion_tokens are two", field="max_completion_tokens")
+        # OpenAI's newer name.
         tokens, name = body.max_completion_tokens, "max_completion_tokens"
     tools = () if body.tool_choice == "none" else body.tools or ()
     options = dict(body.chat_template_kwargs or {})
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
         options.setdefault("enable_thinking", body.reasoning_effort != "none")
-    chat = Chat(
-        [template_turn(turn, i) for i, turn in enumerate(body.messages)], [_tool(tool) for tool in tools], options
-    )
+    chat = Chat([template_turn(turn) for turn in body.messages], [_tool(tool) for tool in tools], options)
     return asked_by(
         body,
         chat,
         frontend,
         tokens,
         max_tokens_field=name,
-        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
     )
 
 
@@ -110,7 +107,7 @@ def asked_by(
     max_tokens_field: str = "max_tokens",
     logprobs: int | None,
 ) -> Asked:
-    """What a request to the chat or the completion route asks of one prompt. Raises BadRequest."""
+    """What a request to the chat or the completion route asks of one prompt."""
     return Asked(
         prompt,
         sampling(
@@ -125,38 +122,43 @@ def asked_by(
         max_tokens,
         prompt_field="messages" if isinstance(prompt, Chat) else "prompt",
         max_tokens_field=max_tokens_field,
-        domain=tag((body.metadata or {}).get("domain"), "metadata.domain"),
-        client=tag(body.user, "user"),
+        domain=body.metadata.domain if body.metadata is not None else None,
+        client=body.user,
         store=body.store is not False,
         logprobs=logprobs,
         num_draft_tokens=body.num_draft_tokens,
     )
 
 
-def template_turn(turn: Message, index: int) -> dict[str, object]:
-    """A turn as chat templates take it. Raises BadRequest for what is missing, or belongs to another role."""
-    place = f"messages.{index}"
-    calls, role = turn.tool_calls, turn.role
-    if turn.content is None and not (role == "assistant" and (calls or turn.reasoning_content)):
-        raise BadRequest("a message needs content", field=f"{place}.content")
-    if calls and role != "assistant":
-        raise BadRequest("only the assistant makes tool calls", field=f"{place}.tool_calls")
-    if role == "tool" and turn.tool_call_id is None:
-        raise BadRequest("a tool's answer names its call", field=f"{place}.tool_call_id")
-    new: dict[str, object] = {"role": "system" if role == "developer" else role, "content": joined(turn.content)}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if (value := getattr(turn, name)) is not None:
-            new[name] = value
-    if calls:
-        new["tool_calls"] = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.function.name, "arguments": arguments_of(call.function.arguments)},
-            }
-            for call in calls
-        ]
+def wants_logprobs(body: ChatRequest) -> bool:
+    """Whether log-probabilities are sent: top_logprobs alone asks for them too."""
+    return bool(body.top_logprobs) if body.logprobs is None else body.logprobs
+
+
+def template_turn(turn: Message) -> dict[str, object]:
+    """A turn as chat templates take it."""
+    new: dict[str, object] = {
+        "role": "system" if turn.role == "developer" else turn.role,
+        "content": joined(turn.content),
+    }
+    if turn.name is not None:
+        new["name"] = turn.name
+    match turn:
+        case ToolTurn():
+            new["tool_call_id"] = turn.tool_call_id
+        case AssistantTurn():
+            if turn.reasoning_content is not None:
+                new["reasoning_content"] = turn.reasoning_content
+            if turn.tool_calls:
+                new["tool_calls"] = [_past_call(call) for call in turn.tool_calls]
+        case _:
+            pass
     return new
+
+
+def _past_call(call: ToolCallTurn) -> dict[str, object]:
+    function = {"name": call.function.name, "arguments": arguments_of(call.function.arguments)}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def joined(content: Content | None) -> str:
@@ -210,7 +212,7 @@ class _Writer:
         self._answers = answers
         self._encoder = frontend.encoder
         self._model = body.model or frontend.models.name
-        self._logprobs = bool(body.logprobs)
+        self._logprobs = wants_logprobs(body)
         self._usage = body.stream_options is not None and bool(body.stream_options.include_usage)
         self._id = f"chatcmpl-{exchange.id}"
         self._created = int(time.time())

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from service.api.answers import Answer, EndReason, collect, combined_timings, read_parts
-from service.api.asking import MAX_ANSWERS, Frontend
+from service.api.asking import Frontend
 from service.api.compatible import CompatibleRoute
 from service.api.errors import describe
 from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
@@ -24,7 +24,7 @@ from service.api.openai.schemas import (
     UsageAnswer,
 )
 from service.api.schemas import TimingsAnswer
-from service.core import BadRequest, Encoder, RedraftError, Timings, TokenLogprobs
+from service.core import Encoder, RedraftError, Timings, TokenLogprobs
 
 
 def completion_routes(frontend: Frontend) -> APIRouter:
@@ -40,8 +40,6 @@ def completion_routes(frontend: Frontend) -> APIRouter:
         """Complete prompts: one JSON answer, or server-sent events with `stream`."""
         frontend.models.check(body.model)
         prompts = _prompts(body)
-        if len(prompts) * (body.n or 1) > MAX_ANSWERS:
-            raise BadRequest(f"one request has {MAX_ANSWERS} answers at most", field="n" if body.n else "prompt")
         asked = [asked_by(body, prompt, frontend, body.max_tokens, logprobs=body.logprobs) for prompt in prompts]
         exchange, answers = await frontend.submit(asked, answers=body.n or 1, live=bool(body.stream))
         writer = _Writer(exchange, answers, len(prompts), frontend, body)
@@ -55,17 +53,11 @@ def completion_routes(frontend: Frontend) -> APIRouter:
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
-    """Raises BadRequest where there is none, or an empty one."""
-    prompts: list[str | list[int]] = []
     if isinstance(body.prompt, str):
-        prompts.append(body.prompt)
-    elif body.prompt and isinstance(body.prompt[0], int):
-        prompts.append(cast("list[int]", body.prompt))
-    else:
-        prompts += cast("list[str] | list[list[int]]", body.prompt)
-    if not prompts or not all(prompts):
-        raise BadRequest("the prompt is empty", field="prompt")
-    return prompts
+        return [body.prompt]
+    if isinstance(body.prompt[0], int):
+        return [cast("list[int]", body.prompt)]
+    return [*cast("list[str] | list[list[int]]", body.prompt)]
 
 
 class _Writer:

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from service.api.answers import Answer, EndReason, PieceKind, collect, kind_of, read_parts
 from service.api.asking import Asked, Chat, Frontend
-from service.api.compatible import CompatibleRoute, ignored_fields, sampling, tag, with_ignored
+from service.api.compatible import CompatibleRoute, ignored_fields, sampling, with_ignored
 from service.api.errors import describe
 from service.api.exchange import KEEP_ALIVE, EventStream, Exchange
 from service.api.openai.chat import arguments_of, choice_logprobs
@@ -107,8 +107,8 @@ def _asked(body: ResponsesRequest, frontend: Frontend) -> Asked:
         body.max_output_tokens,
         prompt_field="input",
         max_tokens_field="max_output_tokens",
-        domain=tag((body.metadata or {}).get("domain"), "metadata.domain"),
-        client=tag(body.user, "user"),
+        domain=body.metadata.domain if body.metadata is not None else None,
+        client=body.user,
         store=body.store is not False,
         logprobs=body.top_logprobs or None,
         num_draft_tokens=body.num_draft_tokens,
@@ -217,7 +217,7 @@ class _Writer:
             status=status,
             instructions=body.instructions,
             max_output_tokens=body.max_output_tokens,
-            metadata=body.metadata or {},
+            metadata=body.metadata.model_dump(exclude_unset=True) if body.metadata is not None else {},
             model=self._model,
             output=list(output),
             parallel_tool_calls=body.parallel_tool_calls is not False,

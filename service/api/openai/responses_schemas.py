@@ -23,11 +23,21 @@ from service.api.openai.schemas import (
     Temperature,
     TextFormat,
     TokenLogprob,
-    Tokens,
     TopK,
     TopP,
 )
-from service.api.schemas import MAX_MESSAGES, Flag, RequestModel, ResponseModel, Text, TimingsAnswer, Whole
+from service.api.schemas import (
+    INTEGRAL,
+    MAX_MESSAGES,
+    Flag,
+    RequestModel,
+    ResponseModel,
+    Tag,
+    Text,
+    TimingsAnswer,
+    Tokens,
+    Whole,
+)
 
 # ------------------------------------------------------------------------------------------------------------- request
 
@@ -157,7 +167,7 @@ class ResponsesRequest(RequestModel):
     top_k: TopK | None = None
     min_p: MinP | None = None
     seed: Seed | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL] | None = None
     tools: (
         Annotated[list[Annotated[FunctionTool | HostedTool, Field(discriminator="type")]], Field(max_length=MAX_TOOLS)]
         | None
@@ -171,7 +181,7 @@ class ResponsesRequest(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = None
     store: Flag | None = None
     metadata: Metadata | None = None
-    user: Text | None = None
+    user: Tag | None = None
     truncation: Literal["disabled"] | None = None
     background: Unserved = None
     conversation: Unserved = None
@@ -293,7 +303,7 @@ class ResponsesAnswer(ResponseModel):
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
-    metadata: dict[str, str] = Field(default_factory=dict[str, str])
+    metadata: dict[str, str | None] = Field(default_factory=dict[str, str | None])
     model: str
     output: list[Output]
     parallel_tool_calls: bool

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from service.api.asking import MAX_ANSWERS
 from service.api.compatible import Ignored, Unserved
 from service.api.schemas import (
+    INTEGRAL,
     MAX_MESSAGES,
     MAX_STOPS,
     Flag,
@@ -19,28 +19,33 @@ from service.api.schemas import (
     RequestModel,
     ResponseModel,
     StopString,
+    Tag,
     Text,
     TimingsAnswer,
+    Tokens,
     Whole,
 )
 from service.core import Timings
 
+MAX_ANSWERS = 8
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 256
 MAX_NAME_CHARS = 128
 
 Temperature = Annotated[Number, Field(ge=0, le=10)]
 TopP = Annotated[Number, Field(gt=0, le=1)]
-TopK = Annotated[Whole, Field(ge=-1, lt=2**31)]
+TopK = Annotated[Whole, Field(ge=-1, lt=2**31), INTEGRAL]
 MinP = Annotated[Number, Field(ge=0, le=1)]
-Seed = Annotated[Whole, Field(ge=0, lt=2**63)]
-Tokens = Annotated[Whole, Field(ge=1)]
-DraftTokens = Annotated[Whole, Field(ge=0, le=64)]
-Metadata = dict[Annotated[Text, Field(max_length=64)], Annotated[Text, Field(max_length=512)]]
+Seed = Annotated[Whole, Field(ge=0), INTEGRAL]
+TokenId = Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL]
+DraftTokens = Annotated[Whole, Field(ge=0, le=64), INTEGRAL]
 Name = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 Zero = Annotated[Number, Field(ge=0, le=0)]
 One = Annotated[Number, Field(ge=1, le=1)]
 Schema = dict[str, Any]
+MAX_PROMPTS = 8
+FilledText = Annotated[Text, Field(min_length=1)]
+FilledTokens = Annotated[list[TokenId], Field(min_length=1)]
 
 
 def _as_list(value: object) -> object:
@@ -52,6 +57,13 @@ OptionalStops = Annotated[
     Field(max_length=MAX_STOPS),
     BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString] | None),
 ]
+
+
+class Metadata(RequestModel, extra="allow"):
+    """Labels of the client's. domain: the kind of traffic."""
+
+    __pydantic_extra__: dict[str, Annotated[Text, Field(max_length=512)]]  # pyright: ignore[reportIncompatibleVariableOverride]
+    domain: Tag | None = None
 
 
 class TextPart(RequestModel):
@@ -79,19 +91,48 @@ class ToolCallTurn(RequestModel):
     function: FunctionCall
 
 
-class Message(RequestModel):
-    """One turn of a chat. reasoning_content: what the assistant thought, for templates that read it."""
+class Turn(RequestModel):
+    """What every turn of a chat may have."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content | None = None
     name: Text | None = None
+
+
+class SystemTurn(Turn):
+    """What the system says."""
+
+    role: Literal["system", "developer"]
+    content: Content
+
+
+class UserTurn(Turn):
+    """What the user says."""
+
+    role: Literal["user"]
+    content: Content
+
+
+class AssistantTurn(Turn):
+    """What the assistant said before. reasoning_content: what it thought, for templates that read it."""
+
+    role: Literal["assistant"]
+    content: Content | None = None
     tool_calls: list[ToolCallTurn] | None = None
-    tool_call_id: Text | None = None
     reasoning_content: Text | None = None
     refusal: Unserved = None
     audio: Unserved = None
     annotations: Unserved = None
     function_call: Unserved = None
+
+
+class ToolTurn(Turn):
+    """What a called function returned."""
+
+    role: Literal["tool"]
+    content: Content
+    tool_call_id: Text
+
+
+Message = Annotated[SystemTurn | UserTurn | AssistantTurn | ToolTurn, Field(discriminator="role")]
 
 
 class FunctionDescription(RequestModel):
@@ -134,13 +175,13 @@ class CommonRequest(RequestModel):
     min_p: MinP | None = None
     seed: Seed | None = None
     stop: OptionalStops = None
-    n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS)] | None = None
+    n: Annotated[Whole, Field(ge=1, le=MAX_ANSWERS), INTEGRAL] | None = None
     stream: Flag | None = None
     stream_options: StreamOptions | None = None
     num_draft_tokens: DraftTokens | None = None
     store: Flag | None = None
     metadata: Metadata | None = None
-    user: Text | None = None
+    user: Tag | None = None
     logit_bias: Unserved = None
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
@@ -153,7 +194,7 @@ class ChatRequest(CommonRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Tokens | None = None
     logprobs: Flag | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Flag | None = None
@@ -176,8 +217,13 @@ class ChatRequest(CommonRequest):
 class CompletionRequest(CommonRequest):
     """The body of POST /v1/completions. prompt: a text or token ids, or several of them."""
 
-    prompt: Text | list[Text] | list[Whole] | list[list[Whole]]
-    logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    prompt: (
+        FilledText
+        | Annotated[list[FilledText], Field(min_length=1, max_length=MAX_PROMPTS)]
+        | FilledTokens
+        | Annotated[list[FilledTokens], Field(min_length=1, max_length=MAX_PROMPTS)]
+    )
+    logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL] | None = None
     echo: Unserved = None
     suffix: Unserved = None
     best_of: One | None = None

@@ -1,0 +1,72 @@
+"""Makes each client's environment and runs its script: `python -m tests.clients [NAME ...]`."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from service.evaluation.server import LocalServer
+from tests.support.echo_engine import LIMITS, EchoServer
+
+FOLDER = Path(__file__).parent
+SECONDS = 300
+SETTINGS: dict[str, dict[str, object]] = {
+    "training": {"enabled": False},
+    "server": {"model_aliases": ["gpt-4o-mini", "claude-opus-4-8"]},
+}
+UNBOUNDED = replace(LIMITS, max_body_bytes=2**20, max_tokens=2**31, max_context=2**32)
+"""Whatever the document allows is then served: no document can know how long a prompt may be."""
+ON_ECHO = {"schemathesis"}
+"""Clients that ask thousands of times: an engine that repeats its prompt answers them."""
+
+
+def environments() -> dict[str, list[str]]:
+    """What each client needs, by its name."""
+    lines = (FOLDER / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    pairs = [line.split(":", 1) for line in lines if line and not line.startswith("#")]
+    return {name: packages.split() for name, packages in pairs}
+
+
+def run(name: str, packages: list[str], address: str, folder: Path) -> bool:
+    """Whether the client's script went through; its output is shown where it did not."""
+    uv = shutil.which("uv")
+    assert uv is not None, "uv is not installed"
+    started = time.monotonic()
+    environment = folder / name
+    subprocess.run([uv, "venv", "--quiet", str(environment)], check=True, timeout=SECONDS)
+    python = environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+    subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), *packages], check=True, timeout=SECONDS)
+    script = [str(python), str(FOLDER / f"client_{name}.py"), address]
+    done = subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
+    if done.returncode:
+        print(done.stdout[-20_000:], done.stderr[-8_000:], sep="\n")
+    print(f"{name}: {'failed' if done.returncode else 'passed'} ({time.monotonic() - started:.0f} s)", flush=True)
+    return done.returncode == 0
+
+
+def main(names: list[str]) -> int:
+    """Status 1 where a client failed."""
+    wanted = {name: packages for name, packages in environments().items() if not names or name in names}
+    results: list[bool] = []
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        if any(name not in ON_ECHO for name in wanted):
+            server = LocalServer(folder / "state", SETTINGS, folder / "home")
+            try:
+                server.start()
+                results += [run(name, wanted[name], server.url, folder) for name in wanted if name not in ON_ECHO]
+            finally:
+                server.stop()
+        if any(name in ON_ECHO for name in wanted):
+            with EchoServer(limits=UNBOUNDED).served() as address:
+                results += [run(name, wanted[name], address, folder) for name in wanted if name in ON_ECHO]
+    return 0 if all(results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,36 @@
+"""The `anthropic` package: messages, stream, counts, errors."""
+
+import sys
+
+from anthropic import Anthropic, NotFoundError
+from anthropic.types import Message
+
+client = Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0)
+MODEL = "claude-opus-4-8"
+ASKED = [{"role": "user", "content": "What is 2 + 2?"}]
+
+message = client.messages.create(model=MODEL, max_tokens=60, messages=ASKED)
+Message.model_validate(message.model_dump(mode="json", exclude_unset=True))
+assert "4" in message.content[0].text and message.stop_reason == "end_turn", message
+
+with client.messages.stream(model=MODEL, max_tokens=60, messages=ASKED) as stream:
+    assert "".join(stream.text_stream) == message.content[0].text
+    final = stream.get_final_message()
+assert final.usage.output_tokens == message.usage.output_tokens
+total = message.usage.input_tokens + message.usage.cache_read_input_tokens
+assert final.usage.input_tokens + final.usage.cache_read_input_tokens == total
+
+system = [{"type": "text", "text": "You are brief.", "cache_control": {"type": "ephemeral"}}]
+turns = [*ASKED, {"role": "assistant", "content": message.content}, {"role": "user", "content": "And 3 + 3?"}]
+assert client.messages.create(model=MODEL, max_tokens=20, system=system, messages=turns).content
+counted = client.messages.count_tokens(model=MODEL, messages=ASKED)
+assert counted.input_tokens == total
+stopped = client.messages.create(model=MODEL, max_tokens=60, messages=ASKED, stop_sequences=["4"])
+assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "4")
+
+refused = None
+try:
+    client.messages.create(model="other", max_tokens=5, messages=ASKED)
+except NotFoundError as error:
+    refused = error.body["error"]
+assert refused is not None and refused["type"] == "not_found_error"
