@@ -140,7 +140,7 @@ class Application:
         token_bytes = bytes_per_token(tokenizer)
         self._api = build_api(
             service=self.engine_thread,
-            encoder=TextEncoder(tokenizer),
+            encoder=TextEncoder(tokenizer, serving.pair.vocabulary, serving.pair.eos),
             operator=supervisor,
             metrics=self.metrics,
             limits=Limits(

@@ -13,7 +13,7 @@ from service.api.errors import ModelNotFound
 from service.api.exchange import Exchange
 from service.api.limits import Limits
 from service.api.mailbox import Mailbox
-from service.core import BadRequest, Encoder, GenerationService, Prompt, Sampling
+from service.core import BadRequest, Encoder, GenerationService, Grammar, Prompt, Sampling
 from service.metrics import Metrics
 
 
@@ -30,6 +30,14 @@ class Chat:
     def first_user(self) -> str:
         """The first user message."""
         return next((str(turn["content"]) for turn in self.messages if turn["role"] == "user"), "")
+
+
+@dataclass(frozen=True, slots=True)
+class ForcedCalls:
+    """The answer is to call tools. name: this one; None: any. several: as often as the model likes."""
+
+    name: str | None
+    several: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +58,8 @@ class Asked:
     store: bool = True
     logprobs: int | None = None
     num_draft_tokens: int | None = None
+    grammar: Grammar | None = None
+    forced_calls: ForcedCalls | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +103,7 @@ class Frontend:
         with ExitStack() as held:
             places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * answers)]
             prompts = await to_thread.run_sync(lambda: [to_prompt(each, self.encoder, self.limits) for each in asked])
-            several = [_seeded(prompt, i) for prompt in prompts for i in range(answers)]
+            several = [_answer_number(prompt, i) for prompt in prompts for i in range(answers)]
             try:
                 exchange.submit(self.service, several, places)
             except BaseException:
@@ -109,12 +119,14 @@ class Frontend:
         return Answer(self.encoder.answer_reader(prompt.tokens, chat.tools) if isinstance(chat, Chat) else None)
 
 
-def _seeded(prompt: Prompt, index: int) -> Prompt:
-    """The prompt of the answer of this number: with a seed, each answer has one of its own."""
-    sampling = prompt.sampling
-    if sampling.seed is None or index == 0:
+def _answer_number(prompt: Prompt, index: int) -> Prompt:
+    """The prompt of the answer of this number: each has a seed and a constraint of its own."""
+    if index == 0:
         return prompt
-    return replace(prompt, sampling=replace(sampling, seed=(sampling.seed + index) % 2**63))
+    sampling, constraint = prompt.sampling, prompt.constraint
+    if sampling.seed is not None:
+        sampling = replace(sampling, seed=(sampling.seed + index) % 2**63)
+    return replace(prompt, sampling=sampling, constraint=constraint.copy() if constraint is not None else None)
 
 
 def check_size(asked: Asked, limits: Limits) -> None:
@@ -140,6 +152,7 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits) -> Prompt:
     wanted, name = asked.max_tokens, asked.max_tokens_field
     if wanted is not None and wanted > limits.max_tokens and not asked.capped:
         raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
+    grammar = _grammar(asked, encoder)
     tokens, first_user = _encode(asked, encoder)
     left = limits.max_context - len(tokens)
     if left < 1:
@@ -158,7 +171,28 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits) -> Prompt:
         first_user=first_user,
         logprobs=asked.logprobs,
         num_draft_tokens=asked.num_draft_tokens,
+        constraint=encoder.constraint(grammar, tokens) if grammar is not None else None,
     )
+
+
+def _grammar(asked: Asked, encoder: Encoder) -> Grammar | None:
+    """Raises BadRequest where calls are forced that cannot be."""
+    forced = asked.forced_calls
+    if forced is None:
+        return asked.grammar
+    if asked.grammar is not None:
+        raise BadRequest("forced calls leave no room for another format", field="tool_choice")
+    tools = asked.prompt.tools if isinstance(asked.prompt, Chat) else ()
+    if forced.name is not None:
+        tools = [tool for tool in tools if _name(tool) == forced.name]
+    if not tools:
+        raise BadRequest("there is no such tool to call", field="tool_choice")
+    return encoder.call_grammar(tools, several=forced.several)
+
+
+def _name(tool: Mapping[str, object]) -> object:
+    function = tool["function"]
+    return function["name"] if isinstance(function, dict) else None
 
 
 def _encode(asked: Asked, encoder: Encoder) -> tuple[tuple[int, ...], str]:

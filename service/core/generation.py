@@ -5,11 +5,11 @@ Token ids are the target tokenizer's. Times are UTC. Log-probabilities are natur
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from service.core.errors import RedraftError
 
@@ -54,6 +54,56 @@ class AcceptRule(StrEnum):
     REJECTION = "rejection"
 
 
+class GrammarKind(StrEnum):
+    """What a grammar is written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    CHOICE = "choice"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must be. source: a JSON schema or a list of texts as JSON, a regular expression, or llguidance's dialect
+    of Lark. field: its name in the request, for errors."""
+
+    kind: GrammarKind
+    source: str
+    field: str
+
+
+class Constraint(Protocol):
+    """Which tokens an answer may have, as it grows. Not thread-safe."""
+
+    @property
+    def grammar(self) -> str:
+        """The grammar, as text."""
+        ...
+
+    @property
+    def failed(self) -> bool:
+        """The grammar has met a limit on the way: only an end-of-sequence token is allowed any more."""
+        ...
+
+    def copy(self) -> Constraint:
+        """The same for another answer, from its beginning."""
+        ...
+
+    def masks(self, proposed: Sequence[int]) -> list[bytes]:
+        """The tokens allowed next, and after each proposed token up to the first that is not allowed or ends the answer: bit i
+        of byte b for token 8 b + i, in whole words of 4 bytes."""
+        ...
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        """The answer has these tokens more."""
+        ...
+
+    def forced(self, most: int) -> list[int]:
+        """Tokens of the text that must come next, up to so many; none where there is a choice."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """What one request asks, after templating: token ids and the tags it came with."""
@@ -71,15 +121,18 @@ class Prompt:
     it."""
     logprobs: int | None = None
     """Send the log-probability of every output token, and so many of the most likely tokens with it (TOP_TARGETS at most)."""
+    constraint: Constraint | None = field(default=None, compare=False)
+    """What keeps the answer within a grammar; of this answer alone."""
     num_draft_tokens: int | None = None
     """Tokens proposed for it in a round, at most; 0: none; None: as many as the planner chooses."""
 
 
 class Source(StrEnum):
-    """Who proposed a round's tokens: the draft model, or a look-up in what was said before."""
+    """Who proposed a round's tokens: the draft model, a look-up in what was said before, or a grammar that leaves no choice."""
 
     DRAFT = "draft"
     LOOKUP = "lookup"
+    GRAMMAR = "grammar"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, Self
 
-from service.core.generation import Generation, Prompt, Round, Sink
+from service.core.generation import Constraint, Generation, Grammar, Prompt, Round, Sink
 from service.core.training import AdapterRef, TrainingRun
 
 
@@ -133,6 +133,16 @@ class Encoder(Protocol):
 
     def answer_reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, object]]) -> AnswerReader:
         """A reader of the answer to an encoded chat."""
+        ...
+
+    def constraint(self, grammar: Grammar, prompt: Sequence[int]) -> Constraint:
+        """What keeps the answer to an encoded prompt within a grammar, which begins after the model's reasoning. Raises
+        BadRequest naming the grammar's field where it cannot be compiled."""
+        ...
+
+    def call_grammar(self, tools: Sequence[Mapping[str, object]], *, several: bool) -> Grammar:
+        """The grammar of answers that call these tools, once or several times. Raises BadRequest where the model's format for
+        calls has none here."""
         ...
 
 

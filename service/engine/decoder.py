@@ -23,7 +23,7 @@ from service.engine.costs import Load
 from service.engine.drafters.lookup import MIN_SHARED_MATCH, Lookup, LookupProposal
 from service.engine.evidence import gather_evidence, split_rows
 from service.engine.kv.prefix import PrefixCache
-from service.engine.planner import Choice, DraftSteps, Match, Planner
+from service.engine.planner import FORCED, Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.replay import SEEN_BEFORE
 from service.engine.request import Request, prefill_ratio
@@ -307,6 +307,9 @@ class Decoder:
         # Every row gets one token at least of the round that is not read yet.
         if any(row.emitted + 1 >= row.prompt.sampling.max_tokens or row.finish for row in rows):
             return None
+        # What a grammar allows depends on the tokens.
+        if any(row.prompt.constraint is not None for row in rows):
+            return None
         if any(found is not None and found.length >= MIN_SHARED_MATCH for found in plan.found):
             return None
         load = replace(plan.load, held=plan.load.held + 1 + plan.choice.proposed // 2, unread=0)
@@ -372,8 +375,15 @@ class Decoder:
     def _look_up(self, rows: Sequence[Request]) -> list[LookupProposal | None]:
         if self.lookup is None:
             return [None] * len(rows)
-        found = [self.lookup.find(row.tokens, row.ngrams) for row in rows]
+        found = [self._forced(row) or self.lookup.find(row.tokens, row.ngrams) for row in rows]
         return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]
+
+    def _forced(self, row: Request) -> LookupProposal | None:
+        """What a row's grammar leaves no choice about."""
+        assert self.lookup is not None
+        constraint = row.prompt.constraint
+        tokens = constraint.forced(self.lookup.max_tokens) if constraint is not None else []
+        return LookupProposal(FORCED, tokens, Source.GRAMMAR) if tokens else None
 
     def _log_evidence(self, step: Step, outcome: Outcome, live: Sequence[int]) -> None:
         """Add the round's evidence to the rows that need it."""
@@ -382,7 +392,7 @@ class Decoder:
         if not needing:
             return
         drafted = [
-            [] if source is Source.LOOKUP else tokens
+            tokens if source is Source.DRAFT else []
             for tokens, source in zip(outcome.proposed, step.plan.sources, strict=True)
         ]
         if step.arrays.evidence:

@@ -19,6 +19,8 @@ from service.engine.strategy import current
 
 LOOKED_UP = {8: 0.8, 4: 0.6, 2: 0.4}
 """Acceptance rate of look-ups before any was verified, by how many tokens matched at least."""
+FORCED, FORCED_RATE = 16, 0.95
+"""The same of tokens that a grammar forces, counted as a match of this length: the model may cut their text differently."""
 SWITCH_GAIN = 1.03
 """Another draft length must promise so many times the tokens per second; parking the draft needs no margin."""
 PROBE = 32
@@ -41,7 +43,7 @@ UNMEASURED = 4
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A look-up's result for a row. length: tokens that matched, a key of LOOKED_UP. available: tokens that follow."""
+    """A look-up's result for a row. length: tokens that matched, a key of LOOKED_UP, or FORCED. available: tokens after it."""
 
     length: int
     available: int
@@ -163,7 +165,9 @@ class Planner:
         self.costs = RoundCosts(seeds, max(drafted, looked_up))
         self._draft_lengths = allowed(drafted)
         self._lookup_lengths = allowed(looked_up)
-        self._lookups = {length: Acceptance(looked_up, prior) for length, prior in LOOKED_UP.items()}
+        self._lookups = {
+            length: Acceptance(looked_up, prior) for length, prior in [*LOOKED_UP.items(), (FORCED, FORCED_RATE)]
+        }
         self.restart()
 
     def restart(self) -> None:

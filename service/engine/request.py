@@ -149,6 +149,11 @@ class Request:
                 self.finish = FinishReason.LENGTH
             if self.finish:
                 break
+        if (constraint := self.prompt.constraint) is not None:
+            constraint.advance(tokens[:emitted])
+            if constraint.failed:
+                # Only the end was allowed: the answer is cut, not complete.
+                self.finish = FinishReason.LENGTH
         verified = min(len(drafted), emitted) if self.finish else len(drafted)
         self.rounds.append(Round(adapter, start, verified, min(accepted, emitted), emitted, source))
         self.last_token_at = time.perf_counter()
@@ -166,7 +171,10 @@ class Request:
         """
         newest, accepted = self.rounds[-1], len(tokens) - 1
         self.evidence.append((evidence, newest.emitted))
-        if newest.source is Source.DRAFT and accepted < len(drafted) and newest.emitted == accepted + 1:
+        # A token that a grammar forbids was not the target's to reject.
+        forbidden = self.prompt.constraint is not None and evidence.p == 0.0
+        rejected = newest.source is Source.DRAFT and accepted < len(drafted) and newest.emitted == accepted + 1
+        if rejected and not forbidden:
             top = evidence.top_logprobs[accepted]
             margin = float(top[0] - top[1]) if len(top) > 1 else float("inf")
             self.cases.append(

@@ -39,7 +39,8 @@ class Plan:
     @property
     def sources(self) -> list[Source]:
         """Who proposes each row's tokens."""
-        return [Source.LOOKUP if n else Source.DRAFT for n in self.choice.looked_up]
+        pairs = zip(self.choice.looked_up, self.found, strict=True)
+        return [found.source if n and found else Source.DRAFT for n, found in pairs]
 
     def having(self, drafted: int) -> Plan:
         """The plan after the draft stopped at so many tokens."""

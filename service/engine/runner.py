@@ -15,6 +15,7 @@ from service.engine.batch import Batch, drafts
 from service.engine.drafters.proposal import Proposal, Unread, prefer_lookups
 from service.engine.evidence import RoundEvidence
 from service.engine.kv.cache import RowCache
+from service.engine.masks import RoundMasks, allow
 from service.engine.replay import Replay
 from service.engine.request import Request
 from service.engine.rounds import Outcome, Plan, RoundArrays, Step
@@ -148,7 +149,8 @@ class Runner:
         if not any(map(drafts, rows)):
             return None
         try:
-            proposal = drafter.propose(plan.visible, plan.steps, sampling, noise, key, after)
+            masks = RoundMasks.of(rows, self.vocabulary)
+            proposal = drafter.propose(plan.visible, plan.steps, sampling, noise, key, after, masks)
             if proposal is not None:
                 # What MLX refuses to run is then raised here, before the target's cache depends on it.
                 device.launch(proposal.tokens, proposal.usable, [] if proposal.logq is None else proposal.logq)
@@ -174,10 +176,11 @@ class Runner:
         most = max(map(len, lookups), default=0) if drafted is None else choice.proposed
         finite = None
         if drafted is not None:
-            finite, count = drafted.usable, drafted.tokens.shape[1]
+            finite = drafted.usable if drafted.finite is None else drafted.finite
+            count = drafted.tokens.shape[1]
             limits = [_most(row, count) for row in rows]
             if min(limits) < count:
-                drafted = replace(drafted, usable=finite & (mx.arange(count) < mx.array(limits)[:, None]))
+                drafted = replace(drafted, usable=drafted.usable & (mx.arange(count) < mx.array(limits)[:, None]))
         proposal = prefer_lookups(drafted, lookups, most, self.vocabulary, sampling.unseeded)
         if before is None or before.arrays.newest is None:
             latest = mx.array(np.array([[row.tokens[-1]] for row in rows], dtype=np.int32))
@@ -193,6 +196,7 @@ class Runner:
             key,
             sampling.leaves(),
             any(row.needs_evidence(self._collect) for row in rows),
+            self._bits(rows, lookups, None if drafted is None else proposal),
         )
         arrays = RoundArrays(**self._replay(arguments, cache, count))
         if arrays.features is not None:
@@ -204,16 +208,29 @@ class Runner:
             step.launch()
         return step
 
+    def _bits(
+        self, rows: Sequence[Request], lookups: Sequence[Sequence[int]], proposal: Proposal | None
+    ) -> mx.array | None:
+        """The tokens allowed at each position of a round; None where all are. Waits for what the draft has proposed. lookups:
+        all that is proposed where `proposal` is None."""
+        masks = RoundMasks.of(rows, self.vocabulary)
+        if masks is None:
+            return None
+        if proposal is None:
+            return masks.bits(lookups)
+        (tokens,) = device.read(proposal.tokens)
+        return masks.bits(tokens.tolist())
+
     def _verified(self, arguments: Sequence[Any], cache: RowCache) -> dict[str, Any]:
         """A round's arrays, as a tree. arguments: see `_verify`."""
-        latest, proposed, draft, finite, noise, key, leaves, collect = arguments
+        latest, proposed, draft, finite, noise, key, leaves, collect, bits = arguments
         proposal, drafted = (None if tree is None else Proposal(**tree) for tree in (proposed, draft))
         sampling, starts = SamplingBatch.of_leaves(leaves), None if cache.states else cache.lengths.starts(cache.ahead)
         tokens = latest
         if proposal is not None:
             tokens = mx.concatenate([latest.astype(proposal.tokens.dtype), proposal.tokens], axis=1)
         logits, features = self._batch.target.logits_and_features(tokens, cache)
-        logits = logits[..., : self.vocabulary]
+        logits = allow(logits[..., : self.vocabulary], bits)
         distribution = transform(logits, sampling)
         accepted, following = accept.accept(distribution, sampling, noise, proposal, key)
         arrays = RoundArrays(following[:, None], features=features, finite=finite)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from threading import Lock
 from typing import Any, cast
 
 from jinja2 import TemplateError
 from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.tool_parsers import json_tools
 from tokenizers import pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from service.core import BadRequest
+from service.core import BadRequest, Constraint, Grammar, GrammarKind
 from service.models.answer import AnswerReader
+from service.models.grammar import Grammars, hermes_grammar
 
 LOSSLESS_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
 """Normalizers and pre-tokenizers (types of the tokenizers library) that drop no text. NFC may shorten it."""
@@ -89,12 +91,19 @@ def _is_byte_level(tokenizer: TokenizerWrapper) -> bool:
 
 
 class TextEncoder:
-    """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer is used under a lock."""
+    """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer is used under a lock.
 
-    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+    vocabulary: width of the target's logits, if it is known. eos: tokens that end an answer; None: the tokenizer's own.
+    """
+
+    def __init__(
+        self, tokenizer: TokenizerWrapper, vocabulary: int | None = None, eos: Collection[int] | None = None
+    ) -> None:
         self._tokenizer = tokenizer
         self._lock = Lock()
         self.vocabulary = len(tokenizer)
+        ends = tokenizer.eos_token_ids if eos is None else eos
+        self._grammars = Grammars(tokenizer, vocabulary or self.vocabulary, ends)
         self._added = frozenset(tokenizer.get_added_vocab().values())
         self._bytes: dict[str, int] = {}
         """What each character of a byte-level vocabulary stands for; empty for other vocabularies."""
@@ -153,6 +162,32 @@ class TextEncoder:
             state = "reasoning"
         start = self._tokenizer.tool_call_start or ""
         return AnswerReader(self._states.make_state(state), self._tokenizer.tool_parser, tools, start)
+
+    def constraint(self, grammar: Grammar, prompt: Sequence[int]) -> Constraint:
+        """See core.Encoder."""
+        tokenizer = self._tokenizer
+        opening, closing = tokenizer.think_start_tokens or (), tokenizer.think_end_tokens or ()
+        if not closing or self._opens_reasoning(list(prompt)):
+            return self._grammars.constraint(grammar, closing=closing)
+        if len(opening) != 1 or tokenizer.rfind_think_end(list(prompt)) >= 0:
+            # The template has closed it, or where it begins cannot be told by a token.
+            return self._grammars.constraint(grammar)
+        return self._grammars.constraint(grammar, opening[0], closing)
+
+    def call_grammar(self, tools: Sequence[Mapping[str, object]], *, several: bool) -> Grammar:
+        """See core.Encoder."""
+        tokenizer = self._tokenizer
+        if not tokenizer.has_tool_calling:
+            raise BadRequest("this model was not trained to call tools: its chat template has none", field="tools")
+        if tokenizer.tool_parser is not json_tools.parse_tool_call:
+            raise BadRequest("calls cannot be forced in this model's format", field="tool_choice")
+        start, end = (self._marker(each) for each in (tokenizer.tool_call_start, tokenizer.tool_call_end))
+        return Grammar(GrammarKind.LARK, hermes_grammar(tools, start, end, several=several), "tools")
+
+    def _marker(self, text: str | None) -> str:
+        """A marker as Lark takes it: a special token by its name, else a text."""
+        assert text is not None
+        return text if text in self._tokenizer.all_special_tokens else json.dumps(text)
 
     def _opens_reasoning(self, prompt: list[int]) -> bool:
         """Whether the template has opened the reasoning, as mlx-lm's server decides it."""

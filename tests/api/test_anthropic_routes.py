@@ -155,6 +155,20 @@ def test_one_call_at_a_time() -> None:
     assert answer["stop_reason"] == "tool_use"
 
 
+@pytest.mark.parametrize(
+    ("more", "grammar"),
+    [
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"a": 1}}}}, 'json_schema: {"a": 1}'),
+        ({"tools": [TOOL], "tool_choice": {"type": "any"}}, "lark: 1 tools, several: True"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "now"}}, "lark: 1 tools, several: False"),
+    ],
+)
+def test_what_an_answer_must_be(server: EchoServer, http: httpx.Client, more: dict[str, Any], grammar: str) -> None:
+    assert http.post(MESSAGES, json=body("a", **more)).status_code == 200
+    constraint = server.engine.tickets[-1].prompt.constraint
+    assert constraint is not None and constraint.grammar == grammar
+
+
 def test_max_tokens_is_lowered_to_what_the_context_holds(server: EchoServer, http: httpx.Client) -> None:
     answer = http.post(MESSAGES, json=body("x" * 3_100, max_tokens=32_000)).json()
     assert server.engine.tickets[-1].prompt.sampling.max_tokens == LIMITS.max_context - 3_102
@@ -173,7 +187,8 @@ def test_tokens_are_counted_without_generating(server: EchoServer, http: httpx.C
     ("more", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice.type"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [TOOL_USE]}]}, "messages.0.content"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),

@@ -239,6 +239,61 @@ def test_a_tools_round_trip(server: EchoServer, http: httpx.Client) -> None:
     assert server.encoder.chats[-1][1] == []
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
+GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
+    (CHAT, {"response_format": {"type": "json_object"}}, 'json_schema: {"type": "object"}'),
+    (
+        CHAT,
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}},
+        f"json_schema: {json.dumps(SCHEMA)}",
+    ),
+    (CHAT, {"structured_outputs": {"json": SCHEMA}}, f"json_schema: {json.dumps(SCHEMA)}"),
+    (COMPLETIONS, {"structured_outputs": {"regex": "a+"}}, "regex: a+"),
+    (COMPLETIONS, {"structured_outputs": {"choice": ["a", "b"]}}, 'choice: ["a", "b"]'),
+    (CHAT, {"structured_outputs": {"grammar": "start: /a/"}}, "lark: start: /a/"),
+    (CHAT, {"structured_outputs": {"json_object": True}}, 'json_schema: {"type": "object"}'),
+    (CHAT, {"tools": [TOOL, TOOL], "tool_choice": "required"}, "lark: 2 tools, several: True"),
+    (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": "required", "parallel_tool_calls": False},
+        "lark: 1 tools, several: False",
+    ),
+    (
+        CHAT,
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "now"}}},
+        "lark: 1 tools, several: False",
+    ),
+    (RESPONSES, {"text": {"format": {"type": "json_object"}}}, 'json_schema: {"type": "object"}'),
+    (
+        RESPONSES,
+        {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}},
+        f"json_schema: {json.dumps(SCHEMA)}",
+    ),
+    (RESPONSES, {"tools": [FLAT_TOOL], "tool_choice": "required"}, "lark: 1 tools, several: True"),
+    (
+        RESPONSES,
+        {"tools": [FLAT_TOOL], "tool_choice": {"type": "function", "name": "now"}},
+        "lark: 1 tools, several: False",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "more", "grammar"), GRAMMARS, ids=lambda value: str(value)[:40])
+def test_what_an_answer_must_be(
+    server: EchoServer, http: httpx.Client, path: str, more: dict[str, Any], grammar: str
+) -> None:
+    asked: dict[str, Any] = {
+        CHAT: {"messages": user("a"), "n": 2},
+        COMPLETIONS: {"prompt": "a"},
+        RESPONSES: {"input": "a"},
+    }
+    response = http.post(path, json={**asked[path], **more})
+    assert response.status_code == 200, response.text
+    constraints = [ticket.prompt.constraint for ticket in server.engine.tickets[-2 if path == CHAT else -1 :]]
+    assert [each.grammar for each in constraints if each is not None] == [grammar] * len(constraints)
+    assert len({id(each) for each in constraints}) == len(constraints)
+
+
 def test_template_arguments(server: EchoServer, http: httpx.Client) -> None:
     asked = {"messages": user("a"), "reasoning_effort": "none", "chat_template_kwargs": {"custom": 1}}
     assert http.post(CHAT, json=asked).status_code == 200
@@ -261,8 +316,19 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": user("a"), "max_completion_tokens": 100_000}, "max_completion_tokens"),
     ({"messages": user("a"), "frequency_penalty": 0.5}, "frequency_penalty"),
     ({"messages": user("a"), "logit_bias": {"5": 1}}, "logit_bias"),
-    ({"messages": user("a"), "response_format": {"type": "json_object"}}, "response_format.type"),
-    ({"messages": user("a"), "tool_choice": "required", "tools": [TOOL]}, "tool_choice"),
+    ({"messages": user("a"), "response_format": {"type": "xml"}}, "response_format"),
+    ({"messages": user("a"), "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+    ({"messages": user("a"), "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
+    ({"messages": user("a"), "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
+    ({"messages": user("a"), "tool_choice": "required"}, "tool_choice"),
+    (
+        {"messages": user("a"), "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        "tool_choice",
+    ),
+    (
+        {"messages": user("a"), "tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
+        "tool_choice",
+    ),
     ({"messages": user("a"), "functions": [{"name": "f"}]}, "functions"),
     ({"messages": user("a"), "modalities": ["audio"]}, "modalities.0"),
     ({"messages": user("a"), "num_draft_tokens": -1}, "num_draft_tokens"),
@@ -518,7 +584,7 @@ def test_a_response_that_was_cut_is_incomplete(http: httpx.Client) -> None:
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "conversation": "c"}, "conversation"),
-        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}}}, "text.format.type"),
+        ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format"),
         ({"input": "a", "tool_choice": "required"}, "tool_choice"),
         ({"input": "a", "truncation": "auto"}, "truncation"),
         ({"input": "a", "tools": [{"type": "mcp"}]}, "tools.0"),

@@ -29,6 +29,8 @@ from service.core import (
     Failed,
     Finished,
     FinishReason,
+    Grammar,
+    GrammarKind,
     NotFound,
     Overloaded,
     Progress,
@@ -82,6 +84,12 @@ class Codepoints:
     def answer_reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, object]]) -> AnswerReader:
         return AnswerReader(STATES.make_state("normal"), parse_tool_call, tools, "<tool_call>")
 
+    def constraint(self, grammar: Grammar, prompt: Sequence[int]) -> NamedGrammar:
+        return NamedGrammar(f"{grammar.kind}: {grammar.source}")
+
+    def call_grammar(self, tools: Sequence[Mapping[str, object]], *, several: bool) -> Grammar:
+        return Grammar(GrammarKind.LARK, f"{len(tools)} tools, several: {several}", "tools")
+
     def encode_text(self, text: str) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)
 
@@ -93,6 +101,26 @@ STATES = TextStateMachine(
         "tool": [("</tool_call>", "normal")],
     }
 )
+
+
+@dataclass
+class NamedGrammar:
+    """core.Constraint of an engine that masks nothing."""
+
+    grammar: str
+    failed: bool = False
+
+    def copy(self) -> NamedGrammar:
+        return replace(self)
+
+    def masks(self, proposed: Sequence[int]) -> list[bytes]:
+        return []
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        pass
+
+    def forced(self, most: int) -> list[int]:
+        return []
 
 
 class FailingEncoder(Codepoints):

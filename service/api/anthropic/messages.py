@@ -18,6 +18,7 @@ from service.api.anthropic.schemas import (
     Message,
     MessagesAnswer,
     MessagesRequest,
+    NamedToolChoice,
     RedactedThinkingBlock,
     StopReason,
     TextAnswer,
@@ -25,17 +26,18 @@ from service.api.anthropic.schemas import (
     ThinkingAnswer,
     ThinkingBlock,
     Tool,
+    ToolChoice,
     ToolResultBlock,
     ToolUseAnswer,
     ToolUseBlock,
     UsageAnswer,
 )
-from service.api.asking import Asked, Chat, Frontend, check_size
+from service.api.asking import Asked, Chat, ForcedCalls, Frontend, check_size
 from service.api.compatible import CompatibleRoute, ignored_fields, sampling, with_ignored
 from service.api.errors import describe
 from service.api.exchange import EventStream, Exchange
 from service.api.schemas import TimingsAnswer
-from service.core import Piece, RedraftError, Sampling
+from service.core import Grammar, GrammarKind, Piece, RedraftError, Sampling
 
 IGNORED = ("cache_control", "context_management", "service_tier", "speed", "inference_geo", "diagnostics")
 
@@ -76,7 +78,7 @@ def messages_routes(frontend: Frontend) -> APIRouter:
 
 def _ignored(body: CountRequest) -> list[str]:
     names = ignored_fields(body, IGNORED)
-    if any(tool.strict for tool in body.tools or ()):
+    if any(tool.strict for tool in body.tools or ()) and _forced_calls(body) is None:
         names.append("tools.strict")
     return names
 
@@ -97,7 +99,26 @@ def _asked(body: MessagesRequest, frontend: Frontend) -> Asked:
         client=user,
         store=body.store is not False,
         num_draft_tokens=body.num_draft_tokens,
+        grammar=_grammar(body),
+        forced_calls=_forced_calls(body),
     )
+
+
+def _grammar(body: CountRequest) -> Grammar | None:
+    wanted = body.output_config.format if body.output_config is not None else None
+    if wanted is None:
+        return None
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted.schema_), "output_config.format.schema")
+
+
+def _forced_calls(body: CountRequest) -> ForcedCalls | None:
+    match body.tool_choice:
+        case NamedToolChoice(name=name):
+            return ForcedCalls(name, several=False)
+        case ToolChoice(type="any", disable_parallel_tool_use=single):
+            return ForcedCalls(None, several=not single)
+        case _:
+            return None
 
 
 def _chat(body: CountRequest) -> Chat:

@@ -121,9 +121,17 @@ class Tool(RequestModel):
 
 
 class ToolChoice(RequestModel):
-    """auto or none: calls cannot be forced."""
+    """auto, none, or any: one tool must be called."""
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any"]
+    disable_parallel_tool_use: Flag | None = None
+
+
+class NamedToolChoice(RequestModel):
+    """This tool must be called."""
+
+    type: Literal["tool"]
+    name: Name
     disable_parallel_tool_use: Flag | None = None
 
 
@@ -135,11 +143,18 @@ class Thinking(RequestModel):
     display: Ignored = None
 
 
+class SchemaFormat(RequestModel):
+    """JSON under a schema."""
+
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
 class OutputConfig(RequestModel):
-    """effort: passed to the chat template."""
+    """effort: passed to the chat template. format: of the answer."""
 
     effort: Annotated[Text, Field(min_length=1, max_length=16)] | None = None
-    format: Unserved = None
+    format: SchemaFormat | None = None
 
 
 class RequestMetadata(RequestModel):
@@ -155,7 +170,7 @@ class CountRequest(RequestModel):
     model: Text | None = None
     system: Text | list[TextBlock] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: Annotated[ToolChoice | NamedToolChoice, Field(discriminator="type")] | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: Ignored = None

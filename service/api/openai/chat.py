@@ -11,11 +11,12 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
 from service.api.answers import Answer, Part, collect, combined_timings, read_parts
-from service.api.asking import Asked, Chat, Frontend
+from service.api.asking import Asked, Chat, ForcedCalls, Frontend
 from service.api.compatible import CompatibleRoute, ignored_fields, sampling, with_ignored
 from service.api.errors import describe
 from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
 from service.api.openai.schemas import (
+    JSON_OBJECT,
     AssistantTurn,
     ChatAnswer,
     ChatChunk,
@@ -27,10 +28,13 @@ from service.api.openai.schemas import (
     CommonRequest,
     Content,
     FunctionCallAnswer,
+    JsonFormat,
     LikelyToken,
     Message,
     MessageAnswer,
     MetricsAnswer,
+    NamedTool,
+    SchemaFormat,
     TokenLogprob,
     Tool,
     ToolCallAnswer,
@@ -39,7 +43,7 @@ from service.api.openai.schemas import (
     UsageAnswer,
 )
 from service.api.schemas import TimingsAnswer
-from service.core import Encoder, RedraftError, TokenLogprobs, ToolCall
+from service.core import BadRequest, Encoder, Grammar, GrammarKind, RedraftError, TokenLogprobs, ToolCall
 
 IGNORED = ("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity")
 
@@ -72,7 +76,7 @@ def chat_routes(frontend: Frontend) -> APIRouter:
 
 def _ignored(body: ChatRequest) -> list[str]:
     names = ignored_fields(body, IGNORED)
-    if any(tool.function.strict for tool in body.tools or ()):
+    if any(tool.function.strict for tool in body.tools or ()) and _forced_calls(body) is None:
         names.append("tools.function.strict")
     return names
 
@@ -95,6 +99,7 @@ def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
         tokens,
         max_tokens_field=name,
         logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
+        forced_calls=_forced_calls(body),
     )
 
 
@@ -106,8 +111,9 @@ def asked_by(
     *,
     max_tokens_field: str = "max_tokens",
     logprobs: int | None,
+    forced_calls: ForcedCalls | None = None,
 ) -> Asked:
-    """What a request to the chat or the completion route asks of one prompt."""
+    """What a request to the chat or the completion route asks of one prompt. Raises BadRequest."""
     return Asked(
         prompt,
         sampling(
@@ -127,7 +133,36 @@ def asked_by(
         store=body.store is not False,
         logprobs=logprobs,
         num_draft_tokens=body.num_draft_tokens,
+        grammar=_grammar(body),
+        forced_calls=forced_calls,
     )
+
+
+def _grammar(body: CommonRequest) -> Grammar | None:
+    """Raises BadRequest where more than one is given."""
+    given = body.structured_outputs.grammars() if body.structured_outputs is not None else []
+    match body.response_format:
+        case JsonFormat():
+            given.append(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(JSON_OBJECT), "response_format"))
+        case SchemaFormat(json_schema=wanted):
+            source = json.dumps(wanted.schema_)
+            given.append(Grammar(GrammarKind.JSON_SCHEMA, source, "response_format.json_schema.schema"))
+        case _:
+            pass
+    if len(given) > 1:
+        raise BadRequest("an answer has one format", field=given[-1].field)
+    return given[0] if given else None
+
+
+def _forced_calls(body: ChatRequest) -> ForcedCalls | None:
+    several = body.parallel_tool_calls is not False
+    match body.tool_choice:
+        case NamedTool(function=function):
+            return ForcedCalls(function.name, several=False)
+        case "required":
+            return ForcedCalls(None, several)
+        case _:
+            return None
 
 
 def wants_logprobs(body: ChatRequest) -> bool:

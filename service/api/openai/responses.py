@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -11,12 +12,14 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from service.api.answers import Answer, EndReason, PieceKind, collect, kind_of, read_parts
-from service.api.asking import Asked, Chat, Frontend
+from service.api.asking import Asked, Chat, ForcedCalls, Frontend
 from service.api.compatible import CompatibleRoute, ignored_fields, sampling, with_ignored
 from service.api.errors import describe
 from service.api.exchange import KEEP_ALIVE, EventStream, Exchange
 from service.api.openai.chat import arguments_of, choice_logprobs
 from service.api.openai.responses_schemas import (
+    FlatNamedTool,
+    FlatSchemaFormat,
     FunctionCallItem,
     FunctionCallOutputItem,
     FunctionTool,
@@ -39,9 +42,9 @@ from service.api.openai.responses_schemas import (
     ResponsesUsage,
     Status,
 )
-from service.api.openai.schemas import MetricsAnswer
+from service.api.openai.schemas import JSON_OBJECT, JsonFormat, MetricsAnswer
 from service.api.schemas import ResponseModel, TimingsAnswer
-from service.core import Piece, RedraftError, Timings, TokenLogprobs
+from service.core import Grammar, GrammarKind, Piece, RedraftError, Timings, TokenLogprobs
 
 IGNORED = (
     "include",
@@ -83,7 +86,8 @@ def responses_routes(frontend: Frontend) -> APIRouter:
 def _ignored(body: ResponsesRequest) -> list[str]:
     names = ignored_fields(body, IGNORED)
     names += sorted({f"tools.{tool.type}" for tool in body.tools or () if isinstance(tool, HostedTool)})
-    if any(isinstance(tool, FunctionTool) and tool.strict for tool in body.tools or ()):
+    strict = any(isinstance(tool, FunctionTool) and tool.strict for tool in body.tools or ())
+    if strict and _forced_calls(body) is None:
         names.append("tools.strict")
     return names
 
@@ -112,7 +116,29 @@ def _asked(body: ResponsesRequest, frontend: Frontend) -> Asked:
         store=body.store is not False,
         logprobs=body.top_logprobs or None,
         num_draft_tokens=body.num_draft_tokens,
+        grammar=_grammar(body),
+        forced_calls=_forced_calls(body),
     )
+
+
+def _grammar(body: ResponsesRequest) -> Grammar | None:
+    match body.text.format if body.text is not None else None:
+        case JsonFormat():
+            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(JSON_OBJECT), "text.format")
+        case FlatSchemaFormat(schema_=schema):
+            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), "text.format.schema")
+        case _:
+            return None
+
+
+def _forced_calls(body: ResponsesRequest) -> ForcedCalls | None:
+    match body.tool_choice:
+        case FlatNamedTool(name=name):
+            return ForcedCalls(name, several=False)
+        case "required":
+            return ForcedCalls(None, several=body.parallel_tool_calls is not False)
+        case _:
+            return None
 
 
 def _tool(tool: FunctionTool) -> dict[str, object]:
@@ -211,6 +237,8 @@ class _Writer:
         self, status: Literal["in_progress", "completed", "incomplete", "failed"], output: Sequence[Output]
     ) -> ResponsesAnswer:
         body, chosen = self._body, self._asked.sampling
+        text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
+        text.setdefault("format", {"type": "text"})
         return ResponsesAnswer(
             id=f"resp_{self._exchange.id}",
             created_at=self._created,
@@ -223,6 +251,7 @@ class _Writer:
             parallel_tool_calls=body.parallel_tool_calls is not False,
             reasoning={"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             temperature=chosen.temperature,
+            text=text,
             tool_choice=body.tool_choice or "auto",
             tools=[tool.model_dump(exclude_none=True) for tool in body.tools or () if isinstance(tool, FunctionTool)],
             top_logprobs=body.top_logprobs or 0,

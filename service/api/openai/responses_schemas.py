@@ -14,6 +14,8 @@ from service.api.openai.schemas import (
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
     DraftTokens,
+    JsonFormat,
+    JsonSchema,
     Metadata,
     MetricsAnswer,
     MinP,
@@ -124,6 +126,13 @@ class FunctionTool(RequestModel):
     defer_loading: Ignored = None
 
 
+class FlatNamedTool(RequestModel):
+    """A function that must be called."""
+
+    type: Literal["function"]
+    name: Name
+
+
 class HostedTool(RequestModel, extra="ignore"):
     """A tool that OpenAI runs itself: accepted and ignored."""
 
@@ -148,10 +157,16 @@ class ReasoningOptions(RequestModel):
     context: Ignored = None
 
 
+class FlatSchemaFormat(JsonSchema):
+    """JSON under a schema."""
+
+    type: Literal["json_schema"]
+
+
 class TextOptions(RequestModel):
     """How text is written."""
 
-    format: TextFormat | None = None
+    format: Annotated[TextFormat | JsonFormat | FlatSchemaFormat, Field(discriminator="type")] | None = None
     verbosity: Ignored = None
 
 
@@ -172,7 +187,7 @@ class ResponsesRequest(RequestModel):
         Annotated[list[Annotated[FunctionTool | HostedTool, Field(discriminator="type")]], Field(max_length=MAX_TOOLS)]
         | None
     ) = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | FlatNamedTool | None = None
     parallel_tool_calls: Flag | None = None
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
@@ -311,8 +326,8 @@ class ResponsesAnswer(ResponseModel):
     reasoning: dict[str, str | None]
     store: Literal[False] = False
     temperature: float
-    text: dict[str, dict[str, str]] = Field(default_factory=lambda: {"format": {"type": "text"}})
-    tool_choice: Literal["auto", "none"]
+    text: dict[str, Any]
+    tool_choice: Literal["auto", "none", "required"] | FlatNamedTool
     tools: list[dict[str, Any]]
     top_logprobs: int = 0
     top_p: float

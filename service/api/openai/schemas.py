@@ -5,9 +5,10 @@ Source of the shapes: the OpenAI API reference and the types of the `openai` pac
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from service.api.compatible import Ignored, Unserved
 from service.api.schemas import (
@@ -25,7 +26,7 @@ from service.api.schemas import (
     Tokens,
     Whole,
 )
-from service.core import Timings
+from service.core import Grammar, GrammarKind, Timings
 
 MAX_ANSWERS = 8
 MAX_TOP_LOGPROBS = 20
@@ -44,6 +45,7 @@ Zero = Annotated[Number, Field(ge=0, le=0)]
 One = Annotated[Number, Field(ge=1, le=1)]
 Schema = dict[str, Any]
 MAX_PROMPTS = 8
+MAX_CHOICES = 1024
 FilledText = Annotated[Text, Field(min_length=1)]
 FilledTokens = Annotated[list[TokenId], Field(min_length=1)]
 
@@ -152,9 +154,75 @@ class Tool(RequestModel):
 
 
 class TextFormat(RequestModel):
-    """The one format served: text as the model writes it."""
+    """Text as the model writes it."""
 
     type: Literal["text"]
+
+
+class JsonFormat(RequestModel):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(RequestModel, serialize_by_alias=True):
+    """A schema that the answer is valid under. strict: whatever it says, the answer is."""
+
+    name: Name
+    description: Text | None = None
+    schema_: Schema = Field(default_factory=Schema, alias="schema")
+    strict: Flag | None = None
+
+
+class SchemaFormat(RequestModel):
+    """JSON under a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
+JSON_OBJECT: Schema = {"type": "object"}
+
+
+class StructuredOutputs(RequestModel):
+    """What the answer must be, by vLLM's names; one of them. json: a schema. grammar: in llguidance's dialect of Lark."""
+
+    model_config = ConfigDict(json_schema_extra={"maxProperties": 1})
+
+    json_: Schema | None = Field(default=None, alias="json")
+    regex: FilledText | None = None
+    choice: Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)] | None = None
+    grammar: FilledText | None = None
+    json_object: Literal[True] | None = None
+
+    def grammars(self) -> list[Grammar]:
+        """Those that are given."""
+        given = {
+            "json": (GrammarKind.JSON_SCHEMA, None if self.json_ is None else json.dumps(self.json_)),
+            "regex": (GrammarKind.REGEX, self.regex),
+            "choice": (GrammarKind.CHOICE, None if self.choice is None else json.dumps(self.choice)),
+            "grammar": (GrammarKind.LARK, self.grammar),
+            "json_object": (GrammarKind.JSON_SCHEMA, json.dumps(JSON_OBJECT) if self.json_object else None),
+        }
+        return [
+            Grammar(kind, source, f"structured_outputs.{name}")
+            for name, (kind, source) in given.items()
+            if source is not None
+        ]
+
+
+class NamedFunction(RequestModel):
+    """The name of a function."""
+
+    name: Name
+
+
+class NamedTool(RequestModel):
+    """A function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class StreamOptions(RequestModel):
@@ -186,6 +254,8 @@ class CommonRequest(RequestModel):
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     repetition_penalty: One | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
 
 class ChatRequest(CommonRequest):
@@ -196,9 +266,8 @@ class ChatRequest(CommonRequest):
     logprobs: Flag | None = None
     top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: Flag | None = None
-    response_format: TextFormat | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: Annotated[Text, Field(min_length=1, max_length=16)] | None = None
     modalities: list[Literal["text"]] | None = None

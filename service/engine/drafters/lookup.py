@@ -7,9 +7,10 @@ predicts its acceptance. It costs no draft step and is verified like any other.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from service.core import Source
 from service.engine.planner import LOOKED_UP
 
 LENGTHS = tuple(sorted(LOOKED_UP, reverse=True))
@@ -40,16 +41,17 @@ class NGramIndex:
 
 @dataclass(frozen=True, slots=True)
 class LookupProposal:
-    """The tokens proposed for one row. length: of the matched n-gram, one of LENGTHS."""
+    """The tokens proposed for one row. length: of the matched n-gram, one of LENGTHS; FORCED for what a grammar forces."""
 
     length: int
     tokens: list[int]
+    source: Source = Source.LOOKUP
 
     def up_to(self, limit: int | None) -> LookupProposal | None:
         """The same with so many tokens at most; None where that leaves none."""
         if limit is None or limit >= len(self.tokens):
             return self
-        return LookupProposal(self.length, self.tokens[:limit]) if limit else None
+        return replace(self, tokens=self.tokens[:limit]) if limit else None
 
 
 class Lookup:

@@ -17,6 +17,7 @@ from service.engine import device, products
 from service.engine.adapters import Draft
 from service.engine.drafters.proposal import Proposal, Unread
 from service.engine.kv.cache import RowCache
+from service.engine.masks import RoundMasks, allow
 from service.engine.planner import DraftSteps
 from service.engine.replay import Replay
 from service.engine.sampling import SamplingBatch, SharedNoise, draw, fit, normaliser, transform
@@ -65,12 +66,13 @@ class DraftCalls:
 @dataclass(frozen=True, slots=True)
 class _Drafted:
     """A draft step. token: (B, 1). whole: the draft's logits (B, 1, W). logits, distribution: (B, 1, V), before and after the
-    sampling transform."""
+    sampling transform, without tokens that a mask forbids. masked: some may be."""
 
     token: mx.array
     whole: mx.array
     logits: mx.array
     distribution: mx.array
+    masked: bool
 
 
 class ModelDrafter:
@@ -108,9 +110,14 @@ class ModelDrafter:
         noise: SharedNoise,
         key: mx.array,
         after: Unread | None = None,
+        masks: RoundMasks | None = None,
     ) -> Proposal | None:
         """Propose tokens after each row's tokens (two or more), as many as `steps` says. noise: shared with the target. after:
-        the rows go on behind a drafted round that was not read yet. None while the cache of some row lags (`catch_up`)."""
+        the rows go on behind a drafted round that was not read yet. masks: of rows with a grammar. None while the cache of some
+        row lags (`catch_up`).
+
+        Where waiting costs nothing, a grammar bounds every token; elsewhere the first one, which is known without a wait: those
+        behind it are proposed freely, and the target rejects what is not allowed."""
         if after is None and not self.catch_up(rows):
             return None
         if self._calls is None:
@@ -119,7 +126,7 @@ class ModelDrafter:
         # Names and words of a row's topic come back.
         extra = None if head is None else mx.array(self._extra_ids(rows, head))
         if not self._feeds_alike:
-            return self._propose_unread(rows, steps, batch, noise, key, extra)
+            return self._propose_unread(rows, steps, batch, noise, key, extra, masks)
         if after is None:
             count = 2 if max(self._missing(rows)) <= 2 else MAX_LAG
             self.cache.rewind([len(row) - count for row in rows])
@@ -129,7 +136,8 @@ class ModelDrafter:
             feed = after.newest
         first, shared = self.inputs(self.clamp_ids(feed), first=True), noise.first(steps.most)
         fed = feed.shape[1] + steps.most - 1
-        made = self._replay((first, extra, shared, key, steps.most, batch.leaves()), self.cache, fed)
+        bits = None if masks is None else masks.bits([()] * len(rows))
+        made = self._replay((first, extra, shared, key, steps.most, batch.leaves(), bits), self.cache, fed)
         self.cache.rewind([n + fed for n in self.cache.lengths.host])
         return Proposal(**made)
 
@@ -161,15 +169,24 @@ class ModelDrafter:
         noise: SharedNoise,
         key: mx.array,
         extra: mx.array | None,
+        masks: RoundMasks | None,
     ) -> Proposal:
         """A proposal whose first step feeds all that is not in the cache, as many tokens as each row has of that."""
+        drafted: list[_Drafted] = []
+
+        def bits(step: int) -> mx.array | None:
+            if masks is None or (step and self.strategy.launch_ahead):
+                return None
+            before = device.read(*(each.token for each in drafted)) if drafted else []
+            return masks.next_bits([[int(token[row, 0]) for token in before] for row in range(len(rows))])
+
         unread = [row[length:] for row, length in zip(rows, self.cache.lengths.host, strict=True)]
         head = cut_head(self.draft.model)
         with extra_ids_allowed(head, extra):
             first = self.inputs(self.clamp_ids(pad_rows(unread, self.cache)), first=True)
-            drafted: list[_Drafted] = []
             confidences: list[mx.array] = []
-            for step in self._steps(first, [len(tokens) - 1 for tokens in unread], batch, noise.at, key, self.cache):
+            last = [len(tokens) - 1 for tokens in unread]
+            for step in self._steps(first, last, batch, noise.at, key, self.cache, bits):
                 drafted.append(step)
                 count = len(drafted)
                 self.cache.rewind([len(row) + count - 1 for row in rows])
@@ -187,12 +204,18 @@ class ModelDrafter:
 
     def _propose_alike(self, arguments: Sequence[Any], cache: RowCache) -> dict[str, Any]:
         """A proposal whose first step feeds as many tokens of every row, as a tree of arrays. arguments: what the first step
-        reads, extra ids, noise (B, K, V), key, K, the batch's sampling."""
-        first, extra, noise, key, most, leaves = arguments
+        reads, extra ids, noise (B, K, V), key, K, the batch's sampling, the first token's mask."""
+        first, extra, noise, key, most, leaves, bits = arguments
         batch, head = SamplingBatch.of_leaves(leaves), cut_head(self.draft.model)
         with extra_ids_allowed(head, extra):
             steps = self._steps(
-                first, None, batch, lambda at: None if noise is None else noise[:, at : at + 1], key, cache
+                first,
+                None,
+                batch,
+                lambda at: None if noise is None else noise[:, at : at + 1],
+                key,
+                cache,
+                lambda at: None if at else bits,
             )
             drafted: list[_Drafted] = []
             for step in islice(steps, most):
@@ -209,9 +232,10 @@ class ModelDrafter:
         noise: Callable[[int], mx.array | None],
         key: mx.array,
         cache: RowCache,
+        bits: Callable[[int], mx.array | None],
     ) -> Generator[_Drafted]:
         """Draft steps without end. first: what the first one reads. last: position of each row's newest token in it; None: the
-        last one."""
+        last one. bits: by step, the mask (B, 1, words) of its token; None: every token is allowed."""
         assert self._calls is not None
         feed, step = first, 0
         while True:
@@ -221,13 +245,14 @@ class ModelDrafter:
             elif out.shape[1] > 1:
                 out = mx.take_along_axis(out, mx.array(list(last))[:, None, None], axis=1)
             whole = self.logits(self._calls, out)
-            logits = fit(whole, self.vocabulary)
+            mask = bits(step)
+            logits = allow(fit(whole, self.vocabulary), mask)
             distribution = transform(logits, batch)
             step_key = key
             if batch.unseeded:
                 key, step_key = mx.random.split(key)
             token = draw(distribution, batch, noise(step), step_key).astype(mx.int32)
-            yield _Drafted(token, whole, logits, distribution)
+            yield _Drafted(token, whole, logits, distribution, mask is not None)
             feed, step = self.inputs(self.clamp_ids(token), first=False), step + 1
 
     def make_calls(self) -> DraftCalls:
@@ -286,13 +311,17 @@ class ModelDrafter:
 
 def _proposal(steps: Sequence[_Drafted], *, unseeded: bool) -> Proposal:
     """The proposal of these steps. unseeded: it needs log-distributions."""
-    tops = mx.concatenate([step.logits.max(axis=-1) for step in steps], axis=1)
+
+    def bounded(logits: Sequence[mx.array]) -> mx.array:
+        """(B, K): where the largest logit is neither infinite nor undefined."""
+        return mx.abs(mx.concatenate([each.max(axis=-1) for each in logits], axis=1)) < float("inf")
+
     return Proposal(
         tokens=mx.concatenate([step.token for step in steps], axis=1),
         logq=mx.concatenate([step.distribution for step in steps], axis=1) if unseeded else None,
         logits=tuple(step.logits for step in steps),
-        # An infinite or undefined largest logit.
-        usable=mx.abs(tops) < float("inf"),
+        usable=bounded([step.logits for step in steps]),
+        finite=bounded([step.whole for step in steps]) if any(step.masked for step in steps) else None,
     )
 
 

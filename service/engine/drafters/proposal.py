@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
@@ -15,17 +15,19 @@ class Proposal:
     """K proposed tokens a row.
 
     tokens: (B, K). logq: (B, K, V), the log-distributions they were drawn from; None when every row matches or is greedy.
-    logits: the draft's at each position, (B, 1, V) each; none of look-ups. usable: (B, K), false where nothing was proposed
-    and where the draft's logits were not finite."""
+    logits: the draft's at each position, (B, 1, V) each; none of look-ups. usable: (B, K), false where nothing was proposed,
+    where the draft's logits were not finite, and where it has no token that a grammar allows. finite: (B, K), whether they
+    were; None: as `usable`."""
 
     tokens: mx.array
     logq: mx.array | None
     logits: tuple[mx.array, ...]
     usable: mx.array
+    finite: mx.array | None = None
 
     def tree(self) -> dict[str, Any]:
         """The fields by name, as a traced call takes and returns them."""
-        return {"tokens": self.tokens, "logq": self.logq, "logits": self.logits, "usable": self.usable}
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 @dataclass(frozen=True, slots=True)

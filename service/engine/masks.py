@@ -1,0 +1,50 @@
+"""Which tokens the rows of a round may have, where grammars say so: bits made on the host, applied to logits on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+import numpy as np
+
+from service.core import Constraint
+from service.engine.request import Request
+
+
+class RoundMasks:
+    """The masks of a round over B rows, some of which have a constraint. vocabulary: width of the target's logits."""
+
+    def __init__(self, constraints: Sequence[Constraint | None], vocabulary: int) -> None:
+        self._constraints = constraints
+        self._words = -(-vocabulary // 32)
+
+    @classmethod
+    def of(cls, rows: Sequence[Request], vocabulary: int) -> RoundMasks | None:
+        """None where every token is allowed in every row."""
+        constraints = [row.prompt.constraint for row in rows]
+        return cls(constraints, vocabulary) if any(each is not None for each in constraints) else None
+
+    def bits(self, proposed: Sequence[Sequence[int]]) -> mx.array:
+        """(B, K+1, words), uint32: the tokens allowed at each position of proposals of up to K tokens, by row. Positions after
+        a token that is not allowed, where nothing is verified, allow everything."""
+        count = max(map(len, proposed), default=0) + 1
+        bits = np.full((len(proposed), count, self._words), 0xFFFFFFFF, dtype=np.uint32)
+        for row, (constraint, tokens) in enumerate(zip(self._constraints, proposed, strict=True)):
+            if constraint is not None:
+                masks = constraint.masks(tokens)
+                bits[row, : len(masks)] = np.frombuffer(b"".join(masks), dtype="<u4").reshape(len(masks), -1)
+        return mx.array(bits)
+
+    def next_bits(self, proposed: Sequence[Sequence[int]]) -> mx.array:
+        """(B, 1, words): the tokens allowed after the proposed ones, as many of each row."""
+        return self.bits(proposed)[:, -1:]
+
+
+def allow(logits: mx.array, bits: mx.array | None) -> mx.array:
+    """Logits (B, N, V), -inf where a token is not allowed. bits: (B, N, words), bit i of word w for token 32 w + i; None: all
+    are allowed."""
+    if bits is None:
+        return logits
+    allowed = (bits[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    allowed = allowed.reshape(*bits.shape[:2], -1)[..., : logits.shape[-1]]
+    return mx.where(allowed.astype(mx.bool_), logits, mx.array(-float("inf"), dtype=logits.dtype))

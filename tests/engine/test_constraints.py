@@ -1,0 +1,185 @@
+"""Rows with a grammar: the masked target's own output, whoever proposes, beside rows without one."""
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.llama import Model
+from scipy.stats import chisquare
+
+from service.core import Prompt, Sampling, Source
+from service.engine import device
+from service.engine.adapters import Draft, bare
+from service.engine.decoder import Decoder
+from service.engine.request import Request
+from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
+from service.models.heads import cut
+from tests.support.automaton import Automaton, masked_alone
+from tests.support.oracle import forced, noisy_copy, read, tiny_llama
+
+VOCABULARY, K = 97, 4
+STRATEGIES = pytest.mark.parametrize("strategy", [CPU, METAL, CUDA], ids=["CPU", "Metal", "CUDA"])
+GREEDY = Sampling(max_tokens=40)
+SEEDED = Sampling(max_tokens=40, temperature=0.9, seed=7, top_p=0.95)
+
+
+@pytest.fixture(scope="module")
+def target() -> Model:
+    return tiny_llama(0)
+
+
+@pytest.fixture(scope="module")
+def draft(target: Model) -> nn.Module:
+    return noisy_copy(target, 1, 0.1)
+
+
+def tokens_of(number: int) -> tuple[int, ...]:
+    rng = random.Random(number)
+    return tuple(rng.randrange(4, VOCABULARY) for _ in range(12 + 5 * number))
+
+
+def constrained(number: int, sampling: Sampling, **shape: int) -> Prompt:
+    return Prompt(tokens_of(number), sampling, constraint=Automaton(number, VOCABULARY, **shape))
+
+
+def serve(decoder: Decoder, prompts: Sequence[Prompt]) -> list[Request]:
+    rows = [Request(str(i), prompt, frozenset({3}), None) for i, prompt in enumerate(prompts)]
+    for row in rows:
+        decoder.admit(row)
+    while decoder.unfinished:
+        decoder.round()
+    return rows
+
+
+def assert_the_target_s_own(target: Model, rows: Sequence[Request]) -> None:
+    for row in rows:
+        constraint = row.prompt.constraint
+        if constraint is None:
+            assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, frozenset({3}))
+        else:
+            assert isinstance(constraint, Automaton)
+            assert row.output == masked_alone(target, row.prompt.tokens, row.prompt.sampling, constraint)
+
+
+@STRATEGIES
+@pytest.mark.parametrize("kind", ["none", "model", "cut", "wrong"])
+@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
+def test_constrained_rows_beside_free_ones_are_the_masked_target_s_own(
+    target: Model, draft: nn.Module, strategy: Strategy, kind: str, adaptive: bool
+) -> None:
+    prompts = [
+        constrained(0, GREEDY),
+        Prompt(tokens_of(1), GREEDY),
+        constrained(2, SEEDED),
+        Prompt(tokens_of(3), SEEDED),
+        constrained(4, GREEDY, most=2, forcing=2),
+        Prompt(tokens_of(5), replace(SEEDED, seed=None)),
+        constrained(6, replace(SEEDED, seed=None)),
+    ]
+    drafts: dict[str, Draft | None] = {
+        "none": None,
+        "model": bare(draft),
+        "cut": bare(cut_to(noisy_copy(target, 1, 0.1), range(4, 50))),
+        "wrong": bare(tiny_llama(9)),
+    }
+    with using(strategy):
+        decoder = Decoder(
+            target,
+            drafts[kind],
+            vocabulary=VOCABULARY,
+            k=K,
+            collect=True,
+            adaptive=adaptive,
+            lookup=8 if adaptive else 0,
+        )
+        rows = serve(decoder, prompts)
+    assert decoder.draft_failures == 0
+    assert_the_target_s_own(target, [row for row in rows if row.prompt.sampling.seed or row.prompt.sampling.greedy])
+    assert all(len(row.output) == 40 for row in rows if row.prompt.constraint is not None)
+    used = {round.source for row in rows for round in row.rounds if round.drafted}
+    assert (Source.GRAMMAR in used) == adaptive
+    if kind == "model" and not adaptive:
+        drafted = [round for round in rows[0].rounds if round.source is Source.DRAFT and round.drafted]
+        assert sum(round.accepted for round in drafted) > 0
+    for row in rows:
+        for case in row.cases:
+            assert case.p > 0.0 or row.prompt.constraint is None
+            assert case.drafted != case.target
+
+
+def cut_to(model: nn.Module, ids: Sequence[int]) -> nn.Module:
+    cut(model, list(ids))
+    return model
+
+
+@pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])
+def test_a_round_with_a_constrained_row_waits_at_most_twice(
+    target: Model, draft: nn.Module, strategy: Strategy
+) -> None:
+    with using(strategy):
+        decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=True)
+        for prompt in (
+            constrained(0, replace(GREEDY, max_tokens=60)),
+            Prompt(tokens_of(1), replace(GREEDY, max_tokens=60)),
+        ):
+            decoder.admit(Request("", prompt, frozenset(), None))
+        decoder.round()
+        for _ in range(8):
+            with device.counting() as counts:
+                decoder.round()
+            assert counts.waits <= 2
+
+
+@STRATEGIES
+def test_what_is_logged_is_of_the_masked_target(target: Model, draft: nn.Module, strategy: Strategy) -> None:
+    with using(strategy):
+        decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=True)
+        (row,) = serve(decoder, [replace(constrained(3, GREEDY), logprobs=4)])
+    automaton = row.prompt.constraint
+    assert isinstance(automaton, Automaton)
+    logits = np.array(read(target, row.tokens[:-1], make_prompt_cache(target))[len(row.prompt.tokens) - 1 :])
+    logged = np.concatenate([each.logprobs[:n] for each, n in row.evidence])
+    for i, token in enumerate(row.output):
+        allowed = logits[i][automaton.allowed(row.output[:i])].astype(np.float64)
+        wanted = logits[i][token] - np.log(np.exp(allowed - allowed.max()).sum()) - allowed.max()
+        assert logged[i] == pytest.approx(wanted, abs=1e-4)
+
+
+@STRATEGIES
+def test_unseeded_sampling_has_the_masked_target_s_distribution(
+    target: Model, draft: nn.Module, strategy: Strategy
+) -> None:
+    sampling = Sampling(max_tokens=2, temperature=1.0)
+    prompt, automaton = tokens_of(2), Automaton(5, VOCABULARY, most=6, forcing=50)
+    draws = 1500
+    with using(strategy):
+        decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=2)
+        seen: Counter[tuple[int, ...]] = Counter()
+        for _ in range(draws // 50):
+            rows = serve(decoder, [Prompt(prompt, sampling, constraint=automaton.copy()) for _ in range(50)])
+            seen.update(tuple(row.output) for row in rows)
+    wanted: dict[tuple[int, ...], float] = {}
+    for first, p in masked_distribution(target, prompt, [], automaton):
+        for second, q in masked_distribution(target, prompt, [first], automaton):
+            wanted[first, second] = p * q
+    assert set(seen) <= set(wanted)
+    common = [pair for pair in wanted if wanted[pair] * draws >= 5]
+    observed = [*(seen[pair] for pair in common), sum(seen.values()) - sum(seen[pair] for pair in common)]
+    expected = [*(wanted[pair] * draws for pair in common), draws - sum(wanted[pair] * draws for pair in common)]
+    if expected[-1] < 1:
+        observed, expected = observed[:-1], expected[:-1]
+    assert chisquare(observed, np.array(expected) / sum(expected) * sum(observed)).pvalue > 1e-4
+
+
+def masked_distribution(
+    target: Model, prompt: Sequence[int], output: Sequence[int], automaton: Automaton
+) -> list[tuple[int, float]]:
+    logits = np.array(read(target, [*prompt, *output], make_prompt_cache(target))[-1]).astype(np.float64)
+    allowed = automaton.allowed(output)
+    weights = np.exp(logits[allowed] - logits[allowed].max())
+    return list(zip(allowed, weights / weights.sum(), strict=True))

@@ -1,0 +1,205 @@
+"""Grammars compiled for a tokenizer: which tokens may follow, what is forced, what is refused."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+from service.core import BadRequest, Grammar, GrammarKind
+from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint
+from service.models.text import TextEncoder
+
+MakeModel = Callable[..., Path]
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+def json_grammar(schema: dict[str, Any]) -> Grammar:
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), "response_format")
+
+
+def choice_grammar(choices: list[str]) -> Grammar:
+    return Grammar(GrammarKind.CHOICE, json.dumps(choices), "structured_outputs.choice")
+
+
+def regex_grammar(regex: str) -> Grammar:
+    return Grammar(GrammarKind.REGEX, regex, "structured_outputs.regex")
+
+
+def lark_grammar(text: str) -> Grammar:
+    return Grammar(GrammarKind.LARK, text, "structured_outputs.grammar")
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> TextEncoder:
+    from tests.support.tiny_server import write_pair
+
+    return TextEncoder(load_tokenizer(write_pair(tmp_path_factory.mktemp("pair"))[0]))
+
+
+@pytest.fixture(scope="module")
+def grammars(encoder: TextEncoder) -> Grammars:
+    tokenizer = encoder._tokenizer
+    return Grammars(tokenizer, encoder.vocabulary, tokenizer.eos_token_ids)
+
+
+def allowed(mask: bytes, encoder: TextEncoder) -> set[bytes]:
+    return {encoder.token_bytes(token) for token in range(encoder.vocabulary) if mask[token >> 3] >> (token & 7) & 1}
+
+
+def follow(constraint: TokenConstraint, tokens: Sequence[int]) -> bool:
+    """Whether these tokens are allowed one after the other."""
+    return len(constraint.masks(tokens)) == len(tokens) + 1
+
+
+def test_masks_follow_the_grammar_and_leave_no_trace(encoder: TextEncoder, grammars: Grammars) -> None:
+    constraint = grammars.constraint(json_grammar(PERSON))
+    text = encoder.encode_text('{"name": "é", "age": 5}')
+    masks = constraint.masks(text)
+    assert len(masks) == len(text) + 1
+    assert allowed(masks[0], encoder) == {b"{"}
+    assert allowed(masks[-1], encoder) == {b"</s>"}
+    assert constraint.masks(text) == masks
+    assert len(constraint.masks(encoder.encode_text('{"other"'))) == 3
+    constraint.advance(text[:5])
+    assert constraint.masks(text[5:]) == masks[5:]
+    assert constraint.copy().masks(text) == masks
+
+
+def test_what_must_come_is_forced(encoder: TextEncoder, grammars: Grammars) -> None:
+    constraint = grammars.constraint(json_grammar(PERSON))
+    assert constraint.forced(100) == list(encoder.encode_text('{"name": "'))
+    assert constraint.forced(3) == list(encoder.encode_text('{"n'))
+    constraint.advance(encoder.encode_text('{"name": "x'))
+    assert constraint.forced(100) == []
+    constraint.advance(encoder.encode_text('"'))
+    assert constraint.forced(100) == list(encoder.encode_text(', "age": '))
+
+
+def test_reasoning_before_it_is_free(encoder: TextEncoder, grammars: Grammars) -> None:
+    end = encoder.encode_text("</think>")
+    constraint = grammars.constraint(choice_grammar(["yes", "no"]), closing=end)
+    free = constraint.masks(())[0]
+    assert len(allowed(free, encoder)) == encoder.vocabulary and constraint.forced(9) == []
+    tokens = encoder.encode_text("hm </think>yes")
+    masks = constraint.masks(tokens)
+    assert len(masks) == len(tokens) + 1 and masks[len(tokens) - 4] == free
+    assert allowed(masks[len(tokens) - 3], encoder) == {b"y", b"n"}
+    assert constraint.masks(()) == [free]
+    constraint.advance(tokens[:-2])
+    assert allowed(constraint.masks(())[0], encoder) == {b"e"}
+    assert constraint.forced(9) == list(encoder.encode_text("es"))
+
+
+def test_reasoning_may_begin_first(encoder: TextEncoder, grammars: Grammars) -> None:
+    opening, end = 5, encoder.encode_text("</think>")
+    constraint = grammars.constraint(choice_grammar(["yes", "no"]), opening, end)
+    start = allowed(constraint.masks(())[0], encoder)
+    assert start == {b"y", b"n", encoder.token_bytes(opening)} and constraint.forced(9) == []
+    thinking = [opening, *encoder.encode_text("hm</think>no")]
+    assert follow(constraint, thinking) and follow(constraint, encoder.encode_text("yes"))
+    assert allowed(constraint.masks(())[0], encoder) == start
+    constraint.advance(encoder.encode_text("y"))
+    assert allowed(constraint.masks(())[0], encoder) == {b"e"}
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (regex_grammar("[0-9]{3}-[a-f]+"), "123-abc", "12-"),
+        (choice_grammar(["red", 'say "blue"', "grün\n"]), 'say "blue"', "blue"),
+        (lark_grammar('start: "a" NUMBER\nNUMBER: /[0-9]+/'), "a42", "b"),
+        (json_grammar({"type": "object"}), '{"a": [1, null, "x"]}', "[1]"),
+        (json_grammar({"enum": ["é", 3]}), '"é"', '"e"'),
+    ],
+)
+def test_every_kind_of_grammar(encoder: TextEncoder, grammars: Grammars, grammar: Grammar, good: str, bad: str) -> None:
+    assert follow(grammars.constraint(grammar), encoder.encode_text(good))
+    assert not follow(grammars.constraint(grammar), encoder.encode_text(bad))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_random_walks_end_in_valid_json(encoder: TextEncoder, grammars: Grammars, seed: int) -> None:
+    rng = random.Random(seed)
+    constraint = grammars.constraint(json_grammar(PERSON))
+    output: list[int] = []
+    while len(output) < 400:
+        mask = constraint.masks(())[0]
+        choices = [token for token in range(encoder.vocabulary) if mask[token >> 3] >> (token & 7) & 1]
+        closing = [token for token in choices if encoder.token_bytes(token) in (b'"', b"}", b"</s>")]
+        token = rng.choice(closing if closing and rng.random() < 0.3 else choices)
+        if encoder.token_bytes(token) == b"</s>":
+            break
+        output.append(token)
+        constraint.advance([token])
+    value = json.loads(b"".join(map(encoder.token_bytes, output)))
+    assert sorted(value) == ["age", "name"] and isinstance(value["age"], int)
+    assert not constraint.failed
+
+
+def nested(depth: int) -> dict[str, Any]:
+    return (
+        {"type": "object", "properties": {f"p{i}": nested(depth - 1) for i in range(4)}}
+        if depth
+        else {"type": "string"}
+    )
+
+
+HOSTILE: dict[str, Callable[[], Grammar]] = {
+    "too long": lambda: json_grammar({"type": "string", "pattern": "a" * MAX_CHARS}),
+    "one megabyte": lambda: json_grammar({"enum": [f"value {i}" for i in range(70_000)]}),
+    "exponential regex": lambda: regex_grammar("(a|aa|aaa){1000}" * 20),
+    "no regex": lambda: regex_grammar("(unclosed"),
+    "no grammar": lambda: lark_grammar("start: undefined_rule"),
+    "unknown keyword": lambda: json_grammar({"type": "object", "propertyNames": {"pattern": "a"}, "$dynamicRef": "#x"}),
+    "recursive without end": lambda: json_grammar({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}),
+    "impossible": lambda: json_grammar({"type": "string", "enum": [5]}),
+    "no schema": lambda: json_grammar({"type": "nothing"}),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_cannot_be_compiled_is_refused_within_a_second(grammars: Grammars, name: str) -> None:
+    grammars.constraint(choice_grammar(["warm"]))
+    started = time.monotonic()
+    with pytest.raises(BadRequest, match=r"compiled|longer than"):
+        grammars.constraint(HOSTILE[name]())
+    assert time.monotonic() - started < 1.0
+
+
+def test_what_is_too_much_on_the_way_ends_the_answer_and_holds_nobody_up(
+    encoder: TextEncoder, grammars: Grammars
+) -> None:
+    constraint = grammars.constraint(json_grammar({"type": "string", "pattern": "^(([a-z]{1,999}){1,999}){1,999}$"}))
+    rng = random.Random(0)
+    longest = 0.0
+    for _ in range(200):
+        started = time.monotonic()
+        mask = constraint.masks(())[0]
+        longest = max(longest, time.monotonic() - started)
+        if constraint.failed:
+            break
+        constraint.advance([rng.choice([t for t in range(encoder.vocabulary) if mask[t >> 3] >> (t & 7) & 1])])
+    assert longest < 0.1
+    assert not constraint.failed or allowed(constraint.masks(())[0], encoder) == {b"</s>"}
+
+
+def test_grammars_stay_compiled(grammars: Grammars) -> None:
+    schema = json_grammar(nested(4))
+    started = time.monotonic()
+    grammars.constraint(schema)
+    first = time.monotonic() - started
+    started = time.monotonic()
+    grammars.constraint(schema)
+    assert time.monotonic() - started < first
