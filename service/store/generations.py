@@ -19,13 +19,15 @@ from service.store.tables import (
     failure_cases,
     generation_targets,
     generations,
+    grammars,
     replay_buffer,
     replay_domains,
     unseen,
 )
 from service.store.unseen import add_cases, had, untried
 
-TRAIN, HELD_OUT = "train", "held_out"
+TRAIN, HELD_OUT, CONSTRAINED = "train", "held_out", "constrained"
+"""Where a generation belongs: learnt from, only measured on, or (answers within a grammar) neither."""
 LOOKED_THROUGH = 4
 """Generations looked at for each that is wanted."""
 TURNS = 10
@@ -178,8 +180,8 @@ class Generations:
         ]
 
     def drafting(self, who: Provenance, limit: int, *, above: int = 0, below: int | None = None) -> list[Drafting]:
-        """How the newest `limit` generations with `seq` between the two were drafted, newest first; those of another pair
-        are without rounds."""
+        """How the newest `limit` generations with `seq` between the two were drafted, newest first; those of another pair, and
+        those within a grammar, are without rounds."""
         where = [generations.c.seq > above, *([generations.c.seq < below] if below is not None else [])]
         columns = (generations.c.seq, generations.c.rounds, generations.c.created_at)
         return [
@@ -255,8 +257,8 @@ class Generations:
     ) -> Sequence[Row[Any]]:
         # Whose they are is looked at outside: asked for one pair's newest, SQLite sorts all that this pair ever made, and
         # asked for those after a moment it reads the whole log to find that there are few.
-        pair = (generations.c.target, generations.c.tokenizer, generations.c.draft)
-        query = select(*columns, *pair).where(*where).order_by(generations.c.seq.desc()).limit(limit)
+        whose = (generations.c.target, generations.c.tokenizer, generations.c.draft, generations.c.grammar)
+        query = select(*columns, *whose).where(*where).order_by(generations.c.seq.desc()).limit(limit)
         with self._db.read() as connection:
             return connection.execute(query).all()
 
@@ -294,8 +296,8 @@ def _like(row: Row[Any], who: Provenance) -> bool:
 
 
 def _same(row: Row[Any], who: Provenance) -> bool:
-    """Whether this very pair made it."""
-    return _like(row, who) and row.draft == who.draft
+    """Whether this very pair made it, without a grammar."""
+    return _like(row, who) and row.draft == who.draft and row.grammar is None
 
 
 def _untrained() -> ColumnElement[bool]:
@@ -331,6 +333,8 @@ def _remove(connection: Connection, *where: ColumnElement[bool]) -> int:
         replay_buffer.c.domain == replay_domains.c.domain, replay_buffer.c.kind == replay_domains.c.kind
     )
     connection.execute(delete(replay_domains).where(~held.exists()))
+    used = select(generations.c.seq).where(generations.c.grammar == grammars.c.hash)
+    connection.execute(delete(grammars).where(~used.exists()))
     return gone
 
 
@@ -354,6 +358,12 @@ def _insert(connection: Connection, made: Generation) -> bool:
     """A row of its own; always True."""
     values = values_of(made)
     split = split_of(made.prompt.first_user or values["prompt"].hex())
+    if (constraint := made.prompt.constraint) is not None:
+        # Draft and target would have to be seen under its masks to learn from it, or to measure by it.
+        split = CONSTRAINED
+        known = select(grammars.c.hash).where(grammars.c.hash == values["grammar"])
+        if connection.execute(known).scalar() is None:
+            connection.execute(insert(grammars).values(hash=values["grammar"], text=constraint.grammar))
     row = connection.execute(insert(generations).values(**values, split=split))
     assert row.inserted_primary_key is not None
     seq = row.inserted_primary_key[0]

@@ -49,7 +49,15 @@ def text_key(made: Generation) -> str:
     digest = hashlib.sha256(f"{who.target} {who.tokenizer} {who.draft} {adapter} {len(prompt)} ".encode())
     digest.update(prompt)
     digest.update(id_bytes(made.output))
+    if (grammar := grammar_hash(made)) is not None:
+        digest.update(grammar.encode())
     return digest.hexdigest()
+
+
+def grammar_hash(made: Generation) -> str | None:
+    """Of the grammar that the answer had to follow."""
+    constraint = made.prompt.constraint
+    return None if constraint is None else hashlib.sha256(constraint.grammar.encode()).hexdigest()
 
 
 def values_of(made: Generation) -> dict[str, Any]:
@@ -58,6 +66,7 @@ def values_of(made: Generation) -> dict[str, Any]:
     return {
         "id": made.id,
         "text_key": text_key(made),
+        "grammar": grammar_hash(made),
         "copies": 1,
         "prompt": prompt,
         "output": id_bytes(made.output),

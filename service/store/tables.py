@@ -51,15 +51,26 @@ generations = Table(
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("text_key", String(64), nullable=False),
     Column("copies", Integer, nullable=False),
+    Column("grammar", String(64)),
     Index(None, "target", "tokenizer", "split", "seq"),
     Index(None, "client"),
     Index(None, "domain"),
     Index(None, "text_key"),
+    Index(None, "grammar"),
     # Without it SQLite gives the number of an erased row to the next one.
     sqlite_autoincrement=True,
 )
 """prompt, output: token ids, little-endian uint32. logprobs: float32. text_key: rows.text_key. copies: how often the text was
-generated, this row's own time included."""
+generated, this row's own time included. grammar: hash of the grammar that the answer had to follow; its text is in grammars.
+There is no foreign key, which SQLite could add only by writing the table anew."""
+
+grammars = Table(
+    "grammars",
+    metadata,
+    Column("hash", String(64), primary_key=True),
+    Column("text", Text, nullable=False),
+)
+"""hash: hex sha256 of the text, as llguidance takes it."""
 
 generation_targets = Table(
     "generation_targets",
