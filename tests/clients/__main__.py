@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,7 +35,39 @@ def environments() -> dict[str, list[str]]:
     return {name: packages.split() for name, packages in pairs}
 
 
-def run(name: str, packages: list[str], address: str, folder: Path) -> bool:
+def with_tools(target: Path, folder: Path) -> Path:
+    """The bundled target with a chat template that knows tools, in a folder of its own."""
+    folder.mkdir()
+    for file in target.iterdir():
+        (folder / file.name).symlink_to(file)
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_text(encoding="utf-8"))
+    settings["chat_template"] = (FOLDER / "tools.jinja").read_text(encoding="utf-8")
+    config.unlink()
+    config.write_text(json.dumps(settings), encoding="utf-8")
+    return folder
+
+
+@contextmanager
+def served(folder: Path) -> Generator[tuple[str, str]]:
+    """Two servers: the bundled pair, and the same with a chat template that knows tools. Yields their addresses."""
+    plain = LocalServer(folder / "plain", SETTINGS, folder / "home")
+    models = folder / "home" / "models"
+    try:
+        plain.start()
+        target, draft = with_tools(models / "smollm2-135m", folder / "target"), models / "smollm2-135m-draft"
+        pair = {"models": {"target": str(target), "draft": str(draft)}}
+        tools = LocalServer(folder / "tools", {**SETTINGS, **pair}, folder / "home")
+        try:
+            tools.start()
+            yield plain.url, tools.url
+        finally:
+            tools.stop()
+    finally:
+        plain.stop()
+
+
+def run(name: str, packages: list[str], addresses: Sequence[str], folder: Path) -> bool:
     """Whether the client's script went through; its output is shown where it did not."""
     uv = shutil.which("uv")
     assert uv is not None, "uv is not installed"
@@ -41,7 +76,7 @@ def run(name: str, packages: list[str], address: str, folder: Path) -> bool:
     subprocess.run([uv, "venv", "--quiet", str(environment)], check=True, timeout=SECONDS)
     python = environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), *packages], check=True, timeout=SECONDS)
-    script = [str(python), str(FOLDER / f"client_{name}.py"), address]
+    script = [str(python), str(FOLDER / f"client_{name}.py"), *addresses]
     done = subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
     if done.returncode:
         print(done.stdout[-20_000:], done.stderr[-8_000:], sep="\n")
@@ -56,15 +91,11 @@ def main(names: list[str]) -> int:
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
         if any(name not in ON_ECHO for name in wanted):
-            server = LocalServer(folder / "state", SETTINGS, folder / "home")
-            try:
-                server.start()
-                results += [run(name, wanted[name], server.url, folder) for name in wanted if name not in ON_ECHO]
-            finally:
-                server.stop()
+            with served(folder) as addresses:
+                results += [run(name, wanted[name], addresses, folder) for name in wanted if name not in ON_ECHO]
         if any(name in ON_ECHO for name in wanted):
             with EchoServer(limits=UNBOUNDED).served() as address:
-                results += [run(name, wanted[name], address, folder) for name in wanted if name in ON_ECHO]
+                results += [run(name, wanted[name], [address], folder) for name in wanted if name in ON_ECHO]
     return 0 if all(results) else 1
 
 

@@ -28,6 +28,24 @@ assert counted.input_tokens == total
 stopped = client.messages.create(model=MODEL, max_tokens=60, messages=ASKED, stop_sequences=["4"])
 assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "4")
 
+tooled = Anthropic(base_url=sys.argv[2], api_key="none", max_retries=0)
+name = tooled.models.list().data[0].id
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 20}}, "required": ["city"]}
+TOOLS = [{"name": "weather", "description": "A forecast.", "input_schema": SCHEMA}]
+turns = [{"role": "user", "content": "What will the weather be in Paris?"}]
+choice = {"type": "tool", "name": "weather"}
+called = tooled.messages.create(model=name, max_tokens=200, messages=turns, tools=TOOLS, tool_choice=choice)
+Message.model_validate(called.model_dump(mode="json", exclude_unset=True))
+(use,) = called.content
+assert (called.stop_reason, use.type, use.name) == ("tool_use", "tool_use", "weather") and "city" in use.input, called
+with tooled.messages.stream(model=name, max_tokens=200, messages=turns, tools=TOOLS, tool_choice=choice) as stream:
+    assert stream.get_final_message().content[0].input == use.input
+turns += [
+    {"role": "assistant", "content": called.content},
+    {"role": "user", "content": [{"type": "tool_result", "tool_use_id": use.id, "content": "Sunny, 25 degrees."}]},
+]
+assert tooled.messages.create(model=name, max_tokens=30, messages=turns, tools=TOOLS).content
+
 refused = None
 try:
     client.messages.create(model="other", max_tokens=5, messages=ASKED)

@@ -155,6 +155,7 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(tmp_path: P
     keys = {row.pop("text_key") for row in after["generations"]}
     assert len(keys) == len(tags), "every text has its own key"
     assert {row.pop("copies") for row in after["generations"]} == {1}
+    assert {row.pop("grammar") for row in after["generations"]} == {None}
     held = {(row["domain"], row["kind"], row["slot"], row["seq"]) for row in after.pop("replay_buffer")}
     assert held == {("code", "", 7, 7), ("", kind, 8, 8), (kind, "", 9, 9), ("general", "", 10, 10)}
     seen = {(row["domain"], row["kind"]): row["seen"] for row in after.pop("replay_domains")}
