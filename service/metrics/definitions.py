@@ -12,6 +12,7 @@ PREFIX = "redraft:"
 OLDER = "older"
 CODES = (
     "bad_request",
+    "model_not_found",
     "forbidden",
     "body_too_large",
     "unsupported_media_type",
@@ -70,7 +71,9 @@ METRICS: tuple[Definition, ...] = (
         "never below accepted / drafted.",
     ),
     _counter(
-        "source_num_drafts_total", "Rounds with proposed tokens, by who proposed: draft model or look-up.", "source"
+        "source_num_drafts_total",
+        "Rounds with proposed tokens, by who proposed: draft model, look-up or grammar.",
+        "source",
     ),
     _counter("source_num_draft_tokens_total", "Tokens proposed, by who proposed.", "source"),
     _counter("source_num_accepted_tokens_total", "Tokens accepted, by who proposed.", "source"),

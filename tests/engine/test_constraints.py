@@ -4,6 +4,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.nn as nn
 import numpy as np
@@ -20,6 +21,8 @@ from service.engine.request import Request
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.models.heads import cut
 from tests.support.automaton import Automaton, masked_alone
+from tests.support.eagle_models import plain_llama, tiny_head
+from tests.support.families import IDENTICAL, RECURRENT, build, noisy_draft
 from tests.support.oracle import forced, noisy_copy, read, tiny_llama
 
 VOCABULARY, K = 97, 4
@@ -115,6 +118,62 @@ def test_constrained_rows_beside_free_ones_are_the_masked_target_s_own(
 def cut_to(model: nn.Module, ids: Sequence[int]) -> nn.Module:
     cut(model, list(ids))
     return model
+
+
+def test_every_draft_token_is_allowed_where_waiting_costs_nothing(target: Model, draft: nn.Module) -> None:
+    decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K)
+    row = Request("", constrained(0, GREEDY, most=6, forcing=50), frozenset(), None)
+    decoder.admit(row)
+    automaton = row.prompt.constraint
+    assert isinstance(automaton, Automaton)
+    proposals: list[tuple[list[int], list[int]]] = []
+    propose = decoder.runner._propose
+
+    def noting(*arguments: Any) -> Any:
+        made = propose(*arguments)
+        assert made is not None
+        proposals.append((row.output, np.array(made.tokens)[0].tolist()))
+        return made
+
+    decoder.runner._propose = noting  # pyright: ignore[reportAttributeAccessIssue]
+    while decoder.unfinished:
+        decoder.round()
+    assert len(proposals) >= 8
+    for output, proposed in proposals:
+        for i, token in enumerate(proposed):
+            assert token in automaton.allowed([*output, *proposed[:i]])
+
+
+@STRATEGIES
+@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
+def test_a_head_drafts_for_constrained_rows(strategy: Strategy, adaptive: bool) -> None:
+    target = plain_llama(0)
+    prompts = [constrained(0, GREEDY), Prompt(tokens_of(1), GREEDY), constrained(2, SEEDED)]
+    with using(strategy):
+        decoder = Decoder(
+            target,
+            bare(tiny_head(target, 1)),
+            vocabulary=VOCABULARY,
+            k=3,
+            collect=True,
+            adaptive=adaptive,
+            lookup=8 if adaptive else 0,
+        )
+        rows = serve(decoder, prompts)
+    assert decoder.draft_failures == 0
+    assert_the_target_s_own(target, rows)
+
+
+@STRATEGIES
+@pytest.mark.parametrize("name", ["lfm2", "gemma3_text"])
+def test_recurrent_and_windowed_targets_keep_to_their_grammar(strategy: Strategy, name: str) -> None:
+    needs = (IDENTICAL | RECURRENT)[name]
+    target = build(name, needs)
+    draft = noisy_draft(name, needs, target)
+    prompts = [constrained(0, GREEDY), Prompt(tokens_of(1), GREEDY), constrained(2, SEEDED)]
+    with using(strategy):
+        rows = serve(Decoder(target, bare(draft), vocabulary=VOCABULARY, k=3), prompts)
+    assert_the_target_s_own(target, [rows[0], rows[2]])
 
 
 @pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])

@@ -433,7 +433,7 @@ def test_random_choices_keep_the_targets_own_tokens(greedy: bool) -> None:
     rows = decode(target, draft, asked, k=4, vocabulary=97, adaptive=True, lookup=6, between=between)
     for row in rows:
         assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)
-    for source in Source:
+    for source in (Source.DRAFT, Source.LOOKUP):
         rounds = [round for row in rows for round in row.rounds if round.source is source]
         assert len({round.drafted for round in rounds}) > 2
         assert sum(round.accepted for round in rounds) > 0

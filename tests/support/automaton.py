@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from service.core import Sampling
+from service.core import Constraint, Sampling
 from tests.support.oracle import filtered_logprobs, read, seeded_noise
 from tests.support.typed import as_int
 
@@ -65,19 +65,28 @@ class Automaton:
         return found
 
 
-def masked_alone(target: nn.Module, prompt: Sequence[int], sampling: Sampling, automaton: Automaton) -> list[int]:
-    """What the target alone says under a constraint: greedy or seeded."""
+def masked_alone(
+    target: nn.Module,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    constraint: Constraint,
+    eos: frozenset[int] = frozenset(),
+) -> list[int]:
+    """What the target alone says under a constraint, greedy or seeded, up to and including an end token."""
+    constraint = constraint.copy()
     cache, feed, out = make_prompt_cache(target), list(prompt), list[int]()
     for position in range(sampling.max_tokens):
         logits = np.array(read(target, feed, cache)[-1].astype(mx.float32))
-        mask = np.full_like(logits, -np.inf)
-        mask[automaton.allowed(out)] = 0.0
-        masked = mx.array(logits + mask)
+        bits = np.unpackbits(np.frombuffer(constraint.masks(())[0], dtype=np.uint8), bitorder="little")
+        masked = mx.array(np.where(bits[: len(logits)], logits, -np.inf))
         if not sampling.greedy:
             assert sampling.seed is not None
             masked = filtered_logprobs(masked[None], sampling)[0]
             masked = masked + mx.array(seeded_noise(sampling.seed, position, len(logits)))
         token = as_int(mx.argmax(masked))
         out.append(token)
+        if token in eos:
+            break
+        constraint.advance([token])
         feed = [token]
     return out
