@@ -43,8 +43,9 @@ class ForcedCalls:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One prompt (a chat, a text, or token ids) and how it is to be answered. max_tokens: None for `default_max_tokens`, or for
-    as many as the context holds where that is None too. capped: a max_tokens that the context cannot hold is lowered instead of
-    refused. prompt_field, max_tokens_field: their names in the request, for errors."""
+    as many as the context holds where that is None too. split: reasoning and calls in the answer to a chat are told from its
+    text. capped: a max_tokens that the context cannot hold is lowered instead of refused. prompt_field, max_tokens_field: their
+    names in the request, for errors."""
 
     prompt: Chat | str | Sequence[int]
     sampling: Sampling
@@ -60,6 +61,7 @@ class Asked:
     num_draft_tokens: int | None = None
     grammar: Grammar | None = None
     forced_calls: ForcedCalls | None = None
+    split: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,30 +95,30 @@ class Frontend:
     defaults: Sampling
     mailbox: Mailbox
 
-    async def submit(self, asked: Sequence[Asked], *, answers: int = 1, live: bool) -> tuple[Exchange, list[Answer]]:
-        """Encode the prompts and queue so many answers to each, those of the first prompt first. A prompt that cannot fit by
-        its bytes, or for which the queue has no place, is not encoded. live: events are wanted as they come, not only at an
-        answer's end. Raises BadRequest, Overloaded, Unavailable."""
-        for each in asked:
-            check_size(each, self.limits)
+    async def submit(self, asked: Sequence[Asked], *, each: int = 1, live: bool) -> tuple[Exchange, list[Answer]]:
+        """Encode the prompts and queue answers to them, `each` to each of them, those of the first prompt first. A prompt that
+        cannot fit by its bytes, or for which the queue has no place, is not encoded. live: events are wanted as they come, not
+        only at an answer's end. Raises BadRequest, Overloaded, Unavailable."""
+        for one in asked:
+            check_size(one, self.limits)
         exchange = Exchange(self.metrics, self.mailbox, self.limits.request_timeout, live=live)
         with ExitStack() as held:
-            places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * answers)]
-            prompts = await to_thread.run_sync(lambda: [to_prompt(each, self.encoder, self.limits) for each in asked])
-            several = [_answer_number(prompt, i) for prompt in prompts for i in range(answers)]
+            places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * each)]
+            prompts = await to_thread.run_sync(lambda: [to_prompt(one, self.encoder, self.limits) for one in asked])
+            several = [_answer_number(prompt, i) for prompt in prompts for i in range(each)]
+            made = [self._answer(one) for one in asked for _ in range(each)]
             try:
                 exchange.submit(self.service, several, places)
             except BaseException:
                 exchange.close()
                 raise
-        readers = [
-            self._reader(each, prompt) for each, prompt in zip(asked, prompts, strict=True) for _ in range(answers)
-        ]
-        return exchange, readers
+        return exchange, made
 
-    def _reader(self, asked: Asked, prompt: Prompt) -> Answer:
+    def _answer(self, asked: Asked) -> Answer:
         chat = asked.prompt
-        return Answer(self.encoder.answer_reader(prompt.tokens, chat.tools) if isinstance(chat, Chat) else None)
+        if not asked.split or not isinstance(chat, Chat):
+            return Answer(None)
+        return Answer(self.encoder.answer_reader(chat.tools, chat.options))
 
 
 def _answer_number(prompt: Prompt, index: int) -> Prompt:
@@ -153,6 +155,7 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits) -> Prompt:
     if wanted is not None and wanted > limits.max_tokens and not asked.capped:
         raise BadRequest(f"{name} is {limits.max_tokens} at most", field=name)
     grammar = _grammar(asked, encoder)
+    options = asked.prompt.options if isinstance(asked.prompt, Chat) and asked.split else None
     tokens, first_user = _encode(asked, encoder)
     left = limits.max_context - len(tokens)
     if left < 1:
@@ -171,15 +174,17 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits) -> Prompt:
         first_user=first_user,
         logprobs=asked.logprobs,
         num_draft_tokens=asked.num_draft_tokens,
-        constraint=encoder.constraint(grammar, tokens) if grammar is not None else None,
+        constraint=encoder.constraint(grammar, options) if grammar is not None else None,
     )
 
 
 def _grammar(asked: Asked, encoder: Encoder) -> Grammar | None:
-    """Raises BadRequest where calls are forced that cannot be."""
+    """Raises BadRequest where calls are forced that cannot be, or a format leaves no room for calls."""
     forced = asked.forced_calls
     if forced is None:
-        return asked.grammar
+        if asked.grammar is None or not isinstance(asked.prompt, Chat) or not asked.prompt.tools:
+            return asked.grammar
+        return encoder.call_grammar(asked.prompt.tools, several=True, otherwise=asked.grammar)
     if asked.grammar is not None:
         raise BadRequest("forced calls leave no room for another format", field="tool_choice")
     tools = asked.prompt.tools if isinstance(asked.prompt, Chat) else ()

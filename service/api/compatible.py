@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Annotated, Any
 
@@ -9,7 +10,7 @@ from fastapi import Request, Response
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from service.api.errors import printable
-from service.api.schemas import RequestModel
+from service.api.schemas import MAX_TAG_CHARS, RequestModel
 from service.api.strict import StrictRoute
 from service.core import Sampling
 
@@ -91,3 +92,10 @@ def sampling(
 def wrapped(seed: int | None) -> int | None:
     """A seed as the engine takes it: below 2**63, since numbers of any length come in JSON."""
     return None if seed is None else seed % 2**63
+
+
+def client_tag(name: str | None) -> str | None:
+    """A client's name as it is stored: by its hash where it is longer than a tag may be."""
+    if name is None or len(name) <= MAX_TAG_CHARS:
+        return name
+    return hashlib.sha256(name.encode()).hexdigest()

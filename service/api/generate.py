@@ -34,7 +34,6 @@ def generate_routes(frontend: Frontend) -> APIRouter:
         if body.stream:
             patience = frontend.limits.keepalive_seconds
             return EventStream(exchange, _server_sent(exchange, model, patience, body.return_tokens))
-        answers[0].reader = None
         if (instead := await collect(exchange, answers, request)) is not None:
             return instead
         finished = answers[0].finished
@@ -64,6 +63,7 @@ def _asked(body: GenerateRequest) -> Asked:
         domain=body.domain,
         client=body.client,
         store=body.store,
+        split=False,
     )
 
 

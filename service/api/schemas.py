@@ -25,6 +25,8 @@ def _whole(value: object) -> object:
 Text = Annotated[str, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Tag = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_TAG_CHARS, pattern=r"^[^\x00-\x1f\x7f]+$")]
+Client = Annotated[str, Field(strict=True, min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
+"""A client's name in other servers' routes; see compatible.client_tag."""
 Whole = Annotated[int, Field(strict=True)]
 INTEGRAL = BeforeValidator(_whole)
 """Comes last, so that the schema keeps the bounds."""

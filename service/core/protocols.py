@@ -131,18 +131,20 @@ class Encoder(Protocol):
         """The bytes that a token stands for."""
         ...
 
-    def answer_reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, object]]) -> AnswerReader:
-        """A reader of the answer to an encoded chat."""
+    def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
+        """A reader of the answer to a chat that was encoded with these tools and options."""
         ...
 
-    def constraint(self, grammar: Grammar, prompt: Sequence[int]) -> Constraint:
-        """What keeps the answer to an encoded prompt within a grammar, which begins after the model's reasoning. Raises
-        BadRequest naming the grammar's field where it cannot be compiled."""
+    def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> Constraint:
+        """What keeps an answer within a grammar. options: of the chat, in whose answer the grammar begins after the model's
+        reasoning; None: of a plain text. Raises BadRequest naming the grammar's field where it cannot be compiled."""
         ...
 
-    def call_grammar(self, tools: Sequence[Mapping[str, object]], *, several: bool) -> Grammar:
-        """The grammar of answers that call these tools, once or several times. Raises BadRequest where the model's format for
-        calls has none here."""
+    def call_grammar(
+        self, tools: Sequence[Mapping[str, object]], *, several: bool, otherwise: Grammar | None = None
+    ) -> Grammar:
+        """The grammar of answers that call these tools, once or several times, or are what `otherwise` says. Raises BadRequest
+        where the model's format for calls has none here."""
         ...
 
 

@@ -15,6 +15,8 @@ LENGTHS = (1, 3, 7, 15)
 """Proposal lengths up to which rounds are corrected together, and at which a draft may stop: a target call over one token more
 fills tiles of four positions."""
 _BOUNDS = (0, *LENGTHS)
+LEAST_SECONDS = 1e-6
+"""Of any round."""
 FIRST, ESTABLISHED = 3, 8
 """The median of a kind's first rounds is its correction, from so many rounds on, until there were so many."""
 ONCE = 1.5
@@ -220,7 +222,8 @@ class RoundCosts:
         empty, held = lines[proposed + 1]
         if drafted:
             empty, held = empty + drafted * lines[0][0], held + drafted * lines[0][1]
-        return empty + load.held * held
+        # Seeds of few rows, drawn out to many, may fall below nothing.
+        return max(empty + load.held * held, LEAST_SECONDS)
 
     def _interpolated(self, rows: int) -> list[tuple[float, float]]:
         """Seconds over empty rows, and more for each position held: of a draft step, then of a call over 1, 2, ... tokens."""

@@ -316,6 +316,7 @@ class Decoder:
         choice = self._choose_after(step, load)
         if choice is None:
             return None
+        choice = choice.with_drafted(min(choice.drafted, self._limit(rows))) if choice.drafted else choice
         visible, found = [row.tokens for row in rows], self._look_up(rows)
         matches, steps = [None] * len(rows), DraftSteps(choice.drafted)
         plan = Plan(rows, visible, load, choice, found, matches, steps, False, time.perf_counter())
@@ -346,12 +347,22 @@ class Decoder:
         left = sum(row.prompt.sampling.max_tokens - row.emitted for row in rows) / len(rows)
         load = Load(len(rows), lengths.longest, unread, prefill_ratio(rows), ragged=not lengths.equal, left=left)
         choice, found, matches = self._choose(rows, load, joining)
+        choice = choice.with_drafted(min(choice.drafted, self._limit(rows))) if choice.drafted else choice
         steps = DraftSteps(choice.drafted)
         if self.planner is not None and choice.drafted and self.strategy.ask_confidence:
             greedy = [row.prompt.sampling.greedy for row in rows]
             steps = self.planner.steps(load, choice, greedy, [drafts(row) for row in rows])
+            steps.most = min(steps.most, self._limit(rows))
         lags = choice.drafted > 0 and batch.drafter is not None and batch.drafter.lags(visible)
         return Plan(list(rows), visible, load, choice, found, matches, steps, lags, started_at)
+
+    def _limit(self, rows: Sequence[Request]) -> int:
+        """The most tokens that any row wants drafted."""
+        limits = [row.prompt.num_draft_tokens for row in rows if drafts(row)]
+        wanted = max((self.draft_length if limit is None else limit for limit in limits), default=0)
+        if wanted >= self.draft_length:
+            return self.draft_length
+        return max((n for n in self.strategy.allowed(self.draft_length) if n <= wanted), default=1)
 
     def _choose(
         self, rows: Sequence[Request], load: Load, joining: int
@@ -403,4 +414,6 @@ class Decoder:
             draft_logits = () if step.proposal is None else step.proposal.logits
             evidence = gather_evidence(logits, distribution, step.sampling, outcome.emitted, drafted, draft_logits)
         for i in needing:
-            rows[i].add_evidence(evidence[i], outcome.emitted[i], outcome.proposed[i], self.tie_margin)
+            rows[i].add_evidence(
+                evidence[i], outcome.emitted[i], outcome.proposed[i], self.tie_margin, collect=self.collect
+            )

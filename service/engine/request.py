@@ -100,6 +100,9 @@ class Request:
     rounds: list[Round] = field(default_factory=list[Round])
     cases: list[FailureCase] = field(default_factory=list[FailureCase])
     evidence: list[tuple[Evidence, int]] = field(default_factory=list[tuple[Evidence, int]])
+    """What is logged, with the number of tokens that each round emitted."""
+    newest_evidence: Evidence | None = None
+    """Of the last round."""
     ngrams: NGramIndex = field(default_factory=NGramIndex)
     acceptance: Acceptance = field(default_factory=lambda: Acceptance(0))
     """Of the serving draft's proposals in this row."""
@@ -162,13 +165,17 @@ class Request:
         return Delta(text, tuple(tokens[:emitted]), tuple(i < accepted for i in range(emitted)))
 
     def add_evidence(
-        self, evidence: Evidence, tokens: Sequence[int], drafted: Sequence[int], tie_margin: float
+        self, evidence: Evidence, tokens: Sequence[int], drafted: Sequence[int], tie_margin: float, *, collect: bool
     ) -> None:
-        """Store the evidence of the last round, and a failure case where a draft token was rejected.
+        """Take the evidence of the last round. Where the row is logged (`collect`), it is stored, with a failure case where a
+        draft token was rejected.
 
         tokens, drafted: as for `append_round`. tie_margin: a case is a tie where the target's two best log-probabilities differ
         by less.
         """
+        self.newest_evidence = evidence
+        if not (collect and self.prompt.store):
+            return
         newest, accepted = self.rounds[-1], len(tokens) - 1
         self.evidence.append((evidence, newest.emitted))
         # A token that a grammar forbids was not the target's to reject.
@@ -191,17 +198,16 @@ class Request:
 
     def newest_logprobs(self) -> tuple[TokenLogprobs, ...]:
         """Of the tokens of the last round, but an end-of-sequence token; empty unless the prompt asks for them."""
-        if (count := self.prompt.logprobs) is None or not self.evidence:
+        count, evidence = self.prompt.logprobs, self.newest_evidence
+        if count is None or evidence is None:
             return ()
-        evidence, emitted = self.evidence[-1]
+        emitted = self.rounds[-1].emitted
         new = [token for token in self.tokens[len(self.tokens) - emitted :] if token not in self.eos]
         return tuple(
             TokenLogprobs(
                 token,
                 float(evidence.logprobs[i]),
-                tuple(
-                    zip(evidence.top_ids[i, :count].tolist(), evidence.top_logprobs[i, :count].tolist(), strict=True)
-                ),
+                _possible(evidence.top_ids[i, :count].tolist(), evidence.top_logprobs[i, :count].tolist()),
             )
             for i, token in enumerate(new)
         )
@@ -246,6 +252,11 @@ class Request:
             provenance=provenance,
             created_at=datetime.now(UTC),
         )
+
+
+def _possible(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
+    """Those of the most likely tokens that no grammar forbids."""
+    return tuple((token, value) for token, value in zip(ids, logprobs, strict=True) if value > -float("inf"))
 
 
 def prefill_ratio(rows: Sequence[Request]) -> float:

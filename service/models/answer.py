@@ -27,6 +27,9 @@ class AnswerReader:
         self._start = start
         self._call: str | None = None
         """The text so far of the call that is open."""
+        self._blank: str | None = ""
+        """White space that text has begun with, which sets calls apart; None: the text goes on."""
+        self._called = False
         if state[0] == "tool":
             self._call = ""
 
@@ -41,8 +44,10 @@ class AnswerReader:
         pieces = self._pieces([(name, rest)])
         if self._call is not None:
             # Formats without an end marker, and models that end their turn instead of writing it.
-            pieces += [Piece(self._start + self._call)] if cut else self._close(self._call)
+            pieces += self._text(self._start + self._call) if cut else self._close(self._call)
             self._call = None
+        if self._blank and not self._called:
+            pieces.append(Piece(self._blank))
         return pieces
 
     def _pieces(self, segments: Sequence[tuple[str | None, str]]) -> list[Piece]:
@@ -57,8 +62,15 @@ class AnswerReader:
             if text and state == "reasoning":
                 pieces.append(Piece(reasoning=text))
             elif text and state == "normal":
-                pieces.append(Piece(text))
+                pieces += self._text(text)
         return pieces
+
+    def _text(self, text: str) -> list[Piece]:
+        """Text, of which white space alone is withheld until more follows."""
+        if self._blank is not None:
+            text = self._blank + text
+            self._blank = None if text.strip() else text
+        return [Piece(text)] if self._blank is None else []
 
     def _close(self, text: str) -> list[Piece]:
         """The calls that a text holds, or the text itself where it holds none."""
@@ -67,7 +79,10 @@ class AnswerReader:
             calls = [_tool_call(each) for each in (parsed if isinstance(parsed, list) else [parsed])]
         except Exception:  # noqa: BLE001  (parsers raise whatever their text makes Python raise)
             calls = []
-        return [Piece(call=call) for call in calls] or [Piece(self._start + text)]
+        if not calls:
+            return self._text(self._start + text)
+        self._blank, self._called = "", True
+        return [Piece(call=call) for call in calls]
 
 
 def _with_parameters(tool: Mapping[str, object]) -> dict[str, Any]:
@@ -84,4 +99,7 @@ def _tool_call(parsed: Any) -> ToolCall:
         arguments = json.loads(arguments)
     if not name or not isinstance(name, str) or not isinstance(arguments or {}, dict):
         raise ValueError("not a tool call")
-    return ToolCall(name, json.dumps(arguments or {}, ensure_ascii=False), id if isinstance(id, str) and id else None)
+    text = json.dumps(arguments or {}, ensure_ascii=False, allow_nan=False)
+    # Half of a surrogate pair cannot be sent: it raises here.
+    (name + text).encode()
+    return ToolCall(name, text, id if isinstance(id, str) and id else None)

@@ -54,24 +54,25 @@ def compiled_text(grammar: Grammar) -> str:
         raise BadRequest(f"it cannot be compiled: {error}", field=grammar.field) from error
 
 
-def hermes_grammar(tools: Sequence[Mapping[str, Any]], start: str, end: str, *, several: bool) -> str:
+def hermes_grammar(
+    tools: Sequence[Mapping[str, Any]], start: str, end: str, *, several: bool, otherwise: Grammar | None = None
+) -> str:
     """Lark of one call or several in the format of mlx-lm's json_tools: a JSON object of name and arguments between markers,
-    which are written as Lark takes them."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {
-                "name": {"const": tool["function"]["name"]},
-                "arguments": tool["function"].get("parameters") or {"type": "object"},
-            },
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for tool in tools
-    ]
-    schema = json.dumps({"anyOf": calls, "x-guidance": JSON_STYLE})
-    more = '("\\n" call)*' if several else ""
-    return f'start: call {more}\ncall: {start} "\\n" arguments "\\n" {end}\narguments: %json {schema}\n'
+    which are written as Lark takes them; or of JSON under the schema of `otherwise`. Each schema is a document of its own,
+    whose references hold. Raises BadRequest for another format."""
+    rules = [f'call: {start} "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {end}']
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_STYLE}
+        before = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
+        rules += [f'call_{i}: {before} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(schema)}"]
+    calls = 'call ("\\n" call)*' if several else "call"
+    if otherwise is None:
+        return "\n".join([f"start: {calls}", *rules])
+    if otherwise.kind is not GrammarKind.JSON_SCHEMA:
+        raise BadRequest("tools go with JSON alone: set tool_choice to none", field=otherwise.field)
+    schema = {**json.loads(otherwise.source), "x-guidance": JSON_STYLE}
+    return "\n".join([f"start: {calls} | answer", *rules, f"answer: %json {json.dumps(schema)}"])
 
 
 class Grammars:
@@ -106,7 +107,10 @@ class Grammars:
         inner = getattr(self._source, "_tokenizer", None)
         if not isinstance(inner, PreTrainedTokenizerFast) or not self._eos:
             raise BadRequest("this model's tokenizer has no form that grammars can use", field=field)
-        return from_tokenizer(inner, n_vocab=max(self._vocabulary, len(inner)), eos_token=sorted(self._eos))
+        try:
+            return from_tokenizer(inner, n_vocab=max(self._vocabulary, len(inner)), eos_token=sorted(self._eos))
+        except ValueError as error:
+            raise BadRequest("this model's tokenizer has no form that grammars can use", field=field) from error
 
 
 def _compile(tokenizer: LLTokenizer, grammar: str, field: str) -> LLMatcher:
@@ -156,9 +160,15 @@ class TokenConstraint:
             self._phase = _Phase.REASONING if opening is None else _Phase.START
         self._tail: tuple[int, ...] = ()
         """The last tokens of the reasoning, as many as end it."""
-        self._fed = 0
+        free = bytearray(b"\xff" * self._bytes)
+        for token in eos:
+            free[token >> 3] &= ~(1 << (token & 7))
+        self._reasoning = bytes(free)
+        """The mask of reasoning, which must end before the answer does."""
+        self._fed: list[int] = []
         """Tokens that the grammar has consumed."""
         self._stuck = False
+        self._pristine = matcher.deep_copy()
 
     def copy(self) -> TokenConstraint:
         """See core.Constraint."""
@@ -173,14 +183,21 @@ class TokenConstraint:
 
     def masks(self, proposed: Sequence[int]) -> list[bytes]:
         """See core.Constraint."""
-        masks, before = [self._mask()], (self._phase, self._tail, self._fed)
+        masks, before = [self._mask()], (self._phase, self._tail, self._stuck, len(self._fed))
         for token in proposed:
             if token in self._eos or not masks[-1][token >> 3] >> (token & 7) & 1:
                 break
             self.advance([token])
             masks.append(self._mask())
-        self._matcher.rollback(self._fed - before[2])
-        self._phase, self._tail, self._fed = before
+        self._phase, self._tail, stuck, fed = before
+        if self._matcher.is_error() and not stuck:
+            # A limit was met on the way of a proposal, and an error stays: begin again, with what the answer has.
+            self._matcher = self._pristine.deep_copy()
+            self._matcher.consume_tokens(self._fed[:fed])
+        else:
+            self._matcher.rollback(len(self._fed) - fed)
+        del self._fed[fed:]
+        self._stuck = stuck
         return masks
 
     def advance(self, tokens: Sequence[int]) -> None:
@@ -195,7 +212,7 @@ class TokenConstraint:
             else:
                 self._phase = _Phase.GRAMMAR
                 self._matcher.consume_token(token)
-                self._fed += 1
+                self._fed.append(token)
 
     def forced(self, most: int) -> list[int]:
         """See core.Constraint."""
@@ -206,7 +223,7 @@ class TokenConstraint:
 
     def _mask(self) -> bytes:
         if self._phase is _Phase.REASONING:
-            return b"\xff" * self._bytes
+            return self._reasoning
         mask = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()[: self._bytes]
         if not mask.strip(b"\0"):
             # A limit of llguidance was met on the way, or no token has the bytes that must come.

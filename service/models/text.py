@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from enum import Enum
 from threading import Lock
 from typing import Any, cast
 
@@ -13,6 +15,7 @@ from mlx_lm.generate import make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.tool_parsers import json_tools
 from tokenizers import pre_tokenizers
+from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from service.core import BadRequest, Constraint, Grammar, GrammarKind
@@ -21,18 +24,11 @@ from service.models.grammar import Grammars, hermes_grammar
 
 LOSSLESS_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
 """Normalizers and pre-tokenizers (types of the tokenizers library) that drop no text. NFC may shorten it."""
-OWN_ARGUMENTS = {
-    "conversation",
-    "tools",
-    "tokenize",
-    "add_generation_prompt",
-    "return_dict",
-    "return_tensors",
-    "chat_template",
-}
-"""Arguments of apply_chat_template that are not a request's to set."""
+OWN_ARGUMENTS = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+"""Arguments of apply_chat_template itself, which are not a request's to set."""
 BYTE_FALLBACK = re.compile("<0x[0-9A-Fa-f]{2}>")
 """How SentencePiece vocabularies write a single byte."""
+MANY_OPTIONS = 64
 NFC_SHRINKS = 3
 """NFC shortens UTF-8 at most by this factor (three Hangul letters of 3 bytes become one syllable of 3)."""
 
@@ -90,6 +86,14 @@ def _is_byte_level(tokenizer: TokenizerWrapper) -> bool:
     return any(step["type"] == "ByteLevel" for name in ("pre_tokenizer", "decoder") for step in _steps(parts[name]))
 
 
+class Reasoning(Enum):
+    """What a chat template has done about reasoning: begun it, left it to the model, or ended it (or there is none)."""
+
+    OPEN = "open"
+    FREE = "free"
+    CLOSED = "closed"
+
+
 class TextEncoder:
     """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer is used under a lock.
 
@@ -103,6 +107,8 @@ class TextEncoder:
         self._lock = Lock()
         self.vocabulary = len(tokenizer)
         ends = tokenizer.eos_token_ids if eos is None else eos
+        self._generation_prompts: dict[str, list[int]] = {}
+        """By the template's options."""
         self._grammars = Grammars(tokenizer, vocabulary or self.vocabulary, ends)
         self._added = frozenset(tokenizer.get_added_vocab().values())
         self._bytes: dict[str, int] = {}
@@ -128,7 +134,9 @@ class TextEncoder:
         if tools and not self._tokenizer.has_tool_calling:
             raise BadRequest("this model was not trained to call tools: its chat template has none", field="tools")
         turns = [dict(message) for message in messages]
-        extra: dict[str, Any] = {name: value for name, value in (options or {}).items() if name not in OWN_ARGUMENTS}
+        extra: dict[str, Any] = dict(options or {})
+        for name in sorted(OWN_ARGUMENTS & extra.keys()):
+            raise BadRequest(f"{name} is not an argument of the chat template", field="chat_template_kwargs")
         if tools:
             extra["tools"] = [dict(tool) for tool in tools]
         try:
@@ -146,7 +154,10 @@ class TextEncoder:
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for: not always whole characters."""
         with self._lock:
-            piece = cast("str", self._tokenizer.convert_ids_to_tokens(token))
+            piece = cast("str | None", self._tokenizer.convert_ids_to_tokens(token))
+        if piece is None:
+            # Logits may be wider than the vocabulary.
+            return b""
         if token in self._added:
             return piece.encode()
         if BYTE_FALLBACK.fullmatch(piece):
@@ -155,40 +166,63 @@ class TextEncoder:
             return bytes(self._bytes[character] for character in piece)
         return piece.replace("\u2581", " ").encode()
 
-    def answer_reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, object]]) -> AnswerReader:
+    def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
         """See core.Encoder."""
-        state = self._tokenizer.response_initial_state or "normal"
-        if self._tokenizer.has_thinking and self._opens_reasoning(list(prompt)):
-            state = "reasoning"
-        start = self._tokenizer.tool_call_start or ""
-        return AnswerReader(self._states.make_state(state), self._tokenizer.tool_parser, tools, start)
+        tokenizer = self._tokenizer
+        state = "reasoning" if self._reasoning(options) is Reasoning.OPEN else "normal"
+        start = tokenizer.tool_call_start or ""
+        states = self._states.make_state(tokenizer.response_initial_state or state)
+        return AnswerReader(states, tokenizer.tool_parser, tools, start)
 
-    def constraint(self, grammar: Grammar, prompt: Sequence[int]) -> Constraint:
+    def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> Constraint:
         """See core.Encoder."""
         tokenizer = self._tokenizer
         opening, closing = tokenizer.think_start_tokens or (), tokenizer.think_end_tokens or ()
-        if not closing or self._opens_reasoning(list(prompt)):
+        reasoning = Reasoning.CLOSED if options is None else self._reasoning(options)
+        if reasoning is Reasoning.OPEN:
             return self._grammars.constraint(grammar, closing=closing)
-        if len(opening) != 1 or tokenizer.rfind_think_end(list(prompt)) >= 0:
-            # The template has closed it, or where it begins cannot be told by a token.
+        if reasoning is Reasoning.CLOSED or len(opening) != 1:
             return self._grammars.constraint(grammar)
         return self._grammars.constraint(grammar, opening[0], closing)
 
-    def call_grammar(self, tools: Sequence[Mapping[str, object]], *, several: bool) -> Grammar:
+    def call_grammar(
+        self, tools: Sequence[Mapping[str, object]], *, several: bool, otherwise: Grammar | None = None
+    ) -> Grammar:
         """See core.Encoder."""
         tokenizer = self._tokenizer
         if not tokenizer.has_tool_calling:
             raise BadRequest("this model was not trained to call tools: its chat template has none", field="tools")
         if tokenizer.tool_parser is not json_tools.parse_tool_call:
-            raise BadRequest("calls cannot be forced in this model's format", field="tool_choice")
+            raise BadRequest("this model's format for calls has no grammar here", field="tool_choice")
         start, end = (self._marker(each) for each in (tokenizer.tool_call_start, tokenizer.tool_call_end))
-        return Grammar(GrammarKind.LARK, hermes_grammar(tools, start, end, several=several), "tools")
+        text = hermes_grammar(tools, start, end, several=several, otherwise=otherwise)
+        return Grammar(GrammarKind.LARK, text, "tools")
 
     def _marker(self, text: str | None) -> str:
         """A marker as Lark takes it: a special token by its name, else a text."""
         assert text is not None
         return text if text in self._tokenizer.all_special_tokens else json.dumps(text)
 
-    def _opens_reasoning(self, prompt: list[int]) -> bool:
-        """Whether the template has opened the reasoning, as mlx-lm's server decides it."""
-        return self._tokenizer.rfind_think_start(prompt) > self._tokenizer.rfind_think_end(prompt)
+    def _reasoning(self, options: Mapping[str, object]) -> Reasoning:
+        """What the chat template says of reasoning where the assistant's turn begins."""
+        if not self._tokenizer.has_thinking:
+            return Reasoning.CLOSED
+        tokens = self._generation_prompt(options)
+        opened, closed = self._tokenizer.rfind_think_start(tokens), self._tokenizer.rfind_think_end(tokens)
+        return Reasoning.OPEN if opened > closed else Reasoning.CLOSED if closed >= 0 else Reasoning.FREE
+
+    def _generation_prompt(self, options: Mapping[str, object]) -> list[int]:
+        """What the template adds to a chat so that the assistant speaks: what users write is not in it."""
+        key = repr(sorted(options.items()))
+        if (known := self._generation_prompts.get(key)) is not None:
+            return known
+        turns, extra = [{"role": "user", "content": "."}], dict[str, Any](options)
+        with self._lock:
+            whole, turn = (
+                cast("list[int]", self._tokenizer.apply_chat_template(turns, add_generation_prompt=add, **extra))
+                for add in (True, False)
+            )
+        if len(self._generation_prompts) >= MANY_OPTIONS:
+            self._generation_prompts.clear()
+        self._generation_prompts[key] = found = whole[len(turn) :] if whole[: len(turn)] == turn else whole
+        return found

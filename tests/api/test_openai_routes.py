@@ -263,6 +263,11 @@ GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
         {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "now"}}},
         "lark: 1 tools, several: False",
     ),
+    (
+        CHAT,
+        {"tools": [TOOL], "response_format": {"type": "json_object"}},
+        'lark: 1 tools, several: True, or {"type": "object"}',
+    ),
     (RESPONSES, {"text": {"format": {"type": "json_object"}}}, 'json_schema: {"type": "object"}'),
     (
         RESPONSES,
@@ -292,6 +297,22 @@ def test_what_an_answer_must_be(
     constraints = [ticket.prompt.constraint for ticket in server.engine.tickets[-2 if path == CHAT else -1 :]]
     assert [each.grammar for each in constraints if each is not None] == [grammar] * len(constraints)
     assert len({id(each) for each in constraints}) == len(constraints)
+
+
+def test_a_long_name_of_a_client_is_stored_by_its_hash(server: EchoServer, http: httpx.Client) -> None:
+    assert http.post(CHAT, json={"messages": user("a"), "user": "x" * 400}).status_code == 200
+    assert len(server.engine.tickets[-1].prompt.client or "") == 64
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_a_stop_string_cuts_is_text(http: httpx.Client, stream: bool) -> None:
+    asked = {"messages": user(f"a{CALL}"), "tools": [TOOL], "stop": "zone", "stream": stream}
+    response = http.post(CHAT, json=asked)
+    if stream:
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in data_of(response)[:-1])
+    else:
+        text = response.json()["choices"][0]["message"]["content"]
+    assert text == "a" + CALL[: CALL.index("zone")]
 
 
 def test_template_arguments(server: EchoServer, http: httpx.Client) -> None:
@@ -333,7 +354,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": user("a"), "modalities": ["audio"]}, "modalities.0"),
     ({"messages": user("a"), "num_draft_tokens": -1}, "num_draft_tokens"),
     ({"messages": user("a"), "metadata": {"domain": "a\nb"}}, "metadata.domain"),
-    ({"messages": user("a"), "user": "x" * 129}, "user"),
+    ({"messages": user("a"), "user": "x" * 513}, "user"),
     ({"messages": user("a"), "unheard_of": 1}, "unheard_of"),
 ]
 

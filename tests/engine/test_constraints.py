@@ -1,5 +1,6 @@
 """Rows with a grammar: the masked target's own output, whoever proposes, beside rows without one."""
 
+import math
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model
 from scipy.stats import chisquare
 
-from service.core import Prompt, Sampling, Source
+from service.core import Prompt, Sampling, Source, TokenLogprobs
 from service.engine import device
 from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
@@ -198,7 +199,13 @@ def test_a_round_with_a_constrained_row_waits_at_most_twice(
 def test_what_is_logged_is_of_the_masked_target(target: Model, draft: nn.Module, strategy: Strategy) -> None:
     with using(strategy):
         decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=True)
-        (row,) = serve(decoder, [replace(constrained(3, GREEDY), logprobs=4)])
+        row = Request("", replace(constrained(3, GREEDY), logprobs=4), frozenset(), None)
+        decoder.admit(row)
+        sent: list[TokenLogprobs] = []
+        while decoder.unfinished:
+            sent += [each for delta in decoder.round().deltas for each in delta.logprobs]
+    assert [each.token for each in sent] == row.output
+    assert all(value > -math.inf for each in sent for _, value in each.top)
     automaton = row.prompt.constraint
     assert isinstance(automaton, Automaton)
     logits = np.array(read(target, row.tokens[:-1], make_prompt_cache(target))[len(row.prompt.tokens) - 1 :])

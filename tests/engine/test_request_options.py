@@ -68,6 +68,7 @@ def test_log_probabilities_are_the_target_s_at_temperature_one(
         decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=collect)
         rows, sent = finish(decoder, prompts)
     assert sent[3] == []
+    assert [bool(row.evidence) for row in rows] == [collect and row.prompt.store for row in rows]
     for row, logprobs in zip(rows[:3], sent[:3], strict=True):
         output = [token for token in row.output if token not in EOS]
         assert [each.token for each in logprobs] == output
@@ -90,6 +91,7 @@ def test_nothing_is_proposed_for_a_request_that_wants_nothing(
         decoder = Decoder(
             target, bare(draft), vocabulary=VOCABULARY, k=K, adaptive=adaptive, lookup=8 if adaptive else 0
         )
+        decoder.profile(8)
         alone, _ = finish(decoder, prompts)
         others = [Prompt(tokens_of(i), sampling) for i, sampling in enumerate(SAMPLINGS)]
         mixed, _ = finish(decoder, [*others, *prompts])

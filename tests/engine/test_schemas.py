@@ -94,7 +94,7 @@ def test_every_answer_is_valid_and_the_masked_target_s_own(
             wanted = schema(rng)
             prompt = encoder.encode_text(f"question {number}: ")
             try:
-                constraint = encoder.constraint(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted), "f"), prompt)
+                constraint = encoder.constraint(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted), "f"), None)
             except BadRequest:
                 continue
             compiled += 1

@@ -138,6 +138,24 @@ def test_what_is_no_call_becomes_text(parser: str, garbage: str) -> None:
     assert calls == [] and text == "a" + import_module(f"mlx_lm.tool_parsers.{parser}").tool_call_start + garbage
 
 
+def test_white_space_around_calls_is_no_text() -> None:
+    one = '<tool_call>{"name": "now"}</tool_call>'
+    for answer, text in (
+        (f"\n{one}\n{one}\n", ""),
+        (f"so \n{one}\nand\n{one}", "so \n\nand\n"),
+        (" \n", " \n"),
+        ("\n\n a ", "\n\n a "),
+    ):
+        assert read(reader("json_tools"), [answer])[0] == text
+        assert read(reader("json_tools"), list(answer))[0] == text
+
+
+@pytest.mark.parametrize("arguments", ['{"x": "\\ud800"}', '{"x": NaN}', '{"x": Infinity}'])
+def test_arguments_that_cannot_be_sent_are_text(arguments: str) -> None:
+    call = '<tool_call>{"name": "now", "arguments": ' + arguments + "}"
+    assert read(reader("json_tools"), [call + "</tool_call>"]) == (call, "", [])
+
+
 def test_an_answer_may_end_with_the_beginning_of_a_marker() -> None:
     assert read(reader("json_tools"), ["1 <", " 2 <t"]) == ("1 < 2 <t", "", [])
 

@@ -13,7 +13,8 @@ import pytest
 from mlx_lm.utils import load_tokenizer
 
 from service.core import BadRequest, Grammar, GrammarKind
-from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint
+from service.models import grammar
+from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint, hermes_grammar
 from service.models.text import TextEncoder
 
 MakeModel = Callable[..., Path]
@@ -91,7 +92,8 @@ def test_reasoning_before_it_is_free(encoder: TextEncoder, grammars: Grammars) -
     end = encoder.encode_text("</think>")
     constraint = grammars.constraint(choice_grammar(["yes", "no"]), closing=end)
     free = constraint.masks(())[0]
-    assert len(allowed(free, encoder)) == encoder.vocabulary and constraint.forced(9) == []
+    assert len(allowed(free, encoder)) == encoder.vocabulary - 1 and constraint.forced(9) == []
+    assert b"</s>" not in allowed(free, encoder)
     tokens = encoder.encode_text("hm </think>yes")
     masks = constraint.masks(tokens)
     assert len(masks) == len(tokens) + 1 and masks[len(tokens) - 4] == free
@@ -115,7 +117,7 @@ def test_reasoning_may_begin_first(encoder: TextEncoder, grammars: Grammars) -> 
 
 
 @pytest.mark.parametrize(
-    ("grammar", "good", "bad"),
+    ("wanted", "good", "bad"),
     [
         (regex_grammar("[0-9]{3}-[a-f]+"), "123-abc", "12-"),
         (choice_grammar(["red", 'say "blue"', "grün\n"]), 'say "blue"', "blue"),
@@ -124,9 +126,9 @@ def test_reasoning_may_begin_first(encoder: TextEncoder, grammars: Grammars) -> 
         (json_grammar({"enum": ["é", 3]}), '"é"', '"e"'),
     ],
 )
-def test_every_kind_of_grammar(encoder: TextEncoder, grammars: Grammars, grammar: Grammar, good: str, bad: str) -> None:
-    assert follow(grammars.constraint(grammar), encoder.encode_text(good))
-    assert not follow(grammars.constraint(grammar), encoder.encode_text(bad))
+def test_every_kind_of_grammar(encoder: TextEncoder, grammars: Grammars, wanted: Grammar, good: str, bad: str) -> None:
+    assert follow(grammars.constraint(wanted), encoder.encode_text(good))
+    assert not follow(grammars.constraint(wanted), encoder.encode_text(bad))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -178,6 +180,35 @@ def test_what_cannot_be_compiled_is_refused_within_a_second(grammars: Grammars, 
     assert time.monotonic() - started < 1.0
 
 
+def test_a_limit_met_by_a_proposal_alone_leaves_the_answer_as_it_was(
+    encoder: TextEncoder, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constraint = grammars.constraint(choice_grammar(["abcdef"]))
+    constraint.advance(encoder.encode_text("a"))
+    before = constraint.masks(())
+    monkeypatch.setattr(constraint, "_matcher", Failing(constraint._matcher, 3))
+    assert len(constraint.masks(encoder.encode_text("bcde"))) < 5
+    assert not constraint.failed
+    assert constraint.masks(()) == before and follow(constraint, encoder.encode_text("bcdef"))
+
+
+class Failing:
+    """A matcher that meets a limit after so many tokens."""
+
+    def __init__(self, matcher: Any, count: int) -> None:
+        self._matcher, self._left = matcher, count
+
+    def consume_token(self, token: int) -> bool:
+        self._left -= 1
+        return self._matcher.consume_token(token)
+
+    def is_error(self) -> bool:
+        return self._left <= 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._matcher, name)
+
+
 def test_what_is_too_much_on_the_way_ends_the_answer_and_holds_nobody_up(
     encoder: TextEncoder, grammars: Grammars
 ) -> None:
@@ -195,11 +226,34 @@ def test_what_is_too_much_on_the_way_ends_the_answer_and_holds_nobody_up(
     assert not constraint.failed or allowed(constraint.masks(())[0], encoder) == {b"</s>"}
 
 
-def test_grammars_stay_compiled(grammars: Grammars) -> None:
-    schema = json_grammar(nested(4))
-    started = time.monotonic()
+def test_grammars_stay_compiled(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = json_grammar(nested(2))
     grammars.constraint(schema)
-    first = time.monotonic() - started
-    started = time.monotonic()
+    monkeypatch.setattr(grammar, "_compile", None)
     grammars.constraint(schema)
-    assert time.monotonic() - started < first
+
+
+def test_forced_calls_follow_schemas_with_references(encoder: TextEncoder, grammars: Grammars) -> None:
+    item = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    order = {
+        "$defs": {"Item": item},
+        "type": "object",
+        "properties": {"item": {"$ref": "#/$defs/Item"}},
+        "required": ["item"],
+    }
+    tools = [{"function": {"name": "order", "parameters": order}}, {"function": {"name": "now"}}]
+    first = '<call>\n{"name": "order", "arguments": {"item": {"n": 3}}}\n</call>'
+    second = '<call>\n{"name": "now", "arguments": {}}\n</call>'
+    for several, otherwise in ((False, None), (True, None), (True, json_grammar(item))):
+        text = hermes_grammar(tools, '"<call>"', '"</call>"', several=several, otherwise=otherwise)
+        constraint = grammars.constraint(lark_grammar(text))
+        assert follow(constraint, encoder.encode_text(first)) and follow(constraint, encoder.encode_text(second))
+        assert follow(constraint, encoder.encode_text(f"{first}\n{second}")) == several
+        assert follow(constraint, encoder.encode_text('{"n": 4}')) == (otherwise is not None)
+    with pytest.raises(BadRequest, match="tool_choice"):
+        hermes_grammar(tools, '"<"', '">"', several=True, otherwise=regex_grammar("a"))

@@ -13,11 +13,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
-from tokenizers import AddedToken, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from service.core import BadRequest, ToolCall
+from service.core import BadRequest, Grammar, GrammarKind, ToolCall
 from service.models.text import TextEncoder, bytes_per_token
 
 MakeModel = Callable[..., Path]
@@ -165,18 +165,52 @@ def test_tools_and_options_reach_the_template(make_model: MakeModel) -> None:
     tokenizer = load_tokenizer(make_model("m", template=HERMES))
     encoder = TextEncoder(tokenizer)
     tools = [{"type": "function", "function": {"name": "now", "parameters": {}}}]
-    options = {"opening": "so ", "add_generation_prompt": False, "tokenize": False}
+    options = {"opening": "so "}
     tokens = encoder.encode_chat([{"role": "user", "content": "hi"}], tools, options)
     assert tokenizer.decode(list(tokens)).strip() == "<tool>now</tool>user:hiassistant:so"
-    pieces = encoder.answer_reader(tokens, tools).add('x<tool_call>{"name": "now"}</tool_call>')
+    pieces = encoder.answer_reader(tools, options).add('x<tool_call>{"name": "now"}</tool_call>')
     assert [piece.text or piece.call for piece in pieces] == ["x", ToolCall("now", "{}")]
 
+    for name in ("max_length", "padding", "add_generation_prompt", "tokenizer_kwargs"):
+        with pytest.raises(BadRequest, match=name) as caught:
+            encoder.encode_chat([{"role": "user", "content": "hi"}], tools, {name: 3})
+        assert caught.value.field == "chat_template_kwargs"
 
-@pytest.mark.parametrize(("ending", "reasoning"), [("<think>", "a"), ("<think></think>", ""), ("", "")])
-def test_reasoning_that_the_template_opened_is_reasoning(make_model: MakeModel, ending: str, reasoning: str) -> None:
+
+THINKING = (
+    "{% for message in messages %}<s>{{ message.role }}:{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{{ ending }}{% endif %}"
+)
+ASKED = [
+    {"role": "user", "content": "what does <think> mean?"},
+    {"role": "assistant", "content": "<think>x</think>y"},
+    {"role": "user", "content": "<think>"},
+]
+
+
+@pytest.mark.parametrize(
+    ("ending", "reasoning", "free"), [("<think>", "a", True), ("<think></think>", "", False), ("", "", None)]
+)
+def test_only_the_template_says_whether_the_answer_reasons(
+    make_model: MakeModel, ending: str, reasoning: str, free: bool | None
+) -> None:
     tokenizer = byte_level()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<think>", "</think>")])
-    encoder = TextEncoder(wrapped(tokenizer))
-    reader = encoder.answer_reader(encoder.encode_text("user: hi assistant: " + ending), ())
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<think>", "</think>", "<s>", "</s>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=THINKING)
+    encoder = TextEncoder(TokenizerWrapper(fast))
+    options = {"ending": ending}
+    encoder.encode_chat(ASKED, (), options)
+    reader = encoder.answer_reader((), options)
     pieces = [*reader.add("a"), *reader.finish(cut=False)]
     assert "".join(piece.reasoning for piece in pieces) == reasoning
+    grammar = Grammar(GrammarKind.CHOICE, '["yes"]', "f")
+    mask = encoder.constraint(grammar, options).masks(())[0]
+    allowed = {t for t in range(encoder.vocabulary) if mask[t >> 3] >> (t & 7) & 1}
+    yes, think, end = (set(encoder.encode_text(text)) for text in ("y", "<think>", "</s>"))
+    if free:
+        assert allowed == set(range(encoder.vocabulary)) - end
+    else:
+        assert allowed == (yes if free is False else yes | think)
+    plain = encoder.constraint(grammar, None).masks(())[0]
+    assert {t for t in range(encoder.vocabulary) if plain[t >> 3] >> (t & 7) & 1} == yes

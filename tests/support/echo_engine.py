@@ -81,14 +81,17 @@ class Codepoints:
     def token_bytes(self, token: int) -> bytes:
         return character(token).encode()
 
-    def answer_reader(self, prompt: Sequence[int], tools: Sequence[Mapping[str, object]]) -> AnswerReader:
+    def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
         return AnswerReader(STATES.make_state("normal"), parse_tool_call, tools, "<tool_call>")
 
-    def constraint(self, grammar: Grammar, prompt: Sequence[int]) -> NamedGrammar:
+    def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> NamedGrammar:
         return NamedGrammar(f"{grammar.kind}: {grammar.source}")
 
-    def call_grammar(self, tools: Sequence[Mapping[str, object]], *, several: bool) -> Grammar:
-        return Grammar(GrammarKind.LARK, f"{len(tools)} tools, several: {several}", "tools")
+    def call_grammar(
+        self, tools: Sequence[Mapping[str, object]], *, several: bool, otherwise: Grammar | None = None
+    ) -> Grammar:
+        free = f", or {otherwise.source}" if otherwise is not None else ""
+        return Grammar(GrammarKind.LARK, f"{len(tools)} tools, several: {several}{free}", "tools")
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)
@@ -194,13 +197,17 @@ class EchoEngine:
         began = time.monotonic()
         output: list[int] = []
         finish = FinishReason.STOP
-        for token in (token for token in ticket.prompt.tokens if token != Codepoints.MARK):
+        tokens = [token for token in ticket.prompt.tokens if token != Codepoints.MARK]
+        text = "".join(map(character, tokens))
+        found = [(at, stop) for stop in ticket.prompt.sampling.stop if (at := text.find(stop)) >= 0]
+        end, stopped_by = min(found, default=(len(tokens), None))
+        for token in tokens[:end]:
             ticket.cancelled.wait(self.pause)
             if ticket.cancelled.is_set():
-                finish = FinishReason.CANCELLED
+                finish, stopped_by = FinishReason.CANCELLED, None
                 break
             if len(output) == ticket.prompt.sampling.max_tokens:
-                finish = FinishReason.LENGTH
+                finish, stopped_by = FinishReason.LENGTH, None
                 break
             if len(output) == self.break_after:
                 self.ended[ticket.id] = FinishReason.CANCELLED
@@ -224,7 +231,7 @@ class EchoEngine:
             (0, 3),
             prompt // 2,
         )
-        self._send(ticket, Finished(ticket.id, finish, tuple(output), timings))
+        self._send(ticket, Finished(ticket.id, finish, tuple(output), timings, stopped_by))
 
 
 def make_run(number: int, state: RunState = RunState.TRAINING, progress: Progress | None = None) -> TrainingRun:

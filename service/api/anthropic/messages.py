@@ -33,7 +33,7 @@ from service.api.anthropic.schemas import (
     UsageAnswer,
 )
 from service.api.asking import Asked, Chat, ForcedCalls, Frontend, check_size
-from service.api.compatible import CompatibleRoute, ignored_fields, sampling, with_ignored
+from service.api.compatible import CompatibleRoute, client_tag, ignored_fields, sampling, with_ignored
 from service.api.errors import describe
 from service.api.exchange import EventStream, Exchange
 from service.api.schemas import TimingsAnswer
@@ -56,7 +56,7 @@ def messages_routes(frontend: Frontend) -> APIRouter:
         frontend.models.check(body.model)
         one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
         exchange, (answer,) = await frontend.submit([_asked(body, frontend)], live=bool(body.stream) or one_call)
-        writer = _Writer(exchange, answer, body, body.model or frontend.models.name)
+        writer = _Writer(exchange, answer, body.model or frontend.models.name, frontend.limits.max_context)
         if body.stream:
             frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
             return with_ignored(EventStream(exchange, frames), _ignored(body))
@@ -96,7 +96,7 @@ def _asked(body: MessagesRequest, frontend: Frontend) -> Asked:
         ),
         body.max_tokens,
         capped=True,
-        client=user,
+        client=client_tag(user),
         store=body.store is not False,
         num_draft_tokens=body.num_draft_tokens,
         grammar=_grammar(body),
@@ -178,13 +178,13 @@ def _tool(tool: Tool) -> dict[str, object]:
 
 
 class _Writer:
-    """Writes one answer, whole or as a stream of events."""
+    """Writes one answer, whole or as a stream of events. context: tokens of a prompt and its answer, at most."""
 
-    def __init__(self, exchange: Exchange, answer: Answer, body: MessagesRequest, model: str) -> None:
+    def __init__(self, exchange: Exchange, answer: Answer, model: str, context: int) -> None:
         self._exchange = exchange
         self._answer = answer
-        self._body = body
         self._model = model
+        self._context = context
         self._blocks = 0
         """Content blocks that the stream has begun."""
         self._open: PieceKind | None = None
@@ -223,8 +223,8 @@ class _Writer:
             case EndReason.STOP:
                 return "end_turn" if answer.stopped_by is None else "stop_sequence"
             case EndReason.LENGTH:
-                whole = answer.timings.predicted_n >= self._body.max_tokens
-                return "max_tokens" if whole else "model_context_window_exceeded"
+                full = answer.timings.prompt_n + answer.timings.predicted_n >= self._context
+                return "model_context_window_exceeded" if full else "max_tokens"
 
     async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
         """The stream."""

@@ -14,12 +14,12 @@ from service.api.schemas import (
     INTEGRAL,
     MAX_MESSAGES,
     MAX_STOPS,
+    Client,
     Flag,
     Number,
     RequestModel,
     ResponseModel,
     StopString,
-    Tag,
     Text,
     TimingsAnswer,
     Tokens,
@@ -160,7 +160,7 @@ class OutputConfig(RequestModel):
 class RequestMetadata(RequestModel):
     """user_id: the client, in logs and counts."""
 
-    user_id: Tag | None = None
+    user_id: Client | None = None
 
 
 class CountRequest(RequestModel):

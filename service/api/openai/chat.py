@@ -12,7 +12,7 @@ from pydantic import BaseModel
 
 from service.api.answers import Answer, Part, collect, combined_timings, read_parts
 from service.api.asking import Asked, Chat, ForcedCalls, Frontend
-from service.api.compatible import CompatibleRoute, ignored_fields, sampling, with_ignored
+from service.api.compatible import CompatibleRoute, client_tag, ignored_fields, sampling, with_ignored
 from service.api.errors import describe
 from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
 from service.api.openai.schemas import (
@@ -61,7 +61,7 @@ def chat_routes(frontend: Frontend) -> APIRouter:
         """Answer a chat: one JSON answer, or server-sent events with `stream`."""
         frontend.models.check(body.model)
         asked, stream, one_call = _asked(body, frontend), bool(body.stream), body.parallel_tool_calls is False
-        exchange, answers = await frontend.submit([asked], answers=body.n or 1, live=stream or one_call)
+        exchange, answers = await frontend.submit([asked], each=body.n or 1, live=stream or one_call)
         writer = _Writer(exchange, answers, frontend, body)
         if stream:
             frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
@@ -129,7 +129,7 @@ def asked_by(
         prompt_field="messages" if isinstance(prompt, Chat) else "prompt",
         max_tokens_field=max_tokens_field,
         domain=body.metadata.domain if body.metadata is not None else None,
-        client=body.user,
+        client=client_tag(body.user),
         store=body.store is not False,
         logprobs=logprobs,
         num_draft_tokens=body.num_draft_tokens,

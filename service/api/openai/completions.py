@@ -41,7 +41,7 @@ def completion_routes(frontend: Frontend) -> APIRouter:
         frontend.models.check(body.model)
         prompts = _prompts(body)
         asked = [asked_by(body, prompt, frontend, body.max_tokens, logprobs=body.logprobs) for prompt in prompts]
-        exchange, answers = await frontend.submit(asked, answers=body.n or 1, live=bool(body.stream))
+        exchange, answers = await frontend.submit(asked, each=body.n or 1, live=bool(body.stream))
         writer = _Writer(exchange, answers, len(prompts), frontend, body)
         if body.stream:
             return EventStream(exchange, writer.frames(frontend.limits.keepalive_seconds))

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from service.api.answers import Answer, EndReason, PieceKind, collect, kind_of, read_parts
 from service.api.asking import Asked, Chat, ForcedCalls, Frontend
-from service.api.compatible import CompatibleRoute, ignored_fields, sampling, with_ignored
+from service.api.compatible import CompatibleRoute, client_tag, ignored_fields, sampling, with_ignored
 from service.api.errors import describe
 from service.api.exchange import KEEP_ALIVE, EventStream, Exchange
 from service.api.openai.chat import arguments_of, choice_logprobs
@@ -112,7 +112,7 @@ def _asked(body: ResponsesRequest, frontend: Frontend) -> Asked:
         prompt_field="input",
         max_tokens_field="max_output_tokens",
         domain=body.metadata.domain if body.metadata is not None else None,
-        client=body.user,
+        client=client_tag(body.user),
         store=body.store is not False,
         logprobs=body.top_logprobs or None,
         num_draft_tokens=body.num_draft_tokens,
@@ -203,6 +203,8 @@ class _Writer:
         self._ids: list[str] = []
         self._index = -1
         """Of the item that is being streamed."""
+        self._unsent: list[TokenLogprobs] = []
+        """Log-probabilities of tokens whose text was not sent yet."""
         self._open: list[Piece] = []
         """Its pieces."""
 
@@ -214,6 +216,9 @@ class _Writer:
             self._item(i, item, "incomplete" if cut and i == len(items) - 1 else "completed")
             for i, item in enumerate(items)
         ]
+        if len(output) == 1 and isinstance(output[0], OutputMessage) and self._answer.logprobs:
+            # Where an answer has other parts too, tokens do not tell which they belong to.
+            output[0].content[0].logprobs = choice_logprobs(self._encoder, self._answer.logprobs).content
         answer = self._response("incomplete" if cut else "completed", output)
         if cut:
             answer.incomplete_details = IncompleteDetails()
@@ -261,22 +266,19 @@ class _Writer:
 
     def _item(self, index: int, item: Piece, status: Status) -> Output:
         """Item number `index` of the output. Its id stays the same."""
-        kind, prefix = kind_of(item), {PieceKind.TEXT: "msg", PieceKind.REASONING: "rs", PieceKind.CALL: "fc"}
-        while len(self._ids) <= index:
-            self._ids.append(uuid.uuid4().hex)
-        id = f"{prefix[kind]}_{self._ids[index]}"
+        id, kind = self._item_id(index, item), kind_of(item)
         if item.call is not None:
             call = item.call
             return OutputCall(id=id, call_id=call.id or "", name=call.name, arguments=call.arguments, status=status)
         if kind is PieceKind.REASONING:
             return OutputReasoning(id=id, content=[OutputReasoningText(text=item.reasoning)], status=status)
-        return OutputMessage(id=id, status=status, content=[self._output_text(item.text)])
+        return OutputMessage(id=id, status=status, content=[OutputText(text=item.text)])
 
-    def _output_text(self, text: str) -> OutputText:
-        logprobs = None
-        if self._answer.logprobs and not self._answer.reasoning:
-            logprobs = choice_logprobs(self._encoder, self._answer.logprobs).content
-        return OutputText(text=text, logprobs=logprobs)
+    def _item_id(self, index: int, item: Piece) -> str:
+        prefix = {PieceKind.TEXT: "msg", PieceKind.REASONING: "rs", PieceKind.CALL: "fc"}[kind_of(item)]
+        while len(self._ids) <= index:
+            self._ids.append(uuid.uuid4().hex)
+        return f"{prefix}_{self._ids[index]}"
 
     # ---------------------------------------------------------------------------------------------------------- stream
 
@@ -289,8 +291,9 @@ class _Writer:
                 if part is None:
                     yield KEEP_ALIVE
                     continue
-                for i, piece in enumerate(part.pieces):
-                    for frame in self._piece(piece, part.logprobs if i == 0 else ()):
+                self._unsent += part.logprobs
+                for piece in part.pieces:
+                    for frame in self._piece(piece):
                         yield frame
             whole = self.whole()
             if whole.output:
@@ -304,7 +307,7 @@ class _Writer:
         finally:
             self._exchange.close()
 
-    def _piece(self, piece: Piece, logprobs: Sequence[TokenLogprobs]) -> list[bytes]:
+    def _piece(self, piece: Piece) -> list[bytes]:
         """Events for a new piece: of the item that it continues, or of one that it begins."""
         frames: list[bytes] = []
         last = self._open[-1] if self._open else None
@@ -316,7 +319,8 @@ class _Writer:
         place = self._place(piece)
         match kind_of(piece):
             case PieceKind.TEXT:
-                new = choice_logprobs(self._encoder, logprobs).content
+                new = choice_logprobs(self._encoder, self._unsent).content
+                self._unsent = []
                 frames.append(self._event("response.output_text.delta", **place, delta=piece.text, logprobs=new))
             case PieceKind.REASONING:
                 frames.append(self._event("response.reasoning_text.delta", **place, delta=piece.reasoning))
@@ -364,7 +368,7 @@ class _Writer:
     def _place(self, piece: Piece) -> dict[str, object]:
         """Which item, and which part of it."""
         place: dict[str, object] = {
-            "item_id": self._item(self._index, piece, "in_progress").id,
+            "item_id": self._item_id(self._index, piece),
             "output_index": self._index,
         }
         return place if piece.call is not None else {**place, "content_index": 0}

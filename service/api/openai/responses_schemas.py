@@ -31,10 +31,10 @@ from service.api.openai.schemas import (
 from service.api.schemas import (
     INTEGRAL,
     MAX_MESSAGES,
+    Client,
     Flag,
     RequestModel,
     ResponseModel,
-    Tag,
     Text,
     TimingsAnswer,
     Tokens,
@@ -196,7 +196,7 @@ class ResponsesRequest(RequestModel):
     chat_template_kwargs: dict[str, Any] | None = None
     store: Flag | None = None
     metadata: Metadata | None = None
-    user: Tag | None = None
+    user: Client | None = None
     truncation: Literal["disabled"] | None = None
     background: Unserved = None
     conversation: Unserved = None

@@ -15,6 +15,7 @@ from service.api.schemas import (
     INTEGRAL,
     MAX_MESSAGES,
     MAX_STOPS,
+    Client,
     Flag,
     Number,
     RequestModel,
@@ -249,7 +250,7 @@ class CommonRequest(RequestModel):
     num_draft_tokens: DraftTokens | None = None
     store: Flag | None = None
     metadata: Metadata | None = None
-    user: Tag | None = None
+    user: Client | None = None
     logit_bias: Unserved = None
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
