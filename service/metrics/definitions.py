@@ -13,6 +13,7 @@ OLDER = "older"
 CODES = (
     "bad_request",
     "model_not_found",
+    "tool_not_found",
     "forbidden",
     "body_too_large",
     "unsupported_media_type",

@@ -187,8 +187,6 @@ def test_tokens_are_counted_without_generating(server: EchoServer, http: httpx.C
     ("more", "param"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
-        ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages.0.content"),
         ({"messages": [{"role": "user", "content": [TOOL_USE]}]}, "messages.0.content"),
         ({"output_config": {"format": {"type": "json_schema"}}}, "output_config.format"),
@@ -211,6 +209,12 @@ def test_errors_are_events_of_a_stream() -> None:
         last = events(httpx.post(address + MESSAGES, json=body("abcdef", stream=True)))[-1]
     assert last["type"] == "error"
     assert last["error"]["type"] == "overloaded_error"
+
+
+@pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "other"}])
+def test_a_tool_that_is_not_there_cannot_be_forced(http: httpx.Client, choice: dict[str, Any]) -> None:
+    response = http.post(MESSAGES, json=body("a", tool_choice=choice))
+    assert (response.status_code, response.json()["error"]["param"]) == (404, "tool_choice")
 
 
 def test_another_model_is_not_found(http: httpx.Client) -> None:

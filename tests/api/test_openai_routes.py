@@ -341,11 +341,6 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": user("a"), "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"messages": user("a"), "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),
     ({"messages": user("a"), "structured_outputs": {"choice": []}}, "structured_outputs.choice"),
-    ({"messages": user("a"), "tool_choice": "required"}, "tool_choice"),
-    (
-        {"messages": user("a"), "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
-        "tool_choice",
-    ),
     (
         {"messages": user("a"), "tools": [TOOL], "tool_choice": "required", "response_format": {"type": "json_object"}},
         "tool_choice",
@@ -387,6 +382,23 @@ def test_another_model_is_not_found(http: httpx.Client, path: str) -> None:
     assert_refused(response, "model", 404)
     assert response.json()["error"]["code"] == "model_not_found"
     assert "echo, gpt-4o" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "more"),
+    [
+        (CHAT, {"messages": user("a"), "tool_choice": "required"}),
+        (
+            CHAT,
+            {"messages": user("a"), "tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "x"}}},
+        ),
+        (RESPONSES, {"input": "a", "tools": [FLAT_TOOL], "tool_choice": {"type": "function", "name": "x"}}),
+    ],
+)
+def test_a_tool_that_is_not_there_cannot_be_forced(http: httpx.Client, path: str, more: dict[str, Any]) -> None:
+    response = http.post(path, json=more)
+    assert_refused(response, "tool_choice", 404)
+    assert response.json()["error"]["code"] == "tool_not_found"
 
 
 def test_models(http: httpx.Client) -> None:
@@ -606,7 +618,6 @@ def test_a_response_that_was_cut_is_incomplete(http: httpx.Client) -> None:
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "conversation": "c"}, "conversation"),
         ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format"),
-        ({"input": "a", "tool_choice": "required"}, "tool_choice"),
         ({"input": "a", "truncation": "auto"}, "truncation"),
         ({"input": "a", "tools": [{"type": "mcp"}]}, "tools.0"),
         ({"input": "x" * 4_000}, "input"),
