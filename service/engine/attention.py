@@ -14,12 +14,13 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import base
+
+from service.engine.kernels import cuda_kernel
 
 MOST, LONG = 256, 4096
 """New tokens a row; over rows of more than LONG positions only FEW: cuDNN reads such prompts faster, which repays its plans."""
@@ -37,28 +38,16 @@ SPLIT_KEYS = 256
 BLOCKS = 512
 """Blocks that keep a large GPU busy (an H200 has 132 multiprocessors)."""
 
-_KERNELS = Path(__file__).parent / "kernels"
-
 
 @cache
 def _kernel(split: bool) -> Any:
-    return mx.fast.cuda_kernel(
-        name="row_attention_part" if split else "row_attention",
-        input_names=["queries", "keys", "values", "starts", "scale", "sinks"],
-        output_names=["out", "sums", "tops"] if split else ["out"],
-        source=(_KERNELS / "row_attention.cu").read_text(),
-        header=f"#define SPLIT {int(split)}\n" + (_KERNELS / "fragments.cuh").read_text(),
-    )
+    inputs, outputs = ["queries", "keys", "values", "starts", "scale", "sinks", "written"], ["out", "sums", "tops"]
+    return cuda_kernel("row_attention", inputs, outputs if split else outputs[:1], strided=True, SPLIT=int(split))
 
 
 @cache
 def _merge() -> Any:
-    return mx.fast.cuda_kernel(
-        name="row_attention_merge",
-        input_names=["parts", "sums", "tops"],
-        output_names=["out"],
-        source=(_KERNELS / "row_attention_merge.cu").read_text(),
-    )
+    return cuda_kernel("row_attention_merge", ["parts", "sums", "tops"], ["out"])
 
 
 @cache
@@ -70,12 +59,13 @@ def _scale(value: float) -> mx.array:
 class RowCall:
     """What the newest N tokens of B rows attend to: keys (R, heads, capacity, dims) and values (R, heads, capacity, width),
     R >= B. starts: (B,), int32, the position of each row's first query. window: latest positions that a query sees, its own
-    among them; 0: all up to its own."""
+    among them; 0: all up to its own. written: what `write_in_place` returned, where it has written the keys."""
 
     keys: mx.array
     values: mx.array
     starts: mx.array
     window: int = 0
+    written: mx.array | None = None
 
 
 def fits(queries: mx.array, call: RowCall) -> bool:
@@ -100,11 +90,14 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
     splits = 1 if capacity <= SPLIT_FROM else min(most, capacity // SPLIT_KEYS)
     template = [("T", kind), ("HALF", kind == mx.float16), ("D", dims), ("V", width), ("VC", chunk), ("G", share)]
     template += [("WINDOW", call.window), ("SINKS", sinks is not None)]
-    # In the order in which models project them, which rope keeps: the kernel reads no strides, and others would be copied.
-    laid_out = queries.swapaxes(1, 2)
+    # In the order in which models project them, which rope keeps. Only queries that are not are copied, never keys or values:
+    # a copy could be made before they are written in place.
+    laid_out = mx.contiguous(queries.swapaxes(1, 2))
     shape = (rows, count, many)
+    own_sinks = keys if sinks is None else sinks.astype(kind)
+    written = call.starts if call.written is None else call.written
     made = _kernel(splits > 1)(
-        inputs=[laid_out, keys, values, call.starts, _scale(scale), keys if sinks is None else sinks.astype(kind)],
+        inputs=[laid_out, keys, values, call.starts, _scale(scale), own_sinks, written],
         template=template,
         grid=(rows * heads * THREADS, splits, chunks),
         threadgroup=(THREADS, 1, 1),
@@ -151,6 +144,7 @@ def _routed(
             # Where tests run: the same calls, without the kernel.
             return masked_attention(queries, call, scale=scale, sinks=sinks)
         if call is not None and fits(queries, call):
+            cast("Any", cache).unread = False
             return row_attention(queries, call, scale=scale, sinks=sinks)
     return base.scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=cast("Any", mask), sinks=sinks

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 
 from service.core import BARE_DRAFT, Source
+from service.engine import device
 from service.engine.acceptance import Acceptance
 from service.engine.adapters import Draft
 from service.engine.drafters.head import make_drafter
@@ -102,9 +103,12 @@ class Batch:
         for i in indices:
             self._cache_prefix(i)
         staying = compaction_order(len(self.rows), indices)
-        self.cache.compact(staying)
-        if self.drafter is not None:
-            self.drafter.cache.compact(staying)
+        caches = [self.cache] if self.drafter is None else [self.cache, self.drafter.cache]
+        copies = [cache.copy_moved(staying) for cache in caches]
+        if moved := [copy for each in copies for copy in each if copy is not None]:
+            device.wait(moved)
+        for cache, each in zip(caches, copies, strict=True):
+            cache.compact(staying, each)
         self.rows = [self.rows[i] for i in staying]
         self._epochs = [self._epochs[i] for i in staying]
         return removed

@@ -179,6 +179,7 @@ def _in_engine(model: nn.Module, rows: list[list[int]]) -> list[Vectors]:
     tokens = [[*row[len(row) - TAIL + n :], 1, 1][:3] for row, n in zip(rows, accepted, strict=True)]
     (second,) = run([mx.array(tokens)], batch, 3)
     batch.truncate([len(row) for row in rows])
+    batch.launch_writes()
     return [
         _vectors(batch.layers, i, len(row)) | {"logits": mx.concatenate([first[i, :n], second[i, : TAIL - n]])}
         for i, (row, n) in enumerate(zip(rows, accepted, strict=True))

@@ -15,24 +15,22 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-MOST = 64
-"""Tokens: with more cuBLAS is faster."""
-THREADS = 256
+from service.engine.kernels import cuda_kernel, shared_memory
+
+THREADS, WARPS = 256, 8
 """Of a block."""
-TILES = (1, 2, 4, 8)
-"""Tiles of 8 tokens that a block may multiply: each is a kernel to be compiled."""
+TILINGS = {1: ((1, 4),), 2: ((2, 2),), 4: ((8, 2), (6, 2), (2, 2)), 8: ((6, 2), (2, 2))}
+"""By how many tiles of 8 tokens a block multiplies: how many tiles of 8 outputs, fetched in how many stages, the fastest first
+(docs/measurements.md). Each is a kernel to be compiled. With more than 64 tokens cuBLAS is faster."""
 INNER = 64
 """Elements of a row that a warp takes at a time."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that mlx-lm's models give the same input."""
-
-_KERNELS = Path(__file__).parent / "kernels"
 
 
 @dataclass(slots=True)
@@ -46,34 +44,53 @@ _call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 @cache
-def _kernel(count: int) -> Any:
+def tilings() -> dict[int, tuple[int, int]]:
+    """TILINGS of which a block's stages find room on MLX's device."""
+    room = shared_memory()
+    fitting = {
+        tiles: [(deep, stages) for deep, stages in shapes if stages_bytes(tiles, deep, stages) <= room]
+        for tiles, shapes in TILINGS.items()
+    }
+    return {tiles: shapes[0] for tiles, shapes in fitting.items() if shapes}
+
+
+def stages_bytes(tiles: int, deep: int, stages: int) -> int:
+    """Bytes of shared memory that a block takes."""
+    return WARPS * stages * 8 * (tiles + deep) * INNER * 2
+
+
+@cache
+def _kernel(count: int, tiles: int) -> Any:
+    deep, stages = tilings()[tiles]
     numbers = range(count)
-    return mx.fast.cuda_kernel(
-        name=f"few_tokens_{count}",
-        input_names=["x", *(f"weight{i}" for i in numbers)],
-        output_names=[f"out{i}" for i in numbers],
-        source=(_KERNELS / "few_tokens.cu").read_text(),
-        header=f"#define COUNT {count}\n" + (_KERNELS / "fragments.cuh").read_text(),
+    return cuda_kernel(
+        "few_tokens",
+        ["x", *(f"weight{i}" for i in numbers)],
+        [f"out{i}" for i in numbers],
+        shared=stages_bytes(tiles, deep, stages),
+        COUNT=count,
     )
 
 
 def fits(x: mx.array, weight: mx.array) -> bool:
-    """Whether the kernel multiplies x (..., inner) by weight (outputs, inner): up to MOST tokens in half precision."""
-    kinds = x.dtype == weight.dtype and x.dtype in (mx.bfloat16, mx.float16)
-    return kinds and prod(x.shape[:-1]) <= MOST and weight.shape[0] % 16 == 0 and weight.shape[1] % INNER == 0
+    """Whether the kernel multiplies x (..., inner) by weight (outputs, inner): up to 64 tokens in half precision, or 32
+    where a block has less shared memory."""
+    if x.dtype != weight.dtype or x.dtype not in (mx.bfloat16, mx.float16) or weight.shape[1] % INNER:
+        return False
+    return prod(x.shape[:-1]) <= 8 * max(tilings())
 
 
 def few_tokens(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
     """x (..., inner) times each of one to three weights (outputs, inner), transposed: (..., outputs) each."""
     *lead, inner = x.shape
     tokens, outputs = prod(lead), [weight.shape[0] for weight in weights]
-    tiles = next(n for n in TILES if 8 * n >= tokens)
-    # With many tokens it is they that a block reads most of.
-    deep = 2 if tiles >= 4 and all(n % 32 == 0 for n in outputs) else 1
-    made = _kernel(len(weights))(
+    tiles = next(n for n in tilings() if 8 * n >= tokens)
+    deep, stages = tilings()[tiles]
+    template = [("T", x.dtype), ("HALF", x.dtype == mx.float16), ("TILES", tiles), ("DEEP", deep), ("STAGES", stages)]
+    made = _kernel(len(weights), tiles)(
         inputs=[x.reshape(tokens, inner), *weights],
-        template=[("T", x.dtype), ("HALF", x.dtype == mx.float16), ("TILES", tiles), ("DEEP", deep)],
-        grid=(sum(outputs) // (16 * deep) * THREADS, 1, 1),
+        template=template,
+        grid=(sum(-(-n // (8 * deep)) for n in outputs) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
         output_shapes=[(tokens, n) for n in outputs],
         output_dtypes=[x.dtype] * len(weights),

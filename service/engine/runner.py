@@ -136,7 +136,7 @@ class Runner:
                 device.wait(cache.arrays())
                 cache.truncate([min(start + self._prefill_chunk, len(text))])
             caches.append(cache)
-        batch.cache.compact([])
+        batch.cache.compact([], batch.cache.copy_moved([]))
         batch.cache.join(caches)
 
     def _propose(
@@ -153,7 +153,9 @@ class Runner:
             proposal = drafter.propose(plan.visible, plan.steps, sampling, noise, key, after, masks)
             if proposal is not None:
                 # What MLX refuses to run is then raised here, before the target's cache depends on it.
-                device.launch(proposal.tokens, proposal.usable, [] if proposal.logq is None else proposal.logq)
+                logq = [] if proposal.logq is None else proposal.logq
+                device.launch(proposal.tokens, proposal.usable, logq, drafter.cache.unlaunched)
+                drafter.cache.unlaunched.clear()
             return proposal
         except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
             self._batch.disable_draft(error)
@@ -206,6 +208,7 @@ class Runner:
         step.follows_draft = before is not None and before.drafted
         if self._strategy.launch_ahead:
             step.launch()
+            cache.unlaunched.clear()
         return step
 
     def _bits(

@@ -1,12 +1,31 @@
 """Rows join and leave the cache in place: remaining rows keep their contents, and only moved rows are copied."""
 
+from collections.abc import Sequence
+from typing import Any, cast
+
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.engine.kv.buffers import SPARE, STEP, compaction_order, join_rows, keep_rows, scatter, write
+from service.engine.kv.buffers import (
+    SPARE,
+    STEP,
+    compaction_order,
+    copy_moved,
+    join_rows,
+    keep_rows,
+    scatter,
+    write,
+    write_in_place,
+)
+
+
+def kept(buffers: Sequence[mx.array | None], rows: list[int], top: int) -> list[mx.array | None]:
+    copies = copy_moved(buffers, rows, top)
+    mx.eval([copy for copy in copies if copy is not None])
+    return keep_rows(buffers, copies, rows, top)
 
 
 def filled(rows: int, capacity: int = STEP, first: int = 1) -> mx.array:
@@ -43,7 +62,7 @@ def test_rows_keep_their_contents_as_others_join_and_leave(events: list[int | se
             named += event
         else:
             order = compaction_order(len(contents), {row for row in event if row < len(contents)})
-            (buffer,) = keep_rows([buffer], order, STEP if order else 0)
+            (buffer,) = kept([buffer], order, STEP if order else 0)
             contents = [contents[row] for row in order]
         assert buffer is not None or not contents
         if buffer is not None:
@@ -54,15 +73,15 @@ def test_rows_keep_their_contents_as_others_join_and_leave(events: list[int | se
 def test_capacity_is_reused_and_released() -> None:
     batch = join_rows([filled(8), filled(4, first=9)], [8, 4])
     assert batch is not None and batch.shape[0] == 12 + 12 // SPARE
-    (buffer,) = keep_rows([batch], compaction_order(12, {2, 5}), STEP)
+    (buffer,) = kept([batch], compaction_order(12, {2, 5}), STEP)
     assert buffer is not None and buffer.shape[0] == 15 and numbers(buffer, 10) == [1, 2, 12, 4, 5, 11, 7, 8, 9, 10]
     again = join_rows([buffer, filled(3, first=20)], [10, 3])
     assert again is buffer, "the spare capacity is enough"
     assert numbers(again, 13)[10:] == [20, 21, 22]
-    (few,) = keep_rows([again], [12, 0], STEP)
+    (few,) = kept([again], [12, 0], STEP)
     assert few is not None and few.shape[0] == 2 and numbers(few, 2) == [22, 1]
     wide = join_rows([filled(2, capacity=4 * STEP)], [2])
-    (short,) = keep_rows([wide], [0, 1], STEP)
+    (short,) = kept([wide], [0, 1], STEP)
     assert short is not None and short.shape[2] == STEP
 
 
@@ -73,11 +92,39 @@ def test_slots_not_in_use_are_not_overwritten(starts: list[int]) -> None:
     if starts == [3, 3, 3]:
         buffer = np.array(write(filled(5), new, 3))
     else:
-        positions = mx.array(starts)[:, None] + mx.arange(2)
-        buffer = np.array(scatter(filled(5), new, mx.arange(3)[:, None], positions))
+        positions = (mx.array(starts)[:, None] + mx.arange(2))[:, None]
+        buffer = np.array(scatter(filled(5), new, mx.arange(3)[:, None, None], mx.arange(2)[None, :, None], positions))
     for row, begin in enumerate(starts):
         assert (buffer[row, :, begin : begin + 2] == 9).all()
         assert (np.delete(buffer[row], [begin, begin + 1], axis=1) == row + 1).all()
+
+
+@pytest.mark.skipif(mx.default_device().type == mx.cpu or mx.metal.is_available(), reason="needs CUDA")
+def test_what_others_refer_to_is_written_in_place() -> None:
+    keys, values, starts = filled(5).astype(mx.bfloat16), filled(5).astype(mx.bfloat16), [0, 7, 40]
+    mx.eval(keys, values)
+    view, new = values[1:], mx.ones((3, 2, 2, 4), dtype=mx.bfloat16) * 9
+    # Neither is contiguous.
+    written = write_in_place(new.swapaxes(1, 2).swapaxes(1, 2), new[..., ::-1] + 1, keys, values, mx.array(starts))
+    mx.eval(written, view)
+    for buffer, value in ((keys, 9), (values, 10)):
+        found = np.array(buffer.astype(mx.float32))
+        for row, begin in enumerate(starts):
+            assert (found[row, :, begin : begin + 2] == value).all()
+            assert (np.delete(found[row], [begin, begin + 1], axis=1) == row + 1).all()
+        assert (found[3:] == np.array([4, 5])[:, None, None, None]).all()
+
+
+def test_a_buffer_that_is_filled_at_once_is_laid_out_as_any_other() -> None:
+    new = mx.zeros((1, STEP, 2, 4)).swapaxes(1, 2)
+    whole = write(mx.zeros(new.shape, dtype=mx.float32), new, 0)
+    (short,) = kept([mx.zeros((2, 2, 4 * STEP, 4))], [0], STEP)
+    mx.eval(whole, short)
+    assert (
+        short is not None
+        and memoryview(cast("Any", whole)).c_contiguous
+        and memoryview(cast("Any", short)).c_contiguous
+    )
 
 
 def test_only_moved_rows_are_copied() -> None:
@@ -87,7 +134,7 @@ def test_only_moved_rows_are_copied() -> None:
     size = sum(one.nbytes for one in batch)
     mx.reset_peak_memory()
     before = mx.get_active_memory()
-    left = keep_rows(batch, compaction_order(16, {3, 9}), 8 * STEP)
+    left = kept(batch, compaction_order(16, {3, 9}), 8 * STEP)
     batch.clear()
     mx.eval([one for one in left if one is not None])
     assert mx.get_peak_memory() - before < 0.3 * size

@@ -1,6 +1,6 @@
 """Products of a few tokens: which go through the kernel, and what it computes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -10,6 +10,7 @@ import pytest
 from numpy.typing import NDArray
 
 from service.engine import products
+from service.engine.kernels import shared_memory
 from tests.support.oracle import tiny_llama
 
 NEEDS_CUDA = pytest.mark.skipif(mx.default_device().type == mx.cpu or mx.metal.is_available(), reason="needs CUDA")
@@ -37,6 +38,8 @@ def exact(x: mx.array, weight: mx.array) -> NDArray[np.float64]:
         (50, [1536], 576),
         (64, [96, 32, 64], 576),
         (64, [80, 48], 640),
+        (9, [50, 7, 130], 128),
+        (40, [100, 1], 4608),
     ],
 )
 def test_by_the_kernel(tokens: int, outputs: list[int], inner: int, kind: mx.Dtype) -> None:
@@ -57,6 +60,31 @@ def test_a_tokens_product_has_the_same_bits_whatever_it_is_computed_with() -> No
             assert mx.array_equal(found, whole[:tokens]).item()
 
 
+def architecture(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(mx, "device_info", lambda: {"architecture": name})
+    products.tilings.cache_clear()
+
+
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    architecture(monkeypatch, "sm_90")
+    yield
+    products.tilings.cache_clear()
+
+
+@pytest.mark.parametrize(("name", "most"), [("sm_80", 64), ("sm_89", 32), ("sm_90", 64), ("sm_120", 32)])
+@pytest.mark.usefixtures("h200")
+def test_a_block_takes_no_more_shared_memory_than_there_is(
+    monkeypatch: pytest.MonkeyPatch, name: str, most: int
+) -> None:
+    architecture(monkeypatch, name)
+    for tiles, (deep, stages) in products.tilings().items():
+        assert products.stages_bytes(tiles, deep, stages) <= shared_memory() < 2 * products.stages_bytes(8, 6, 2)
+    weight = mx.zeros((16, 64), dtype=mx.bfloat16)
+    assert products.fits(mx.zeros((most, 64), dtype=mx.bfloat16), weight)
+    assert not products.fits(mx.zeros((most + 1, 64), dtype=mx.bfloat16), weight)
+
+
 @pytest.mark.parametrize(
     ("x", "weight", "kind", "fits"),
     [
@@ -66,10 +94,11 @@ def test_a_tokens_product_has_the_same_bits_whatever_it_is_computed_with() -> No
         ((8, 8, 64), (16, 64), mx.bfloat16, True),
         ((1, 65, 64), (16, 64), mx.bfloat16, False),
         ((1, 5, 96), (16, 96), mx.bfloat16, False),
-        ((1, 5, 64), (24, 64), mx.bfloat16, False),
+        ((1, 5, 64), (23, 64), mx.bfloat16, True),
         ((1, 5, 64), (16, 64), mx.float32, False),
     ],
 )
+@pytest.mark.usefixtures("h200")
 def test_what_fits(x: tuple[int, ...], weight: tuple[int, int], kind: mx.Dtype, fits: bool) -> None:
     assert products.fits(mx.zeros(x, dtype=kind), mx.zeros(weight, dtype=kind)) == fits
 

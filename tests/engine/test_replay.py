@@ -11,7 +11,7 @@ import pytest
 
 from service.engine import replay
 from service.engine.drafters.model import DraftCalls
-from service.engine.kv.cache import RowCache
+from service.engine.kv.cache import RowCache, RowLayer
 from service.engine.replay import SEEN_BEFORE, Replay
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.engine.target import Target
@@ -99,6 +99,67 @@ def test_keys_and_values_are_written_in_place() -> None:
         mx.eval(target.verify(mx.array([[5], [6]]), cache), cache.arrays())
         cache.truncate([9 + turn, 4])
         assert mx.get_peak_memory() - base < held / 2
+
+
+@pytest.mark.skipif(mx.default_device().type == mx.cpu or mx.metal.is_available(), reason="needs CUDA")
+def test_what_is_written_in_place_is_what_would_be_scattered(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama(0, hidden=256)
+    model.set_dtype(mx.bfloat16)
+    ours, theirs = Target(model, None), Target(model, None)
+    monkeypatch.setattr(theirs._replay, "_in_place", False)
+    caches, lengths = [rows(target, [20, 7, 1]) for target in (ours, theirs)], [20, 7, 1]
+    for turn in range(SEEN_BEFORE + 40):
+        # The second call is handed over while the first is under way.
+        for count in (3, 1):
+            tokens = mx.array([[5 + turn % 50, 6, 7][:count]] * 3)
+            found, wanted = (target.verify(tokens, cache) for target, cache in zip((ours, theirs), caches, strict=True))
+            mx.async_eval(found, wanted)
+            lengths = [n + 1 + (i + turn) % count for i, n in enumerate(lengths)]
+            for cache in caches:
+                cache.truncate(lengths)
+        assert mx.array_equal(found, wanted).item()
+    for one, other in zip(caches[0].buffers(), caches[1].buffers(), strict=True):
+        for row, length in enumerate(lengths):
+            assert mx.array_equal(one[row, :, :length], other[row, :, :length]).item()
+
+
+def test_what_attention_does_not_read_is_not_written_in_place() -> None:
+    """On a CPU it never does."""
+    model = tiny_llama(0)
+    model.set_dtype(mx.bfloat16)
+    target, plain = Target(model, None), Target(model, None)
+    target._replay._in_place = True
+    plain._replay._in_place = False
+    ours, theirs = rows(target, [9, 4]), rows(plain, [9, 4])
+    written: list[int] = []
+
+    def write_in_place(keys: mx.array, *rest: mx.array) -> mx.array:
+        written.append(keys.shape[2])
+        return mx.zeros(1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("service.engine.kv.cache.write_in_place", write_in_place)
+        for turn in range(6):
+            tokens = mx.array([[5 + turn], [9]])
+            assert mx.array_equal(target.verify(tokens, ours), plain.verify(tokens, theirs)).item()
+    assert written == [1] * len(model.layers), "in the first trace alone"
+
+
+def test_calls_have_the_same_kernels_before_they_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row alone, a token at a time: MLX has a kernel of its own for it, which rounds otherwise."""
+    model, found = tiny_llama(0), list[object]()
+    target = Target(model, None)
+    cache, row_call = rows(target, [9]), RowLayer.row_call
+
+    def noted(layer: RowLayer, keys: mx.array, values: mx.array, mask: object) -> object:
+        found.append(row_call(layer, keys, values, mask))
+        return found[-1]
+
+    monkeypatch.setattr(RowLayer, "row_call", noted)
+    for _ in range(SEEN_BEFORE + 1):
+        target.verify(mx.array([[5]]), cache)
+        cache.commit(1)
+    assert len(found) == (SEEN_BEFORE + 1) * len(model.layers) and None not in found
 
 
 def test_only_so_many_traces_are_held(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,24 +1,23 @@
-// The body of a kernel that `mx.fast.cuda_kernel` makes (service/engine/products.py), for tensor cores of compute capability
-// 8.0 and later: a block multiplies DEEP times 16 rows of one of COUNT weight matrices with up to 8 TILES tokens. 8 warps share
-// the inner dimension, 64 elements of it at a time, and read each weight once, straight into registers. How terms are added
+// Up to 8 TILES tokens times 8 DEEP rows of one of COUNT weight matrices, a block. 8 warps share the inner dimension, 64 elements
+// of it at a time, and fetch them STAGES ahead into shared memory of their own: each weight is read once. How terms are added
 // depends on the inner dimension alone: a token's product has the same bits whatever it is computed with.
-// Constants: T (bfloat16 or float16), HALF (it is float16), TILES, DEEP.
-constexpr int WARPS = 8, ROWS = 16 * DEEP;
+// Constants: T (bfloat16 or float16), HALF (it is float16), TILES, DEEP, STAGES.
+constexpr int WARPS = 8, ROWS = 8 * DEEP, STAGE = (ROWS + 8 * TILES) * 8, PAIRS = (TILES + 1) / 2;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
-const int tokens = x_shape[0], inner = x_shape[1], chunks = inner / 64;
+const int tokens = x_shape[0], inner = x_shape[1], chunks = inner / 64, pitch = inner / 8;
 
 const T* weight = weight0;
 T* out = out0;
 int outputs = weight0_shape[0], block = blockIdx.x;
 #if COUNT > 1
-if (block >= outputs / ROWS) {
-  block -= outputs / ROWS;
+if (block >= (outputs + ROWS - 1) / ROWS) {
+  block -= (outputs + ROWS - 1) / ROWS;
   weight = weight1;
   out = out1;
   outputs = weight1_shape[0];
 #if COUNT > 2
-  if (block >= outputs / ROWS) {
-    block -= outputs / ROWS;
+  if (block >= (outputs + ROWS - 1) / ROWS) {
+    block -= (outputs + ROWS - 1) / ROWS;
     weight = weight2;
     out = out2;
     outputs = weight2_shape[0];
@@ -27,68 +26,77 @@ if (block >= outputs / ROWS) {
 }
 #endif
 
-// Which element stands where in a fragment is free as long as weights and tokens agree: a thread takes two times 8 neighbouring
-// elements of 64, so that four threads read 64 bytes in a row.
-const uint4* rows[DEEP][2];
-#pragma unroll
-for (int d = 0; d < DEEP; d++) {
-  #pragma unroll
-  for (int h = 0; h < 2; h++) {
-    const int row = block * ROWS + d * 16 + g + 8 * h;
-    rows[d][h] = reinterpret_cast<const uint4*>(weight + (int64_t)row * inner) + q;
-  }
-}
-const uint4* of[TILES];
-float acc[DEEP][TILES][4];
-#pragma unroll
-for (int j = 0; j < TILES; j++) {
-  of[j] = reinterpret_cast<const uint4*>(x + (int64_t)min(8 * j + g, tokens - 1) * inner) + q;
-  #pragma unroll
-  for (int d = 0; d < DEEP; d++) { acc[d][j][0] = acc[d][j][1] = acc[d][j][2] = acc[d][j][3] = 0.0f; }
-}
-
-uint4 a[DEEP][2][2], next[DEEP][2][2];
-if (warp < chunks) {
-  #pragma unroll
-  for (int i = 0; i < 4 * DEEP; i++) { a[i / 4][i / 2 % 2][i % 2] = __ldg(rows[i / 4][i / 2 % 2] + 8 * warp + 4 * (i % 2)); }
-}
-#pragma unroll 2
-for (int c = warp; c < chunks; c += WARPS) {
-  const int after = min(c + WARPS, chunks - 1);
-  #pragma unroll
-  for (int i = 0; i < 4 * DEEP; i++) {
-    next[i / 4][i / 2 % 2][i % 2] = __ldg(rows[i / 4][i / 2 % 2] + 8 * after + 4 * (i % 2));
-  }
-  #pragma unroll
-  for (int j = 0; j < TILES; j++) {
+// A stage is 64 elements of each row of weights, then of tokens. A quarter of a warp reads two rows at once, 64 bytes of each:
+// every other row has its halves exchanged, so that they are in different banks.
+extern __shared__ uint4 memory[];
+uint4* ring = memory + warp * STAGES * STAGE;
+const int line = lane >> 3, part = lane & 7, to = line * 8 + (part ^ ((line & 1) << 2));
+const int valid = min(ROWS, outputs - block * ROWS);
+const uint4* weights = reinterpret_cast<const uint4*>(weight + ((int64_t)block * ROWS + line) * inner) + part;
+const uint4* inputs = reinterpret_cast<const uint4*>(x + (int64_t)line * inner) + part;
+auto fetch = [&](int chunk, int stage) {
+  // Of rows that there are none of, whatever is in memory is multiplied, for outputs that nobody gets.
+  if (chunk < chunks) {
+    uint4* rows = ring + stage * STAGE + to;
     #pragma unroll
-    for (int p = 0; p < 2; p++) {
-      const uint4 b = __ldg(of[j] + 8 * c + 4 * p);
+    for (int row = 0; row < ROWS; row += 4) {
+      if (row + line < valid) { copy_async<true>(rows + row * 8, weights + (int64_t)row * pitch + 8 * chunk); }
+    }
+    #pragma unroll
+    for (int row = 0; row < 8 * TILES; row += 4) {
+      if (row + line < tokens) { copy_async<false>(rows + (ROWS + row) * 8, inputs + (int64_t)row * pitch + 8 * chunk); }
+    }
+  }
+  copy_async_commit();
+};
+
+float acc[DEEP][PAIRS][4];
+#pragma unroll
+for (int i = 0; i < 4 * DEEP * PAIRS; i++) { acc[i / (4 * PAIRS)][i / 4 % PAIRS][i % 4] = 0.0f; }
+#pragma unroll
+for (int stage = 0; stage < STAGES - 1; stage++) { fetch(warp + stage * WARPS, stage); }
+const int swap = (g & 1) << 2;
+int stage = 0;
+for (int chunk = warp; chunk < chunks; chunk += WARPS) {
+  copy_async_wait<STAGES - 2>();
+  __syncwarp();
+  fetch(chunk + (STAGES - 1) * WARPS, stage == 0 ? STAGES - 1 : stage - 1);
+  const uint4* at = ring + stage * STAGE + g * 8;
+  stage = stage + 1 == STAGES ? 0 : stage + 1;
+  #pragma unroll
+  for (int p = 0; p < 2; p++) {
+    // Which element stands where in a fragment is free as long as weights and tokens agree.
+    const int offset = (q + 4 * p) ^ swap;
+    uint4 w[DEEP];
+    #pragma unroll
+    for (int d = 0; d < DEEP; d++) { w[d] = at[64 * d + offset]; }
+    #pragma unroll
+    for (int j = 0; j < PAIRS; j++) {
+      const uint4 a = at[64 * (DEEP + 2 * j) + offset];
+      const uint4 b = 2 * j + 1 < TILES ? at[64 * (DEEP + 2 * j + 1) + offset] : make_uint4(0, 0, 0, 0);
       #pragma unroll
       for (int d = 0; d < DEEP; d++) {
-        multiply<HALF>(acc[d][j], a[d][0][p].x, a[d][1][p].x, a[d][0][p].y, a[d][1][p].y, b.x, b.y);
-        multiply<HALF>(acc[d][j], a[d][0][p].z, a[d][1][p].z, a[d][0][p].w, a[d][1][p].w, b.z, b.w);
+        multiply<HALF>(acc[d][j], a.x, b.x, a.y, b.y, w[d].x, w[d].y);
+        multiply<HALF>(acc[d][j], a.z, b.z, a.w, b.w, w[d].z, w[d].w);
       }
     }
   }
-  #pragma unroll
-  for (int i = 0; i < 4 * DEEP; i++) { a[i / 4][i / 2 % 2][i % 2] = next[i / 4][i / 2 % 2][i % 2]; }
 }
+copy_async_wait<0>();
+__syncthreads();
 
-__shared__ float shares[WARPS][TILES * 8][17];
+// The warps' sums, where the ring was.
+auto shares = reinterpret_cast<float (*)[16 * PAIRS][ROWS + 1]>(memory);
 #pragma unroll
-for (int d = 0; d < DEEP; d++) {
+for (int i = 0; i < 4 * DEEP * PAIRS; i++) {
+  const int d = i / (4 * PAIRS), j = i / 4 % PAIRS, k = i % 4;
+  shares[warp][16 * j + g + 8 * (k / 2)][8 * d + 2 * q + k % 2] = acc[d][j][k];
+}
+__syncthreads();
+for (int i = threadIdx.x; i < tokens * ROWS; i += WARPS * 32) {
+  const int token = i / ROWS, output = i % ROWS;
+  float sum = 0.0f;
   #pragma unroll
-  for (int i = 0; i < 4 * TILES; i++) {
-    shares[warp][8 * (i / 4) + 2 * q + i % 2][g + 8 * (i / 2 % 2)] = acc[d][i / 4][i % 4];
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < TILES * 8 * 16; i += WARPS * 32) {
-    const int token = i / 16, output = i % 16;
-    float sum = 0.0f;
-    #pragma unroll
-    for (int w = 0; w < WARPS; w++) { sum += shares[w][token][output]; }
-    if (token < tokens) { out[(int64_t)token * outputs + block * ROWS + d * 16 + output] = static_cast<T>(sum); }
-  }
-  if (d + 1 < DEEP) { __syncthreads(); }
+  for (int w = 0; w < WARPS; w++) { sum += shares[w][token][output]; }
+  if (output < valid) { out[(int64_t)token * outputs + block * ROWS + output] = static_cast<T>(sum); }
 }

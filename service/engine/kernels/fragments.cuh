@@ -1,4 +1,4 @@
-// Parts of the kernels of this folder: loads, products of fragments on tensor cores, rounding to half precision.
+// Parts of the kernels of this folder: loads, copies to shared memory, products of fragments on tensor cores, rounding.
 template <int N, typename Word, typename T>
 __device__ __forceinline__ void load(Word (&to)[N], const T* from) {
   // In the widest words that the length allows; a row of keys or values is aligned to its length.
@@ -45,4 +45,23 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   }
   return both;
+}
+
+template <bool ONCE>
+__device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
+  // To shared memory. ONCE: nobody else reads it, but the rest of its 256 bytes is wanted.
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  if constexpr (ONCE) {
+    asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" :: "r"(address), "l"(from) : "memory");
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address), "l"(from) : "memory");
+  }
+}
+
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int LEFT>
+__device__ __forceinline__ void copy_async_wait() {
+  // Until all but the LEFT newest groups have arrived.
+  asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
 }

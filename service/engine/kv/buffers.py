@@ -8,16 +8,19 @@ otherwise it copies the array, which costs time and changes no result.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from functools import cache
+from typing import Any
 
 import mlx.core as mx
 
-from service.engine import device
-from service.engine.strategy import current
+from service.engine.kernels import cuda_kernel
 
 STEP = 128
 """Positions are allocated in multiples of this."""
 SPARE = 4
 """One spare slot is allocated for every so many rows."""
+THREADS = 128
+"""Of a block of the kernel."""
 
 
 def capacity(top: int) -> int:
@@ -39,14 +42,40 @@ def grow(buffer: mx.array | None, like: mx.array, top: int) -> mx.array:
 def write(buffer: mx.array, new: mx.array, start: int) -> mx.array:
     """Write new (B, heads, N, dims) to the first B slots, from position `start` of each row. Returns the buffer."""
     rows, _, count, _ = new.shape
+    if new.shape == buffer.shape:
+        # MLX would put `new` itself in the buffer's place, however it is laid out.
+        return mx.contiguous(new.astype(buffer.dtype))
     buffer[:rows, :, start : start + count] = new
     return buffer
 
 
-def scatter(buffer: mx.array, new: mx.array, rows: mx.array, positions: mx.array) -> mx.array:
-    """Write new (B, heads, N, dims) to slots rows (B, 1) at positions (B, N). Returns the buffer."""
-    buffer[rows, :, positions] = new.swapaxes(1, 2)
+def scatter(buffer: mx.array, new: mx.array, rows: mx.array, heads: mx.array, positions: mx.array) -> mx.array:
+    """Write new (B, heads, N, dims) to slots rows (B, 1, 1), heads (1, heads, 1) and positions (B, 1, N), all int32: MLX would
+    otherwise make indices of its own in every call. Returns the buffer."""
+    buffer[rows, heads, positions] = new
     return buffer
+
+
+@cache
+def _write_rows() -> Any:
+    return cuda_kernel("write_rows", ["new_keys", "new_values", "keys", "values", "starts"], ["written"], strided=True)
+
+
+def write_in_place(
+    new_keys: mx.array, new_values: mx.array, keys: mx.array, values: mx.array, starts: mx.array
+) -> mx.array:
+    """Write new keys and values (B, heads, N, dims), by a CUDA kernel, to the first B slots of these buffers, from position
+    starts[b] (B,), int32, of each row, though others refer to them: while a round is under way MLX would copy them. Returns an
+    array to be an input of every kernel that reads them; MLX knows nothing else of the write."""
+    rows, heads, count, _ = new_keys.shape
+    return _write_rows()(
+        inputs=[new_keys, new_values, keys, values, starts],
+        template=[("T", keys.dtype)],
+        grid=(rows * heads * count * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )[0]
 
 
 def join_rows(buffers: Sequence[mx.array | None], rows: Sequence[int]) -> mx.array | None:
@@ -88,27 +117,32 @@ def compaction_order(rows: int, leaving: Collection[int]) -> list[int]:
     return order
 
 
-def keep_rows(buffers: Sequence[mx.array | None], rows: Sequence[int], top: int) -> list[mx.array | None]:
-    """Keep these rows of each buffer, in this order, with capacity for `top` positions at least.
+def copy_moved(buffers: Sequence[mx.array | None], rows: Sequence[int], top: int) -> list[mx.array | None]:
+    """Copies of the rows that change slots in `keep_rows`, which needs them computed: an array that is still read from cannot
+    be written in place."""
+    sources = [row for slot, row in enumerate(rows) if row != slot]
+    if not sources:
+        return [None] * len(buffers)
+    at = mx.array(sources, dtype=mx.int32)
+    return [each[at] if each is not None and _stays_in_place(each, rows, top) else None for each in buffers]
 
-    Rows that change slots are copied. A buffer of which less than half of the slots or of the positions would be in use is
-    replaced by a smaller one. Hands the copies to the device; on a CPU waits for them.
+
+def keep_rows(
+    buffers: Sequence[mx.array | None], copies: Sequence[mx.array | None], rows: Sequence[int], top: int
+) -> list[mx.array | None]:
+    """Keep these rows of each buffer, in this order, with capacity for `top` positions at least. copies: of `copy_moved`.
+
+    A buffer of which less than half of the slots or of the positions would be in use is replaced by a smaller one.
     """
-    moved = [(slot, row) for slot, row in enumerate(rows) if row != slot]
-    sources = mx.array([row for _, row in moved], dtype=mx.int32)
-    # Evaluated before the writes below: an array that is still to be read from cannot be written in place.
-    copies = [
-        each[sources] if moved and each is not None and _stays_in_place(each, rows, top) else None for each in buffers
-    ]
-    (device.launch if current().launch_ahead else device.wait)([copy for copy in copies if copy is not None])
+    moved = [slot for slot, row in enumerate(rows) if row != slot]
     remaining: list[mx.array | None] = []
     for buffer, copy in zip(buffers, copies, strict=True):
         each = buffer
         if each is not None and copy is not None:
-            for i, (slot, _) in enumerate(moved):
+            for i, slot in enumerate(moved):
                 each[slot : slot + 1] = copy[i : i + 1]
         elif each is not None and not _stays_in_place(each, rows, top):
-            each = each[mx.array(list(rows), dtype=mx.int32)][:, :, :top]
+            each = mx.contiguous(each[mx.array(list(rows), dtype=mx.int32)][:, :, :top])
         remaining.append(each if rows and top else None)
     return remaining
 

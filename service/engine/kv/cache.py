@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from service.core import PairError
 from service.engine import device
 from service.engine.attention import RowCall, route
-from service.engine.kv.buffers import capacity, grow, join_rows, keep_rows, scatter, write
+from service.engine.kv.buffers import capacity, copy_moved, grow, join_rows, keep_rows, scatter, write, write_in_place
 from service.engine.kv.recurrent import StateLayer, record_calls
 from service.engine.strategy import current
 
@@ -38,7 +38,7 @@ class Lengths:
         self.masks: dict[int, tuple[mx.array, mx.array, int]] = {}
         """By the mask's id: the mask, the position of each row's first query, the window (0: none)."""
         self._starts: dict[int, mx.array] = {}
-        self._places: dict[tuple[int, int], tuple[mx.array, mx.array]] = {}
+        self._places: dict[tuple[int, int, int], tuple[mx.array, mx.array, mx.array]] = {}
 
     def follow(self, starts: mx.array, most: Sequence[int]) -> None:
         """Rows end where `starts` (rows,), int32, says, which the host does not know yet: row b at most[b] at most."""
@@ -55,12 +55,14 @@ class Lengths:
             )
         return self._starts[ahead]
 
-    def places(self, ahead: int, count: int) -> tuple[mx.array, mx.array]:
-        """Write index of each row's next `count` tokens: rows (rows, 1) and positions (rows, count)."""
-        if (ahead, count) not in self._places:
-            positions = self.starts(ahead)[:, None] + mx.arange(count)
-            self._places[ahead, count] = (mx.arange(len(self.host))[:, None], positions)
-        return self._places[ahead, count]
+    def places(self, ahead: int, heads: int, count: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Write index of the rows' next `count` tokens: slots (rows, 1, 1), heads (1, heads, 1), positions (rows, 1, count)."""
+        key = ahead, heads, count
+        if key not in self._places:
+            rows = mx.arange(len(self.host))[:, None, None]
+            positions = (self.starts(ahead)[:, None] + mx.arange(count))[:, None]
+            self._places[key] = (rows, mx.arange(heads)[None, :, None], positions)
+        return self._places[key]
 
 
 class RowLayer:
@@ -78,6 +80,12 @@ class RowLayer:
         self.values: mx.array | None = None
         self.ahead = 0
         """Positions written since `lengths` was last set, the same for every row."""
+        self.in_place = False
+        """Keys and values are written by `write_in_place`. Only for calls in which nothing but `attention` reads them."""
+        self.unread: bool = False
+        """They were written in place, and `attention` has not read them."""
+        self.written: mx.array | None = None
+        """What `write_in_place` returned last."""
         self._count = 0
         """Tokens of the last write."""
         self._views: tuple[mx.array | None, mx.array | None] = (None, None)
@@ -93,8 +101,13 @@ class RowLayer:
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Append (B, heads, N, dims) to every row. Returns `keys_and_values`."""
         self._views = (None, None)
-        self.keys = self._append(self.keys, keys)
-        self.values = self._append(self.values, values)
+        if self.in_place:
+            assert self.keys is not None and self.values is not None
+            self.written = write_in_place(keys, values, self.keys, self.values, self.lengths.starts(self.ahead))
+            self._count, self.unread = keys.shape[2], True
+        else:
+            self.keys = self._append(self.keys, keys)
+            self.values = self._append(self.values, values)
         self.ahead += keys.shape[2]
         return self.keys_and_values()
 
@@ -128,7 +141,7 @@ class RowLayer:
         if known is None or not own:
             return None
         assert self.keys is not None and self.values is not None
-        return RowCall(self.keys, self.values, known[1], known[2])
+        return RowCall(self.keys, self.values, known[1], known[2], self.written)
 
     def append_features(self, states: mx.array) -> None:
         """Append features (B, N, width) to every row, as keys without values."""
@@ -140,7 +153,7 @@ class RowLayer:
         array = grow(array, new, self.lengths.longest + self.ahead + count)
         if self.lengths.equal:
             return write(array, new, self.lengths.host[0] + self.ahead)
-        return scatter(array, new, *self.lengths.places(self.ahead, count))
+        return scatter(array, new, *self.lengths.places(self.ahead, new.shape[1], count))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """mlx-lm asks before the update. (1 or B, 1, N, longest + N) booleans; None or "causal" where that says it all.
@@ -194,6 +207,8 @@ class RowCache:
         if features:
             self.features = RowLayer(self.lengths, None)
             self.attention.append(self.features)
+        self.unlaunched: list[mx.array] = []
+        """What writes in place returned that was not launched yet: nothing else would run them."""
         self._committed = self.lengths.host
         if self.states:
             record_calls(model)
@@ -237,13 +252,36 @@ class RowCache:
             layer.keys, layer.values = buffers[2 * i : 2 * i + 2]
             layer.ahead += count
 
-    def trace(self, starts: mx.array, buffers: Sequence[mx.array | None]) -> None:
-        """Hold what a traced call is to see: each row's end, and keys and values."""
+    def set_written(self, writes: Sequence[mx.array], count: int) -> None:
+        """A call has appended `count` tokens of every row in place. writes: its `writes`."""
+        self.unlaunched.extend(writes)
+        for layer in self._model_layers():
+            layer.ahead += count
+
+    @property
+    def writes(self) -> list[mx.array]:
+        """What the newest writes in place returned, one of each layer."""
+        return [layer.written for layer in self._model_layers() if layer.written is not None]
+
+    def launch_writes(self) -> None:
+        """Launch writes in place, before anything but `attention` reads keys and values. Nothing where all were."""
+        if self.unlaunched:
+            device.launch(self.unlaunched)
+            self.unlaunched.clear()
+
+    def trace(self, starts: mx.array, buffers: Sequence[mx.array | None], *, in_place: bool) -> None:
+        """Hold what a traced call is to see: each row's end, and keys and values. in_place: see RowLayer."""
         # The host's numbers would become part of the trace.
         self.follow(starts, [0] * starts.shape[0])
         for layer in self._model_layers():
             layer.whole = True
+            layer.in_place = in_place
         self.set_buffers(buffers, 0)
+
+    @property
+    def unread(self) -> bool:
+        """Whether a layer was written in place for a call that does not read it by `attention`."""
+        return any(layer.unread for layer in self._model_layers())
 
     def _model_layers(self) -> list[RowLayer]:
         return [layer for layer in self.attention if layer is not self.features]
@@ -310,6 +348,8 @@ class RowCache:
     def join(self, others: Sequence[RowCache]) -> None:
         """Append the rows of other caches of the same model."""
         caches = [self, *others]
+        for each in caches:
+            each.launch_writes()
         counts = [len(cache.lengths.host) for cache in caches]
         for i, mine in enumerate(self.attention):
             mine.keys = join_rows([cache.attention[i].keys for cache in caches], counts)
@@ -318,21 +358,32 @@ class RowCache:
             state.join([cache.states[i] for cache in others], counts)
         self._set_rows([length for cache in caches for length in cache.lengths.host])
 
-    def compact(self, rows: Sequence[int]) -> None:
-        """Keep these rows, in this order."""
+    def copy_moved(self, rows: Sequence[int]) -> list[mx.array | None]:
+        """What `compact` needs computed."""
+        self.launch_writes()
+        return copy_moved(self._buffers(), rows, self._top(rows))
+
+    def compact(self, rows: Sequence[int], copies: Sequence[mx.array | None]) -> None:
+        """Keep these rows, in this order. copies: of `copy_moved`, computed."""
         lengths = [self.lengths.host[row] for row in rows]
-        top = capacity(max(lengths, default=0))
-        keys = keep_rows([layer.keys for layer in self.attention], rows, top)
-        values = keep_rows([layer.values for layer in self.attention], rows, top)
+        remaining = keep_rows(self._buffers(), copies, rows, self._top(rows))
         for i, layer in enumerate(self.attention):
-            layer.keys, layer.values = keys[i], values[i]
+            layer.keys, layer.values = remaining[2 * i : 2 * i + 2]
         for state in self.states:
             state.keep(rows, len(self.lengths.host))
         self._set_rows(lengths)
 
+    def _buffers(self) -> list[mx.array | None]:
+        """Keys and values of each layer, features among them."""
+        return [each for layer in self.attention for each in (layer.keys, layer.values)]
+
+    def _top(self, rows: Sequence[int]) -> int:
+        return capacity(max((self.lengths.host[row] for row in rows), default=0))
+
     def remove_nonfinite(self, row: int) -> bool:
         """Remove values of a row that are not finite: behind its end they become zeros; before it, the row is emptied. Returns
         whether it was not emptied. One host sync."""
+        self.launch_writes()
         lengths = list(self.lengths.host)
         slots = [a for state in self.states for a in state.cache if a is not None]
         parts = [*(a[row, :, : lengths[row]] for a in self._keys_and_values()), *(a[row] for a in slots)]
@@ -349,11 +400,12 @@ class RowCache:
 
     def zero_tail(self, row: int) -> None:
         """Set the slots behind a row's end to zero: attention gives them no weight, but zero times NaN is NaN."""
+        self.launch_writes()
         for array in self._keys_and_values():
             array[row, :, self.lengths.host[row] :] = 0
 
     def _keys_and_values(self) -> list[mx.array]:
-        return [a for layer in self.attention for a in (layer.keys, layer.values) if a is not None]
+        return [each for each in self._buffers() if each is not None]
 
     def _set_rows(self, lengths: Sequence[int]) -> None:
         """Set the lengths of a batch of other rows, all of them committed."""
@@ -364,4 +416,5 @@ class RowCache:
 
     def arrays(self) -> list[mx.array]:
         """All arrays, for evaluation."""
-        return [*self._keys_and_values(), *(a for state in self.states for a in state.cache if a is not None)]
+        states = (a for state in self.states for a in state.cache if a is not None)
+        return [*self._keys_and_values(), *self.unlaunched, *states]
