@@ -128,6 +128,8 @@ def test_links_lead_somewhere(name: str) -> None:
 def test_files_that_are_named_exist(name: str) -> None:
     for path in re.findall(r"\b((?:docs|configs|tests|service|migrations|benchmarks)/[\w./-]+\.\w+)", TEXT[name]):
         assert (ROOT / path).exists(), path
+    for path in re.findall(r"`([\w.-]+/[\w./-]+\.(?:py|cu|cuh))`", TEXT[name]):
+        assert any((ROOT / root / path).exists() for root in ("", "service")), path
 
 
 @pytest.mark.parametrize("name", [*TEXT, "configs/default.toml"])

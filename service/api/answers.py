@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import groupby
+from operator import attrgetter
 
 from fastapi import Request, Response
 
@@ -20,6 +21,7 @@ from service.core import (
     Finished,
     FinishReason,
     Piece,
+    PieceKind,
     RedraftError,
     Timings,
     TokenLogprobs,
@@ -53,24 +55,23 @@ class Answer:
     @property
     def text(self) -> str:
         """All text."""
-        return "".join(piece.text for piece in self.pieces)
+        return self._joined(PieceKind.TEXT)
 
     @property
     def reasoning(self) -> str:
         """All reasoning."""
-        return "".join(piece.reasoning for piece in self.pieces)
+        return self._joined(PieceKind.REASONING)
+
+    def _joined(self, kind: PieceKind) -> str:
+        return "".join(piece.text for piece in self.pieces if piece.kind is kind)
 
     @property
     def items(self) -> list[Piece]:
         """The pieces with neighbours of one kind joined: a text, a reasoning or a call each."""
         joined: list[Piece] = []
-        for kind, group in groupby(self.pieces, key=kind_of):
-            if kind is PieceKind.CALL:
-                joined += group
-            elif kind is PieceKind.TEXT:
-                joined.append(Piece("".join(piece.text for piece in group)))
-            else:
-                joined.append(Piece(reasoning="".join(piece.reasoning for piece in group)))
+        for kind, group in groupby(self.pieces, key=attrgetter("kind")):
+            pieces = list(group)
+            joined += pieces if kind is PieceKind.CALL else [Piece(kind, "".join(piece.text for piece in pieces))]
         return joined
 
     @property
@@ -102,25 +103,10 @@ class Answer:
                 if call.id is None or any(call.id == other.id for other in self.calls):
                     call = replace(call, id=f"call_{uuid.uuid4().hex[:24]}")
                 self.calls.append(call)
-                new = Piece(call=call)
+                new = replace(piece, call=call)
             sent.append(new)
         self.pieces += sent
         return sent
-
-
-class PieceKind(StrEnum):
-    """What a piece holds."""
-
-    TEXT = "text"
-    REASONING = "reasoning"
-    CALL = "call"
-
-
-def kind_of(piece: Piece) -> PieceKind:
-    """What a piece holds."""
-    if piece.call is not None:
-        return PieceKind.CALL
-    return PieceKind.REASONING if piece.reasoning else PieceKind.TEXT
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +151,7 @@ async def read_parts(
 def _read(answer: Answer, text: str) -> list[Piece]:
     if answer.reader is not None:
         return answer.reader.add(text)
-    return [Piece(text)] if text else []
+    return [Piece(PieceKind.TEXT, text)] if text else []
 
 
 def _first_call(pieces: Sequence[Piece]) -> int | None:

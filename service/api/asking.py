@@ -43,7 +43,7 @@ class ForcedCalls:
 @dataclass(frozen=True, slots=True)
 class Asked:
     """One prompt (a chat, a text, or token ids) and how it is to be answered. max_tokens: None for `default_max_tokens`, or for
-    as many as the context holds where that is None too. split: reasoning and calls in the answer to a chat are told from its
+    as many as the context holds where that is None too. split: reasoning and calls in the answer to a chat are split from its
     text. capped: a max_tokens that the context cannot hold is lowered instead of refused. prompt_field, max_tokens_field: their
     names in the request, for errors."""
 

@@ -1,18 +1,23 @@
-"""Routes in other servers' shapes: what their clients send and this server does not serve."""
+"""Routes in other servers' shapes: what their clients send, served or not, and how they are answered."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Annotated, Any
+import json
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Annotated, Any, Protocol
 
 from fastapi import Request, Response
+from fastapi.responses import JSONResponse
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
+from service.api.answers import Answer, collect
+from service.api.asking import ForcedCalls, Frontend
 from service.api.errors import printable
+from service.api.exchange import EventStream, Exchange
 from service.api.schemas import MAX_TAG_CHARS, RequestModel
 from service.api.strict import StrictRoute
-from service.core import Sampling
+from service.core import Grammar, GrammarKind, Sampling
 
 IGNORED = "x-redraft-ignored"
 """Header of a response: the names of what was sent and ignored."""
@@ -87,6 +92,67 @@ def sampling(
         seed=wrapped(seed),
         stop=tuple(stop),
     )
+
+
+def json_grammar(schema: Mapping[str, Any], field: str) -> Grammar:
+    """The grammar of JSON that is valid under a schema. field: its name in the request."""
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), field)
+
+
+def template_options(given: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
+    """Arguments of the chat template: those that a request gives, and what its reasoning effort says where they do not."""
+    options = dict(given or {})
+    if effort is not None:
+        options.setdefault("reasoning_effort", effort)
+        options.setdefault("enable_thinking", effort != "none")
+    return options
+
+
+def forced_calls(name: str | None, *, required: bool, several: bool) -> ForcedCalls | None:
+    """The calls that a request wants: of the tool of this name, or of any where some are required."""
+    if name is not None:
+        return ForcedCalls(name, several=False)
+    return ForcedCalls(None, several) if required else None
+
+
+class Writer(Protocol):
+    """Writes the answers to one request in a route's shape."""
+
+    @property
+    def exchange(self) -> Exchange:
+        """The request, as it waits for the engine."""
+        ...
+
+    @property
+    def answers(self) -> Sequence[Answer]:
+        """Its answers, as far as they are there."""
+        ...
+
+    def whole(self) -> Mapping[str, Any]:
+        """The JSON answer, once all answers are there."""
+        ...
+
+    def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
+        """The stream. patience, one_call: see `read_parts`."""
+        ...
+
+
+async def respond(
+    writer: Writer,
+    request: Request,
+    frontend: Frontend,
+    *,
+    stream: bool,
+    one_call: bool = False,
+    ignored: Sequence[str],
+) -> Response:
+    """The stream of an answer, or the whole once it is there. ignored: names for the header."""
+    if stream:
+        frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
+        return with_ignored(EventStream(writer.exchange, frames), ignored)
+    if (instead := await collect(writer.exchange, writer.answers, request, one_call=one_call)) is not None:
+        return instead
+    return with_ignored(JSONResponse(writer.whole()), ignored)
 
 
 def wrapped(seed: int | None) -> int | None:

@@ -39,14 +39,15 @@ def _finite_or_none(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _as_list(value: object) -> object:
+def as_list(value: object) -> object:
+    """A text as a list of it alone; anything else as it is."""
     return [value] if isinstance(value, str) else value
 
 
 Stops = Annotated[
     list[StopString],
     Field(max_length=MAX_STOPS),
-    BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString]),
+    BeforeValidator(as_list, json_schema_input_type=StopString | list[StopString]),
 ]
 Finite = Annotated[float | None, BeforeValidator(_finite_or_none)]
 """JSON has no NaN: a figure that is not finite is sent as null."""

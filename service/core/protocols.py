@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol, Self
 
 from service.core.generation import Constraint, Generation, Grammar, Prompt, Round, Sink
@@ -82,12 +83,20 @@ class ToolCall:
     id: str | None = None
 
 
+class PieceKind(StrEnum):
+    """What a piece of an answer holds."""
+
+    TEXT = "text"
+    REASONING = "reasoning"
+    CALL = "call"
+
+
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A piece of an answer: text, reasoning or a tool call; exactly one of them is there."""
+    """A piece of an answer. call: of a CALL, which has no text."""
 
+    kind: PieceKind
     text: str = ""
-    reasoning: str = ""
     call: ToolCall | None = None
 
 

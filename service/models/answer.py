@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_lm.generate import TextStateMachine
 
-from service.core import Piece, ToolCall
+from service.core import Piece, PieceKind, ToolCall
 
 ToolParser = Callable[[str, Any], Any]
 """mlx-lm's: the text between the markers of a call, and the tools; one call or several, as dictionaries."""
@@ -28,7 +28,7 @@ class AnswerReader:
         self._call: str | None = None
         """The text so far of the call that is open."""
         self._blank: str | None = ""
-        """White space that text has begun with, which sets calls apart; None: the text goes on."""
+        """White space at the start of a text, which sets calls apart; None: the text goes on."""
         self._called = False
         if state[0] == "tool":
             self._call = ""
@@ -47,7 +47,7 @@ class AnswerReader:
             pieces += self._text(self._start + self._call) if cut else self._close(self._call)
             self._call = None
         if self._blank and not self._called:
-            pieces.append(Piece(self._blank))
+            pieces.append(Piece(PieceKind.TEXT, self._blank))
         return pieces
 
     def _pieces(self, segments: Sequence[tuple[str | None, str]]) -> list[Piece]:
@@ -60,7 +60,7 @@ class AnswerReader:
                 pieces += self._close(self._call)
                 self._call = None
             if text and state == "reasoning":
-                pieces.append(Piece(reasoning=text))
+                pieces.append(Piece(PieceKind.REASONING, text))
             elif text and state == "normal":
                 pieces += self._text(text)
         return pieces
@@ -70,7 +70,7 @@ class AnswerReader:
         if self._blank is not None:
             text = self._blank + text
             self._blank = None if text.strip() else text
-        return [Piece(text)] if self._blank is None else []
+        return [Piece(PieceKind.TEXT, text)] if self._blank is None else []
 
     def _close(self, text: str) -> list[Piece]:
         """The calls that a text holds, or the text itself where it holds none."""
@@ -82,7 +82,7 @@ class AnswerReader:
         if not calls:
             return self._text(self._start + text)
         self._blank, self._called = "", True
-        return [Piece(call=call) for call in calls]
+        return [Piece(PieceKind.CALL, call=call) for call in calls]
 
 
 def _with_parameters(tool: Mapping[str, object]) -> dict[str, Any]:

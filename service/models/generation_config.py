@@ -1,4 +1,4 @@
-"""A model's own sampling defaults, from the generation_config.json beside its weights."""
+"""A model's own sampling defaults, from the generation_config.json in its folder."""
 
 from __future__ import annotations
 

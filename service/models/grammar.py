@@ -89,7 +89,7 @@ class Grammars:
 
     def constraint(self, grammar: Grammar, opening: int | None = None, closing: Sequence[int] = ()) -> TokenConstraint:
         """What keeps one answer within a grammar. closing: tokens that end the reasoning before it, which is free. opening: the
-        token that begins the reasoning, where the model may do without; None: it has begun, or there is none (closing is
+        token that begins the reasoning, where the model may do without; None: it is under way, or there is none (closing is
         empty). Raises BadRequest for a grammar that is too large, or cannot be compiled."""
         if len(grammar.source) > MAX_CHARS:
             raise BadRequest(f"it is longer than {MAX_CHARS} characters", field=grammar.field)

@@ -87,7 +87,7 @@ def _is_byte_level(tokenizer: TokenizerWrapper) -> bool:
 
 
 class Reasoning(Enum):
-    """What a chat template has done about reasoning: begun it, left it to the model, or ended it (or there is none)."""
+    """What a chat template has done about reasoning: started it, left it to the model, or ended it (or there is none)."""
 
     OPEN = "open"
     FREE = "free"

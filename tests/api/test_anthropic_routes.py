@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -16,17 +15,6 @@ MESSAGES = "/v1/messages"
 CALL = '<tool_call>{"name": "now", "arguments": {"zone": "é"}}</tool_call>'
 TOOL_USE = {"type": "tool_use", "id": "a", "name": "b", "input": {}}
 TOOL = {"name": "now", "description": "The time.", "input_schema": {"type": "object"}}
-
-
-@pytest.fixture(scope="module")
-def server() -> EchoServer:
-    return EchoServer()
-
-
-@pytest.fixture(scope="module")
-def http(server: EchoServer) -> Iterator[httpx.Client]:
-    with server.served() as address, httpx.Client(base_url=address, timeout=60) as client:
-        yield client
 
 
 def body(text: str, **more: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from http.client import HTTPConnection
 from typing import Any
@@ -15,17 +14,6 @@ import pytest
 
 from service.core import Sampling
 from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer, FailingEncoder, wait_until
-
-
-@pytest.fixture(scope="module")
-def server() -> EchoServer:
-    return EchoServer()
-
-
-@pytest.fixture(scope="module")
-def http(server: EchoServer) -> Iterator[httpx.Client]:
-    with server.served() as address, httpx.Client(base_url=address, timeout=60) as client:
-        yield client
 
 
 def events(text: str) -> list[tuple[str, str]]:

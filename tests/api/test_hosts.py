@@ -34,11 +34,6 @@ SIMPLE: list[tuple[str | None, bytes]] = [
 
 
 @pytest.fixture(scope="module")
-def server() -> EchoServer:
-    return EchoServer()
-
-
-@pytest.fixture(scope="module")
 def place(server: EchoServer) -> Iterator[str]:
     """host:port of a real server."""
     with server.served() as address:

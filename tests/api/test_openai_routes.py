@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,17 +16,6 @@ CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/r
 CALL = '<tool_call>{"name": "now", "arguments": {"zone": "é"}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
 FLAT_TOOL = {"type": "function", "name": "now", "description": "The time.", "parameters": {"type": "object"}}
-
-
-@pytest.fixture(scope="module")
-def server() -> EchoServer:
-    return EchoServer()
-
-
-@pytest.fixture(scope="module")
-def http(server: EchoServer) -> Iterator[httpx.Client]:
-    with server.served() as address, httpx.Client(base_url=address, timeout=60) as client:
-        yield client
 
 
 def user(text: str) -> list[dict[str, Any]]:

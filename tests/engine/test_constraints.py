@@ -1,4 +1,4 @@
-"""Rows with a grammar: the masked target's own output, whoever proposes, beside rows without one."""
+"""Rows with a grammar: the masked target's own output, whoever proposes, in one batch with rows without one."""
 
 import math
 import random

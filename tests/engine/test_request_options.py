@@ -1,4 +1,4 @@
-"""What one request may ask of the engine beside others: log-probabilities, and how much is proposed for it."""
+"""What one request may ask of the engine: log-probabilities, and how much is proposed for it, whatever others ask."""
 
 import random
 from collections.abc import Sequence

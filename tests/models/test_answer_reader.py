@@ -13,7 +13,7 @@ import mlx_lm.tool_parsers
 import pytest
 from mlx_lm.generate import make_text_state_machine
 
-from service.core import Piece, ToolCall
+from service.core import Piece, PieceKind, ToolCall
 from service.models.answer import AnswerReader
 
 WEATHER = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -78,7 +78,10 @@ def read(reader: AnswerReader, parts: Sequence[str], *, cut: bool = False) -> tu
         pieces += reader.add(part)
     pieces += reader.finish(cut)
     calls = [piece.call for piece in pieces if piece.call is not None]
-    return "".join(each.text for each in pieces), "".join(each.reasoning for each in pieces), calls
+    text, reasoning = (
+        "".join(each.text for each in pieces if each.kind is kind) for kind in (PieceKind.TEXT, PieceKind.REASONING)
+    )
+    return text, reasoning, calls
 
 
 def marked(parser: str, call: str) -> str:

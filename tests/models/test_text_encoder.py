@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers.models import BPE, WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from service.core import BadRequest, Grammar, GrammarKind, ToolCall
+from service.core import BadRequest, Grammar, GrammarKind, PieceKind, ToolCall
 from service.models.text import TextEncoder, bytes_per_token
 
 MakeModel = Callable[..., Path]
@@ -203,7 +203,7 @@ def test_only_the_template_says_whether_the_answer_reasons(
     encoder.encode_chat(ASKED, (), options)
     reader = encoder.answer_reader((), options)
     pieces = [*reader.add("a"), *reader.finish(cut=False)]
-    assert "".join(piece.reasoning for piece in pieces) == reasoning
+    assert "".join(piece.text for piece in pieces if piece.kind is PieceKind.REASONING) == reasoning
     grammar = Grammar(GrammarKind.CHOICE, '["yes"]', "f")
     mask = encoder.constraint(grammar, options).masks(())[0]
     allowed = {t for t in range(encoder.vocabulary) if mask[t >> 3] >> (t & 7) & 1}

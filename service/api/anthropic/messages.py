@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
-from service.api.answers import Answer, EndReason, PieceKind, collect, kind_of, read_parts
+from service.api.answers import Answer, EndReason, read_parts
 from service.api.anthropic.schemas import (
     BlockAnswer,
     CountAnswer,
@@ -26,18 +26,25 @@ from service.api.anthropic.schemas import (
     ThinkingAnswer,
     ThinkingBlock,
     Tool,
-    ToolChoice,
     ToolResultBlock,
     ToolUseAnswer,
     ToolUseBlock,
     UsageAnswer,
 )
 from service.api.asking import Asked, Chat, ForcedCalls, Frontend, check_size
-from service.api.compatible import CompatibleRoute, client_tag, ignored_fields, sampling, with_ignored
+from service.api.compatible import (
+    CompatibleRoute,
+    client_tag,
+    forced_calls,
+    ignored_fields,
+    json_grammar,
+    respond,
+    sampling,
+)
 from service.api.errors import describe
-from service.api.exchange import EventStream, Exchange
+from service.api.exchange import Exchange
 from service.api.schemas import TimingsAnswer
-from service.core import Grammar, GrammarKind, Piece, RedraftError, Sampling
+from service.core import Grammar, Piece, PieceKind, RedraftError, Sampling
 
 IGNORED = ("cache_control", "context_management", "service_tier", "speed", "inference_geo", "diagnostics")
 
@@ -55,14 +62,10 @@ def messages_routes(frontend: Frontend) -> APIRouter:
         """Answer a conversation: one JSON answer, or server-sent events with `stream`."""
         frontend.models.check(body.model)
         one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
-        exchange, (answer,) = await frontend.submit([_asked(body, frontend)], live=bool(body.stream) or one_call)
+        stream = bool(body.stream)
+        exchange, (answer,) = await frontend.submit([_asked(body, frontend)], live=stream or one_call)
         writer = _Writer(exchange, answer, body.model or frontend.models.name, frontend.limits.max_context)
-        if body.stream:
-            frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
-            return with_ignored(EventStream(exchange, frames), _ignored(body))
-        if (instead := await collect(exchange, [answer], request, one_call=one_call)) is not None:
-            return instead
-        return with_ignored(JSONResponse(writer.whole().model_dump(mode="json")), _ignored(body))
+        return await respond(writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body))
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest) -> CountAnswer:
@@ -106,19 +109,15 @@ def _asked(body: MessagesRequest, frontend: Frontend) -> Asked:
 
 def _grammar(body: CountRequest) -> Grammar | None:
     wanted = body.output_config.format if body.output_config is not None else None
-    if wanted is None:
-        return None
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(wanted.schema_), "output_config.format.schema")
+    return None if wanted is None else json_grammar(wanted.schema_, "output_config.format.schema")
 
 
 def _forced_calls(body: CountRequest) -> ForcedCalls | None:
-    match body.tool_choice:
-        case NamedToolChoice(name=name):
-            return ForcedCalls(name, several=False)
-        case ToolChoice(type="any", disable_parallel_tool_use=single):
-            return ForcedCalls(None, several=not single)
-        case _:
-            return None
+    choice = body.tool_choice
+    if choice is None:
+        return None
+    name = choice.name if isinstance(choice, NamedToolChoice) else None
+    return forced_calls(name, required=choice.type == "any", several=not choice.disable_parallel_tool_use)
 
 
 def _chat(body: CountRequest) -> Chat:
@@ -181,17 +180,21 @@ class _Writer:
     """Writes one answer, whole or as a stream of events. context: tokens of a prompt and its answer, at most."""
 
     def __init__(self, exchange: Exchange, answer: Answer, model: str, context: int) -> None:
-        self._exchange = exchange
+        self.exchange = exchange
+        self.answers = [answer]
         self._answer = answer
         self._model = model
         self._context = context
         self._blocks = 0
-        """Content blocks that the stream has begun."""
+        """Content blocks of the stream so far."""
         self._open: PieceKind | None = None
         """What the last of them holds, unless it has ended."""
 
-    def whole(self) -> MessagesAnswer:
-        """The JSON answer, once it is there."""
+    def whole(self) -> dict[str, Any]:
+        """See Writer."""
+        return self._whole().model_dump(mode="json")
+
+    def _whole(self) -> MessagesAnswer:
         answer = self._answer
         return MessagesAnswer(
             id=self._id,
@@ -205,7 +208,7 @@ class _Writer:
 
     @property
     def _id(self) -> str:
-        return f"msg_{self._exchange.id}"
+        return f"msg_{self.exchange.id}"
 
     def _usage(self) -> UsageAnswer:
         spent = self._answer.timings
@@ -227,16 +230,16 @@ class _Writer:
                 return "model_context_window_exceeded" if full else "max_tokens"
 
     async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
-        """The stream."""
+        """See Writer."""
         try:
-            usage = UsageAnswer(input_tokens=self._exchange.prompt_tokens, output_tokens=0)
+            usage = UsageAnswer(input_tokens=self.exchange.prompt_tokens, output_tokens=0)
             start = MessagesAnswer(
                 id=self._id, model=self._model, content=[], stop_reason=None, stop_sequence=None, usage=usage
             )
             yield _event(
                 "message_start", message=start.model_dump(mode="json", exclude_none=False, exclude={"timings"})
             )
-            async for part in read_parts(self._exchange, [self._answer], patience, one_call=one_call):
+            async for part in read_parts(self.exchange, [self._answer], patience, one_call=one_call):
                 if part is None:
                     yield _event("ping")
                     continue
@@ -245,7 +248,7 @@ class _Writer:
                         yield frame
             for frame in self._close():
                 yield frame
-            whole = self.whole()
+            whole = self._whole()
             delta = {"stop_reason": whole.stop_reason, "stop_sequence": whole.stop_sequence}
             timings = whole.timings.model_dump(mode="json") if whole.timings is not None else None
             yield _event("message_delta", delta=delta, usage=whole.usage.model_dump(mode="json"), timings=timings)
@@ -253,15 +256,14 @@ class _Writer:
         except RedraftError as error:
             yield _event("error", **describe(error).model_dump(mode="json"))
         finally:
-            self._exchange.close()
+            self.exchange.close()
 
     def _piece(self, piece: Piece) -> list[bytes]:
         frames: list[bytes] = []
-        kind = kind_of(piece)
+        kind = piece.kind
         if kind is not self._open or kind is PieceKind.CALL:
             frames += self._close()
-            empty = Piece(call=replace(piece.call, arguments="{}")) if piece.call is not None else Piece(reasoning="")
-            block = _block(empty) if kind is not PieceKind.REASONING else ThinkingAnswer(thinking="")
+            block = _block(Piece(kind, call=piece.call and replace(piece.call, arguments="{}")))
             self._open, self._blocks = kind, self._blocks + 1
             frames.append(
                 _event("content_block_start", index=self._blocks - 1, content_block=block.model_dump(mode="json"))
@@ -270,7 +272,7 @@ class _Writer:
             case PieceKind.TEXT:
                 delta = {"type": "text_delta", "text": piece.text}
             case PieceKind.REASONING:
-                delta = {"type": "thinking_delta", "thinking": piece.reasoning}
+                delta = {"type": "thinking_delta", "thinking": piece.text}
             case PieceKind.CALL:
                 assert piece.call is not None
                 delta = {"type": "input_json_delta", "partial_json": piece.call.arguments}
@@ -287,7 +289,7 @@ class _Writer:
 def _block(item: Piece) -> BlockAnswer:
     if item.call is not None:
         return ToolUseAnswer(id=item.call.id or "", name=item.call.name, input=json.loads(item.call.arguments))
-    return ThinkingAnswer(thinking=item.reasoning) if item.reasoning else TextAnswer(text=item.text)
+    return ThinkingAnswer(thinking=item.text) if item.kind is PieceKind.REASONING else TextAnswer(text=item.text)
 
 
 def _event(kind: str, **fields: object) -> bytes:

@@ -10,13 +10,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from service.api.compatible import Ignored, Unserved
+from service.api.parameters import MAX_TOOLS, DraftTokens, Effort, Name, Schema, Temperature, TopP
 from service.api.schemas import (
     INTEGRAL,
     MAX_MESSAGES,
     MAX_STOPS,
     Client,
     Flag,
-    Number,
     RequestModel,
     ResponseModel,
     StopString,
@@ -25,10 +25,6 @@ from service.api.schemas import (
     Tokens,
     Whole,
 )
-
-MAX_TOOLS = 256
-MAX_NAME_CHARS = 128
-Name = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 
 
 class TextBlock(RequestModel):
@@ -111,7 +107,7 @@ class Tool(RequestModel):
     type: Literal["custom"] | None = None
     name: Name
     description: Text | None = None
-    input_schema: dict[str, Any]
+    input_schema: Schema
     strict: Flag | None = None
     cache_control: Ignored = None
     eager_input_streaming: Ignored = None
@@ -147,13 +143,13 @@ class SchemaFormat(RequestModel):
     """JSON under a schema."""
 
     type: Literal["json_schema"]
-    schema_: dict[str, Any] = Field(alias="schema")
+    schema_: Schema = Field(alias="schema")
 
 
 class OutputConfig(RequestModel):
     """effort: passed to the chat template. format: of the answer."""
 
-    effort: Annotated[Text, Field(min_length=1, max_length=16)] | None = None
+    effort: Effort | None = None
     format: SchemaFormat | None = None
 
 
@@ -182,13 +178,13 @@ class MessagesRequest(CountRequest):
     """The body of POST /v1/messages. max_tokens: lowered to what the context holds."""
 
     max_tokens: Tokens
-    temperature: Annotated[Number, Field(ge=0, le=10)] | None = None
-    top_p: Annotated[Number, Field(gt=0, le=1)] | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL] | None = None
     stop_sequences: Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     stream: Flag | None = None
     metadata: RequestMetadata | None = None
-    num_draft_tokens: Annotated[Whole, Field(ge=0, le=64), INTEGRAL] | None = None
+    num_draft_tokens: DraftTokens | None = None
     store: Flag | None = None
     container: Unserved = None
     service_tier: Ignored = None

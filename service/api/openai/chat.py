@@ -5,45 +5,56 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
-from service.api.answers import Answer, Part, collect, combined_timings, read_parts
+from service.api.answers import Answer, Part, combined_timings, read_parts
 from service.api.asking import Asked, Chat, ForcedCalls, Frontend
-from service.api.compatible import CompatibleRoute, client_tag, ignored_fields, sampling, with_ignored
+from service.api.compatible import (
+    CompatibleRoute,
+    client_tag,
+    forced_calls,
+    ignored_fields,
+    json_grammar,
+    respond,
+    sampling,
+    template_options,
+)
 from service.api.errors import describe
-from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
-from service.api.openai.schemas import (
-    JSON_OBJECT,
-    AssistantTurn,
+from service.api.exchange import DONE, KEEP_ALIVE, Exchange
+from service.api.openai.answer_schemas import (
     ChatAnswer,
     ChatChunk,
-    ChatRequest,
     Choice,
     ChoiceLogprobs,
     ChunkChoice,
     ChunkDelta,
-    CommonRequest,
-    Content,
     FunctionCallAnswer,
-    JsonFormat,
     LikelyToken,
-    Message,
     MessageAnswer,
     MetricsAnswer,
-    NamedTool,
-    SchemaFormat,
     TokenLogprob,
-    Tool,
     ToolCallAnswer,
-    ToolCallTurn,
-    ToolTurn,
     UsageAnswer,
 )
+from service.api.openai.schemas import (
+    JSON_OBJECT,
+    AssistantTurn,
+    ChatRequest,
+    CommonRequest,
+    Content,
+    JsonFormat,
+    Message,
+    NamedTool,
+    SchemaFormat,
+    Tool,
+    ToolCallTurn,
+    ToolTurn,
+)
 from service.api.schemas import TimingsAnswer
-from service.core import BadRequest, Encoder, Grammar, GrammarKind, RedraftError, TokenLogprobs, ToolCall
+from service.core import BadRequest, Encoder, Grammar, PieceKind, RedraftError, TokenLogprobs, ToolCall
 
 IGNORED = ("service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "verbosity")
 
@@ -63,13 +74,7 @@ def chat_routes(frontend: Frontend) -> APIRouter:
         asked, stream, one_call = _asked(body, frontend), bool(body.stream), body.parallel_tool_calls is False
         exchange, answers = await frontend.submit([asked], each=body.n or 1, live=stream or one_call)
         writer = _Writer(exchange, answers, frontend, body)
-        if stream:
-            frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
-            return with_ignored(EventStream(exchange, frames), _ignored(body))
-        if (instead := await collect(exchange, answers, request, one_call=one_call)) is not None:
-            return instead
-        whole = writer.whole().model_dump(mode="json", exclude_unset=True)
-        return with_ignored(JSONResponse(whole), _ignored(body))
+        return await respond(writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body))
 
     return router
 
@@ -87,10 +92,7 @@ def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
         # OpenAI's newer name.
         tokens, name = body.max_completion_tokens, "max_completion_tokens"
     tools = () if body.tool_choice == "none" else body.tools or ()
-    options = dict(body.chat_template_kwargs or {})
-    if body.reasoning_effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning_effort)
-        options.setdefault("enable_thinking", body.reasoning_effort != "none")
+    options = template_options(body.chat_template_kwargs, body.reasoning_effort)
     chat = Chat([template_turn(turn) for turn in body.messages], [_tool(tool) for tool in tools], options)
     return asked_by(
         body,
@@ -99,7 +101,7 @@ def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
         tokens,
         max_tokens_field=name,
         logprobs=(body.top_logprobs or 0) if wants_logprobs(body) else None,
-        forced_calls=_forced_calls(body),
+        forced=_forced_calls(body),
     )
 
 
@@ -111,7 +113,7 @@ def asked_by(
     *,
     max_tokens_field: str = "max_tokens",
     logprobs: int | None,
-    forced_calls: ForcedCalls | None = None,
+    forced: ForcedCalls | None = None,
 ) -> Asked:
     """What a request to the chat or the completion route asks of one prompt. Raises BadRequest."""
     return Asked(
@@ -134,7 +136,7 @@ def asked_by(
         logprobs=logprobs,
         num_draft_tokens=body.num_draft_tokens,
         grammar=_grammar(body),
-        forced_calls=forced_calls,
+        forced_calls=forced,
     )
 
 
@@ -143,10 +145,9 @@ def _grammar(body: CommonRequest) -> Grammar | None:
     given = body.structured_outputs.grammars() if body.structured_outputs is not None else []
     match body.response_format:
         case JsonFormat():
-            given.append(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(JSON_OBJECT), "response_format"))
+            given.append(json_grammar(JSON_OBJECT, "response_format"))
         case SchemaFormat(json_schema=wanted):
-            source = json.dumps(wanted.schema_)
-            given.append(Grammar(GrammarKind.JSON_SCHEMA, source, "response_format.json_schema.schema"))
+            given.append(json_grammar(wanted.schema_, "response_format.json_schema.schema"))
         case _:
             pass
     if len(given) > 1:
@@ -155,14 +156,9 @@ def _grammar(body: CommonRequest) -> Grammar | None:
 
 
 def _forced_calls(body: ChatRequest) -> ForcedCalls | None:
-    several = body.parallel_tool_calls is not False
-    match body.tool_choice:
-        case NamedTool(function=function):
-            return ForcedCalls(function.name, several=False)
-        case "required":
-            return ForcedCalls(None, several)
-        case _:
-            return None
+    choice = body.tool_choice
+    name = choice.function.name if isinstance(choice, NamedTool) else None
+    return forced_calls(name, required=choice == "required", several=body.parallel_tool_calls is not False)
 
 
 def wants_logprobs(body: ChatRequest) -> bool:
@@ -243,8 +239,8 @@ class _Writer:
     """Writes the answers to one request, whole or in chunks."""
 
     def __init__(self, exchange: Exchange, answers: Sequence[Answer], frontend: Frontend, body: ChatRequest) -> None:
-        self._exchange = exchange
-        self._answers = answers
+        self.exchange = exchange
+        self.answers = answers
         self._encoder = frontend.encoder
         self._model = body.model or frontend.models.name
         self._logprobs = wants_logprobs(body)
@@ -252,19 +248,20 @@ class _Writer:
         self._id = f"chatcmpl-{exchange.id}"
         self._created = int(time.time())
 
-    def whole(self) -> ChatAnswer:
-        """The JSON answer, once all answers are there."""
-        spent = combined_timings(self._answers, len(self._answers))
-        return ChatAnswer(
+    def whole(self) -> dict[str, Any]:
+        """See Writer."""
+        spent = combined_timings(self.answers, len(self.answers))
+        whole = ChatAnswer(
             id=self._id,
             object="chat.completion",
             created=self._created,
             model=self._model,
-            choices=[self._choice(i, answer) for i, answer in enumerate(self._answers)],
+            choices=[self._choice(i, answer) for i, answer in enumerate(self.answers)],
             usage=UsageAnswer.of(spent),
             timings=TimingsAnswer.of(spent),
             metrics=MetricsAnswer.of(spent),
         )
+        return whole.model_dump(mode="json", exclude_unset=True)
 
     def _choice(self, index: int, answer: Answer) -> Choice:
         text, calls = answer.text, answer.calls
@@ -277,36 +274,36 @@ class _Writer:
         return Choice(index=index, message=message, logprobs=logprobs, finish_reason=answer.reason.value)
 
     async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
-        """The stream."""
+        """See Writer."""
         try:
-            for index in range(len(self._answers)):
+            for index in range(len(self.answers)):
                 yield server_sent(self._delta(index, ChunkDelta(role="assistant", content="")))
-            async for part in read_parts(self._exchange, self._answers, patience, one_call=one_call):
+            async for part in read_parts(self.exchange, self.answers, patience, one_call=one_call):
                 if part is None:
                     yield KEEP_ALIVE
                     continue
                 for frame in self._part(part):
                     yield frame
             if self._usage:
-                usage = UsageAnswer.of(combined_timings(self._answers, len(self._answers)))
+                usage = UsageAnswer.of(combined_timings(self.answers, len(self.answers)))
                 yield server_sent(self._chunk([]).model_copy(update={"usage": usage}))
             yield DONE
         except RedraftError as error:
             yield server_sent(describe(error))
         finally:
-            self._exchange.close()
+            self.exchange.close()
 
     def _part(self, part: Part) -> list[bytes]:
         chunks: list[ChatChunk] = []
         logprobs = choice_logprobs(self._encoder, part.logprobs) if part.logprobs else None
-        number = len(self._answers[part.index].calls) - sum(piece.call is not None for piece in part.pieces)
+        number = len(self.answers[part.index].calls) - sum(piece.call is not None for piece in part.pieces)
         for piece in part.pieces:
             if piece.call is not None:
                 call = _call(piece.call)
                 call.index = number
                 delta, number = ChunkDelta(tool_calls=[call]), number + 1
-            elif piece.reasoning:
-                delta = ChunkDelta(reasoning_content=piece.reasoning)
+            elif piece.kind is PieceKind.REASONING:
+                delta = ChunkDelta(reasoning_content=piece.text)
             else:
                 delta = ChunkDelta(content=piece.text)
             chunks.append(self._delta(part.index, delta, logprobs))
@@ -328,7 +325,7 @@ class _Writer:
         return self._chunk([choice])
 
     def _last(self, index: int) -> ChatChunk:
-        answer = self._answers[index]
+        answer = self.answers[index]
         chunk = self._chunk([ChunkChoice(index=index, delta=ChunkDelta(), finish_reason=answer.reason.value)])
         chunk.timings, chunk.metrics = TimingsAnswer.of(answer.timings), MetricsAnswer.of(answer.timings)
         return chunk

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
-from service.api.answers import Answer, EndReason, collect, combined_timings, read_parts
+from service.api.answers import Answer, EndReason, combined_timings, read_parts
 from service.api.asking import Frontend
-from service.api.compatible import CompatibleRoute
+from service.api.compatible import CompatibleRoute, respond
 from service.api.errors import describe
-from service.api.exchange import DONE, KEEP_ALIVE, EventStream, Exchange
-from service.api.openai.chat import asked_by, likely_token, server_sent
-from service.api.openai.schemas import (
+from service.api.exchange import DONE, KEEP_ALIVE, Exchange
+from service.api.openai.answer_schemas import (
     CompletionAnswer,
     CompletionChoice,
     CompletionLogprobs,
-    CompletionRequest,
     MetricsAnswer,
     UsageAnswer,
 )
+from service.api.openai.chat import asked_by, likely_token, server_sent
+from service.api.openai.schemas import CompletionRequest
 from service.api.schemas import TimingsAnswer
 from service.core import Encoder, RedraftError, Timings, TokenLogprobs
 
@@ -43,11 +42,7 @@ def completion_routes(frontend: Frontend) -> APIRouter:
         asked = [asked_by(body, prompt, frontend, body.max_tokens, logprobs=body.logprobs) for prompt in prompts]
         exchange, answers = await frontend.submit(asked, each=body.n or 1, live=bool(body.stream))
         writer = _Writer(exchange, answers, len(prompts), frontend, body)
-        if body.stream:
-            return EventStream(exchange, writer.frames(frontend.limits.keepalive_seconds))
-        if (instead := await collect(exchange, answers, request)) is not None:
-            return instead
-        return JSONResponse(writer.whole().model_dump(mode="json", exclude_unset=True))
+        return await respond(writer, request, frontend, stream=bool(body.stream), ignored=())
 
     return router
 
@@ -66,8 +61,8 @@ class _Writer:
     def __init__(
         self, exchange: Exchange, answers: Sequence[Answer], prompts: int, frontend: Frontend, body: CompletionRequest
     ) -> None:
-        self._exchange = exchange
-        self._answers = answers
+        self.exchange = exchange
+        self.answers = answers
         self._each = len(answers) // prompts
         self._encoder = frontend.encoder
         self._model = body.model or frontend.models.name
@@ -76,26 +71,26 @@ class _Writer:
         self._id = f"cmpl-{exchange.id}"
         self._created = int(time.time())
 
-    def whole(self) -> CompletionAnswer:
-        """The JSON answer, once all answers are there."""
+    def whole(self) -> dict[str, Any]:
+        """See Writer."""
         choices: list[CompletionChoice] = []
-        for index, answer in enumerate(self._answers):
+        for index, answer in enumerate(self.answers):
             logprobs = completion_logprobs(self._encoder, answer.logprobs, 0) if self._logprobs else None
             choices.append(
                 CompletionChoice(index=index, text=answer.text, logprobs=logprobs, finish_reason=_reason(answer))
             )
-        spent = combined_timings(self._answers, self._each)
-        return self._answer(choices, usage=spent, timings=spent)
+        spent = combined_timings(self.answers, self._each)
+        return self._answer(choices, usage=spent, timings=spent).model_dump(mode="json", exclude_unset=True)
 
-    async def frames(self, patience: float) -> AsyncIterator[bytes]:
-        """The stream."""
-        offsets = [0] * len(self._answers)
+    async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
+        """See Writer."""
+        offsets = [0] * len(self.answers)
         try:
-            async for part in read_parts(self._exchange, self._answers, patience):
+            async for part in read_parts(self.exchange, self.answers, patience, one_call=one_call):
                 if part is None:
                     yield KEEP_ALIVE
                     continue
-                index, answer, logprobs = part.index, self._answers[part.index], None
+                index, answer, logprobs = part.index, self.answers[part.index], None
                 if part.logprobs:
                     logprobs = completion_logprobs(self._encoder, part.logprobs, offsets[index])
                     offsets[index] += sum(map(len, logprobs.tokens))
@@ -103,12 +98,12 @@ class _Writer:
                 choice = CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=reason)
                 yield server_sent(self._answer([choice], timings=answer.timings if part.ended else None))
             if self._usage:
-                yield server_sent(self._answer([], usage=combined_timings(self._answers, self._each)))
+                yield server_sent(self._answer([], usage=combined_timings(self.answers, self._each)))
             yield DONE
         except RedraftError as error:
             yield server_sent(describe(error))
         finally:
-            self._exchange.close()
+            self.exchange.close()
 
     def _answer(
         self, choices: list[CompletionChoice], *, usage: Timings | None = None, timings: Timings | None = None

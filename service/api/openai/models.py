@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 import time
+from typing import Literal
 
 from fastapi import APIRouter
 
 from service.api.asking import ModelNames
-from service.api.openai.schemas import ModelAnswer, ModelsAnswer
+from service.api.schemas import ResponseModel
+
+
+class ModelAnswer(ResponseModel):
+    """A name that requests may use. max_model_len: tokens of a prompt and its answer, at most (vLLM's name)."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["redraft"] = "redraft"
+    max_model_len: int
+
+
+class ModelsAnswer(ResponseModel):
+    """Every name that requests may use."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelAnswer]
 
 
 def model_routes(names: ModelNames, context: int) -> APIRouter:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
-from fastapi.responses import JSONResponse
 
-from service.api.answers import Answer, EndReason, PieceKind, collect, kind_of, read_parts
+from service.api.answers import Answer, EndReason, read_parts
 from service.api.asking import Asked, Chat, ForcedCalls, Frontend
-from service.api.compatible import CompatibleRoute, client_tag, ignored_fields, sampling, with_ignored
+from service.api.compatible import (
+    CompatibleRoute,
+    client_tag,
+    forced_calls,
+    ignored_fields,
+    json_grammar,
+    respond,
+    sampling,
+    template_options,
+)
 from service.api.errors import describe
-from service.api.exchange import KEEP_ALIVE, EventStream, Exchange
+from service.api.exchange import KEEP_ALIVE, Exchange
+from service.api.openai.answer_schemas import MetricsAnswer
 from service.api.openai.chat import arguments_of, choice_logprobs
 from service.api.openai.responses_schemas import (
     FlatNamedTool,
@@ -42,9 +51,9 @@ from service.api.openai.responses_schemas import (
     ResponsesUsage,
     Status,
 )
-from service.api.openai.schemas import JSON_OBJECT, JsonFormat, MetricsAnswer
+from service.api.openai.schemas import JSON_OBJECT, JsonFormat
 from service.api.schemas import ResponseModel, TimingsAnswer
-from service.core import Grammar, GrammarKind, Piece, RedraftError, Timings, TokenLogprobs
+from service.core import Grammar, Piece, PieceKind, RedraftError, Timings, TokenLogprobs
 
 IGNORED = (
     "include",
@@ -66,19 +75,14 @@ def responses_routes(frontend: Frontend) -> APIRouter:
         response_model=ResponsesAnswer,
         responses={200: {"description": "The answer, or its stream.", "content": {"text/event-stream": {}}}},
     )
-    async def respond(body: ResponsesRequest, request: Request) -> Response:
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer an input: one JSON answer, or server-sent events with `stream`."""
         frontend.models.check(body.model)
         one_call = body.parallel_tool_calls is False
         asked = _asked(body, frontend)
         exchange, (answer,) = await frontend.submit([asked], live=bool(body.stream) or one_call)
-        writer = _Writer(exchange, answer, frontend, body, asked)
-        if body.stream:
-            frames = writer.frames(frontend.limits.keepalive_seconds, one_call=one_call)
-            return with_ignored(EventStream(exchange, frames), _ignored(body))
-        if (instead := await collect(exchange, [answer], request, one_call=one_call)) is not None:
-            return instead
-        return with_ignored(JSONResponse(writer.whole().model_dump(mode="json")), _ignored(body))
+        writer, stream = _Writer(exchange, answer, frontend, body, asked), bool(body.stream)
+        return await respond(writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body))
 
     return router
 
@@ -94,10 +98,7 @@ def _ignored(body: ResponsesRequest) -> list[str]:
 
 def _asked(body: ResponsesRequest, frontend: Frontend) -> Asked:
     tools = [_tool(tool) for tool in body.tools or () if isinstance(tool, FunctionTool)]
-    options = dict(body.chat_template_kwargs or {})
-    if body.reasoning is not None and body.reasoning.effort is not None:
-        options.setdefault("reasoning_effort", body.reasoning.effort)
-        options.setdefault("enable_thinking", body.reasoning.effort != "none")
+    options = template_options(body.chat_template_kwargs, body.reasoning and body.reasoning.effort)
     return Asked(
         Chat(_turns(body), () if body.tool_choice == "none" else tools, options),
         sampling(
@@ -124,21 +125,17 @@ def _asked(body: ResponsesRequest, frontend: Frontend) -> Asked:
 def _grammar(body: ResponsesRequest) -> Grammar | None:
     match body.text.format if body.text is not None else None:
         case JsonFormat():
-            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(JSON_OBJECT), "text.format")
+            return json_grammar(JSON_OBJECT, "text.format")
         case FlatSchemaFormat(schema_=schema):
-            return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema), "text.format.schema")
+            return json_grammar(schema, "text.format.schema")
         case _:
             return None
 
 
 def _forced_calls(body: ResponsesRequest) -> ForcedCalls | None:
-    match body.tool_choice:
-        case FlatNamedTool(name=name):
-            return ForcedCalls(name, several=False)
-        case "required":
-            return ForcedCalls(None, several=body.parallel_tool_calls is not False)
-        case _:
-            return None
+    choice = body.tool_choice
+    name = choice.name if isinstance(choice, FlatNamedTool) else None
+    return forced_calls(name, required=choice == "required", several=body.parallel_tool_calls is not False)
 
 
 def _tool(tool: FunctionTool) -> dict[str, object]:
@@ -192,7 +189,8 @@ class _Writer:
     def __init__(
         self, exchange: Exchange, answer: Answer, frontend: Frontend, body: ResponsesRequest, asked: Asked
     ) -> None:
-        self._exchange = exchange
+        self.exchange = exchange
+        self.answers = [answer]
         self._answer = answer
         self._encoder = frontend.encoder
         self._body = body
@@ -208,8 +206,11 @@ class _Writer:
         self._open: list[Piece] = []
         """Its pieces."""
 
-    def whole(self) -> ResponsesAnswer:
-        """The JSON answer, once it is there."""
+    def whole(self) -> dict[str, Any]:
+        """See Writer."""
+        return self._whole().model_dump(mode="json")
+
+    def _whole(self) -> ResponsesAnswer:
         cut = self._answer.reason is EndReason.LENGTH
         items = self._answer.items
         output = [
@@ -245,7 +246,7 @@ class _Writer:
         text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text is not None else {}
         text.setdefault("format", {"type": "text"})
         return ResponsesAnswer(
-            id=f"resp_{self._exchange.id}",
+            id=f"resp_{self.exchange.id}",
             created_at=self._created,
             status=status,
             instructions=body.instructions,
@@ -266,16 +267,16 @@ class _Writer:
 
     def _item(self, index: int, item: Piece, status: Status) -> Output:
         """Item number `index` of the output. Its id stays the same."""
-        id, kind = self._item_id(index, item), kind_of(item)
+        id = self._item_id(index, item)
         if item.call is not None:
             call = item.call
             return OutputCall(id=id, call_id=call.id or "", name=call.name, arguments=call.arguments, status=status)
-        if kind is PieceKind.REASONING:
-            return OutputReasoning(id=id, content=[OutputReasoningText(text=item.reasoning)], status=status)
+        if item.kind is PieceKind.REASONING:
+            return OutputReasoning(id=id, content=[OutputReasoningText(text=item.text)], status=status)
         return OutputMessage(id=id, status=status, content=[OutputText(text=item.text)])
 
     def _item_id(self, index: int, item: Piece) -> str:
-        prefix = {PieceKind.TEXT: "msg", PieceKind.REASONING: "rs", PieceKind.CALL: "fc"}[kind_of(item)]
+        prefix = {PieceKind.TEXT: "msg", PieceKind.REASONING: "rs", PieceKind.CALL: "fc"}[item.kind]
         while len(self._ids) <= index:
             self._ids.append(uuid.uuid4().hex)
         return f"{prefix}_{self._ids[index]}"
@@ -283,11 +284,11 @@ class _Writer:
     # ---------------------------------------------------------------------------------------------------------- stream
 
     async def frames(self, patience: float, *, one_call: bool) -> AsyncIterator[bytes]:
-        """The stream."""
+        """See Writer."""
         try:
             for kind in ("response.created", "response.in_progress"):
                 yield self._event(kind, response=self._response("in_progress", []))
-            async for part in read_parts(self._exchange, [self._answer], patience, one_call=one_call):
+            async for part in read_parts(self.exchange, [self._answer], patience, one_call=one_call):
                 if part is None:
                     yield KEEP_ALIVE
                     continue
@@ -295,7 +296,7 @@ class _Writer:
                 for piece in part.pieces:
                     for frame in self._piece(piece):
                         yield frame
-            whole = self.whole()
+            whole = self._whole()
             if whole.output:
                 for frame in self._close(whole.output[-1].status):
                     yield frame
@@ -305,25 +306,25 @@ class _Writer:
             failed.error = ResponseError(message=describe(error).error.message)
             yield self._event("response.failed", response=failed)
         finally:
-            self._exchange.close()
+            self.exchange.close()
 
     def _piece(self, piece: Piece) -> list[bytes]:
         """Events for a new piece: of the item that it continues, or of one that it begins."""
         frames: list[bytes] = []
         last = self._open[-1] if self._open else None
-        if last is None or piece.call is not None or kind_of(last) is not kind_of(piece):
+        if last is None or piece.call is not None or last.kind is not piece.kind:
             frames += self._close("completed") if last is not None else []
             self._index, self._open = self._index + 1, []
             frames += self._begin(piece)
         self._open.append(piece)
         place = self._place(piece)
-        match kind_of(piece):
+        match piece.kind:
             case PieceKind.TEXT:
                 new = choice_logprobs(self._encoder, self._unsent).content
                 self._unsent = []
                 frames.append(self._event("response.output_text.delta", **place, delta=piece.text, logprobs=new))
             case PieceKind.REASONING:
-                frames.append(self._event("response.reasoning_text.delta", **place, delta=piece.reasoning))
+                frames.append(self._event("response.reasoning_text.delta", **place, delta=piece.text))
             case PieceKind.CALL:
                 assert piece.call is not None
                 delta = piece.call.arguments
@@ -347,8 +348,7 @@ class _Writer:
 
     def _close(self, status: Status) -> list[bytes]:
         """Events at the end of the open item."""
-        text = "".join(piece.text for piece in self._open)
-        whole = self._open[0] if self._open[0].call else Piece(text, "".join(piece.reasoning for piece in self._open))
+        whole = replace(self._open[0], text="".join(piece.text for piece in self._open))
         place, item = self._place(whole), self._item(self._index, whole, status)
         match item:
             case OutputCall():

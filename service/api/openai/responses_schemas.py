@@ -10,26 +10,10 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from service.api.compatible import Ignored, Unserved
-from service.api.openai.schemas import (
-    MAX_TOOLS,
-    MAX_TOP_LOGPROBS,
-    DraftTokens,
-    JsonFormat,
-    JsonSchema,
-    Metadata,
-    MetricsAnswer,
-    MinP,
-    Name,
-    Schema,
-    Seed,
-    Temperature,
-    TextFormat,
-    TokenLogprob,
-    TopK,
-    TopP,
-)
+from service.api.openai.answer_schemas import MetricsAnswer, TokenLogprob
+from service.api.openai.schemas import JsonFormat, JsonSchema, Metadata, TextFormat, TopK, TopLogprobs
+from service.api.parameters import MAX_TOOLS, DraftTokens, Effort, MinP, Name, Schema, Seed, Temperature, TopP
 from service.api.schemas import (
-    INTEGRAL,
     MAX_MESSAGES,
     Client,
     Flag,
@@ -38,7 +22,6 @@ from service.api.schemas import (
     Text,
     TimingsAnswer,
     Tokens,
-    Whole,
 )
 
 # ------------------------------------------------------------------------------------------------------------- request
@@ -56,38 +39,39 @@ class InputText(RequestModel):
 Parts = Text | list[InputText]
 
 
-class MessageItem(RequestModel):
+class InputItem(RequestModel):
+    """What every item of the input may have."""
+
+    id: Ignored = None
+    status: Ignored = None
+
+
+class MessageItem(InputItem):
     """A message of the input."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
-    id: Ignored = None
-    status: Ignored = None
     phase: Ignored = None
 
 
-class FunctionCallItem(RequestModel):
+class FunctionCallItem(InputItem):
     """A call that the assistant made before."""
 
     type: Literal["function_call"]
     call_id: Text
     name: Name
     arguments: Text
-    id: Ignored = None
-    status: Ignored = None
     namespace: Unserved = None
     caller: Unserved = None
 
 
-class FunctionCallOutputItem(RequestModel):
+class FunctionCallOutputItem(InputItem):
     """What a called function returned."""
 
     type: Literal["function_call_output"]
     call_id: Text
     output: Parts
-    id: Ignored = None
-    status: Ignored = None
     name: Ignored = None
     namespace: Unserved = None
     caller: Unserved = None
@@ -100,15 +84,13 @@ class ReasoningPart(RequestModel):
     text: Text
 
 
-class ReasoningItem(RequestModel):
+class ReasoningItem(InputItem):
     """What the assistant thought before. Encrypted content cannot be read here and is ignored."""
 
     type: Literal["reasoning"]
     content: list[ReasoningPart] | None = None
     summary: Ignored = None
     encrypted_content: Ignored = None
-    id: Ignored = None
-    status: Ignored = None
 
 
 Item = MessageItem | FunctionCallItem | FunctionCallOutputItem | ReasoningItem
@@ -151,7 +133,7 @@ class HostedTool(RequestModel, extra="ignore"):
 class ReasoningOptions(RequestModel):
     """effort: passed to the chat template; "none" turns reasoning off where the template can."""
 
-    effort: Annotated[Text, Field(min_length=1, max_length=16)] | None = None
+    effort: Effort | None = None
     summary: Ignored = None
     generate_summary: Ignored = None
     context: Ignored = None
@@ -182,7 +164,7 @@ class ResponsesRequest(RequestModel):
     top_k: TopK | None = None
     min_p: MinP | None = None
     seed: Seed | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL] | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: (
         Annotated[list[Annotated[FunctionTool | HostedTool, Field(discriminator="type")]], Field(max_length=MAX_TOOLS)]
         | None

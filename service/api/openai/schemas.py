@@ -1,4 +1,4 @@
-"""What OpenAI's chat and completion routes take and answer, as far as this server serves it.
+"""What OpenAI's chat and completion routes take, as far as this server serves it.
 
 Source of the shapes: the OpenAI API reference and the types of the `openai` package.
 """
@@ -8,58 +8,47 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import ConfigDict, Field
 
-from service.api.compatible import Ignored, Unserved
+from service.api.compatible import Ignored, Unserved, json_grammar
+from service.api.parameters import (
+    MAX_TOOLS,
+    DraftTokens,
+    Effort,
+    MinP,
+    Name,
+    OptionalStops,
+    Schema,
+    Seed,
+    Temperature,
+    TopP,
+)
 from service.api.schemas import (
     INTEGRAL,
     MAX_MESSAGES,
-    MAX_STOPS,
     Client,
     Flag,
     Number,
     RequestModel,
-    ResponseModel,
-    StopString,
     Tag,
     Text,
-    TimingsAnswer,
     Tokens,
     Whole,
 )
-from service.core import Grammar, GrammarKind, Timings
+from service.core import Grammar, GrammarKind
 
 MAX_ANSWERS = 8
 MAX_TOP_LOGPROBS = 20
-MAX_TOOLS = 256
-MAX_NAME_CHARS = 128
-
-Temperature = Annotated[Number, Field(ge=0, le=10)]
-TopP = Annotated[Number, Field(gt=0, le=1)]
-TopK = Annotated[Whole, Field(ge=-1, lt=2**31), INTEGRAL]
-MinP = Annotated[Number, Field(ge=0, le=1)]
-Seed = Annotated[Whole, Field(ge=0), INTEGRAL]
-TokenId = Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL]
-DraftTokens = Annotated[Whole, Field(ge=0, le=64), INTEGRAL]
-Name = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
-Zero = Annotated[Number, Field(ge=0, le=0)]
-One = Annotated[Number, Field(ge=1, le=1)]
-Schema = dict[str, Any]
 MAX_PROMPTS = 8
 MAX_CHOICES = 1024
+
+TopK = Annotated[Whole, Field(ge=-1, lt=2**31), INTEGRAL]
+TopLogprobs = Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL]
+TokenId = Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL]
+Zero = Annotated[Number, Field(ge=0, le=0)]
+One = Annotated[Number, Field(ge=1, le=1)]
 FilledText = Annotated[Text, Field(min_length=1)]
 FilledTokens = Annotated[list[TokenId], Field(min_length=1)]
-
-
-def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
-OptionalStops = Annotated[
-    list[StopString] | None,
-    Field(max_length=MAX_STOPS),
-    BeforeValidator(_as_list, json_schema_input_type=StopString | list[StopString] | None),
-]
 
 
 class Metadata(RequestModel, extra="allow"):
@@ -199,18 +188,18 @@ class StructuredOutputs(RequestModel):
 
     def grammars(self) -> list[Grammar]:
         """Those that are given."""
-        given = {
-            "json": (GrammarKind.JSON_SCHEMA, None if self.json_ is None else json.dumps(self.json_)),
-            "regex": (GrammarKind.REGEX, self.regex),
-            "choice": (GrammarKind.CHOICE, None if self.choice is None else json.dumps(self.choice)),
-            "grammar": (GrammarKind.LARK, self.grammar),
-            "json_object": (GrammarKind.JSON_SCHEMA, json.dumps(JSON_OBJECT) if self.json_object else None),
-        }
-        return [
-            Grammar(kind, source, f"structured_outputs.{name}")
-            for name, (kind, source) in given.items()
-            if source is not None
-        ]
+        found: list[Grammar] = []
+        if self.json_ is not None:
+            found.append(json_grammar(self.json_, "structured_outputs.json"))
+        if self.regex is not None:
+            found.append(Grammar(GrammarKind.REGEX, self.regex, "structured_outputs.regex"))
+        if self.choice is not None:
+            found.append(Grammar(GrammarKind.CHOICE, json.dumps(self.choice), "structured_outputs.choice"))
+        if self.grammar is not None:
+            found.append(Grammar(GrammarKind.LARK, self.grammar, "structured_outputs.grammar"))
+        if self.json_object:
+            found.append(json_grammar(JSON_OBJECT, "structured_outputs.json_object"))
+        return found
 
 
 class NamedFunction(RequestModel):
@@ -265,12 +254,12 @@ class ChatRequest(CommonRequest):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Tokens | None = None
     logprobs: Flag | None = None
-    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL] | None = None
+    top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
     tool_choice: Literal["auto", "none", "required"] | NamedTool | None = None
     parallel_tool_calls: Flag | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    reasoning_effort: Annotated[Text, Field(min_length=1, max_length=16)] | None = None
+    reasoning_effort: Effort | None = None
     modalities: list[Literal["text"]] | None = None
     audio: Unserved = None
     prediction: Unserved = None
@@ -293,217 +282,7 @@ class CompletionRequest(CommonRequest):
         | FilledTokens
         | Annotated[list[FilledTokens], Field(min_length=1, max_length=MAX_PROMPTS)]
     )
-    logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL] | None = None
+    logprobs: TopLogprobs | None = None
     echo: Unserved = None
     suffix: Unserved = None
     best_of: One | None = None
-
-
-# ------------------------------------------------------------------------------------------------------------- answers
-
-
-class PromptTokensDetails(ResponseModel):
-    """cached_tokens: those that another request's prefill left."""
-
-    cached_tokens: int
-
-
-class UsageAnswer(ResponseModel):
-    """Tokens; `completion_tokens` of all answers together."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-    @classmethod
-    def of(cls, spent: Timings) -> UsageAnswer:
-        """As clients see it."""
-        return cls(
-            prompt_tokens=spent.prompt_n,
-            completion_tokens=spent.predicted_n,
-            total_tokens=spent.prompt_n + spent.predicted_n,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=spent.cache_n),
-        )
-
-
-class SpeculativeMetrics(ResponseModel):
-    """How speculation went, by vLLM's names. mean_acceptance_length: accepted tokens a step with proposals, and one."""
-
-    mean_acceptance_length: float
-    draft_acceptance_rate: float
-    num_spec_steps: int
-    num_draft_tokens: int
-    num_accepted_draft_tokens: int
-
-
-class MetricsAnswer(ResponseModel):
-    """vLLM's `metrics`; speculative_decoding is null where nothing was proposed."""
-
-    speculative_decoding: SpeculativeMetrics | None
-
-    @classmethod
-    def of(cls, spent: Timings) -> MetricsAnswer:
-        """As clients see it."""
-        if not spent.draft_rounds or not spent.draft_n:
-            return cls(speculative_decoding=None)
-        speculative = SpeculativeMetrics(
-            mean_acceptance_length=1 + spent.draft_n_accepted / spent.draft_rounds,
-            draft_acceptance_rate=spent.draft_n_accepted / spent.draft_n,
-            num_spec_steps=spent.draft_rounds,
-            num_draft_tokens=spent.draft_n,
-            num_accepted_draft_tokens=spent.draft_n_accepted,
-        )
-        return cls(speculative_decoding=speculative)
-
-
-class LikelyToken(ResponseModel):
-    """A token and its log-probability. bytes: what it stands for, where that is not a whole character."""
-
-    token: str
-    bytes: list[int]
-    logprob: float
-
-
-class TokenLogprob(LikelyToken):
-    """An output token with the most likely tokens at its place."""
-
-    top_logprobs: list[LikelyToken]
-
-
-class ChoiceLogprobs(ResponseModel):
-    """Of the tokens of an answer, or of a chunk of it."""
-
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class FunctionCallAnswer(ResponseModel):
-    """A call: arguments is a JSON object, as text."""
-
-    name: str
-    arguments: str
-
-
-class ToolCallAnswer(ResponseModel):
-    """A tool call. index: its number, in chunks alone."""
-
-    index: int | None = None
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCallAnswer
-
-
-class MessageAnswer(ResponseModel):
-    """The assistant's turn. content: null where there are tool calls alone."""
-
-    role: Literal["assistant"] = "assistant"
-    content: str | None
-    refusal: None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallAnswer] | None = None
-
-
-Reason = Literal["stop", "length", "tool_calls"]
-
-
-class Choice(ResponseModel):
-    """One answer."""
-
-    index: int
-    message: MessageAnswer
-    logprobs: ChoiceLogprobs | None
-    finish_reason: Reason
-
-
-class ChatAnswer(ResponseModel):
-    """The JSON answer of the chat route. timings, metrics: of all choices together."""
-
-    id: str
-    object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[Choice]
-    usage: UsageAnswer
-    timings: TimingsAnswer
-    metrics: MetricsAnswer
-
-
-class ChunkDelta(ResponseModel):
-    """What is new."""
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[ToolCallAnswer] | None = None
-
-
-class ChunkChoice(ResponseModel):
-    """What is new of one answer."""
-
-    index: int
-    delta: ChunkDelta
-    logprobs: ChoiceLogprobs | None = None
-    finish_reason: Reason | None = None
-
-
-class ChatChunk(ResponseModel):
-    """One event of a chat stream. usage: in a last chunk without choices, when asked for. timings, metrics: in the last chunk
-    of an answer, of that answer."""
-
-    id: str
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: UsageAnswer | None = None
-    timings: TimingsAnswer | None = None
-    metrics: MetricsAnswer | None = None
-
-
-class CompletionLogprobs(ResponseModel):
-    """Four lists of one entry a token. text_offset: where it begins in the text."""
-
-    tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
-    text_offset: list[int]
-
-
-class CompletionChoice(ResponseModel):
-    """One answer, or what is new of it."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
-
-
-class CompletionAnswer(ResponseModel):
-    """The JSON answer of the completion route, and a chunk of its stream."""
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: UsageAnswer | None = None
-    timings: TimingsAnswer | None = None
-    metrics: MetricsAnswer | None = None
-
-
-class ModelAnswer(ResponseModel):
-    """A name that requests may use. max_model_len: tokens of a prompt and its answer, at most (vLLM's name)."""
-
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: Literal["redraft"] = "redraft"
-    max_model_len: int
-
-
-class ModelsAnswer(ResponseModel):
-    """Every name that requests may use."""
-
-    object: Literal["list"] = "list"
-    data: list[ModelAnswer]
