@@ -82,6 +82,7 @@ def sampling(
     min_p: float | None = None,
     seed: int | None = None,
     stop: Iterable[str] = (),
+    logit_bias: Mapping[int, float] | None = None,
 ) -> Sampling:
     """How a request samples. defaults: for what it does not say."""
     return Sampling(
@@ -91,6 +92,7 @@ def sampling(
         min_p=defaults.min_p if min_p is None else min_p,
         seed=wrapped(seed),
         stop=tuple(stop),
+        logit_bias=tuple((logit_bias or {}).items()),
     )
 
 

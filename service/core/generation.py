@@ -24,8 +24,9 @@ class Sampling:
     """How tokens are drawn. Filters act on the distribution at T = 1 in mlx-lm's order (top-p, min-p, top-k), then the
     temperature is applied.
 
-    A temperature below GREEDY_BELOW is greedy. top_p 1.0, min_p 0.0 and top_k 0 switch a filter off. A seed makes the output a
-    function of (target, prompt, sampling, seed) alone, whatever the draft does.
+    A temperature below GREEDY_BELOW is greedy. top_p 1.0, min_p 0.0 and top_k 0 switch a filter off. logit_bias: pairs of a
+    token and what is added to its logit before all else. A seed makes the output a function of (target, prompt, sampling, seed)
+    alone, whatever the draft does.
     """
 
     temperature: float = 0.0
@@ -35,6 +36,7 @@ class Sampling:
     seed: int | None = None
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     @property
     def greedy(self) -> bool:

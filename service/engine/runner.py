@@ -19,7 +19,7 @@ from service.engine.masks import RoundMasks, allow
 from service.engine.replay import Replay
 from service.engine.request import Request
 from service.engine.rounds import Outcome, Plan, RoundArrays, Step
-from service.engine.sampling import SamplingBatch, SharedNoise, transform
+from service.engine.sampling import SamplingBatch, SharedNoise, biased, transform
 from service.engine.strategy import current
 
 
@@ -233,7 +233,7 @@ class Runner:
         if proposal is not None:
             tokens = mx.concatenate([latest.astype(proposal.tokens.dtype), proposal.tokens], axis=1)
         logits, features = self._batch.target.logits_and_features(tokens, cache)
-        logits = allow(logits[..., : self.vocabulary], bits)
+        logits = biased(allow(logits[..., : self.vocabulary], bits), sampling)
         distribution = transform(logits, sampling)
         accepted, following = accept.accept(distribution, sampling, noise, proposal, key)
         arrays = RoundArrays(following[:, None], features=features, finite=finite)

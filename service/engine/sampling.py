@@ -23,7 +23,8 @@ _NEVER = -float("inf")
 class SamplingBatch:
     """The sampling parameters of B rows, as arrays.
 
-    temperature, top_p, min_p, top_k: (B, 1, 1). greedy, rejection: (B,) booleans; rejection: rows under the rejection rule.
+    temperature, top_p, min_p, top_k: (B, 1, 1). bias: (B, 1, V), float32; None: no row has one. greedy, rejection: (B,)
+    booleans; rejection: rows under the rejection rule.
     filtered, sampled, seeded, unseeded: whether any row needs filters, is not greedy, has a seed, is under the rejection rule.
     What no row needs is not computed.
     """
@@ -33,6 +34,7 @@ class SamplingBatch:
     top_p: mx.array
     min_p: mx.array
     top_k: mx.array
+    bias: mx.array | None
     greedy: mx.array
     rejection: mx.array
     filtered: bool
@@ -54,6 +56,7 @@ class SamplingBatch:
             top_p=column([row.top_p for row in rows]),
             min_p=column([row.min_p for row in rows]),
             top_k=mx.array(top_k, dtype=mx.int32).reshape(-1, 1, 1),
+            bias=_bias(rows, vocabulary),
             greedy=mx.array([row.greedy for row in rows]),
             rejection=mx.array([row.rule is AcceptRule.REJECTION for row in rows]),
             filtered=any(
@@ -67,12 +70,36 @@ class SamplingBatch:
     def leaves(self) -> tuple[Any, ...]:
         """What a traced call needs of it, which is less where all rows are greedy."""
         parameters = (self.temperature, self.top_p, self.min_p, self.top_k) if self.sampled else (None,) * 4
-        return (*parameters, self.greedy, self.rejection, self.filtered, self.sampled, self.seeded, self.unseeded)
+        return (
+            *parameters,
+            self.bias,
+            self.greedy,
+            self.rejection,
+            self.filtered,
+            self.sampled,
+            self.seeded,
+            self.unseeded,
+        )
 
     @classmethod
     def of_leaves(cls, leaves: Sequence[Any]) -> SamplingBatch:
         """The batch from its `leaves`, without the rows' own settings."""
         return cls((), *leaves)
+
+
+def _bias(rows: Sequence[Sampling], vocabulary: int) -> mx.array | None:
+    if not any(row.logit_bias for row in rows):
+        return None
+    bias = np.zeros((len(rows), 1, vocabulary), dtype=np.float32)
+    for i, row in enumerate(rows):
+        for token, added in row.logit_bias:
+            bias[i, 0, token] += added
+    return mx.array(bias)
+
+
+def biased(logits: mx.array, batch: SamplingBatch) -> mx.array:
+    """Logits (B, N, V) with each row's bias."""
+    return logits if batch.bias is None else logits + batch.bias.astype(logits.dtype)
 
 
 def normaliser(logits: mx.array) -> mx.array:

@@ -97,6 +97,18 @@ def test_a_chat_answer(server: EchoServer, http: httpx.Client) -> None:
     assert server.encoder.chats[-1][0][0]["role"] == "system"
 
 
+@pytest.mark.parametrize(("path", "asked"), [(CHAT, {"messages": user("a")}), (COMPLETIONS, {"prompt": "a"})])
+def test_a_bias_reaches_the_engine_and_is_not_recorded(
+    server: EchoServer, http: httpx.Client, path: str, asked: dict[str, Any]
+) -> None:
+    assert http.post(path, json={**asked, "logit_bias": {"97": -100, "5": 1.5}}).status_code == 200
+    prompt = server.engine.tickets[-1].prompt
+    assert prompt.sampling.logit_bias == ((97, -100.0), (5, 1.5)) and not prompt.store
+    assert http.post(path, json={**asked, "logit_bias": {}}).status_code == 200
+    prompt = server.engine.tickets[-1].prompt
+    assert prompt.sampling.logit_bias == () and prompt.store
+
+
 def test_without_max_tokens_the_answer_may_fill_the_context(server: EchoServer, http: httpx.Client) -> None:
     assert http.post(CHAT, json={"messages": user("a")}).status_code == 200
     assert server.engine.tickets[-1].prompt.sampling.max_tokens == min(LIMITS.max_tokens, LIMITS.max_context - 3)
@@ -324,7 +336,9 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": user("a"), "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"messages": user("a"), "max_completion_tokens": 100_000}, "max_completion_tokens"),
     ({"messages": user("a"), "frequency_penalty": 0.5}, "frequency_penalty"),
-    ({"messages": user("a"), "logit_bias": {"5": 1}}, "logit_bias"),
+    ({"messages": user("a"), "logit_bias": {"5": 101}}, "logit_bias.5"),
+    ({"messages": user("a"), "logit_bias": {"9999999999": 1}}, "logit_bias"),
+    ({"messages": user("a"), "logit_bias": {"a": 1}}, "logit_bias.a"),
     ({"messages": user("a"), "response_format": {"type": "xml"}}, "response_format"),
     ({"messages": user("a"), "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
     ({"messages": user("a"), "structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs.choice"),

@@ -1,7 +1,9 @@
 """What one request may ask of the engine: log-probabilities, and how much is proposed for it, whatever others ask."""
 
 import random
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +17,7 @@ from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.request import Request
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
-from tests.support.oracle import forced, noisy_copy, read, tiny_llama
+from tests.support.oracle import forced, naive, noisy_copy, read, tiny_llama
 
 VOCABULARY, K = 97, 4
 EOS = frozenset({3})
@@ -133,3 +135,45 @@ def test_look_ups_are_no_longer_than_a_request_wants(target: Model) -> None:
     looked_up = [[round.drafted for round in row.rounds if round.source is Source.LOOKUP] for row in rows]
     assert max(looked_up[0], default=0) <= 2
     assert rows[0].output == rows[1].output
+
+
+BIAS = ((7, 3.0), (11, -100.0), (13, 2.5))
+
+
+@STRATEGIES
+def test_biased_rows_are_the_biased_target_s_own(target: Model, draft: nn.Module, strategy: Strategy) -> None:
+    """In one batch with a row that has no bias."""
+    seeded = Sampling(max_tokens=30, temperature=0.9, seed=5, top_k=20)
+    samplings = [
+        Sampling(max_tokens=30),
+        *(replace(each, logit_bias=BIAS) for each in (Sampling(max_tokens=30), seeded)),
+    ]
+    prompts = [Prompt(tokens_of(i), sampling) for i, sampling in enumerate(samplings)]
+    with using(strategy):
+        rows, _ = finish(Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K), prompts)
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert row.output == naive(target, prompt.tokens, prompt.sampling, EOS)
+    assert all(row.output != naive(target, row.prompt.tokens, Sampling(max_tokens=30), EOS) for row in rows[1:])
+
+
+def test_a_biased_draft_proposes_what_the_bias_wants(target: Model, draft: nn.Module) -> None:
+    prompt = Prompt(tokens_of(0), Sampling(max_tokens=21, logit_bias=((9, 100.0),)))
+    (row,), _ = finish(Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K), [prompt])
+    assert row.output == [9] * 21
+    assert sum(each.accepted for each in row.rounds) == sum(each.drafted for each in row.rounds) > 0
+
+
+@pytest.mark.parametrize("k", [0, K])
+def test_biased_unseeded_rows_have_the_biased_distribution(target: Model, draft: nn.Module, k: int) -> None:
+    """Of two tokens that a bias leaves, the first output of 600 rows."""
+    tokens, count = tokens_of(0), 600
+    sampling = Sampling(max_tokens=2, temperature=0.8, logit_bias=((9, 90.0), (10, 90.5)))
+    logits = np.array(read(target, list(tokens), make_prompt_cache(target))[-1].astype(mx.float32)).astype(np.float64)
+    share = 1 / (1 + np.exp((logits[10] + 0.5 - logits[9]) / 0.8))
+    decoder = Decoder(target, bare(draft) if k else None, vocabulary=VOCABULARY, k=k, key=mx.random.key(3))
+    seen = Counter[int]()
+    for _ in range(count // 20):
+        rows, _ = finish(decoder, [Prompt(tokens, sampling)] * 20)
+        seen += Counter(row.output[0] for row in rows)
+    assert set(seen) <= {9, 10}
+    assert abs(seen[9] - count * share) < 4 * np.sqrt(count * share * (1 - share))

@@ -64,6 +64,8 @@ def naive(target: nn.Module, prompt: Sequence[int], sampling: Sampling, eos: fro
     feed, out = list(prompt), []
     for position in range(sampling.max_tokens):
         logits = read(target, feed, cache)[-1].astype(mx.float32)
+        for biased, added in sampling.logit_bias:
+            logits[biased] += added
         if not sampling.greedy:
             assert sampling.seed is not None
             logits = filtered_logprobs(logits[None], sampling)[0]

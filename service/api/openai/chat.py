@@ -126,18 +126,28 @@ def asked_by(
             min_p=body.min_p,
             seed=body.seed,
             stop=body.stop or (),
+            logit_bias=_logit_bias(body, frontend.encoder),
         ),
         max_tokens,
         prompt_field="messages" if isinstance(prompt, Chat) else "prompt",
         max_tokens_field=max_tokens_field,
         domain=body.metadata.domain if body.metadata is not None else None,
         client=client_tag(body.user),
-        store=body.store is not False,
+        # Texts that a bias has bent say nothing of the target.
+        store=body.store is not False and not body.logit_bias,
         logprobs=logprobs,
         num_draft_tokens=body.num_draft_tokens,
         grammar=_grammar(body),
         forced_calls=forced,
     )
+
+
+def _logit_bias(body: CommonRequest, encoder: Encoder) -> dict[int, float]:
+    """Raises BadRequest for ids that are no tokens."""
+    bias = {int(token): added for token, added in (body.logit_bias or {}).items()}
+    if any(token >= encoder.vocabulary for token in bias):
+        raise BadRequest(f"token ids are below {encoder.vocabulary}", field="logit_bias")
+    return bias
 
 
 def _grammar(body: CommonRequest) -> Grammar | None:

@@ -41,12 +41,18 @@ MAX_ANSWERS = 8
 MAX_TOP_LOGPROBS = 20
 MAX_PROMPTS = 8
 MAX_CHOICES = 1024
+MAX_BIASED = 1024
 
 TopK = Annotated[Whole, Field(ge=-1, lt=2**31), INTEGRAL]
 TopLogprobs = Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL]
 TokenId = Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL]
 Zero = Annotated[Number, Field(ge=0, le=0)]
 One = Annotated[Number, Field(ge=1, le=1)]
+LogitBias = Annotated[
+    dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[Number, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIASED),
+]
+"""By token id."""
 FilledText = Annotated[Text, Field(min_length=1)]
 FilledTokens = Annotated[list[TokenId], Field(min_length=1)]
 
@@ -240,7 +246,7 @@ class CommonRequest(RequestModel):
     store: Flag | None = None
     metadata: Metadata | None = None
     user: Client | None = None
-    logit_bias: Unserved = None
+    logit_bias: LogitBias | None = None
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
     repetition_penalty: One | None = None

@@ -20,7 +20,7 @@ from service.engine.kv.cache import RowCache
 from service.engine.masks import RoundMasks, allow
 from service.engine.planner import DraftSteps
 from service.engine.replay import Replay
-from service.engine.sampling import SamplingBatch, SharedNoise, draw, fit, normaliser, transform
+from service.engine.sampling import SamplingBatch, SharedNoise, biased, draw, fit, normaliser, transform
 from service.engine.strategy import current
 from service.models.heads import CutHead, cut_head, extra_ids_allowed, split, token_limit
 from service.models.vocabulary import ExtraIds, padded
@@ -246,7 +246,7 @@ class ModelDrafter:
                 out = mx.take_along_axis(out, mx.array(list(last))[:, None, None], axis=1)
             whole = self.logits(self._calls, out)
             mask = bits(step)
-            logits = allow(fit(whole, self.vocabulary), mask)
+            logits = biased(allow(fit(whole, self.vocabulary), mask), batch)
             distribution = transform(logits, batch)
             step_key = key
             if batch.unseeded:
