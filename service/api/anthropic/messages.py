@@ -46,6 +46,7 @@ from service.api.exchange import Exchange
 from service.api.schemas import TimingsAnswer
 from service.core import Grammar, Piece, PieceKind, RedraftError, Sampling
 
+BILLING = "x-anthropic-billing-header:"
 IGNORED = ("cache_control", "context_management", "service_tier", "speed", "inference_geo", "diagnostics")
 
 
@@ -127,14 +128,22 @@ def _chat(body: CountRequest) -> Chat:
     if body.output_config is not None and body.output_config.effort is not None:
         options["reasoning_effort"] = body.output_config.effort
     turns: list[Mapping[str, object]] = []
-    if body.system:
-        turns.append({"role": "system", "content": _text(body.system)})
+    if system := _system(body):
+        turns.append({"role": "system", "content": system})
     for message in body.messages:
         turns += _turns(message)
     tools = body.tools or ()
     if body.tool_choice is not None and body.tool_choice.type == "none":
         tools = ()
     return Chat(turns, [_tool(tool) for tool in tools], options)
+
+
+def _system(body: CountRequest) -> str:
+    """The system prompt, without Claude Code's billing block, which changes with every request: prompts that begin with it
+    would share no prefix."""
+    if body.system is None or isinstance(body.system, str):
+        return body.system or ""
+    return _text([block for block in body.system if not block.text.startswith(BILLING)])
 
 
 def _text(content: str | Sequence[TextBlock]) -> str:
