@@ -25,6 +25,7 @@ from service.models import catalog
 from service.models.pair import Loaded, Pair, load_model, load_pair
 from service.models.text import TextEncoder
 from tests.support.oracle import forced
+from tests.support.schemas import complete_answers
 from tests.support.typed import layers_of, load_arrays
 
 pytestmark = pytest.mark.skipif(
@@ -173,6 +174,21 @@ def test_shipped_drafts_are_accepted_often_and_keep_the_output(with_draft: Calla
         decoder.round()
     assert row.output == forced(pair.target.model, asked, row.output, row.prompt.sampling, pair.eos)
     assert row.emitted / len(row.rounds) > 2
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["smollm2-135m-draft", "smollm2-135m-eagle"])
+def test_answers_under_generated_schemas_are_valid(with_draft: Callable[[str], Pair], name: str) -> None:
+    pair = with_draft(name)
+    assert pair.draft is not None
+    encoder, target = TextEncoder(pair.target.tokenizer), pair.target.model
+    decoders = [
+        Decoder(target, draft, vocabulary=pair.vocabulary, k=4, adaptive=True, lookup=8)
+        for draft in (served(pair.draft), None)
+    ]
+    found = [complete_answers(number, decoders[number % 2], target, encoder, pair.eos, 96) for number in range(50)]
+    compiled = [complete for complete in found if complete is not None]
+    assert len(compiled) > 45 and sum(compiled) > 2 * len(compiled)
 
 
 def test_an_older_conversion_is_made_again(tmp_path: Path) -> None:
