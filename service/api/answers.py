@@ -141,7 +141,7 @@ async def read_parts(
             answer.finished = what
         if one_call and (at := _first_call(new)) is not None:
             new = new[: at + 1]
-            exchange.cancel(index)
+            exchange.end(index)
         answer.logprobs += logprobs
         pieces = answer.add(new)
         if pieces or logprobs or answer.finished is not None:

@@ -33,12 +33,13 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer of the request: what the engine has of it, and what was not delivered yet."""
+    """One answer of the request: what the engine has of it, and what was not delivered yet. enough: it was ended here."""
 
     prompt_tokens: int
     unsent: list[tuple[int, Event]]
     ticket: Ticket | None = None
     last_delta_at: float | None = None
+    enough: bool = False
     counted: bool = False
 
 
@@ -105,23 +106,28 @@ class Exchange:
                     yield index, event
                 case Finished():
                     unfinished -= 1
-                    self._finish(self._answers[index], event.finish)
+                    own = self._answers[index]
+                    self._finish(own, FinishReason.STOP if own.enough else event.finish)
                     yield index, event
                 case Failed():
                     self._fail(event.error)
 
-    def cancel(self, index: int) -> None:
-        """End one answer before its end; its Finished still comes."""
-        ticket = self._answers[index].ticket
-        if ticket is not None:
-            ticket.cancel()
+    def end(self, index: int) -> None:
+        """End one answer of which there is enough. Its Finished still comes, and counts as the model's own end."""
+        self._answers[index].enough = True
+        self._cancel(self._answers[index])
 
     def close(self) -> None:
         """Cancel what is not over in the engine. Idempotent."""
-        for index, answer in enumerate(self._answers):
+        for answer in self._answers:
             if answer.ticket is not None:
-                self.cancel(index)
+                self._cancel(answer)
                 self._finish(answer, FinishReason.CANCELLED)
+
+    @staticmethod
+    def _cancel(answer: _Answer) -> None:
+        if answer.ticket is not None:
+            answer.ticket.cancel()
 
     def _receive(self, index: int, answer: _Answer, event: Event) -> None:
         # On the engine's thread, one event at a time.

@@ -200,6 +200,7 @@ def test_without_parallel_tool_calls_the_answer_ends_after_the_first(stream: boo
     }
     with server.served() as address:
         response = httpx.post(address + CHAT, json=asked, timeout=60)
+        assert server.value('redraft:requests_finished_total{finish="stop"}') == 1, "its client did not cancel it"
     if stream:
         choices = [chunk["choices"][0] for chunk in data_of(response)[:-1]]
         text = "".join(choice["delta"].get("content", "") for choice in choices)
