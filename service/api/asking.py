@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from anyio import to_thread
 
 from service.api.answers import Answer
-from service.api.errors import ModelNotFound, ToolNotFound
+from service.api.errors import ContextExceeded, ModelNotFound, ToolNotFound
 from service.api.exchange import Exchange
 from service.api.limits import Limits
 from service.api.mailbox import Mailbox
@@ -146,7 +146,7 @@ def check_size(asked: Asked, limits: Limits) -> None:
     size = sum(len(text.strip().encode()) for text in texts)
     if size > limits.max_prompt_bytes:
         reason = f"{size} bytes cannot fit in a context of {limits.max_context} tokens"
-        raise BadRequest(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
+        raise ContextExceeded(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
 
 
 def to_prompt(asked: Asked, encoder: Encoder, limits: Limits) -> Prompt:
@@ -160,10 +160,10 @@ def to_prompt(asked: Asked, encoder: Encoder, limits: Limits) -> Prompt:
     left = limits.max_context - len(tokens)
     if left < 1:
         reason = f"{len(tokens)} tokens leave no room in a context of {limits.max_context}"
-        raise BadRequest(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
+        raise ContextExceeded(f"{asked.prompt_field} is too long: {reason}", field=asked.prompt_field)
     if wanted is not None and wanted > left and not asked.capped:
         reason = f"{len(tokens)} prompt tokens leave room for {left} in a context of {limits.max_context}"
-        raise BadRequest(f"{name} is too large: {reason}", field=name)
+        raise ContextExceeded(f"{name} is too large: {reason}", field=name)
     most = min(wanted or asked.default_max_tokens or left, limits.max_tokens, left)
     return Prompt(
         tokens,

@@ -106,7 +106,8 @@ def template_options(given: Mapping[str, Any] | None, effort: str | None) -> dic
     options = dict(given or {})
     if effort is not None:
         options.setdefault("reasoning_effort", effort)
-        options.setdefault("enable_thinking", effort != "none")
+        if effort == "none":
+            options.setdefault("enable_thinking", False)
     return options
 
 

@@ -54,6 +54,12 @@ class Forbidden(RedraftError):
         self.field = field
 
 
+class ContextExceeded(BadRequest):
+    """The prompt, or the answer that is asked for, is longer than the context."""
+
+    code = "context_length_exceeded"
+
+
 class ModelNotFound(NotFound):
     """The model that a request names is not served here."""
 
@@ -70,6 +76,7 @@ class ToolNotFound(NotFound):
 
 STATUS: Mapping[type[RedraftError], int] = {
     BadRequest: 400,
+    ContextExceeded: 400,
     Forbidden: 403,
     NotFound: 404,
     ModelNotFound: 404,

@@ -8,13 +8,21 @@ from pydantic import BeforeValidator, Field
 
 from service.api.schemas import INTEGRAL, MAX_STOPS, Number, StopString, Text, Whole, as_list
 
+
+def minus_one_is_none(value: object) -> object:
+    """How vLLM and llama.cpp write that there is none."""
+    return None if value == -1 and not isinstance(value, bool) else value
+
+
 MAX_TOOLS = 256
 MAX_NAME_CHARS = 128
 
 Temperature = Annotated[Number, Field(ge=0, le=10)]
 TopP = Annotated[Number, Field(gt=0, le=1)]
 MinP = Annotated[Number, Field(ge=0, le=1)]
-Seed = Annotated[Whole, Field(ge=0), INTEGRAL]
+NewSeed = Annotated[Whole, INTEGRAL]
+Seed = Annotated[NewSeed | None, BeforeValidator(minus_one_is_none, json_schema_input_type=NewSeed | None)]
+"""-1: none."""
 DraftTokens = Annotated[Whole, Field(ge=0, le=64), INTEGRAL]
 Name = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 """Of a tool or a format."""

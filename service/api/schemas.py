@@ -123,11 +123,13 @@ class Usage(ResponseModel):
 
 class TimingsAnswer(ResponseModel):
     """Where the time went, by llama.cpp's names; milliseconds of wall time. adapters: the versions that drafted for this
-    answer, in order of first use. cache_n: prompt tokens found in the prefix cache. rounds: speculative rounds."""
+    answer, in order of first use. prompt_n: prompt tokens that were prefilled, without the cache_n found in the prefix cache.
+    rounds: speculative rounds."""
 
     prompt_n: int
     cache_n: int
     prompt_ms: float
+    prompt_per_second: float
     predicted_n: int
     predicted_ms: float
     predicted_per_second: float
@@ -140,9 +142,10 @@ class TimingsAnswer(ResponseModel):
     def of(cls, spent: Timings) -> TimingsAnswer:
         """As clients see it."""
         return cls(
-            prompt_n=spent.prompt_n,
+            prompt_n=spent.prompt_n - spent.cache_n,
             cache_n=spent.cache_n,
             prompt_ms=spent.prompt_seconds * 1000,
+            prompt_per_second=spent.prompt_per_second,
             predicted_n=spent.predicted_n,
             predicted_ms=spent.predicted_seconds * 1000,
             predicted_per_second=spent.predicted_per_second,

@@ -266,6 +266,11 @@ class Timings:
     cache_n: int = 0
 
     @property
+    def prompt_per_second(self) -> float:
+        """Prefilled prompt tokens per second; 0 where no time was measured."""
+        return (self.prompt_n - self.cache_n) / self.prompt_seconds if self.prompt_seconds > 0 else 0.0
+
+    @property
     def predicted_per_second(self) -> float:
         """Output tokens per second of decoding; 0 where no time was measured."""
         return self.predicted_n / self.predicted_seconds if self.predicted_seconds > 0 else 0.0

@@ -94,6 +94,18 @@ class Reasoning(Enum):
     CLOSED = "closed"
 
 
+class _WithoutTools:
+    """A tokenizer as one of a model that calls no tools: what a model writes that was given none is text."""
+
+    has_tool_calling = False
+
+    def __init__(self, tokenizer: TokenizerWrapper) -> None:
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
 class TextEncoder:
     """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer is used under a lock.
 
@@ -116,6 +128,7 @@ class TextEncoder:
         if _is_byte_level(tokenizer):
             self._bytes = {character: byte for byte, character in bytes_to_unicode().items()}
         self._states = make_text_state_machine(tokenizer)
+        self._states_without_tools = make_text_state_machine(_WithoutTools(tokenizer))
 
     def encode_chat(
         self,
@@ -171,8 +184,8 @@ class TextEncoder:
         tokenizer = self._tokenizer
         state = "reasoning" if self._reasoning(options) is Reasoning.OPEN else "normal"
         start = tokenizer.tool_call_start or ""
-        states = self._states.make_state(tokenizer.response_initial_state or state)
-        return AnswerReader(states, tokenizer.tool_parser, tools, start)
+        machine, parser = (self._states, tokenizer.tool_parser) if tools else (self._states_without_tools, None)
+        return AnswerReader(machine.make_state(tokenizer.response_initial_state or state), parser, tools, start)
 
     def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> Constraint:
         """See core.Encoder."""

@@ -25,6 +25,9 @@ from service.core import (
     Targets,
 )
 
+UNSTORED = {"logit_bias"}
+"""Of sampling: answers that it has bent are not recorded."""
+
 
 def id_bytes(tokens: Sequence[int]) -> bytes:
     """Token ids as they are stored: little-endian uint32."""
@@ -71,7 +74,9 @@ def values_of(made: Generation) -> dict[str, Any]:
         "prompt": prompt,
         "output": id_bytes(made.output),
         "output_tokens": len(made.output),
-        "sampling": json.dumps(asdict(made.prompt.sampling)),
+        "sampling": json.dumps(
+            {name: value for name, value in asdict(made.prompt.sampling).items() if name not in UNSTORED}
+        ),
         "domain": made.prompt.domain,
         "client": made.prompt.client,
         "first_user": made.prompt.first_user,

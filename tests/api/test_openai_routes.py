@@ -109,6 +109,46 @@ def test_a_bias_reaches_the_engine_and_is_not_recorded(
     assert prompt.sampling.logit_bias == () and prompt.store
 
 
+def test_neutral_fields_of_other_servers_are_taken(server: EchoServer, http: httpx.Client) -> None:
+    neutral = {
+        "min_tokens": 0,
+        "ignore_eos": False,
+        "skip_special_tokens": True,
+        "prompt_logprobs": None,
+        "priority": 0,
+    }
+    neutral |= {"cache_prompt": True, "timings_per_token": False, "repeat_penalty": 1.0, "typical_p": 1, "mirostat": 0}
+    neutral |= {"seed": -1, "max_tokens": -1}
+    assert http.post(CHAT, json={"messages": user("a"), **neutral}).status_code == 200
+    sampling = server.engine.tickets[-1].prompt.sampling
+    assert sampling.seed is None and sampling.max_tokens == min(LIMITS.max_tokens, LIMITS.max_context - 3)
+    wrong = {"min_tokens": 1, "ignore_eos": True, "skip_special_tokens": False, "seed": 0.5, "max_tokens": -2}
+    for name, value in wrong.items():
+        assert_refused(http.post(CHAT, json={"messages": user("a"), name: value}), name)
+
+
+@pytest.mark.parametrize("asked", [{}, {"tools": []}, {"tools": [TOOL], "tool_choice": "none"}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_without_tools_there_are_no_calls(http: httpx.Client, asked: dict[str, Any], stream: bool) -> None:
+    response = http.post(CHAT, json={"messages": user(f"a{CALL}"), **asked, "stream": stream})
+    if stream:
+        choices = [chunk["choices"][0] for chunk in data_of(response)[:-1]]
+        text, reason = "".join(each["delta"].get("content", "") for each in choices), choices[-1]["finish_reason"]
+    else:
+        (choice,) = response.json()["choices"]
+        text, reason = choice["message"]["content"], choice["finish_reason"]
+    assert (text, reason) == (f"a{CALL}", "stop")
+
+
+def test_past_turns_as_other_servers_write_them(server: EchoServer, http: httpx.Client) -> None:
+    call = {"index": 0, "id": "c1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    turns = [*user("a"), {"role": "assistant", "content": "", "reasoning": "hm", "tool_calls": [call]}, *user("b")]
+    assert http.post(CHAT, json={"messages": turns, "tools": [TOOL]}).status_code == 200
+    past = server.encoder.chats[-1][0][1]
+    function = {"id": "c1", "type": "function", "function": {"name": "now", "arguments": {}}}
+    assert past == {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [function]}
+
+
 def test_without_max_tokens_the_answer_may_fill_the_context(server: EchoServer, http: httpx.Client) -> None:
     assert http.post(CHAT, json={"messages": user("a")}).status_code == 200
     assert server.engine.tickets[-1].prompt.sampling.max_tokens == min(LIMITS.max_tokens, LIMITS.max_context - 3)
@@ -243,6 +283,8 @@ def test_a_tools_round_trip(server: EchoServer, http: httpx.Client) -> None:
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"response_format": {"type": "json_object"}}, 'json_schema: {"type": "object"}'),
+    (CHAT, {"response_format": {"type": "json_object", "schema": {"const": 1}}}, 'json_schema: {"const": 1}'),
+    (CHAT, {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}}, "json_schema: {}"),
     (
         CHAT,
         {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}},
@@ -542,7 +584,7 @@ def test_a_response(server: EchoServer, http: httpx.Client) -> None:
     messages, tools, options = server.encoder.chats[-1]
     assert messages == [{"role": "system", "content": "i"}, {"role": "user", "content": "hé"}]
     assert tools == [TOOL]
-    assert options == {"reasoning_effort": "low", "enable_thinking": True}
+    assert options == {"reasoning_effort": "low"}
 
 
 def test_the_items_of_an_input_become_turns(server: EchoServer, http: httpx.Client) -> None:
@@ -621,6 +663,7 @@ def test_a_response_that_was_cut_is_incomplete(http: httpx.Client) -> None:
         ({"input": "a", "background": True}, "background"),
         ({"input": "a", "conversation": "c"}, "conversation"),
         ({"input": "a", "text": {"format": {"type": "grammar"}}}, "text.format"),
+        ({"input": "a", "text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format.schema"),
         ({"input": "a", "truncation": "auto"}, "truncation"),
         ({"input": "a", "tools": [{"type": "mcp"}]}, "tools.0"),
         ({"input": "x" * 4_000}, "input"),

@@ -170,6 +170,8 @@ def test_tools_and_options_reach_the_template(make_model: MakeModel) -> None:
     assert tokenizer.decode(list(tokens)).strip() == "<tool>now</tool>user:hiassistant:so"
     pieces = encoder.answer_reader(tools, options).add('x<tool_call>{"name": "now"}</tool_call>')
     assert [piece.text or piece.call for piece in pieces] == ["x", ToolCall("now", "{}")]
+    reader, text = encoder.answer_reader((), options), 'x<tool_call>{"name": "now"}</tool_call>'
+    assert "".join(piece.text for piece in [*reader.add(text), *reader.finish(cut=False)]) == text, "it has no tools"
 
     for name in ("max_length", "padding", "add_generation_prompt", "tokenizer_kwargs"):
         with pytest.raises(BadRequest, match=name) as caught:

@@ -82,7 +82,8 @@ class Codepoints:
         return character(token).encode()
 
     def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
-        return AnswerReader(STATES.make_state("normal"), parse_tool_call, tools, "<tool_call>")
+        states = STATES if tools else STATES_WITHOUT_TOOLS
+        return AnswerReader(states.make_state("normal"), parse_tool_call, tools, "<tool_call>")
 
     def constraint(self, grammar: Grammar, options: Mapping[str, object] | None) -> NamedGrammar:
         return NamedGrammar(f"{grammar.kind}: {grammar.source}")
@@ -103,6 +104,10 @@ STATES = TextStateMachine(
         "reasoning": [("</think>", "normal")],
         "tool": [("</tool_call>", "normal")],
     }
+)
+
+STATES_WITHOUT_TOOLS = TextStateMachine(
+    {"normal": [("<think>", "reasoning")], "reasoning": [("</think>", "normal")]},
 )
 
 

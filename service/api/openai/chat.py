@@ -154,6 +154,8 @@ def _grammar(body: CommonRequest) -> Grammar | None:
     """Raises BadRequest where more than one is given."""
     given = body.structured_outputs.grammars() if body.structured_outputs is not None else []
     match body.response_format:
+        case JsonFormat(schema_=dict() as schema):
+            given.append(json_grammar(schema, "response_format.schema"))
         case JsonFormat():
             given.append(json_grammar(JSON_OBJECT, "response_format"))
         case SchemaFormat(json_schema=wanted):
@@ -188,8 +190,8 @@ def template_turn(turn: Message) -> dict[str, object]:
         case ToolTurn():
             new["tool_call_id"] = turn.tool_call_id
         case AssistantTurn():
-            if turn.reasoning_content is not None:
-                new["reasoning_content"] = turn.reasoning_content
+            if (thought := turn.reasoning_content or turn.reasoning) is not None:
+                new["reasoning_content"] = thought
             if turn.tool_calls:
                 new["tool_calls"] = [_past_call(call) for call in turn.tool_calls]
         case _:
@@ -210,9 +212,9 @@ def joined(content: Content | None) -> str:
 
 
 def arguments_of(text: str) -> object:
-    """A call's arguments as templates take them: the JSON object, or the text where it is none."""
+    """A call's arguments as templates take them: the JSON object, an empty one for "", or the text where it is none."""
     try:
-        value = json.loads(text)
+        value = json.loads(text or "{}")
     except ValueError:
         return text
     return value if isinstance(value, dict) else text

@@ -121,6 +121,15 @@ def _reason(answer: Answer) -> Literal["stop", "length"]:
     return "length" if answer.reason is EndReason.LENGTH else "stop"
 
 
+def _key(encoder: Encoder, token: int) -> str:
+    """A token's text or, where it is no whole character, its bytes, as OpenAI writes them."""
+    raw = encoder.token_bytes(token)
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
 def completion_logprobs(encoder: Encoder, logprobs: Sequence[TokenLogprobs], offset: int) -> CompletionLogprobs:
     """The log-probabilities of output tokens, as clients see them. offset: characters of the text before them."""
     tokens = [likely_token(encoder, each.token, each.logprob).token for each in logprobs]
@@ -130,6 +139,8 @@ def completion_logprobs(encoder: Encoder, logprobs: Sequence[TokenLogprobs], off
     return CompletionLogprobs(
         tokens=tokens,
         token_logprobs=[each.logprob for each in logprobs],
-        top_logprobs=[{likely_token(encoder, token, p).token: p for token, p in each.top} for each in logprobs],
+        top_logprobs=[
+            {_key(encoder, token): p for token, p in [*each.top, (each.token, each.logprob)]} for each in logprobs
+        ],
         text_offset=offsets[:-1],
     )

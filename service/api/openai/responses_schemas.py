@@ -143,6 +143,8 @@ class FlatSchemaFormat(JsonSchema):
     """JSON under a schema."""
 
     type: Literal["json_schema"]
+    name: Name
+    schema_: Schema = Field(alias="schema")
 
 
 class TextOptions(RequestModel):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
 
 from service.api.compatible import Ignored, Unserved, json_grammar
 from service.api.parameters import (
@@ -22,6 +22,7 @@ from service.api.parameters import (
     Seed,
     Temperature,
     TopP,
+    minus_one_is_none,
 )
 from service.api.schemas import (
     INTEGRAL,
@@ -48,9 +49,13 @@ TopLogprobs = Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS), INTEGRAL]
 TokenId = Annotated[Whole, Field(ge=0, lt=2**31), INTEGRAL]
 Zero = Annotated[Number, Field(ge=0, le=0)]
 One = Annotated[Number, Field(ge=1, le=1)]
+UnboundedTokens = Annotated[
+    Tokens | None, BeforeValidator(minus_one_is_none, json_schema_input_type=Tokens | Literal[-1] | None)
+]
+"""-1: as many as fit, as llama.cpp has it."""
 LogitBias = Annotated[
-    dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Annotated[Number, Field(ge=-100, le=100)]],
-    Field(max_length=MAX_BIASED),
+    dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[Number, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_BIASED, json_schema_extra={"additionalProperties": False}),
 ]
 """By token id."""
 FilledText = Annotated[Text, Field(min_length=1)]
@@ -87,6 +92,7 @@ class ToolCallTurn(RequestModel):
     id: Text
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: Ignored = None
 
 
 class Turn(RequestModel):
@@ -110,12 +116,13 @@ class UserTurn(Turn):
 
 
 class AssistantTurn(Turn):
-    """What the assistant said before. reasoning_content: what it thought, for templates that read it."""
+    """What the assistant said before. reasoning_content (reasoning, by vLLM): what it thought, for templates that read it."""
 
     role: Literal["assistant"]
     content: Content | None = None
     tool_calls: list[ToolCallTurn] | None = None
     reasoning_content: Text | None = None
+    reasoning: Text | None = None
     refusal: Unserved = None
     audio: Unserved = None
     annotations: Unserved = None
@@ -156,25 +163,31 @@ class TextFormat(RequestModel):
 
 
 class JsonFormat(RequestModel):
-    """Any JSON object."""
+    """Any JSON object, or one that is valid under a schema (llama.cpp's shape)."""
 
     type: Literal["json_object"]
+    schema_: Schema | None = Field(default=None, alias="schema")
 
 
 class JsonSchema(RequestModel, serialize_by_alias=True):
     """A schema that the answer is valid under. strict: whatever it says, the answer is."""
 
-    name: Name
     description: Text | None = None
-    schema_: Schema = Field(default_factory=Schema, alias="schema")
     strict: Flag | None = None
+
+
+class OptionalSchema(JsonSchema):
+    """See JsonSchema. Without a schema, any JSON."""
+
+    name: Name | None = None
+    schema_: Schema = Field(default_factory=Schema, alias="schema")
 
 
 class SchemaFormat(RequestModel):
     """JSON under a schema."""
 
     type: Literal["json_schema"]
-    json_schema: JsonSchema
+    json_schema: OptionalSchema
 
 
 ResponseFormat = Annotated[TextFormat | JsonFormat | SchemaFormat, Field(discriminator="type")]
@@ -226,13 +239,43 @@ class StreamOptions(RequestModel):
 
     include_usage: Flag | None = None
     include_obfuscation: Unserved = None
+    continuous_usage_stats: Unserved = None
 
 
-class CommonRequest(RequestModel):
+class NeutralFields(RequestModel):
+    """Fields of vLLM's and llama.cpp's that are not served: their neutral values alone."""
+
+    min_tokens: Zero | None = None
+    ignore_eos: Unserved = None
+    include_stop_str_in_output: Unserved = None
+    skip_special_tokens: Literal[True] | None = None
+    spaces_between_special_tokens: Literal[True] | None = None
+    add_generation_prompt: Literal[True] | None = None
+    continue_final_message: Unserved = None
+    include_reasoning: Literal[True] | None = None
+    use_beam_search: Unserved = None
+    length_penalty: One | None = None
+    priority: Zero | None = None
+    prompt_logprobs: Unserved = None
+    return_token_ids: Unserved = None
+    truncate_prompt_tokens: Unserved = None
+    prompt_embeds: Unserved = None
+    kv_transfer_params: Unserved = None
+    cache_prompt: Literal[True] | None = None
+    timings_per_token: Unserved = None
+    return_progress: Unserved = None
+    repeat_penalty: One | None = None
+    typical_p: One | None = None
+    dry_multiplier: Zero | None = None
+    mirostat: Zero | None = None
+    n_probs: Zero | None = None
+
+
+class CommonRequest(NeutralFields):
     """What the chat and the completion route have in common."""
 
     model: Text | None = None
-    max_tokens: Tokens | None = None
+    max_tokens: UnboundedTokens | None = None
     temperature: Temperature | None = None
     top_p: TopP | None = None
     top_k: TopK | None = None
@@ -258,7 +301,7 @@ class ChatRequest(CommonRequest):
     """The body of POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: Tokens | None = None
+    max_completion_tokens: UnboundedTokens | None = None
     logprobs: Flag | None = None
     top_logprobs: TopLogprobs | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
