@@ -89,6 +89,7 @@ class PrefixCache:
         missing = whole - len(path)
         if not missing:
             return
+        cache.launch_writes()
         arrays = [array for layer in cache.attention for array in (layer.keys, layer.values)]
         groups = _groups(arrays)
         size = sum(a.shape[1] * BLOCK * a.shape[3] * a.dtype.size for a in arrays if a is not None)
