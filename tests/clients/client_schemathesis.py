@@ -1,6 +1,6 @@
 """`schemathesis`: requests made from the OpenAPI document, and every answer checked against it.
 
-How many for each operation: REDRAFT_EXAMPLES, 8 where it is not set.
+How many for each operation: REDRAFT_EXAMPLES, 30 where it is not set.
 """
 
 import os
@@ -13,7 +13,7 @@ command = [
     "run",
     f"{sys.argv[1]}/openapi.json",
     "--max-examples",
-    os.environ.get("REDRAFT_EXAMPLES", "8"),
+    os.environ.get("REDRAFT_EXAMPLES", "30"),
     "--checks",
     "all",
     "--phases",
