@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from service.api.schemas import INTEGRAL, MAX_STOPS, Number, StopString, Text, Whole, as_list
+from service.api.schemas import INTEGRAL, Number, StopString, StopStrings, Text, Whole, as_list
 
 
 def minus_one_is_none(value: object) -> object:
@@ -31,8 +31,6 @@ Effort = Annotated[Text, Field(min_length=1, max_length=16)]
 Schema = dict[str, Any]
 """A JSON schema."""
 OptionalStops = Annotated[
-    list[StopString] | None,
-    Field(max_length=MAX_STOPS),
-    BeforeValidator(as_list, json_schema_input_type=StopString | list[StopString] | None),
+    StopStrings | None, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings | None)
 ]
 """One string or several."""

@@ -44,11 +44,8 @@ def as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Stops = Annotated[
-    list[StopString],
-    Field(max_length=MAX_STOPS),
-    BeforeValidator(as_list, json_schema_input_type=StopString | list[StopString]),
-]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
+Stops = Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings)]
 Finite = Annotated[float | None, BeforeValidator(_finite_or_none)]
 """JSON has no NaN: a figure that is not finite is sent as null."""
 

@@ -109,6 +109,14 @@ def test_a_bias_reaches_the_engine_and_is_not_recorded(
     assert prompt.sampling.logit_bias == () and prompt.store
 
 
+def test_a_bias_of_what_is_no_token_is_refused() -> None:
+    server = EchoServer()
+    server.encoder.vocabulary = 100
+    with server.served() as address:
+        assert httpx.post(address + CHAT, json={"messages": user("a"), "logit_bias": {"99": 1}}).status_code == 200
+        assert_refused(httpx.post(address + CHAT, json={"messages": user("a"), "logit_bias": {"100": 1}}), "logit_bias")
+
+
 def test_neutral_fields_of_other_servers_are_taken(server: EchoServer, http: httpx.Client) -> None:
     neutral = {
         "min_tokens": 0,
@@ -380,7 +388,7 @@ WRONG_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"messages": user("a"), "max_completion_tokens": 100_000}, "max_completion_tokens"),
     ({"messages": user("a"), "frequency_penalty": 0.5}, "frequency_penalty"),
     ({"messages": user("a"), "logit_bias": {"5": 101}}, "logit_bias.5"),
-    ({"messages": user("a"), "logit_bias": {"9999999999": 1}}, "logit_bias"),
+    ({"messages": user("a"), "logit_bias": {"9999999999": 1}}, "logit_bias.9999999999"),
     ({"messages": user("a"), "logit_bias": {"a": 1}}, "logit_bias.a"),
     ({"messages": user("a"), "response_format": {"type": "xml"}}, "response_format"),
     ({"messages": user("a"), "response_format": {"type": "json_schema"}}, "response_format.json_schema"),

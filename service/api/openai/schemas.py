@@ -54,7 +54,7 @@ UnboundedTokens = Annotated[
 ]
 """-1: as many as fit, as llama.cpp has it."""
 LogitBias = Annotated[
-    dict[Annotated[str, Field(pattern="^[0-9]{1,10}$")], Annotated[Number, Field(ge=-100, le=100)]],
+    dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], Annotated[Number, Field(ge=-100, le=100)]],
     Field(max_length=MAX_BIASED, json_schema_extra={"additionalProperties": False}),
 ]
 """By token id."""
