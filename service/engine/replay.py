@@ -98,9 +98,8 @@ class Replay:
     def _run(trace: Callable[..., Any], arguments: Arguments, cache: RowCache, count: int) -> Any:
         returned, buffers, writes = trace(arguments, cache.lengths.starts(cache.ahead), cache.buffers())
         if buffers:
-            cache.set_buffers(buffers, count)
-        else:
-            cache.set_written(writes, count)
+            cache.set_buffers(buffers)
+        cache.appended(count, writes)
         return returned
 
     def _by_kernel(self, arguments: Arguments, cache: RowCache) -> Any:

@@ -33,6 +33,16 @@ def data_of(response: httpx.Response) -> list[Any]:
     return found
 
 
+def answered(response: httpx.Response, *, stream: bool) -> tuple[str, list[dict[str, Any]], str]:
+    """The one answer's text, its tool calls, and why it ended."""
+    if stream:
+        choices = [chunk["choices"][0] for chunk in data_of(response)[:-1]]
+        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
+        return "".join(each["delta"].get("content", "") for each in choices), calls, choices[-1]["finish_reason"]
+    (choice,) = response.json()["choices"]
+    return choice["message"]["content"], choice["message"].get("tool_calls", []), choice["finish_reason"]
+
+
 def assert_refused(response: httpx.Response, param: str | None, status: int = 400) -> None:
     assert response.status_code == status, response.text
     error = response.json()["error"]
@@ -139,13 +149,7 @@ def test_neutral_fields_of_other_servers_are_taken(server: EchoServer, http: htt
 @pytest.mark.parametrize("stream", [False, True])
 def test_without_tools_there_are_no_calls(http: httpx.Client, asked: dict[str, Any], stream: bool) -> None:
     response = http.post(CHAT, json={"messages": user(f"a{CALL}"), **asked, "stream": stream})
-    if stream:
-        choices = [chunk["choices"][0] for chunk in data_of(response)[:-1]]
-        text, reason = "".join(each["delta"].get("content", "") for each in choices), choices[-1]["finish_reason"]
-    else:
-        (choice,) = response.json()["choices"]
-        text, reason = choice["message"]["content"], choice["finish_reason"]
-    assert (text, reason) == (f"a{CALL}", "stop")
+    assert answered(response, stream=stream) == (f"a{CALL}", [], "stop")
 
 
 def test_past_turns_as_other_servers_write_them(server: EchoServer, http: httpx.Client) -> None:
@@ -249,14 +253,7 @@ def test_without_parallel_tool_calls_the_answer_ends_after_the_first(stream: boo
     with server.served() as address:
         response = httpx.post(address + CHAT, json=asked, timeout=60)
         assert server.value('redraft:requests_finished_total{finish="stop"}') == 1, "its client did not cancel it"
-    if stream:
-        choices = [chunk["choices"][0] for chunk in data_of(response)[:-1]]
-        text = "".join(choice["delta"].get("content", "") for choice in choices)
-        calls = [call for choice in choices for call in choice["delta"].get("tool_calls", [])]
-        reason = choices[-1]["finish_reason"]
-    else:
-        (choice,) = response.json()["choices"]
-        text, calls, reason = choice["message"]["content"], choice["message"]["tool_calls"], choice["finish_reason"]
+    text, calls, reason = answered(response, stream=stream)
     assert (text, len(calls), reason) == ("a", 1, "tool_calls")
     assert server.engine.tickets[0].cancelled.is_set()
 
@@ -359,11 +356,7 @@ def test_a_long_name_of_a_client_is_stored_by_its_hash(server: EchoServer, http:
 def test_a_call_that_a_stop_string_cuts_is_text(http: httpx.Client, stream: bool) -> None:
     asked = {"messages": user(f"a{CALL}"), "tools": [TOOL], "stop": "zone", "stream": stream}
     response = http.post(CHAT, json=asked)
-    if stream:
-        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in data_of(response)[:-1])
-    else:
-        text = response.json()["choices"][0]["message"]["content"]
-    assert text == "a" + CALL[: CALL.index("zone")]
+    assert answered(response, stream=stream)[0] == "a" + CALL[: CALL.index("zone")]
 
 
 def test_template_arguments(server: EchoServer, http: httpx.Client) -> None:

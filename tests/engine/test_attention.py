@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 from service.core import Prompt, Sampling
 from service.engine import attention
 from service.engine.decoder import Decoder
-from service.engine.kv.cache import RowCache, RowLayer
+from service.engine.kv.cache import RowCache
 from service.engine.replay import SEEN_BEFORE
 from service.engine.request import Request
 from service.engine.strategy import CUDA, METAL, using
+from tests.support.cuda import NEEDS_CUDA, row_calls
 from tests.support.oracle import naive, tiny_llama
 
 V = 97
@@ -83,7 +84,7 @@ def test_under_a_mask(window: int, sinking: bool) -> None:
     compare(attention.masked_attention, SHAPES[1], mx.float32, window, sinking=sinking)
 
 
-@pytest.mark.skipif(mx.default_device().type == mx.cpu or mx.metal.is_available(), reason="needs CUDA")
+@NEEDS_CUDA
 @pytest.mark.parametrize("kind", [mx.float16, mx.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_by_the_kernel(shape: tuple[int, ...], kind: mx.Dtype) -> None:
@@ -91,21 +92,8 @@ def test_by_the_kernel(shape: tuple[int, ...], kind: mx.Dtype) -> None:
     compare(attention.row_attention, shape, kind, 100, sinking=True)
 
 
-def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[attention.RowCall | None]:
-    """What layers answer to `row_call` from now on."""
-    found: list[attention.RowCall | None] = []
-    row_call = RowLayer.row_call
-
-    def noted(layer: RowLayer, keys: mx.array, values: mx.array, mask: object) -> attention.RowCall | None:
-        found.append(row_call(layer, keys, values, mask))
-        return found[-1]
-
-    monkeypatch.setattr(RowLayer, "row_call", noted)
-    return found
-
-
 def test_ragged_rows_take_it_on_cuda_and_decode_as_the_target_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, calls = tiny_llama(0), calls_of(monkeypatch)
+    target, calls = tiny_llama(0), row_calls(monkeypatch)
     prompts = [tuple(random.Random(i).randrange(4, V) for _ in range(9 + 5 * i)) for i in range(3)]
     with using(CUDA):
         decoder = Decoder(target, None, vocabulary=V, k=0)
@@ -121,7 +109,7 @@ def test_ragged_rows_take_it_on_cuda_and_decode_as_the_target_alone(monkeypatch:
 
 
 def test_other_strategies_and_caches_keep_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    target, calls = tiny_llama(0), calls_of(monkeypatch)
+    target, calls = tiny_llama(0), row_calls(monkeypatch)
     before = [int(token) for token, _ in generate_step(mx.array([5, 6, 7]), target, max_tokens=8)]
     with using(METAL):
         cache = RowCache(target, 2)

@@ -20,6 +20,7 @@ from service.engine.kv.buffers import (
     write,
     write_in_place,
 )
+from tests.support.cuda import NEEDS_CUDA
 
 
 def kept(buffers: Sequence[mx.array | None], rows: list[int], top: int) -> list[mx.array | None]:
@@ -99,7 +100,7 @@ def test_slots_not_in_use_are_not_overwritten(starts: list[int]) -> None:
         assert (np.delete(buffer[row], [begin, begin + 1], axis=1) == row + 1).all()
 
 
-@pytest.mark.skipif(mx.default_device().type == mx.cpu or mx.metal.is_available(), reason="needs CUDA")
+@NEEDS_CUDA
 def test_what_others_refer_to_is_written_in_place() -> None:
     keys, values, starts = filled(5).astype(mx.bfloat16), filled(5).astype(mx.bfloat16), [0, 7, 40]
     mx.eval(keys, values)

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 
 from service.engine import products
 from service.engine.kernels import shared_memory
+from tests.support.cuda import NEEDS_CUDA
 from tests.support.oracle import tiny_llama
-
-NEEDS_CUDA = pytest.mark.skipif(mx.default_device().type == mx.cpu or mx.metal.is_available(), reason="needs CUDA")
 
 
 def arrays(*sizes: tuple[int, ...], kind: mx.Dtype) -> list[mx.array]:

@@ -11,11 +11,12 @@ import pytest
 
 from service.engine import replay
 from service.engine.drafters.model import DraftCalls
-from service.engine.kv.cache import RowCache, RowLayer
+from service.engine.kv.cache import RowCache
 from service.engine.replay import SEEN_BEFORE, Replay
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.engine.target import Target
 from service.models.heads import cut
+from tests.support.cuda import NEEDS_CUDA, row_calls
 from tests.support.oracle import tiny_llama
 from tests.support.typed import as_int
 
@@ -101,7 +102,7 @@ def test_keys_and_values_are_written_in_place() -> None:
         assert mx.get_peak_memory() - base < held / 2
 
 
-@pytest.mark.skipif(mx.default_device().type == mx.cpu or mx.metal.is_available(), reason="needs CUDA")
+@NEEDS_CUDA
 def test_what_is_written_in_place_is_what_would_be_scattered(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama(0, hidden=256)
     model.set_dtype(mx.bfloat16)
@@ -147,15 +148,9 @@ def test_what_attention_does_not_read_is_not_written_in_place() -> None:
 
 def test_calls_have_the_same_kernels_before_they_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row alone, a token at a time: MLX has a kernel of its own for it, which rounds otherwise."""
-    model, found = tiny_llama(0), list[object]()
+    model = tiny_llama(0)
     target = Target(model, None)
-    cache, row_call = rows(target, [9]), RowLayer.row_call
-
-    def noted(layer: RowLayer, keys: mx.array, values: mx.array, mask: object) -> object:
-        found.append(row_call(layer, keys, values, mask))
-        return found[-1]
-
-    monkeypatch.setattr(RowLayer, "row_call", noted)
+    cache, found = rows(target, [9]), row_calls(monkeypatch)
     for _ in range(SEEN_BEFORE + 1):
         target.verify(mx.array([[5]]), cache)
         cache.commit(1)

@@ -1,0 +1,50 @@
+"""Lengths of the rows of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+
+class Lengths:
+    """Length of each row in positions, on the host; and, made on demand and shared by all layers, as arrays for rope, masks and
+    writes."""
+
+    def __init__(self, values: Sequence[int]) -> None:
+        self.set(values)
+
+    def set(self, values: Sequence[int]) -> None:
+        """Replace all lengths, one for each row."""
+        self.host = list(values)
+        # Every layer asks for these.
+        self.longest = max(self.host, default=0)
+        self.equal = min(self.host, default=0) == self.longest
+        self.masks: dict[int, tuple[mx.array, mx.array, int]] = {}
+        """By the mask's id: the mask, the position of each row's first query, the window (0: none)."""
+        self._starts: dict[int, mx.array] = {}
+        self._places: dict[tuple[int, int, int], tuple[mx.array, mx.array, mx.array]] = {}
+
+    def follow(self, starts: mx.array, most: Sequence[int]) -> None:
+        """Rows end where `starts` (rows,), int32, says, which the host does not know yet: row b at most[b] at most."""
+        self.set(most)
+        self.equal = False
+        self._starts[0] = starts
+
+    def starts(self, ahead: int) -> mx.array:
+        """Position (rows,), int32, of each row's next token after `ahead` tokens were written behind its length."""
+        if ahead not in self._starts:
+            known = self._starts.get(0)
+            self._starts[ahead] = (
+                mx.array([n + ahead for n in self.host], dtype=mx.int32) if known is None else known + ahead
+            )
+        return self._starts[ahead]
+
+    def places(self, ahead: int, heads: int, count: int) -> tuple[mx.array, mx.array, mx.array]:
+        """Write index of the rows' next `count` tokens: slots (rows, 1, 1), heads (1, heads, 1), positions (rows, 1, count)."""
+        key = ahead, heads, count
+        if key not in self._places:
+            rows = mx.arange(len(self.host))[:, None, None]
+            positions = (self.starts(ahead)[:, None] + mx.arange(count))[:, None]
+            self._places[key] = (rows, mx.arange(heads)[None, :, None], positions)
+        return self._places[key]
