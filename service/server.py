@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from service.api import Limits, ModelNames, build_api, build_startup_api
 from service.app import Folders, open_stores, resolve_models
 from service.blas import set_blas_threads
 from service.core import RedraftError, StoreError, Unavailable
+from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
@@ -61,7 +63,8 @@ class Serving:
 
 class Application:
     """The server's parts, from the database to the ASGI application that it is. Until `start` is through, it answers that it
-    is starting, and at what `stage`: fetching (finding, downloading, converting models), loading, timing (rounds)."""
+    is starting, and at what `stage`: fetching (finding, downloading, converting models), loading, checking (models' results
+    in a batch), timing (rounds)."""
 
     def __init__(self, settings: Settings, on_fatal: Callable[[str], None]) -> None:
         self.settings = settings
@@ -187,12 +190,15 @@ class Application:
     def _build(self) -> Engine:
         """On the engine's thread: models are found, converted, loaded and checked there."""
         settings = self.settings
-        folders = resolve_models(settings)
-        self.stage = "loading"
-        pair = load_pair(folders.target, folders.draft)
-        check_rows(pair.target.model, "target")
-        if pair.draft is not None:
-            check_rows(pair.draft.model, "draft")
+        device.limit_cache()
+        with self._during("fetching"):
+            folders = resolve_models(settings)
+        with self._during("loading"):
+            pair = load_pair(folders.target, folders.draft)
+        with self._during("checking"):
+            check_rows(pair.target.model, "target")
+            if pair.draft is not None:
+                check_rows(pair.draft.model, "draft")
         base = served(pair.draft) if pair.draft is not None else None
         context = min(settings.engine.max_context, pair.target.context or settings.engine.max_context)
         self._serving = Serving(folders, pair, context)
@@ -208,8 +214,8 @@ class Application:
             lookup=settings.engine.num_lookup_tokens,
             prefix=PrefixCache(settings.engine.prefix_cache_mb * 2**20),
         )
-        self.stage = "timing"
-        decoder.profile(settings.engine.max_rows)
+        with self._during("timing"):
+            decoder.profile(settings.engine.max_rows)
         return Engine(
             decoder=decoder,
             base=base,
@@ -218,6 +224,12 @@ class Application:
             provenance=pair.provenance,
             detokenizer=lambda: pair.target.tokenizer.detokenizer,
         )
+
+    @contextmanager
+    def _during(self, stage: str) -> Generator[None]:
+        self.stage, started_at = stage, time.perf_counter()
+        yield
+        log.info("%s took %.1f s", stage, time.perf_counter() - started_at)
 
     def _rules(self, serving: Serving) -> Rules:
         settings, folders = self.settings, serving.folders

@@ -39,6 +39,15 @@ class Ticket(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes of the models' back end: in use, freed but held for reuse, and the most that was ever in use."""
+
+    active: int = 0
+    cache: int = 0
+    peak: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """What health is judged by. `idle_seconds`: since the engine last made progress while it had work (0 when idle)."""
 
@@ -49,6 +58,7 @@ class EngineStatus:
     idle_seconds: float
     adapter: int
     draft_failures: int
+    memory: Memory = Memory()
 
 
 class GenerationService(Protocol):

@@ -6,6 +6,7 @@ directly, and the tests compare it with a target decoding alone.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import time
 from collections import deque
@@ -31,6 +32,8 @@ from service.engine.rounds import Outcome, Plan, RoundReport, Step
 from service.engine.runner import Runner
 from service.engine.strategy import current
 from service.engine.target import Target
+
+log = logging.getLogger(__name__)
 
 WARM_UP = SEEN_BEFORE + 2
 """Rounds at least of each kind that are run to compile kernels."""
@@ -134,6 +137,7 @@ class Decoder:
         rounds = [(1, k, greedy) for k in lengths]
         rounds += [(rows, k, greedy) for rows in sizes[1:] for k in {0, lengths[len(lengths) // 2]}]
         rounds += [(1, lengths[-1], drawn), (1, lengths[-1], seeded)]
+        started_at = time.perf_counter()
         for rows, k, sampling in rounds:
             decoder = Decoder(
                 self.batch.target.model,
@@ -147,6 +151,7 @@ class Decoder:
                 decoder.admit(Request("", prompt, frozenset(), None))
             while decoder.unfinished:
                 decoder.round()
+        log.info("rounds of %d kinds warmed up in %.1f s", len(rounds), time.perf_counter() - started_at)
 
     # ------------------------------------------------------------------------------------------------ rows come and go
 

@@ -16,6 +16,9 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from service.core import Memory
+from service.models.memory import total_bytes
+
 
 @dataclass(slots=True)
 class Counts:
@@ -24,6 +27,10 @@ class Counts:
     waits: int = 0
     launches: int = 0
 
+
+CACHE_BYTES, CACHE_SHARE = 4 * 2**30, 1 / 16
+"""Freed memory that MLX may hold for reuse: so much, or this share of the machine's memory where that is less. A round reuses
+a few hundred MiB; key and value buffers that have been outgrown fit nothing again."""
 
 _AS_THEY_ARE: dict[mx.Dtype, type[np.generic]] = {mx.uint32: np.uint32, mx.float32: np.float32}
 """Types whose 32 bits are copied as they are."""
@@ -40,6 +47,17 @@ def counting() -> Generator[Counts]:
         yield counts
     finally:
         _counts.reset(token)
+
+
+def limit_cache() -> None:
+    """Bound what MLX holds of freed memory. Unbounded, it is all of the device's memory but a part, and another process on it,
+    such as the one that trains, finds none (MLX's mlx/backend/cuda/allocator.cpp does not free its cache for others)."""
+    mx.set_cache_limit(min(CACHE_BYTES, int(total_bytes() * CACHE_SHARE)))
+
+
+def memory() -> Memory:
+    """What MLX has allocated in this process. From any thread."""
+    return Memory(mx.get_active_memory(), mx.get_cache_memory(), mx.get_peak_memory())
 
 
 def launch(*arrays: object) -> None:

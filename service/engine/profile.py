@@ -67,7 +67,11 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
 
     Calls over 1, 2, ... most + 1 tokens a row are those of the first rounds: what a device prepares once for each shape is
     then prepared."""
-    return _fit(_least(_calls(target, draft, rows, most), SHORT_SECONDS))
+    started_at = time.perf_counter()
+    calls = _calls(target, draft, rows, most)
+    least = _least(calls, SHORT_SECONDS)
+    log.info("%d calls timed in %.1f s", len(calls), time.perf_counter() - started_at)
+    return _fit(least)
 
 
 def _calls(

@@ -25,6 +25,7 @@ from service.core import (
     Staged,
     Unavailable,
 )
+from service.engine import device
 from service.engine.adapters import Draft
 from service.engine.engine import Engine
 from service.engine.prefill import Prefill
@@ -160,6 +161,7 @@ class EngineThread:
             idle_seconds=idle,
             adapter=self.active,
             draft_failures=engine.decoder.draft_failures if engine else 0,
+            memory=device.memory(),
         )
 
     @property

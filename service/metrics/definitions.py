@@ -112,6 +112,7 @@ METRICS: tuple[Definition, ...] = (
     ),
     _gauge("engine_ready", "1 while the engine serves."),
     _gauge("engine_idle_seconds", "Since the engine last made progress while it had work; 0 when idle."),
+    _gauge("memory_bytes", "Of MLX in the server's process: active, cache (freed, held for reuse), peak.", "kind"),
     _gauge("adapter_active", "Version of the adapter that drafts now; 0: the bare draft."),
     _gauge("adapter_info", "1 for the adapter that drafts now.", "adapter", "parent", "rank", "sha256"),
     _counter("adapter_promotions_total", "Adapters that passed the gate and were switched in."),

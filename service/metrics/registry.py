@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, fields
 from typing import cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -11,10 +12,21 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from service.core import BARE_DRAFT, AdapterRef, EngineStatus, FinishReason, Round, RunState, Source, TrainingRun
+from service.core import (
+    BARE_DRAFT,
+    AdapterRef,
+    EngineStatus,
+    FinishReason,
+    Memory,
+    Round,
+    RunState,
+    Source,
+    TrainingRun,
+)
 from service.metrics.adapters import ACCEPTED, ADAPTER_COUNTERS, DRAFTED, DRAFTS, FAILURES, AdapterCounts
 from service.metrics.definitions import CODES, METRICS, PREFIX
 
+_MEMORY = tuple(field.name for field in fields(Memory))
 _PER_SOURCE = ("source_num_drafts_total", "source_num_draft_tokens_total", "source_num_accepted_tokens_total")
 
 
@@ -58,6 +70,8 @@ class Metrics:
                 self._series(name, source)
         for state in RunState:
             self._gauges["training_run_state"].labels(state)
+        for kind in _MEMORY:
+            self._gauges["memory_bytes"].labels(kind)
         self.serving(None)
 
     def exposition(self, accept: str | None = None) -> tuple[bytes, str]:
@@ -77,6 +91,8 @@ class Metrics:
         self._gauges["engine_ready"].set_function(lambda: float(status().ready))
         self._gauges["engine_idle_seconds"].set_function(lambda: status().idle_seconds)
         self._gauges["adapter_active"].set_function(lambda: status().adapter)
+        for kind in _MEMORY:
+            self._gauges["memory_bytes"].labels(kind).set_function(lambda kind=kind: asdict(status().memory)[kind])
 
     def observe(self, rounds: Sequence[Round], seconds: float) -> None:
         """Count one round of the batch: one Round per row, `seconds` of wall time together."""

@@ -16,7 +16,7 @@ from service.store.database import upgrade
 from tests.support.tiny_server import tiny_server, write_pair
 
 PATIENCE = 60.0
-STAGES = ["fetching", "loading", "timing"]
+STAGES = ["fetching", "loading", "checking", "timing"]
 
 
 @pytest.fixture(scope="module")

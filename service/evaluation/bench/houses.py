@@ -14,8 +14,14 @@ from service.learning.export import export_fused
 from service.models import vocabulary
 from service.settings import Settings
 
-_MLX_LM = "import service; from mlx_lm.server import main; main()"
-"""Through this package, which puts the fast BLAS in front of MLX's own."""
+_MLX_LM = """
+from service.engine import device
+from mlx_lm.server import main
+device.limit_cache()
+main()
+"""
+"""Through this package, which puts the fast BLAS in front of MLX's own. Freed memory is bounded as in our servers: else the
+first of them that is busy leaves the others none of a GPU's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +46,11 @@ class Plan:
     rows: int
 
     def ours(self, name: str, draft: Path | None) -> House:
-        """As these settings serve, log included, but without training."""
+        """As these settings serve, log included, but without training. draft None: the target alone, without look-ups too."""
         engine: dict[str, object] = self.settings.engine.model_dump()
         engine["max_rows"] = max(self.settings.engine.max_rows, self.rows)
+        if draft is None:
+            engine["num_lookup_tokens"] = 0
         tree: dict[str, dict[str, object]] = {
             "models": {"target": str(self.target), "draft": str(draft) if draft else "none"},
             "engine": engine,
@@ -52,12 +60,12 @@ class Plan:
         return House(LocalServer(self.folder / name, tree, self.settings.home), ask)
 
     def mlx_lm(self, name: str, draft: Path | None) -> House:
-        """As it comes: with a draft it drafts 3 tokens, and serves one request at a time."""
+        """As it comes, with as many rows as there are clients. With a draft it drafts 3 tokens, one request at a time."""
         drafting = ["--draft-model", str(draft)] if draft else []
 
         def command(port: int) -> list[str]:
             words = python_command("-c", _MLX_LM, "--model", str(self.target), *drafting)
-            return [*words, "--port", str(port), "--log-level", "WARNING"]
+            return [*words, "--port", str(port), "--log-level", "WARNING", "--decode-concurrency", str(self.rows)]
 
         return House(ServerProcess(self.folder / name, command, "/health"), ask_chat)
 
