@@ -20,11 +20,12 @@ from service.metrics import Metrics
 @dataclass(frozen=True, slots=True)
 class Chat:
     """A conversation as chat templates take it. tools: in the shape of OpenAI's chat route. options: further arguments of the
-    template."""
+    template. strict: names of tools whose arguments are to be valid."""
 
     messages: Sequence[Mapping[str, object]]
     tools: Sequence[Mapping[str, object]] = ()
     options: Mapping[str, object] = field(default_factory=dict[str, object])
+    strict: frozenset[str] = frozenset()
 
     @property
     def first_user(self) -> str:
@@ -182,8 +183,11 @@ def _grammar(asked: Asked, encoder: Encoder) -> Grammar | None:
     """Raises BadRequest where calls are forced that cannot be, or a format leaves no room for calls."""
     forced = asked.forced_calls
     if forced is None:
-        if asked.grammar is None or not isinstance(asked.prompt, Chat) or not asked.prompt.tools:
+        if not isinstance(asked.prompt, Chat) or not asked.prompt.tools:
             return asked.grammar
+        if asked.grammar is None:
+            strict = asked.prompt.strict if encoder.binds_calls else ()
+            return encoder.free_call_grammar(asked.prompt.tools, strict) if strict else None
         return encoder.call_grammar(asked.prompt.tools, several=True, otherwise=asked.grammar)
     if asked.grammar is not None:
         raise BadRequest("forced calls leave no room for another format", field="tool_choice")

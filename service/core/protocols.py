@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import StrEnum
@@ -159,11 +159,21 @@ class Encoder(Protocol):
         reasoning; None: of a plain text. Raises BadRequest naming the grammar's field where it cannot be compiled."""
         ...
 
+    @property
+    def binds_calls(self) -> bool:
+        """Whether the model's format for calls has a grammar here."""
+        ...
+
     def call_grammar(
         self, tools: Sequence[Mapping[str, object]], *, several: bool, otherwise: Grammar | None = None
     ) -> Grammar:
         """The grammar of answers that call these tools, once or several times, or are what `otherwise` says. Raises BadRequest
         where the model's format for calls has none here."""
+        ...
+
+    def free_call_grammar(self, tools: Sequence[Mapping[str, object]], strict: Collection[str]) -> Grammar:
+        """The grammar of answers of any text, in which calls are of these tools, with arguments that are valid for those that
+        `strict` names. Raises BadRequest as `call_grammar`."""
         ...
 
 

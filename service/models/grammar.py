@@ -58,14 +58,8 @@ def hermes_grammar(
     tools: Sequence[Mapping[str, Any]], start: str, end: str, *, several: bool, otherwise: Grammar | None = None
 ) -> str:
     """Lark of one call or several in the format of mlx-lm's json_tools: a JSON object of name and arguments between markers,
-    which are written as Lark takes them; or of JSON under the schema of `otherwise`. Each schema is a document of its own,
-    whose references hold. Raises BadRequest for another format."""
-    rules = [f'call: {start} "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {end}']
-    for i, tool in enumerate(tools):
-        function = tool["function"]
-        schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_STYLE}
-        before = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
-        rules += [f'call_{i}: {before} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(schema)}"]
+    which are written as Lark takes them; or of JSON under the schema of `otherwise`. Raises BadRequest for another format."""
+    rules = [f"call: {start} body", *_call_bodies(tools, end)]
     calls = 'call ("\\n" call)*' if several else "call"
     if otherwise is None:
         return "\n".join([f"start: {calls}", *rules])
@@ -73,6 +67,30 @@ def hermes_grammar(
         raise BadRequest("tools go with JSON alone: set tool_choice to none", field=otherwise.field)
     schema = {**json.loads(otherwise.source), "x-guidance": JSON_STYLE}
     return "\n".join([f"start: {calls} | answer", *rules, f"answer: %json {json.dumps(schema)}"])
+
+
+def free_hermes_grammar(tools: Sequence[Mapping[str, Any]], start: str, end: str, strict: Collection[str]) -> str:
+    """Lark of any text with such calls in it. strict: names of tools whose arguments are valid; those of others are objects."""
+    bound = [
+        tool if tool["function"]["name"] in strict else {"function": {"name": tool["function"]["name"]}}
+        for tool in tools
+    ]
+    # A special token is no text. Another marker ends the text before it as soon as it is there.
+    opening = ["call: opened body", f"opened[lazy]: TEXT {start}"]
+    if not start.startswith('"'):
+        opening = [f"call: TEXT {start} body"]
+    return "\n".join(["start: call* TEXT", "TEXT: /(.|\\n)*/", *opening, *_call_bodies(bound, end)])
+
+
+def _call_bodies(tools: Sequence[Mapping[str, Any]], end: str) -> list[str]:
+    """Rules for what stands behind a call's marker. Each schema is a document of its own, whose references hold."""
+    rules = [f'body: "\\n" ({" | ".join(f"call_{i}" for i in range(len(tools)))}) "\\n" {end}']
+    for i, tool in enumerate(tools):
+        function = tool["function"]
+        schema = {**(function.get("parameters") or {"type": "object"}), "x-guidance": JSON_STYLE}
+        before = json.dumps(f'{{"name": {json.dumps(function["name"])}, "arguments": ')
+        rules += [f'call_{i}: {before} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(schema)}"]
+    return rules
 
 
 class Grammars:

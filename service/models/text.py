@@ -20,7 +20,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from service.core import BadRequest, Constraint, Grammar, GrammarKind
 from service.models.answer import AnswerReader
-from service.models.grammar import Grammars, hermes_grammar
+from service.models.grammar import Grammars, free_hermes_grammar, hermes_grammar
 
 LOSSLESS_STEPS = {"ByteLevel", "Digits", "Metaspace", "NFC", "Prepend", "Replace", "Split"}
 """Normalizers and pre-tokenizers (types of the tokenizers library) that drop no text. NFC may shorten it."""
@@ -202,14 +202,26 @@ class TextEncoder:
         self, tools: Sequence[Mapping[str, object]], *, several: bool, otherwise: Grammar | None = None
     ) -> Grammar:
         """See core.Encoder."""
+        text = hermes_grammar(tools, *self._markers(), several=several, otherwise=otherwise)
+        return Grammar(GrammarKind.LARK, text, "tools")
+
+    def free_call_grammar(self, tools: Sequence[Mapping[str, object]], strict: Collection[str]) -> Grammar:
+        """See core.Encoder."""
+        return Grammar(GrammarKind.LARK, free_hermes_grammar(tools, *self._markers(), strict), "tools")
+
+    @property
+    def binds_calls(self) -> bool:
+        """See core.Encoder."""
+        return self._tokenizer.has_tool_calling and self._tokenizer.tool_parser is json_tools.parse_tool_call
+
+    def _markers(self) -> tuple[str, str]:
+        """The texts around a call, as Lark takes them."""
         tokenizer = self._tokenizer
         if not tokenizer.has_tool_calling:
             raise BadRequest("this model was not trained to call tools: its chat template has none", field="tools")
-        if tokenizer.tool_parser is not json_tools.parse_tool_call:
+        if not self.binds_calls:
             raise BadRequest("this model's format for calls has no grammar here", field="tool_choice")
-        start, end = (self._marker(each) for each in (tokenizer.tool_call_start, tokenizer.tool_call_end))
-        text = hermes_grammar(tools, start, end, several=several, otherwise=otherwise)
-        return Grammar(GrammarKind.LARK, text, "tools")
+        return self._marker(tokenizer.tool_call_start), self._marker(tokenizer.tool_call_end)
 
     def _marker(self, text: str | None) -> str:
         """A marker as Lark takes it: a special token by its name, else a text."""

@@ -10,11 +10,12 @@ import httpx
 import pytest
 
 from service.core import Sampling
-from tests.support.echo_engine import LIMITS, EchoEngine, EchoServer
+from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 CALL = '<tool_call>{"name": "now", "arguments": {"zone": "é"}}</tool_call>'
 TOOL = {"type": "function", "function": {"name": "now", "description": "The time.", "parameters": {"type": "object"}}}
+STRICT = {"type": "function", "function": {"name": "then", "strict": True}}
 FLAT_TOOL = {"type": "function", "name": "now", "description": "The time.", "parameters": {"type": "object"}}
 
 
@@ -316,6 +317,14 @@ GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
         {"tools": [TOOL], "response_format": {"type": "json_object"}},
         'lark: 1 tools, several: True, or {"type": "object"}',
     ),
+    (CHAT, {"tools": [TOOL, STRICT]}, "lark: 2 tools, strict: then"),
+    (CHAT, {"tools": [TOOL, STRICT], "tool_choice": "required"}, "lark: 2 tools, several: True"),
+    (
+        CHAT,
+        {"tools": [STRICT], "response_format": {"type": "json_object"}},
+        'lark: 1 tools, several: True, or {"type": "object"}',
+    ),
+    (RESPONSES, {"tools": [FLAT_TOOL, {**FLAT_TOOL, "name": "then", "strict": True}]}, "lark: 2 tools, strict: then"),
     (RESPONSES, {"text": {"format": {"type": "json_object"}}}, 'json_schema: {"type": "object"}'),
     (
         RESPONSES,
@@ -408,15 +417,16 @@ def test_what_a_chat_cannot_have_is_refused_by_name(http: httpx.Client, asked: d
     assert_refused(response, response.json()["error"]["param"])
 
 
-def test_what_is_ignored_is_named_in_a_header(http: httpx.Client) -> None:
+def test_what_is_ignored_is_named_in_a_header(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {"messages": user("a"), "service_tier": "auto", "prompt_cache_key": None, "verbosity": "low"}
     for stream in (False, True):
         response = http.post(f"{CHAT}?beta=true", json={**asked, "stream": stream})
         assert response.status_code == 200
         assert response.headers["x-redraft-ignored"] == "service_tier, verbosity, beta"
     assert "x-redraft-ignored" not in http.post(CHAT, json={"messages": user("a")}).headers
-    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}  # type: ignore[dict-item]
-    response = http.post(CHAT, json={"messages": user("a"), "tools": [strict]})
+    assert "x-redraft-ignored" not in http.post(CHAT, json={"messages": user("a"), "tools": [STRICT]}).headers
+    monkeypatch.setattr(Codepoints, "binds_calls", False)
+    response = http.post(CHAT, json={"messages": user("a"), "tools": [STRICT]})
     assert response.headers["x-redraft-ignored"] == "tools.function.strict"
 
 

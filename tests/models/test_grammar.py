@@ -14,7 +14,7 @@ from mlx_lm.utils import load_tokenizer
 
 from service.core import BadRequest, Grammar, GrammarKind
 from service.models import grammar
-from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint, hermes_grammar
+from service.models.grammar import MAX_CHARS, Grammars, TokenConstraint, free_hermes_grammar, hermes_grammar
 from service.models.text import TextEncoder
 
 MakeModel = Callable[..., Path]
@@ -257,3 +257,47 @@ def test_forced_calls_follow_schemas_with_references(encoder: TextEncoder, gramm
         assert follow(constraint, encoder.encode_text('{"n": 4}')) == (otherwise is not None)
     with pytest.raises(BadRequest, match="tool_choice"):
         hermes_grammar(tools, '"<"', '">"', several=True, otherwise=regex_grammar("a"))
+
+
+@pytest.mark.parametrize("special", [False, True], ids=["a text", "a special token"])
+def test_arguments_of_strict_tools_are_valid_wherever_a_call_begins(make_model: MakeModel, special: bool) -> None:
+    name = "target" if not special else "marked"
+    ends = ("</s>", "<s>", *(("<call>", "</call>") if special else ()))
+    tokenizer = load_tokenizer(make_model(name, special=ends))
+    encoder = TextEncoder(tokenizer)
+    number = {
+        "type": "object",
+        "properties": {"n": {"type": "integer"}},
+        "required": ["n"],
+        "additionalProperties": False,
+    }
+    tools = [{"function": {"name": tool, "parameters": number}} for tool in ("strict", "loose")]
+    markers = ("<call>", "</call>") if special else ('"<call>"', '"</call>"')
+    text = free_hermes_grammar(tools, *markers, {"strict"})
+    constraint = Grammars(tokenizer, encoder.vocabulary, tokenizer.eos_token_ids).constraint(lark_grammar(text))
+
+    def call(tool: str, arguments: str) -> str:
+        return f'<call>\n{{"name": "{tool}", "arguments": {arguments}}}\n</call>'
+
+    good, bad = call("strict", '{"n": 3}'), call("strict", '{"n": "3"}')
+    for answer in (
+        "",
+        "no call, <cal or {",
+        good,
+        f"first {good} and {good} then",
+        call("loose", '{"any": ["thing"]}'),
+    ):
+        tokens = encoder.encode_text(answer)
+        assert follow(constraint, tokens), answer
+        assert b"</s>" in allowed(constraint.masks(tokens)[-1], encoder), "it may end here"
+    for answer in (
+        bad,
+        f"text {good} {bad}",
+        call("other", "{}"),
+        call("loose", "[]"),
+        "a <call> of text",
+        good[:-1] + "x",
+    ):
+        assert not follow(constraint, encoder.encode_text(answer)), answer
+    cut = encoder.encode_text(good)[:-1]
+    assert b"</s>" not in allowed(constraint.masks(cut)[-1], encoder), "not within a call"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -59,6 +59,7 @@ class Codepoints:
 
     MARK = 0x110000
     vocabulary = 2**31
+    binds_calls = True
 
     def __init__(self) -> None:
         self.chats: list[
@@ -93,6 +94,9 @@ class Codepoints:
     ) -> Grammar:
         free = f", or {otherwise.source}" if otherwise is not None else ""
         return Grammar(GrammarKind.LARK, f"{len(tools)} tools, several: {several}{free}", "tools")
+
+    def free_call_grammar(self, tools: Sequence[Mapping[str, object]], strict: Collection[str]) -> Grammar:
+        return Grammar(GrammarKind.LARK, f"{len(tools)} tools, strict: {', '.join(sorted(strict))}", "tools")
 
     def encode_text(self, text: str) -> tuple[int, ...]:
         return tuple(ord(character) for character in text)

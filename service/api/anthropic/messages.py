@@ -66,7 +66,9 @@ def messages_routes(frontend: Frontend) -> APIRouter:
         stream = bool(body.stream)
         exchange, (answer,) = await frontend.submit([_asked(body, frontend)], live=stream or one_call)
         writer = _Writer(exchange, answer, body.model or frontend.models.name, frontend.limits.max_context)
-        return await respond(writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body))
+        return await respond(
+            writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)
+        )
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: CountRequest) -> CountAnswer:
@@ -80,11 +82,16 @@ def messages_routes(frontend: Frontend) -> APIRouter:
     return router
 
 
-def _ignored(body: CountRequest) -> list[str]:
+def _ignored(body: CountRequest, frontend: Frontend) -> list[str]:
     names = ignored_fields(body, IGNORED)
-    if any(tool.strict for tool in body.tools or ()) and _forced_calls(body) is None:
+    if _strict(body) and not frontend.encoder.binds_calls:
         names.append("tools.strict")
     return names
+
+
+def _strict(body: CountRequest) -> frozenset[str]:
+    """Names of tools whose arguments are to be valid."""
+    return frozenset(tool.name for tool in body.tools or () if tool.strict)
 
 
 def _asked(body: MessagesRequest, frontend: Frontend) -> Asked:
@@ -135,7 +142,7 @@ def _chat(body: CountRequest) -> Chat:
     tools = body.tools or ()
     if body.tool_choice is not None and body.tool_choice.type == "none":
         tools = ()
-    return Chat(turns, [_tool(tool) for tool in tools], options)
+    return Chat(turns, [_tool(tool) for tool in tools], options, _strict(body))
 
 
 def _system(body: CountRequest) -> str:

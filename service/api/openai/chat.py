@@ -74,16 +74,23 @@ def chat_routes(frontend: Frontend) -> APIRouter:
         asked, stream, one_call = _asked(body, frontend), bool(body.stream), body.parallel_tool_calls is False
         exchange, answers = await frontend.submit([asked], each=body.n or 1, live=stream or one_call)
         writer = _Writer(exchange, answers, frontend, body)
-        return await respond(writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body))
+        return await respond(
+            writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)
+        )
 
     return router
 
 
-def _ignored(body: ChatRequest) -> list[str]:
+def _ignored(body: ChatRequest, frontend: Frontend) -> list[str]:
     names = ignored_fields(body, IGNORED)
-    if any(tool.function.strict for tool in body.tools or ()) and _forced_calls(body) is None:
+    if _strict(body) and not frontend.encoder.binds_calls:
         names.append("tools.function.strict")
     return names
+
+
+def _strict(body: ChatRequest) -> frozenset[str]:
+    """Names of tools whose arguments are to be valid."""
+    return frozenset(tool.function.name for tool in body.tools or () if tool.function.strict)
 
 
 def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
@@ -93,7 +100,9 @@ def _asked(body: ChatRequest, frontend: Frontend) -> Asked:
         tokens, name = body.max_completion_tokens, "max_completion_tokens"
     tools = () if body.tool_choice == "none" else body.tools or ()
     options = template_options(body.chat_template_kwargs, body.reasoning_effort)
-    chat = Chat([template_turn(turn) for turn in body.messages], [_tool(tool) for tool in tools], options)
+    chat = Chat(
+        [template_turn(turn) for turn in body.messages], [_tool(tool) for tool in tools], options, _strict(body)
+    )
     return asked_by(
         body,
         chat,

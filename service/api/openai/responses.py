@@ -82,25 +82,31 @@ def responses_routes(frontend: Frontend) -> APIRouter:
         asked = _asked(body, frontend)
         exchange, (answer,) = await frontend.submit([asked], live=bool(body.stream) or one_call)
         writer, stream = _Writer(exchange, answer, frontend, body, asked), bool(body.stream)
-        return await respond(writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body))
+        return await respond(
+            writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)
+        )
 
     return router
 
 
-def _ignored(body: ResponsesRequest) -> list[str]:
+def _ignored(body: ResponsesRequest, frontend: Frontend) -> list[str]:
     names = ignored_fields(body, IGNORED)
     names += sorted({f"tools.{tool.type}" for tool in body.tools or () if isinstance(tool, HostedTool)})
-    strict = any(isinstance(tool, FunctionTool) and tool.strict for tool in body.tools or ())
-    if strict and _forced_calls(body) is None:
+    if _strict(body) and not frontend.encoder.binds_calls:
         names.append("tools.strict")
     return names
+
+
+def _strict(body: ResponsesRequest) -> frozenset[str]:
+    """Names of tools whose arguments are to be valid."""
+    return frozenset(tool.name for tool in body.tools or () if isinstance(tool, FunctionTool) and tool.strict)
 
 
 def _asked(body: ResponsesRequest, frontend: Frontend) -> Asked:
     tools = [_tool(tool) for tool in body.tools or () if isinstance(tool, FunctionTool)]
     options = template_options(body.chat_template_kwargs, body.reasoning and body.reasoning.effort)
     return Asked(
-        Chat(_turns(body), () if body.tool_choice == "none" else tools, options),
+        Chat(_turns(body), () if body.tool_choice == "none" else tools, options, _strict(body)),
         sampling(
             frontend.defaults,
             temperature=body.temperature,
