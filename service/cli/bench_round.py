@@ -29,6 +29,9 @@ def round_(
         bool | None, typer.Option("--recording/--no-recording", help="With or without evidence for the log.")
     ] = None,
     ragged: Annotated[bool | None, typer.Option("--ragged/--equal", help="Rows of unlike or of equal lengths.")] = None,
+    constrained: Annotated[
+        bool, typer.Option("--constrained", help="Each of them also with one row that follows a grammar.")
+    ] = False,
     k: Annotated[int, typer.Option(min=1, max=16, help="Tokens drafted or looked up in each round.")] = 4,
     strategy: Annotated[
         str,
@@ -76,6 +79,7 @@ def round_(
         _words(sampling),
         recording=recording,
         ragged=ragged,
+        constrained=constrained,
     )
     strategy_named(strategy)
     if prompts is None and (domain is not None or limit is not None):

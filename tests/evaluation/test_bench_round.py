@@ -28,7 +28,7 @@ from tests.support.tiny_server import prompts, write_pair
 
 FIELDS = {
     "shape", "rows", "mode", "sampling", "recording", "ragged", "wall_ms", "wall_ms_quartiles", "calls_ms", "waits",
-    "handovers",
+    "handovers", "constrained",
 }  # fmt: skip
 REDUCED = 150
 """Size of the draft's reduced vocabulary, of 258 ids."""
@@ -121,6 +121,19 @@ def test_steady_rounds_wait_once_as_on_an_accelerator(bench: Bench, tmp_path: Pa
         # Each draft step, the proposal, the verification.
         assert one["handovers"] == (K + 2 if one["mode"] == "drafted" else 1), one
     assert {one["ragged"] for one in found if one["rows"] == 3} == {True}
+
+
+def test_a_row_within_a_grammar_is_measured_beside_the_same_round_without(bench: Bench, tmp_path: Path) -> None:
+    """What it may say depends on its last token, and on what was drafted for it: no round before it is unread."""
+    out = tmp_path / "round.json"
+    words = ("--rows", "2", "--modes", "plain,drafted", "--constrained", "--strategy", "device", "--json", out)
+    status, shown, err = bench(*words)
+    assert status == 0, err
+    found = json.loads(out.read_text())["modes"]
+    assert [(one["mode"], one["constrained"]) for one in found] == [
+        ("plain", False), ("plain", True), ("drafted", False), ("drafted", True),
+    ]  # fmt: skip
+    assert [one["waits"] for one in found] == [1, 1, 1, 2] and "one within" in shown
 
 
 def test_on_a_cpu_evidence_is_another_wait(pair: Pair) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from service.core import BadRequest, Prompt, RedraftError, Sampling, Source
+from service.core import BadRequest, Grammar, GrammarKind, Prompt, RedraftError, Sampling, Source
 from service.engine import device
 from service.engine.acceptance import Acceptance
 from service.engine.adapters import Draft, served
@@ -49,6 +50,23 @@ PHRASE = 16
 """Tokens that the text of a row repeats where look-ups are to be found."""
 TEMPERATURE = 0.7
 """Of seeded and sampled rows."""
+LONG_LIST = Grammar(
+    GrammarKind.JSON_SCHEMA,
+    json.dumps(
+        {
+            "type": "array",
+            "minItems": 200,
+            "items": {
+                "type": "object",
+                "properties": {"name": {"type": "string", "maxLength": 60}, "count": {"type": "integer"}},
+                "required": ["name", "count"],
+                "additionalProperties": False,
+            },
+        }
+    ),
+    "constrained",
+)
+"""No row comes to its end."""
 KS = (1, 2, 3, 4, 6, 8)
 """Draft lengths of the bare loop."""
 
@@ -56,18 +74,20 @@ KS = (1, 2, 3, 4, 6, 8)
 @dataclass(frozen=True, slots=True)
 class Mode:
     """A kind of round over so many rows. mode: one of PROPOSING. sampling: one of DRAWING. recording: with evidence for the
-    log. ragged: rows of unlike lengths."""
+    log. ragged: rows of unlike lengths. constrained: the first row follows a grammar."""
 
     rows: int
     mode: str
     sampling: str = "greedy"
     recording: bool = True
     ragged: bool = True
+    constrained: bool = False
 
     def __str__(self) -> str:
         words = [self.mode, self.sampling]
         words += [] if self.recording else ["not recorded"]
         words += [] if self.ragged or self.rows == 1 else ["equal lengths"]
+        words += ["one within a grammar"] if self.constrained else []
         return ", ".join(words)
 
 
@@ -89,9 +109,14 @@ def modes(
     *,
     recording: bool | None = None,
     ragged: bool | None = None,
+    constrained: bool = False,
 ) -> list[Mode]:
     """KINDS where nothing is asked for; with `rows` alone each of them over so many rows; else all combinations, where what was
-    not given is plain, drafted and lookup; greedy; recording; ragged; 1 row. Raises BadRequest."""
+    not given is plain, drafted and lookup; greedy; recording; ragged; 1 row. constrained: each of these also with a row that
+    follows a grammar. Raises BadRequest."""
+    if constrained:
+        free = modes(rows, proposing, drawing, recording=recording, ragged=ragged)
+        return [each for mode in free for each in (mode, replace(mode, constrained=True))]
     if proposing is None and drawing is None and recording is None and ragged is None:
         return list(dict.fromkeys(replace(mode, rows=n) for n in rows for mode in KINDS)) if rows else list(KINDS)
     proposing, drawing = proposing or PROPOSING, drawing or ["greedy"]
@@ -168,7 +193,11 @@ def measure(
     )
     if mode.mode == "lookup":
         decoder.planner = AlwaysLookUp(k)
-    for prompt in _prompts(mode, texts):
+    prompts = _prompts(mode, texts)
+    if mode.constrained:
+        encoder = TextEncoder(pair.target.tokenizer, pair.vocabulary, pair.eos)
+        prompts[0] = replace(prompts[0], constraint=encoder.constraint(LONG_LIST, None))
+    for prompt in prompts:
         # No end token: every row stays.
         decoder.admit(Request("", prompt, frozenset(), None))
     timed = Timed([], [], [])
@@ -187,6 +216,7 @@ def measure(
         "sampling": mode.sampling,
         "recording": mode.recording,
         "ragged": len(set(map(len, held))) > 1,
+        "constrained": mode.constrained,
         "wall_ms": middle,
         "wall_ms_quartiles": [low, high],
         "calls_ms": 1000 * min(calls_seconds),
@@ -256,10 +286,10 @@ def run_round(
     """models: folders of target and draft. lines: texts for the rows, taken in turn. k: tokens proposed by the draft or looked
     up. shape: what the report calls the models. strategy: see strategy_named.
 
-    JSON: modes[{shape, rows, mode, sampling, recording, ragged, wall_ms, wall_ms_quartiles, calls_ms, waits, handovers}],
-    settings. wall_ms: median time of a steady round of the Decoder. calls_ms: of the same target call and draft steps over as
-    many rows that hold as many positions, queued with one wait at the end; the lesser of two times. waits, handovers:
-    for each round.
+    JSON: modes[{shape, rows, mode, sampling, recording, ragged, constrained, wall_ms, wall_ms_quartiles, calls_ms, waits,
+    handovers}], settings. wall_ms: median time of a steady round of the Decoder. calls_ms: of the same target call and draft
+    steps over as many rows that hold as many positions, queued with one wait at the end; the lesser of two times. waits,
+    handovers: for each round.
 
     Raises BadRequest, ModelError, RedraftError.
     """
