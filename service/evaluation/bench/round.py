@@ -24,16 +24,12 @@ from service.engine.planner import Choice, Match, Planner
 from service.engine.request import Request
 from service.engine.rounds import RoundReport
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, current, using
-from service.evaluation.bench.bare import BareArm
 from service.evaluation.bench.calls import Calls, queued
-from service.evaluation.bench.peers import MlxLmArm
-from service.evaluation.bench.report import Report, spread
-from service.evaluation.bench.turns import Arm, Decoded, EngineArm, take_turns
+from service.evaluation.bench.report import Report
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import Step
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
-from service.settings import EngineSettings
 
 PROPOSING, DRAWING = ("plain", "drafted", "lookup"), ("greedy", "seeded", "sampled")
 """What a mode's `mode` and `sampling` may be."""
@@ -67,8 +63,6 @@ LONG_LIST = Grammar(
     "constrained",
 )
 """No row comes to its end."""
-KS = (1, 2, 3, 4, 6, 8)
-"""Draft lengths of the bare loop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,76 +328,3 @@ def _cells(mode: Mode, one: Mapping[str, Any]) -> tuple[object, ...]:
         f"{one['waits']:.3g}",
         f"{one['handovers']:.3g}",
     )
-
-
-def run_bare(
-    models: tuple[Path, Path | None],
-    engine: EngineSettings,
-    lines: Sequence[PromptLine],
-    *,
-    max_tokens: int,
-    title: str,
-    command: str,
-    strategy: str = "own",
-    on_step: Step = lambda stage, done, of: None,
-) -> Report:
-    """One greedy stream by the bare loop at each of KS; then at its best K in turn with mlx-lm plain and with this engine,
-    adaptive and at that K.
-
-    JSON: bare{tokens_per_second_by_k{K}, best_k, arms{bare, mlx_lm_plain, engine_adaptive, engine_best_k}{tokens_per_second,
-    low, high, tokens_per_call, identical}, prompts, max_tokens}. identical: the output is mlx-lm's, which ties may prevent
-    in half precision.
-
-    Raises BadRequest, ModelError.
-    """
-    way = strategy_named(strategy)
-    on_step("loading the pair", 0, 1)
-    pair = load_pair(*models)
-    if pair.draft is None:
-        raise BadRequest("the bare loop needs a draft", field="draft")
-    draft, sampling = served(pair.draft), Sampling(max_tokens=max_tokens)
-    prompts = [Prompt(tokens, sampling) for tokens in encoded(pair, lines)]
-    with using(way):
-        on_step("bare loop", 0, 1)
-        loops: dict[int, Arm] = {k: BareArm(pair, draft, k) for k in KS}
-        take_turns(loops, [replace(prompts[0], sampling=Sampling(max_tokens=2 * max(KS)))])
-        decoded = take_turns(loops, prompts, lambda done, of: on_step("bare loop", done, of))
-        by_k = {
-            k: sum(len(one.tokens) for one in texts) / sum(one.seconds for one in texts) for k, texts in decoded.items()
-        }
-        best = max(by_k, key=by_k.__getitem__)
-        arms: dict[str, Arm] = {
-            "bare": loops[best],
-            "mlx_lm_plain": MlxLmArm(pair.target.model, pair.eos),
-            "engine_adaptive": EngineArm(pair, draft, k=engine.num_draft_tokens, prefill_chunk=engine.prefill_chunk),
-            "engine_best_k": EngineArm(pair, draft, k=best, adaptive=False, prefill_chunk=engine.prefill_chunk),
-        }
-        on_step("arms", 0, 1)
-        take_turns(arms, prompts[:1])
-        answers = take_turns(arms, prompts, lambda done, of: on_step("arms", done, of))
-    plain = {name: _arm(texts, answers["mlx_lm_plain"]) for name, texts in answers.items()}
-    rows = [
-        (name, _rate(one), f"{one['tokens_per_call']:.2f}", "yes" if one["identical"] else "no")
-        for name, one in plain.items()
-    ]
-    rows += [(f"bare, K = {k}", f"{rate:.1f}", "", "") for k, rate in by_k.items()]
-    content = {"tokens_per_second_by_k": by_k, "best_k": best, "arms": plain}
-    content |= {"prompts": len(prompts), "max_tokens": max_tokens}
-    columns = ("arm", "tokens/s, median (90 %)", "tokens per call", "identical")
-    bars = {"tokens/s, one stream": {name: float(one["tokens_per_second"]) for name, one in plain.items()}}
-    return Report("bare", f"{title}, K = {best}", command, columns, tuple(rows), {"bare": content}, bars)
-
-
-def _arm(texts: Sequence[Decoded], reference: Sequence[Decoded]) -> dict[str, Any]:
-    rate = spread([one.rate for one in texts])
-    return {
-        "tokens_per_second": rate.median,
-        "low": rate.low,
-        "high": rate.high,
-        "tokens_per_call": sum(len(one.tokens) for one in texts) / sum(one.calls for one in texts),
-        "identical": all(one.tokens == other.tokens for one, other in zip(texts, reference, strict=True)),
-    }
-
-
-def _rate(arm: Mapping[str, Any]) -> str:
-    return f"{arm['tokens_per_second']:.1f} ({arm['low']:.1f} to {arm['high']:.1f})"
