@@ -25,6 +25,8 @@ from service.engine.kernels import cuda_kernel
 MOST, LONG = 256, 4096
 """New tokens a row; over rows of more than LONG positions only FEW: cuDNN reads such prompts faster, which repays its plans."""
 FEW = 32
+_ROUTED = "attention_is_routed"
+"""Attribute of a model: what `route` has found."""
 QUERIES = 16
 """Queries of a block (tokens times query heads that share one head of keys and values): the rows of a tensor core's product."""
 WIDEST = 128
@@ -155,10 +157,15 @@ def route(model: nn.Module) -> bool:
     """Let a model's attention over a few tokens a row go through `row_attention` where the cache's layer has a method
     `row_call`. False where the model has attention of its own. Other models of the family are routed with it, which changes
     nothing for other caches."""
+    # Going through all modules takes milliseconds, and the cache of every request asks.
+    known = cast("bool | None", getattr(model, _ROUTED, None))
+    if known is not None:
+        return known
     found = False
     for name in {type(module).__module__ for module in model.modules()}:
         namespace = cast("Any", sys.modules[name])
         if getattr(namespace, "scaled_dot_product_attention", None) is base.scaled_dot_product_attention:
             namespace.scaled_dot_product_attention = _routed
         found = found or getattr(namespace, "scaled_dot_product_attention", None) is _routed
+    setattr(model, _ROUTED, found)
     return found

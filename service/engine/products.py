@@ -27,6 +27,8 @@ THREADS, WARPS = 256, 8
 TILINGS = {1: ((1, 4),), 2: ((2, 2),), 4: ((8, 2), (6, 2), (2, 2)), 8: ((6, 2), (2, 2))}
 """By how many tiles of 8 tokens a block multiplies: how many tiles of 8 outputs, fetched in how many stages, the fastest first
 (docs/measurements.md). Each is a kernel to be compiled. With more than 64 tokens cuBLAS is faster."""
+MATRICES = 3
+"""That the kernel multiplies by in one call, at most."""
 INNER = 64
 """Elements of a row that a warp takes at a time."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -60,16 +62,9 @@ def stages_bytes(tiles: int, deep: int, stages: int) -> int:
 
 
 @cache
-def _kernel(count: int, tiles: int) -> Any:
-    deep, stages = tilings()[tiles]
-    numbers = range(count)
-    return cuda_kernel(
-        "few_tokens",
-        ["x", *(f"weight{i}" for i in numbers)],
-        [f"out{i}" for i in numbers],
-        shared=stages_bytes(tiles, deep, stages),
-        COUNT=count,
-    )
+def _kernel(tiles: int) -> Any:
+    inputs, outputs = ["x", *(f"weight{i}" for i in range(MATRICES))], [f"out{i}" for i in range(MATRICES)]
+    return cuda_kernel("few_tokens", inputs, outputs, shared=stages_bytes(tiles, *tilings()[tiles]))
 
 
 def fits(x: mx.array, weight: mx.array) -> bool:
@@ -87,15 +82,17 @@ def few_tokens(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
     tiles = next(n for n in tilings() if 8 * n >= tokens)
     deep, stages = tilings()[tiles]
     template = [("T", x.dtype), ("HALF", x.dtype == mx.float16), ("TILES", tiles), ("DEEP", deep), ("STAGES", stages)]
-    made = _kernel(len(weights), tiles)(
-        inputs=[x.reshape(tokens, inner), *weights],
+    # No block computes those that are not there. A kernel for each number of matrices would take as long again to compile.
+    absent = MATRICES - len(weights)
+    made = _kernel(tiles)(
+        inputs=[x.reshape(tokens, inner), *weights, *[weights[0]] * absent],
         template=template,
         grid=(sum(-(-n // (8 * deep)) for n in outputs) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(tokens, n) for n in outputs],
-        output_dtypes=[x.dtype] * len(weights),
+        output_shapes=[*((tokens, n) for n in outputs), *[(1,)] * absent],
+        output_dtypes=[x.dtype] * MATRICES,
     )
-    return [out.reshape(*lead, n) for out, n in zip(made, outputs, strict=True)]
+    return [out.reshape(*lead, n) for out, n in zip(made, outputs, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)

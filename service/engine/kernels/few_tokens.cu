@@ -1,4 +1,4 @@
-// Up to 8 TILES tokens times 8 DEEP rows of one of COUNT weight matrices, a block. 8 warps share the inner dimension, 64 elements
+// Up to 8 TILES tokens times 8 DEEP rows of one of three weight matrices, a block. 8 warps share the inner dimension, 64 elements
 // of it at a time, and fetch them STAGES ahead into shared memory of their own: each weight is read once. How terms are added
 // depends on the inner dimension alone: a token's product has the same bits whatever it is computed with.
 // Constants: T (bfloat16 or float16), HALF (it is float16), TILES, DEEP, STAGES.
@@ -6,25 +6,22 @@ constexpr int WARPS = 8, ROWS = 8 * DEEP, STAGE = (ROWS + 8 * TILES) * 8, PAIRS 
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
 const int tokens = x_shape[0], inner = x_shape[1], chunks = inner / 64, pitch = inner / 8;
 
+// Blocks of the first matrix, then of the others, as far as the grid goes.
 const T* weight = weight0;
 T* out = out0;
 int outputs = weight0_shape[0], block = blockIdx.x;
-#if COUNT > 1
-if (block >= (outputs + ROWS - 1) / ROWS) {
-  block -= (outputs + ROWS - 1) / ROWS;
-  weight = weight1;
-  out = out1;
-  outputs = weight1_shape[0];
-#if COUNT > 2
-  if (block >= (outputs + ROWS - 1) / ROWS) {
-    block -= (outputs + ROWS - 1) / ROWS;
-    weight = weight2;
-    out = out2;
-    outputs = weight2_shape[0];
-  }
-#endif
+const T* other_weights[] = {weight1, weight2};
+T* other_outs[] = {out1, out2};
+const int others[] = {weight1_shape[0], weight2_shape[0]};
+#pragma unroll
+for (int i = 0; i < 2; i++) {
+  const int blocks = (outputs + ROWS - 1) / ROWS;
+  if (block < blocks) { break; }
+  block -= blocks;
+  weight = other_weights[i];
+  out = other_outs[i];
+  outputs = others[i];
 }
-#endif
 
 // A stage is 64 elements of each row of weights, then of tokens. A quarter of a warp reads two rows at once, 64 bytes of each:
 // every other row has its halves exchanged, so that they are in different banks.
