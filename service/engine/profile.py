@@ -13,11 +13,12 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
+from service.engine import device
 from service.engine.costs import USUALLY_HELD, Costs, line
 from service.engine.drafters.head import draft_calls
 from service.engine.drafters.model import DraftCalls
 from service.engine.kv.cache import RowCache
-from service.engine.replay import SEEN_BEFORE
+from service.engine.replay import FIRST_CALLS
 from service.engine.strategy import current
 from service.engine.target import Target
 from service.models.heads import cut_head, extra_ids_allowed
@@ -176,7 +177,7 @@ def _least(runs: Mapping[_Name, Callable[[], None]], seconds: float) -> dict[_Na
     """The least seconds of each run. All are run in turn, so that a slow moment of the machine spoils one sweep at most."""
     # Where calls are traced, the last of these is replayed.
     for run in runs.values():
-        for _ in range(SEEN_BEFORE + 2 if current().replay else 1):
+        for _ in range(FIRST_CALLS if current().replay else 1):
             run()
     least, sweeps, total = dict.fromkeys(runs, float("inf")), 0, 0.0
     while total < seconds or (sweeps < SWEEPS and total < ENOUGH_SECONDS):
@@ -185,9 +186,14 @@ def _least(runs: Mapping[_Name, Callable[[], None]], seconds: float) -> dict[_Na
             started_at = time.perf_counter()
             run()
             taken = time.perf_counter() - started_at
-            least[name] = min(least[name], taken)
+            least[name] = min(least[name], taken / _queued())
             total += taken
     return least
+
+
+def _queued() -> int:
+    """Calls that are launched before the last of them is waited for: as many as rounds leave under way, and some more."""
+    return 4 if current().launch_ahead else 1
 
 
 def _shapes(model: nn.Module) -> Shapes:
@@ -215,10 +221,14 @@ def _caller(model: Callable[[mx.array, RowCache], mx.array], cache: RowCache, he
     rows = len(cache.lengths.host)
     lengths = [held - row % 2 for row in range(rows)]
 
-    def call(tokens: int) -> None:
-        out = model(mx.array(np.ones((rows, tokens), dtype=np.int32)), cache)
-        mx.eval(mx.argmax(out, axis=-1), cache.arrays())
+    def launched(tokens: int) -> mx.array:
+        out = mx.argmax(model(mx.array(np.ones((rows, tokens), dtype=np.int32)), cache), axis=-1)
+        device.launch(out, cache.arrays())
         cache.rewind(lengths)
+        return out
+
+    def call(tokens: int) -> None:
+        device.wait([launched(tokens) for _ in range(_queued())])
 
     # What is held need not have been read to cost what it costs: zeros do.
     call(1)

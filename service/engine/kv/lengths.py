@@ -35,9 +35,11 @@ class Lengths:
         """Position (rows,), int32, of each row's next token after `ahead` tokens were written behind its length."""
         if ahead not in self._starts:
             known = self._starts.get(0)
-            self._starts[ahead] = (
-                mx.array([n + ahead for n in self.host], dtype=mx.int32) if known is None else known + ahead
-            )
+            if known is None:
+                self._starts[ahead] = mx.array([n + ahead for n in self.host], dtype=mx.int32)
+            else:
+                # MLX would compile a kernel for each number that it finds in a trace.
+                self._starts[ahead] = known + mx.arange(ahead, ahead + 1)
         return self._starts[ahead]
 
     def places(self, ahead: int, heads: int, count: int) -> tuple[mx.array, mx.array, mx.array]:
