@@ -81,8 +81,8 @@ class EngineSettings(Section):
     """Requests decoded together."""
     max_waiting: int = Field(default=64, ge=0)
     """Requests queued beyond that before new ones are refused."""
-    prefill_chunk: int = Field(default=256, ge=16)
-    """Prompt tokens processed between two decoding rounds."""
+    prefill_chunk: int | None = Field(default=None, ge=16)
+    """Prompt tokens processed between two decoding rounds; None: as many as suit the device."""
     prefix_cache_mb: int = Field(default=512, ge=0)
     """Memory (MiB) for what the models made of earlier requests, so that beginnings in common are read once; 0: none."""
     max_context: int = Field(default=4096, ge=16)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from service.core import BARE_DRAFT, Source
 from service.engine import device
@@ -17,8 +17,9 @@ from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.prefill import Prefill
-from service.engine.request import Request
+from service.engine.request import Request, padding_row
 from service.engine.rounds import Plan, Step
+from service.engine.strategy import current
 from service.engine.target import Target
 
 log = logging.getLogger(__name__)
@@ -33,6 +34,9 @@ class Batch:
 
     A draft that raises is disabled until the next `switch`. Where its logits for a row are not finite, that row alone goes on
     without it for a while.
+
+    Where the device gains by batches of few sizes (`strategy`), padding rows fill it up: a request that left becomes one, and
+    one that joins takes its place.
     """
 
     def __init__(
@@ -47,6 +51,8 @@ class Batch:
         self.target = target
         self.draft_length = draft_length
         self.rows: list[Request] = []
+        """All rows that run, padding rows too."""
+        self._padding = padding_row(draft_length)
         self.cache = target.cache(0)
         self.drafter = make_drafter(draft, vocabulary, self.cache) if draft is not None else None
         self.prefix = prefix
@@ -81,29 +87,72 @@ class Batch:
         if self.prefix is not None:
             self.prefix.clear(Owner.DRAFT)
 
+    @property
+    def requests(self) -> list[Request]:
+        """The rows that are no padding."""
+        return [row for row in self.rows if not row.padding]
+
+    @property
+    def _caches(self) -> list[RowCache]:
+        return [self.cache] if self.drafter is None else [self.cache, self.drafter.cache]
+
     # ------------------------------------------------------------------------------------------------ rows come and go
 
+    def size(self, requests: int) -> int:
+        """Rows that run where there are so many requests."""
+        return requests if any(cache.states for cache in self._caches) else current().batch_size(requests)
+
     def join(self, ready: Sequence[Prefill]) -> None:
-        """Append rows whose prompts were prefilled."""
-        self.cache.join([prefill.target_cache for prefill in ready])
+        """Take rows whose prompts were prefilled, in the places of padding rows or behind the others."""
+        joining = [row for prefill in ready for row in prefill.rows]
+        size = max(self.size(len(self.requests) + len(joining)), len(self.rows))
+        free = [i for i in range(size) if i >= len(self.rows) or self.rows[i].padding]
+        slots, padding = free[: len(joining)], free[len(joining) :]
+        counts = [len(prefill.rows) for prefill in ready]
+        self.cache.join([prefill.target_cache for prefill in ready], counts, slots, size)
         if self.drafter is not None:
             draft = self.drafter.draft.model
-            self.drafter.cache.join([prefill.ensure_draft_cache(draft, self.epoch) for prefill in ready])
-        for prefill in ready:
-            for row in prefill.rows:
-                row.decode_started_at = time.perf_counter()
-                row.acceptance = Acceptance(self.draft_length)
-            self.rows += prefill.rows
-            self._epochs += [prefill.epoch] * len(prefill.rows)
+            caches = [prefill.ensure_draft_cache(draft, self.epoch) for prefill in ready]
+            self.drafter.cache.join(caches, counts, slots, size)
+        epochs = [prefill.epoch for prefill in ready for _ in prefill.rows]
+        self.rows += [self._padding] * (size - len(self.rows))
+        self._epochs += [self.epoch] * (size - len(self._epochs))
+        for slot, row, epoch in zip(slots, joining, epochs, strict=True):
+            row.decode_started_at = time.perf_counter()
+            row.acceptance = Acceptance(self.draft_length)
+            self.rows[slot], self._epochs[slot] = row, epoch
+        self._pad(padding)
 
-    def remove(self, gone: Sequence[Request]) -> list[Request]:
-        """Take rows out, finished or not; what was verified of them goes into the prefix cache. Returns the rows taken."""
+    def _pad(self, places: Collection[int]) -> None:
+        """Make these rows padding."""
+        for i in places:
+            self.rows[i] = self._padding
+        for cache in self._caches:
+            cache.pad(places, len(self._padding.tokens) - 1)
+
+    def stays_without(self, gone: Sequence[Request]) -> bool:
+        """Whether the batch runs as many rows without these, which become padding."""
+        return self.size(len(self.requests) - len(gone)) == len(self.rows)
+
+    def remove(self, gone: Sequence[Request], *, under_way: bool = False) -> list[Request]:
+        """Take rows out, finished or not; what was verified of them goes into the prefix cache. under_way: a round over them
+        is, so that nothing is waited for. Returns the rows taken."""
         indices = {i for i, row in enumerate(self.rows) if any(row is other for other in gone)}
         removed = [self.rows[i] for i in indices]
         for i in indices:
             self._cache_prefix(i)
-        staying = compaction_order(len(self.rows), indices)
-        caches = [self.cache] if self.drafter is None else [self.cache, self.drafter.cache]
+        if self.prefix is not None:
+            self.prefix.copy(device.launch if under_way else device.wait)
+        self._pad(indices)
+        padding = [i for i, row in enumerate(self.rows) if row.padding]
+        size = self.size(len(self.rows) - len(padding))
+        if size < len(self.rows):
+            self._compact(compaction_order(len(self.rows), padding[size - len(self.rows) :]))
+        return removed
+
+    def _compact(self, staying: Sequence[int]) -> None:
+        """Keep these rows, in this order."""
+        caches = self._caches
         copies = [cache.copy_moved(staying) for cache in caches]
         if moved := [copy for each in copies for copy in each if copy is not None]:
             device.wait(moved)
@@ -111,7 +160,6 @@ class Batch:
             cache.compact(staying, each)
         self.rows = [self.rows[i] for i in staying]
         self._epochs = [self._epochs[i] for i in staying]
-        return removed
 
     def _cache_prefix(self, index: int) -> None:
         row = self.rows[index]
@@ -150,17 +198,24 @@ class Batch:
         took its place nothing of it does, for those were other tokens."""
         limits, fed = list[int](), plan.choice.drafted - 1
         rows, visible = plan.rows, [len(tokens) for tokens in plan.visible]
-        for row, source, old, seen, fine in zip(rows, plan.sources, before, visible, finite, strict=True):
-            if not _drafted(row):
-                limits.append(seen - 1)
+        present = [row is now for row, now in zip(rows, self.rows, strict=True)]
+        for i, (row, source, old, seen) in enumerate(zip(rows, plan.sources, before, visible, strict=True)):
+            if not present[i]:
+                # It has become padding since.
+                limits.append(len(self._padding.tokens) - 1)
+            elif not _drafted(row):
+                # A recurrent state cannot be taken back to before the round's first step; those are the row's own tokens.
+                limits.append(seen if cache.states else seen - 1)
             else:
-                limits.append(min(old + fed if fine and source is Source.DRAFT else old, len(row.tokens) - 1))
+                fed_own = finite[i] and source is Source.DRAFT
+                limits.append(min(old + fed if fed_own else old, len(row.tokens) - 1))
         cache.truncate(limits)
         for index, row in enumerate(rows):
-            if not finite[index] and _drafted(row):
+            if not finite[index] and present[index] and _drafted(row):
                 self._pause_draft(index, row)
             elif not finite[index]:
-                cache.zero_tail(index)
+                # Nothing that padding holds is missed.
+                cache.zero_tail(index, 0 if self.rows[index].padding else None)
 
     def _pause_draft(self, index: int, row: Request) -> None:
         """Let a row decode without the draft, whose logits for it were not finite, and try again later."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -21,12 +22,12 @@ from service.engine import profile
 from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
-from service.engine.drafters.lookup import MIN_SHARED_MATCH, Lookup, LookupProposal
+from service.engine.drafters.lookup import LENGTHS, Lookup, LookupProposal
 from service.engine.evidence import gather_evidence, split_rows
 from service.engine.kv.prefix import PrefixCache
 from service.engine.planner import FORCED, Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Prefill, batch_prompts, prefill_draft, prefill_target
-from service.engine.replay import SEEN_BEFORE
+from service.engine.replay import FIRST_CALLS
 from service.engine.request import Request, prefill_ratio
 from service.engine.rounds import Outcome, Plan, RoundReport, Step
 from service.engine.runner import Runner
@@ -35,7 +36,10 @@ from service.engine.target import Target
 
 log = logging.getLogger(__name__)
 
-WARM_UP = SEEN_BEFORE + 2
+LOOKED_UP_SHARE = 1 / 2
+"""Share of the requests that must have a match of the longest kind, which is seldom chance: look-ups are found in tokens that
+were read, and a round that is launched after the one before it was read takes all rows half as long again."""
+WARM_UP = FIRST_CALLS
 """Rounds at least of each kind that are run to compile kernels."""
 
 
@@ -43,9 +47,10 @@ class Decoder:
     """A batch of rows that decode together.
 
     vocabulary: width of the target's logits. k: tokens drafted per round (0: the target alone), or, with `adaptive`, at most
-    so many: as many as pay for the batch at hand, where up to `lookup` tokens may also come from prompt look-up. collect:
-    gather evidence for rows that may be stored. tie_margin: of log-probabilities, below which a failure case is a tie. prefix:
-    the prefix cache. key: of rows that sample without a seed; None: a random one.
+    so many: as many as pay for the batch at hand, where up to `lookup` tokens may also come from prompt look-up.
+    prefill_chunk: prompt tokens of a call; None: as many as suit the device. collect: gather evidence for rows that may be
+    stored. tie_margin: of log-probabilities, below which a failure case is a tie. prefix: the prefix cache. key: of rows that
+    sample without a seed; None: a random one.
     """
 
     def __init__(
@@ -55,7 +60,7 @@ class Decoder:
         *,
         vocabulary: int,
         k: int,
-        prefill_chunk: int = 256,
+        prefill_chunk: int | None = None,
         tie_margin: float = 1e-3,
         collect: bool = False,
         adaptive: bool = False,
@@ -72,14 +77,14 @@ class Decoder:
             draft_length=self.draft_length,
             prefix=prefix,
         )
+        self.prefill_chunk = prefill_chunk or self.strategy.prefill_chunk
         self.runner = Runner(
             self.batch,
             vocabulary=vocabulary,
             collect=collect,
-            prefill_chunk=prefill_chunk,
+            prefill_chunk=self.prefill_chunk,
             key=mx.random.key(secrets.randbits(63)) if key is None else key,
         )
-        self.prefill_chunk = prefill_chunk
         self.tie_margin = tie_margin
         self.collect = collect
         self.lookup = Lookup(lookup) if adaptive and lookup > 0 else None
@@ -91,11 +96,12 @@ class Decoder:
         self._reports: deque[RoundReport] = deque()
         """Rounds that were completed because rows were to change, not reported yet."""
         self._completed_at = 0.0
+        self._rows_changed = False
 
     @property
     def rows(self) -> list[Request]:
         """The requests in the batch."""
-        return self.batch.rows
+        return self.batch.requests
 
     @property
     def adapter(self) -> int:
@@ -122,7 +128,7 @@ class Decoder:
             drafter = self.batch.drafter
             draft = drafter.draft.model if drafter is not None and self.draft_length else None
             looked_up = self.lookup.max_tokens if self.lookup is not None else 0
-            sizes, most = profile.sizes(rows), max(self.draft_length, looked_up)
+            sizes, most = profile.sizes(self.batch.size(rows)), max(self.draft_length, looked_up)
             self._seeds = profile.Seeds(profile.measure(self.batch.target.model, draft, rows=sizes, most=most), draft)
             self.planner = Planner(self.draft_length, looked_up, self._seeds.costs)
             if self.strategy.replay:
@@ -133,9 +139,10 @@ class Decoder:
         compiled, which takes seconds each on a machine that has not run them before."""
         drafter, most = self.batch.drafter, self.draft_length
         lengths = [0, *self.strategy.allowed(most)] if drafter is not None else [0]
+        middle = lengths[len(lengths) // 2]
         greedy, drawn, seeded = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, seed=0)
         rounds = [(1, k, greedy) for k in lengths]
-        rounds += [(rows, k, greedy) for rows in sizes[1:] for k in {0, lengths[len(lengths) // 2]}]
+        rounds += [(rows, k, greedy) for rows in sizes[1:] for k in {0, middle}]
         rounds += [(1, lengths[-1], drawn), (1, lengths[-1], seeded)]
         started_at = time.perf_counter()
         for rows, k, sampling in rounds:
@@ -146,11 +153,16 @@ class Decoder:
                 k=k,
                 collect=self.collect,
             )
-            prompt = Prompt((0, 0), replace(sampling, max_tokens=WARM_UP * (k + 1)))
+            prompt = Prompt((0, 0), replace(sampling, max_tokens=sys.maxsize))
             for _ in range(rows):
                 decoder.admit(Request("", prompt, frozenset(), None))
-            while decoder.unfinished:
-                decoder.round()
+            # A draft that was parked first reads what it has missed.
+            for length in (k, 0, k) if k == middle else (k,):
+                decoder.draft_length = length
+                decoder.leave([])
+                for _ in range(WARM_UP):
+                    decoder.round()
+            decoder.leave(decoder.rows)
         log.info("rounds of %d kinds warmed up in %.1f s", len(rounds), time.perf_counter() - started_at)
 
     # ------------------------------------------------------------------------------------------------ rows come and go
@@ -163,7 +175,8 @@ class Decoder:
         """The first of these prompts, with others that can be prefilled in one call of `tokens` tokens with it."""
         kinds = [self._prefills_draft(prefill, len(waiting)) for prefill in waiting]
         size, prefix = self.prefill_chunk, self.batch.prefix
-        return batch_prompts(waiting, kinds, self.batch.target, room=tokens, size=size, prefix=prefix)
+        rows = self.batch.size
+        return batch_prompts(waiting, kinds, self.batch.target, room=tokens, size=size, prefix=prefix, batch_size=rows)
 
     def prefill(self, prefill: Prefill, joining: int = 1) -> bool:
         """Prefill the next chunk; True when its rows are ready to join. joining: rows that are to join, these among them. The
@@ -186,12 +199,13 @@ class Decoder:
         if prefill.prefills_draft is not None or self.batch.drafter is None or self.planner is None:
             return self.batch.drafter is not None and prefill.prefills_draft is not False
         longest = max(self.batch.cache.lengths.longest, *(len(row.prompt.tokens) for row in prefill.rows))
-        rows = len(self.rows) + joining
+        rows = self.batch.size(len(self.rows) + joining)
         return self.planner.prefills(Load(rows, longest, prompted=prefill_ratio(prefill.rows), ragged=rows > 1))
 
     def join(self, ready: Sequence[Prefill]) -> None:
         """Take rows whose prompts were prefilled into the batch, all at once."""
         self._complete_pending()
+        self._rows_changed = True
         self.batch.join(ready)
 
     def admit(self, row: Request) -> None:
@@ -206,8 +220,9 @@ class Decoder:
         self._complete_pending()
         self._remove(gone)
 
-    def _remove(self, gone: Sequence[Request]) -> None:
-        for row in self.batch.remove(gone):
+    def _remove(self, gone: Sequence[Request], *, under_way: bool = False) -> None:
+        self._rows_changed = not under_way
+        for row in self.batch.remove(gone, under_way=under_way):
             if self.lookup is not None and row.prompt.store:
                 self.lookup.add_output(row.output)
 
@@ -228,7 +243,7 @@ class Decoder:
                 raise
             report = self._complete(step, None, None)
             if self.rows:
-                self.runner.restore(self.rows, error)
+                self.runner.restore(self.batch.rows, error)
             return report
         return self._complete(step, ahead, joining)
 
@@ -254,10 +269,9 @@ class Decoder:
             ahead = None
         # Rows that ended in the round before this one, which was under way by then, get nothing of it.
         live = [i for i, row in enumerate(plan.rows) if row.finish is None]
-        before = [len(row.tokens) for row in plan.rows]
+        before, sources = [len(row.tokens) for row in plan.rows], plan.sources
         deltas = tuple(
-            plan.rows[i].append_round(outcome.emitted[i], outcome.proposed[i], plan.sources[i], self.adapter)
-            for i in live
+            plan.rows[i].append_round(outcome.emitted[i], outcome.proposed[i], sources[i], self.adapter) for i in live
         )
         self.batch.truncate(step, before, outcome.finite)
         if not self.strategy.launch_ahead:
@@ -266,15 +280,16 @@ class Decoder:
         rounds = tuple(row.rounds[-1] for row in rows)
         started_at, self._completed_at = max(plan.started_at, self._completed_at), time.perf_counter()
         report = RoundReport(rows, deltas, rounds, self._completed_at - started_at)
-        # The first and the last round of a pipeline take the time of two rounds, or of none.
-        self._observe(step, report, timed=step.follows == (ahead is not None))
+        self._observe(step, report, timed=self._times_one_round(step, ahead))
         ended = [row for row in self.rows if row.finish is not None]
-        if ended and (ahead is None or len(ended) == len(self.rows)):
+        if len(ended) == len(self.rows):
             # A round that was launched for rows all of which have ended is dropped.
-            self._remove(ended)
-        elif ahead is not None:
+            ahead = None
+        if ended and (ahead is None or self.batch.stays_without(ended)):
+            self._remove(ended, under_way=ahead is not None)
+        if ahead is not None:
             self._step = ahead
-        elif joining is not None and self._may_launch_ahead(plan, joining):
+        elif joining is not None and self.rows and self._may_launch_ahead(joining):
             self._step = self.runner.launch(self._plan(joining))
         if self.strategy.launch_ahead:
             self._log_evidence(step, outcome, live)
@@ -290,38 +305,51 @@ class Decoder:
             return
         emitted = sum(each.emitted for each in rounds) / len(rounds)
         self.planner.charge(plan.load, plan.choice, report.seconds, emitted, drafted=step.drafted)
-        if len(rounds) == len(plan.rows) and (step.drafted or not plan.choice.drafted):
-            # Positions behind the end of a text count neither as proposed nor as accepted.
-            proposed, accepted = [each.drafted for each in rounds], [each.accepted for each in rounds]
-            seconds = report.seconds if timed and not plan.lags else None
-            own = [row.acceptance for row in report.rows]
+        if len(rounds) == len(plan.requests) and (step.drafted or not plan.choice.drafted):
+            # Positions behind the end of a text count neither as proposed nor as accepted; padding has none.
+            newest = iter(rounds)
+            counts = [(0, 0) if row.padding else ((last := next(newest)).drafted, last.accepted) for row in plan.rows]
+            proposed, accepted = [drafted for drafted, _ in counts], [accepted for _, accepted in counts]
+            seconds = report.seconds if timed and not plan.irregular else None
+            own = [row.acceptance for row in plan.rows]
             self.planner.observe(plan.load, plan.choice, plan.matches, accepted, seconds, own, proposed)
             plan.steps.observe(accepted, proposed)
 
-    def _may_launch_ahead(self, plan: Plan, joining: int) -> bool:
-        """Whether the next round over the same rows may be launched while the host is still at this one."""
-        same = len(plan.rows) == len(self.rows) and all(a is b for a, b in zip(plan.rows, self.rows, strict=True))
-        return self.strategy.launch_ahead and not joining and not self.batch.cache.states and same
+    def _times_one_round(self, step: Step, ahead: Step | None) -> bool:
+        """Whether the time since the round before was read is that of one round. Of a pipeline not the first one, nor the last;
+        nor one before another kind of round: MLX lets few launches wait for the device (mlx/transforms.cpp,
+        `MAX_ACTIVE_TASKS`), so that the host reads a round when part of the next one has run. Rounds that are always by
+        themselves propose something."""
+        if not self.strategy.launch_ahead:
+            return True
+        if ahead is None:
+            return not step.follows and step.plan.choice.proposed > 0
+        return step.follows and ahead.plan.choice == step.plan.choice
+
+    def _may_launch_ahead(self, joining: int) -> bool:
+        """Whether the next round may be launched while the host is still at this one."""
+        return self.strategy.launch_ahead and not joining and not self.batch.cache.states
 
     def _launch_after(self, step: Step, joining: int) -> Step | None:
-        """Launch a round behind one that was not read yet. None where a row will end, where one has a look-up, or where the
-        draft would first have to read what it has missed."""
-        plan, rows = step.plan, step.plan.rows
-        if not self._may_launch_ahead(plan, joining) or (plan.choice.proposed and not step.drafted):
+        """Launch a round behind one that was not read yet. None where the batch will be smaller, where rows have look-ups, or
+        where the draft would first have to read what it has missed."""
+        plan, rows, requests = step.plan, list(self.batch.rows), self.rows
+        if not self._may_launch_ahead(joining) or (plan.choice.proposed and not step.drafted):
             return None
         # Every row gets one token at least of the round that is not read yet.
-        if any(row.emitted + 1 >= row.prompt.sampling.max_tokens or row.finish for row in rows):
+        ending = [row for row in requests if row.finish or row.emitted + 1 >= row.prompt.sampling.max_tokens]
+        if ending and not self.batch.stays_without(ending):
             return None
         # What a grammar allows depends on the tokens.
-        if any(row.prompt.constraint is not None for row in rows):
+        if any(row.prompt.constraint is not None for row in requests):
             return None
-        if any(found is not None and found.length >= MIN_SHARED_MATCH for found in plan.found):
+        if self._waits_for_lookups(plan.found, requests):
             return None
         load = replace(plan.load, held=plan.load.held + 1 + plan.choice.proposed // 2, unread=0)
         choice = self._choose_after(step, load)
         if choice is None:
             return None
-        choice = choice.with_drafted(min(choice.drafted, self._limit(rows))) if choice.drafted else choice
+        choice = choice.with_drafted(min(choice.drafted, self._limit(requests))) if choice.drafted else choice
         visible, found = [row.tokens for row in rows], self._look_up(rows)
         matches, steps = [None] * len(rows), DraftSteps(choice.drafted)
         plan = Plan(rows, visible, load, choice, found, matches, steps, False, time.perf_counter())
@@ -337,32 +365,35 @@ class Decoder:
         drafter = self.batch.drafter
         if drafter is None or drafter.cache.states or self.batch.failed or step.sampling.seeded:
             return None
-        if any(plan.choice.looked_up) or not all(drafts(row) for row in plan.rows):
+        rows = self.batch.rows
+        if any(plan.choice.looked_up) or not all(map(drafts, rows)):
             return None
         if self.planner is None:
             return plan.choice
-        return self.planner.choose(load, [None] * len(plan.rows), [row.acceptance for row in plan.rows])
+        return self.planner.choose(load, [None] * len(rows), [row.acceptance for row in rows])
 
     def _plan(self, joining: int) -> Plan:
         """Plan a round over the rows as they are."""
-        started_at, batch, rows = time.perf_counter(), self.batch, self.rows
+        started_at, batch, rows, requests = time.perf_counter(), self.batch, self.batch.rows, self.rows
         visible = batch.draft_views(rows)
         unread = batch.drafter.unread(visible) if batch.drafter is not None else 0
         lengths = batch.cache.lengths
-        left = sum(row.prompt.sampling.max_tokens - row.emitted for row in rows) / len(rows)
-        load = Load(len(rows), lengths.longest, unread, prefill_ratio(rows), ragged=not lengths.equal, left=left)
+        left = sum(row.prompt.sampling.max_tokens - row.emitted for row in requests) / len(requests)
+        load = Load(len(rows), lengths.longest, unread, prefill_ratio(requests), ragged=not lengths.equal, left=left)
         choice, found, matches = self._choose(rows, load, joining)
-        choice = choice.with_drafted(min(choice.drafted, self._limit(rows))) if choice.drafted else choice
+        choice = choice.with_drafted(min(choice.drafted, self._limit(requests))) if choice.drafted else choice
         steps = DraftSteps(choice.drafted)
         if self.planner is not None and choice.drafted and self.strategy.ask_confidence:
             greedy = [row.prompt.sampling.greedy for row in rows]
             steps = self.planner.steps(load, choice, greedy, [drafts(row) for row in rows])
-            steps.most = min(steps.most, self._limit(rows))
-        lags = choice.drafted > 0 and batch.drafter is not None and batch.drafter.lags(visible)
-        return Plan(list(rows), visible, load, choice, found, matches, steps, lags, started_at)
+            steps.most = min(steps.most, self._limit(requests))
+        irregular = choice.drafted > 0 and batch.drafter is not None and batch.drafter.lags(visible)
+        irregular |= self.strategy.launch_ahead and self._rows_changed
+        self._rows_changed = False
+        return Plan(list(rows), visible, load, choice, found, matches, steps, irregular, started_at)
 
     def _limit(self, rows: Sequence[Request]) -> int:
-        """The most tokens that any row wants drafted."""
+        """The most tokens that any of these wants drafted."""
         limits = [row.prompt.num_draft_tokens for row in rows if drafts(row)]
         wanted = max((self.draft_length if limit is None else limit for limit in limits), default=0)
         if wanted >= self.draft_length:
@@ -375,24 +406,35 @@ class Decoder:
         """What to propose, and each row's look-up. Where rows are about to join, nothing is drafted that would not pay with
         them."""
         if self.adaptive and self.planner is None:
-            self.profile(len(rows))
+            self.profile(len(self.rows))
         if self.planner is None:
-            length = self.draft_length if any(map(drafts, rows)) else 0
+            length = self.draft_length if any(map(drafts, self.rows)) else 0
             return Choice(length, (0,) * len(rows)), [None] * len(rows), [None] * len(rows)
         found = self._look_up(rows)
+        if self.strategy.launch_ahead and not self._waits_for_lookups(found, self.rows):
+            found: list[LookupProposal | None] = [None for _ in rows]
         matches = [None if each is None else Match(each.length, len(each.tokens)) for each in found]
         allowed = (
-            not self.batch.failed
-            and any(map(drafts, rows))
-            and (not joining or self.planner.pays(replace(load, rows=load.rows + joining, ragged=True)))
+            not self.batch.failed and any(map(drafts, self.rows)) and (not joining or self._pays_with(joining, load))
         )
         return self.planner.choose(load, matches, [row.acceptance for row in rows], drafts=allowed), found, matches
+
+    def _pays_with(self, joining: int, load: Load) -> bool:
+        """Whether drafts pay in the batch that so many rows are about to join."""
+        assert self.planner is not None
+        return self.planner.pays(replace(load, rows=self.batch.size(len(self.rows) + joining), ragged=True))
 
     def _look_up(self, rows: Sequence[Request]) -> list[LookupProposal | None]:
         if self.lookup is None:
             return [None] * len(rows)
-        found = [self._forced(row) or self.lookup.find(row.tokens, row.ngrams) for row in rows]
+        found = [None if row.padding else self._forced(row) or self.lookup.find(row.tokens, row.ngrams) for row in rows]
         return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]
+
+    def _waits_for_lookups(self, found: Sequence[LookupProposal | None], requests: Sequence[Request]) -> bool:
+        """Whether these look-ups are worth a round that is launched after the one before it was read. With a grammar rounds
+        are in any case."""
+        long = sum(each is not None and each.length >= LENGTHS[0] for each in found)
+        return long >= LOOKED_UP_SHARE * len(requests) or any(row.prompt.constraint is not None for row in requests)
 
     def _forced(self, row: Request) -> LookupProposal | None:
         """What a row's grammar leaves no choice about."""

@@ -14,16 +14,15 @@ from service.engine import device
 from service.engine.drafters.model import ModelDrafter, pad_rows
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
-from service.engine.request import Request
+from service.engine.request import PADDING_TEXT, Request
+from service.engine.strategy import current
 from service.engine.target import Target
-
-PADDING = 1 / 8
-"""Padding allowed in a call over prompts of different lengths, as a share of their tokens."""
 
 
 @dataclass(slots=True)
 class Prefill:
-    """Prompts in prefill, with caches of their own until they join the batch. All but the last token of each is prefilled."""
+    """Prompts in prefill, with caches of their own until they join the batch. All but the last token of each is prefilled. The
+    caches may have more rows, of padding (`strategy`), behind those of the requests."""
 
     rows: list[Request]
     target_cache: RowCache
@@ -43,16 +42,14 @@ class Prefill:
     def next_call_tokens(self, size: int) -> int:
         """Tokens of the target's next call, padding included, with chunks of `size` tokens. An upper bound before the cached
         prefix is loaded."""
-        left = (
-            len(row.prompt.tokens) - 1 - done
-            for row, done in zip(self.rows, self.target_cache.lengths.host, strict=True)
-        )
-        return len(self.rows) * min(size, max(left))
+        done = self.target_cache.lengths.host
+        left = (len(prompt) - count for prompt, count in zip(_prompts(self.rows, self.target_cache), done, strict=True))
+        return len(done) * min(size, max(left))
 
     def ensure_draft_cache(self, draft: nn.Module, epoch: int) -> RowCache:
         """The draft's cache for these rows: a new one where there is none, or only one of another epoch."""
         if self.draft_cache is None or self.epoch != epoch:
-            self.draft_cache, self.epoch = RowCache(draft, len(self.rows)), epoch
+            self.draft_cache, self.epoch = RowCache(draft, len(self.target_cache.lengths.host)), epoch
         return self.draft_cache
 
 
@@ -64,8 +61,10 @@ def batch_prompts(
     room: int,
     size: int,
     prefix: PrefixCache | None,
+    batch_size: Callable[[int], int],
 ) -> Prefill:
-    """The first of these prompts, batched with those nearest to it in length that fit into one call of `room` tokens.
+    """The first of these prompts, batched with those nearest to it in length that fit into one call of `room` tokens, padding
+    rows among them. batch_size: rows of a call over so many prompts.
 
     Only unstarted prompts of at most `size` uncached tokens are batched, all with or all without a prefill of the draft
     (`prefills_draft`, one for each). Prompts that share an uncached block are not: the second waits for the prefix cache.
@@ -83,14 +82,16 @@ def batch_prompts(
         ]
         lengths = [(_uncached_tokens(other, owners, prefix), other) for other in alike if other is not first]
         for length, other in sorted(lengths, key=lambda pair: abs(pair[0] - total)):
-            call = (len(chosen) + 1) * max(longest, length)
-            fits = 0 < length <= size and call <= min(room, (1 + PADDING) * (total + length))
+            count, most = len(chosen) + 1, max(longest, length)
+            rows, dense = batch_size(count), count * most <= (1 + current().prefill_padding) * (total + length)
+            call = rows * (most if rows == count else max(most, len(PADDING_TEXT) - 1))
+            fits = 0 < length <= size and call <= room and dense
             if fits and not any(_share_an_uncached_block(one, other, prefix) for one in chosen):
                 chosen.append(other)
                 longest, total = max(longest, length), total + length
     if len(chosen) > 1:
         rows = [each.rows[0] for each in chosen]
-        first = Prefill(rows, target.cache(len(rows)), None, first.epoch, with_draft)
+        first = Prefill(rows, target.cache(batch_size(len(rows))), None, first.epoch, with_draft)
     if min(longest, size) <= room:
         _load_cached_prefixes(Owner.TARGET, first.target_cache, first.rows, prefix)
     return first
@@ -124,12 +125,18 @@ def prefill_draft(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix:
     return _prefill_chunk(Owner.DRAFT, run, prefill.draft_cache, prefill.rows, size, upto, prefix)
 
 
+def _prompts(rows: Sequence[Request], cache: RowCache) -> list[Sequence[int]]:
+    """What is prefilled of each row of a cache: all but the last token, of these requests and of padding."""
+    prompts: list[Sequence[int]] = [row.prompt.tokens[:-1] for row in rows]
+    return prompts + [PADDING_TEXT[:-1]] * (len(cache.lengths.host) - len(rows))
+
+
 def _load_cached_prefixes(owner: Owner, cache: RowCache, rows: Sequence[Request], prefix: PrefixCache | None) -> None:
     """Load the cached prefixes of unstarted prompts."""
     if prefix is not None and cache.lengths.longest == 0:
-        prefix.load(owner, [row.prompt.tokens[:-1] for row in rows], cache)
+        prefix.load(owner, _prompts(rows, cache), cache)
         if owner is Owner.TARGET:
-            for row, length in zip(rows, cache.lengths.host, strict=True):
+            for row, length in zip(rows, cache.lengths.host, strict=False):
                 row.cached_tokens = length
 
 
@@ -145,14 +152,19 @@ def _prefill_chunk(
     """Prefill the next `size` tokens of each prompt, up to its last one and to position `upto`, and insert them into the prefix
     cache. Returns whether tokens remain."""
     _load_cached_prefixes(owner, cache, rows, prefix)
-    prompts, start = [row.prompt.tokens[:-1] for row in rows], cache.lengths.host
+    prompts, start = _prompts(rows, cache), cache.lengths.host
     chunks = [prompt[done : min(done + size, upto)] for prompt, done in zip(prompts, start, strict=True)]
     if any(chunks):
         run(pad_rows(chunks, cache), cache)
-        device.wait(cache.arrays())
-        cache.truncate([done + len(chunk) for done, chunk in zip(start, chunks, strict=True)])
+        ends = [done + len(chunk) for done, chunk in zip(start, chunks, strict=True)]
+        # The first round over these rows can be made while the device is at the end of their prompts.
+        whole = all(end == len(prompt) for end, prompt in zip(ends, prompts, strict=True))
+        evaluate = device.launch if whole and current().launch_ahead else device.wait
+        evaluate(cache.arrays())
+        cache.truncate(ends)
         if prefix is not None:
-            for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+            for i, (row, prompt) in enumerate(zip(rows, prompts, strict=False)):
                 if row.prompt.store:
                     prefix.insert(owner, prompt, cache, i)
+            prefix.copy(evaluate)
     return any(done < len(prompt) for done, prompt in zip(cache.lengths.host, prompts, strict=True))

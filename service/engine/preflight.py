@@ -18,9 +18,9 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cac
 
 from service.core import PairError
 from service.engine import device
-from service.engine.kv.buffers import capacity
 from service.engine.kv.cache import RowCache, RowLayer
 from service.engine.replay import Replay
+from service.engine.strategy import current
 
 LENGTHS = (9, 5, 4)
 """Tokens of the rows. All but the last TAIL are prefilled before the rows are batched: none of the last row."""
@@ -147,13 +147,13 @@ class _WholeCache(KVCache):
 
     def make_mask(self, N: int, return_array: bool = True, window_size: int | None = None) -> mx.array:
         """Booleans (N, capacity)."""
-        query, key = self.offset + mx.arange(N)[:, None], mx.arange(capacity(self.offset + N))
+        query, key = self.offset + mx.arange(N)[:, None], mx.arange(current().capacity(self.offset + N))
         mask = key <= query
         return mask if window_size is None else mask & (key > query - window_size)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """Keys and values (B, heads, capacity, dims)."""
-        width = capacity(self.offset)
+        width = current().capacity(self.offset)
         return cast("Any", self).keys[..., :width, :], cast("Any", self).values[..., :width, :]
 
 
@@ -169,11 +169,11 @@ def _in_engine(model: nn.Module, rows: list[list[int]]) -> list[Vectors]:
         if prompt := row[:-TAIL]:
             model(mx.array([prompt]), cache=alone.layers)
             alone.commit(len(prompt))
-        batch.join([alone])
+        batch.append(alone)
     # Three tokens each, of which one, two or all are accepted and the others rolled back; then the rest of each row.
     accepted = [1 + i % 3 for i in range(len(rows))]
     tokens = [[*row[-TAIL:][:n], 1, 1][:3] for row, n in zip(rows, accepted, strict=True)]
-    run = Replay(model, lambda arrays, cache: (model(arrays[0], cache=cache.layers),), seen_before=0)
+    run = Replay(model, lambda arrays, cache: (model(arrays[0], cache=cache.layers),), traces_first=True)
     (first,) = run([mx.array(tokens)], batch, 3)
     batch.truncate([len(row) - TAIL + n for row, n in zip(rows, accepted, strict=True)])
     tokens = [[*row[len(row) - TAIL + n :], 1, 1][:3] for row, n in zip(rows, accepted, strict=True)]

@@ -7,7 +7,7 @@ once, and may use kernels that would cost Python too much in every call (`produc
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, TypeAlias, cast
 
@@ -23,10 +23,8 @@ log = logging.getLogger(__name__)
 
 MOST_TRACES = 128
 """Traces that are held, those used last: each takes one to four megabytes of the host."""
-SEEN_BEFORE = 2
-"""Calls of a shape before it is traced: tracing costs as much as some calls, and many shapes come once or twice."""
-MOST_SHAPES = 4096
-"""Shapes whose calls are counted; after that counting starts again."""
+FIRST_CALLS = 3
+"""Calls of a shape until it is replayed as it will always be: the first of all, the one that is traced, and one more."""
 
 Arguments: TypeAlias = Sequence[Any]
 """Trees (lists, tuples and dicts) of arrays, numbers, booleans and None."""
@@ -40,18 +38,18 @@ class _ReadOtherwise(Exception):
 
 class Replay:
     """Calls of a model over a row cache. call: runs it over arguments and a cache, to which it appends keys and values, and
-    returns a tree of arrays. Everything else that it reads must stay what it is. seen_before: see SEEN_BEFORE.
+    returns a tree of arrays. Everything else that it reads must stay what it is. traces_first: trace the first call too; else
+    it runs as it is, so that what a model makes in its first call is not made inside a trace.
 
     Calls over more than `attention.FEW` tokens a row, of models with recurrent states or attention of their own, and where the
     device gains nothing by it (`strategy`), run as they are; so do calls inside another trace.
     """
 
-    def __init__(self, model: nn.Module, call: Call, *, seen_before: int = SEEN_BEFORE) -> None:
+    def __init__(self, model: nn.Module, call: Call, *, traces_first: bool = False) -> None:
         self._call = call
         self._model = model
-        self._seen_before = seen_before
+        self._called = traces_first
         self._traces: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
-        self._seen: Counter[Hashable] = Counter()
         self._possible = current().replay
         self._in_place = mx.default_device().type != mx.cpu
         """Traced calls write keys and values in place: not where the model reads them otherwise than by `attention`."""
@@ -69,10 +67,8 @@ class Replay:
         key = (first.shape, *(_kind(leaf) for _, leaf in cast("list[tuple[str, Any]]", tree_flatten(arguments))))
         trace = self._traces.get(key)
         if trace is None:
-            if len(self._seen) > MOST_SHAPES:
-                self._seen.clear()
-            self._seen[key] += 1
-            if self._seen[key] <= self._seen_before:
+            if not self._called:
+                self._called = True
                 # With the kernels that a trace has, so that both give the same bits.
                 cache.lengths.equal = False
                 return self._by_kernel(arguments, cache)
@@ -91,7 +87,7 @@ class Replay:
         self._traces[key] = trace
         self._traces.move_to_end(key)
         if len(self._traces) > MOST_TRACES:
-            del self._seen[self._traces.popitem(last=False)[0]]
+            self._traces.popitem(last=False)
         return returned
 
     @staticmethod

@@ -17,6 +17,7 @@ from service.core import (
     Prompt,
     Provenance,
     Round,
+    Sampling,
     Source,
     Timings,
     TokenLogprobs,
@@ -25,6 +26,9 @@ from service.engine.acceptance import Acceptance
 from service.engine.drafters.lookup import NGramIndex
 from service.engine.evidence import Evidence
 from service.engine.top_logprobs import pack
+
+PADDING_TEXT = (0,) * 16
+"""Tokens of a padding row: no fewer than a draft step takes of any row."""
 
 
 class Detokenizer(Protocol):
@@ -95,6 +99,8 @@ class Request:
     text: TextStream | None
     tokens: list[int] = field(init=False)
     finish: FinishReason | None = None
+    padding: bool = False
+    """It only fills a batch up: nobody asked for it, and it has no output."""
     cached_tokens: int = 0
     """Prompt tokens that were loaded from the prefix cache."""
     rounds: list[Round] = field(default_factory=list[Round])
@@ -257,6 +263,14 @@ class Request:
 def _possible(ids: Sequence[int], logprobs: Sequence[float]) -> tuple[tuple[int, float], ...]:
     """Those of the most likely tokens that no grammar forbids."""
     return tuple((token, value) for token, value in zip(ids, logprobs, strict=True) if value > -float("inf"))
+
+
+def padding_row(draft_length: int) -> Request:
+    """A row for the places of a batch that no request has; it may have several. draft_length: see Batch."""
+    prompt = Prompt(PADDING_TEXT, Sampling(), store=False)
+    return Request(
+        "", prompt, frozenset(), None, finish=FinishReason.LENGTH, padding=True, acceptance=Acceptance(draft_length)
+    )
 
 
 def prefill_ratio(rows: Sequence[Request]) -> float:

@@ -22,9 +22,9 @@ from service.engine.sampling import SamplingBatch
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A planned round; everything by row. visible: tokens as the draft sees them. found, matches: look-ups. lags: the draft's
-    cache lacks more tokens than a step takes, so that the round's time says nothing of others. started_at: perf_counter when
-    it was planned."""
+    """A planned round; everything by row. visible: tokens as the draft sees them. found, matches: look-ups. irregular: the
+    draft's cache lacks more tokens than a step takes, or rows have just come or gone, so that the round's time says nothing of
+    others. started_at: perf_counter when it was planned."""
 
     rows: Sequence[Request]
     visible: Sequence[Sequence[int]]
@@ -33,8 +33,13 @@ class Plan:
     found: Sequence[LookupProposal | None]
     matches: Sequence[Match | None]
     steps: DraftSteps
-    lags: bool
+    irregular: bool
     started_at: float
+
+    @property
+    def requests(self) -> list[Request]:
+        """The rows that are no padding."""
+        return [row for row in self.rows if not row.padding]
 
     @property
     def sources(self) -> list[Source]:
@@ -138,9 +143,13 @@ class Step:
 
     def unread(self) -> Unread:
         """How its rows end. Its host's numbers are those of the round before."""
-        assert self.arrays.newest is not None and self.arrays.ends is not None
-        most = self.arrays.emitted.shape[1]
-        return Unread(self.arrays.newest, self.arrays.ends, [len(row.tokens) - 1 + most for row in self.plan.rows])
+        newest, ends = self.arrays.newest, self.arrays.ends
+        assert newest is not None and ends is not None
+        most = [len(row.tokens) - 1 + self.arrays.emitted.shape[1] for row in self.plan.rows]
+        if any(row.finish is not None and not row.padding for row in self.plan.rows):
+            # Of a row that ended in the round before, the device took more tokens than it kept.
+            ends = mx.minimum(ends, mx.array(most, dtype=mx.int32))
+        return Unread(newest, ends, most)
 
 
 @dataclass(frozen=True, slots=True)

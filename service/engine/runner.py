@@ -39,6 +39,7 @@ class Runner:
         self._prefill_chunk = prefill_chunk
         self._strategy = current()
         self._sampling: SamplingBatch | None = None
+        self._ends: tuple[list[bool], mx.array] | None = None
         self._replay = Replay(batch.target.model, self._verified)
 
     def launch(self, plan: Plan) -> Step:
@@ -65,7 +66,7 @@ class Runner:
         """Launch a round behind one that was not read yet: it goes on from the tokens that the device has just chosen. Not over
         rows with a seed behind a drafted round: their noise depends on how many tokens they have. Where it raises with a
         proposal in it, `restore` goes on without the draft, once `step` was read."""
-        sampling, cache = step.sampling, self._batch.cache
+        sampling, cache = self._sampling_of(plan.rows), self._batch.cache
         draft_key, verify_key = self._keys(sampling, 2)
         if not step.drafted:
             # Every row gets one token.
@@ -111,6 +112,17 @@ class Runner:
             self._sampling = SamplingBatch.of(settings, self.vocabulary)
         return self._sampling
 
+    def _most_ends(self, rows: Sequence[Request]) -> mx.array | None:
+        """Where each row may end at most, (B,), int32: what the device accepts of a padding row must not make it longer. None
+        where there are no padding rows."""
+        if not self._strategy.batch_sizes:
+            return None
+        padding = [row.padding for row in rows]
+        if self._ends is None or self._ends[0] != padding:
+            most = [len(row.tokens) - 1 if row.padding else np.iinfo(np.int32).max for row in rows]
+            self._ends = padding, mx.array(np.array(most, dtype=np.int32))
+        return self._ends[1]
+
     def _keys(self, sampling: SamplingBatch, count: int) -> list[mx.array]:
         """Fresh keys where rows sample without a seed."""
         if not sampling.unseeded:
@@ -137,7 +149,7 @@ class Runner:
                 cache.truncate([min(start + self._prefill_chunk, len(text))])
             caches.append(cache)
         batch.cache.compact([], batch.cache.copy_moved([]))
-        batch.cache.join(caches)
+        batch.cache.join(caches, [1] * len(rows), range(len(rows)), len(rows))
 
     def _propose(
         self, plan: Plan, sampling: SamplingBatch, noise: SharedNoise, key: mx.array, after: Unread | None = None
@@ -199,6 +211,7 @@ class Runner:
             sampling.leaves(),
             any(row.needs_evidence(self._collect) for row in rows),
             self._bits(rows, lookups, None if drafted is None else proposal),
+            self._most_ends(rows),
         )
         arrays = RoundArrays(**self._replay(arguments, cache, count))
         if arrays.features is not None:
@@ -226,7 +239,7 @@ class Runner:
 
     def _verified(self, arguments: Sequence[Any], cache: RowCache) -> dict[str, Any]:
         """A round's arrays, as a tree. arguments: see `_verify`."""
-        latest, proposed, draft, finite, noise, key, leaves, collect, bits = arguments
+        latest, proposed, draft, finite, noise, key, leaves, collect, bits, most = arguments
         proposal, drafted = (None if tree is None else Proposal(**tree) for tree in (proposed, draft))
         sampling, starts = SamplingBatch.of_leaves(leaves), None if cache.states else cache.lengths.starts(cache.ahead)
         tokens = latest
@@ -252,7 +265,8 @@ class Runner:
             return arrays.tree()
         known = mx.concatenate([latest, arrays.emitted.astype(latest.dtype)], axis=1)
         newest = mx.take_along_axis(known, accepted.astype(mx.int32)[:, None] + mx.arange(2), axis=1)
-        return replace(arrays, newest=newest, ends=starts + accepted.astype(mx.int32) + 1).tree()
+        ends = starts + accepted.astype(mx.int32) + 1
+        return replace(arrays, newest=newest, ends=ends if most is None else mx.minimum(ends, most)).tree()
 
 
 def _most(row: Request, drafted: int) -> int:

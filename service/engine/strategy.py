@@ -4,7 +4,8 @@ On an accelerator the host must not be in the way: it waits once a round, draft 
 device works while Python builds the next, and what is logged is computed with the round.
 
 On CUDA the host is slower than the device: model calls are traced once for each shape and replayed (`replay`), and products
-and attention of up to some hundred tokens a row are kernels of our own (`products`, `attention`). Other calls under a mask go
+and attention of up to some hundred tokens a row are kernels of our own (`products`, `attention`). So that shapes come again,
+padding rows fill a batch up to one of a few sizes, and capacities double in two steps. Other calls under a mask go
 to cuDNN, which builds a plan for each new shape of queries, keys and mask (MLX's
 mlx/backend/cuda/scaled_dot_product_attention.cpp, `sdpa_cudnn`): they see keys and values at their whole capacity, which grows
 in steps, and have one of a few widths. Metal's kernels take any shape
@@ -23,6 +24,17 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+STEP, FEWEST = 128, 256
+"""Positions are allocated in multiples of STEP; where calls see the whole capacity, FEWEST at least."""
+
+
+def _doubling(least: int, first: int) -> int:
+    """The least of `first`, and of what doubles in two steps from there on, that is not below `least`."""
+    if least <= first:
+        return first
+    double = 1 << (least - 1).bit_length()
+    return double * 3 // 4 if double >= 4 and least <= double * 3 // 4 else double
+
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
@@ -30,7 +42,9 @@ class Strategy:
     early. launch_ahead: launch the next round before this one is read, where rows allow it; what is logged is
     then computed in the round's own evaluation, for all positions, else afterwards, for the emitted ones. whole_capacity:
     masked calls see keys and values at their whole capacity, not up to the longest row. lengths: proposals are of so many
-    tokens; empty: of any number. few_widths: calls are padded to one of a few widths, unless a layer is recurrent.
+    tokens; empty: of any number. batch_sizes: padding rows fill a batch up to one of these; empty: there are none. few_widths:
+    calls are padded to one of a few widths, unless a layer is recurrent. prefill_chunk: prompt tokens processed between two
+    rounds. prefill_padding: padding allowed in a call over prompts of different lengths, as a share of their tokens.
     row_attention: attention of a few tokens a row goes through `attention`. replay: model calls over few tokens a row are
     traced and replayed."""
 
@@ -39,15 +53,26 @@ class Strategy:
     launch_ahead: bool
     whole_capacity: bool = False
     lengths: tuple[int, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
     few_widths: bool = False
+    prefill_chunk: int = 256
+    prefill_padding: float = 1 / 8
     row_attention: bool = False
     replay: bool = False
 
     def width(self, tokens: int) -> int:
         """Tokens of a call that reads so many."""
-        if not self.few_widths:
-            return tokens
-        return -(-tokens // 32) * 32 if tokens > 16 else 1 << (tokens - 1).bit_length()
+        return _doubling(tokens, 1) if self.few_widths else tokens
+
+    def batch_size(self, rows: int) -> int:
+        """Rows that a batch of so many requests runs."""
+        return next((size for size in self.batch_sizes if size >= rows), rows)
+
+    def capacity(self, positions: int) -> int:
+        """Positions to allocate where so many are needed."""
+        if not self.whole_capacity:
+            return -(-positions // STEP) * STEP
+        return _doubling(positions, FEWEST) if positions else 0
 
     def allowed(self, most: int) -> list[int]:
         """Lengths of proposals where at most so many tokens may be proposed, ascending."""
@@ -55,14 +80,17 @@ class Strategy:
 
 
 CPU = Strategy(launch_steps=False, ask_confidence=True, launch_ahead=False)
-METAL = Strategy(launch_steps=True, ask_confidence=False, launch_ahead=True)
+METAL = Strategy(launch_steps=True, ask_confidence=False, launch_ahead=True, prefill_chunk=512)
 CUDA = Strategy(
     launch_steps=True,
     ask_confidence=False,
     launch_ahead=True,
     whole_capacity=True,
     lengths=(1, 2, 3, 5, 7, 11, 15),
+    batch_sizes=(0, 1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
     few_widths=True,
+    prefill_chunk=2048,
+    prefill_padding=1.0,
     row_attention=True,
     replay=True,
 )

@@ -104,7 +104,9 @@ class LocalServer(ServerProcess):
         tree.setdefault("store", {}).update(url=sqlite_url(folder / "redraft.db"), adapters=str(folder / "adapters"))
         lines = [f"home = {json.dumps(str(home))}"]
         for section, values in tree.items():
-            lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in values.items())]
+            # TOML has no word for None, which is what a setting is that is left out.
+            given = {name: value for name, value in values.items() if value is not None}
+            lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in given.items())]
         self.config.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def get(self, path: str) -> dict[str, Any]:

@@ -20,8 +20,8 @@ FILE = shipped.VOCABULARY
 """Part of a model's fingerprint, and of an adapter folder's hash, like any safetensors file there."""
 MAX_EXTRA_IDS = 512
 """Extra ids of a row, at most."""
-_ROUND_TO = 16
-"""The number of extra ids is rounded up to a multiple of this, so that few shapes occur."""
+_FEWEST_EXTRA_IDS = 64
+"""The number of extra ids is rounded up to this or a doubling of it, so that few shapes occur."""
 
 
 def read(folder: Path) -> list[int] | None:
@@ -93,7 +93,7 @@ class ExtraIds:
 
 def padded(extra: Sequence[Sequence[int]], in_vocabulary: NDArray[np.bool_]) -> NDArray[np.int32]:
     """Extra ids of several rows as one array (B, n), filled up with an id of the reduced vocabulary."""
-    width = max(-(-max(map(len, extra), default=0) // _ROUND_TO), 1) * _ROUND_TO
+    width = max(1 << (max(map(len, extra), default=0) - 1).bit_length(), _FEWEST_EXTRA_IDS)
     array = np.full((len(extra), width), int(np.argmax(in_vocabulary)), dtype=np.int32)
     for line, ids in zip(array, extra, strict=True):
         line[: len(ids)] = ids

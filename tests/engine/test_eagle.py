@@ -128,7 +128,7 @@ def test_every_proposal_equals_that_of_the_row_alone(
     with using(strategy):
         served = serve(decoder, asked, eos=EOS, max_rows=rows, seed=rows, between=between)
     assert_own(served)
-    assert len(proposals) > 10 and any(len(tokens) > 100 for tokens, _ in proposals)
+    assert len(proposals) >= 10 and any(len(tokens) > 100 for tokens, _ in proposals)
     assert all(is_proposal_of_row_alone(head(), tokens, guesses) for tokens, guesses in proposals)
     # The check can fail: the target's hidden states matter.
     assert not all(is_proposal_of_row_alone(head(2), tokens, guesses) for tokens, guesses in proposals)

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from service.engine.kv.buffers import (
     SPARE,
-    STEP,
     compaction_order,
     copy_moved,
     join_rows,
@@ -20,6 +19,7 @@ from service.engine.kv.buffers import (
     write,
     write_in_place,
 )
+from service.engine.strategy import CPU, CUDA, STEP, Strategy, using
 from tests.support.cuda import NEEDS_CUDA
 
 
@@ -27,6 +27,11 @@ def kept(buffers: Sequence[mx.array | None], rows: list[int], top: int) -> list[
     copies = copy_moved(buffers, rows, top)
     mx.eval([copy for copy in copies if copy is not None])
     return keep_rows(buffers, copies, rows, top)
+
+
+def join(buffers: Sequence[mx.array | None], rows: Sequence[int]) -> mx.array | None:
+    """Behind the rows of the first."""
+    return join_rows(buffers, rows, range(rows[0], sum(rows)), sum(rows))
 
 
 def filled(rows: int, capacity: int = STEP, first: int = 1) -> mx.array:
@@ -58,7 +63,7 @@ def test_rows_keep_their_contents_as_others_join_and_leave(events: list[int | se
     named = 1
     for event in events:
         if isinstance(event, int):
-            buffer = join_rows([buffer, filled(event, first=named)], [len(contents), event])
+            buffer = join([buffer, filled(event, first=named)], [len(contents), event])
             contents += range(named, named + event)
             named += event
         else:
@@ -71,19 +76,38 @@ def test_rows_keep_their_contents_as_others_join_and_leave(events: list[int | se
             assert buffer.shape[0] <= max(2 * len(contents), len(contents) + len(contents) // SPARE)
 
 
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.sets(st.integers(0, 7), min_size=1), min_size=1, max_size=8), st.sampled_from([CPU, CUDA]))
+def test_rows_join_in_any_free_slots(batches: list[set[int]], strategy: Strategy) -> None:
+    """Each set of slots gets new rows, in an order of their own."""
+    buffer: mx.array | None = None
+    contents: dict[int, float] = {}
+    with using(strategy):
+        for number, places in enumerate(batches):
+            slots = sorted(places, key=lambda slot: (slot * 5) % 8)
+            new = filled(len(slots), first=10 * number + 1)
+            size = max([*contents, *slots]) + 1
+            buffer = join_rows([buffer, new], [max(contents, default=-1) + 1, len(slots)], slots, size)
+            contents |= {slot: 10.0 * number + 1 + i for i, slot in enumerate(slots)}
+            found = numbers(buffer, size)
+            assert [found[slot] for slot in contents] == list(contents.values())
+
+
 def test_capacity_is_reused_and_released() -> None:
-    batch = join_rows([filled(8), filled(4, first=9)], [8, 4])
-    assert batch is not None and batch.shape[0] == 12 + 12 // SPARE
-    (buffer,) = kept([batch], compaction_order(12, {2, 5}), STEP)
-    assert buffer is not None and buffer.shape[0] == 15 and numbers(buffer, 10) == [1, 2, 12, 4, 5, 11, 7, 8, 9, 10]
-    again = join_rows([buffer, filled(3, first=20)], [10, 3])
-    assert again is buffer, "the spare capacity is enough"
-    assert numbers(again, 13)[10:] == [20, 21, 22]
-    (few,) = kept([again], [12, 0], STEP)
-    assert few is not None and few.shape[0] == 2 and numbers(few, 2) == [22, 1]
-    wide = join_rows([filled(2, capacity=4 * STEP)], [2])
-    (short,) = kept([wide], [0, 1], STEP)
-    assert short is not None and short.shape[2] == STEP
+    # Where padding rows fill batches up there are no spare slots.
+    with using(CPU):
+        batch = join([filled(8), filled(4, first=9)], [8, 4])
+        assert batch is not None and batch.shape[0] == 12 + 12 // SPARE
+        (buffer,) = kept([batch], compaction_order(12, {2, 5}), STEP)
+        assert buffer is not None and buffer.shape[0] == 15 and numbers(buffer, 10) == [1, 2, 12, 4, 5, 11, 7, 8, 9, 10]
+        again = join([buffer, filled(3, first=20)], [10, 3])
+        assert again is buffer, "the spare capacity is enough"
+        assert numbers(again, 13)[10:] == [20, 21, 22]
+        (few,) = kept([again], [12, 0], STEP)
+        assert few is not None and few.shape[0] == 2 and numbers(few, 2) == [22, 1]
+        wide = join([None, filled(2, capacity=4 * STEP)], [0, 2])
+        (short,) = kept([wide], [0, 1], STEP)
+        assert short is not None and short.shape[2] == STEP
 
 
 @pytest.mark.parametrize("starts", [[3, 3, 3], [0, 7, 40]])

@@ -338,12 +338,14 @@ def test_eviction_takes_leaves_and_spares_a_growing_path() -> None:
     prefix = PrefixCache(5 * size)
     for tokens in (one, two):
         prefix.insert(Owner.TARGET, tokens, written(tokens))
+        prefix.copy()
     assert (found(prefix, one), found(prefix, two)) == (96, 64)
     for tokens, count in ((one, 96), (two, 64)):
         prefix.load(Owner.TARGET, [tokens], again := written(()))
         assert again.lengths.host == [count]
     longer = (*one, *three)
     prefix.insert(Owner.TARGET, longer, written(longer))
+    prefix.copy()
     assert (found(prefix, longer), found(prefix, two)) == (160, 0)
     assert prefix.nbytes == 5 * size
 
@@ -355,6 +357,7 @@ def test_a_block_holds_no_other_memory(dims: tuple[int, int]) -> None:
     gc.collect()
     empty = mx.get_active_memory()
     prefix.insert(Owner.TARGET, tokens, written(tokens, dims))
+    prefix.copy()
     gc.collect()
     assert prefix.nbytes == 3 * BLOCK * sum(dims) * 4
     assert prefix.nbytes <= mx.get_active_memory() - empty <= prefix.nbytes + 32_768

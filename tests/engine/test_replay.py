@@ -12,7 +12,7 @@ import pytest
 from service.engine import replay
 from service.engine.drafters.model import DraftCalls
 from service.engine.kv.cache import RowCache
-from service.engine.replay import SEEN_BEFORE, Replay
+from service.engine.replay import FIRST_CALLS, Replay
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.engine.target import Target
 from service.models.heads import cut
@@ -56,11 +56,11 @@ def rows(target: Target, lengths: Sequence[int]) -> RowCache:
         row = target.cache(1)
         target(mx.array([[texts.randrange(4, V) for _ in range(length)]]), row)
         row.commit(length)
-        cache.join([row])
+        cache.append(row)
     return cache
 
 
-def test_a_shape_is_traced_when_it_comes_again_and_rows_may_be_of_other_lengths() -> None:
+def test_a_shape_is_traced_once_and_rows_may_be_of_other_lengths() -> None:
     counted, plain = Counted(tiny_llama(0)), Target(tiny_llama(0), None)
     target = Target(counted, None)
     ours, theirs = rows(target, [20, 7, 1]), rows(plain, [20, 7, 1])
@@ -73,9 +73,9 @@ def test_a_shape_is_traced_when_it_comes_again_and_rows_may_be_of_other_lengths(
         lengths = [n + 1 + (i + turn) % 3 for i, n in enumerate(lengths)]
         ours.truncate(lengths)
         theirs.truncate(lengths)
-    assert counted.calls == SEEN_BEFORE + 1, "as they are, traced, and replayed"
+    assert counted.calls == 2, "as it is, traced, and replayed"
     target.verify(mx.array([[5, 6]] * 3), ours)
-    assert counted.calls == SEEN_BEFORE + 2, "another shape"
+    assert counted.calls == 3, "another shape"
 
 
 def test_calls_that_follow_each_other_before_a_truncation_see_each_other() -> None:
@@ -94,7 +94,7 @@ def test_keys_and_values_are_written_in_place() -> None:
     cache.reserve(50_000)
     mx.eval(cache.arrays())
     held = sum(array.nbytes for array in cache.arrays())
-    for turn in range(SEEN_BEFORE + 3):
+    for turn in range(FIRST_CALLS + 3):
         base = mx.get_active_memory()
         mx.reset_peak_memory()
         mx.eval(target.verify(mx.array([[5], [6]]), cache), cache.arrays())
@@ -109,7 +109,7 @@ def test_what_is_written_in_place_is_what_would_be_scattered(monkeypatch: pytest
     ours, theirs = Target(model, None), Target(model, None)
     monkeypatch.setattr(theirs._replay, "_in_place", False)
     caches, lengths = [rows(target, [20, 7, 1]) for target in (ours, theirs)], [20, 7, 1]
-    for turn in range(SEEN_BEFORE + 40):
+    for turn in range(FIRST_CALLS + 40):
         # The second call is handed over while the first is under way.
         for count in (3, 1):
             tokens = mx.array([[5 + turn % 50, 6, 7][:count]] * 3)
@@ -151,10 +151,10 @@ def test_calls_have_the_same_kernels_before_they_are_traced(monkeypatch: pytest.
     model = tiny_llama(0)
     target = Target(model, None)
     cache, found = rows(target, [9]), row_calls(monkeypatch)
-    for _ in range(SEEN_BEFORE + 1):
+    for _ in range(FIRST_CALLS + 1):
         target.verify(mx.array([[5]]), cache)
         cache.commit(1)
-    assert len(found) == (SEEN_BEFORE + 1) * len(model.layers) and None not in found
+    assert len(found) == 2 * len(model.layers) and None not in found
 
 
 def test_only_so_many_traces_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +169,9 @@ def test_only_so_many_traces_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
         cache.truncate([9])
         return counted.calls
 
-    assert [calls(n) for n in (1, 2, 3) * (SEEN_BEFORE + 1)] == [1, 1, 1] * (SEEN_BEFORE + 1)
+    assert [calls(n) for n in (1, 1, 2, 3)] == [1, 1, 1, 1], "the first of all twice"
     assert [calls(n) for n in (3, 2)] == [0, 0], "the last two"
-    assert [calls(1) for _ in range(SEEN_BEFORE + 2)] == [1] * (SEEN_BEFORE + 1) + [0], "counted from the start again"
+    assert [calls(1) for _ in range(2)] == [1, 0]
     assert [calls(n) for n in (2, 1, 3)] == [0, 0, 1], "the one that was used longest ago has gone"
 
 
@@ -192,14 +192,14 @@ def test_other_devices_run_calls_as_they_are(strategy: Strategy) -> None:
         target = Target(counted, None)
         cache = rows(target, [9])
         counted.calls = 0
-        for _ in range(SEEN_BEFORE + 3):
+        for _ in range(FIRST_CALLS + 3):
             target.verify(mx.array([[5]]), cache)
-        assert counted.calls == SEEN_BEFORE + 3
+        assert counted.calls == FIRST_CALLS + 3
 
 
 def test_long_calls_and_empty_caches_run_as_they_are() -> None:
     counted = Counted(tiny_llama(0))
-    run = Replay(counted, lambda arrays, cache: (counted(arrays[0], cache.layers),), seen_before=0)
+    run = Replay(counted, lambda arrays, cache: (counted(arrays[0], cache.layers),), traces_first=True)
     cache = RowCache(counted, 1)
     run([mx.array([[5, 6]])], cache, 2)
     for _ in range(3):

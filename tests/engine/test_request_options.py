@@ -103,7 +103,8 @@ def test_nothing_is_proposed_for_a_request_that_wants_nothing(
         if row.prompt.sampling.greedy or row.prompt.sampling.seed is not None:
             assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, EOS)
     if not adaptive:
-        assert all(max(round.drafted for round in row.rounds) == K for row in mixed[:3])
+        # The third samples without a seed: it may end in its first round.
+        assert all(max(round.drafted for round in row.rounds) == K for row in mixed[:2])
 
 
 @STRATEGIES

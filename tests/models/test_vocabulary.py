@@ -63,7 +63,14 @@ def test_extra_ids_are_a_rows_latest_distinct_ids_outside_the_vocabulary() -> No
 
 
 def test_rows_without_extra_ids_are_still_an_array() -> None:
-    assert vocabulary.extra_ids([[0, 1]], np.ones(3, dtype=np.bool_)).tolist() == [[0] * 16]
+    assert vocabulary.extra_ids([[0, 1]], np.ones(3, dtype=np.bool_)).tolist() == [[0] * 64]
+
+
+def test_extra_ids_come_in_few_widths() -> None:
+    """Calls of the same shape come again while a text grows."""
+    kept = np.arange(3000) < 4
+    widths = {vocabulary.extra_ids([range(5, 6 + count), [7]], kept).shape[1] for count in range(0, 700, 9)}
+    assert widths == {64, 128, 256, 512}
 
 
 def test_extra_ids_follow_a_text_as_it_grows() -> None:

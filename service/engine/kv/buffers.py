@@ -14,18 +14,12 @@ from typing import Any
 import mlx.core as mx
 
 from service.engine.kernels import cuda_kernel
+from service.engine.strategy import current
 
-STEP = 128
-"""Positions are allocated in multiples of this."""
 SPARE = 4
-"""One spare slot is allocated for every so many rows."""
+"""One spare slot is allocated for every so many rows, but where padding rows fill the batch up (`strategy`)."""
 THREADS = 128
 """Of a block of the kernel."""
-
-
-def capacity(top: int) -> int:
-    """Positions to allocate where `top` are needed."""
-    return -(-top // STEP) * STEP
 
 
 def grow(buffer: mx.array | None, like: mx.array, top: int) -> mx.array:
@@ -35,7 +29,8 @@ def grow(buffer: mx.array | None, like: mx.array, top: int) -> mx.array:
     if buffer is not None and top <= have:
         return buffer
     rows, heads, _, dims = like.shape
-    extra = mx.zeros((rows if buffer is None else buffer.shape[0], heads, capacity(top) - have, dims), dtype=like.dtype)
+    slots, more = rows if buffer is None else buffer.shape[0], current().capacity(top) - have
+    extra = mx.zeros((slots, heads, more, dims), dtype=like.dtype)
     return extra if buffer is None else mx.concatenate([buffer, extra], axis=2)
 
 
@@ -78,31 +73,45 @@ def write_in_place(
     )[0]
 
 
-def join_rows(buffers: Sequence[mx.array | None], rows: Sequence[int]) -> mx.array | None:
-    """Concatenate the first rows[i] slots of each buffer, in the first buffer where they fit.
+def join_rows(
+    buffers: Sequence[mx.array | None], rows: Sequence[int], slots: Sequence[int], size: int
+) -> mx.array | None:
+    """Write the first rows[i] slots of each buffer but the first, one row after the other, to these slots of the first, which
+    then has `size` rows.
 
     None among `buffers`: one without positions so far, whose rows become zeros. Returns None where all are.
     """
     like = next((each for each in buffers if each is not None), None)
     if like is None:
         return None
-    first, total = buffers[0], sum(rows)
-    top = max(each.shape[2] for each in buffers if each is not None)
-    if first is not None and rows[0] and first.shape[0] >= total and first.shape[2] == top:
-        start = rows[0]
-        for each, count in zip(buffers[1:], rows[1:], strict=True):
-            if each is not None:
-                first[start : start + count, :, : each.shape[2]] = each[:count]
-            start += count
-        return first
-    parts: list[mx.array] = []
-    for each, count in zip(buffers, rows, strict=True):
-        if count:
-            part = mx.zeros((count, *like.shape[1:]), dtype=like.dtype) if each is None else each[:count]
-            parts.append(grow(part, part, top))
-    if spare := total // SPARE:
-        parts.append(mx.zeros((spare, like.shape[1], top, like.shape[3]), dtype=like.dtype))
-    return parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=0)
+    first, top = buffers[0], max(each.shape[2] for each in buffers if each is not None)
+    if first is None and rows[1:] == [size] and (only := buffers[1]) is not None and list(slots) == list(range(size)):
+        return only[:size]
+    if first is None or first.shape[0] < size or first.shape[2] < top:
+        first = _grown(first, like, size, top)
+    at = 0
+    for each, count in zip(buffers[1:], rows[1:], strict=True):
+        places, at = slots[at : at + count], at + count
+        if each is not None:
+            for start, end in _runs(places):
+                first[places[start] : places[start] + end - start, :, : each.shape[2]] = each[start:end]
+    return first
+
+
+def _grown(buffer: mx.array | None, like: mx.array, size: int, top: int) -> mx.array:
+    """A buffer for `size` rows and `top` positions with what is in `buffer`, and zeros."""
+    spare = 0 if current().batch_sizes else size // SPARE
+    made = mx.zeros((size + spare, like.shape[1], top, like.shape[3]), dtype=like.dtype)
+    if buffer is not None:
+        rows = min(size, buffer.shape[0])
+        made[:rows, :, : buffer.shape[2]] = buffer[:rows]
+    return made
+
+
+def _runs(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Where neighbours in `slots` follow each other: the start and end of each such part."""
+    starts = [i for i in range(len(slots)) if i == 0 or slots[i] != slots[i - 1] + 1]
+    return list(zip(starts, [*starts[1:], len(slots)], strict=True))
 
 
 def compaction_order(rows: int, leaving: Collection[int]) -> list[int]:
@@ -134,7 +143,7 @@ def keep_rows(
 
     A buffer of which less than half of the slots or of the positions would be in use is replaced by a smaller one.
     """
-    moved = [slot for slot, row in enumerate(rows) if row != slot]
+    moved, order = [slot for slot, row in enumerate(rows) if row != slot], mx.array(list(rows), dtype=mx.int32)
     remaining: list[mx.array | None] = []
     for buffer, copy in zip(buffers, copies, strict=True):
         each = buffer
@@ -142,10 +151,13 @@ def keep_rows(
             for i, slot in enumerate(moved):
                 each[slot : slot + 1] = copy[i : i + 1]
         elif each is not None and not _stays_in_place(each, rows, top):
-            each = mx.contiguous(each[mx.array(list(rows), dtype=mx.int32)][:, :, :top])
+            each = mx.contiguous(each[order][:, :, :top])
         remaining.append(each if rows and top else None)
     return remaining
 
 
 def _stays_in_place(buffer: mx.array, rows: Sequence[int], top: int) -> bool:
+    if current().batch_sizes:
+        # Calls of another shape would follow.
+        return False
     return 2 * len(rows) >= buffer.shape[0] and 2 * top >= buffer.shape[2]

@@ -7,7 +7,7 @@ mask (a rotating buffer cannot be truncated). Recurrent layers hold states (`rec
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import cast
 
 import mlx.core as mx
@@ -17,7 +17,7 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from service.core import PairError
 from service.engine import device
 from service.engine.attention import RowCall, route
-from service.engine.kv.buffers import capacity, copy_moved, grow, join_rows, keep_rows, scatter, write, write_in_place
+from service.engine.kv.buffers import copy_moved, grow, join_rows, keep_rows, scatter, write, write_in_place
 from service.engine.kv.lengths import Lengths
 from service.engine.kv.recurrent import StateLayer, record_calls
 from service.engine.strategy import current
@@ -132,7 +132,7 @@ class RowLayer:
                     return "causal"
             start = mx.array([start])
         if self._sees_whole(N):
-            width = max(capacity(width), 0 if self.keys is None else self.keys.shape[2])
+            width = max(current().capacity(width), 0 if self.keys is None else self.keys.shape[2])
         key = mx.arange(width)
         query = (start[:, None] + mx.arange(N))[:, None, :, None]
         mask = key <= query
@@ -302,18 +302,33 @@ class RowCache:
                 layer.truncate(counts)
         self._committed = list(lengths)
 
-    def join(self, others: Sequence[RowCache]) -> None:
-        """Append the rows of other caches of the same model."""
+    def join(self, others: Sequence[RowCache], counts: Sequence[int], slots: Sequence[int], size: int) -> None:
+        """Take the first counts[i] rows of each of these caches of the same model into these slots of `size` rows, which the
+        cache then has. Those that were not there and that nothing goes to are empty. With recurrent states, rows can only be
+        appended."""
         caches = [self, *others]
         for each in caches:
             each.launch_writes()
-        counts = [len(cache.lengths.host) for cache in caches]
+        rows = [len(self.lengths.host), *counts]
         for i, mine in enumerate(self.attention):
-            mine.keys = join_rows([cache.attention[i].keys for cache in caches], counts)
-            mine.values = join_rows([cache.attention[i].values for cache in caches], counts)
+            mine.keys = join_rows([cache.attention[i].keys for cache in caches], rows, slots, size)
+            mine.values = join_rows([cache.attention[i].values for cache in caches], rows, slots, size)
         for i, state in enumerate(self.states):
-            state.join([cache.states[i] for cache in others], counts)
-        self._set_rows([length for cache in caches for length in cache.lengths.host])
+            state.join([cache.states[i] for cache in others], rows)
+        lengths = [*self.lengths.host, *[0] * (size - rows[0])]
+        joined = [n for cache, count in zip(others, counts, strict=True) for n in cache.lengths.host[:count]]
+        for slot, length in zip(slots, joined, strict=True):
+            lengths[slot] = length
+        self._set_rows(lengths)
+
+    def append(self, other: RowCache) -> None:
+        """Take the rows of another cache of the same model behind these."""
+        have, more = len(self.lengths.host), len(other.lengths.host)
+        self.join([other], [more], range(have, have + more), have + more)
+
+    def pad(self, rows: Collection[int], length: int) -> None:
+        """Make padding of these rows: their contents no longer matter, and they count as of this length."""
+        self._set_rows([length if row in rows else n for row, n in enumerate(self.lengths.host)])
 
     def copy_moved(self, rows: Sequence[int]) -> list[mx.array | None]:
         """What `compact` needs computed."""
@@ -335,7 +350,7 @@ class RowCache:
         return [each for layer in self.attention for each in (layer.keys, layer.values)]
 
     def _top(self, rows: Sequence[int]) -> int:
-        return capacity(max((self.lengths.host[row] for row in rows), default=0))
+        return current().capacity(max((self.lengths.host[row] for row in rows), default=0))
 
     def remove_nonfinite(self, row: int) -> bool:
         """Remove values of a row that are not finite: behind its end they become zeros; before it, the row is emptied. Returns
@@ -355,11 +370,12 @@ class RowCache:
         self.zero_tail(row)
         return sound
 
-    def zero_tail(self, row: int) -> None:
-        """Set the slots behind a row's end to zero: attention gives them no weight, but zero times NaN is NaN."""
+    def zero_tail(self, row: int, start: int | None = None) -> None:
+        """Set the slots behind a row's end, or from `start` on, to zero: attention gives those behind it no weight, but zero
+        times NaN is NaN."""
         self.launch_writes()
         for array in self._keys_and_values():
-            array[row, :, self.lengths.host[row] :] = 0
+            array[row, :, self.lengths.host[row] if start is None else start :] = 0
 
     def _keys_and_values(self) -> list[mx.array]:
         return [each for each in self._buffers() if each is not None]

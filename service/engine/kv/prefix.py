@@ -8,7 +8,7 @@ inserted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -16,8 +16,8 @@ from typing import TypeAlias
 import mlx.core as mx
 
 from service.engine import device
-from service.engine.kv.buffers import capacity
 from service.engine.kv.cache import RowCache
+from service.engine.strategy import current
 
 BLOCK = 32
 """Positions of a block. The rest of a prefix, less than a block, is prefilled again."""
@@ -56,6 +56,7 @@ class PrefixCache:
         self.budget = budget
         self.nbytes = 0
         self._roots = {owner: Block() for owner in Owner}
+        self._uncopied: list[mx.array] = []
         self._order: OrderedDict[Block, None] = OrderedDict()
         """Least recently used first. Using a block uses its ancestors too, after it, so the first one is always a leaf."""
 
@@ -79,7 +80,7 @@ class PrefixCache:
 
     def insert(self, owner: Owner, tokens: Sequence[int], cache: RowCache, row: int = 0) -> None:
         """Copy whole blocks of `row`'s keys and values for `tokens`, those that are not cached yet, as many as the budget
-        allows. Waits for the copies. Does nothing for a model with recurrent layers, whose state cannot be cut into blocks."""
+        allows; `copy` must follow. Does nothing for a model with recurrent layers, whose state cannot be cut into blocks."""
         if cache.states:
             return
         whole = min(len(tokens), cache.lengths.host[row]) // BLOCK
@@ -94,15 +95,21 @@ class PrefixCache:
         groups = _groups(arrays)
         size = sum(a.shape[1] * BLOCK * a.shape[3] * a.dtype.size for a in arrays if a is not None)
         fit = min(missing, self._evict(missing * size, last) // size)
-        made: list[Block] = []
-        for start in range(len(path) * BLOCK, (len(path) + fit) * BLOCK, BLOCK):
-            key = tuple(tokens[start : start + BLOCK])
-            made.append(Block(key, last, groups, _copies(groups, arrays, row, start)))
-            last.children[key] = last = made[-1]
-        # Waits: a copy that is not computed yet keeps the whole batch's arrays alive.
-        device.wait([block.arrays for block in made])
+        start = len(path) * BLOCK
+        for number, copies in enumerate(_copies(groups, arrays, row, start, fit)):
+            at = start + number * BLOCK
+            key = tuple(tokens[at : at + BLOCK])
+            last.children[key] = last = Block(key, last, groups, copies)
+            self._uncopied += copies
         self.nbytes += fit * size
         self._touch(last)
+
+    def copy(self, evaluate: Callable[..., None] = device.wait) -> None:
+        """Copy what was inserted: a copy that is not computed keeps the whole batch's arrays alive. evaluate: device.launch
+        where what is under way on the device must not be waited for."""
+        copies, self._uncopied = self._uncopied, []
+        if copies:
+            evaluate(copies)
 
     def clear(self, owner: Owner) -> None:
         """Drop all blocks of one owner."""
@@ -156,18 +163,27 @@ def _groups(arrays: Sequence[mx.array | None]) -> Groups:
     return tuple(tuple(members) for members in found.values())
 
 
-def _copies(groups: Groups, arrays: Sequence[mx.array | None], row: int, start: int) -> list[mx.array]:
-    copies: list[mx.array] = []
-    for members in groups:
-        parts = [a[row : row + 1, :, start : start + BLOCK] for index in members if (a := arrays[index]) is not None]
-        # Concatenating a single part would return a view of the batch's array; an empty second part forces a copy.
-        copies.append(mx.concatenate([*parts, parts[0][:0]]))
-    return copies
+def _copies(
+    groups: Groups, arrays: Sequence[mx.array | None], row: int, start: int, blocks: int
+) -> list[list[mx.array]]:
+    """By block and group, the positions of so many blocks from `start` on."""
+    end = start + blocks * BLOCK
+    wholes = [
+        [a[row : row + 1, :, start:end] for index in members if (a := arrays[index]) is not None] for members in groups
+    ]
+    joined = [_copy(parts) for parts in wholes]
+    # A block by itself: parts of one array would live until the last of them was evicted.
+    return [[_copy([each[:, :, at : at + BLOCK]]) for each in joined] for at in range(0, blocks * BLOCK, BLOCK)]
+
+
+def _copy(parts: Sequence[mx.array]) -> mx.array:
+    # Concatenating a single part would return a view of it; an empty second part forces a copy.
+    return mx.concatenate([*parts, parts[0][:0]])
 
 
 def _load(paths: Sequence[Sequence[Block]], cache: RowCache, positions: int) -> None:
     """Set the keys and values of an empty cache to these blocks, a path for each row, with capacity for `positions`."""
-    width = capacity(positions)
+    width = current().capacity(positions)
     like = next(path[0] for path in paths if path)
     for group, (members, array) in enumerate(zip(like.groups, like.arrays, strict=True)):
         _, heads, _, dims = array.shape

@@ -17,13 +17,13 @@ from service.engine import device
 from service.engine.adapters import Draft
 from service.engine.drafters.head import draft_calls
 from service.engine.kv.cache import RowCache
-from service.engine.replay import SEEN_BEFORE
+from service.engine.replay import FIRST_CALLS
 from service.engine.target import Target
 from service.models.heads import cut_head
 from service.models.pair import Pair
 from service.models.vocabulary import extra_ids
 
-WARM = SEEN_BEFORE + 2
+WARM = FIRST_CALLS
 """Calls before any that is timed: they allocate keys and values and compile kernels, and some devices trace them."""
 
 

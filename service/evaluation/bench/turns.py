@@ -56,7 +56,7 @@ class EngineArm:
         k: int,
         lookup: int = 0,
         adaptive: bool = True,
-        prefill_chunk: int = 256,
+        prefill_chunk: int | None = None,
     ) -> None:
         self.settings: Mapping[str, object] = {} if draft is None else {"k": k, "adaptive": adaptive}
         self._eos = pair.eos
