@@ -17,7 +17,7 @@ from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.prefill import Prefill
-from service.engine.request import Request, padding_row
+from service.engine.request import PADDING_LENGTH, Request, padding_row
 from service.engine.rounds import Plan, Step
 from service.engine.strategy import current
 from service.engine.target import Target
@@ -128,7 +128,7 @@ class Batch:
         for i in places:
             self.rows[i] = self._padding
         for cache in self._caches:
-            cache.pad(places, len(self._padding.tokens) - 1)
+            cache.pad(places, PADDING_LENGTH)
 
     def stays_without(self, gone: Sequence[Request]) -> bool:
         """Whether the batch runs as many rows without these, which become padding."""
@@ -198,24 +198,28 @@ class Batch:
         took its place nothing of it does, for those were other tokens."""
         limits, fed = list[int](), plan.choice.drafted - 1
         rows, visible = plan.rows, [len(tokens) for tokens in plan.visible]
-        present = [row is now for row, now in zip(rows, self.rows, strict=True)]
+        # Some may have become padding since.
+        padding = [row.padding for row in self.rows]
         for i, (row, source, old, seen) in enumerate(zip(rows, plan.sources, before, visible, strict=True)):
-            if not present[i]:
-                # It has become padding since.
-                limits.append(len(self._padding.tokens) - 1)
+            if padding[i]:
+                limits.append(PADDING_LENGTH)
             elif not _drafted(row):
-                # A recurrent state cannot be taken back to before the round's first step; those are the row's own tokens.
+                # A recurrent state cannot be rewound to before the round's first step; those are the row's own tokens.
                 limits.append(seen if cache.states else seen - 1)
             else:
                 fed_own = finite[i] and source is Source.DRAFT
                 limits.append(min(old + fed if fed_own else old, len(row.tokens) - 1))
         cache.truncate(limits)
         for index, row in enumerate(rows):
-            if not finite[index] and present[index] and _drafted(row):
+            if finite[index]:
+                continue
+            if padding[index]:
+                # Nothing that it holds is missed.
+                cache.zero_tail(index, 0)
+            elif _drafted(row):
                 self._pause_draft(index, row)
-            elif not finite[index]:
-                # Nothing that padding holds is missed.
-                cache.zero_tail(index, 0 if self.rows[index].padding else None)
+            else:
+                cache.zero_tail(index)
 
     def _pause_draft(self, index: int, row: Request) -> None:
         """Let a row decode without the draft, whose logits for it were not finite, and try again later."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -17,7 +16,7 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.core import Prompt, Sampling, Source
+from service.core import Source
 from service.engine import profile
 from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
@@ -27,20 +26,18 @@ from service.engine.evidence import gather_evidence, split_rows
 from service.engine.kv.prefix import PrefixCache
 from service.engine.planner import FORCED, Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Prefill, batch_prompts, prefill_draft, prefill_target
-from service.engine.replay import FIRST_CALLS
 from service.engine.request import Request, prefill_ratio
 from service.engine.rounds import Outcome, Plan, RoundReport, Step
 from service.engine.runner import Runner
 from service.engine.strategy import current
 from service.engine.target import Target
+from service.engine.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
 LOOKED_UP_SHARE = 1 / 2
 """Share of the requests that must have a match of the longest kind, which is seldom chance: look-ups are found in tokens that
 were read, and a round that is launched after the one before it was read takes all rows half as long again."""
-WARM_UP = FIRST_CALLS
-"""Rounds at least of each kind that are run to compile kernels."""
 
 
 class Decoder:
@@ -132,38 +129,7 @@ class Decoder:
             self._seeds = profile.Seeds(profile.measure(self.batch.target.model, draft, rows=sizes, most=most), draft)
             self.planner = Planner(self.draft_length, looked_up, self._seeds.costs)
             if self.strategy.replay:
-                self._warm_up(sizes)
-
-    def _warm_up(self, sizes: Sequence[int]) -> None:
-        """Run rounds of every draft length, and over each of these numbers of rows, so that no request waits for kernels to be
-        compiled, which takes seconds each on a machine that has not run them before."""
-        drafter, most = self.batch.drafter, self.draft_length
-        lengths = [0, *self.strategy.allowed(most)] if drafter is not None else [0]
-        middle = lengths[len(lengths) // 2]
-        greedy, drawn, seeded = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, seed=0)
-        rounds = [(1, k, greedy) for k in lengths]
-        rounds += [(rows, k, greedy) for rows in sizes[1:] for k in {0, middle}]
-        rounds += [(1, lengths[-1], drawn), (1, lengths[-1], seeded)]
-        started_at = time.perf_counter()
-        for rows, k, sampling in rounds:
-            decoder = Decoder(
-                self.batch.target.model,
-                drafter.draft if drafter is not None and k else None,
-                vocabulary=self.runner.vocabulary,
-                k=k,
-                collect=self.collect,
-            )
-            prompt = Prompt((0, 0), replace(sampling, max_tokens=sys.maxsize))
-            for _ in range(rows):
-                decoder.admit(Request("", prompt, frozenset(), None))
-            # A draft that was parked first reads what it has missed.
-            for length in (k, 0, k) if k == middle else (k,):
-                decoder.draft_length = length
-                decoder.leave([])
-                for _ in range(WARM_UP):
-                    decoder.round()
-            decoder.leave(decoder.rows)
-        log.info("rounds of %d kinds warmed up in %.1f s", len(rounds), time.perf_counter() - started_at)
+                warm_up(self, sizes)
 
     # ------------------------------------------------------------------------------------------------ rows come and go
 

@@ -14,7 +14,7 @@ from service.engine import device
 from service.engine.drafters.model import ModelDrafter, pad_rows
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
-from service.engine.request import PADDING_TEXT, Request
+from service.engine.request import PADDING_LENGTH, PADDING_TEXT, Request
 from service.engine.strategy import current
 from service.engine.target import Target
 
@@ -84,7 +84,7 @@ def batch_prompts(
         for length, other in sorted(lengths, key=lambda pair: abs(pair[0] - total)):
             count, most = len(chosen) + 1, max(longest, length)
             rows, dense = batch_size(count), count * most <= (1 + current().prefill_padding) * (total + length)
-            call = rows * (most if rows == count else max(most, len(PADDING_TEXT) - 1))
+            call = rows * (most if rows == count else max(most, PADDING_LENGTH))
             fits = 0 < length <= size and call <= room and dense
             if fits and not any(_share_an_uncached_block(one, other, prefix) for one in chosen):
                 chosen.append(other)

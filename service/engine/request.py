@@ -27,8 +27,9 @@ from service.engine.drafters.lookup import NGramIndex
 from service.engine.evidence import Evidence
 from service.engine.top_logprobs import pack
 
-PADDING_TEXT = (0,) * 16
-"""Tokens of a padding row: no fewer than a draft step takes of any row."""
+PADDING_LENGTH = 15
+"""Positions that a padding row holds: with its newest token no fewer than a draft step takes of any row."""
+PADDING_TEXT = (0,) * (PADDING_LENGTH + 1)
 
 
 class Detokenizer(Protocol):

@@ -17,7 +17,7 @@ from service.engine.evidence import RoundEvidence
 from service.engine.kv.cache import RowCache
 from service.engine.masks import RoundMasks, allow
 from service.engine.replay import Replay
-from service.engine.request import Request
+from service.engine.request import PADDING_LENGTH, Request
 from service.engine.rounds import Outcome, Plan, RoundArrays, Step
 from service.engine.sampling import SamplingBatch, SharedNoise, biased, transform
 from service.engine.strategy import current
@@ -119,7 +119,7 @@ class Runner:
             return None
         padding = [row.padding for row in rows]
         if self._ends is None or self._ends[0] != padding:
-            most = [len(row.tokens) - 1 if row.padding else np.iinfo(np.int32).max for row in rows]
+            most = [PADDING_LENGTH if row.padding else np.iinfo(np.int32).max for row in rows]
             self._ends = padding, mx.array(np.array(most, dtype=np.int32))
         return self._ends[1]
 

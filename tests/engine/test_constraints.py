@@ -32,16 +32,6 @@ GREEDY = Sampling(max_tokens=40)
 SEEDED = Sampling(max_tokens=40, temperature=0.9, seed=7, top_p=0.95)
 
 
-@pytest.fixture(scope="module")
-def target() -> Model:
-    return tiny_llama(0)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Model) -> nn.Module:
-    return noisy_copy(target, 1, 0.1)
-
-
 def tokens_of(number: int) -> tuple[int, ...]:
     rng = random.Random(number)
     return tuple(rng.randrange(4, VOCABULARY) for _ in range(12 + 5 * number))

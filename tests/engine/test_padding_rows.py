@@ -25,19 +25,9 @@ from service.engine.target import Target
 from tests.support.batches import admit, serve
 from tests.support.families import RECURRENT, build
 from tests.support.fixed_length import FixedLength, fix_length
-from tests.support.oracle import forced, naive, noisy_copy, tiny_llama
+from tests.support.oracle import forced, naive
 
 V, K = 97, 4
-
-
-@pytest.fixture(scope="module")
-def target() -> Model:
-    return tiny_llama(0)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Model) -> nn.Module:
-    return noisy_copy(target, 1, 0.1)
 
 
 @pytest.fixture(autouse=True)

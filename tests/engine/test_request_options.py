@@ -17,7 +17,7 @@ from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.request import Request
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
-from tests.support.oracle import forced, naive, noisy_copy, read, tiny_llama
+from tests.support.oracle import forced, naive, read
 
 VOCABULARY, K = 97, 4
 EOS = frozenset({3})
@@ -27,16 +27,6 @@ SAMPLINGS = [
     Sampling(max_tokens=40, temperature=0.9, seed=5, top_k=20),
     Sampling(max_tokens=40, temperature=0.9, top_p=0.9),
 ]
-
-
-@pytest.fixture(scope="module")
-def target() -> Model:
-    return tiny_llama(0)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Model) -> nn.Module:
-    return noisy_copy(target, 1, 0.1)
 
 
 def tokens_of(number: int, count: int = 24) -> tuple[int, ...]:

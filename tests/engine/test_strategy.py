@@ -26,21 +26,11 @@ from service.engine.rounds import Plan, Step
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from tests.support.batches import decode
 from tests.support.fixed_length import FixedLength, fix_length
-from tests.support.oracle import forced, noisy_copy, tiny_llama
+from tests.support.oracle import forced, noisy_copy
 
 VOCABULARY, K = 97, 4
 EOS = frozenset({3})
 ACCELERATORS = pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])
-
-
-@pytest.fixture(scope="module")
-def target() -> Model:
-    return tiny_llama(0)
-
-
-@pytest.fixture(scope="module")
-def draft(target: Model) -> nn.Module:
-    return noisy_copy(target, 1, 0.1)
 
 
 def rows_of(count: int, tokens: int, *, seeded: bool = False, eos: frozenset[int] = frozenset()) -> list[Request]:
