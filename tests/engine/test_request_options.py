@@ -57,7 +57,7 @@ def test_log_probabilities_are_the_target_s_at_temperature_one(
     ]
     prompts.append(Prompt(tokens_of(4), SAMPLINGS[0]))
     with using(strategy):
-        decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=collect)
+        decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=collect, key=mx.random.key(0))
         rows, sent = finish(decoder, prompts)
     assert sent[3] == []
     assert [bool(row.evidence) for row in rows] == [collect and row.prompt.store for row in rows]
@@ -81,7 +81,13 @@ def test_nothing_is_proposed_for_a_request_that_wants_nothing(
     prompts = [Prompt(tokens_of(i), sampling, num_draft_tokens=0) for i, sampling in enumerate(SAMPLINGS[:2])]
     with using(strategy):
         decoder = Decoder(
-            target, bare(draft), vocabulary=VOCABULARY, k=K, adaptive=adaptive, lookup=8 if adaptive else 0
+            target,
+            bare(draft),
+            vocabulary=VOCABULARY,
+            k=K,
+            adaptive=adaptive,
+            lookup=8 if adaptive else 0,
+            key=mx.random.key(0),
         )
         decoder.profile(8)
         alone, _ = finish(decoder, prompts)
@@ -105,7 +111,9 @@ def test_a_request_s_proposals_are_no_longer_than_it_wants(
     prompts = [Prompt(tokens_of(i), sampling, num_draft_tokens=limit) for i, sampling in enumerate(SAMPLINGS)]
     prompts += [Prompt(tokens_of(i), sampling) for i, sampling in enumerate(SAMPLINGS)]
     with using(strategy):
-        rows, _ = finish(Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=True), prompts)
+        # What is sampled without a seed may not end before a whole proposal was verified.
+        decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=True, key=mx.random.key(0))
+        rows, _ = finish(decoder, prompts)
     for row in rows:
         longest = max(round.drafted for round in row.rounds)
         assert longest == (limit if row.prompt.num_draft_tokens else K)

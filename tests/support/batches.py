@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable, Sequence
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from service.core import Prompt
@@ -42,6 +43,7 @@ def decode(
         adaptive=adaptive,
         lookup=lookup,
         prefix=prefix,
+        key=mx.random.key(seed),
     )
     return serve(decoder, prompts, eos=eos, max_rows=max_rows, seed=seed, between=between)
 
