@@ -1,4 +1,4 @@
-"""GET /health/live, /health/ready and /metrics: for probes and scrapers."""
+"""GET /health/live, /health/ready (or /health) and /metrics: for probes and scrapers."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ def health_routes(engine_status: Callable[[], EngineStatus], metrics: Metrics) -
         """200 while this process answers at all. Never asks the engine: a probe must not hang with it."""
         return LiveAnswer()
 
+    @router.get("/health", include_in_schema=False)
     @router.get("/health/ready")
     async def ready() -> ReadyAnswer:
         """200 while the engine serves; 503 with the reason while it loads, drains, hangs, or after it died."""

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from service.core import Sampling
+from service.metrics import CODES
 from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer, FailingEncoder, wait_until
 
 
@@ -171,9 +172,12 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("asked", "field"), WRONG, ids=lambda value: str(value)[:50].encode("unicode_escape").decode())
 def test_a_wrong_field_is_named(server: EchoServer, http: httpx.Client, asked: dict[str, Any], field: str) -> None:
     before = len(server.engine.tickets)
+    counted = {code: f'redraft:requests_refused_total{{code="{code}"}}' for code in CODES}
+    counts = {code: server.value(name) for code, name in counted.items()}
     response = http.post("/generate", content=json.dumps(asked), headers={"content-type": "application/json"})
-    too_long = "context" in response.json()["error"]["message"]
-    assert_refused(response, 400, "context_length_exceeded" if too_long else "bad_request", field)
+    code = "context_length_exceeded" if "context" in response.json()["error"]["message"] else "bad_request"
+    assert_refused(response, 400, code, field)
+    assert {of: server.value(name) for of, name in counted.items()} == {**counts, code: counts[code] + 1}
     assert len(server.engine.tickets) == before
 
 

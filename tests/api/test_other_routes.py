@@ -156,11 +156,12 @@ def test_a_slow_operator_does_not_block_other_requests() -> None:
 def test_health_distinguishes_alive_from_ready(http: httpx.Client, server: EchoServer) -> None:
     assert http.get("/health/live").json() == {"status": "alive"}
     ready = http.get("/health/ready")
-    assert ready.status_code == 200
+    assert ready.status_code == http.get("/health").status_code == 200
     assert (ready.json()["status"], ready.json()["adapter"]) == ("ready", 3)
     server.engine.dead = "no progress for 61 s"
     unready = http.get("/health/ready")
     assert_shape(unready, 503, "unavailable")
+    assert_shape(http.get("/health"), 503, "unavailable")
     assert unready.json()["error"]["message"] == "no progress for 61 s"
     assert http.get("/health/live").status_code == 200
     assert_shape(http.post("/generate", json={"prompt": "a"}), 503, "unavailable")

@@ -1,7 +1,8 @@
-"""Makes each client's environment and runs its script: `python -m tests.clients [NAME ...]`."""
+"""Makes each client's environment and runs its script: `python -m tests.clients [--examples N] [NAME ...]`."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import subprocess
@@ -18,14 +19,17 @@ from tests.support.echo_engine import LIMITS, EchoServer
 
 FOLDER = Path(__file__).parent
 SECONDS = 300
+"""Of a client's script, and of each step that makes its environment."""
+EXAMPLES = 150
+"""Requests that schemathesis makes up for each operation; it has a second for each."""
 SETTINGS: dict[str, dict[str, object]] = {
     "training": {"enabled": False},
     "server": {"model_aliases": ["gpt-4o-mini", "claude-opus-4-8"]},
 }
 UNBOUNDED = replace(LIMITS, max_body_bytes=2**20, max_tokens=2**31, max_context=2**32)
 """Whatever the document allows is then served: no document can know how long a prompt may be."""
-ON_ECHO = {"schemathesis"}
-"""Clients that ask thousands of times: an engine that repeats its prompt answers them."""
+SCHEMATHESIS = "schemathesis"
+"""It asks thousands of times: an engine that repeats its prompt answers it."""
 
 
 def environments() -> dict[str, list[str]]:
@@ -67,8 +71,8 @@ def served(folder: Path) -> Generator[tuple[str, str]]:
         plain.stop()
 
 
-def run(name: str, packages: list[str], addresses: Sequence[str], folder: Path) -> bool:
-    """Whether the client's script went through; its output is shown where it did not."""
+def run(name: str, packages: list[str], arguments: Sequence[str], folder: Path, seconds: float = SECONDS) -> bool:
+    """Whether the client's script went through within so many seconds; its output is shown where it did not."""
     uv = shutil.which("uv")
     assert uv is not None, "uv is not installed"
     started = time.monotonic()
@@ -76,28 +80,35 @@ def run(name: str, packages: list[str], addresses: Sequence[str], folder: Path) 
     subprocess.run([uv, "venv", "--quiet", str(environment)], check=True, timeout=SECONDS)
     python = environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
     subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), *packages], check=True, timeout=SECONDS)
-    script = [str(python), str(FOLDER / f"client_{name}.py"), *addresses]
-    done = subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False)
+    script = [str(python), str(FOLDER / f"client_{name}.py"), *arguments]
+    done = subprocess.run(script, cwd=folder, capture_output=True, text=True, timeout=seconds, check=False)
     if done.returncode:
         print(done.stdout[-20_000:], done.stderr[-8_000:], sep="\n")
     print(f"{name}: {'failed' if done.returncode else 'passed'} ({time.monotonic() - started:.0f} s)", flush=True)
     return done.returncode == 0
 
 
-def main(names: list[str]) -> int:
-    """Status 1 where a client failed."""
+def main(names: Sequence[str], examples: int = EXAMPLES) -> int:
+    """Status 1 where a client failed. names: of the clients; none: all. examples: see EXAMPLES."""
     wanted = {name: packages for name, packages in environments().items() if not names or name in names}
-    results: list[bool] = []
+    real, results = [name for name in wanted if name != SCHEMATHESIS], list[bool]()
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        if any(name not in ON_ECHO for name in wanted):
+        if real:
             with served(folder) as addresses:
-                results += [run(name, wanted[name], addresses, folder) for name in wanted if name not in ON_ECHO]
-        if any(name in ON_ECHO for name in wanted):
+                results += [run(name, wanted[name], addresses, folder) for name in real]
+        if SCHEMATHESIS in wanted:
             with EchoServer(limits=UNBOUNDED).served() as address:
-                results += [run(name, wanted[name], [address], folder) for name in wanted if name in ON_ECHO]
+                arguments = [address, str(examples)]
+                results.append(run(SCHEMATHESIS, wanted[SCHEMATHESIS], arguments, folder, SECONDS + examples))
     return 0 if all(results) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m tests.clients")
+    parser.add_argument("names", nargs="*", metavar="NAME")
+    parser.add_argument("--examples", type=int, default=EXAMPLES)
+    parsed = parser.parse_args()
+    if unknown := set(parsed.names) - environments().keys():
+        parser.error(f"no such client: {', '.join(sorted(unknown))}")
+    sys.exit(main(parsed.names, parsed.examples))

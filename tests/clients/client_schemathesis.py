@@ -1,9 +1,8 @@
 """`schemathesis`: requests made from the OpenAPI document, and every answer checked against it.
 
-How many for each operation: REDRAFT_EXAMPLES, 30 where it is not set.
+Arguments: the server's address, and how many requests to make up for each operation.
 """
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ command = [
     "run",
     f"{sys.argv[1]}/openapi.json",
     "--max-examples",
-    os.environ.get("REDRAFT_EXAMPLES", "30"),
+    sys.argv[2],
     "--checks",
     "all",
     "--phases",
