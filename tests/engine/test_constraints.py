@@ -14,14 +14,14 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.llama import Model
 from scipy.stats import chisquare
 
-from service.core import Prompt, Sampling, Source, TokenLogprobs
+from service.core import FinishReason, Prompt, Sampling, Source, TokenLogprobs
 from service.engine import device
 from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
 from service.engine.request import Request
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.models.heads import cut
-from tests.support.automaton import Automaton, masked_alone
+from tests.support.automaton import END, Automaton, masked_alone
 from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.families import IDENTICAL, RECURRENT, build, noisy_draft
 from tests.support.oracle import forced, noisy_copy, read, tiny_llama
@@ -42,7 +42,7 @@ def constrained(number: int, sampling: Sampling, **shape: int) -> Prompt:
 
 
 def serve(decoder: Decoder, prompts: Sequence[Prompt]) -> list[Request]:
-    rows = [Request(str(i), prompt, frozenset({3}), None) for i, prompt in enumerate(prompts)]
+    rows = [Request(str(i), prompt, frozenset({END}), None) for i, prompt in enumerate(prompts)]
     for row in rows:
         decoder.admit(row)
     while decoder.unfinished:
@@ -54,7 +54,7 @@ def assert_the_target_s_own(target: Model, rows: Sequence[Request]) -> None:
     for row in rows:
         constraint = row.prompt.constraint
         if constraint is None:
-            assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, frozenset({3}))
+            assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, frozenset({END}))
         else:
             assert isinstance(constraint, Automaton)
             assert row.output == masked_alone(target, row.prompt.tokens, row.prompt.sampling, constraint)
@@ -104,6 +104,20 @@ def test_constrained_rows_beside_free_ones_are_the_masked_target_s_own(
         for case in row.cases:
             assert case.p > 0.0 or row.prompt.constraint is None
             assert case.drafted != case.target
+
+
+@STRATEGIES
+@pytest.mark.parametrize("limit", [1, 7])
+def test_an_answer_whose_grammar_meets_a_limit_is_cut(
+    target: Model, draft: nn.Module, strategy: Strategy, limit: int
+) -> None:
+    prompts = [constrained(1, GREEDY, limit=limit), constrained(2, GREEDY), Prompt(tokens_of(3), GREEDY)]
+    with using(strategy):
+        rows = serve(Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=True), prompts)
+    assert_the_target_s_own(target, rows[1:])
+    alone = masked_alone(target, tokens_of(1), GREEDY, Automaton(1, VOCABULARY, limit=limit), frozenset({END}))
+    assert rows[0].output in (alone, alone[:limit])
+    assert rows[0].finish is FinishReason.LENGTH
 
 
 def cut_to(model: nn.Module, ids: Sequence[int]) -> nn.Module:

@@ -72,6 +72,8 @@ def test_masks_follow_the_grammar_and_leave_no_trace(encoder: TextEncoder, gramm
     assert allowed(masks[0], encoder) == {b"{"}
     assert allowed(masks[-1], encoder) == {b"</s>"}
     assert constraint.masks(text) == masks
+    (end,) = encoder._tokenizer.eos_token_ids
+    assert constraint.masks([*text, end, text[0]]) == masks
     assert len(constraint.masks(encoder.encode_text('{"other"'))) == 3
     constraint.advance(text[:5])
     assert constraint.masks(text[5:]) == masks[5:]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
 
 import mlx.core as mx
@@ -14,15 +15,22 @@ from service.core import Constraint, Sampling
 from tests.support.oracle import filtered_logprobs, read, seeded_noise
 from tests.support.typed import as_int
 
+END = 3
+"""The end-of-sequence token."""
+
 
 class Automaton:
-    """core.Constraint: after each prefix a random set of 1 to `most` tokens; one time in `forcing` a single one."""
+    """core.Constraint: after each prefix a random set of 1 to `most` tokens; one time in `forcing` a single one. After `limit`
+    tokens it has failed, and allows END alone."""
 
-    def __init__(self, seed: int, vocabulary: int, *, most: int = 30, forcing: int = 3) -> None:
+    def __init__(
+        self, seed: int, vocabulary: int, *, most: int = 30, forcing: int = 3, limit: int = sys.maxsize
+    ) -> None:
         self.seed = seed
         self.vocabulary = vocabulary
         self.most = most
         self.forcing = forcing
+        self.limit = limit
         self.tokens: list[int] = []
 
     @property
@@ -31,12 +39,14 @@ class Automaton:
 
     @property
     def failed(self) -> bool:
-        return False
+        return len(self.tokens) >= self.limit
 
     def copy(self) -> Automaton:
-        return Automaton(self.seed, self.vocabulary, most=self.most, forcing=self.forcing)
+        return Automaton(self.seed, self.vocabulary, most=self.most, forcing=self.forcing, limit=self.limit)
 
     def allowed(self, tokens: Sequence[int]) -> list[int]:
+        if len(tokens) >= self.limit:
+            return [END]
         rng = random.Random(repr((self.seed, *tokens)))
         count = 1 if rng.randrange(self.forcing) == 0 else rng.randint(1, self.most)
         return rng.sample(range(4, self.vocabulary), count)
