@@ -28,7 +28,7 @@ test *args:
 
 # What takes minutes: every family at full length, kills, full-size experiments. Run it before an issue closes.
 nightly *args:
-    uv run pytest -m nightly --timeout 7200 -o faulthandler_timeout=7500 {{args}}
+    uv run pytest -m nightly --timeout 3600 -o faulthandler_timeout=3900 {{args}}
 
 # One-line changes, each of which must fail a named test (tests/mutants.toml): `just mutants` or `just mutants NAME ...`.
 mutants *names:

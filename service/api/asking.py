@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from anyio import to_thread
 
 from service.api.answers import Answer
-from service.api.errors import ContextExceeded, ModelNotFound
+from service.api.errors import ContextExceeded, ModelNotFound, ToolNotFound
 from service.api.exchange import Exchange
 from service.api.limits import Limits
 from service.api.mailbox import Mailbox
@@ -195,7 +195,7 @@ def _grammar(asked: Asked, encoder: Encoder) -> Grammar | None:
     if forced.name is not None:
         tools = [tool for tool in tools if _name(tool) == forced.name]
     if not tools:
-        raise BadRequest("the tool that must be called is not among the tools", field="tool_choice")
+        raise ToolNotFound("the tool that must be called is not among the tools")
     return encoder.call_grammar(tools, several=forced.several)
 
 

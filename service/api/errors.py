@@ -67,12 +67,20 @@ class ModelNotFound(NotFound):
     field = "model"
 
 
+class ToolNotFound(NotFound):
+    """The tool that is to be called is not among the request's tools."""
+
+    code = "tool_not_found"
+    field = "tool_choice"
+
+
 STATUS: Mapping[type[RedraftError], int] = {
     BadRequest: 400,
     ContextExceeded: 400,
     Forbidden: 403,
     NotFound: 404,
     ModelNotFound: 404,
+    ToolNotFound: 404,
     Conflict: 409,
     AdapterRefused: 409,
     IllegalMove: 409,

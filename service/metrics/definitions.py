@@ -14,6 +14,7 @@ CODES = (
     "bad_request",
     "context_length_exceeded",
     "model_not_found",
+    "tool_not_found",
     "forbidden",
     "body_too_large",
     "unsupported_media_type",

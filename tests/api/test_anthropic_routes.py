@@ -203,7 +203,7 @@ def test_errors_are_events_of_a_stream() -> None:
 @pytest.mark.parametrize("choice", [{"type": "any"}, {"type": "tool", "name": "other"}])
 def test_a_tool_that_is_not_there_cannot_be_forced(http: httpx.Client, choice: dict[str, Any]) -> None:
     response = http.post(MESSAGES, json=body("a", tool_choice=choice))
-    assert (response.status_code, response.json()["error"]["param"]) == (400, "tool_choice")
+    assert (response.status_code, response.json()["error"]["param"]) == (404, "tool_choice")
 
 
 def test_another_model_is_not_found(http: httpx.Client) -> None:

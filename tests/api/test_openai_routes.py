@@ -453,7 +453,8 @@ def test_another_model_is_not_found(http: httpx.Client, path: str) -> None:
 )
 def test_a_tool_that_is_not_there_cannot_be_forced(http: httpx.Client, path: str, more: dict[str, Any]) -> None:
     response = http.post(path, json=more)
-    assert_refused(response, "tool_choice", 400)
+    assert_refused(response, "tool_choice", 404)
+    assert response.json()["error"]["code"] == "tool_not_found"
 
 
 def test_models(http: httpx.Client) -> None:
