@@ -1,9 +1,10 @@
-"""The models of tests that need any target, and a draft that is mostly right."""
+"""The models of tests that need any target, and a draft that is mostly right; costs that no clock changes."""
 
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.llama import Model
 
+from service.engine.costs import Load, RoundCosts
 from tests.support.oracle import noisy_copy, tiny_llama
 
 
@@ -15,3 +16,14 @@ def target() -> Model:
 @pytest.fixture(scope="module")
 def draft(target: Model) -> nn.Module:
     return noisy_copy(target, 1, 0.1)
+
+
+@pytest.fixture
+def exact_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every round takes what is expected of it, whatever else this machine does."""
+    learn = RoundCosts.observe
+
+    def exact(costs: RoundCosts, load: Load, drafted: int, proposed: int, seconds: float | None) -> None:
+        learn(costs, load, drafted, proposed, None if seconds is None else costs.seconds(load, drafted, proposed))
+
+    monkeypatch.setattr(RoundCosts, "observe", exact)

@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 
 from service.core import Prompt, Sampling, Source
 from service.engine.adapters import bare
-from service.engine.costs import Costs, Load, RoundCosts
+from service.engine.costs import Costs
 from service.engine.decoder import Decoder
 from service.engine.drafters.lookup import INDEX_TOKENS, Lookup, LookupProposal, NGramIndex
 from service.engine.drafters.proposal import lookup_proposal, merge
@@ -114,17 +114,6 @@ class RaisingDraft(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         return layers_of(self.inner)
-
-
-@pytest.fixture
-def exact_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every round takes what is expected of it, whatever else this machine does."""
-    learn = RoundCosts.observe
-
-    def exact(costs: RoundCosts, load: Load, drafted: int, proposed: int, seconds: float | None) -> None:
-        learn(costs, load, drafted, proposed, None if seconds is None else costs.seconds(load, drafted, proposed))
-
-    monkeypatch.setattr(RoundCosts, "observe", exact)
 
 
 @pytest.mark.usefixtures("exact_costs")

@@ -161,21 +161,14 @@ def test_a_round_that_cannot_be_launched_behind_another_costs_the_draft_alone(
 
 
 @ACCELERATORS
-def test_rounds_without_a_draft_are_timed_between_drafted_ones(
-    target: Model, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until their cost is known every fifth round goes without; after that one in 64, with another behind it."""
+@pytest.mark.usefixtures("exact_costs")
+def test_rounds_without_a_draft_are_timed_between_drafted_ones(target: Model, strategy: Strategy) -> None:
+    """Until their cost is known every fifth round goes without; after that one in 64, with another behind it. A draft of the
+    target's own size would not pay by the clock."""
     with using(strategy):
         decoder = Decoder(target, bare(target), vocabulary=VOCABULARY, k=3, adaptive=True)
         planner = decoder.planner = Planner(3, 0, Costs({(1, 1): 1.0, (1, 4): 1.0}, {1: 0.01}, {1: 0.0}, 0.0, 0.0))
         costs = planner.costs
-        observe = costs.observe
-
-        def as_expected(load: Load, drafted: int, proposed: int, seconds: float | None) -> None:
-            """A draft of the target's own size would not pay by the clock."""
-            observe(load, drafted, proposed, None if seconds is None else costs.seconds(load, drafted, proposed))
-
-        monkeypatch.setattr(costs, "observe", as_expected)
         (row,) = rows_of(1, 1000)
         decoder.admit(row)
         while len(row.rounds) < 40:
