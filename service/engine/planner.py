@@ -160,7 +160,8 @@ class Planner:
     seeds: costs that real rounds then correct."""
 
     def __init__(self, drafted: int, looked_up: int, seeds: Costs) -> None:
-        allowed = current().allowed
+        self._strategy = current()
+        allowed = self._strategy.allowed
         self.drafted = drafted
         self.costs = RoundCosts(seeds, max(drafted, looked_up))
         self._draft_lengths = allowed(drafted)
@@ -203,12 +204,13 @@ class Planner:
         self._plain_ahead = 0.0
         expected = self._expected(load, matches, own, drafts)
         speeds = {0: load.rows / self.costs.seconds(load, 0, 0)}
-        for k in self._draft_lengths if drafts else ():
+        lengths = self._lengths(load) if drafts else []
+        for k in lengths:
             speeds[k] = self._draft_speed(load, k, expected.drafting(k))
         self._length = self._stay_or_switch(speeds)
         k, looked_up, speed = self._length, 0, speeds[self._length]
         for n in self._lookup_lengths:
-            if n > expected.longest_lookup:
+            if n > expected.longest_lookup or not self._strategy.fits(load.rows, n):
                 break
             if (lookup_speed := expected.looking_up(n) / self.costs.seconds(load, 0, n)) > speed:
                 k, looked_up, speed = 0, n, lookup_speed
@@ -221,14 +223,18 @@ class Planner:
             self._parked_rounds = 0
             return expected.choice(k, speed)
         self._parked_rounds += 1
-        if not drafts or not self.drafted:
+        if not lengths:
             self._plain_ahead = inf
         else:
             tokens = [sum(each) / load.rows for each in zip(*expected.draft, strict=True)]
-            length = max(self._draft_lengths, key=lambda k: tokens[k] / self.costs.seconds(load, k, k))
+            length = max(lengths, key=lambda k: tokens[k] / self.costs.seconds(load, k, k))
             if self._probe_is_due(load, length, tokens[length], looking_up=looked_up > 0):
                 return replace(expected.choice(length, speed), looked_up=(0,) * load.rows, probe=True)
         return Choice(0, tuple(min(looked_up, len(found) - 1) for found in expected.lookup), speed)
+
+    def _lengths(self, load: Load) -> list[int]:
+        """The draft lengths that may be planned for such a batch."""
+        return [k for k in self._draft_lengths if self._strategy.fits(load.rows, k)]
 
     def _expected(
         self, load: Load, matches: Sequence[Match | None], own: Sequence[Acceptance] | None, drafts: bool
@@ -310,7 +316,7 @@ class Planner:
         """Whether drafts of usual acceptance promise enough more tokens per second than none in such a batch (INVESTMENT)."""
         tokens, plain_speed = expected_tokens(self._draft.rates()), load.rows / self.costs.seconds(load, 0, 0)
         return any(
-            self._draft_speed(load, k, load.rows * tokens[k]) > INVESTMENT * plain_speed for k in self._draft_lengths
+            self._draft_speed(load, k, load.rows * tokens[k]) > INVESTMENT * plain_speed for k in self._lengths(load)
         )
 
     def round_seconds(self, step: float = 1.0) -> tuple[float, ...]:

@@ -20,7 +20,7 @@ from service.core import PairError
 from service.engine import device
 from service.engine.kv.cache import RowCache, RowLayer
 from service.engine.replay import Replay
-from service.engine.strategy import current
+from service.engine.strategy import FEWEST, current
 
 LENGTHS = (9, 5, 4)
 """Tokens of the rows. All but the last TAIL are prefilled before the rows are batched: none of the last row."""
@@ -144,6 +144,8 @@ def _in_mlx_lm(
 
 class _WholeCache(KVCache):
     """mlx-lm's cache with attention over the capacity that the engine would have allocated."""
+
+    step = FEWEST
 
     def make_mask(self, N: int, return_array: bool = True, window_size: int | None = None) -> mx.array:
         """Booleans (N, capacity)."""

@@ -78,12 +78,11 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
 def _calls(
     target: nn.Module, draft: nn.Module | None, rows: Sequence[int], most: int
 ) -> dict[_Call, Callable[[], None]]:
-    every = [1, *(n + 1 for n in current().allowed(most))]
     # Over one row every length: products come in tiles of four positions, and a call over four costs little more than one over
     # three. Over more rows lines between a few lengths do.
-    few = sorted({*every[:2], every[len(every) // 2], every[-1]})
+    shapes = [(n, HELD[0], _lengths(n, most) if n == min(rows) else _few(_lengths(n, most))) for n in rows]
     held_rows = max(size for size in rows if size <= HELD_ROWS or size == min(rows))
-    shapes = [(size, HELD[0], every if size == min(rows) else few) for size in rows]
+    few = _few(_lengths(held_rows, most))
     shapes.append((held_rows, HELD[1], [few[0], few[-1]]))
     both, calls = Target(target, draft), dict[_Call, Callable[[], None]]()
     steps = None if draft is None else draft_calls(draft).replayed(draft)
@@ -96,6 +95,16 @@ def _calls(
         run = _caller(lambda tokens, cache: steps.hidden([tokens], cache), RowCache(draft, 1), HELD[0])
         calls |= {_Call("backbone", 1, HELD[0], n): partial(run, n) for n in (1, 1 + READ)}
     return calls
+
+
+def _lengths(rows: int, most: int) -> list[int]:
+    """Tokens a row of the calls that may be planned over so many rows."""
+    strategy = current()
+    return [1, *(n + 1 for n in strategy.allowed(most) if strategy.fits(rows, n))]
+
+
+def _few(lengths: Sequence[int]) -> list[int]:
+    return sorted({*lengths[:2], lengths[len(lengths) // 2], lengths[-1]})
 
 
 def _fit(least: Mapping[_Call, float]) -> Costs:

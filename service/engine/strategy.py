@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-STEP, FEWEST = 128, 256
+STEP, FEWEST = 128, 512
 """Positions are allocated in multiples of STEP; where calls see the whole capacity, FEWEST at least."""
 
 
@@ -42,17 +42,19 @@ class Strategy:
     early. launch_ahead: launch the next round before this one is read, where rows allow it; what is logged is
     then computed in the round's own evaluation, for all positions, else afterwards, for the emitted ones. whole_capacity:
     masked calls see keys and values at their whole capacity, not up to the longest row. lengths: proposals are of so many
-    tokens; empty: of any number. batch_sizes: padding rows fill a batch up to one of these; empty: there are none. few_widths:
-    calls are padded to one of a few widths, unless a layer is recurrent. prefill_chunk: prompt tokens processed between two
-    rounds. prefill_padding: padding allowed in a call over prompts of different lengths, as a share of their tokens.
-    row_attention: attention of a few tokens a row goes through `attention`. replay: model calls over few tokens a row are
-    traced and replayed."""
+    tokens; empty: of any number. most_tokens: of all rows that a planned call verifies, where calls up to there round alike
+    (`products`), so that texts are plain decoding's own to the token; None: any number. batch_sizes: padding rows fill a batch
+    up to one of these; empty: there are none. few_widths: calls are padded to one of a few widths, unless a layer is
+    recurrent. prefill_chunk: prompt tokens processed between two rounds. prefill_padding: padding allowed in a call over
+    prompts of different lengths, as a share of their tokens. row_attention: attention of a few tokens a row goes through
+    `attention`. replay: model calls over few tokens a row are traced and replayed."""
 
     launch_steps: bool
     ask_confidence: bool
     launch_ahead: bool
     whole_capacity: bool = False
     lengths: tuple[int, ...] = ()
+    most_tokens: int | None = None
     batch_sizes: tuple[int, ...] = ()
     few_widths: bool = False
     prefill_chunk: int = 256
@@ -78,6 +80,10 @@ class Strategy:
         """Lengths of proposals where at most so many tokens may be proposed, ascending."""
         return [n for n in range(1, most + 1) if not self.lengths or n in self.lengths]
 
+    def fits(self, rows: int, proposed: int) -> bool:
+        """Whether proposals of so many tokens over so many rows may be planned."""
+        return self.most_tokens is None or rows * (1 + proposed) <= self.most_tokens
+
 
 CPU = Strategy(launch_steps=False, ask_confidence=True, launch_ahead=False)
 METAL = Strategy(launch_steps=True, ask_confidence=False, launch_ahead=True, prefill_chunk=512)
@@ -87,6 +93,7 @@ CUDA = Strategy(
     launch_ahead=True,
     whole_capacity=True,
     lengths=(1, 2, 3, 5, 7, 11, 15),
+    most_tokens=64,
     batch_sizes=(0, 1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
     few_widths=True,
     prefill_chunk=2048,

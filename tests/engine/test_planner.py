@@ -14,6 +14,7 @@ from service.engine.costs import FIRST, Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.planner import PROBE, Choice, DraftSteps, Match, Planner
 from service.engine.request import Request
+from service.engine.strategy import CUDA, using
 from tests.support.batches import admit, decode
 from tests.support.fixed_length import FixedLength
 from tests.support.oracle import forced, noisy_copy, tiny_llama
@@ -472,3 +473,15 @@ def test_the_planner_is_asked_about_the_rows_as_they_stand() -> None:
     for load, lengths in watching.loads:
         assert (load.rows, load.held, load.ragged) == (len(lengths), max(lengths), len(set(lengths)) > 1)
     assert {load.ragged for load, _ in watching.loads if load.rows == 2} == {False, True}
+
+
+@pytest.mark.parametrize(("rows", "longest"), [(1, 15), (4, 15), (16, 3), (32, 1), (64, 0)])
+def test_planned_calls_are_no_larger_than_what_rounds_alike(rows: int, longest: int) -> None:
+    """However well longer proposals would pay."""
+    match = Match(8, 15)
+    with using(CUDA):
+        planner = Planner(15, 15, costs(lambda rows, k: 1.0, 0.0, (1, 64)))
+        drafted = [planner.choose(Load(rows, 0), [None] * rows).drafted for _ in range(200)]
+        looked_up = [planner.choose(Load(rows, 0), [match] * rows, drafts=False).proposed for _ in range(200)]
+    assert (max(drafted), max(looked_up)) == (longest, longest)
+    assert planner.pays(Load(rows, 0)) is (longest > 0)

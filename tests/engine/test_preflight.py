@@ -10,6 +10,7 @@ import pytest
 from service.core import PairError
 from service.engine.kv.cache import RowLayer
 from service.engine.preflight import FACTOR, check_rows, largest_difference
+from service.engine.strategy import CUDA, using
 from tests.support.families import IDENTICAL, RECURRENT, build
 from tests.support.faults import KINDS, Fault, plant
 from tests.support.oracle import tiny_llama
@@ -61,6 +62,11 @@ def test_half_precision_is_served() -> None:
 @pytest.mark.parametrize("name", ["llama", "gemma3_text", "lfm2"])
 def test_healthy_models_are_served(name: str, dtype: str, rounded: str) -> None:
     check_rows(model(name, dtype, rounded), "target")
+
+
+def test_healthy_models_are_served_where_calls_see_the_whole_capacity() -> None:
+    with using(CUDA):
+        check_rows(tiny_llama(0), "target")
 
 
 @pytest.mark.parametrize("fault", FAULTS[::3], ids=lambda fault: fault.kind)
