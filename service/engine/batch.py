@@ -114,6 +114,9 @@ class Batch:
             draft = self.drafter.draft.model
             caches = [prefill.ensure_draft_cache(draft, self.epoch) for prefill in ready]
             self.drafter.cache.join(caches, counts, slots, size)
+        if current().launch_ahead:
+            # By itself: with the next round it would be a CUDA graph that does not come again.
+            device.launch([cache.arrays() for cache in self._caches])
         epochs = [prefill.epoch for prefill in ready for _ in prefill.rows]
         self.rows += [self._padding] * (size - len(self.rows))
         self._epochs += [self.epoch] * (size - len(self._epochs))
@@ -142,7 +145,8 @@ class Batch:
         for i in indices:
             self._cache_prefix(i)
         if self.prefix is not None:
-            self.prefix.copy(device.launch if under_way else device.wait)
+            # MLX would copy what is still read from with the next write, but for writes in place.
+            self.prefix.copy(wait=not under_way and not current().replay)
         self._pad(indices)
         padding = [i for i, row in enumerate(self.rows) if row.padding]
         size = self.size(len(self.rows) - len(padding))

@@ -10,7 +10,8 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import mlx.core as mx
@@ -22,7 +23,6 @@ from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
 from service.engine.drafters.lookup import LENGTHS, Lookup, LookupProposal
-from service.engine.evidence import gather_evidence, split_rows
 from service.engine.kv.prefix import PrefixCache
 from service.engine.planner import FORCED, Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Prefill, batch_prompts, prefill_draft, prefill_target
@@ -128,8 +128,21 @@ class Decoder:
             sizes, most = profile.sizes(self.batch.size(rows)), max(self.draft_length, looked_up)
             self._seeds = profile.Seeds(profile.measure(self.batch.target.model, draft, rows=sizes, most=most), draft)
             self.planner = Planner(self.draft_length, looked_up, self._seeds.costs)
-            if self.strategy.replay:
-                warm_up(self, sizes)
+            if self.strategy.replay and not self.rows:
+                warm_up(self, rows)
+
+    @contextmanager
+    def unplanned(self) -> Generator[None]:
+        """Rounds in the block draft `draft_length` tokens each, look nothing up, are not reported afterwards, and leave nothing
+        in planner, look-ups and prefix cache. Its rows must have left at the end."""
+        batch = self.batch
+        before = self.planner, self.adaptive, self.lookup, batch.prefix, self.draft_length
+        self.planner, self.adaptive, self.lookup, batch.prefix = None, False, None, None
+        try:
+            yield
+        finally:
+            self.planner, self.adaptive, self.lookup, batch.prefix, self.draft_length = before
+            self._reports.clear()
 
     # ------------------------------------------------------------------------------------------------ rows come and go
 
@@ -412,21 +425,9 @@ class Decoder:
     def _log_evidence(self, step: Step, outcome: Outcome, live: Sequence[int]) -> None:
         """Add the round's evidence to the rows that need it."""
         rows = step.plan.rows
-        needing = [i for i in live if rows[i].needs_evidence(self.collect)]
-        if not needing:
-            return
-        drafted = [
-            tokens if source is Source.DRAFT else []
-            for tokens, source in zip(outcome.proposed, step.plan.sources, strict=True)
-        ]
-        if step.arrays.evidence:
-            evidence = split_rows(step.evidence_read, outcome.emitted, drafted)
-        else:
-            logits, distribution = step.arrays.logits, step.arrays.distribution
-            assert logits is not None and distribution is not None
-            draft_logits = () if step.proposal is None else step.proposal.logits
-            evidence = gather_evidence(logits, distribution, step.sampling, outcome.emitted, drafted, draft_logits)
-        for i in needing:
-            rows[i].add_evidence(
-                evidence[i], outcome.emitted[i], outcome.proposed[i], self.tie_margin, collect=self.collect
-            )
+        if needing := [i for i in live if rows[i].needs_evidence(self.collect)]:
+            evidence = step.evidence(outcome)
+            for i in needing:
+                rows[i].add_evidence(
+                    evidence[i], outcome.emitted[i], outcome.proposed[i], self.tie_margin, collect=self.collect
+                )

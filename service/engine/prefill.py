@@ -159,12 +159,12 @@ def _prefill_chunk(
         ends = [done + len(chunk) for done, chunk in zip(start, chunks, strict=True)]
         # The first round over these rows can be made while the device is at the end of their prompts.
         whole = all(end == len(prompt) for end, prompt in zip(ends, prompts, strict=True))
-        evaluate = device.launch if whole and current().launch_ahead else device.wait
-        evaluate(cache.arrays())
+        wait = not (whole and current().launch_ahead)
+        (device.wait if wait else device.launch)(cache.arrays())
         cache.truncate(ends)
         if prefix is not None:
             for i, (row, prompt) in enumerate(zip(rows, prompts, strict=False)):
                 if row.prompt.store:
                     prefix.insert(owner, prompt, cache, i)
-            prefix.copy(evaluate)
+            prefix.copy(wait=wait)
     return any(done < len(prompt) for done, prompt in zip(cache.lengths.host, prompts, strict=True))

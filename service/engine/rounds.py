@@ -15,6 +15,7 @@ from service.engine import device
 from service.engine.costs import Load
 from service.engine.drafters.lookup import LookupProposal
 from service.engine.drafters.proposal import Proposal, Unread
+from service.engine.evidence import Evidence, gather_evidence, split_rows
 from service.engine.planner import Choice, DraftSteps, Match
 from service.engine.request import Request
 from service.engine.sampling import SamplingBatch
@@ -140,6 +141,17 @@ class Step:
             proposed=[guess[:n].tolist() for guess, n in zip(proposed, tried, strict=True)],
             finite=finite,
         )
+
+    def evidence(self, outcome: Outcome) -> list[Evidence]:
+        """The evidence of its rows, once it was read: read with it, or else computed now, with one more wait."""
+        pairs = zip(outcome.proposed, self.plan.sources, strict=True)
+        drafted = [tokens if source is Source.DRAFT else [] for tokens, source in pairs]
+        if self.arrays.evidence:
+            return split_rows(self.evidence_read, outcome.emitted, drafted)
+        logits, distribution = self.arrays.logits, self.arrays.distribution
+        assert logits is not None and distribution is not None
+        draft_logits = () if self.proposal is None else self.proposal.logits
+        return gather_evidence(logits, distribution, self.sampling, outcome.emitted, drafted, draft_logits)
 
     def unread(self) -> Unread:
         """How its rows end. Its host's numbers are those of the round before."""

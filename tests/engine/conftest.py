@@ -1,10 +1,15 @@
 """The models of tests that need any target, and a draft that is mostly right; costs that no clock changes."""
 
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.llama import Model
 
 from service.engine.costs import Load, RoundCosts
+from service.engine.replay import Replay
 from tests.support.oracle import noisy_copy, tiny_llama
 
 
@@ -16,6 +21,20 @@ def target() -> Model:
 @pytest.fixture(scope="module")
 def draft(target: Model) -> nn.Module:
     return noisy_copy(target, 1, 0.1)
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
+    """The replay of every call that is traced from now on."""
+    traced: list[Replay] = []
+    new_trace = Replay._new_trace
+
+    def recorded(self: Replay, kind: mx.Dtype) -> Callable[..., Any]:
+        traced.append(self)
+        return new_trace(self, kind)
+
+    monkeypatch.setattr(Replay, "_new_trace", recorded)
+    return traced
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from mlx_lm.models.llama import Model
 
 from service.core import Prompt, Sampling
+from service.engine import device
 from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
@@ -348,6 +349,18 @@ def test_eviction_takes_leaves_and_spares_a_growing_path() -> None:
     prefix.copy()
     assert (found(prefix, longer), found(prefix, two)) == (160, 0)
     assert prefix.nbytes == 5 * size
+
+
+def test_texts_are_copied_one_by_one_where_nothing_is_waited_for() -> None:
+    """On CUDA many copies at once are a graph that does not come again."""
+    prefix = PrefixCache(2**30)
+    for wait, launches, waits in ((False, 2, 0), (True, 0, 1)):
+        for seed in (1, 2):
+            tokens = random_tokens(10 * launches + seed, 2 * BLOCK)
+            prefix.insert(Owner.TARGET, tokens, written(tokens))
+        with device.counting() as counts:
+            prefix.copy(wait=wait)
+        assert (counts.launches, counts.waits) == (launches, waits)
 
 
 @pytest.mark.parametrize("dims", [(256, 256), (256, 128)], ids=["of one shape", "of two shapes"])

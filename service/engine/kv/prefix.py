@@ -8,7 +8,7 @@ inserted.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -56,7 +56,8 @@ class PrefixCache:
         self.budget = budget
         self.nbytes = 0
         self._roots = {owner: Block() for owner in Owner}
-        self._uncopied: list[mx.array] = []
+        self._uncopied: list[list[mx.array]] = []
+        """By text."""
         self._order: OrderedDict[Block, None] = OrderedDict()
         """Least recently used first. Using a block uses its ancestors too, after it, so the first one is always a leaf."""
 
@@ -96,20 +97,25 @@ class PrefixCache:
         size = sum(a.shape[1] * BLOCK * a.shape[3] * a.dtype.size for a in arrays if a is not None)
         fit = min(missing, self._evict(missing * size, last) // size)
         start = len(path) * BLOCK
-        for number, copies in enumerate(_copies(groups, arrays, row, start, fit)):
+        blocks = _copies(groups, arrays, row, start, fit)
+        for number, copies in enumerate(blocks):
             at = start + number * BLOCK
             key = tuple(tokens[at : at + BLOCK])
             last.children[key] = last = Block(key, last, groups, copies)
-            self._uncopied += copies
+        self._uncopied.append([copy for copies in blocks for copy in copies])
         self.nbytes += fit * size
         self._touch(last)
 
-    def copy(self, evaluate: Callable[..., None] = device.wait) -> None:
-        """Copy what was inserted: a copy that is not computed keeps the whole batch's arrays alive. evaluate: device.launch
-        where what is under way on the device must not be waited for."""
-        copies, self._uncopied = self._uncopied, []
-        if copies:
-            evaluate(copies)
+    def copy(self, *, wait: bool = True) -> None:
+        """Copy what was inserted: a copy that is not computed keeps the whole batch's arrays alive. wait: False where what is
+        under way on the device must not be waited for."""
+        texts, self._uncopied = self._uncopied, []
+        if not wait:
+            # One by one: many copies at once are a CUDA graph that does not come again.
+            for copies in texts:
+                device.launch(copies)
+        elif texts:
+            device.wait(texts)
 
     def clear(self, owner: Owner) -> None:
         """Drop all blocks of one owner."""
