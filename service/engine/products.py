@@ -24,7 +24,7 @@ from service.engine.kernels import cuda_kernel, shared_memory
 
 THREADS, WARPS = 256, 8
 """Of a block."""
-TILINGS = {1: ((1, 4),), 2: ((2, 2),), 4: ((8, 2), (6, 2), (2, 2)), 8: ((6, 2), (2, 2))}
+TILINGS = {1: ((1, 4),), 2: ((2, 2),), 4: ((8, 2), (6, 2), (2, 2)), 6: ((8, 2), (4, 2)), 8: ((6, 2), (2, 2))}
 """By how many tiles of 8 tokens a block multiplies: how many tiles of 8 outputs, fetched in how many stages, the fastest first
 (docs/measurements.md). Each is a kernel to be compiled. With more than 64 tokens cuBLAS is faster."""
 MATRICES = 3
@@ -56,6 +56,11 @@ def tilings() -> dict[int, tuple[int, int]]:
     return {tiles: shapes[0] for tiles, shapes in fitting.items() if shapes}
 
 
+def most_tokens() -> int:
+    """Tokens of a call that the kernel multiplies on MLX's device at most: 64, or 32 where a block has less shared memory."""
+    return 8 * max(tilings())
+
+
 def stages_bytes(tiles: int, deep: int, stages: int) -> int:
     """Bytes of shared memory that a block takes."""
     return WARPS * stages * 8 * (tiles + deep) * INNER * 2
@@ -68,11 +73,10 @@ def _kernel(tiles: int) -> Any:
 
 
 def fits(x: mx.array, weight: mx.array) -> bool:
-    """Whether the kernel multiplies x (..., inner) by weight (outputs, inner): up to 64 tokens in half precision, or 32
-    where a block has less shared memory."""
+    """Whether the kernel multiplies x (..., inner) by weight (outputs, inner): up to `most_tokens` in half precision."""
     if x.dtype != weight.dtype or x.dtype not in (mx.bfloat16, mx.float16) or weight.shape[1] % INNER:
         return False
-    return prod(x.shape[:-1]) <= 8 * max(tilings())
+    return prod(x.shape[:-1]) <= most_tokens()
 
 
 def few_tokens(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:

@@ -20,9 +20,12 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import mlx.core as mx
+
+from service.engine import products
 
 STEP, FEWEST = 128, 512
 """Positions are allocated in multiples of STEP; where calls see the whole capacity, FEWEST at least."""
@@ -102,6 +105,13 @@ CUDA = Strategy(
     replay=True,
 )
 
+
+@cache
+def _cuda() -> Strategy:
+    """CUDA on MLX's device."""
+    return replace(CUDA, most_tokens=products.most_tokens())
+
+
 _override: ContextVar[Strategy | None] = ContextVar("override", default=None)
 
 
@@ -121,4 +131,4 @@ def current() -> Strategy:
         return override
     if mx.default_device().type == mx.cpu:
         return CPU
-    return METAL if mx.metal.is_available() else CUDA
+    return METAL if mx.metal.is_available() else _cuda()

@@ -80,6 +80,7 @@ def test_a_block_takes_no_more_shared_memory_than_there_is(
     for tiles, (deep, stages) in products.tilings().items():
         assert products.stages_bytes(tiles, deep, stages) <= shared_memory() < 2 * products.stages_bytes(8, 6, 2)
     weight = mx.zeros((16, 64), dtype=mx.bfloat16)
+    assert products.most_tokens() == most
     assert products.fits(mx.zeros((most, 64), dtype=mx.bfloat16), weight)
     assert not products.fits(mx.zeros((most + 1, 64), dtype=mx.bfloat16), weight)
 
