@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 WIDTHS = (96, 128, 64, 192, 48, 256, 32, 384)
 """Tokens of the prompts, those of most requests first: the first prefill of a width takes several times as long as others."""
-BATCHED = (2, 3)
-"""Draft lengths of which rounds over several rows are run."""
+BATCHED, MOST_ROWS = (2, 3), 64
+"""Draft lengths of which rounds over several rows are run, and rows of the largest batch."""
 
 
 def warm_up(decoder: Decoder, most: int) -> None:
@@ -29,7 +29,7 @@ def warm_up(decoder: Decoder, most: int) -> None:
     up to `most` requests run in. On a machine that has not run them before each kernel takes seconds to compile; in a process
     that has not, a shape takes 20 to 80 ms more the first time."""
     started_at = time.perf_counter()
-    one, *sizes = sorted({decoder.batch.size(n) for n in range(1, most + 1)})
+    one, *sizes = sorted({decoder.batch.size(n) for n in range(1, min(most, MOST_ROWS) + 1)})
     lengths = [0, *decoder.strategy.allowed(decoder.draft_length)]
     catches_up = lengths[len(lengths) // 2]
     greedy, drawn, seeded = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, seed=0)
