@@ -29,7 +29,7 @@ def warm_up(decoder: Decoder, most: int) -> None:
     up to `most` requests run in. On a machine that has not run them before each kernel takes seconds to compile; in a process
     that has not, a shape takes 20 to 80 ms more the first time."""
     started_at = time.perf_counter()
-    one, *sizes = sorted({decoder.batch.size(n) for n in range(1, min(most, MOST_ROWS) + 1)})
+    one, *sizes = sorted({decoder.strategy.batch_size(n) for n in range(1, min(most, MOST_ROWS) + 1)})
     lengths = [0, *decoder.strategy.allowed(decoder.draft_length)]
     catches_up = lengths[len(lengths) // 2]
     greedy, drawn, seeded = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, seed=0)

@@ -13,6 +13,7 @@ from service.engine.kv.prefix import PrefixCache
 from service.engine.replay import Replay
 from service.engine.strategy import CUDA, using
 from tests.support.batches import serve
+from tests.support.families import RECURRENT, build
 from tests.support.fixed_length import FixedLength, fix_length
 from tests.support.oracle import naive
 
@@ -49,3 +50,12 @@ def test_nothing_is_left_of_them(warm: Decoder) -> None:
     assert (warm.draft_length, warm.adaptive, warm.draft_failures) == (K, True, 0)
     assert warm.planner is not None and warm.planner._draft.rates() == type(warm.planner._draft)(K).rates()
     assert warm.lookup is not None and warm.lookup._newer_tokens == 0
+
+
+def test_a_recurrent_model_has_no_more_sizes_than_others(caplog: pytest.LogCaptureFixture) -> None:
+    """Its batches have no padding, and so any number of rows."""
+    decoder = Decoder(build("lfm2", RECURRENT["lfm2"]), None, vocabulary=V, k=0, adaptive=True, lookup=8)
+    with caplog.at_level("INFO", logger="service.engine.warm_up"):
+        decoder.profile(16)
+    # Over 1, 4, 8 and 16 rows, and over one two that are not greedy.
+    assert "rounds of 6 kinds" in caplog.text
