@@ -82,6 +82,12 @@ class Batch:
             row.acceptance = Acceptance(self.draft_length)
             row.draft_failures = row.draft_again = 0
 
+    def forget_failures(self) -> None:
+        """Use the draft as if it had not failed yet. Only without rows."""
+        if self.drafter is not None and self.draft_failures:
+            self.switch(self.drafter.draft)
+        self.draft_failures, self._logged = 0, -1
+
     def _next_epoch(self) -> None:
         self.epoch += 1
         if self.prefix is not None:
@@ -114,9 +120,6 @@ class Batch:
             draft = self.drafter.draft.model
             caches = [prefill.ensure_draft_cache(draft, self.epoch) for prefill in ready]
             self.drafter.cache.join(caches, counts, slots, size)
-        if current().launch_ahead:
-            # By itself: with the next round it would be a CUDA graph that does not come again.
-            device.launch([cache.arrays() for cache in self._caches])
         epochs = [prefill.epoch for prefill in ready for _ in prefill.rows]
         self.rows += [self._padding] * (size - len(self.rows))
         self._epochs += [self.epoch] * (size - len(self._epochs))
@@ -125,6 +128,17 @@ class Batch:
             row.acceptance = Acceptance(self.draft_length)
             self.rows[slot], self._epochs[slot] = row, epoch
         self._pad(padding)
+        if current().replay:
+            self._launch_joined()
+
+    def _launch_joined(self) -> None:
+        """Hand over rows that joined: with the next round they would be a CUDA graph that does not come again."""
+        device.launch(self.cache.arrays())
+        if self.drafter is not None:
+            try:
+                device.launch(self.drafter.cache.arrays())
+            except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
+                self.disable_draft(error)
 
     def _pad(self, places: Collection[int]) -> None:
         """Make these rows padding."""
@@ -145,7 +159,7 @@ class Batch:
         for i in indices:
             self._cache_prefix(i)
         if self.prefix is not None:
-            # MLX would copy what is still read from with the next write, but for writes in place.
+            # What is still read from MLX copies at the next write; where calls are replayed it is written in place.
             self.prefix.copy(wait=not under_way and not current().replay)
         self._pad(indices)
         padding = [i for i, row in enumerate(self.rows) if row.padding]

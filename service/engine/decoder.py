@@ -120,7 +120,8 @@ class Decoder:
             self.planner.reseed(self._seeds.switch(draft.model))
 
     def profile(self, rows: int) -> None:
-        """Time calls over up to so many rows to seed the costs of rounds. Otherwise the first round does it for its rows."""
+        """Time calls over up to so many rows to seed the costs of rounds, and warm up. Otherwise the first round times those of
+        its rows."""
         if self.adaptive:
             drafter = self.batch.drafter
             draft = drafter.draft.model if drafter is not None and self.draft_length else None
@@ -128,21 +129,23 @@ class Decoder:
             sizes, most = profile.sizes(self.batch.size(rows)), max(self.draft_length, looked_up)
             self._seeds = profile.Seeds(profile.measure(self.batch.target.model, draft, rows=sizes, most=most), draft)
             self.planner = Planner(self.draft_length, looked_up, self._seeds.costs)
-            if self.strategy.replay and not self.rows:
-                warm_up(self, rows)
+        if self.strategy.replay and not self.unfinished:
+            warm_up(self, rows)
 
     @contextmanager
     def unplanned(self) -> Generator[None]:
-        """Rounds in the block draft `draft_length` tokens each, look nothing up, are not reported afterwards, and leave nothing
-        in planner, look-ups and prefix cache. Its rows must have left at the end."""
-        batch = self.batch
-        before = self.planner, self.adaptive, self.lookup, batch.prefix, self.draft_length
+        """Rounds in the block draft `draft_length` tokens each and look nothing up. Nothing is left of them: in planner,
+        look-ups and prefix cache, of reports, keys and failures of the draft. No row may be there before or after."""
+        batch, runner = self.batch, self.runner
+        before = self.planner, self.adaptive, self.lookup, batch.prefix, self.draft_length, runner.key
+        assert not self.unfinished
         self.planner, self.adaptive, self.lookup, batch.prefix = None, False, None, None
         try:
             yield
         finally:
-            self.planner, self.adaptive, self.lookup, batch.prefix, self.draft_length = before
+            self.planner, self.adaptive, self.lookup, batch.prefix, self.draft_length, runner.key = before
             self._reports.clear()
+            batch.forget_failures()
 
     # ------------------------------------------------------------------------------------------------ rows come and go
 
@@ -187,12 +190,15 @@ class Decoder:
         self._rows_changed = True
         self.batch.join(ready)
 
-    def admit(self, row: Request) -> None:
-        """Prefill a request's prompt to its end and take it into the batch."""
-        prefill = self.start_prefill(row)
-        while not self.prefill(prefill):
-            pass
-        self.join([prefill])
+    def admit(self, *rows: Request) -> None:
+        """Prefill requests' prompts to their ends, those of similar length together, and take them into the batch."""
+        waiting = [self.start_prefill(row) for row in rows]
+        while waiting:
+            prefill = self.batch_prompts(waiting, self.prefill_chunk)
+            while not self.prefill(prefill, len(waiting)):
+                pass
+            self.join([prefill])
+            waiting = [each for each in waiting if not any(each.rows[0] is row for row in prefill.rows)]
 
     def leave(self, gone: Sequence[Request]) -> None:
         """Take rows out of the batch, finished or not."""

@@ -32,8 +32,8 @@ CACHE_BYTES, CACHE_SHARE = 4 * 2**30, 1 / 16
 """Freed memory that MLX may hold for reuse: so much, or this share of the machine's memory where that is less. A round reuses
 a few hundred MiB; key and value buffers that have been outgrown fit nothing again."""
 CUDA_SHARE = 1 / 8
-"""The same of a CUDA device's own memory: there the buffers of every size of batch come again, and memory that was given back
-takes tens to hundreds of milliseconds to get again (docs/measurements.md)."""
+"""Of a CUDA device's own memory it may hold so much where that is more: there the buffers of every size of batch come again,
+and memory that was given back takes tens to hundreds of milliseconds to get again (docs/measurements.md)."""
 
 _AS_THEY_ARE: dict[mx.Dtype, type[np.generic]] = {mx.uint32: np.uint32, mx.float32: np.float32}
 """Types whose 32 bits are copied as they are."""
@@ -55,11 +55,8 @@ def counting() -> Generator[Counts]:
 def limit_cache() -> None:
     """Bound what MLX holds of freed memory. Unbounded, it is all of the device's memory but a part, and another process on it,
     such as the one that trains, finds none (MLX's mlx/backend/cuda/allocator.cpp does not free its cache for others)."""
-    own = mx.device_info().get("total_memory") if mx.default_device().type == mx.gpu else None
-    if own is not None and not mx.metal.is_available():
-        mx.set_cache_limit(int(int(own) * CUDA_SHARE))
-    else:
-        mx.set_cache_limit(min(CACHE_BYTES, int(total_bytes() * CACHE_SHARE)))
+    own = int(mx.device_info().get("total_memory", 0))
+    mx.set_cache_limit(max(min(CACHE_BYTES, int(total_bytes() * CACHE_SHARE)), int(own * CUDA_SHARE)))
 
 
 def memory() -> Memory:

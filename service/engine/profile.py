@@ -59,8 +59,11 @@ class _Call(NamedTuple):
 
 
 def sizes(rows: int) -> list[int]:
-    """The numbers of rows that are timed for batches of up to `rows`."""
-    return sorted({1, min(HELD_ROWS, rows), rows})
+    """The numbers of rows that are timed for batches of up to `rows`: the fewest, the most, and the most over which proposals
+    of three tokens and of one may be planned."""
+    most = current().most_tokens
+    bounded = [] if most is None else [most // 4, most // 2]
+    return sorted({1, min(HELD_ROWS, rows), rows, *(size for size in bounded if 1 < size < rows)})
 
 
 def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], most: int) -> Costs:
@@ -104,6 +107,7 @@ def _lengths(rows: int, most: int) -> list[int]:
 
 
 def _few(lengths: Sequence[int]) -> list[int]:
+    """Those between which lines do."""
     return sorted({*lengths[:2], lengths[len(lengths) // 2], lengths[-1]})
 
 

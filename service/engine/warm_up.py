@@ -20,45 +20,37 @@ log = logging.getLogger(__name__)
 
 WIDTHS = (96, 128, 64, 192, 48, 256, 32, 384)
 """Tokens of the prompts, those of most requests first: the first prefill of a width takes several times as long as others."""
-BATCHED, MOST_ROWS = (2, 3), 64
-"""Draft lengths of which rounds over several rows are run, and rows of the largest batch."""
+BATCHED, MOST_ROWS = 3, 64
+"""The longest proposals of rounds over several rows that are run, and rows of the largest batch."""
 
 
 def warm_up(decoder: Decoder, most: int) -> None:
-    """Run rounds of a decoder without rows: of every draft length over one row, and of short ones over every size of batch that
-    up to `most` requests run in. On a machine that has not run them before each kernel takes seconds to compile; in a process
-    that has not, a shape takes 20 to 80 ms more the first time."""
-    started_at = time.perf_counter()
-    one, *sizes = sorted({decoder.strategy.batch_size(n) for n in range(1, min(most, MOST_ROWS) + 1)})
-    lengths = [0, *decoder.strategy.allowed(decoder.draft_length)]
-    catches_up = lengths[len(lengths) // 2]
+    """Run rounds of a decoder without rows: of every draft length over one row, and of the usual ones over every size of batch
+    that up to `most` requests run in. On a machine that has not run them before each kernel takes seconds to compile; in a
+    process that has not, a shape takes 20 to 80 ms more the first time."""
+    started_at, strategy = time.perf_counter(), decoder.strategy
+    one, *sizes = sorted({strategy.batch_size(n) for n in range(1, min(most, MOST_ROWS) + 1)})
+    if decoder.adaptive:
+        lengths = strategy.allowed(decoder.draft_length)
+        batched = {n: [k for k in lengths if k <= BATCHED and strategy.fits(n, k)][-2:] for n in sizes}
+    else:
+        lengths = [decoder.draft_length] if decoder.draft_length else []
+        batched = dict.fromkeys(sizes, lengths)
+    catches_up = lengths[(len(lengths) - 1) // 2] if lengths else None
     greedy, drawn, seeded = Sampling(), Sampling(temperature=1.0), Sampling(temperature=1.0, seed=0)
-    rounds = [(one, k, greedy) for k in lengths]
-    rounds += [(rows, 0, greedy) for rows in sizes]
-    rounds += [
-        (rows, k, greedy) for rows in sizes for k in lengths[1:] if k in BATCHED and decoder.strategy.fits(rows, k)
-    ]
-    rounds += [(one, lengths[-1], drawn), (one, lengths[-1], seeded)]
+    rounds = [(one, k, greedy) for k in (0, *lengths)]
+    rounds += [(rows, k, greedy) for rows in sizes for k in (0, *batched[rows])]
+    rounds += [(one, max(lengths, default=0), sampling) for sampling in (drawn, seeded)]
     with decoder.unplanned():
         for (rows, k, sampling), width in zip(rounds, cycle(WIDTHS), strict=False):
             prompt = Prompt((0,) * (width + 1), replace(sampling, max_tokens=sys.maxsize))
-            _admit(decoder, [Request("", prompt, frozenset(), None) for _ in range(rows)])
+            decoder.admit(*(Request("", prompt, frozenset(), None) for _ in range(rows)))
             # A draft that was parked first reads what it has missed.
             for length in (k, 0, k) if k == catches_up else (k,):
                 decoder.draft_length = length
+                # Two rounds, and one launched behind them: the first call of `round` reports the last one of another length.
                 decoder.leave([])
                 for _ in range(FIRST_CALLS):
                     decoder.round()
             decoder.leave(decoder.rows)
     log.info("rounds of %d kinds warmed up in %.1f s", len(rounds), time.perf_counter() - started_at)
-
-
-def _admit(decoder: Decoder, rows: list[Request]) -> None:
-    """Prefill these rows together, as far as one call takes them, and take them into the batch."""
-    waiting = [decoder.start_prefill(row) for row in rows]
-    while waiting:
-        prefill = decoder.batch_prompts(waiting, decoder.prefill_chunk)
-        while not decoder.prefill(prefill, len(waiting)):
-            pass
-        decoder.join([prefill])
-        waiting = [each for each in waiting if not any(each.rows[0] is row for row in prefill.rows)]

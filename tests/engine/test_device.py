@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from service.engine import device
 
@@ -24,3 +25,14 @@ def test_arrays_are_read_together_as_they_are() -> None:
     for one, other in zip(found, given, strict=True):
         np.testing.assert_array_equal(one, np.array(other))
         assert one.dtype.kind == np.array(other).dtype.kind
+
+
+@pytest.mark.parametrize(("own", "held"), [(None, 4), (80, 10), (24, 4)], ids=["no CUDA", "large", "small"])
+def test_what_may_be_held_for_reuse(monkeypatch: pytest.MonkeyPatch, own: int | None, held: int) -> None:
+    """In GiB, on a host with enough of it."""
+    limits: list[int] = []
+    monkeypatch.setattr(mx, "device_info", lambda: {} if own is None else {"total_memory": own * 2**30})
+    monkeypatch.setattr(mx, "set_cache_limit", limits.append)
+    monkeypatch.setattr(device, "total_bytes", lambda: 2**40)
+    device.limit_cache()
+    assert limits == [held * 2**30]

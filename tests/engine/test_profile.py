@@ -94,6 +94,15 @@ def test_sixteen_rows_take_few_calls(most: int) -> None:
 
 
 @pytest.mark.usefixtures("no_longer_than_needed")
+def test_calls_that_may_be_planned_are_timed() -> None:
+    """On CUDA those of up to 64 tokens, and so the batches over which few proposals fit."""
+    machine = Machine()
+    with using(CUDA):
+        measure(Timed(tiny_llama(0), machine), None, rows=sizes(64), most=15)
+    planned = {1: (1, 2, 3, 4, 6, 8, 12, 16), 4: (1, 2, 6, 16), 16: (1, 2, 3, 4), 32: (1, 2), 64: (1,)}
+    assert set(machine.calls) == {(rows, tokens) for rows, lengths in planned.items() for tokens in lengths}
+
+
 def test_the_table_holds_what_calls_take() -> None:
     target, steps = tiny_llama(0), Machine(delay=lambda rows, tokens: 0.006)
     machine = Machine(delay=lambda rows, tokens: 0.01 * (1 + rows * tokens / 4))

@@ -1,7 +1,9 @@
 """Rounds before the first request: what they prepare, and that nothing is left of them."""
 
 from collections.abc import Generator
+from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.llama import Model
@@ -9,9 +11,13 @@ from mlx_lm.models.llama import Model
 from service.core import Prompt, Sampling
 from service.engine.adapters import bare
 from service.engine.decoder import Decoder
+from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import PrefixCache
 from service.engine.replay import Replay
+from service.engine.request import Request
 from service.engine.strategy import CUDA, using
+from service.engine.target import Target
+from service.engine.warm_up import WIDTHS
 from tests.support.batches import serve
 from tests.support.families import RECURRENT, build
 from tests.support.fixed_length import FixedLength, fix_length
@@ -42,6 +48,70 @@ def test_the_first_requests_trace_nothing(
     done = serve(warm, asked, max_rows=rows)
     assert traces == []
     assert [row.output for row in done] == [naive(target, each.tokens, each.sampling) for each in asked]
+
+
+def test_a_draft_that_was_parked_traces_nothing(warm: Decoder, traces: list[Replay]) -> None:
+    """It first reads what it has missed."""
+    warm.planner = FixedLength(0)
+    warm.admit(Request("", Prompt(tuple(range(4, 50)), Sampling(max_tokens=60)), frozenset(), None))
+    for _ in range(5):
+        warm.round()
+    warm.planner = FixedLength(2)
+    while warm.unfinished:
+        warm.round()
+    assert traces == []
+
+
+@pytest.mark.parametrize(("drafted", "rows"), [(0, 1), (0, 4), (K, 1), (K, 4)])
+def test_a_fixed_length_traces_nothing_either(
+    target: Model, draft: nn.Module, traces: list[Replay], drafted: int, rows: int
+) -> None:
+    decoder = Decoder(target, bare(draft) if drafted else None, vocabulary=V, k=drafted)
+    decoder.profile(4)
+    assert traces
+    traces.clear()
+    serve(decoder, [Prompt(tuple(range(4 + i, 40)), Sampling(max_tokens=20)) for i in range(rows)], max_rows=rows)
+    assert traces == []
+
+
+def test_prompts_of_several_widths_are_prefilled_together(
+    target: Model, draft: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes: set[tuple[int, ...]] = set()
+    call = Target.__call__
+
+    def recorded(self: Target, tokens: mx.array, cache: RowCache) -> mx.array:
+        shapes.add(tokens.shape)
+        return call(self, tokens, cache)
+
+    monkeypatch.setattr(Target, "__call__", recorded)
+    Decoder(target, bare(draft), vocabulary=V, k=K, adaptive=True).profile(8)
+    assert {rows for rows, _ in shapes} == {1, 4, 8}
+    assert {width for _, width in shapes} == set(WIDTHS)
+
+
+def test_a_draft_that_fails_in_it_is_tried_again(target: Model, draft: nn.Module) -> None:
+    class Failing(nn.Module):
+        """Raises over several rows."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = draft
+
+        @property
+        def layers(self) -> Any:
+            return draft.layers
+
+        def __call__(self, tokens: mx.array, cache: Any = None) -> mx.array:
+            if tokens.shape[0] > 1 and tokens.shape[1] > 1:
+                raise RuntimeError("no memory")
+            return self.inner(tokens, cache=cache)
+
+    decoder = Decoder(target, bare(Failing()), vocabulary=V, k=K)
+    decoder.profile(4)
+    assert (decoder.draft_failures, decoder.batch.failed) == (0, False)
+    (row,) = serve(decoder, [Prompt(tuple(range(4, 30)), Sampling(max_tokens=20))])
+    assert sum(each.drafted for each in row.rounds) > 0 and decoder.draft_failures == 0
 
 
 def test_nothing_is_left_of_them(warm: Decoder) -> None:
