@@ -24,8 +24,9 @@ from statistics import mean, median
 from typing import Any, TextIO
 
 from service.cli import main as redraft
-from service.engine import device
+from service.engine import decoder, device
 from service.engine.decoder import Decoder
+from service.engine.drafters.model import ModelDrafter
 from service.engine.kv.prefix import PrefixCache
 from service.engine.replay import Replay
 from service.engine.rounds import Outcome, Plan, Step
@@ -37,10 +38,13 @@ CALLS: list[tuple[Any, str]] = [
     (EngineThread, "_schedule"),
     (EngineThread, "_flush"),
     (Decoder, "prefill"),
+    (decoder, "prefill_target"),
+    (decoder, "prefill_draft"),
     (Decoder, "join"),
     (Decoder, "_complete"),
     (Decoder, "_remove"),
     (Runner, "_propose"),
+    (ModelDrafter, "catch_up"),
     (Runner, "_verify"),
     (Runner, "launch"),
     (Runner, "launch_after"),
@@ -98,7 +102,9 @@ class Tracer:
                 count, before = turn.calls.get(key, (0, 0.0))
                 turn.calls[key] = (count + 1, before + 1e3 * (time.perf_counter() - started_at))
             if name in ("launch", "launch_after") and isinstance(made, Step):
-                turn.rounds.append(f"{'launch' if name == 'launch' else 'ahead'} {made.plan.choice.proposed}")
+                choice = made.plan.choice
+                words = ["launch" if name == "launch" else "ahead", str(choice.proposed)]
+                turn.rounds.append(" ".join(words + ["probe"] * choice.probe + ["looked up"] * any(choice.looked_up)))
             if isinstance(made, Outcome):
                 plan: Plan = positional[0].plan
                 turn.rounds.append(f"read {plan.choice.proposed}")

@@ -12,7 +12,7 @@ from service.engine import device
 from service.engine.acceptance import Acceptance
 from service.engine.adapters import Draft
 from service.engine.drafters.head import make_drafter
-from service.engine.drafters.model import CATCH_UP, MAX_LAG
+from service.engine.drafters.model import catch_up_tokens
 from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import Owner, PrefixCache
@@ -249,7 +249,7 @@ class Batch:
         rounds = RETRY << min(row.draft_failures, 16)
         row.draft_failures += 1
         row.draft_again = len(row.rounds) + rounds
-        if not sound and len(row.tokens) > max(CATCH_UP // len(self.rows), MAX_LAG):
+        if not sound and len(row.tokens) > catch_up_tokens(len(self.rows)):
             # The draft would have to read the row again in several rounds, in which no other row could draft.
             row.draft_again = sys.maxsize
         self.draft_failures += 1

@@ -31,7 +31,8 @@ STALE = 256
 class Load:
     """The batch of a round. rows: their number. held: positions of the longest row (attention reads every row that far).
     unread: tokens of all rows that the draft must read before it can draft. left: tokens that a row may still emit, on average.
-    prompted: prompt tokens for each token that may be generated. ragged: rows are of unlike lengths."""
+    prompted: prompt tokens for each token that may be generated. ragged: rows are of unlike lengths. lags: the draft must catch
+    up in a call of its own before it can draft."""
 
     rows: int
     held: int
@@ -39,6 +40,7 @@ class Load:
     prompted: float = 0.0
     ragged: bool = False
     left: float = inf
+    lags: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -330,7 +330,7 @@ class Decoder:
             return None
         if self._waits_for_lookups(plan.found, requests):
             return None
-        load = replace(plan.load, held=plan.load.held + 1 + plan.choice.proposed // 2, unread=0)
+        load = replace(plan.load, held=plan.load.held + 1 + plan.choice.proposed // 2, unread=0, lags=False)
         choice = self._choose_after(step, load)
         if choice is None:
             return None
@@ -360,11 +360,11 @@ class Decoder:
     def _plan(self, joining: int) -> Plan:
         """Plan a round over the rows as they are."""
         started_at, batch, rows, requests = time.perf_counter(), self.batch, self.batch.rows, self.rows
-        visible = batch.draft_views(rows)
-        unread = batch.drafter.unread(visible) if batch.drafter is not None else 0
+        visible, drafter = batch.draft_views(rows), batch.drafter
+        unread, lags = (0, False) if drafter is None else (drafter.unread(visible), drafter.lags(visible))
         lengths = batch.cache.lengths
         left = sum(row.prompt.sampling.max_tokens - row.emitted for row in requests) / len(requests)
-        load = Load(len(rows), lengths.longest, unread, prefill_ratio(requests), ragged=not lengths.equal, left=left)
+        load = Load(len(rows), lengths.longest, unread, prefill_ratio(requests), not lengths.equal, left, lags)
         choice, found, matches = self._choose(rows, load, joining)
         choice = choice.with_drafted(min(choice.drafted, self._limit(requests))) if choice.drafted else choice
         steps = DraftSteps(choice.drafted)
@@ -372,7 +372,7 @@ class Decoder:
             greedy = [row.prompt.sampling.greedy for row in rows]
             steps = self.planner.steps(load, choice, greedy, [drafts(row) for row in rows])
             steps.most = min(steps.most, self._limit(requests))
-        irregular = choice.drafted > 0 and batch.drafter is not None and batch.drafter.lags(visible)
+        irregular = choice.drafted > 0 and lags
         irregular |= self.strategy.launch_ahead and self._rows_changed
         self._rows_changed = False
         return Plan(list(rows), visible, load, choice, found, matches, steps, irregular, started_at)
@@ -410,7 +410,7 @@ class Decoder:
         return self.planner.pays(replace(load, rows=self.batch.size(len(self.rows) + joining), ragged=True))
 
     def _look_up(self, rows: Sequence[Request]) -> list[LookupProposal | None]:
-        if self.lookup is None:
+        if self.lookup is None or not self.strategy.fits(len(rows), 1):
             return [None] * len(rows)
         found = [None if row.padding else self._forced(row) or self.lookup.find(row.tokens, row.ngrams) for row in rows]
         return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]

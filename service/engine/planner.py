@@ -205,7 +205,8 @@ class Planner:
         expected = self._expected(load, matches, own, drafts)
         speeds = {0: load.rows / self.costs.seconds(load, 0, 0)}
         lengths = self._lengths(load) if drafts else []
-        for k in lengths:
+        # A call in which the draft catches up is an investment, as reading a prompt is.
+        for k in lengths if not load.lags or self.pays(load) else ():
             speeds[k] = self._draft_speed(load, k, expected.drafting(k))
         self._length = self._stay_or_switch(speeds)
         k, looked_up, speed = self._length, 0, speeds[self._length]
@@ -309,8 +310,8 @@ class Planner:
 
     def prefills(self, load: Load) -> bool:
         """Whether the draft should read the prompts of such a batch."""
-        reading = load.rows * self.costs.read()
-        return self.pays(load) or reading <= PROBING * self.costs.seconds(load, 0, 0)
+        cheap = load.rows * self.costs.read() <= PROBING * self.costs.seconds(load, 0, 0)
+        return self.pays(load) or (self._strategy.parked_prefill and cheap)
 
     def pays(self, load: Load) -> bool:
         """Whether drafts of usual acceptance promise enough more tokens per second than none in such a batch (INVESTMENT)."""

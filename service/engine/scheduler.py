@@ -10,6 +10,9 @@ from service.engine.prefill import Prefill
 from service.engine.ticket import Ticket
 
 RETRY_SECONDS = 5
+GATHERED = 1 / 4
+"""Prompts are gathered until they are this share of the requests that run. A prefill holds up all that run for a time that hardly
+depends on how many prompts it is for; waiting leaves rows empty (docs/decisions.md)."""
 
 
 class Scheduler:
@@ -75,6 +78,14 @@ class Scheduler:
         self.waiting.remove(ticket)
 
     # ----------------------------------------------------------------------------------------------- prefill and decode
+
+    def prefill_is_due(self, now: float, gather_seconds: float) -> bool:
+        """Whether to prefill before the next round: a prefill goes on once it has begun, and begins when enough prompts have
+        gathered or one has waited `gather_seconds`. now: perf_counter."""
+        prefilling, running = self.prefilling.values(), len(self.running)
+        if not all(each.unstarted for each in prefilling) or len(prefilling) >= GATHERED * running:
+            return bool(prefilling)
+        return any(now - row.arrived_at >= gather_seconds for each in prefilling for row in each.rows)
 
     def prefill_tokens(self, chunk: int) -> int:
         """How many prompt tokens may be prefilled before the next round: a chunk, or two while more requests prefill than

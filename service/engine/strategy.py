@@ -48,7 +48,10 @@ class Strategy:
     tokens; empty: of any number. most_tokens: of all rows that a planned call verifies, where calls up to there round alike
     (`products`), so that texts are plain decoding's own to the token; None: any number. batch_sizes: padding rows fill a batch
     up to one of these; empty: there are none. few_widths: calls are padded to one of a few widths, unless a layer is
-    recurrent. prefill_chunk: prompt tokens processed between two rounds. prefill_padding: padding allowed in a call over
+    recurrent. prefill_chunk: prompt tokens processed between two rounds, and tokens of a call in which a draft catches up.
+    gather_seconds: how long a prompt may wait for others, to be prefilled in one call with them, while requests run.
+    parked_prefill: a parked draft prefills prompts where that costs little; else it catches up when it is to draft.
+    prefill_padding: padding allowed in a call over
     prompts of different lengths, as a share of their tokens. row_attention: attention of a few tokens a row goes through
     `attention`. replay: model calls over few tokens a row are traced and replayed."""
 
@@ -61,6 +64,8 @@ class Strategy:
     batch_sizes: tuple[int, ...] = ()
     few_widths: bool = False
     prefill_chunk: int = 256
+    gather_seconds: float = 0.0
+    parked_prefill: bool = True
     prefill_padding: float = 1 / 8
     row_attention: bool = False
     replay: bool = False
@@ -89,7 +94,7 @@ class Strategy:
 
 
 CPU = Strategy(launch_steps=False, ask_confidence=True, launch_ahead=False)
-METAL = Strategy(launch_steps=True, ask_confidence=False, launch_ahead=True, prefill_chunk=512)
+METAL = Strategy(launch_steps=True, ask_confidence=False, launch_ahead=True, prefill_chunk=512, parked_prefill=False)
 CUDA = Strategy(
     launch_steps=True,
     ask_confidence=False,
@@ -100,6 +105,8 @@ CUDA = Strategy(
     batch_sizes=(0, 1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
     few_widths=True,
     prefill_chunk=2048,
+    gather_seconds=0.1,
+    parked_prefill=False,
     prefill_padding=1.0,
     row_attention=True,
     replay=True,

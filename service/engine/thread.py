@@ -254,8 +254,10 @@ class EngineThread:
         self._watchdog.beat()
         self._run_commands(engine)
         self._schedule(engine)
-        self._prefill_chunk(engine)
-        self._round(engine)
+        due = self._scheduler.prefill_is_due(time.perf_counter(), engine.decoder.strategy.gather_seconds)
+        if due:
+            self._prefill_chunk(engine)
+        self._round(engine, len(self._scheduler.prefilling) if due else 0)
         self._flush()
         self._wait_for_work(engine)
 
@@ -308,11 +310,11 @@ class EngineThread:
         if ready:
             engine.decoder.join(ready)
 
-    def _round(self, engine: Engine) -> None:
-        """Decode one round and give every request its share of it."""
+    def _round(self, engine: Engine, joining: int) -> None:
+        """Decode one round and give every request its share of it. joining: requests that are about to join."""
         if not engine.decoder.unfinished:
             return
-        report = engine.decoder.round(len(self._scheduler.prefilling))
+        report = engine.decoder.round(joining)
         self._observer.observe(report.rounds, report.seconds)
         for _ in range(engine.decoder.draft_failures - self._reported_failures):
             self._observer.draft_failed(engine.decoder.adapter)

@@ -27,8 +27,6 @@ from service.models.vocabulary import ExtraIds, padded
 
 MAX_LAG = 8
 """Tokens of one row that the first draft step of a round takes besides the last one, where the draft's cache lags behind."""
-CATCH_UP = 256
-"""Tokens of all rows that a draft whose cache lags further takes in one round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,19 +292,24 @@ class ModelDrafter:
         return max(missing) > MAX_LAG + 1
 
     def catch_up(self, rows: Sequence[Sequence[int]]) -> bool:
-        """Prefill rows whose cache lags, in one ragged call of CATCH_UP tokens at most, since every row waits for it. Leaves
+        """Prefill rows whose cache lags, in one ragged call of a prefill chunk at most, since every row waits for it. Leaves
         every row one token to read at least. Returns whether no row lags any more."""
         cache = self.cache
         cache.rewind([min(length, len(row) - 1) for row, length in zip(rows, cache.lengths.host, strict=True)])
         if not self.lags(rows):
             return True
         lengths = cache.lengths.host
-        share = max(CATCH_UP // len(rows), MAX_LAG)
+        share = catch_up_tokens(len(rows))
         missing = [row[n : min(len(row) - 1, n + share)] for row, n in zip(rows, lengths, strict=True)]
         self.extend(pad_rows(missing, cache), cache, self.target)
         device.wait(cache.arrays())
         cache.rewind([n + len(tokens) for n, tokens in zip(lengths, missing, strict=True)])
         return not self.lags(rows)
+
+
+def catch_up_tokens(rows: int) -> int:
+    """Tokens of one row that a draft whose cache lags reads in one round, where the batch has so many rows."""
+    return max(current().prefill_chunk // rows, MAX_LAG)
 
 
 def _proposal(steps: Sequence[_Drafted], *, unseeded: bool) -> Proposal:
