@@ -47,13 +47,15 @@ class Load:
 class Costs:
     """Seconds. verify: of a target call over empty rows, by (rows, tokens of each). step: of a draft step over empty rows, by
     rows. verify_held: what a target call takes more for each position of each row, by tokens. step_held: the same of a draft
-    step. read: of one token that the draft only reads, among many. Between and beyond what was timed, lines."""
+    step. read: of one token that the draft only reads, among many. alone: what a target call takes more, by rows, where the one
+    before it has to be read first, as look-ups need it; empty: nothing. Between and beyond what was timed, lines."""
 
     verify: Mapping[tuple[int, int], float]
     step: Mapping[int, float]
     verify_held: Mapping[int, float]
     step_held: float
     read: float
+    alone: Mapping[int, float] = field(default_factory=dict[int, float])
 
     def call(self, load: Load, tokens: int) -> float:
         """Seconds of one target call over `tokens` tokens of each row."""
@@ -224,6 +226,8 @@ class RoundCosts:
         empty, held = lines[proposed + 1]
         if drafted:
             empty, held = empty + drafted * lines[0][0], held + drafted * lines[0][1]
+        elif proposed and self.seeds.alone:
+            empty += line(self.seeds.alone, load.rows)
         # Seeds of few rows, drawn out to many, may fall below nothing.
         return max(empty + load.held * held, LEAST_SECONDS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -74,20 +75,25 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
     started_at = time.perf_counter()
     calls = _calls(target, draft, rows, most)
     least = _least(calls, SHORT_SECONDS)
+    costs = _fit(least)
+    if _queued() > 1:
+        plain = [call for call in calls if call.model == "target" and call.tokens == 1 and call.held == HELD[0]]
+        alone = _least({call: partial(calls[call], queued=1) for call in plain}, SHORT_SECONDS / 5, queued=1)
+        costs = replace(costs, alone={call.rows: max(alone[call] - least[call], 0.0) for call in plain})
     log.info("%d calls timed in %.1f s", len(calls), time.perf_counter() - started_at)
-    return _fit(least)
+    return costs
 
 
 def _calls(
     target: nn.Module, draft: nn.Module | None, rows: Sequence[int], most: int
-) -> dict[_Call, Callable[[], None]]:
+) -> dict[_Call, Callable[..., None]]:
     # Over one row every length: products come in tiles of four positions, and a call over four costs little more than one over
     # three. Over more rows lines between a few lengths do.
     shapes = [(n, HELD[0], _lengths(n, most) if n == min(rows) else _few(_lengths(n, most))) for n in rows]
     held_rows = max(size for size in rows if size <= HELD_ROWS or size == min(rows))
     few = _few(_lengths(held_rows, most))
     shapes.append((held_rows, HELD[1], [few[0], few[-1]]))
-    both, calls = Target(target, draft), dict[_Call, Callable[[], None]]()
+    both, calls = Target(target, draft), dict[_Call, Callable[..., None]]()
     steps = None if draft is None else draft_calls(draft).replayed(draft)
     for size, held, lengths in shapes:
         run = _caller(both.verify, both.cache(size), held)
@@ -186,8 +192,9 @@ def step_ratios(drafts: Mapping[str, nn.Module], *, seconds: float | None = None
 _Name = TypeVar("_Name")
 
 
-def _least(runs: Mapping[_Name, Callable[[], None]], seconds: float) -> dict[_Name, float]:
-    """The least seconds of each run. All are run in turn, so that a slow moment of the machine spoils one sweep at most."""
+def _least(runs: Mapping[_Name, Callable[[], None]], seconds: float, queued: int | None = None) -> dict[_Name, float]:
+    """The least seconds of a call in each run, which makes `queued` calls (None: as many as is usual). All are run in turn, so
+    that a slow moment of the machine spoils one sweep at most."""
     # Where calls are traced, the last of these is replayed.
     for run in runs.values():
         for _ in range(FIRST_CALLS if current().replay else 1):
@@ -199,7 +206,7 @@ def _least(runs: Mapping[_Name, Callable[[], None]], seconds: float) -> dict[_Na
             started_at = time.perf_counter()
             run()
             taken = time.perf_counter() - started_at
-            least[name] = min(least[name], taken / _queued())
+            least[name] = min(least[name], taken / (queued or _queued()))
             total += taken
     return least
 
@@ -214,7 +221,7 @@ def _shapes(model: nn.Module) -> Shapes:
     return tuple(sorted((name, tuple(array.shape), str(array.dtype)) for name, array in arrays))
 
 
-def _draft_step(draft: nn.Module, calls: DraftCalls, rows: int, held: int) -> Callable[[int], None]:
+def _draft_step(draft: nn.Module, calls: DraftCalls, rows: int, held: int) -> Callable[..., None]:
     """Calls of the draft, where its head is cut with ids of the rows' own."""
     run, head = _caller(calls.logits, RowCache(draft, rows), held), cut_head(draft)
     if head is None:
@@ -228,9 +235,9 @@ def _draft_step(draft: nn.Module, calls: DraftCalls, rows: int, held: int) -> Ca
     return call
 
 
-def _caller(model: Callable[[mx.array, RowCache], mx.array], cache: RowCache, held: int) -> Callable[[int], None]:
-    """Calls over so many tokens of each row. Rows hold `held` positions, every other one fewer by one: batches are seldom of
-    equal lengths."""
+def _caller(model: Callable[[mx.array, RowCache], mx.array], cache: RowCache, held: int) -> Callable[..., None]:
+    """Makes calls over so many tokens of each row, `queued` of them (None: as many as is usual), and waits. Rows hold `held`
+    positions, every other one fewer by one: batches are seldom of equal lengths."""
     rows = len(cache.lengths.host)
     lengths = [held - row % 2 for row in range(rows)]
 
@@ -240,8 +247,8 @@ def _caller(model: Callable[[mx.array, RowCache], mx.array], cache: RowCache, he
         cache.rewind(lengths)
         return out
 
-    def call(tokens: int) -> None:
-        device.wait([launched(tokens) for _ in range(_queued())])
+    def call(tokens: int, queued: int | None = None) -> None:
+        device.wait([launched(tokens) for _ in range(queued or _queued())])
 
     # What is held need not have been read to cost what it costs: zeros do.
     call(1)

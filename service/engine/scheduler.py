@@ -11,8 +11,8 @@ from service.engine.ticket import Ticket
 
 RETRY_SECONDS = 5
 GATHERED = 1 / 4
-"""Prompts are gathered until they are this share of the requests that run. A prefill holds up all that run for a time that hardly
-depends on how many prompts it is for; waiting leaves rows empty (docs/decisions.md)."""
+"""Prompts gather until they are this share of the requests that run. A prefill holds up all that run, for a time that hardly
+depends on how many prompts it is for; while prompts wait, rows are empty (docs/decisions.md)."""
 
 
 class Scheduler:

@@ -55,6 +55,16 @@ def test_before_any_round_the_seeds_count() -> None:
     assert half.call(Load(2, 100), 3) == seeds.call(Load(2, 100), 3)
 
 
+def test_look_ups_cost_what_a_round_by_itself_does() -> None:
+    """Nothing is launched behind the round before them."""
+    costs = RoundCosts(replace(SEEDS, alone={1: 0.010, 9: 0.018}), 3)
+    for rows, more in ((1, 0.010), (5, 0.014)):
+        load = Load(rows, 0)
+        assert costs.seconds(load, 0, 2) == pytest.approx(SEEDS.call(load, 3) + more)
+        assert costs.seconds(load, 0, 0) == pytest.approx(SEEDS.call(load, 1))
+        assert costs.seconds(load, 2, 2) == pytest.approx(SEEDS.round(load, 2))
+
+
 def test_a_kind_costs_the_median_of_its_first_rounds() -> None:
     """What is done once, such as compiling, does not count; and what was never timed costs what other kinds do."""
     costs = RoundCosts(SEEDS, 15)

@@ -14,7 +14,7 @@ from service.engine.costs import FIRST, Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.planner import PROBE, Choice, DraftSteps, Match, Planner
 from service.engine.request import Request
-from service.engine.strategy import CUDA, using
+from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from tests.support.batches import admit, decode
 from tests.support.fixed_length import FixedLength
 from tests.support.oracle import forced, noisy_copy, tiny_llama
@@ -306,6 +306,25 @@ def test_a_draft_does_not_catch_up_with_rows_that_are_about_to_end(left: int, dr
     load = Load(8, 100, unread=600, left=left)
     assert planner.choose(replace(load, unread=0), [None] * 8).drafted > 0
     assert (planner.choose(load, [None] * 8).drafted > 0) == drafts
+
+
+def test_a_draft_that_promises_little_does_not_catch_up() -> None:
+    """Each row gets 1.04 times the tokens per second: worth a round, not a call of its own before it."""
+    planner, load = Planner(1, 0, measured({(8, 1): 0.060, (8, 2): 0.095}, {8: 0.009})), Load(8, 100)
+    assert planner.choose(load, [None] * 8).drafted == 1
+    assert planner.choose(replace(load, lags=True), [None] * 8).drafted == 0
+    cheaper = Planner(1, 0, measured({(8, 1): 0.060, (8, 2): 0.085}, {8: 0.009}))
+    assert cheaper.choose(replace(load, lags=True), [None] * 8).drafted == 1
+
+
+@pytest.mark.parametrize(("strategy", "reads"), [(CPU, True), (METAL, False), (CUDA, False)])
+def test_a_parked_draft_reads_prompts_only_where_that_costs_little(strategy: Strategy, reads: bool) -> None:
+    with using(strategy):
+        planner = Planner(3, 0, costs(one_stream, 0.009))
+        assert planner.prefills(ONE)
+        for _ in range(100):
+            planner.observe(ONE, Choice(3, (0,)), [None], [0], None)
+        assert not planner.pays(ONE) and planner.prefills(ONE) is reads
 
 
 def test_a_parked_draft_in_a_full_batch_stops_prefilling_and_is_rarely_probed() -> None:

@@ -7,13 +7,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from service.engine import profile
+from service.engine import device, profile
 from service.engine.adapters import Draft, bare
 from service.engine.costs import USUALLY_HELD, Costs, Load
 from service.engine.decoder import Decoder
 from service.engine.planner import Planner
 from service.engine.profile import EXTRA_IDS, SWEEPS, Seeds, measure, sizes
-from service.engine.strategy import CUDA, using
+from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.models.heads import cut, cut_head, shallow_copy
 from tests.support.oracle import noisy_copy, tiny_llama
 
@@ -114,6 +114,24 @@ def test_the_table_holds_what_calls_take() -> None:
         assert 0.99 * least < costs.call(Load(rows, 64), tokens) < least + 0.1
     assert 0.99 * 0.006 < costs.draft(Load(1, 64)) < 0.1
     assert costs.call(Load(4, 512), 3) >= costs.call(Load(4, 64), 3)
+
+
+@pytest.mark.parametrize(("strategy", "alone"), [(CPU, False), (METAL, True)])
+def test_a_call_by_itself_is_timed_where_others_follow_before_it_is_read(
+    strategy: Strategy, alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every wait takes 0.02 s here: a quarter of it a call where four are queued."""
+    wait = device.wait
+
+    def slowly(*arrays: object) -> None:
+        time.sleep(0.02)
+        wait(*arrays)
+
+    monkeypatch.setattr(device, "wait", slowly)
+    with using(strategy):
+        costs = measure(tiny_llama(0), None, rows=[1, 4], most=1)
+    assert set(costs.alone) == ({1, 4} if alone else set())
+    assert all(0.01 < seconds < 0.04 for seconds in costs.alone.values())
 
 
 def test_timing_restores_the_drafts_extra_ids() -> None:

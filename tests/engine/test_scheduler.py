@@ -1,5 +1,7 @@
 """The scheduler alone: who is admitted, prefilled, and dropped. Its caller computes nothing here."""
 
+import time
+
 import mlx.core as mx
 import pytest
 
@@ -83,6 +85,31 @@ def test_two_chunks_are_prefilled_before_a_round_while_more_prefill_than_run(req
         scheduler.prefilled(scheduler.prefilling[ticket])
         budgets.append(scheduler.prefill_tokens(CHUNK))
     assert budgets == [2 * CHUNK, 2 * CHUNK, CHUNK, CHUNK, CHUNK]
+
+
+def test_prompts_gather_while_requests_run(requests: Requests) -> None:
+    """Eight run: a prefill begins with two prompts, or when one has waited long enough, and goes on once it has begun."""
+    scheduler = Scheduler(max_rows=16, max_waiting=0)
+    for _ in range(8):
+        scheduler.add(requests.ticket())
+    first, *others = requests.admit(scheduler)
+    now = time.perf_counter()
+    assert scheduler.prefill_is_due(now, 60.0), "nobody runs"
+    for ticket in (first, *others):
+        scheduler.prefilled(scheduler.prefilling[ticket])
+    assert not scheduler.prefill_is_due(now, 0.0), "there is none"
+    scheduler.add(requests.ticket())
+    (one,) = requests.admit(scheduler)
+    arrived = scheduler.prefilling[one].rows[0].arrived_at
+    waits = [scheduler.prefill_is_due(arrived + seconds, 0.1) for seconds in (0.0, 0.09, 0.11)]
+    assert waits == [False, False, True] and scheduler.prefill_is_due(arrived, 0.0)
+    scheduler.add(requests.ticket())
+    (two,) = requests.admit(scheduler)
+    assert scheduler.prefill_is_due(arrived, 0.1), "a quarter of those that run"
+    scheduler.remove([two])
+    assert not scheduler.prefill_is_due(arrived, 0.1)
+    requests.decoder.prefill(scheduler.prefilling[one])
+    assert scheduler.prefill_is_due(arrived, 0.1), "it has begun"
 
 
 def test_the_queue_holds_max_waiting_beyond_the_free_rows(requests: Requests) -> None:

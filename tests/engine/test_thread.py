@@ -349,6 +349,30 @@ def test_prompts_are_prefilled_together_and_admitted_in_groups() -> None:
     assert [rows for rows, tokens in hold.fed if tokens == CHUNK // 2] == [1, 4, 2, 1], "those that fit are one call"
 
 
+class GatheringHarness(EngineHarness):
+    """Prompts wait for others, as on CUDA, for longer than a test takes."""
+
+    def build(self) -> Engine:
+        engine = super().build()
+        engine.decoder.strategy = replace(engine.decoder.strategy, gather_seconds=PATIENCE)
+        return engine
+
+
+def test_a_prompt_waits_for_another_while_five_run() -> None:
+    hold = BlockingHook(match=lambda fed: False)
+    with GatheringHarness(hold, None, rows=10) as harness:
+        running = [harness.submit(asked) for asked in long_prompts(5, 150)]
+        wait_for(lambda: bool(harness.observed) and len(harness.observed[-1]) == 5, "five run")
+        calls, rounds = len(hold.fed), len(harness.observed)
+        first = harness.submit(prompt(8, CHUNK // 2 + 1))
+        wait_for(lambda: len(harness.observed) >= rounds + 6, "rounds go on")
+        assert not first.started.is_set()
+        both = [first, harness.submit(prompt(9, CHUNK // 2 + 1))]
+        for client in (*both, *running):
+            client.finished()
+    assert [rows for rows, tokens in hold.fed[calls:] if tokens > 1] == [2]
+
+
 # ------------------------------------------------------------------------------------------------------------ the queue
 
 
