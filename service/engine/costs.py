@@ -106,6 +106,14 @@ class Kind(NamedTuple):
             return cls(rows, 0, proposed, load.ragged)
         return cls(rows, bisect_left(_BOUNDS, drafted), bisect_left(_BOUNDS, proposed), load.ragged)
 
+    def distance(self, other: Kind) -> tuple[int, int, bool] | None:
+        """How far apart two kinds are, the number of rows first; None where nothing can be learnt from one about the other: they
+        do other things (plain, drafted, looked up), or one has more than twice as many rows."""
+        rows, alike = abs(self.rows - other.rows), (self.drafted > 0) == (other.drafted > 0)
+        if rows > 1 or not alike or (self.proposed > 0) != (other.proposed > 0):
+            return None
+        return rows, abs(self.proposed - other.proposed), self.ragged != other.ragged
+
 
 @dataclass(slots=True)
 class Correction:
@@ -136,6 +144,8 @@ class RoundCosts:
         self.seeds = seeds
         self._lines: dict[int, list[tuple[float, float]]] = {}
         self._corrections: dict[Kind, Correction] = {}
+        self._nearest: dict[Kind, Correction | None] = {}
+        """By kinds that were asked for, the nearest one that was timed."""
         self._timed = 0
         self._level = 1.0
         """The median of all corrections, for kinds without one."""
@@ -195,20 +205,24 @@ class RoundCosts:
         self._before = (known, surprise)
 
     def _factor(self, kind: Kind) -> float:
-        """A kind that was not timed costs what it does over rows of the other sort, ragged or not. Else it is taken to be as
-        much dearer than the seeds say as rounds usually are, or as plain ones over so many rows, for what made those dear makes
-        it dear."""
+        """A kind that was not timed is taken to be as much dearer than the seeds say as the nearest one that does the same. Else
+        as rounds usually are, or as plain ones over so many rows, for what made those dear makes it dear."""
         own, plain = self._timed_factor(kind), self._timed_factor(kind._replace(drafted=0, proposed=0))
         return own if own is not None else self._level if plain is None else max(plain, self._level)
 
     def _timed_factor(self, kind: Kind) -> float | None:
-        for each in (kind, kind._replace(ragged=not kind.ragged)):
-            known = self._corrections.get(each)
-            if known is not None and known.factor is not None:
-                return known.factor
-        return None
+        if kind not in self._nearest:
+            timed = [
+                (kind.distance(other), each) for other, each in self._corrections.items() if each.factor is not None
+            ]
+            near = [(distance, each) for distance, each in timed if distance is not None]
+            self._nearest[kind] = min(near, key=lambda pair: pair[0])[1] if near else None
+        nearest = self._nearest[kind]
+        return None if nearest is None else nearest.factor
 
     def _set_level(self) -> None:
+        """Kinds have become known, or were forgotten."""
+        self._nearest.clear()
         known = [each.factor for each in self._corrections.values() if each.factor is not None]
         self._level = median(known) if known else 1.0
 

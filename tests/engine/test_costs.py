@@ -55,6 +55,32 @@ def test_before_any_round_the_seeds_count() -> None:
     assert half.call(Load(2, 100), 3) == seeds.call(Load(2, 100), 3)
 
 
+def test_a_kind_that_was_not_timed_costs_what_the_nearest_does() -> None:
+    """Plain rounds take what the seeds say; look-ups over four rows turn out twice, drafted rounds over sixteen three times as
+    dear. Each tells of others that do the same, over up to twice or half as many rows."""
+    costs = RoundCosts(SEEDS, 15)
+    for rows, drafted, proposed, ratio in ((1, 0, 0, 1.0), (4, 0, 3, 2.0), (16, 3, 3, 3.0), (16, 0, 0, 1.0)):
+        load = Load(rows, 0)
+        expected = SEEDS.round(load, drafted) if drafted else SEEDS.call(load, proposed + 1)
+        for _ in range(FIRST):
+            costs.observe(load, drafted, proposed, ratio * expected)
+    for rows, drafted, proposed, ratio in (
+        (4, 0, 2, 2.0),
+        (8, 0, 7, 2.0),
+        (2, 0, 1, 2.0),
+        (24, 1, 1, 3.0),
+        (32, 7, 7, 3.0),
+        (8, 2, 2, 3.0),
+        (16, 0, 0, 1.0),
+        # Too far from all that were timed: as rounds usually are.
+        (16, 0, 3, 1.5),
+        (1, 3, 3, 1.5),
+    ):
+        load = Load(rows, 0, ragged=True)
+        seed = SEEDS.round(load, drafted) if drafted else SEEDS.call(load, proposed + 1)
+        assert costs.seconds(load, drafted, proposed) == pytest.approx(ratio * seed), (rows, drafted, proposed)
+
+
 def test_look_ups_cost_what_a_round_by_itself_does() -> None:
     """Nothing is launched behind the round before them."""
     costs = RoundCosts(replace(SEEDS, alone={1: 0.010, 9: 0.018}), 3)

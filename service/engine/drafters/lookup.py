@@ -19,6 +19,7 @@ INDEX_TOKENS = 65_536
 """Tokens of recent outputs in one of the two indexes. When the newer one is full, the older one is dropped."""
 MIN_SHARED_MATCH = 4
 """The shortest match that counts in another request's output."""
+SHARED_LENGTHS = tuple(length for length in LENGTHS if length >= MIN_SHARED_MATCH)
 
 NGram: TypeAlias = tuple[int, ...]
 
@@ -85,9 +86,10 @@ class Lookup:
     def add_output(self, output: Sequence[int]) -> None:
         """Add a finished output to the shared index. Only outputs that may be stored belong there."""
         for end in range(MIN_SHARED_MATCH, len(output)):
-            for length in LENGTHS:
-                if MIN_SHARED_MATCH <= length <= end:
-                    self._newer[tuple(output[end - length : end])] = (output, end)
+            place = output, end
+            for length in SHARED_LENGTHS:
+                if length <= end:
+                    self._newer[tuple(output[end - length : end])] = place
         self._newer_tokens += len(output)
         if self._newer_tokens > INDEX_TOKENS:
             self._older, self._newer, self._newer_tokens = self._newer, {}, 0
