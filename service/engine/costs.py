@@ -107,8 +107,8 @@ class Kind(NamedTuple):
         return cls(rows, bisect_left(_BOUNDS, drafted), bisect_left(_BOUNDS, proposed), load.ragged)
 
     def distance(self, other: Kind) -> tuple[int, int, bool] | None:
-        """How far apart two kinds are, the number of rows first; None where nothing can be learnt from one about the other: they
-        do other things (plain, drafted, looked up), or one has more than twice as many rows."""
+        """How far apart two kinds are, the number of rows first. None where one tells nothing about the other: they do other
+        things (plain, drafted, looked up), or one has more than about twice as many rows."""
         rows, alike = abs(self.rows - other.rows), (self.drafted > 0) == (other.drafted > 0)
         if rows > 1 or not alike or (self.proposed > 0) != (other.proposed > 0):
             return None
@@ -205,8 +205,8 @@ class RoundCosts:
         self._before = (known, surprise)
 
     def _factor(self, kind: Kind) -> float:
-        """A kind that was not timed is taken to be as much dearer than the seeds say as the nearest one that does the same. Else
-        as rounds usually are, or as plain ones over so many rows, for what made those dear makes it dear."""
+        """A kind that was not timed is taken to be as much dearer than the seeds say as the nearest that does the same. Else as
+        rounds usually are, or as plain ones over so many rows, for what made those dear makes it dear."""
         own, plain = self._timed_factor(kind), self._timed_factor(kind._replace(drafted=0, proposed=0))
         return own if own is not None else self._level if plain is None else max(plain, self._level)
 
