@@ -183,6 +183,32 @@ def test_rounds_without_a_draft_are_timed_between_drafted_ones(target: Model, st
 
 
 @ACCELERATORS
+@pytest.mark.usefixtures("exact_costs")
+def test_a_draft_that_rested_in_a_full_batch_drafts_again_for_the_row_that_is_left(
+    target: Model, strategy: Strategy
+) -> None:
+    """Sixteen rows do not pay, one does. The draft has read nothing of the prompts, and catches up in one call."""
+    with using(strategy):
+        decoder = Decoder(target, bare(target), vocabulary=VOCABULARY, k=3, adaptive=True)
+        verify = {(1, 1): 1.0, (1, 4): 1.1, (16, 1): 1.5, (16, 4): 13.5}
+        decoder.planner = Planner(3, 0, Costs(verify, {1: 0.01, 16: 0.1}, {1: 0.0}, 0.0, 0.0))
+        short, (long,) = rows_of(15, 40), rows_of(1, 200)
+        decoder.admit(*short, long)
+        assert decoder.batch.drafter is not None and decoder.batch.drafter.cache.lengths.longest == 0
+        while any(row.finish is None for row in short):
+            decoder.round()
+        together = [each.drafted for row in (*short, long) for each in row.rounds]
+        assert sum(map(bool, together)) <= len(together) / 10, "but for probes"
+        before = len(long.rounds)
+        while decoder.unfinished:
+            decoder.round()
+        alone = [each.drafted for each in long.rounds[before:]]
+    assert alone and any(alone[:50]) and sum(map(bool, alone)) > len(alone) / 2
+    for row in (*short, long):
+        assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)
+
+
+@ACCELERATORS
 def test_rounds_are_timed_where_the_next_one_is_of_their_kind(
     target: Model, draft: nn.Module, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
