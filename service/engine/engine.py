@@ -34,6 +34,7 @@ class Engine:
                 field="max_tokens" if room > 0 else "prompt",
             )
 
-    def new_request(self, id: str, prompt: Prompt) -> Request:
-        """A request for a checked prompt, with its own detokenizer and stop strings."""
-        return Request(id, prompt, self.eos, TextStream(self.detokenizer(), prompt.sampling.stop))
+    def new_request(self, id: str, prompt: Prompt, arrived_at: float) -> Request:
+        """A request for a checked prompt, with its own detokenizer and stop strings. arrived_at: perf_counter."""
+        text = TextStream(self.detokenizer(), prompt.sampling.stop)
+        return Request(id, prompt, self.eos, text, arrived_at=arrived_at)

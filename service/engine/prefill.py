@@ -39,12 +39,15 @@ class Prefill:
         """No token was prefilled or loaded from the prefix cache."""
         return self.target_cache.lengths.longest == 0
 
+    @property
+    def remaining(self) -> int:
+        """Tokens that the target has to prefill of the longest prompt. An upper bound before the cached prefix is loaded."""
+        prompts, done = _prompts(self.rows, self.target_cache), self.target_cache.lengths.host
+        return max(len(prompt) - count for prompt, count in zip(prompts, done, strict=True))
+
     def next_call_tokens(self, size: int) -> int:
-        """Tokens of the target's next call, padding included, with chunks of `size` tokens. An upper bound before the cached
-        prefix is loaded."""
-        done = self.target_cache.lengths.host
-        left = (len(prompt) - count for prompt, count in zip(_prompts(self.rows, self.target_cache), done, strict=True))
-        return len(done) * min(size, max(left))
+        """Tokens of the target's next call, padding included, with chunks of `size` tokens. An upper bound as `remaining`."""
+        return len(self.target_cache.lengths.host) * min(size, self.remaining)
 
     def ensure_draft_cache(self, draft: nn.Module, epoch: int) -> RowCache:
         """The draft's cache for these rows: a new one where there is none, or only one of another epoch."""

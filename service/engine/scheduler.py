@@ -10,6 +10,9 @@ from service.engine.prefill import Prefill
 from service.engine.ticket import Ticket
 
 RETRY_SECONDS = 5
+DELAY = 1e-3
+"""Seconds that each token to be prefilled moves a request back in the queues: one of 32,000 tokens lets those pass that arrive
+within the next half minute and are much shorter."""
 GATHERED = 1 / 4
 """Prompts gather until they are this share of the requests that run. A prefill holds up all that run, for a time that hardly
 depends on how many prompts it is for; while prompts wait, rows are empty (docs/decisions.md)."""
@@ -17,11 +20,11 @@ depends on how many prompts it is for; while prompts wait, rows are empty (docs/
 
 class Scheduler:
     """Queues and the decisions about them. It computes nothing and has no thread or lock: EngineThread holds its own lock
-    around what other threads call too (reserve, release, add, drop_cancelled, admit, clear).
+    around what other threads call too and around the queue itself (reserve, release, add, next, drop_cancelled, admit, clear).
 
-    A request waits until a row is free, prefills, and runs until its end; every queue is in order of arrival. A place in the
-    queue can be reserved before the request is there. max_rows: requests that prefill or run, at most. max_waiting: requests
-    and reserved places, at most, beyond those that free rows can take.
+    A request waits until a row is free, prefills, and runs until its end. Short prompts go before long ones, but none waits for
+    ever (`DELAY`). A place in the queue can be reserved before the request is there. max_rows: requests that prefill or run, at
+    most. max_waiting: requests and reserved places, at most, beyond those that free rows can take.
     """
 
     def __init__(self, max_rows: int, max_waiting: int) -> None:
@@ -70,7 +73,9 @@ class Scheduler:
 
     def next(self) -> Ticket | None:
         """The request to admit next, which goes on waiting until `admit`; None without a free row or a waiting request."""
-        return self.waiting[0] if self.waiting and self.free_rows else None
+        if not self.waiting or not self.free_rows:
+            return None
+        return min(self.waiting, key=lambda ticket: ticket.arrived_at + DELAY * len(ticket.prompt.tokens))
 
     def admit(self, ticket: Ticket, prefill: Prefill) -> None:
         """Give a waiting request a row, where its prefill begins."""
@@ -78,6 +83,10 @@ class Scheduler:
         self.waiting.remove(ticket)
 
     # ----------------------------------------------------------------------------------------------- prefill and decode
+
+    def prefill_order(self) -> list[Prefill]:
+        """The requests that prefill, the next one first."""
+        return sorted(self.prefilling.values(), key=lambda each: each.rows[0].arrived_at + DELAY * each.remaining)
 
     def prefill_is_due(self, now: float, gather_seconds: float) -> bool:
         """Whether to prefill before the next round: a prefill goes on once it has begun, and begins when enough prompts have

@@ -274,12 +274,16 @@ class EngineThread:
         for ticket in unstarted:
             ticket.send(Failed(Unavailable("cancelled before it started")))
         self._end_cancelled(engine)
-        while (ticket := self._scheduler.next()) is not None:
+        while (ticket := self._next_ticket()) is not None:
             # It waits until it has its row: `drain` must see it, and an error must reach it.
-            ticket.row = engine.new_request(ticket.id, ticket.prompt)
+            ticket.row = engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
             prefill = engine.decoder.start_prefill(ticket.row)
             with self._condition:
                 self._scheduler.admit(ticket, prefill)
+
+    def _next_ticket(self) -> Ticket | None:
+        with self._condition:
+            return self._scheduler.next()
 
     def _end_cancelled(self, engine: Engine) -> None:
         gone = self._scheduler.cancelled()
@@ -294,12 +298,12 @@ class EngineThread:
         self._scheduler.remove(gone)
 
     def _prefill_chunk(self, engine: Engine) -> None:
-        """Prefill the next chunk of the oldest prompt, and whole prompts that fit into the same number of tokens."""
+        """Prefill the next chunk of the prompt whose turn it is, and whole prompts that fit into the same number of tokens."""
         ready: list[Prefill] = []
         scheduler, chunk = self._scheduler, engine.decoder.prefill_chunk
         left = scheduler.prefill_tokens(chunk)
         while scheduler.prefilling:
-            prefill = engine.decoder.batch_prompts([*scheduler.prefilling.values()], left)
+            prefill = engine.decoder.batch_prompts(scheduler.prefill_order(), left)
             left -= prefill.next_call_tokens(chunk)
             if left < 0 or not engine.decoder.prefill(prefill, len(scheduler.prefilling)):
                 break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from typing import Self
@@ -35,10 +36,12 @@ class Place:
 
 
 class Ticket:
-    """core.Ticket: a submitted request. row: its state in the engine, None while it waits. sink: receives its events."""
+    """core.Ticket: a submitted request. arrived_at: perf_counter. row: its state in the engine, None while it waits. sink:
+    receives its events."""
 
     def __init__(self, prompt: Prompt, sink: Sink) -> None:
         self.id = uuid.uuid4().hex
+        self.arrived_at = time.perf_counter()
         self.prompt = prompt
         self.sink = sink
         self.cancelled = threading.Event()

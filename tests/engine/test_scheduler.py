@@ -22,14 +22,14 @@ class Requests:
     def __init__(self) -> None:
         self.decoder = Decoder(tiny_llama(0), None, vocabulary=97, k=0, prefill_chunk=CHUNK, key=mx.random.key(1))
 
-    def ticket(self) -> Ticket:
-        return Ticket(Prompt((5, 6, 7), Sampling()), lambda event: None)
+    def ticket(self, length: int = 3) -> Ticket:
+        return Ticket(Prompt(tuple(5 + i % 3 for i in range(length)), Sampling()), lambda event: None)
 
     def admit(self, scheduler: Scheduler) -> list[Ticket]:
         """Admit as many as the scheduler names."""
         admitted: list[Ticket] = []
         while (ticket := scheduler.next()) is not None:
-            ticket.row = Request(ticket.id, ticket.prompt, frozenset(), None)
+            ticket.row = Request(ticket.id, ticket.prompt, frozenset(), None, arrived_at=ticket.arrived_at)
             scheduler.admit(ticket, self.decoder.start_prefill(ticket.row))
             admitted.append(ticket)
         return admitted
@@ -60,6 +60,23 @@ def test_requests_are_admitted_in_order_as_rows_become_free(requests: Requests) 
     assert requests.admit(scheduler) == tickets[3:]
     scheduler.remove(tickets)
     assert not scheduler.unfinished
+
+
+def test_short_prompts_go_before_long_ones_and_none_waits_for_ever(requests: Requests) -> None:
+    """2,000 tokens let those pass that arrive within nearly two seconds, whether they wait for a row or prefill."""
+    scheduler = Scheduler(max_rows=4, max_waiting=8)
+    long, short, late = (requests.ticket(length) for length in (2001, 11, 11))
+    for ticket, seconds in ((long, 0.0), (short, 1.0), (late, 2.0)):
+        ticket.arrived_at = seconds
+        scheduler.add(ticket)
+    assert requests.admit(scheduler) == [short, long, late]
+    order = [scheduler.prefilling[ticket] for ticket in (short, long, late)]
+    assert scheduler.prefill_order() == order
+    # What is left of it counts.
+    assert not requests.decoder.prefill(scheduler.prefilling[long])
+    assert scheduler.prefilling[long].remaining == 2000 - CHUNK
+    scheduler.prefilling[short].rows[0].arrived_at = 1.98
+    assert scheduler.prefill_order() == [order[1], order[0], order[2]]
 
 
 def test_prompts_prefilled_in_one_call_run_together_in_order_of_arrival(requests: Requests) -> None:

@@ -349,6 +349,26 @@ def test_prompts_are_prefilled_together_and_admitted_in_groups() -> None:
     assert [rows for rows, tokens in hold.fed if tokens == CHUNK // 2] == [1, 4, 2, 1], "those that fit are one call"
 
 
+def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
+    """It arrives while the first of forty chunks is read, and has its first token after the next."""
+    hold, chunks = BlockingHook(match=lambda fed: fed.shape[1] == CHUNK), list[int]()
+    with EngineHarness(hold, None, rows=2) as harness:
+        long = harness.submit(prompt(0, 40 * CHUNK + 1, 4))
+        assert hold.reached.wait(PATIENCE)
+        short = harness.submit(prompt(1, 6, 4), lambda client: chunks.append(hold.calls))
+        hold.release.set()
+        timings = [client.finished().timings for client in (long, short)]
+    assert hold.calls == 40 and chunks[0] <= 2
+    assert timings[0].prompt_seconds > timings[1].prompt_seconds
+
+
+def test_the_prompt_time_includes_waiting_for_a_row() -> None:
+    with EngineHarness(BlockingHook(match=lambda fed: False), None, rows=1) as harness:
+        first, second = (harness.submit(asked) for asked in long_prompts(2, 100))
+        ran, waited = (client.finished().timings for client in (first, second))
+    assert waited.prompt_seconds > ran.predicted_seconds * 0.9
+
+
 class GatheringHarness(EngineHarness):
     """Prompts wait for others, as on CUDA, for longer than a test takes."""
 
