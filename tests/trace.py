@@ -5,8 +5,9 @@
     uv run python -m tests.trace --show FOLDER/FILE.jsonl [--running 12]
 
 The words after the folder are those of `redraft`; every server that it starts, in this process or another, writes a file of its
-own. A kind says what was launched (`ahead`: behind a round that was not read yet) and read, with the tokens proposed for a row,
-and what else a turn did. The processor's time includes that in which it asks the device whether it is done.
+own. A kind says what was launched (`ahead`: behind a round that was not read yet) and read, with the tokens proposed for a row
+(`probe`: a try of a parked draft; `looked up`), and what else a turn did. The processor's time includes that in which it asks
+the device whether it is done.
 """
 
 from __future__ import annotations

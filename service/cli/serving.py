@@ -6,12 +6,14 @@ import gc
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from service.cli.console import err, out, stages, table, write_json
 from service.cli.options import Config, Draft, Json, Target, settings_from
+from service.core import RedraftError
 from service.settings import Settings
 
 models = typer.Typer(help="Models: what has a name here, and getting one.", no_args_is_help=True)
@@ -61,6 +63,8 @@ def serve(
 
 def doctor(
     config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
     speed: Annotated[
         bool,
         typer.Option(
@@ -72,17 +76,19 @@ def doctor(
     """Show device, precision, speed, versions, memory and disk, and what is wrong.
 
     Exits with 1 when something keeps `redraft serve` from working (no MLX, a package too old, a model that is not there or
-    does not fit into memory). What only costs speed is a warning. With --speed: what target calls and draft steps cost, and
-    from which acceptance rate drafts pay (docs/tuning.md).
+    does not fit into memory). What only costs speed is a warning. Of models that are at hand it says, without loading them,
+    what they take of memory, and how long requests can be. With --speed: what target calls and draft steps cost, and from
+    which acceptance rate drafts pay (docs/tuning.md).
     """
     from dataclasses import asdict
 
     from service.models.catalog import default_draft
     from service.models.machine import examine
 
-    settings = settings_from(config)
-    draft = settings.models.draft or default_draft(settings.models.target)
-    found = examine(settings.home, [settings.models.target, *([draft] if draft and draft != "none" else [])])
+    settings = settings_from(config, models__target=target, models__draft=draft)
+    drafting = settings.models.draft or default_draft(settings.models.target)
+    names = [settings.models.target, *([drafting] if drafting and drafting != "none" else [])]
+    found = examine(settings.home, names)
     gib = 2**30
     products = "not measured" if found.gflops is None else f"{found.gflops:.0f} GFLOP/s (float32 matrix product)"
     if found.slow_gflops is not None:
@@ -94,8 +100,8 @@ def doctor(
         ("precision", found.precision),
         ("matrix speed", products),
         ("fast BLAS", found.blas or "none"),
-        ("memory", f"{found.memory / gib:.1f} GiB"),
-        ("memory free", f"{found.memory_free / gib:.1f} GiB"),
+        ("memory", f"{found.host_memory / gib:.1f} GiB"),
+        ("memory free", f"{found.host_memory_free / gib:.1f} GiB"),
         ("models need", "not on disk yet" if found.needed is None else f"{found.needed / gib:.2f} GiB"),
         ("disk free", f"{found.disk_free / gib:.1f} GiB"),
         *((f"version of {name}", version) for name, version in found.versions.items()),
@@ -107,10 +113,60 @@ def doctor(
         out.print(f"warning: {warning}", style="yellow", highlight=False)
     if not found.problems and not found.warnings:
         out.print("nothing is wrong", style="green")
+    memory = _memory(settings, names) if found.device is not None else None
     timed = _speed(settings) if speed and not found.problems else None
-    write_json(json, asdict(found) | ({} if timed is None else {"speed": timed}))
+    more = {"memory": memory, "speed": timed}
+    write_json(json, asdict(found) | {name: each for name, each in more.items() if each is not None})
     if found.problems:
         raise typer.Exit(1)
+
+
+def _memory(settings: Settings, names: Sequence[str]) -> dict[str, int] | None:
+    """What serving these models takes, in bytes, printed as a table; None where they are not at hand."""
+    from service.engine.footprint import position_bytes, weight_bytes
+    from service.learning.loading import training_bytes
+    from service.models.machine import folder_at_hand
+    from service.models.memory import device_free_bytes
+    from service.models.pair import unread_pair
+
+    folders = [folder for name in names if (folder := folder_at_hand(name, settings.home)) is not None]
+    if len(folders) < len(names):
+        return None
+    target, draft = folders[0], folders[1] if len(folders) > 1 else None
+    try:
+        models = unread_pair(target, draft)
+    except RedraftError as error:
+        out.print(f"! {error}", style="red", highlight=False)
+        return None
+    free, training = device_free_bytes(), settings.training
+    needed = 0
+    if draft is not None and training.enabled:
+        needed = training_bytes(target, draft, rows=training.batch_size, length=training.max_length)
+    memory = {
+        "weights": weight_bytes(*models),
+        "kv_per_token": position_bytes(*models),
+        "prefix": settings.engine.prefix_cache_mb * 2**20,
+        "training": needed,
+        "total_free": free,
+    }
+    left = free - memory["weights"] - memory["prefix"] - memory["training"]
+    rows = [
+        ("free", _size(free)),
+        ("weights", _size(memory["weights"])),
+        ("prefix cache, at most", _size(memory["prefix"])),
+        ("training beside it, at most", _size(memory["training"])),
+        ("a token of a request", _size(memory["kv_per_token"])),
+        *(
+            (f"tokens that fit for each of {n} requests", f"{max(left, 0) // memory['kv_per_token'] // n:,}")
+            for n in (1, settings.engine.max_rows)
+        ),
+    ]
+    table("memory", ("what", "here"), rows)
+    return memory
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**27 else f"{count / 2**10:.1f} KiB"
 
 
 def _speed(settings: Settings) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from service.engine import device
 from service.engine.acceptance import Acceptance
 from service.engine.adapters import Draft
 from service.engine.drafters.head import make_drafter
-from service.engine.drafters.model import catch_up_tokens
 from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import Owner, PrefixCache
@@ -30,7 +29,7 @@ RETRY = 32
 
 class Batch:
     """Rows of one target and one drafter. draft None: the target alone. vocabulary: width of the target's logits. draft_length:
-    tokens that the draft proposes at most.
+    tokens that the draft proposes at most. prefill_chunk: tokens of a call in which the draft catches up.
 
     A draft that raises is disabled until the next `switch`. Where its logits for a row are not finite, that row alone goes on
     without it for a while.
@@ -47,6 +46,7 @@ class Batch:
         vocabulary: int,
         draft_length: int,
         prefix: PrefixCache | None,
+        prefill_chunk: int,
     ) -> None:
         self.target = target
         self.draft_length = draft_length
@@ -54,7 +54,7 @@ class Batch:
         """All rows that run, padding rows too."""
         self._padding = padding_row(draft_length)
         self.cache = target.cache(0)
-        self.drafter = make_drafter(draft, vocabulary, self.cache) if draft is not None else None
+        self.drafter = make_drafter(draft, vocabulary, self.cache, prefill_chunk) if draft is not None else None
         self.prefix = prefix
         self.failed = False
         """The draft raised and is disabled."""
@@ -249,7 +249,7 @@ class Batch:
         rounds = RETRY << min(row.draft_failures, 16)
         row.draft_failures += 1
         row.draft_again = len(row.rounds) + rounds
-        if not sound and len(row.tokens) > catch_up_tokens(len(self.rows)):
+        if not sound and len(row.tokens) > self.drafter.catch_up_tokens(len(self.rows)):
             # The draft would have to read the row again in several rounds, in which no other row could draft.
             row.draft_again = sys.maxsize
         self.draft_failures += 1

@@ -32,7 +32,7 @@ class Load:
     """The batch of a round. rows: their number. held: positions of the longest row (attention reads every row that far).
     unread: tokens of all rows that the draft must read before it can draft. left: tokens that a row may still emit, on average.
     prompted: prompt tokens for each token that may be generated. ragged: rows are of unlike lengths. lags: the draft must catch
-    up in a call of its own before it can draft."""
+    up in a call of its own before it can draft. alone: no round can be launched behind one over it that was not read."""
 
     rows: int
     held: int
@@ -41,6 +41,7 @@ class Load:
     ragged: bool = False
     left: float = inf
     lags: bool = False
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class Kind(NamedTuple):
 
     def distance(self, other: Kind) -> tuple[int, int, bool] | None:
         """How far apart two kinds are, the number of rows first. None where one tells nothing about the other: they do other
-        things (plain, drafted, looked up), or one has more than about twice as many rows."""
+        things (plain, drafted, looked up), or the numbers of their rows differ by more than a bit in length."""
         rows, alike = abs(self.rows - other.rows), (self.drafted > 0) == (other.drafted > 0)
         if rows > 1 or not alike or (self.proposed > 0) != (other.proposed > 0):
             return None
@@ -240,7 +241,7 @@ class RoundCosts:
         empty, held = lines[proposed + 1]
         if drafted:
             empty, held = empty + drafted * lines[0][0], held + drafted * lines[0][1]
-        elif proposed and self.seeds.alone:
+        if self.seeds.alone and (load.alone or (proposed and not drafted)):
             empty += line(self.seeds.alone, load.rows)
         # Seeds of few rows, drawn out to many, may fall below nothing.
         return max(empty + load.held * held, LEAST_SECONDS)

@@ -17,13 +17,13 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.core import Source
+from service.core import Prompt, Source
 from service.engine import profile
 from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
 from service.engine.drafters.lookup import LENGTHS, Lookup, LookupProposal
-from service.engine.kv.prefix import PrefixCache
+from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.planner import FORCED, Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.request import Request, prefill_ratio
@@ -67,14 +67,15 @@ class Decoder:
     ) -> None:
         self.strategy = current()
         self.draft_length = k if draft is not None else 0
+        self.prefill_chunk = prefill_chunk or self.strategy.prefill_chunk
         self.batch = Batch(
             Target(target, None if draft is None else draft.model),
             draft,
             vocabulary=vocabulary,
             draft_length=self.draft_length,
             prefix=prefix,
+            prefill_chunk=self.prefill_chunk,
         )
-        self.prefill_chunk = prefill_chunk or self.strategy.prefill_chunk
         self.runner = Runner(
             self.batch,
             vocabulary=vocabulary,
@@ -151,7 +152,13 @@ class Decoder:
 
     def start_prefill(self, row: Request) -> Prefill:
         """A request's prefill, of all but the prompt's last token."""
-        return Prefill([row], self.batch.target.cache(1), None, self.batch.epoch)
+        cached = len(row.prompt.tokens) - self.uncached_tokens(row.prompt)
+        return Prefill([row], self.batch.target.cache(1), None, self.batch.epoch, cached=cached)
+
+    def uncached_tokens(self, prompt: Prompt) -> int:
+        """Tokens of a prompt that are not in the target's prefix cache."""
+        prefix, tokens = self.batch.prefix, prompt.tokens[:-1]
+        return len(prompt.tokens) - (0 if prefix is None else prefix.cached_length(Owner.TARGET, tokens))
 
     def batch_prompts(self, waiting: Sequence[Prefill], tokens: int) -> Prefill:
         """The first of these prompts, with others that can be prefilled in one call of `tokens` tokens with it."""
@@ -308,12 +315,19 @@ class Decoder:
         if not self.strategy.launch_ahead:
             return True
         if ahead is None:
-            return not step.follows and step.plan.choice.proposed > 0
+            return not step.follows and (step.plan.choice.proposed > 0 or step.plan.load.alone)
         return step.follows and ahead.plan.choice == step.plan.choice
 
     def _may_launch_ahead(self, joining: int) -> bool:
         """Whether the next round may be launched while the host is still at this one."""
         return self.strategy.launch_ahead and not joining and not self.batch.cache.states
+
+    @property
+    def _alone(self) -> bool:
+        """No round over these rows is launched before the one before it was read: what a grammar allows depends on the tokens,
+        and recurrent states on how many stay."""
+        constrained = any(row.prompt.constraint is not None for row in self.rows)
+        return self.strategy.launch_ahead and (constrained or bool(self.batch.cache.states))
 
     def _launch_after(self, step: Step, joining: int) -> Step | None:
         """Launch a round behind one that was not read yet. None where the batch will be smaller, where rows have look-ups, or
@@ -364,7 +378,9 @@ class Decoder:
         unread, lags = (0, False) if drafter is None else (drafter.unread(visible), drafter.lags(visible))
         lengths = batch.cache.lengths
         left = sum(row.prompt.sampling.max_tokens - row.emitted for row in requests) / len(requests)
-        load = Load(len(rows), lengths.longest, unread, prefill_ratio(requests), not lengths.equal, left, lags)
+        load = Load(
+            len(rows), lengths.longest, unread, prefill_ratio(requests), not lengths.equal, left, lags, self._alone
+        )
         choice, found, matches = self._choose(rows, load, joining)
         choice = choice.with_drafted(min(choice.drafted, self._limit(requests))) if choice.drafted else choice
         steps = DraftSteps(choice.drafted)
@@ -410,7 +426,12 @@ class Decoder:
         return self.planner.pays(replace(load, rows=self.batch.size(len(self.rows) + joining), ragged=True))
 
     def _look_up(self, rows: Sequence[Request]) -> list[LookupProposal | None]:
-        if self.lookup is None or not self.strategy.fits(len(rows), 1):
+        if self.lookup is None:
+            return [None] * len(rows)
+        if not self.strategy.fits(len(rows), 1):
+            # Their texts are indexed all the same: of all rows at once it would take as long as many rounds.
+            for row in self.rows:
+                row.ngrams.update(row.tokens)
             return [None] * len(rows)
         found = [None if row.padding else self._forced(row) or self.lookup.find(row.tokens, row.ngrams) for row in rows]
         return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]

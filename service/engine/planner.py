@@ -206,7 +206,7 @@ class Planner:
         speeds = {0: load.rows / self.costs.seconds(load, 0, 0)}
         lengths = self._lengths(load) if drafts else []
         # A call in which the draft catches up is an investment, as reading a prompt is.
-        for k in lengths if not load.lags or self.pays(load) else ():
+        for k in () if lengths and load.lags and not self.pays(load) else lengths:
             speeds[k] = self._draft_speed(load, k, expected.drafting(k))
         self._length = self._stay_or_switch(speeds)
         k, looked_up, speed = self._length, 0, speeds[self._length]

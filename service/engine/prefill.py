@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import mlx.core as mx
@@ -33,6 +34,10 @@ class Prefill:
 
     prefills_draft: bool | None = None
     """Whether the draft prefills these prompts too; None: not decided yet."""
+    cached: int = 0
+    """Tokens of an unstarted prompt that were in the prefix cache when it was admitted."""
+    admitted_at: float = field(default_factory=time.perf_counter)
+    """perf_counter."""
 
     @property
     def unstarted(self) -> bool:
@@ -41,12 +46,12 @@ class Prefill:
 
     @property
     def remaining(self) -> int:
-        """Tokens that the target has to prefill of the longest prompt. An upper bound before the cached prefix is loaded."""
+        """Tokens that the target has to prefill of the longest prompt."""
         prompts, done = _prompts(self.rows, self.target_cache), self.target_cache.lengths.host
-        return max(len(prompt) - count for prompt, count in zip(prompts, done, strict=True))
+        return max(len(prompt) - max(count, self.cached) for prompt, count in zip(prompts, done, strict=True))
 
     def next_call_tokens(self, size: int) -> int:
-        """Tokens of the target's next call, padding included, with chunks of `size` tokens. An upper bound as `remaining`."""
+        """Tokens of the target's next call, padding included, with chunks of `size` tokens."""
         return len(self.target_cache.lengths.host) * min(size, self.remaining)
 
     def ensure_draft_cache(self, draft: nn.Module, epoch: int) -> RowCache:

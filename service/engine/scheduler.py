@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
-from service.core import Overloaded
+from service.core import Overloaded, Prompt
 from service.engine.prefill import Prefill
 from service.engine.ticket import Ticket
 
 RETRY_SECONDS = 5
 DELAY = 1e-3
-"""Seconds that each token to be prefilled moves a request back in the queues: one of 32,000 tokens lets those pass that arrive
-within the next half minute and are much shorter."""
+"""Seconds that each token to be prefilled moves a request back in the queues: one of 32,000 tokens that are not in the prefix
+cache lets those pass that arrive within the next half minute and are much shorter."""
 GATHERED = 1 / 4
 """Prompts gather until they are this share of the requests that run. A prefill holds up all that run, for a time that hardly
 depends on how many prompts it is for; while prompts wait, rows are empty (docs/decisions.md)."""
@@ -71,11 +71,13 @@ class Scheduler:
         self.waiting.append(ticket)
         return len(self.waiting) > self.free_rows
 
-    def next(self) -> Ticket | None:
+    def next(self, uncached_tokens: Callable[[Prompt], int]) -> Ticket | None:
         """The request to admit next, which goes on waiting until `admit`; None without a free row or a waiting request."""
         if not self.waiting or not self.free_rows:
             return None
-        return min(self.waiting, key=lambda ticket: ticket.arrived_at + DELAY * len(ticket.prompt.tokens))
+        if len(self.waiting) <= self.free_rows:
+            return self.waiting[0]
+        return min(self.waiting, key=lambda ticket: ticket.arrived_at + DELAY * uncached_tokens(ticket.prompt))
 
     def admit(self, ticket: Ticket, prefill: Prefill) -> None:
         """Give a waiting request a row, where its prefill begins."""
@@ -88,13 +90,15 @@ class Scheduler:
         """The requests that prefill, the next one first."""
         return sorted(self.prefilling.values(), key=lambda each: each.rows[0].arrived_at + DELAY * each.remaining)
 
-    def prefill_is_due(self, now: float, gather_seconds: float) -> bool:
+    def prefill_is_due(self, now: float, gather_seconds: float, chunk: int) -> bool:
         """Whether to prefill before the next round: a prefill goes on once it has begun, and begins when enough prompts have
-        gathered or one has waited `gather_seconds`. now: perf_counter."""
+        gathered, when they are half of a chunk of so many tokens and would not share a call, or when one has had its row for
+        `gather_seconds`. now: perf_counter."""
         prefilling, running = self.prefilling.values(), len(self.running)
         if not all(each.unstarted for each in prefilling) or len(prefilling) >= GATHERED * running:
             return bool(prefilling)
-        return any(now - row.arrived_at >= gather_seconds for each in prefilling for row in each.rows)
+        enough = sum(each.remaining for each in prefilling) >= chunk // 2
+        return enough or any(now - each.admitted_at >= gather_seconds for each in prefilling)
 
     def prefill_tokens(self, chunk: int) -> int:
         """How many prompt tokens may be prefilled before the next round: a chunk, or two while more requests prefill than

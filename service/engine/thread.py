@@ -254,7 +254,8 @@ class EngineThread:
         self._watchdog.beat()
         self._run_commands(engine)
         self._schedule(engine)
-        due = self._scheduler.prefill_is_due(time.perf_counter(), engine.decoder.strategy.gather_seconds)
+        gather, chunk = engine.decoder.strategy.gather_seconds, engine.decoder.prefill_chunk
+        due = self._scheduler.prefill_is_due(time.perf_counter(), gather, chunk)
         if due:
             self._prefill_chunk(engine)
         self._round(engine, len(self._scheduler.prefilling) if due else 0)
@@ -274,16 +275,16 @@ class EngineThread:
         for ticket in unstarted:
             ticket.send(Failed(Unavailable("cancelled before it started")))
         self._end_cancelled(engine)
-        while (ticket := self._next_ticket()) is not None:
+        while (ticket := self._next_ticket(engine)) is not None:
             # It waits until it has its row: `drain` must see it, and an error must reach it.
             ticket.row = engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
             prefill = engine.decoder.start_prefill(ticket.row)
             with self._condition:
                 self._scheduler.admit(ticket, prefill)
 
-    def _next_ticket(self) -> Ticket | None:
+    def _next_ticket(self, engine: Engine) -> Ticket | None:
         with self._condition:
-            return self._scheduler.next()
+            return self._scheduler.next(engine.decoder.uncached_tokens)
 
     def _end_cancelled(self, engine: Engine) -> None:
         gone = self._scheduler.cancelled()

@@ -158,7 +158,8 @@ class _Training:
         job = self.job
         length = padded(max(len(example.tokens) for example in data.examples))
         rows = min(job.training.batch_size, len(data.examples))
-        budget.check(training_bytes(job, rows=rows, length=length), least_gb=job.training.memory_gb)
+        needed = training_bytes(job.target, job.draft, rows=rows, length=length)
+        budget.check(needed, least_gb=job.training.memory_gb)
 
     def _vocabulary(self, draft: Loaded) -> list[int] | None:
         """The parent's list, with what this run learns from moved to its front."""

@@ -43,13 +43,13 @@ def load_target(job: JobSpec) -> tuple[nn.Module, int]:
     return target.model, target_width(job)
 
 
-def training_bytes(job: JobSpec, *, rows: int, length: int) -> int:
-    """Bytes that training takes at its peak, what `load_draft` loads among them; see `budget`."""
-    config = _config(job.draft)
-    weights = _bytes(job.draft)
+def training_bytes(target: Path, draft: Path, *, rows: int, length: int) -> int:
+    """Bytes that training this draft takes at its peak, what `load_draft` loads among them; see `budget`."""
+    config = _config(draft)
+    weights = _bytes(draft)
     if not eagle.is_eagle_config(config):
         return budget.training_bytes(config, weights=weights, rows=rows, length=length)
-    weights += _bytes(job.target)
+    weights += _bytes(target)
     return budget.training_bytes(config, weights=weights, rows=rows, length=length, steps=LEARNT_STEPS)
 
 

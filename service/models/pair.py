@@ -56,6 +56,27 @@ def load_model(folder: Path) -> Loaded:
     precision that is fast and exact there; on Metal and CUDA weights stay as stored. Raises ModelError.
     """
     fingerprint = model_fingerprint(folder)
+    model, tokenizer, config = _unread(folder)
+    mx.eval(model.parameters())
+    limits = [part.get("max_position_embeddings") for part in (config, config.get("text_config") or {})]
+    context = next((limit for limit in limits if isinstance(limit, int)), None)
+    return Loaded(model, tokenizer, config, folder, fingerprint, context)
+
+
+def unread_pair(target: Path, draft: Path | None) -> tuple[nn.Module, nn.Module | None]:
+    """The models of a pair, none of whose weights are read (but for embeddings that both have): for their sizes. Raises
+    ModelError or PairError."""
+    target_model = _unread(target)[0]
+    if draft is None:
+        return target_model, None
+    draft_model = _unread(draft)[0]
+    _share_embeddings(target_model, draft_model)
+    eagle.bind(draft_model, target_model)
+    return target_model, draft_model
+
+
+def _unread(folder: Path) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """A model whose weights are read when they are first evaluated, its tokenizer and its config.json. Raises ModelError."""
     try:
         if not mlx_lm_runs(folder):
             model, config = load_weights(folder, lazy=True, get_model_classes=eagle.model_classes)
@@ -67,10 +88,7 @@ def load_model(folder: Path) -> Loaded:
     if mx.default_device().type == mx.cpu:
         model.set_dtype(mx.float32)
     model.eval()
-    mx.eval(model.parameters())
-    limits = [part.get("max_position_embeddings") for part in (config, config.get("text_config") or {})]
-    context = next((limit for limit in limits if isinstance(limit, int)), None)
-    return Loaded(model, tokenizer, config, folder, fingerprint, context)
+    return model, tokenizer, config
 
 
 def mlx_lm_runs(folder: Path) -> bool:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import typer
 from typer.testing import CliRunner
@@ -45,12 +46,14 @@ from service.evaluation.server import LocalServer
 from service.models.catalog import entries
 from service.models.pair import load_model
 from service.models.text import TextEncoder
+from service.models.weights import bytes_in_memory
 from service.settings import load_settings
 from service.store.database import REVISION, revision
 from service.store.generations import split_of
 from service.store.runs import MAX_CRASHES
 from tests.support.oracle import naive
 from tests.support.tiny_server import generate, prompts, register_adapters, tiny_server, write_pair
+from tests.support.typed import layers_of
 
 TREE = typer.main.get_command(app)
 
@@ -145,6 +148,36 @@ def test_doctor_describes_this_machine(tmp_path: Path, redraft: Redraft) -> None
     assert (done.status == 0) == (found["problems"] == [])
     assert ("nothing is wrong" in done.out) == (found["problems"] == found["warnings"] == [])
     assert not (tmp_path / "home").exists(), "looking changes nothing"
+
+
+@pytest.mark.parametrize("drafting", [True, False], ids=["draft", "none"])
+def test_doctor_says_what_models_at_hand_take(drafting: bool, tmp_path: Path, redraft: Redraft) -> None:
+    target, draft = write_pair(tmp_path / "pair")
+    out, config = tmp_path / "doctor.json", tmp_path / "settings.toml"
+    config.write_text("[engine]\nprefix_cache_mb = 3\n")
+    words = ["--target", target, "--draft", draft if drafting else "none", "--config", config, "--json", out]
+    done = redraft("doctor", *words)
+    assert done.status == 0, done.err
+    memory, shown = json.loads(out.read_text())["memory"], {row[0]: row[1] for row in cells(done.out)}
+    models = [load_model(folder) for folder in (target, *([draft] if drafting else []))]
+    assert memory["weights"] == bytes_in_memory(target, widen=True) + (
+        bytes_in_memory(draft, widen=True) if drafting else 0
+    )
+    # Four bytes for keys and values of every head and layer.
+    layers = sum(len(layers_of(each.model)) for each in models)
+    config = json.loads((target / "config.json").read_text())
+    width = config["num_key_value_heads"] * (config["hidden_size"] // config["num_attention_heads"])
+    assert memory["kv_per_token"] == layers * 8 * width
+    assert memory["prefix"] == 3 * 2**20 and 0 < memory["total_free"] < psutil.virtual_memory().total
+    assert (memory["training"] > 2**28) == drafting
+    left = memory["total_free"] - memory["weights"] - memory["prefix"] - memory["training"]
+    assert shown["tokens that fit for each of 1 requests"] == f"{left // memory['kv_per_token']:,}"
+
+
+def test_doctor_says_nothing_of_memory_where_a_model_is_not_at_hand(tmp_path: Path, redraft: Redraft) -> None:
+    out = tmp_path / "doctor.json"
+    done = redraft("doctor", "--target", "somebody/some-model", "--draft", "none", "--json", out)
+    assert "memory" not in json.loads(out.read_text()) and done.err == ""
 
 
 @pytest.mark.parametrize("drafting", [True, False], ids=["draft", "none"])

@@ -81,6 +81,14 @@ def test_a_kind_that_was_not_timed_costs_what_the_nearest_does() -> None:
         assert costs.seconds(load, drafted, proposed) == pytest.approx(ratio * seed), (rows, drafted, proposed)
 
 
+def test_rows_tell_more_than_lengths() -> None:
+    costs = RoundCosts(SEEDS, 15)
+    for rows, drafted, ratio in ((16, 7, 3.0), (8, 1, 2.0)):
+        for _ in range(FIRST):
+            costs.observe(Load(rows, 0), drafted, drafted, ratio * SEEDS.round(Load(rows, 0), drafted))
+    assert costs.seconds(Load(16, 0), 1, 1) == pytest.approx(3.0 * SEEDS.round(Load(16, 0), 1))
+
+
 def test_look_ups_cost_what_a_round_by_itself_does() -> None:
     """Nothing is launched behind the round before them."""
     costs = RoundCosts(replace(SEEDS, alone={1: 0.010, 9: 0.018}), 3)
@@ -89,6 +97,9 @@ def test_look_ups_cost_what_a_round_by_itself_does() -> None:
         assert costs.seconds(load, 0, 2) == pytest.approx(SEEDS.call(load, 3) + more)
         assert costs.seconds(load, 0, 0) == pytest.approx(SEEDS.call(load, 1))
         assert costs.seconds(load, 2, 2) == pytest.approx(SEEDS.round(load, 2))
+        by_itself = replace(load, alone=True)
+        assert costs.seconds(by_itself, 0, 0) == pytest.approx(SEEDS.call(load, 1) + more), "so do others, if none is"
+        assert costs.seconds(by_itself, 2, 2) == pytest.approx(SEEDS.round(load, 2) + more)
 
 
 def test_a_kind_costs_the_median_of_its_first_rounds() -> None:

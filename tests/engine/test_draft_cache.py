@@ -88,3 +88,18 @@ def assert_blocks(decoder: Decoder, model: nn.Module, rows: list[Request]) -> No
         decoder.batch.prefix.load(Owner.DRAFT, [row.tokens], cached)
         assert cached.lengths.host[0] >= BLOCK
         assert_fresh(model, cached, 0, row.tokens)
+
+
+@pytest.mark.parametrize(("chunk", "rows", "reads"), [(32, 1, 32), (32, 2, 16), (8, 4, 8)])
+def test_a_draft_catches_up_in_calls_of_a_prefill_chunk(chunk: int, rows: int, reads: int) -> None:
+    """Shared among the rows, but no fewer than 8 tokens of each."""
+    texts = [list(range(4, 104)) for _ in range(rows)]
+    decoder = Decoder(target(), bare(draft("attention")), vocabulary=V, k=2, prefill_chunk=chunk)
+    drafter = decoder.batch.drafter
+    assert drafter is not None
+    drafter.cache = RowCache(drafter.draft.model, rows)
+    calls = 0
+    while not drafter.catch_up(texts):
+        calls += 1
+        assert drafter.cache.lengths.host == [calls * reads] * rows
+    assert calls == -(-(99 - 8) // reads) - 1

@@ -2,6 +2,8 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -16,6 +18,7 @@ from service.engine.drafters.lookup import INDEX_TOKENS, Lookup, LookupProposal,
 from service.engine.drafters.proposal import lookup_proposal, merge
 from service.engine.planner import PROBE, Planner
 from service.engine.request import Request
+from service.engine.strategy import METAL, using
 from tests.support.batches import admit, decode
 from tests.support.oracle import filtered_logprobs, forced, noisy_copy, tiny_llama
 from tests.support.typed import as_floats, layers_of
@@ -74,6 +77,32 @@ def test_outputs_that_may_not_be_stored_are_not_shared() -> None:
         assert decoder.lookup is not None
         assert len({tuple(row.output[i : i + 2]) for i in range(4)}) == 4
         assert (decoder.lookup.find(row.output[:5], NGramIndex()) is not None) is store
+
+
+def test_nothing_is_looked_up_where_no_proposal_fits_but_texts_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else all rows would be indexed at once when the batch has become small enough."""
+    found: list[int] = []
+    find = Lookup.find
+
+    def noted(lookup: Lookup, tokens: Sequence[int], ngrams: NGramIndex) -> LookupProposal | None:
+        found.append(len(tokens) - ngrams.indexed)
+        return find(lookup, tokens, ngrams)
+
+    monkeypatch.setattr(Lookup, "find", noted)
+    with using(replace(METAL, most_tokens=7)):
+        decoder = Decoder(tiny_llama(0), None, vocabulary=VOCABULARY, k=0, adaptive=True, lookup=4)
+        decoder.planner = Planner(0, 4, Costs({(1, 1): 1.0, (1, 5): 1.0}, {1: 1.0}, {1: 0.0}, 0.0, 0.0))
+        prompt = tuple(random.Random(2).randrange(4, VOCABULARY) for _ in range(40))
+        rows = [
+            Request(str(i), Prompt(prompt, Sampling(max_tokens=8 + 16 * (i > 0))), frozenset(), None) for i in range(4)
+        ]
+        decoder.admit(*rows)
+        for _ in range(5):
+            decoder.round()
+        assert not found
+        while decoder.unfinished:
+            decoder.round()
+    assert found and max(found) < 4, "what each row has said since the round before"
 
 
 @pytest.mark.parametrize("drafted", [0, 3])

@@ -28,7 +28,7 @@ class Requests:
     def admit(self, scheduler: Scheduler) -> list[Ticket]:
         """Admit as many as the scheduler names."""
         admitted: list[Ticket] = []
-        while (ticket := scheduler.next()) is not None:
+        while (ticket := scheduler.next(self.decoder.uncached_tokens)) is not None:
             ticket.row = Request(ticket.id, ticket.prompt, frozenset(), None, arrived_at=ticket.arrived_at)
             scheduler.admit(ticket, self.decoder.start_prefill(ticket.row))
             admitted.append(ticket)
@@ -49,7 +49,7 @@ def test_requests_are_admitted_in_order_as_rows_become_free(requests: Requests) 
     scheduler = Scheduler(max_rows=2, max_waiting=8)
     tickets = [requests.ticket() for _ in range(5)]
     assert [scheduler.add(ticket) for ticket in tickets] == [False, False, True, True, True]
-    assert requests.admit(scheduler) == tickets[:2] and scheduler.next() is None
+    assert requests.admit(scheduler) == tickets[:2] and scheduler.next(requests.decoder.uncached_tokens) is None
     assert (scheduler.rows, scheduler.free_rows, len(scheduler.waiting)) == (2, 0, 3)
     # A request that prefills takes a row, like one that runs.
     scheduler.prefilled(scheduler.prefilling[tickets[1]])
@@ -63,13 +63,19 @@ def test_requests_are_admitted_in_order_as_rows_become_free(requests: Requests) 
 
 
 def test_short_prompts_go_before_long_ones_and_none_waits_for_ever(requests: Requests) -> None:
-    """2,000 tokens let those pass that arrive within nearly two seconds, whether they wait for a row or prefill."""
-    scheduler = Scheduler(max_rows=4, max_waiting=8)
+    """2,000 tokens let those pass that arrive within nearly two seconds, whether they wait for a row or prefill; where all
+    are admitted, that is in order of arrival."""
+    scheduler = Scheduler(max_rows=3, max_waiting=8)
     long, short, late = (requests.ticket(length) for length in (2001, 11, 11))
     for ticket, seconds in ((long, 0.0), (short, 1.0), (late, 2.0)):
         ticket.arrived_at = seconds
         scheduler.add(ticket)
-    assert requests.admit(scheduler) == [short, long, late]
+    narrow = Scheduler(max_rows=1, max_waiting=8)
+    narrow.waiting = scheduler.waiting.copy()
+    uncached = requests.decoder.uncached_tokens
+    assert narrow.next(uncached) is short and scheduler.next(uncached) is long
+    assert narrow.next(lambda prompt: 0) is long, "what is in the prefix cache costs nothing"
+    requests.admit(scheduler)
     order = [scheduler.prefilling[ticket] for ticket in (short, long, late)]
     assert scheduler.prefill_order() == order
     # What is left of it counts.
@@ -105,28 +111,43 @@ def test_two_chunks_are_prefilled_before_a_round_while_more_prefill_than_run(req
 
 
 def test_prompts_gather_while_requests_run(requests: Requests) -> None:
-    """Eight run: a prefill begins with two prompts, or when one has waited long enough, and goes on once it has begun."""
-    scheduler = Scheduler(max_rows=16, max_waiting=0)
+    """Eight run: a prefill begins with two prompts, or when one has had its row for long enough, or is long itself; and it goes
+    on once it has begun."""
+    scheduler, seconds = Scheduler(max_rows=16, max_waiting=0), 0.1
     for _ in range(8):
         scheduler.add(requests.ticket())
     first, *others = requests.admit(scheduler)
     now = time.perf_counter()
-    assert scheduler.prefill_is_due(now, 60.0), "nobody runs"
+
+    def due(after: float = 0.0, gather: float = seconds) -> bool:
+        return scheduler.prefill_is_due(now + after, gather, CHUNK)
+
+    assert due(gather=60.0), "nobody runs"
     for ticket in (first, *others):
         scheduler.prefilled(scheduler.prefilling[ticket])
-    assert not scheduler.prefill_is_due(now, 0.0), "there is none"
-    scheduler.add(requests.ticket())
-    (one,) = requests.admit(scheduler)
-    arrived = scheduler.prefilling[one].rows[0].arrived_at
-    waits = [scheduler.prefill_is_due(arrived + seconds, 0.1) for seconds in (0.0, 0.09, 0.11)]
-    assert waits == [False, False, True] and scheduler.prefill_is_due(arrived, 0.0)
+    assert not due(gather=0.0), "there is none"
+    one = requests.ticket()
+    # It waited for a row for long: others that did are still to come.
+    one.arrived_at -= 60.0
+    scheduler.add(one)
+    requests.admit(scheduler)
+    now = scheduler.prefilling[one].admitted_at
+    assert [due(after) for after in (0.0, 0.09, 0.11)] == [False, False, True] and due(gather=0.0)
     scheduler.add(requests.ticket())
     (two,) = requests.admit(scheduler)
-    assert scheduler.prefill_is_due(arrived, 0.1), "a quarter of those that run"
+    assert due(), "a quarter of those that run"
     scheduler.remove([two])
-    assert not scheduler.prefill_is_due(arrived, 0.1)
-    requests.decoder.prefill(scheduler.prefilling[one])
-    assert scheduler.prefill_is_due(arrived, 0.1), "it has begun"
+    assert not due()
+    scheduler.add(requests.ticket(CHUNK // 2 + 1))
+    (long,) = requests.admit(scheduler)
+    scheduler.remove([one])
+    assert due(), "it would share no call"
+    scheduler.remove([long])
+    scheduler.add(requests.ticket(CHUNK // 2))
+    (short,) = requests.admit(scheduler)
+    assert not due()
+    requests.decoder.prefill(scheduler.prefilling[short])
+    assert due(), "it has begun"
 
 
 def test_the_queue_holds_max_waiting_beyond_the_free_rows(requests: Requests) -> None:
@@ -158,9 +179,13 @@ def test_cancelled_requests_leave_the_queue_at_once_and_rows_when_they_are_remov
     for ticket in tickets[:3]:
         ticket.cancel()
     assert scheduler.drop_cancelled() == [tickets[2]] and list(scheduler.waiting) == [tickets[3]]
-    assert scheduler.cancelled() == tickets[:2] and scheduler.rows == 2 and scheduler.next() is None
+    assert (
+        scheduler.cancelled() == tickets[:2]
+        and scheduler.rows == 2
+        and scheduler.next(requests.decoder.uncached_tokens) is None
+    )
     scheduler.remove(scheduler.cancelled())
-    assert (scheduler.rows, scheduler.next()) == (0, tickets[3])
+    assert (scheduler.rows, scheduler.next(requests.decoder.uncached_tokens)) == (0, tickets[3])
 
 
 def test_clear_returns_every_request_and_keeps_reserved_places(requests: Requests) -> None:

@@ -46,6 +46,7 @@ from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
 from service.engine.kv.prefix import BLOCK, PrefixCache
+from service.engine.rounds import RoundReport
 from service.engine.thread import EngineThread
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
@@ -375,6 +376,13 @@ class GatheringHarness(EngineHarness):
     def build(self) -> Engine:
         engine = super().build()
         engine.decoder.strategy = replace(engine.decoder.strategy, gather_seconds=PATIENCE)
+        run, self.joining = engine.decoder.round, list[int]()
+
+        def noted(joining: int = 0) -> RoundReport:
+            self.joining.append(joining)
+            return run(joining)
+
+        engine.decoder.round = noted
         return engine
 
 
@@ -384,10 +392,10 @@ def test_a_prompt_waits_for_another_while_five_run() -> None:
         running = [harness.submit(asked) for asked in long_prompts(5, 150)]
         wait_for(lambda: bool(harness.observed) and len(harness.observed[-1]) == 5, "five run")
         calls, rounds = len(hold.fed), len(harness.observed)
-        first = harness.submit(prompt(8, CHUNK // 2 + 1))
+        first = harness.submit(prompt(8, 4))
         wait_for(lambda: len(harness.observed) >= rounds + 6, "rounds go on")
-        assert not first.started.is_set()
-        both = [first, harness.submit(prompt(9, CHUNK // 2 + 1))]
+        assert not first.started.is_set() and not any(harness.joining[rounds:]), "rounds are launched as ever"
+        both = [first, harness.submit(prompt(9, 4))]
         for client in (*both, *running):
             client.finished()
     assert [rows for rows, tokens in hold.fed[calls:] if tokens > 1] == [2]

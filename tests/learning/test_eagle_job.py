@@ -100,11 +100,10 @@ def test_memory_counts_the_target_and_every_step(home: Home, logged_pair: Logged
     both = sum(bytes_in_memory(folder, widen=True) for folder in (logged_pair.target, logged_pair.draft))
     config = json.loads((logged_pair.draft / "config.json").read_text())
     steps = budget.training_bytes(config, weights=both, rows=4, length=64, steps=3)
-    assert training_bytes(job, rows=4, length=64) == steps
-    ordinary = replace(job, draft=logged_pair.target)
+    assert training_bytes(job.target, job.draft, rows=4, length=64) == steps
     config = json.loads((logged_pair.target / "config.json").read_text())
     alone = bytes_in_memory(logged_pair.target, widen=True)
-    assert training_bytes(ordinary, rows=4, length=64) == budget.training_bytes(
+    assert training_bytes(job.target, logged_pair.target, rows=4, length=64) == budget.training_bytes(
         config, weights=alone, rows=4, length=64
     )
 

@@ -32,7 +32,7 @@ def test_it_measures_this_machine(tmp_path: Path, make_model: MakeModel) -> None
     assert machine.gflops > 0
     assert machine.needed == bytes_in_memory(folder, widen=machine.device == "cpu")
     assert machine.disk_free > 0
-    assert 0 < machine.memory_free < machine.memory
+    assert 0 < machine.host_memory_free < machine.host_memory
     assert {"mlx", "mlx-lm"} <= machine.versions.keys()
     assert (machine.slow_gflops is None) == (machine.blas is None)
 

@@ -17,6 +17,7 @@ from service.engine.kv.cache import RowCache
 from service.engine.kv.recurrent import StateLayer
 from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.request import Request
+from service.engine.strategy import CUDA, METAL, Strategy, using
 from tests.support.batches import decode, serve
 from tests.support.families import RECURRENT, V, build, noisy_draft
 from tests.support.oracle import naive, tiny_llama
@@ -75,6 +76,18 @@ def test_rows_come_and_go(name: str, k: int, greedy: bool) -> None:
         target(name), versions[0], prompts, k=k, vocabulary=V, eos=EOS, chunk=7, max_rows=4, seed=k, between=between
     )
     assert [row.output for row in rows] == [naive(target(name), p.tokens, p.sampling, EOS) for p in prompts]
+
+
+@pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])
+def test_plain_rounds_are_timed_though_none_is_launched_ahead(strategy: Strategy) -> None:
+    with using(strategy):
+        decoder = Decoder(target("lfm2"), None, vocabulary=V, k=0, adaptive=True, lookup=4)
+        planner = decoder.planner = Planner(0, 4, Costs({(1, 1): 1.0, (1, 5): 1.0}, {1: 0.0}, {1: 0.0}, 0.0, 0.0))
+        text = tuple(random.Random(3).sample(range(4, V), 20))
+        decoder.admit(Request("0", Prompt(text, Sampling(max_tokens=40)), frozenset(), None))
+        while decoder.unfinished:
+            decoder.round()
+    assert planner.costs.established(Load(1, 30, alone=True), 0, 0)
 
 
 class RandomLength(Planner):

@@ -21,8 +21,8 @@ class EagleDrafter(ModelDrafter):
     draft steps of a round they are the head's own hidden states of the step before.
     """
 
-    def __init__(self, draft: Draft, vocabulary: int, target: RowCache) -> None:
-        super().__init__(draft, vocabulary, target)
+    def __init__(self, draft: Draft, vocabulary: int, target: RowCache, chunk: int) -> None:
+        super().__init__(draft, vocabulary, target, chunk)
         self._state: mx.array | None = None
 
     def extend(self, tokens: mx.array, cache: RowCache, target: RowCache) -> mx.array:
@@ -68,7 +68,7 @@ def draft_calls(model: nn.Module) -> DraftCalls:
     return DraftCalls(hidden, model.logits)
 
 
-def make_drafter(draft: Draft, vocabulary: int, target: RowCache) -> ModelDrafter:
-    """The drafter for this kind of draft. vocabulary: width of the target's logits. target: its cache of the batch."""
+def make_drafter(draft: Draft, vocabulary: int, target: RowCache, chunk: int) -> ModelDrafter:
+    """The drafter for this kind of draft. Arguments are ModelDrafter's."""
     kind = EagleDrafter if isinstance(draft.model, eagle.Model) else ModelDrafter
-    return kind(draft, vocabulary, target)
+    return kind(draft, vocabulary, target, chunk)

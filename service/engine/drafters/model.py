@@ -75,15 +75,16 @@ class _Drafted:
 
 class ModelDrafter:
     """Proposes with a draft model, whose KV cache has the batch's rows. vocabulary: width of the target's logits. target: the
-    target's cache of the batch.
+    target's cache of the batch. chunk: tokens of a call in which the draft catches up.
 
     The first step of a round takes each row's tokens that are not in the draft's cache: the newest one, before it the last
     proposed one when all were accepted, and others where the cache lags. Only the last of them needs logits, so the output head
     runs there alone where the family allows it.
     """
 
-    def __init__(self, draft: Draft, vocabulary: int, target: RowCache) -> None:
+    def __init__(self, draft: Draft, vocabulary: int, target: RowCache, chunk: int) -> None:
         self.vocabulary = vocabulary
+        self._chunk = chunk
         self.target = target
         self.strategy = current()
         self.cache = RowCache(draft.model, 0)
@@ -291,6 +292,10 @@ class ModelDrafter:
             return max(missing) > (2 if min(map(len, rows)) < MAX_LAG else MAX_LAG)
         return max(missing) > MAX_LAG + 1
 
+    def catch_up_tokens(self, rows: int) -> int:
+        """Tokens of one row that a draft whose cache lags reads in one round, where the batch has so many rows."""
+        return max(self._chunk // rows, MAX_LAG)
+
     def catch_up(self, rows: Sequence[Sequence[int]]) -> bool:
         """Prefill rows whose cache lags, in one ragged call of a prefill chunk at most, since every row waits for it. Leaves
         every row one token to read at least. Returns whether no row lags any more."""
@@ -299,17 +304,12 @@ class ModelDrafter:
         if not self.lags(rows):
             return True
         lengths = cache.lengths.host
-        share = catch_up_tokens(len(rows))
+        share = self.catch_up_tokens(len(rows))
         missing = [row[n : min(len(row) - 1, n + share)] for row, n in zip(rows, lengths, strict=True)]
         self.extend(pad_rows(missing, cache), cache, self.target)
         device.wait(cache.arrays())
         cache.rewind([n + len(tokens) for n, tokens in zip(lengths, missing, strict=True)])
         return not self.lags(rows)
-
-
-def catch_up_tokens(rows: int) -> int:
-    """Tokens of one row that a draft whose cache lags reads in one round, where the batch has so many rows."""
-    return max(current().prefill_chunk // rows, MAX_LAG)
 
 
 def _proposal(steps: Sequence[_Drafted], *, unseeded: bool) -> Proposal:

@@ -1,0 +1,37 @@
+"""What a pair takes of the device's memory, told before its weights are read."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from service.engine.kv.cache import RowCache
+from service.engine.target import Target
+
+
+def weight_bytes(*models: nn.Module | None) -> int:
+    """Bytes of all weights of these models; arrays that several of them have count once."""
+    arrays = {
+        id(array): array.nbytes
+        for model in models
+        if model is not None
+        for _, array in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    }
+    return sum(arrays.values())
+
+
+def position_bytes(target: nn.Module, draft: nn.Module | None) -> int:
+    """Bytes of one position of a row: keys and values of target and draft, and the target's features where the draft reads
+    them. States of recurrent layers do not grow with the row and are left out. Only shapes are computed. Raises PairError."""
+    both, tokens = Target(target, draft), mx.zeros((1, 1), dtype=mx.int32)
+    cache = both.cache(1)
+    both(tokens, cache)
+    caches = [cache]
+    if draft is not None:
+        caches.append(RowCache(draft, 1))
+        draft(tokens, cache=caches[1].layers)
+    buffers = [each for one in caches for layer in one.attention for each in (layer.keys, layer.values)]
+    return sum(each.shape[1] * each.shape[3] * each.dtype.size for each in buffers if each is not None)

@@ -1,0 +1,54 @@
+"""What a pair takes of memory, told before its weights are read, against what it takes."""
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from service.core import Prompt, Sampling
+from service.engine.adapters import bare
+from service.engine.decoder import Decoder
+from service.engine.footprint import position_bytes, weight_bytes
+from service.engine.request import Request
+from service.models.pair import load_pair, unread_pair
+from tests.support.eagle_models import plain_llama, tiny_head
+from tests.support.oracle import noisy_copy, tiny_llama
+from tests.support.tiny_server import write_pair
+
+
+def pair(kind: str) -> tuple[nn.Module, nn.Module]:
+    target = tiny_llama(0) if kind == "model" else plain_llama(0)
+    return target, noisy_copy(target, 1, 0.1) if kind == "model" else tiny_head(target, 1)
+
+
+@pytest.mark.parametrize("kind", ["model", "head"])
+def test_a_position_takes_what_was_told(kind: str) -> None:
+    target, draft = pair(kind)
+    told = position_bytes(target, draft)
+    for length, positions in ((100, 128), (230, 256)):
+        decoder = Decoder(target, bare(draft), vocabulary=97, k=2, key=mx.random.key(0))
+        tokens = tuple(4 + i % 90 for i in range(length))
+        decoder.admit(Request("0", Prompt(tokens, Sampling(max_tokens=8)), frozenset(), None))
+        decoder.round()
+        assert decoder.batch.drafter is not None
+        caches = (decoder.batch.cache, decoder.batch.drafter.cache)
+        assert sum(array.nbytes for cache in caches for array in cache.arrays()) == positions * told
+    assert position_bytes(target, None) < told
+
+
+@pytest.mark.skipif(
+    mx.default_device().type != mx.cpu, reason="elsewhere other memory comes and goes beside the weights"
+)
+def test_weights_take_what_was_told(tmp_path: Path) -> None:
+    """Embeddings that both have count once."""
+    target, draft = write_pair(tmp_path)
+    before = mx.get_active_memory()
+    unread = unread_pair(target, draft)
+    told, read = weight_bytes(*unread), mx.get_active_memory() - before
+    assert read < told / 2, "few of them are read"
+    before = mx.get_active_memory()
+    loaded = load_pair(target, draft)
+    assert loaded.draft is not None
+    assert weight_bytes(loaded.target.model, loaded.draft.model) == told
+    assert 0.95 * told < mx.get_active_memory() - before < 1.1 * told
