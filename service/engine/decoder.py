@@ -379,7 +379,14 @@ class Decoder:
         lengths = batch.cache.lengths
         left = sum(row.prompt.sampling.max_tokens - row.emitted for row in requests) / len(requests)
         load = Load(
-            len(rows), lengths.longest, unread, prefill_ratio(requests), not lengths.equal, left, lags, self._alone
+            len(rows),
+            lengths.longest,
+            unread,
+            prefill_ratio(requests),
+            ragged=not lengths.equal,
+            left=left,
+            lags=lags,
+            alone=self._alone,
         )
         choice, found, matches = self._choose(rows, load, joining)
         choice = choice.with_drafted(min(choice.drafted, self._limit(requests))) if choice.drafted else choice
