@@ -113,7 +113,7 @@ def doctor(
         out.print(f"warning: {warning}", style="yellow", highlight=False)
     if not found.problems and not found.warnings:
         out.print("nothing is wrong", style="green")
-    memory = _memory(settings, names) if found.device is not None else None
+    memory = None if found.device_memory_free is None else _memory(settings, names, found.device_memory_free)
     timed = _speed(settings) if speed and not found.problems else None
     more = {"memory": memory, "speed": timed}
     write_json(json, asdict(found) | {name: each for name, each in more.items() if each is not None})
@@ -121,12 +121,12 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _memory(settings: Settings, names: Sequence[str]) -> dict[str, int] | None:
-    """What serving these models takes, in bytes, printed as a table; None where they are not at hand."""
+def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, int] | None:
+    """What serving these models takes, in bytes, printed as a table; None where they are not at hand. free: bytes of the
+    device's memory."""
     from service.engine.footprint import position_bytes, weight_bytes
     from service.learning.loading import training_bytes
     from service.models.machine import folder_at_hand
-    from service.models.memory import device_free_bytes
     from service.models.pair import unread_pair
 
     folders = [folder for name in names if (folder := folder_at_hand(name, settings.home)) is not None]
@@ -138,8 +138,7 @@ def _memory(settings: Settings, names: Sequence[str]) -> dict[str, int] | None:
     except RedraftError as error:
         out.print(f"! {error}", style="red", highlight=False)
         return None
-    free, training = device_free_bytes(), settings.training
-    needed = 0
+    training, needed = settings.training, 0
     if draft is not None and training.enabled:
         needed = training_bytes(target, draft, rows=training.batch_size, length=training.max_length)
     memory = {
@@ -154,7 +153,7 @@ def _memory(settings: Settings, names: Sequence[str]) -> dict[str, int] | None:
         ("free", _size(free)),
         ("weights", _size(memory["weights"])),
         ("prefix cache, at most", _size(memory["prefix"])),
-        ("training beside it, at most", _size(memory["training"])),
+        ("training meanwhile, at most", _size(memory["training"])),
         ("a token of a request", _size(memory["kv_per_token"])),
         *(
             (f"tokens that fit for each of {n} requests", f"{max(left, 0) // memory['kv_per_token'] // n:,}")

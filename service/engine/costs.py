@@ -107,11 +107,16 @@ class Kind(NamedTuple):
             return cls(rows, 0, proposed, load.ragged)
         return cls(rows, bisect_left(_BOUNDS, drafted), bisect_left(_BOUNDS, proposed), load.ragged)
 
+    @property
+    def sort(self) -> tuple[bool, bool]:
+        """Whether the round has draft steps, and whether it proposes anything."""
+        return self.drafted > 0, self.proposed > 0
+
     def distance(self, other: Kind) -> tuple[int, int, bool] | None:
         """How far apart two kinds are, the number of rows first. None where one tells nothing about the other: they do other
         things (plain, drafted, looked up), or the numbers of their rows differ by more than a bit in length."""
-        rows, alike = abs(self.rows - other.rows), (self.drafted > 0) == (other.drafted > 0)
-        if rows > 1 or not alike or (self.proposed > 0) != (other.proposed > 0):
+        rows = abs(self.rows - other.rows)
+        if rows > 1 or self.sort != other.sort:
             return None
         return rows, abs(self.proposed - other.proposed), self.ragged != other.ragged
 
@@ -213,10 +218,11 @@ class RoundCosts:
 
     def _timed_factor(self, kind: Kind) -> float | None:
         if kind not in self._nearest:
-            timed = [
-                (kind.distance(other), each) for other, each in self._corrections.items() if each.factor is not None
+            near = [
+                (distance, each)
+                for other, each in self._corrections.items()
+                if each.factor is not None and (distance := kind.distance(other)) is not None
             ]
-            near = [(distance, each) for distance, each in timed if distance is not None]
             self._nearest[kind] = min(near, key=lambda pair: pair[0])[1] if near else None
         nearest = self._nearest[kind]
         return None if nearest is None else nearest.factor

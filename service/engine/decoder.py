@@ -152,13 +152,13 @@ class Decoder:
 
     def start_prefill(self, row: Request) -> Prefill:
         """A request's prefill, of all but the prompt's last token."""
-        cached = len(row.prompt.tokens) - self.uncached_tokens(row.prompt)
+        cached = self.cached_tokens(row.prompt)
         return Prefill([row], self.batch.target.cache(1), None, self.batch.epoch, cached=cached)
 
-    def uncached_tokens(self, prompt: Prompt) -> int:
-        """Tokens of a prompt that are not in the target's prefix cache."""
-        prefix, tokens = self.batch.prefix, prompt.tokens[:-1]
-        return len(prompt.tokens) - (0 if prefix is None else prefix.cached_length(Owner.TARGET, tokens))
+    def cached_tokens(self, prompt: Prompt) -> int:
+        """Tokens of a prompt that are in the target's prefix cache."""
+        prefix = self.batch.prefix
+        return 0 if prefix is None else prefix.cached_length(Owner.TARGET, prompt.tokens[:-1])
 
     def batch_prompts(self, waiting: Sequence[Prefill], tokens: int) -> Prefill:
         """The first of these prompts, with others that can be prefilled in one call of `tokens` tokens with it."""
@@ -338,9 +338,6 @@ class Decoder:
         # Every row gets one token at least of the round that is not read yet.
         ending = [row for row in requests if row.finish or row.emitted + 1 >= row.prompt.sampling.max_tokens]
         if ending and not self.batch.stays_without(ending):
-            return None
-        # What a grammar allows depends on the tokens.
-        if any(row.prompt.constraint is not None for row in requests):
             return None
         if self._waits_for_lookups(plan.found, requests):
             return None

@@ -1,4 +1,4 @@
-"""What a pair takes of the device's memory, told before its weights are read."""
+"""What a pair takes of the device's memory, from shapes alone: no weight is read."""
 
 from __future__ import annotations
 

@@ -71,13 +71,18 @@ class Scheduler:
         self.waiting.append(ticket)
         return len(self.waiting) > self.free_rows
 
-    def next(self, uncached_tokens: Callable[[Prompt], int]) -> Ticket | None:
-        """The request to admit next, which goes on waiting until `admit`; None without a free row or a waiting request."""
+    def next(self, cached_tokens: Callable[[Prompt], int]) -> Ticket | None:
+        """The request to admit next, which goes on waiting until `admit`; None without a free row or a waiting request.
+        cached_tokens: of a prompt, those that need no prefill."""
         if not self.waiting or not self.free_rows:
             return None
         if len(self.waiting) <= self.free_rows:
             return self.waiting[0]
-        return min(self.waiting, key=lambda ticket: ticket.arrived_at + DELAY * uncached_tokens(ticket.prompt))
+
+        def turn(ticket: Ticket) -> float:
+            return ticket.arrived_at + DELAY * (len(ticket.prompt.tokens) - cached_tokens(ticket.prompt))
+
+        return min(self.waiting, key=turn)
 
     def admit(self, ticket: Ticket, prefill: Prefill) -> None:
         """Give a waiting request a row, where its prefill begins."""
@@ -91,9 +96,9 @@ class Scheduler:
         return sorted(self.prefilling.values(), key=lambda each: each.rows[0].arrived_at + DELAY * each.remaining)
 
     def prefill_is_due(self, now: float, gather_seconds: float, chunk: int) -> bool:
-        """Whether to prefill before the next round: a prefill goes on once it has begun, and begins when enough prompts have
-        gathered, when they are half of a chunk of so many tokens and would not share a call, or when one has had its row for
-        `gather_seconds`. now: perf_counter."""
+        """Whether to prefill before the next round: a prefill that was started continues, and one starts when enough prompts
+        have gathered, when they are half of a chunk of so many tokens and would not share a call, or when one has had its row
+        for `gather_seconds`. now: perf_counter."""
         prefilling, running = self.prefilling.values(), len(self.running)
         if not all(each.unstarted for each in prefilling) or len(prefilling) >= GATHERED * running:
             return bool(prefilling)

@@ -51,9 +51,9 @@ class Strategy:
     recurrent. prefill_chunk: prompt tokens processed between two rounds, and tokens of a call in which a draft catches up.
     gather_seconds: how long a prompt may wait for others, to be prefilled in one call with them, while requests run.
     parked_prefill: a parked draft prefills prompts where that costs little; else it catches up when it is to draft.
-    prefill_padding: padding allowed in a call over
-    prompts of different lengths, as a share of their tokens. row_attention: attention of a few tokens a row goes through
-    `attention`. replay: model calls over few tokens a row are traced and replayed."""
+    prefill_padding: padding allowed in a call over prompts of different lengths, as a share of their tokens. row_attention:
+    attention of a few tokens a row goes through `attention`. replay: model calls over few tokens a row are traced and
+    replayed."""
 
     launch_steps: bool
     ask_confidence: bool

@@ -284,7 +284,7 @@ class EngineThread:
 
     def _next_ticket(self, engine: Engine) -> Ticket | None:
         with self._condition:
-            return self._scheduler.next(engine.decoder.uncached_tokens)
+            return self._scheduler.next(engine.decoder.cached_tokens)
 
     def _end_cancelled(self, engine: Engine) -> None:
         gone = self._scheduler.cancelled()

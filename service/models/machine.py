@@ -38,9 +38,10 @@ _PRODUCT = (512, 576, 1536)
 class Machine:
     """What `examine` found. Sizes are in bytes, speeds in GFLOP/s of one float32 matrix product of 512 x 576 x 1536.
 
-    device: "cpu", "metal" or "cuda"; None without a working MLX. gflops: with the BLAS in use; slow_gflops: with the BLAS that
-    MLX bundles, None where that is the one in use. needed: memory of the named models' weights, None when none is on disk.
-    problems: what keeps `redraft serve` from working. warnings: what makes it slower or may stop it later.
+    device: "cpu", "metal" or "cuda"; None without a working MLX. device_memory_free: of that device. gflops: with the BLAS in
+    use; slow_gflops: with the BLAS that MLX bundles, None where that is the one in use. needed: memory of the named models'
+    weights, None when none is on disk. problems: what keeps `redraft serve` from working. warnings: what makes it slower or may
+    stop it later.
     """
 
     system: str

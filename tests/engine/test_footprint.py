@@ -1,4 +1,4 @@
-"""What a pair takes of memory, told before its weights are read, against what it takes."""
+"""The memory that a pair is expected to take, from shapes alone, against what it takes."""
 
 import subprocess
 from pathlib import Path
@@ -23,9 +23,9 @@ def pair(kind: str) -> tuple[nn.Module, nn.Module]:
 
 
 @pytest.mark.parametrize("kind", ["model", "head"])
-def test_a_position_takes_what_was_told(kind: str) -> None:
+def test_a_position_takes_what_is_expected(kind: str) -> None:
     target, draft = pair(kind)
-    told = position_bytes(target, draft)
+    expected = position_bytes(target, draft)
     for length, positions in ((100, 128), (230, 256)):
         decoder = Decoder(target, bare(draft), vocabulary=97, k=2, key=mx.random.key(0))
         tokens = tuple(4 + i % 90 for i in range(length))
@@ -33,8 +33,8 @@ def test_a_position_takes_what_was_told(kind: str) -> None:
         decoder.round()
         assert decoder.batch.drafter is not None
         caches = (decoder.batch.cache, decoder.batch.drafter.cache)
-        assert sum(array.nbytes for cache in caches for array in cache.arrays()) == positions * told
-    assert position_bytes(target, None) < told
+        assert sum(array.nbytes for cache in caches for array in cache.arrays()) == positions * expected
+    assert position_bytes(target, None) < expected
 
 
 SCRIPT = """
@@ -44,19 +44,17 @@ from service.engine.footprint import weight_bytes
 from service.models.pair import load_pair, unread_pair
 import mlx.core as mx
 folders = [Path(word) for word in sys.argv[1:]]
-told, before = weight_bytes(*unread_pair(*folders)), mx.get_active_memory()
+expected, before = weight_bytes(*unread_pair(*folders)), mx.get_active_memory()
 loaded = load_pair(*folders)
-print(told, before, weight_bytes(loaded.target.model, loaded.draft.model), mx.get_active_memory() - before)
+print(expected, before, weight_bytes(loaded.target.model, loaded.draft.model), mx.get_active_memory() - before)
 """
 
 
-@pytest.mark.skipif(
-    mx.default_device().type != mx.cpu, reason="elsewhere other memory comes and goes beside the weights"
-)
-def test_weights_take_what_was_told(tmp_path: Path) -> None:
+@pytest.mark.skipif(mx.default_device().type != mx.cpu, reason="on an accelerator MLX allocates other memory too")
+def test_weights_take_what_is_expected(tmp_path: Path) -> None:
     """Embeddings that both have count once. In a process of its own, where nothing else is allocated."""
     folders = [str(folder) for folder in write_pair(tmp_path)]
     done = subprocess.run(python_command("-c", SCRIPT, *folders), capture_output=True, check=True, text=True)
-    told, read, loaded, taken = map(int, done.stdout.split())
-    assert loaded == told and 0.95 * told < taken < 1.1 * told, done.stdout
-    assert read < 0.75 * told, "no more than embeddings"
+    expected, read, loaded, taken = map(int, done.stdout.split())
+    assert loaded == expected and 0.95 * expected < taken < 1.1 * expected, done.stdout
+    assert read < 0.75 * expected, "no more than embeddings"

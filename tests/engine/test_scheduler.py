@@ -28,7 +28,7 @@ class Requests:
     def admit(self, scheduler: Scheduler) -> list[Ticket]:
         """Admit as many as the scheduler names."""
         admitted: list[Ticket] = []
-        while (ticket := scheduler.next(self.decoder.uncached_tokens)) is not None:
+        while (ticket := scheduler.next(self.decoder.cached_tokens)) is not None:
             ticket.row = Request(ticket.id, ticket.prompt, frozenset(), None, arrived_at=ticket.arrived_at)
             scheduler.admit(ticket, self.decoder.start_prefill(ticket.row))
             admitted.append(ticket)
@@ -49,7 +49,7 @@ def test_requests_are_admitted_in_order_as_rows_become_free(requests: Requests) 
     scheduler = Scheduler(max_rows=2, max_waiting=8)
     tickets = [requests.ticket() for _ in range(5)]
     assert [scheduler.add(ticket) for ticket in tickets] == [False, False, True, True, True]
-    assert requests.admit(scheduler) == tickets[:2] and scheduler.next(requests.decoder.uncached_tokens) is None
+    assert requests.admit(scheduler) == tickets[:2] and scheduler.next(requests.decoder.cached_tokens) is None
     assert (scheduler.rows, scheduler.free_rows, len(scheduler.waiting)) == (2, 0, 3)
     # A request that prefills takes a row, like one that runs.
     scheduler.prefilled(scheduler.prefilling[tickets[1]])
@@ -72,9 +72,9 @@ def test_short_prompts_go_before_long_ones_and_none_waits_for_ever(requests: Req
         scheduler.add(ticket)
     narrow = Scheduler(max_rows=1, max_waiting=8)
     narrow.waiting = scheduler.waiting.copy()
-    uncached = requests.decoder.uncached_tokens
-    assert narrow.next(uncached) is short and scheduler.next(uncached) is long
-    assert narrow.next(lambda prompt: 0) is long, "what is in the prefix cache costs nothing"
+    cached = requests.decoder.cached_tokens
+    assert narrow.next(cached) is short and scheduler.next(cached) is long
+    assert narrow.next(lambda prompt: len(prompt.tokens)) is long, "what is in the prefix cache costs nothing"
     requests.admit(scheduler)
     order = [scheduler.prefilling[ticket] for ticket in (short, long, late)]
     assert scheduler.prefill_order() == order
@@ -111,8 +111,8 @@ def test_two_chunks_are_prefilled_before_a_round_while_more_prefill_than_run(req
 
 
 def test_prompts_gather_while_requests_run(requests: Requests) -> None:
-    """Eight run: a prefill begins with two prompts, or when one has had its row for long enough, or is long itself; and it goes
-    on once it has begun."""
+    """Eight run: a prefill begins with two prompts, or when one has had its row for long enough, or is long itself; and it
+    continues once it was started."""
     scheduler, seconds = Scheduler(max_rows=16, max_waiting=0), 0.1
     for _ in range(8):
         scheduler.add(requests.ticket())
@@ -147,7 +147,7 @@ def test_prompts_gather_while_requests_run(requests: Requests) -> None:
     (short,) = requests.admit(scheduler)
     assert not due()
     requests.decoder.prefill(scheduler.prefilling[short])
-    assert due(), "it has begun"
+    assert due(), "it was started"
 
 
 def test_the_queue_holds_max_waiting_beyond_the_free_rows(requests: Requests) -> None:
@@ -182,10 +182,10 @@ def test_cancelled_requests_leave_the_queue_at_once_and_rows_when_they_are_remov
     assert (
         scheduler.cancelled() == tickets[:2]
         and scheduler.rows == 2
-        and scheduler.next(requests.decoder.uncached_tokens) is None
+        and scheduler.next(requests.decoder.cached_tokens) is None
     )
     scheduler.remove(scheduler.cancelled())
-    assert (scheduler.rows, scheduler.next(requests.decoder.uncached_tokens)) == (0, tickets[3])
+    assert (scheduler.rows, scheduler.next(requests.decoder.cached_tokens)) == (0, tickets[3])
 
 
 def test_clear_returns_every_request_and_keeps_reserved_places(requests: Requests) -> None:
