@@ -216,6 +216,7 @@ class Application:
         )
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows)
+        device.keep_memory()
         return Engine(
             decoder=decoder,
             base=base,
