@@ -216,7 +216,6 @@ class Application:
         )
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows)
-        device.keep_memory()
         return Engine(
             decoder=decoder,
             base=base,

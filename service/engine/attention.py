@@ -70,28 +70,20 @@ class RowCall:
     written: mx.array | None = None
 
 
-def fits(count: int, kind: mx.Dtype, call: RowCall) -> bool:
-    """Whether the kernel computes such a call for so many tokens a row, with queries of this type: half precision, up to 256
-    dimensions of keys, no long prefill."""
+def fits(queries: mx.array, call: RowCall) -> bool:
+    """Whether the kernel computes calls of such arrays: half precision, up to 256 dimensions of keys, no long prefill."""
     dims, width = call.keys.shape[3], call.values.shape[3]
-    same = kind == call.keys.dtype == call.values.dtype
-    if count > (MOST if call.keys.shape[2] <= LONG else FEW):
+    same = queries.dtype == call.keys.dtype == call.values.dtype
+    if queries.shape[2] > (MOST if call.keys.shape[2] <= LONG else FEW):
         return False
-    return same and kind in (mx.bfloat16, mx.float16) and dims % 16 == 0 and dims <= 256 and width % 16 == 0
+    return same and queries.dtype in (mx.bfloat16, mx.float16) and dims % 16 == 0 and dims <= 256 and width % 16 == 0
 
 
 def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array | None = None) -> mx.array:
     """Attention (B, H, N, width) of queries (B, H, N, dims), by the kernel. sinks: (H,), a score of each head that has no
     value."""
-    # In the order in which models project them, which rope keeps. Only queries that are not are copied, never keys or values:
-    # a copy could be made before they are written in place.
-    return by_tokens(mx.contiguous(queries.swapaxes(1, 2)), call, scale=scale, sinks=sinks).swapaxes(1, 2)
-
-
-def by_tokens(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array | None = None) -> mx.array:
-    """The same of queries (B, N, H, dims), which lie in this order: (B, N, H, width)."""
     keys, values = call.keys, call.values
-    rows, count, many, dims = queries.shape
+    rows, many, count, dims = queries.shape
     heads, capacity, width = keys.shape[1], keys.shape[2], values.shape[3]
     share, kind = many // heads, queries.dtype
     chunk = next(size for size in range(min(width, WIDEST), 0, -16) if width % size == 0)
@@ -100,11 +92,14 @@ def by_tokens(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array
     splits = 1 if capacity <= SPLIT_FROM else min(most, capacity // SPLIT_KEYS)
     template = [("T", kind), ("HALF", kind == mx.float16), ("D", dims), ("V", width), ("VC", chunk), ("G", share)]
     template += [("WINDOW", call.window), ("SINKS", sinks is not None)]
+    # In the order in which models project them, which rope keeps. Only queries that are not are copied, never keys or values:
+    # a copy could be made before they are written in place.
+    laid_out = mx.contiguous(queries.swapaxes(1, 2))
     shape = (rows, count, many)
     own_sinks = keys if sinks is None else sinks.astype(kind)
     written = call.starts if call.written is None else call.written
     made = _kernel(splits > 1)(
-        inputs=[queries, keys, values, call.starts, _scale(scale), own_sinks, written],
+        inputs=[laid_out, keys, values, call.starts, _scale(scale), own_sinks, written],
         template=template,
         grid=(rows * heads * THREADS, splits, chunks),
         threadgroup=(THREADS, 1, 1),
@@ -122,7 +117,7 @@ def by_tokens(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array
             output_shapes=[(*shape, width)],
             output_dtypes=[kind],
         )
-    return made[0]
+    return made[0].swapaxes(1, 2)
 
 
 def masked_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array | None = None) -> mx.array:
@@ -150,7 +145,7 @@ def _routed(
         if call is not None and mx.default_device().type == mx.cpu:
             # Where tests run: the same calls, without the kernel.
             return masked_attention(queries, call, scale=scale, sinks=sinks)
-        if call is not None and fits(queries.shape[2], queries.dtype, call):
+        if call is not None and fits(queries, call):
             cast("Any", cache).unread = False
             return row_attention(queries, call, scale=scale, sinks=sinks)
     return base.scaled_dot_product_attention(

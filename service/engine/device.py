@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core import Memory
-from service.engine import cuda_pool
 from service.models.memory import total_bytes
 
 
@@ -56,18 +55,8 @@ def counting() -> Generator[Counts]:
 def limit_cache() -> None:
     """Bound what MLX holds of freed memory. Unbounded, it is all of the device's memory but a part, and another process on it,
     such as the one that trains, finds none (MLX's mlx/backend/cuda/allocator.cpp does not free its cache for others)."""
-    mx.set_cache_limit(_cache_bytes())
-
-
-def _cache_bytes() -> int:
     own = int(mx.device_info().get("total_memory", 0))
-    return max(min(CACHE_BYTES, int(total_bytes() * CACHE_SHARE)), int(own * CUDA_SHARE))
-
-
-def keep_memory() -> None:
-    """Once models are loaded: let CUDA keep, of what MLX frees, as much as `limit_cache` lets MLX hold. Else it goes back to the
-    system at the next wait, and takes tens to hundreds of milliseconds to get again."""
-    cuda_pool.keep(mx.get_active_memory() + _cache_bytes())
+    mx.set_cache_limit(max(min(CACHE_BYTES, int(total_bytes() * CACHE_SHARE)), int(own * CUDA_SHARE)))
 
 
 def memory() -> Memory:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
+from math import prod
 from typing import Any, cast
 
 import mlx.core as mx
@@ -67,75 +68,35 @@ def stages_bytes(tiles: int, deep: int, stages: int) -> int:
 
 @cache
 def _kernel(tiles: int) -> Any:
-    inputs, outputs = ["x", *(f"weight{i}" for i in range(MATRICES)), "extra"], [f"out{i}" for i in range(MATRICES)]
+    inputs, outputs = ["x", *(f"weight{i}" for i in range(MATRICES))], [f"out{i}" for i in range(MATRICES)]
     return cuda_kernel("few_tokens", inputs, outputs, shared=stages_bytes(tiles, *tilings()[tiles]))
 
 
-@cache
-def _mark(size: int, kind: mx.Dtype) -> mx.array:
-    """What tells the kernel that nothing is added: 1, each product by itself; 2, `few_tokens_gated`."""
-    return mx.array([0.0] * size, dtype=kind)
-
-
 def fits(x: mx.array, weight: mx.array) -> bool:
-    """Whether the kernel multiplies x (..., inner) by weight (outputs, inner)."""
-    return takes(x.size // weight.shape[1], x.dtype, weight)
-
-
-def takes(tokens: int, kind: mx.Dtype, weight: mx.array) -> bool:
-    """Whether the kernel multiplies so many tokens of this type by weight (outputs, inner): up to `most_tokens` in half
-    precision."""
-    if kind != weight.dtype or kind not in (mx.bfloat16, mx.float16) or weight.shape[1] % INNER:
+    """Whether the kernel multiplies x (..., inner) by weight (outputs, inner): up to `most_tokens` in half precision."""
+    if x.dtype != weight.dtype or x.dtype not in (mx.bfloat16, mx.float16) or weight.shape[1] % INNER:
         return False
-    return tokens <= most_tokens()
+    return prod(x.shape[:-1]) <= most_tokens()
 
 
-def few_tokens(
-    x: mx.array, weights: Sequence[mx.array], *, shapes: Sequence[Sequence[int]] = (), added: mx.array | None = None
-) -> list[mx.array]:
-    """x (..., inner) times each of one to three weights (outputs, inner), transposed: (..., outputs) each. x: its last dimensions
-    may make up `inner` together. shapes: of what is returned, where they are to be others. added: to the product with a single
-    weight, of its shape."""
-    lead = _lead(x, weights[0].shape[1])
-    shapes = shapes or [(*lead, weight.shape[0]) for weight in weights]
-    return _launched(x, weights, _mark(1, x.dtype) if added is None else added, shapes)
-
-
-def few_tokens_gated(x: mx.array, gate: mx.array, up: mx.array) -> mx.array:
-    """silu(x times gate) times (x times up), of weights (outputs, inner): (..., outputs)."""
-    shape = (*_lead(x, gate.shape[1]), gate.shape[0])
-    return _launched(x, [gate, up], _mark(2, x.dtype), [shape])[0]
-
-
-def _lead(x: mx.array, inner: int) -> list[int]:
-    """The dimensions of x before those that make up `inner`."""
-    lead = list(x.shape)
-    while inner > 1:
-        inner //= lead.pop()
-    return lead
-
-
-def _launched(
-    x: mx.array, weights: Sequence[mx.array], extra: mx.array, shapes: Sequence[Sequence[int]]
-) -> list[mx.array]:
-    """What the kernel returns. shapes: of its outputs, one for each weight, or one for two where they are gated."""
-    tokens = x.size // weights[0].shape[1]
+def few_tokens(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
+    """x (..., inner) times each of one to three weights (outputs, inner), transposed: (..., outputs) each."""
+    *lead, inner = x.shape
+    tokens, outputs = prod(lead), [weight.shape[0] for weight in weights]
     tiles = next(n for n in tilings() if 8 * n >= tokens)
     deep, stages = tilings()[tiles]
     template = [("T", x.dtype), ("HALF", x.dtype == mx.float16), ("TILES", tiles), ("DEEP", deep), ("STAGES", stages)]
-    # A gated block takes half as many rows of either matrix. No block computes those that are not there: a kernel for each
-    # number of matrices would take as long again to compile.
-    gated = len(shapes) < len(weights)
-    blocks = sum(-(-weight.shape[0] // (4 * deep if gated else 8 * deep)) for weight in weights[: len(shapes)])
+    # No block computes those that are not there. A kernel for each number of matrices would take as long again to compile.
+    absent = MATRICES - len(weights)
     made = _kernel(tiles)(
-        inputs=[x, *weights, *[weights[0]] * (MATRICES - len(weights)), extra],
+        inputs=[x.reshape(tokens, inner), *weights, *[weights[0]] * absent],
         template=template,
-        grid=(blocks * THREADS, 1, 1),
+        grid=(sum(-(-n // (8 * deep)) for n in outputs) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[*(tuple(shape) for shape in shapes), *[(1,)] * (MATRICES - len(shapes))],
+        output_shapes=[*((tokens, n) for n in outputs), *[(1,)] * absent],
         output_dtypes=[x.dtype] * MATRICES,
     )
-    return made[: len(shapes)]
+    return [out.reshape(*lead, n) for out, n in zip(made, outputs, strict=False)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from service.engine import attention, blocks, products
+from service.engine import attention, products
 from service.engine.kv.cache import RowCache
 from service.engine.strategy import current
 
@@ -55,7 +55,6 @@ class Replay:
         """Traced calls write keys and values in place: not where the model reads them otherwise than by `attention`."""
         if self._possible:
             products.route(model)
-            blocks.route(model)
 
     def __call__(self, arguments: Arguments, cache: RowCache, count: int) -> Any:
         """What the call returns. Its keys and values are in `cache`. count: tokens of each row that it appends."""

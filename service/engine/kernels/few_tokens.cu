@@ -1,17 +1,10 @@
 // Up to 8 TILES tokens times 8 DEEP rows of one of three weight matrices, a block. 8 warps share the inner dimension, 64 elements
 // of it at a time, and fetch them STAGES ahead into shared memory of their own: each weight is read once. How terms are added
 // depends on the inner dimension alone: a token's product has the same bits whatever it is computed with.
-// extra: what a product is added to, of its shape; or (1,), nothing; or (2,): a block takes rows of the first matrix (the gate)
-// and the same rows of the second, and gives silu(gate product) times the other.
 // Constants: T (bfloat16 or float16), HALF (it is float16), TILES, DEEP, STAGES.
 constexpr int WARPS = 8, ROWS = 8 * DEEP, STAGE = (ROWS + 8 * TILES) * 8, PAIRS = (TILES + 1) / 2;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
-const int inner = weight0_shape[1], chunks = inner / 64, pitch = inner / 8;
-int64_t size = 1;
-for (int i = 0; i < x_ndim; i++) { size *= x_shape[i]; }
-const int tokens = size / inner;
-const bool gated = extra_ndim == 1 && extra_shape[0] == 2, added = extra_ndim > 1;
-const int wide = gated ? ROWS / 2 : ROWS;
+const int tokens = x_shape[0], inner = x_shape[1], chunks = inner / 64, pitch = inner / 8;
 
 // Blocks of the first matrix, then of the others, as far as the grid goes.
 const T* weight = weight0;
@@ -22,7 +15,7 @@ T* other_outs[] = {out1, out2};
 const int others[] = {weight1_shape[0], weight2_shape[0]};
 #pragma unroll
 for (int i = 0; i < 2; i++) {
-  const int blocks = (outputs + wide - 1) / wide;
+  const int blocks = (outputs + ROWS - 1) / ROWS;
   if (block < blocks) { break; }
   block -= blocks;
   weight = other_weights[i];
@@ -35,10 +28,8 @@ for (int i = 0; i < 2; i++) {
 extern __shared__ uint4 memory[];
 uint4* ring = memory + warp * STAGES * STAGE;
 const int line = lane >> 3, part = lane & 7, to = line * 8 + (part ^ ((line & 1) << 2));
-const int valid = min(wide, outputs - block * wide), valid_upper = gated ? valid : valid - ROWS / 2;
-const int64_t first = ((int64_t)block * wide + line) * inner;
-const uint4* lower = reinterpret_cast<const uint4*>(weight + first) + part;
-const uint4* upper = gated ? reinterpret_cast<const uint4*>(weight1 + first) + part : lower + (int64_t)ROWS / 2 * pitch;
+const int valid = min(ROWS, outputs - block * ROWS);
+const uint4* weights = reinterpret_cast<const uint4*>(weight + ((int64_t)block * ROWS + line) * inner) + part;
 const uint4* inputs = reinterpret_cast<const uint4*>(x + (int64_t)line * inner) + part;
 auto fetch = [&](int chunk, int stage) {
   // Of rows that there are none of, whatever is in memory is multiplied, for outputs that nobody gets.
@@ -46,11 +37,7 @@ auto fetch = [&](int chunk, int stage) {
     uint4* rows = ring + stage * STAGE + to;
     #pragma unroll
     for (int row = 0; row < ROWS; row += 4) {
-      const int of = row < ROWS / 2 ? row : row - ROWS / 2;
-      const uint4* weights = row < ROWS / 2 ? lower : upper;
-      if (of + line < (row < ROWS / 2 ? valid : valid_upper)) {
-        copy_async<true>(rows + row * 8, weights + (int64_t)of * pitch + 8 * chunk);
-      }
+      if (row + line < valid) { copy_async<true>(rows + row * 8, weights + (int64_t)row * pitch + 8 * chunk); }
     }
     #pragma unroll
     for (int row = 0; row < 8 * TILES; row += 4) {
@@ -103,23 +90,10 @@ for (int i = 0; i < 4 * DEEP * PAIRS; i++) {
   shares[warp][16 * j + g + 8 * (k / 2)][8 * d + 2 * q + k % 2] = acc[d][j][k];
 }
 __syncthreads();
-for (int i = threadIdx.x; i < tokens * wide; i += WARPS * 32) {
-  const int token = i / wide, output = i % wide;
-  if (output >= valid) { continue; }
-  float sum = 0.0f, other = 0.0f;
+for (int i = threadIdx.x; i < tokens * ROWS; i += WARPS * 32) {
+  const int token = i / ROWS, output = i % ROWS;
+  float sum = 0.0f;
   #pragma unroll
   for (int w = 0; w < WARPS; w++) { sum += shares[w][token][output]; }
-  const int64_t at = (int64_t)token * outputs + block * wide + output;
-  // Rounded where the layers of mlx-lm's models round.
-  T product = static_cast<T>(sum);
-  if (gated) {
-    #pragma unroll
-    for (int w = 0; w < WARPS; w++) { other += shares[w][token][ROWS / 2 + output]; }
-    const float gate = static_cast<float>(product);
-    const T silu = static_cast<T>(gate / (1.0f + expf(-gate)));
-    product = static_cast<T>(static_cast<float>(silu) * static_cast<float>(static_cast<T>(other)));
-  } else if (added) {
-    product = static_cast<T>(static_cast<float>(product) + static_cast<float>(extra[at]));
-  }
-  out[at] = product;
+  if (output < valid) { out[(int64_t)token * outputs + block * ROWS + output] = static_cast<T>(sum); }
 }

@@ -8,7 +8,6 @@ mask (a rotating buffer cannot be truncated). Recurrent layers hold states (`rec
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import cast
 
 import mlx.core as mx
@@ -21,7 +20,6 @@ from service.engine.attention import RowCall, route
 from service.engine.kv.buffers import copy_moved, grow, join_rows, keep_rows, scatter, write, write_in_place
 from service.engine.kv.lengths import Lengths
 from service.engine.kv.recurrent import StateLayer, record_calls
-from service.engine.rotation import Rotation, rotate_and_write
 from service.engine.strategy import current
 
 
@@ -100,25 +98,6 @@ class RowLayer:
         self._views = (None, None)
         if known is None or not own:
             return None
-        return self._call(known)
-
-    def call_in_place(self, mask: object) -> RowCall | None:
-        """What a call under `mask` is for `attention` when its tokens have been written in place (`append_rotated`); None where
-        they are not, or where `attention` does not know the mask."""
-        known = self.lengths.masks.get(id(mask)) if self.routed and self.in_place else None
-        return None if known is None else self._call(known)
-
-    def append_rotated(
-        self, queries: mx.array, keys: mx.array, values: mx.array, rotation: Rotation, call: RowCall
-    ) -> tuple[mx.array, RowCall]:
-        """Append keys, rotated, and values (B, N, heads, dims) to every row. call: of `call_in_place`. Returns the queries
-        (B, N, H, dims), rotated, and the call to pass to `attention` with them."""
-        new = [queries, keys, values]
-        rotated, self.written = rotate_and_write(new, call.keys, call.values, call.starts, rotation)
-        self.ahead += keys.shape[1]
-        return rotated, replace(call, written=self.written)
-
-    def _call(self, known: tuple[object, mx.array, int]) -> RowCall:
         assert self.keys is not None and self.values is not None
         return RowCall(self.keys, self.values, known[1], known[2], self.written)
 
