@@ -21,14 +21,17 @@ from service import FAST_BLAS
 from service.api import Limits, ModelNames, build_api, build_startup_api
 from service.app import Folders, open_stores, resolve_models
 from service.blas import set_blas_threads
-from service.core import RedraftError, StoreError, Unavailable
+from service.core import ModelError, RedraftError, StoreError, Unavailable
 from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
+from service.engine.footprint import position_bytes
+from service.engine.kv.budget import USABLE, Budget
 from service.engine.kv.prefix import PrefixCache
 from service.engine.preflight import check_rows
 from service.engine.thread import EngineThread
+from service.learning.loading import training_bytes
 from service.lifecycle.clock import Clock
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.queue_monitor import QueueMonitor
@@ -37,6 +40,7 @@ from service.lifecycle.supervisor import Rules, Supervisor
 from service.lifecycle.switching import Switching
 from service.metrics import Metrics
 from service.models.generation_config import sampling_defaults
+from service.models.memory import device_free_bytes
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.settings import Settings
@@ -200,8 +204,6 @@ class Application:
             if pair.draft is not None:
                 check_rows(pair.draft.model, "draft")
         base = served(pair.draft) if pair.draft is not None else None
-        context = min(settings.engine.max_context, pair.target.context or settings.engine.max_context)
-        self._serving = Serving(folders, pair, context)
         decoder = Decoder(
             pair.target.model,
             base,
@@ -216,6 +218,12 @@ class Application:
         )
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows)
+        decoder.budget = budget = self._kv_budget(folders, pair)
+        context = min(settings.engine.max_context, pair.target.context or settings.engine.max_context)
+        if budget.longest() < context:
+            log.warning("memory does for requests of %d tokens, not of %d", budget.longest(), context)
+            context = budget.longest()
+        self._serving = Serving(folders, pair, context)
         return Engine(
             decoder=decoder,
             base=base,
@@ -224,6 +232,30 @@ class Application:
             provenance=pair.provenance,
             detokenizer=lambda: pair.target.tokenizer.detokenizer,
         )
+
+    def _kv_budget(self, folders: Folders, pair: Pair) -> Budget:
+        """What keys and values may take of the memory that is free once everything is loaded and warmed up. Raises ModelError
+        where that is nothing."""
+        engine, runs = self.settings.engine, self.settings.training
+        target, draft = pair.target, pair.draft
+        position = position_bytes(target.model, draft.model if draft is not None else None)
+        if engine.kv_cache_mb is not None:
+            size = engine.kv_cache_mb * 2**20
+        else:
+            free = device_free_bytes() + device.memory().cache - engine.prefix_cache_mb * 2**20
+            if runs.enabled and folders.draft is not None:
+                rows, length = runs.batch_size, runs.max_length
+                training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
+                # Serving goes first: a run that finds too little memory fails, and nothing else.
+                free -= min(training, free // 2)
+            size = int(USABLE * free)
+        budget = Budget(size, position)
+        if budget.longest() == 0:
+            raise ModelError(
+                f"{max(size, 0) >> 20} MiB are left for keys and values, too little for a request: see engine.kv_cache_mb and "
+                "engine.prefix_cache_mb"
+            )
+        return budget
 
     @contextmanager
     def _during(self, stage: str) -> Generator[None]:

@@ -85,6 +85,8 @@ class EngineSettings(Section):
     """Prompt tokens processed between two decoding rounds; None: as many as suit the device."""
     prefix_cache_mb: int = Field(default=512, ge=0)
     """Memory (MiB) for what the models made of earlier requests, so that beginnings in common are read once; 0: none."""
+    kv_cache_mb: int | None = Field(default=None, ge=1)
+    """Memory (MiB) for keys and values of the requests that run; None: what is free once the models are loaded."""
     max_context: int = Field(default=4096, ge=16)
     """Prompt and output tokens of one request together (the model's own limit wins when it is lower)."""
     tie_margin: float = Field(default=1e-3, ge=0.0)

@@ -22,7 +22,14 @@ DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in DOCS}
 DEFAULTS = (ROOT / "configs" / "default.toml").read_text(encoding="utf-8")
 
-UNSET = {"models.draft", "models.revision", "engine.prefill_chunk", "store.url", "store.adapters"}
+UNSET = {
+    "models.draft",
+    "models.revision",
+    "engine.prefill_chunk",
+    "engine.kv_cache_mb",
+    "store.url",
+    "store.adapters",
+}
 """Settings without a value by default, which TOML cannot write; the file names them in comments."""
 
 

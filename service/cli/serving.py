@@ -125,6 +125,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     """What serving these models takes, in bytes, printed as a table; None where they are not at hand. free: bytes of the
     device's memory."""
     from service.engine.footprint import position_bytes, weight_bytes
+    from service.engine.kv.budget import USABLE, Budget
     from service.learning.loading import training_bytes
     from service.models.machine import folder_at_hand
     from service.models.pair import unread_pair
@@ -149,14 +150,17 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         "total_free": free,
     }
     left = free - memory["weights"] - memory["prefix"] - memory["training"]
+    configured = settings.engine.kv_cache_mb
+    budget = Budget(int(USABLE * left) if configured is None else configured * 2**20, memory["kv_per_token"])
     rows = [
         ("free", _size(free)),
         ("weights", _size(memory["weights"])),
         ("prefix cache, at most", _size(memory["prefix"])),
         ("training meanwhile, at most", _size(memory["training"])),
         ("a token of a request", _size(memory["kv_per_token"])),
+        ("keys and values of all requests, at most", _size(max(budget.size, 0))),
         *(
-            (f"tokens that fit for each of {n} requests", f"{max(left, 0) // memory['kv_per_token'] // n:,}")
+            (f"tokens that fit for each of {n} requests", f"{budget.longest(n):,}")
             for n in (1, settings.engine.max_rows)
         ),
     ]

@@ -49,7 +49,8 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
-    """What health is judged by. `idle_seconds`: since the engine last made progress while it had work (0 when idle)."""
+    """What health is judged by. `idle_seconds`: since the engine last made progress while it had work (0 when idle).
+    kv_cache_usage: share of the memory for keys and values that is in use."""
 
     ready: bool
     reason: str
@@ -59,6 +60,7 @@ class EngineStatus:
     adapter: int
     draft_failures: int
     memory: Memory = Memory()
+    kv_cache_usage: float = 0.0
 
 
 class GenerationService(Protocol):
@@ -226,6 +228,10 @@ class RoundObserver(Protocol):
 
     def observe(self, rounds: Sequence[Round], seconds: float) -> None:
         """A round of the batch is over."""
+        ...
+
+    def preempted(self) -> None:
+        """A request went back to the queue because memory ran out."""
         ...
 
     def draft_failed(self, adapter: int) -> None:

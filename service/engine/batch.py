@@ -124,7 +124,7 @@ class Batch:
         self.rows += [self._padding] * (size - len(self.rows))
         self._epochs += [self.epoch] * (size - len(self._epochs))
         for slot, row, epoch in zip(slots, joining, epochs, strict=True):
-            row.decode_started_at = time.perf_counter()
+            row.decode_started_at = row.decode_started_at or time.perf_counter()
             row.acceptance = Acceptance(self.draft_length)
             self.rows[slot], self._epochs[slot] = row, epoch
         self._pad(padding)
@@ -151,9 +151,9 @@ class Batch:
         """Whether the batch runs as many rows without these, which become padding."""
         return self.size(len(self.requests) - len(gone)) == len(self.rows)
 
-    def remove(self, gone: Sequence[Request], *, under_way: bool = False) -> list[Request]:
+    def remove(self, gone: Sequence[Request], *, under_way: bool = False, tight: bool = False) -> list[Request]:
         """Take rows out, finished or not; what was verified of them goes into the prefix cache. under_way: a round over them
-        is, so that nothing is waited for. Returns the rows taken."""
+        is, so that nothing is waited for. tight: those that stay keep no spare memory. Returns the rows taken."""
         indices = {i for i, row in enumerate(self.rows) if any(row is other for other in gone)}
         removed = [self.rows[i] for i in indices]
         for i in indices:
@@ -164,18 +164,19 @@ class Batch:
         self._pad(indices)
         padding = [i for i, row in enumerate(self.rows) if row.padding]
         size = self.size(len(self.rows) - len(padding))
-        if size < len(self.rows):
-            self._compact(compaction_order(len(self.rows), padding[size - len(self.rows) :]))
+        if size < len(self.rows) or tight:
+            leaving = padding[size - len(self.rows) :] if size < len(self.rows) else []
+            self._compact(compaction_order(len(self.rows), leaving), tight=tight)
         return removed
 
-    def _compact(self, staying: Sequence[int]) -> None:
+    def _compact(self, staying: Sequence[int], *, tight: bool) -> None:
         """Keep these rows, in this order."""
         caches = self._caches
-        copies = [cache.copy_moved(staying) for cache in caches]
+        copies = [cache.copy_moved(staying, tight=tight) for cache in caches]
         if moved := [copy for each in copies for copy in each if copy is not None]:
             device.wait(moved)
         for cache, each in zip(caches, copies, strict=True):
-            cache.compact(staying, each)
+            cache.compact(staying, each, tight=tight)
         self.rows = [self.rows[i] for i in staying]
         self._epochs = [self._epochs[i] for i in staying]
 

@@ -17,12 +17,13 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.core import Prompt, Source
+from service.core import Source
 from service.engine import profile
 from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
 from service.engine.drafters.lookup import LENGTHS, Lookup, LookupProposal
+from service.engine.kv.budget import HEADROOM, Budget
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.planner import FORCED, Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Prefill, batch_prompts, prefill_draft, prefill_target
@@ -87,6 +88,8 @@ class Decoder:
         self.collect = collect
         self.lookup = Lookup(lookup) if adaptive and lookup > 0 else None
         self.adaptive = adaptive and (self.draft_length > 0 or self.lookup is not None)
+        self.budget: Budget | None = None
+        """Of keys and values; None: as much as rows take."""
         self.planner: Planner | None = None
         self._seeds: profile.Seeds | None = None
         self._step: Step | None = None
@@ -152,13 +155,43 @@ class Decoder:
 
     def start_prefill(self, row: Request) -> Prefill:
         """A request's prefill, of all but the prompt's last token."""
-        cached = self.cached_tokens(row.prompt)
+        cached = self.cached_tokens(row.tokens)
         return Prefill([row], self.batch.target.cache(1), None, self.batch.epoch, cached=cached)
 
-    def cached_tokens(self, prompt: Prompt) -> int:
-        """Tokens of a prompt that are in the target's prefix cache."""
+    def cached_tokens(self, tokens: Sequence[int]) -> int:
+        """Tokens of a text, but its last, that are in the target's prefix cache."""
         prefix = self.batch.prefix
-        return 0 if prefix is None else prefix.cached_length(Owner.TARGET, prompt.tokens[:-1])
+        return 0 if prefix is None else prefix.cached_length(Owner.TARGET, tokens[:-1])
+
+    def has_room(self, prefilling: Sequence[int]) -> bool:
+        """Whether memory does for the rows and for texts of such lengths that prefill, with a first share of an answer."""
+        if self.budget is None:
+            return True
+        texts = [length + HEADROOM for length in prefilling]
+        return self.budget.fits(self._lengths(), texts, have=self.batch.cache.slots)
+
+    def preempt(self) -> list[Request]:
+        """Take the youngest requests out of the batch until memory does for the next rounds of the others, and return them."""
+        # A round may be under way, and another be launched behind it.
+        most = 2 * (1 + max(self.draft_length, self.lookup.max_tokens if self.lookup is not None else 0))
+        if self.budget is None or self.budget.fits([n + most for n in self._lengths()], have=self.batch.cache.slots):
+            return []
+        self._complete_pending()
+        staying, gone = sorted(self.rows, key=lambda row: row.arrived_at), list[Request]()
+        while not self.budget.fits([len(row.tokens) + most for row in staying]):
+            gone.append(staying.pop())
+        if self.rows:
+            self._remove(gone, tight=True)
+        return gone
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the budget that is in use; 0 without one. From any thread."""
+        lengths = self._lengths()
+        return 0.0 if self.budget is None or not lengths else self.budget.used(len(lengths), max(lengths))
+
+    def _lengths(self) -> list[int]:
+        return [len(row.tokens) for row in self.rows]
 
     def batch_prompts(self, waiting: Sequence[Prefill], tokens: int) -> Prefill:
         """The first of these prompts, with others that can be prefilled in one call of `tokens` tokens with it."""
@@ -187,7 +220,7 @@ class Decoder:
             return False
         if prefill.prefills_draft is not None or self.batch.drafter is None or self.planner is None:
             return self.batch.drafter is not None and prefill.prefills_draft is not False
-        longest = max(self.batch.cache.lengths.longest, *(len(row.prompt.tokens) for row in prefill.rows))
+        longest = max(self.batch.cache.lengths.longest, *(len(row.tokens) for row in prefill.rows))
         rows = self.batch.size(len(self.rows) + joining)
         return self.planner.prefills(Load(rows, longest, prompted=prefill_ratio(prefill.rows), ragged=rows > 1))
 
@@ -212,10 +245,10 @@ class Decoder:
         self._complete_pending()
         self._remove(gone)
 
-    def _remove(self, gone: Sequence[Request], *, under_way: bool = False) -> None:
+    def _remove(self, gone: Sequence[Request], *, under_way: bool = False, tight: bool = False) -> None:
         self._rows_changed = not under_way
-        for row in self.batch.remove(gone, under_way=under_way):
-            if self.lookup is not None and row.prompt.store:
+        for row in self.batch.remove(gone, under_way=under_way, tight=tight):
+            if self.lookup is not None and row.prompt.store and row.finish is not None:
                 self.lookup.add_output(row.output)
 
     # ------------------------------------------------------------------------------------------------------- one round

@@ -22,8 +22,9 @@ from service.engine.target import Target
 
 @dataclass(slots=True)
 class Prefill:
-    """Prompts in prefill, with caches of their own until they join the batch. All but the last token of each is prefilled. The
-    caches may have more rows, of padding (`strategy`), behind those of the requests."""
+    """Prompts in prefill, with caches of their own until they join the batch. All but the last token of each is prefilled; a
+    request that was preempted has its output behind its prompt. The caches may have more rows, of padding (`strategy`), behind
+    those of the requests."""
 
     rows: list[Request]
     target_cache: RowCache
@@ -107,7 +108,7 @@ def batch_prompts(
 
 def _uncached_tokens(prefill: Prefill, owners: Sequence[Owner], prefix: PrefixCache | None) -> int:
     """Tokens of an unstarted prompt that at least one of the owners has to prefill."""
-    prompt = prefill.rows[0].prompt.tokens[:-1]
+    prompt = prefill.rows[0].tokens[:-1]
     return len(prompt) - (min(prefix.cached_length(owner, prompt) for owner in owners) if prefix is not None else 0)
 
 
@@ -115,7 +116,7 @@ def _share_an_uncached_block(one: Prefill, other: Prefill, prefix: PrefixCache |
     """Whether the prefix cache could reuse a block of one prompt for the other that it does not have yet."""
     if prefix is None:
         return False
-    mine, theirs = (prefill.rows[0].prompt.tokens[:-1] for prefill in (one, other))
+    mine, theirs = (prefill.rows[0].tokens[:-1] for prefill in (one, other))
     upto = prefix.cached_length(Owner.TARGET, mine) + BLOCK
     return len(mine) >= upto and mine[:upto] == theirs[:upto]
 
@@ -135,7 +136,7 @@ def prefill_draft(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix:
 
 def _prompts(rows: Sequence[Request], cache: RowCache) -> list[Sequence[int]]:
     """What is prefilled of each row of a cache: all but the last token, of these requests and of padding."""
-    prompts: list[Sequence[int]] = [row.prompt.tokens[:-1] for row in rows]
+    prompts: list[Sequence[int]] = [row.tokens[:-1] for row in rows]
     return prompts + [PADDING_TEXT[:-1]] * (len(cache.lengths.host) - len(rows))
 
 
@@ -145,7 +146,8 @@ def _load_cached_prefixes(owner: Owner, cache: RowCache, rows: Sequence[Request]
         prefix.load(owner, _prompts(rows, cache), cache)
         if owner is Owner.TARGET:
             for row, length in zip(rows, cache.lengths.host, strict=False):
-                row.cached_tokens = length
+                if not row.emitted:
+                    row.cached_tokens = length
 
 
 def _prefill_chunk(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
-from service.core import Overloaded, Prompt
+from service.core import Overloaded
 from service.engine.prefill import Prefill
 from service.engine.ticket import Ticket
 
@@ -20,11 +20,13 @@ depends on how many prompts it is for; while prompts wait, rows are empty (docs/
 
 class Scheduler:
     """Queues and the decisions about them. It computes nothing and has no thread or lock: EngineThread holds its own lock
-    around what other threads call too and around the queue itself (reserve, release, add, next, drop_cancelled, admit, clear).
+    around what other threads call too and around the queue itself (reserve, release, add, next, drop_cancelled, admit, requeue,
+    clear).
 
-    A request waits until a row is free, prefills, and runs until its end. Short prompts go before long ones, but none waits for
-    ever (`DELAY`). A place in the queue can be reserved before the request is there. max_rows: requests that prefill or run, at
-    most. max_waiting: requests and reserved places, at most, beyond those that free rows can take.
+    A request waits until a row is free and memory does for it, prefills, and runs until its end, unless it goes back to the
+    queue because memory runs out. Short prompts go before long ones, but none waits for ever (`DELAY`). A place in the queue
+    can be reserved before the request is there. max_rows: requests that prefill or run, at most. max_waiting: requests and
+    reserved places, at most, beyond those that free rows can take.
     """
 
     def __init__(self, max_rows: int, max_waiting: int) -> None:
@@ -71,23 +73,30 @@ class Scheduler:
         self.waiting.append(ticket)
         return len(self.waiting) > self.free_rows
 
-    def next(self, cached_tokens: Callable[[Prompt], int]) -> Ticket | None:
-        """The request to admit next, which goes on waiting until `admit`; None without a free row or a waiting request.
-        cached_tokens: of a prompt, those that need no prefill."""
+    def next(
+        self, cached_tokens: Callable[[Sequence[int]], int], has_room: Callable[[Ticket], bool] = lambda ticket: True
+    ) -> Ticket | None:
+        """The request to admit next, which goes on waiting until `admit`; None without a free row or a waiting request, or
+        where there is no room for it: smaller ones do not pass it, or it might wait for ever. cached_tokens: of a text, those
+        that need no prefill. has_room: whether memory does."""
         if not self.waiting or not self.free_rows:
             return None
-        if len(self.waiting) <= self.free_rows:
-            return self.waiting[0]
 
         def turn(ticket: Ticket) -> float:
-            return ticket.arrived_at + DELAY * (len(ticket.prompt.tokens) - cached_tokens(ticket.prompt))
+            return ticket.arrived_at + DELAY * (len(ticket.tokens) - cached_tokens(ticket.tokens))
 
-        return min(self.waiting, key=turn)
+        first = self.waiting[0] if len(self.waiting) <= self.free_rows else min(self.waiting, key=turn)
+        return first if has_room(first) else None
 
     def admit(self, ticket: Ticket, prefill: Prefill) -> None:
         """Give a waiting request a row, where its prefill begins."""
         self.prefilling[ticket] = prefill
         self.waiting.remove(ticket)
+
+    def requeue(self, ticket: Ticket) -> None:
+        """Put a request that runs back into the queue, in front of the others. It keeps what it has of its answer."""
+        self.running = [each for each in self.running if each is not ticket]
+        self.waiting.appendleft(ticket)
 
     # ----------------------------------------------------------------------------------------------- prefill and decode
 

@@ -162,6 +162,7 @@ class EngineThread:
             adapter=self.active,
             draft_failures=engine.decoder.draft_failures if engine else 0,
             memory=device.memory(),
+            kv_cache_usage=engine.decoder.kv_cache_usage if engine else 0.0,
         )
 
     @property
@@ -258,6 +259,7 @@ class EngineThread:
         due = self._scheduler.prefill_is_due(time.perf_counter(), gather, chunk)
         if due:
             self._prefill_chunk(engine)
+        self._preempt(engine)
         self._round(engine, len(self._scheduler.prefilling) if due else 0)
         self._flush()
         self._wait_for_work(engine)
@@ -273,18 +275,34 @@ class EngineThread:
         with self._condition:
             unstarted = self._scheduler.drop_cancelled()
         for ticket in unstarted:
-            ticket.send(Failed(Unavailable("cancelled before it started")))
+            if ticket.row is None:
+                ticket.send(Failed(Unavailable("cancelled before it started")))
+            else:
+                # It had been preempted.
+                ticket.row.finish = FinishReason.CANCELLED
+                self._finish(ticket, ticket.row, engine)
         self._end_cancelled(engine)
         while (ticket := self._next_ticket(engine)) is not None:
             # It waits until it has its row: `drain` must see it, and an error must reach it.
-            ticket.row = engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
+            ticket.row = ticket.row or engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
             prefill = engine.decoder.start_prefill(ticket.row)
             with self._condition:
                 self._scheduler.admit(ticket, prefill)
 
     def _next_ticket(self, engine: Engine) -> Ticket | None:
+        prefilling = [len(ticket.tokens) for ticket in self._scheduler.prefilling]
         with self._condition:
-            return self._scheduler.next(engine.decoder.cached_tokens)
+            return self._scheduler.next(
+                engine.decoder.cached_tokens, lambda ticket: engine.decoder.has_room([*prefilling, len(ticket.tokens)])
+            )
+
+    def _preempt(self, engine: Engine) -> None:
+        """Put the youngest requests back into the queue where memory does not do for the next round of all that run."""
+        gone = {id(row) for row in engine.decoder.preempt()}
+        for ticket in [ticket for ticket in self._scheduler.running if id(ticket.row) in gone]:
+            with self._condition:
+                self._scheduler.requeue(ticket)
+            self._observer.preempted()
 
     def _end_cancelled(self, engine: Engine) -> None:
         gone = self._scheduler.cancelled()
@@ -311,7 +329,8 @@ class EngineThread:
             ready.append(prefill)
             scheduler.prefilled(prefill)
             for row in prefill.rows:
-                self._observer.prompt_read(len(row.prompt.tokens), row.cached_tokens)
+                if not row.emitted:
+                    self._observer.prompt_read(len(row.prompt.tokens), row.cached_tokens)
         if ready:
             engine.decoder.join(ready)
 
@@ -324,7 +343,10 @@ class EngineThread:
         for _ in range(engine.decoder.draft_failures - self._reported_failures):
             self._observer.draft_failed(engine.decoder.adapter)
         self._reported_failures = engine.decoder.draft_failures
-        by_row = {id(ticket.row): ticket for ticket in self._scheduler.running}
+        # Of a round that was under way, those that it made go back to the queue have their share too.
+        scheduler = self._scheduler
+        tickets = [*scheduler.running, *scheduler.prefilling, *scheduler.waiting]
+        by_row = {id(ticket.row): ticket for ticket in tickets if ticket.row is not None}
         for row, delta in zip(report.rows, report.deltas, strict=True):
             if (ticket := by_row.get(id(row))) is None:
                 # Cancelled while the round was under way.

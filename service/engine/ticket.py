@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Self
 
 from service.core import Delta, Event, Prompt, Sink
@@ -36,8 +36,8 @@ class Place:
 
 
 class Ticket:
-    """core.Ticket: a submitted request. arrived_at: perf_counter. row: its state in the engine, None while it waits. sink:
-    receives its events."""
+    """core.Ticket: a submitted request. arrived_at: perf_counter. row: its state in the engine, None until it has a row for the
+    first time. sink: receives its events."""
 
     def __init__(self, prompt: Prompt, sink: Sink) -> None:
         self.id = uuid.uuid4().hex
@@ -48,6 +48,11 @@ class Ticket:
         self.row: Request | None = None
         self._sending = threading.RLock()
         self._ended = False
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        """Its prompt and what there is of its output."""
+        return self.prompt.tokens if self.row is None else self.row.tokens
 
     def cancel(self) -> None:
         """See core.Ticket. Sets a flag that the engine's thread reads before its next round."""

@@ -91,6 +91,7 @@ class Metrics:
         self._gauges["engine_ready"].set_function(lambda: float(status().ready))
         self._gauges["engine_idle_seconds"].set_function(lambda: status().idle_seconds)
         self._gauges["adapter_active"].set_function(lambda: status().adapter)
+        self._gauges["kv_cache_usage_perc"].set_function(lambda: status().kv_cache_usage)
         for kind in _MEMORY:
             self._gauges["memory_bytes"].labels(kind).set_function(lambda kind=kind: asdict(status().memory)[kind])
 
@@ -123,6 +124,10 @@ class Metrics:
         """Count a prompt whose prefill is over: its tokens, and those of them that came from the prefix cache (`reused`)."""
         self._series("prefix_cache_queries_total").inc(tokens)
         self._series("prefix_cache_hits_total").inc(reused)
+
+    def preempted(self) -> None:
+        """Count a request that went back to the queue because memory ran out."""
+        self._series("num_preemptions_total").inc()
 
     def draft_failed(self, adapter: int) -> None:
         """Count a round decoded without a draft because this adapter's failed."""

@@ -195,6 +195,7 @@ class EngineHarness:
         self.engine: Engine | None = None
         self.generations: list[Generation] = []
         self.observed: list[tuple[Round, ...]] = []
+        self.preemptions = 0
         self.failures: list[int] = []
         self.read: list[tuple[int, int]] = []
         self.fatal: Future[str] = Future()
@@ -232,6 +233,9 @@ class EngineHarness:
 
     def prompt_read(self, tokens: int, reused: int) -> None:
         self.read.append((tokens, reused))
+
+    def preempted(self) -> None:
+        self.preemptions += 1
 
     def draft_failed(self, adapter: int) -> None:
         self.failures.append(adapter)

@@ -98,10 +98,14 @@ def join_rows(
     return first
 
 
+def slots(rows: int) -> int:
+    """Slots of a buffer that grows to so many rows."""
+    return rows if current().batch_sizes else rows + rows // SPARE
+
+
 def _grown(buffer: mx.array | None, like: mx.array, size: int, top: int) -> mx.array:
     """A buffer for `size` rows and `top` positions with what is in `buffer`, and zeros."""
-    spare = 0 if current().batch_sizes else size // SPARE
-    made = mx.zeros((size + spare, like.shape[1], top, like.shape[3]), dtype=like.dtype)
+    made = mx.zeros((slots(size), like.shape[1], top, like.shape[3]), dtype=like.dtype)
     if buffer is not None:
         rows = min(size, buffer.shape[0])
         made[:rows, :, : buffer.shape[2]] = buffer[:rows]
@@ -126,22 +130,32 @@ def compaction_order(rows: int, leaving: Collection[int]) -> list[int]:
     return order
 
 
-def copy_moved(buffers: Sequence[mx.array | None], rows: Sequence[int], top: int) -> list[mx.array | None]:
+def copy_moved(
+    buffers: Sequence[mx.array | None], rows: Sequence[int], top: int, *, tight: bool = False
+) -> list[mx.array | None]:
     """Copies of the rows that change slots in `keep_rows`, which needs them computed: an array that is still read from cannot
     be written in place."""
     sources = [row for slot, row in enumerate(rows) if row != slot]
     if not sources:
         return [None] * len(buffers)
     at = mx.array(sources, dtype=mx.int32)
-    return [each[at] if each is not None and _stays_in_place(each, rows, top) else None for each in buffers]
+    return [
+        each[at] if each is not None and not tight and _stays_in_place(each, rows, top) else None for each in buffers
+    ]
 
 
 def keep_rows(
-    buffers: Sequence[mx.array | None], copies: Sequence[mx.array | None], rows: Sequence[int], top: int
+    buffers: Sequence[mx.array | None],
+    copies: Sequence[mx.array | None],
+    rows: Sequence[int],
+    top: int,
+    *,
+    tight: bool = False,
 ) -> list[mx.array | None]:
     """Keep these rows of each buffer, in this order, with capacity for `top` positions at least. copies: of `copy_moved`.
 
-    A buffer of which less than half of the slots or of the positions would be in use is replaced by a smaller one.
+    A buffer of which less than half of the slots or of the positions would be in use is replaced by a smaller one; tight: any
+    buffer by one without spare slots.
     """
     moved, order = [slot for slot, row in enumerate(rows) if row != slot], mx.array(list(rows), dtype=mx.int32)
     remaining: list[mx.array | None] = []
@@ -150,7 +164,7 @@ def keep_rows(
         if each is not None and copy is not None:
             for i, slot in enumerate(moved):
                 each[slot : slot + 1] = copy[i : i + 1]
-        elif each is not None and not _stays_in_place(each, rows, top):
+        elif each is not None and (tight or not _stays_in_place(each, rows, top)):
             each = mx.contiguous(each[order][:, :, :top])
         remaining.append(each if rows and top else None)
     return remaining

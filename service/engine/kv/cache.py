@@ -330,15 +330,15 @@ class RowCache:
         """Make padding of these rows: their contents no longer matter, and they count as of this length."""
         self._set_rows([length if row in rows else n for row, n in enumerate(self.lengths.host)])
 
-    def copy_moved(self, rows: Sequence[int]) -> list[mx.array | None]:
+    def copy_moved(self, rows: Sequence[int], *, tight: bool = False) -> list[mx.array | None]:
         """What `compact` needs computed."""
         self.launch_writes()
-        return copy_moved(self._buffers(), rows, self._top(rows))
+        return copy_moved(self._buffers(), rows, self._top(rows), tight=tight)
 
-    def compact(self, rows: Sequence[int], copies: Sequence[mx.array | None]) -> None:
-        """Keep these rows, in this order. copies: of `copy_moved`, computed."""
+    def compact(self, rows: Sequence[int], copies: Sequence[mx.array | None], *, tight: bool = False) -> None:
+        """Keep these rows, in this order. copies: of `copy_moved`, computed. tight: without spare slots and positions."""
         lengths = [self.lengths.host[row] for row in rows]
-        remaining = keep_rows(self._buffers(), copies, rows, self._top(rows))
+        remaining = keep_rows(self._buffers(), copies, rows, self._top(rows), tight=tight)
         for i, layer in enumerate(self.attention):
             layer.keys, layer.values = remaining[2 * i : 2 * i + 2]
         for state in self.states:
@@ -386,6 +386,11 @@ class RowCache:
         self._committed = self.lengths.host
         for layer in self.attention:
             layer.ahead = 0
+
+    @property
+    def slots(self) -> int:
+        """Rows for which there are keys and values, spare ones among them."""
+        return max((each.shape[0] for each in self._keys_and_values()), default=0)
 
     def arrays(self) -> list[mx.array]:
         """All arrays, for evaluation."""

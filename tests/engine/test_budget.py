@@ -1,0 +1,189 @@
+"""Keys and values within a budget: who is admitted, who goes back to the queue, and that nobody's text changes by it."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from service.core import Delta, FinishReason, Prompt, Sampling
+from service.engine import decoder, strategy
+from service.engine.engine import Engine
+from service.engine.footprint import position_bytes
+from service.engine.kv.budget import Budget
+from service.engine.scheduler import Scheduler
+from service.engine.strategy import CPU, CUDA, METAL, STEP, Strategy, using
+from service.engine.ticket import Ticket
+from tests.engine.test_thread import (
+    BlockingHook,
+    Client,
+    EngineHarness,
+    Hook,
+    decoding,
+    long_prompts,
+    prompt,
+    unchanged,
+    wait_for,
+)
+from tests.support.oracle import noisy_copy, tiny_llama
+
+
+class BudgetHarness(EngineHarness):
+    """With memory for `positions` positions of keys and values, buffers that grow included. most: bytes that were held."""
+
+    def __init__(
+        self, positions: int, target: Hook = unchanged, draft: Hook | None = unchanged, *, rows: int = 8
+    ) -> None:
+        super().__init__(target, draft, rows=rows)
+        self.positions, self.most = positions, 0
+
+    def build(self) -> Engine:
+        engine = super().build()
+        position = position_bytes(tiny_llama(0), noisy_copy(tiny_llama(0), 1, 0.3) if engine.base else None)
+        engine.decoder.budget = Budget(self.positions * position, position)
+        return engine
+
+    def measure(self, client: Client) -> None:
+        """As a client's `on_delta`."""
+        assert self.engine is not None
+        batch = self.engine.decoder.batch
+        caches = [batch.cache, *([batch.drafter.cache] if batch.drafter is not None else [])]
+        self.most = max(self.most, sum(array.nbytes for cache in caches for array in cache.arrays()))
+
+    @property
+    def budget(self) -> Budget:
+        assert self.engine is not None and self.engine.decoder.budget is not None
+        return self.engine.decoder.budget
+
+
+@pytest.fixture
+def short_sighted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are admitted that do not fit with their answers."""
+    monkeypatch.setattr(decoder, "HEADROOM", 1)
+
+
+def greedy_and_seeded(count: int, tokens: int) -> list[Prompt]:
+    asked = long_prompts(count, tokens)
+    assert {one.sampling.greedy for one in asked} == {True, False}
+    return asked
+
+
+@pytest.mark.usefixtures("short_sighted")
+@pytest.mark.parametrize("draft", [unchanged, None])
+@pytest.mark.parametrize("store", [True, False])
+@pytest.mark.parametrize("way", [CPU, METAL], ids=["cpu", "metal"])
+def test_the_youngest_go_back_to_the_queue_and_every_text_is_the_targets_own(
+    draft: Hook | None, store: bool, way: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six requests fit while they have up to STEP positions, not beyond. Those that are not stored leave nothing in the prefix
+    cache, so that all of it is prefilled again."""
+    # What the engine's thread, too, takes a CPU for.
+    monkeypatch.setattr(strategy, "CPU", way)
+    asked = [replace(one, store=store) for one in greedy_and_seeded(6, STEP + 40)]
+    with BudgetHarness(2 * 8 * STEP, draft=draft) as harness:
+        clients = [harness.submit(one, harness.measure) for one in asked]
+        ends = [client.finished(FinishReason.LENGTH) for client in clients]
+        assert harness.preemptions >= 2
+        assert harness.most <= harness.budget.size // 2, "buffers that grow hold the old ones too"
+        wait_for(lambda: not harness.thread.status().rows, "all rows are free")
+        assert harness.thread.status().kv_cache_usage == 0.0
+    assert len(harness.read) == 6, "a prompt counts once, however often it is prefilled"
+    assert [end.timings.prompt_n for end in ends] == [len(one.tokens) for one in asked]
+    if store:
+        by_id = {one.id: one for one in harness.generations}
+        assert [list(by_id[client.ticket.result().id].output) for client in clients] == [
+            client.tokens for client in clients
+        ]
+
+
+@pytest.mark.usefixtures("short_sighted")
+def test_the_oldest_runs_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent_back: list[Ticket] = []
+    requeue = Scheduler.requeue
+
+    def noting(scheduler: Scheduler, ticket: Ticket) -> None:
+        sent_back.append(ticket)
+        requeue(scheduler, ticket)
+
+    monkeypatch.setattr(Scheduler, "requeue", noting)
+    with BudgetHarness(2 * 8 * STEP) as harness:
+        clients = [harness.submit(one) for one in greedy_and_seeded(6, STEP + 40)]
+        for client in clients:
+            client.finished()
+    assert sent_back and not any(ticket is clients[0].ticket.result() for ticket in sent_back)
+
+
+def test_a_request_waits_for_memory_and_smaller_ones_do_not_pass_it() -> None:
+    hold = BlockingHook(at=2, match=decoding)
+    long, short = prompt(1, 3 * STEP, 8), prompt(2, 6, 8)
+    with BudgetHarness(2 * 5 * STEP, hold) as harness:
+        first = harness.submit(long_prompts(1, 48)[0])
+        assert hold.reached.wait(10.0)
+        others = [harness.submit(one) for one in (long, short)]
+        hold.release.set()
+        wait_for(lambda: len(harness.observed) > 4, "it goes on")
+        assert not first.ended.is_set() and not any(client.started.is_set() for client in others)
+        for client in (first, *others):
+            client.finished()
+        assert not harness.preemptions
+
+
+@pytest.mark.usefixtures("short_sighted")
+@pytest.mark.parametrize("draft", [unchanged, None])
+def test_cancelled_after_it_went_back_to_the_queue(draft: Hook | None) -> None:
+    """It ends with what it has, and is recorded."""
+    gone: list[Client] = []
+    met = threading.Event()
+    with BudgetHarness(2 * 8 * STEP, draft=draft) as harness:
+
+        def look(client: Client) -> None:
+            # On the engine's thread.
+            waiting = [ticket for ticket in harness.thread._scheduler.waiting if ticket.row is not None]
+            if waiting and not gone:
+                (found,) = [each for each in clients if each.ticket.result() is waiting[0]]
+                gone.append(found)
+                found.cancel()
+                met.set()
+
+        clients = [harness.submit(one, look) for one in greedy_and_seeded(6, STEP + 40)]
+        for client in clients:
+            client.finished()
+        assert met.is_set()
+    end = gone[0].finished(FinishReason.CANCELLED)
+    assert 0 < len(end.output) < STEP + 40
+    assert [one.finish for one in harness.generations if one.id == end.id] == [FinishReason.CANCELLED]
+
+
+@pytest.mark.parametrize("way", [CPU, CUDA])
+def test_what_fits(way: Strategy) -> None:
+    budget = Budget(size=2 * 10 * 1024 * 7, position=7)
+    with using(way):
+        assert 1024 <= budget.longest() <= 10 * 1024
+        assert budget.fits([budget.longest()]) and budget.used(1, budget.longest()) <= 1.0
+        assert budget.longest(4) < budget.longest()
+        assert budget.fits([budget.longest(4)] * 4) and not budget.fits([budget.longest(4) * 2] * 4)
+        # A prompt in prefill has a cache of its own besides its place in the batch.
+        assert budget.fits([1024] * 7) and not budget.fits([1024] * 4, [1024] * 6)
+        assert budget.fits([1024], have=8) and budget.fits([1024] * 2, have=8) and not budget.fits([1024] * 2, have=11)
+
+
+def test_the_scheduler_keeps_what_went_back_in_front() -> None:
+    scheduler = Scheduler(max_rows=2, max_waiting=4)
+    tickets = [Ticket(Prompt((5, 6, 7), Sampling()), _nowhere) for _ in range(3)]
+    scheduler.running = tickets[:2]
+    scheduler.add(tickets[2])
+    scheduler.requeue(tickets[1])
+    assert (scheduler.running, list(scheduler.waiting)) == ([tickets[0]], [tickets[1], tickets[2]])
+    room: dict[int, bool] = {id(tickets[1]): False, id(tickets[2]): True}
+    tickets[2].arrived_at = tickets[1].arrived_at + 1.0
+    assert scheduler.next(_none, lambda ticket: room[id(ticket)]) is None
+    room[id(tickets[1])] = True
+    assert scheduler.next(_none, lambda ticket: room[id(ticket)]) is tickets[1]
+
+
+def _none(tokens: Sequence[int]) -> int:
+    return 0
+
+
+def _nowhere(event: object) -> None:
+    assert not isinstance(event, Delta)

@@ -1,0 +1,86 @@
+"""Memory for keys and values: what it bounds over HTTP, and where it comes from."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import service.server
+from service.core import ModelError
+from service.engine.kv.budget import USABLE
+from tests.support.tiny_server import InProcessServer, generate, in_process_server, prompts, write_pair
+
+MIB = 2**20
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_pair(tmp_path_factory.mktemp("pair"))
+
+
+def longest(server: InProcessServer) -> int:
+    """Tokens of a request, as the server says."""
+    return int(server.get("/v1/models")["data"][0]["max_model_len"])
+
+
+def test_what_can_never_fit_is_refused_by_name_and_what_fits_is_answered(
+    tmp_path: Path, pair: tuple[Path, Path]
+) -> None:
+    texts = [line.prompt for line in prompts(8)]
+    (tmp_path / "large").mkdir()
+    large = in_process_server(tmp_path / "large", pair, engine={"max_rows": 8, "max_context": 4096})
+    large.start()
+    try:
+        unbounded = longest(large)
+        expected = [generate(large, text, max_tokens=200)["tokens"] for text in texts]
+    finally:
+        large.stop()
+    (tmp_path / "small").mkdir()
+    engine = {"max_rows": 8, "max_context": 4096, "kv_cache_mb": 1}
+    server = in_process_server(tmp_path / "small", pair, engine=engine)
+    server.start()
+    try:
+        most = longest(server)
+        assert 256 <= most < unbounded
+        refused = server.request("POST", "/generate", {"prompt": most * "a", "max_tokens": 16})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["code"] == "context_length_exceeded" and str(most) in error["message"]
+        with ThreadPoolExecutor(8) as clients:
+            answers = list(clients.map(lambda text: generate(server, text, max_tokens=200)["tokens"], texts))
+        assert answers == expected
+        shown = server.request("GET", "/metrics").text
+        assert "redraft:kv_cache_usage_perc 0.0" in shown and "redraft:num_preemptions_total" in shown
+    finally:
+        server.stop()
+
+
+def test_keys_and_values_get_what_is_free_but_for_prefix_cache_and_training(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.server, "device_free_bytes", lambda: 200 * MIB)
+    sizes: dict[bool, int] = {}
+    for enabled in (False, True):
+        root = tmp_path / str(enabled)
+        root.mkdir()
+        server = in_process_server(root, pair, engine={"prefix_cache_mb": 20}, training={"enabled": enabled})
+        server.start()
+        try:
+            assert server._application is not None
+            engine = server._application.engine_thread._engine
+            assert engine is not None and engine.decoder.budget is not None
+            sizes[enabled] = engine.decoder.budget.size
+        finally:
+            server.stop()
+    assert USABLE * 180 * MIB <= sizes[False] < USABLE * 400 * MIB
+    assert USABLE * 90 * MIB <= sizes[True] < sizes[False]
+
+
+def test_a_server_without_memory_for_a_request_does_not_start(
+    tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service.server, "device_free_bytes", lambda: 0)
+    server = in_process_server(tmp_path, pair, engine={"prefix_cache_mb": 4096})
+    with pytest.raises(ModelError, match=r"0 MiB are left for keys and values.*engine\.kv_cache_mb"):
+        server.start()
+    server.stop()
