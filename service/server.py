@@ -29,6 +29,7 @@ from service.engine.engine import Engine
 from service.engine.footprint import position_bytes
 from service.engine.kv.budget import USABLE, Budget
 from service.engine.kv.prefix import PrefixCache
+from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
 from service.engine.thread import EngineThread
 from service.learning.loading import training_bytes
@@ -218,6 +219,7 @@ class Application:
         )
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows)
+        decoder.pace = Pace(settings.engine.max_gap_ms / 1e3)
         decoder.budget = budget = self._kv_budget(folders, pair)
         context = min(settings.engine.max_context, pair.target.context or settings.engine.max_context)
         if budget.longest() < context:

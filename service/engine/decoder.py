@@ -26,7 +26,7 @@ from service.engine.drafters.lookup import LENGTHS, Lookup, LookupProposal
 from service.engine.kv.budget import HEADROOM, Budget
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.planner import FORCED, Choice, DraftSteps, Match, Planner
-from service.engine.prefill import Prefill, batch_prompts, prefill_draft, prefill_target
+from service.engine.prefill import Pace, Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.request import Request, prefill_ratio
 from service.engine.rounds import Outcome, Plan, RoundReport, Step
 from service.engine.runner import Runner
@@ -88,6 +88,7 @@ class Decoder:
         self.collect = collect
         self.lookup = Lookup(lookup) if adaptive and lookup > 0 else None
         self.adaptive = adaptive and (self.draft_length > 0 or self.lookup is not None)
+        self.pace = Pace()
         self.budget: Budget | None = None
         """Of keys and values; None: as much as rows take."""
         self.planner: Planner | None = None
@@ -193,18 +194,20 @@ class Decoder:
     def _lengths(self) -> list[int]:
         return [len(row.tokens) for row in self.rows]
 
-    def batch_prompts(self, waiting: Sequence[Prefill], tokens: int) -> Prefill:
-        """The first of these prompts, with others that can be prefilled in one call of `tokens` tokens with it."""
+    def batch_prompts(self, waiting: Sequence[Prefill], tokens: int, chunk: int | None = None) -> Prefill:
+        """The first of these prompts, with others that can be prefilled in one call of `tokens` tokens with it. chunk: as for
+        `prefill`."""
         kinds = [self._prefills_draft(prefill, len(waiting)) for prefill in waiting]
-        size, prefix = self.prefill_chunk, self.batch.prefix
+        size, prefix = chunk or self.prefill_chunk, self.batch.prefix
         rows = self.batch.size
         return batch_prompts(waiting, kinds, self.batch.target, room=tokens, size=size, prefix=prefix, batch_size=rows)
 
-    def prefill(self, prefill: Prefill, joining: int = 1) -> bool:
-        """Prefill the next chunk; True when its rows are ready to join. joining: rows that are to join, these among them. The
-        draft's cache may be at another position than the target's: it loads cached prefixes of its own."""
-        size, batch = self.prefill_chunk, self.batch
-        more = prefill_target(batch.target, prefill, size=size, prefix=batch.prefix)
+    def prefill(self, prefill: Prefill, joining: int = 1, chunk: int | None = None) -> bool:
+        """Prefill the next chunk; True when its rows are ready to join. joining: rows that are to join, these among them.
+        chunk: its tokens; None: `prefill_chunk`. The draft's cache may be at another position than the target's: it loads
+        cached prefixes of its own."""
+        size, batch = chunk or self.prefill_chunk, self.batch
+        more = prefill_target(batch.target, prefill, size=size, prefix=batch.prefix, pace=self.pace)
         prefill.prefills_draft = self._prefills_draft(prefill, joining)
         if batch.drafter is not None and not batch.failed and prefill.prefills_draft:
             prefill.ensure_draft_cache(batch.drafter.draft.model, batch.epoch)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -18,6 +19,9 @@ from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
 from service.engine.request import PADDING_LENGTH, PADDING_TEXT, Request
 from service.engine.strategy import current
 from service.engine.target import Target
+
+LEAST = 32
+"""Tokens that are prefilled before a round at least, however long the running requests wait for them."""
 
 
 @dataclass(slots=True)
@@ -60,6 +64,30 @@ class Prefill:
         if self.draft_cache is None or self.epoch != epoch:
             self.draft_cache, self.epoch = RowCache(draft, len(self.target_cache.lengths.host)), epoch
         return self.draft_cache
+
+
+@dataclass(slots=True)
+class Pace:
+    """Tokens that may be prefilled while requests run, learnt from how long calls take. gap: seconds that those may wait."""
+
+    gap: float = inf
+    limit: int = sys.maxsize
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        """A call over so many tokens took `seconds`."""
+        if seconds > self.gap:
+            self.limit = tokens
+            while self.limit >= 2 * LEAST and self.limit * seconds > self.gap * tokens:
+                self.limit //= 2
+        elif 2 * seconds < self.gap and tokens >= self.limit:
+            # Twice as many take twice as long at most.
+            self.limit *= 2
+
+    def within(self, most: int) -> int:
+        """`most`, or a half, a quarter and so on of it, so that widths of calls come again."""
+        while most > self.limit and most >= 2 * LEAST:
+            most //= 2
+        return most
 
 
 def batch_prompts(
@@ -121,9 +149,12 @@ def _share_an_uncached_block(one: Prefill, other: Prefill, prefix: PrefixCache |
     return len(mine) >= upto and mine[:upto] == theirs[:upto]
 
 
-def prefill_target(target: Target, prefill: Prefill, *, size: int, prefix: PrefixCache | None) -> bool:
-    """Prefill the next chunk of `size` tokens of each prompt with the target. Returns whether tokens remain."""
-    return _prefill_chunk(Owner.TARGET, target, prefill.target_cache, prefill.rows, size, sys.maxsize, prefix)
+def prefill_target(
+    target: Target, prefill: Prefill, *, size: int, prefix: PrefixCache | None, pace: Pace | None = None
+) -> bool:
+    """Prefill the next chunk of `size` tokens of each prompt with the target. Returns whether tokens remain. pace: learns from
+    calls that are waited for."""
+    return _prefill_chunk(Owner.TARGET, target, prefill.target_cache, prefill.rows, size, sys.maxsize, prefix, pace)
 
 
 def prefill_draft(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix: PrefixCache | None) -> bool:
@@ -158,6 +189,7 @@ def _prefill_chunk(
     size: int,
     upto: int,
     prefix: PrefixCache | None,
+    pace: Pace | None = None,
 ) -> bool:
     """Prefill the next `size` tokens of each prompt, up to its last one and to position `upto`, and insert them into the prefix
     cache. Returns whether tokens remain."""
@@ -165,12 +197,15 @@ def _prefill_chunk(
     prompts, start = _prompts(rows, cache), cache.lengths.host
     chunks = [prompt[done : min(done + size, upto)] for prompt, done in zip(prompts, start, strict=True)]
     if any(chunks):
+        started_at = time.perf_counter()
         run(pad_rows(chunks, cache), cache)
         ends = [done + len(chunk) for done, chunk in zip(start, chunks, strict=True)]
         # The first round over these rows can be made while the device is at the end of their prompts.
         whole = all(end == len(prompt) for end, prompt in zip(ends, prompts, strict=True))
         wait = not (whole and current().launch_ahead)
         (device.wait if wait else device.launch)(cache.arrays())
+        if wait and pace is not None:
+            pace.observe(len(chunks) * max(map(len, chunks)), time.perf_counter() - started_at)
         cache.truncate(ends)
         if prefix is not None:
             for i, (row, prompt) in enumerate(zip(rows, prompts, strict=False)):

@@ -317,14 +317,18 @@ class EngineThread:
         self._scheduler.remove(gone)
 
     def _prefill_chunk(self, engine: Engine) -> None:
-        """Prefill the next chunk of the prompt whose turn it is, and whole prompts that fit into the same number of tokens."""
+        """Prefill the next chunk of the prompt whose turn it is, and whole prompts that fit into the same number of tokens: as
+        many as suit the device, but no more than the running requests may wait for."""
         ready: list[Prefill] = []
         scheduler, chunk = self._scheduler, engine.decoder.prefill_chunk
         left = scheduler.prefill_tokens(chunk)
+        if scheduler.running:
+            left = engine.decoder.pace.within(left)
+            chunk = min(chunk, left)
         while scheduler.prefilling:
-            prefill = engine.decoder.batch_prompts(scheduler.prefill_order(), left)
+            prefill = engine.decoder.batch_prompts(scheduler.prefill_order(), left, chunk)
             left -= prefill.next_call_tokens(chunk)
-            if left < 0 or not engine.decoder.prefill(prefill, len(scheduler.prefilling)):
+            if left < 0 or not engine.decoder.prefill(prefill, len(scheduler.prefilling), chunk):
                 break
             ready.append(prefill)
             scheduler.prefilled(prefill)

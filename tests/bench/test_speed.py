@@ -97,9 +97,9 @@ def test_a_shared_prefix_of_a_thousand_tokens_is_prefilled_once(pair: Pair) -> N
 class TimedDecoder(Decoder):
     """Records how long each prefill chunk takes."""
 
-    def prefill(self, prefill: Prefill, joining: int = 1) -> bool:
+    def prefill(self, prefill: Prefill, joining: int = 1, chunk: int | None = None) -> bool:
         started = time.perf_counter()
-        done = super().prefill(prefill, joining)
+        done = super().prefill(prefill, joining, chunk)
         self.chunks.append(time.perf_counter() - started)
         return done
 

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import cache
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -46,6 +46,7 @@ from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
 from service.engine.kv.prefix import BLOCK, PrefixCache
+from service.engine.prefill import Pace
 from service.engine.rounds import RoundReport
 from service.engine.thread import EngineThread
 from service.learning import lora
@@ -365,6 +366,61 @@ def test_a_short_prompt_does_not_wait_behind_a_long_one() -> None:
         timings = [client.finished().timings for client in (long, short)]
     assert hold.calls == 40 and chunks[0] <= 2
     assert timings[0].prompt_seconds > timings[1].prompt_seconds
+
+
+class SlowPrefill:
+    """A hook that takes 2 ms for each token of a prefill."""
+
+    def __init__(self) -> None:
+        self.fed: list[int] = []
+
+    def __call__(self, fed: mx.array, logits: mx.array) -> mx.array:
+        if not decoding(fed):
+            time.sleep(2e-3 * fed.size)
+            self.fed.append(fed.shape[1])
+        return logits
+
+
+class WideHarness(EngineHarness):
+    """With chunks of 256 tokens, of which running requests wait for no more than 0.2 s."""
+
+    def build(self) -> Engine:
+        engine = super().build()
+        engine.decoder.prefill_chunk, engine.decoder.pace = 256, Pace(0.2)
+        return engine
+
+
+def test_running_requests_wait_no_longer_for_a_prefill_than_they_may() -> None:
+    slow, arrivals = SlowPrefill(), list[float]()
+    running, long = long_prompts(1, 200)[0], prompt(0, 701, 4)
+    with WideHarness(slow, None, rows=2) as harness:
+        first = harness.submit(running, lambda client: arrivals.append(time.perf_counter()))
+        assert first.started.wait(PATIENCE)
+        harness.submit(long).finished()
+        first.finished()
+    chunks = [tokens for tokens in slow.fed if tokens > len(running.tokens)]
+    assert sum(chunks) == 700
+    assert chunks[0] == 256, "nothing is known yet"
+    assert set(chunks[1:-1]) == {64} and chunks[-1] <= 64
+    gaps = sorted(b - a for a, b in pairwise(arrivals))
+    assert gaps[-1] > 0.5 and len(gaps) > len(chunks), "a round after each chunk"
+
+
+def test_how_much_is_prefilled_while_others_wait_follows_how_long_it_takes() -> None:
+    pace = Pace(0.2)
+    assert pace.within(512) == 512
+    pace.observe(512, 1.7)
+    assert (pace.limit, pace.within(512), pace.within(256), pace.within(48)) == (32, 32, 32, 48)
+    pace.observe(32, 0.15)
+    assert pace.limit == 32, "twice as many might take 0.3 s"
+    for tokens in (32, 64, 128):
+        pace.observe(tokens, 0.09)
+    assert (pace.limit, pace.within(512)) == (256, 256)
+    pace.observe(12, 0.05)
+    assert pace.limit == 256, "a short call says nothing of longer ones"
+    pace.observe(256, 0.5)
+    assert pace.limit == 64
+    assert Pace().within(2048) == 2048
 
 
 def test_the_prompt_time_includes_waiting_for_a_row() -> None:
