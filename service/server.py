@@ -27,7 +27,7 @@ from service.engine.adapters import served
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
 from service.engine.footprint import position_bytes
-from service.engine.kv.budget import USABLE, Budget
+from service.engine.kv.budget import Budget, usable
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
@@ -244,17 +244,16 @@ class Application:
         if engine.kv_cache_mb is not None:
             size = engine.kv_cache_mb * 2**20
         else:
-            free = device_free_bytes() + device.memory().cache - engine.prefix_cache_mb * 2**20
+            training = 0
             if runs.enabled and folders.draft is not None:
                 rows, length = runs.batch_size, runs.max_length
                 training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
-                # Serving goes first: a run that finds too little memory fails, and nothing else.
-                free -= min(training, free // 2)
-            size = int(USABLE * free)
+            free = device_free_bytes() + device.memory().cache
+            size = usable(free, prefix=engine.prefix_cache_mb * 2**20, training=training)
         budget = Budget(size, position)
         if budget.longest() == 0:
             raise ModelError(
-                f"{max(size, 0) >> 20} MiB are left for keys and values, too little for a request: see engine.kv_cache_mb and "
+                f"{size >> 20} MiB are left for keys and values, too little for a request: see engine.kv_cache_mb and "
                 "engine.prefix_cache_mb"
             )
         return budget

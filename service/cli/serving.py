@@ -125,7 +125,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     """What serving these models takes, in bytes, printed as a table; None where they are not at hand. free: bytes of the
     device's memory."""
     from service.engine.footprint import position_bytes, weight_bytes
-    from service.engine.kv.budget import USABLE, Budget
+    from service.engine.kv.budget import Budget, usable
     from service.learning.loading import training_bytes
     from service.models.machine import folder_at_hand
     from service.models.pair import unread_pair
@@ -149,22 +149,25 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         "training": needed,
         "total_free": free,
     }
-    left = free - memory["weights"] - memory["prefix"] - memory["training"]
-    configured = settings.engine.kv_cache_mb
-    budget = Budget(int(USABLE * left) if configured is None else configured * 2**20, memory["kv_per_token"])
+    size = usable(free - memory["weights"], prefix=memory["prefix"], training=memory["training"])
+    if settings.engine.kv_cache_mb is not None:
+        size = settings.engine.kv_cache_mb * 2**20
+    budget = Budget(size, memory["kv_per_token"])
     rows = [
         ("free", _size(free)),
         ("weights", _size(memory["weights"])),
         ("prefix cache, at most", _size(memory["prefix"])),
         ("training meanwhile, at most", _size(memory["training"])),
         ("a token of a request", _size(memory["kv_per_token"])),
-        ("keys and values of all requests, at most", _size(max(budget.size, 0))),
+        ("keys and values of all requests, at most", _size(budget.size)),
         *(
             (f"tokens that fit for each of {n} requests", f"{budget.longest(n):,}")
             for n in (1, settings.engine.max_rows)
         ),
     ]
     table("memory", ("what", "here"), rows)
+    if budget.longest() == 0:
+        out.print("! no request fits into what is left of memory", style="red", highlight=False)
     return memory
 
 

@@ -126,6 +126,8 @@ class Batch:
         for slot, row, epoch in zip(slots, joining, epochs, strict=True):
             row.decode_started_at = row.decode_started_at or time.perf_counter()
             row.acceptance = Acceptance(self.draft_length)
+            # Of one that was preempted: the draft has read it anew.
+            row.draft_failures = row.draft_again = 0
             self.rows[slot], self._epochs[slot] = row, epoch
         self._pad(padding)
         if current().replay:

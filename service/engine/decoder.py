@@ -165,21 +165,24 @@ class Decoder:
         return 0 if prefix is None else prefix.cached_length(Owner.TARGET, tokens[:-1])
 
     def has_room(self, prefilling: Sequence[int]) -> bool:
-        """Whether memory does for the rows and for texts of such lengths that prefill, with a first share of an answer."""
+        """Whether memory does for the rows and for texts of such lengths that prefill, with a next share of their answers."""
         if self.budget is None:
             return True
-        texts = [length + HEADROOM for length in prefilling]
-        return self.budget.fits(self._lengths(), texts, have=self.batch.cache.slots)
+        running, texts = ([length + HEADROOM for length in lengths] for lengths in (self._lengths(), prefilling))
+        return self.budget.fits(running, texts, have=self.batch.cache.slots)
 
-    def preempt(self) -> list[Request]:
-        """Take the youngest requests out of the batch until memory does for the next rounds of the others, and return them."""
+    def preempt(self, prefilling: Sequence[int]) -> list[Request]:
+        """Take the youngest requests out of the batch, but for one, until memory does for the next rounds of the others and for
+        texts of such lengths that prefill; returns them."""
         # A round may be under way, and another be launched behind it.
         most = 2 * (1 + max(self.draft_length, self.lookup.max_tokens if self.lookup is not None else 0))
-        if self.budget is None or self.budget.fits([n + most for n in self._lengths()], have=self.batch.cache.slots):
+        if self.budget is None or not self.rows:
+            return []
+        if self.budget.fits([n + most for n in self._lengths()], prefilling, have=self.batch.cache.slots):
             return []
         self._complete_pending()
         staying, gone = sorted(self.rows, key=lambda row: row.arrived_at), list[Request]()
-        while not self.budget.fits([len(row.tokens) + most for row in staying]):
+        while len(staying) > 1 and not self.budget.fits([len(row.tokens) + most for row in staying], prefilling):
             gone.append(staying.pop())
         if self.rows:
             self._remove(gone, tight=True)

@@ -177,7 +177,7 @@ def _load_cached_prefixes(owner: Owner, cache: RowCache, rows: Sequence[Request]
         prefix.load(owner, _prompts(rows, cache), cache)
         if owner is Owner.TARGET:
             for row, length in zip(rows, cache.lengths.host, strict=False):
-                if not row.emitted:
+                if not row.decode_started_at:
                     row.cached_tokens = length
 
 

@@ -257,9 +257,10 @@ class EngineThread:
         self._schedule(engine)
         gather, chunk = engine.decoder.strategy.gather_seconds, engine.decoder.prefill_chunk
         due = self._scheduler.prefill_is_due(time.perf_counter(), gather, chunk)
+        self._preempt(engine)
         if due:
             self._prefill_chunk(engine)
-        self._preempt(engine)
+            self._preempt(engine)
         self._round(engine, len(self._scheduler.prefilling) if due else 0)
         self._flush()
         self._wait_for_work(engine)
@@ -290,19 +291,30 @@ class EngineThread:
                 self._scheduler.admit(ticket, prefill)
 
     def _next_ticket(self, engine: Engine) -> Ticket | None:
-        prefilling = [len(ticket.tokens) for ticket in self._scheduler.prefilling]
+        prefilling, scheduler = self._prefilling(), self._scheduler
         with self._condition:
-            return self._scheduler.next(
+            ticket = scheduler.next(
                 engine.decoder.cached_tokens, lambda ticket: engine.decoder.has_room([*prefilling, len(ticket.tokens)])
             )
+            lacks_memory = ticket is None and scheduler.free_rows > 0 and len(scheduler.waiting) > 0
+        if lacks_memory:
+            self._on_wait()
+        return ticket
+
+    def _prefilling(self) -> list[int]:
+        return [len(ticket.tokens) for ticket in self._scheduler.prefilling]
 
     def _preempt(self, engine: Engine) -> None:
-        """Put the youngest requests back into the queue where memory does not do for the next round of all that run."""
-        gone = {id(row) for row in engine.decoder.preempt()}
-        for ticket in [ticket for ticket in self._scheduler.running if id(ticket.row) in gone]:
+        """Put the youngest requests back into the queue where memory does not do for all that run and prefill."""
+        gone = {id(row) for row in engine.decoder.preempt(self._prefilling())}
+        back = [ticket for ticket in self._scheduler.running if id(ticket.row) in gone]
+        # The oldest comes to the front.
+        for ticket in sorted(back, key=lambda ticket: ticket.arrived_at, reverse=True):
             with self._condition:
                 self._scheduler.requeue(ticket)
             self._observer.preempted()
+        if back:
+            self._on_wait()
 
     def _end_cancelled(self, engine: Engine) -> None:
         gone = self._scheduler.cancelled()
@@ -333,7 +345,8 @@ class EngineThread:
             ready.append(prefill)
             scheduler.prefilled(prefill)
             for row in prefill.rows:
-                if not row.emitted:
+                # A prompt counts once, however often it is prefilled.
+                if not row.decode_started_at:
                     self._observer.prompt_read(len(row.prompt.tokens), row.cached_tokens)
         if ready:
             engine.decoder.join(ready)
@@ -349,7 +362,8 @@ class EngineThread:
         self._reported_failures = engine.decoder.draft_failures
         # Of a round that was under way, those that it made go back to the queue have their share too.
         scheduler = self._scheduler
-        tickets = [*scheduler.running, *scheduler.prefilling, *scheduler.waiting]
+        with self._condition:
+            tickets = [*scheduler.running, *scheduler.prefilling, *scheduler.waiting]
         by_row = {id(ticket.row): ticket for ticket in tickets if ticket.row is not None}
         for row, delta in zip(report.rows, report.deltas, strict=True):
             if (ticket := by_row.get(id(row))) is None:

@@ -116,7 +116,10 @@ METRICS: tuple[Definition, ...] = (
     _counter(
         "num_preemptions_total", "Requests that went back to the queue because memory for keys and values ran out."
     ),
-    _gauge("kv_cache_usage_perc", "Share of the memory for keys and values that is in use (1 is all of it)."),
+    _gauge(
+        "kv_cache_usage_perc",
+        "Share of the memory for keys and values that rows that run take, and need to grow.",
+    ),
     _gauge("memory_bytes", "Of MLX in the server's process: active, cache (freed, held for reuse), peak.", "kind"),
     _gauge("adapter_active", "Version of the adapter that drafts now; 0: the bare draft."),
     _gauge("adapter_info", "1 for the adapter that drafts now.", "adapter", "parent", "rank", "sha256"),

@@ -10,7 +10,7 @@ from service.core import Delta, FinishReason, Prompt, Sampling
 from service.engine import decoder, strategy
 from service.engine.engine import Engine
 from service.engine.footprint import position_bytes
-from service.engine.kv.budget import Budget
+from service.engine.kv.budget import LONGEST, Budget, usable
 from service.engine.scheduler import Scheduler
 from service.engine.strategy import CPU, CUDA, METAL, STEP, Strategy, using
 from service.engine.ticket import Ticket
@@ -113,6 +113,37 @@ def test_the_oldest_runs_through(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sent_back and not any(ticket is clients[0].ticket.result() for ticket in sent_back)
 
 
+def test_nobody_is_admitted_only_to_go_back() -> None:
+    """One comes when the other is about to need more positions, with which both do not fit: it waits for that one's end."""
+    first, second = long_prompts(1, 2 * STEP + 60)[0], prompt(1, 6, 8)
+    late: list[Client] = []
+    with BudgetHarness(2 * 5 * STEP) as harness:
+
+        def submit(client: Client) -> None:
+            if not late and len(first.tokens) + len(client.tokens) >= 2 * STEP - 6:
+                late.append(harness.submit(second))
+
+        harness.submit(first, submit).finished(FinishReason.LENGTH)
+        late[0].finished()
+    assert harness.preemptions == 0
+
+
+def test_several_that_go_back_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EngineHarness(rows=4) as harness:
+        thread, engine = harness.thread, harness.engine
+        assert engine is not None
+        tickets = [Ticket(Prompt((5, 6, 7), Sampling()), _nowhere) for _ in range(3)]
+        for ticket in tickets:
+            ticket.row = engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
+        scheduler = Scheduler(4, 4)
+        scheduler.running = tickets.copy()
+        monkeypatch.setattr(thread, "_scheduler", scheduler)
+        monkeypatch.setattr(engine.decoder, "preempt", lambda prefilling: [ticket.row for ticket in tickets[1:]])
+        thread._preempt(engine)
+        assert list(scheduler.waiting) == tickets[1:] and scheduler.running == tickets[:1]
+        scheduler.clear()
+
+
 def test_a_request_waits_for_memory_and_smaller_ones_do_not_pass_it() -> None:
     hold = BlockingHook(at=2, match=decoding)
     long, short = prompt(1, 3 * STEP, 8), prompt(2, 6, 8)
@@ -164,7 +195,29 @@ def test_what_fits(way: Strategy) -> None:
         assert budget.fits([budget.longest(4)] * 4) and not budget.fits([budget.longest(4) * 2] * 4)
         # A prompt in prefill has a cache of its own besides its place in the batch.
         assert budget.fits([1024] * 7) and not budget.fits([1024] * 4, [1024] * 6)
-        assert budget.fits([1024], have=8) and budget.fits([1024] * 2, have=8) and not budget.fits([1024] * 2, have=11)
+        assert budget.fits([1024] * 2, have=8) and not budget.fits([1024] * 2, have=11)
+
+
+def test_a_row_that_is_left_by_itself_gives_spare_memory_back() -> None:
+    budget = Budget(size=2 * 1024 * 7, position=7)
+    assert budget.fits([1024]) and budget.fits([1024], have=1) and not budget.fits([1024], have=2)
+    asked = greedy_and_seeded(2, 3 * STEP)
+    first = replace(asked[0], sampling=replace(asked[0].sampling, max_tokens=8))
+    with BudgetHarness(2 * 6 * STEP, draft=None) as harness:
+        clients = [harness.submit(one, harness.measure) for one in (first, asked[1])]
+        for client in clients:
+            client.finished()
+        assert harness.most <= harness.budget.size // 2
+
+
+def test_a_model_whose_rows_do_not_grow_has_no_longest() -> None:
+    assert Budget(2**20, 0).longest() >= LONGEST and Budget(2**20, 0).fits([10**6] * 8)
+
+
+def test_what_is_set_aside_of_free_memory() -> None:
+    assert usable(1000, prefix=200, training=100) == 630
+    assert usable(1000, prefix=200, training=5000) == 360, "serving goes first"
+    assert usable(100, prefix=200, training=0) == 0
 
 
 def test_the_scheduler_keeps_what_went_back_in_front() -> None:

@@ -14,6 +14,16 @@ USABLE = 0.9
 """Of the memory that is free once models are loaded keys and values may take this share; the rest is for what calls compute."""
 GROWING = 2
 """Times the size of a batch that its keys and values take: while buffers grow, the old ones are there too."""
+LONGEST = 2**30
+"""Positions of a row that has no end: of a model whose layers are all recurrent."""
+
+
+def usable(free: int, *, prefix: int, training: int) -> int:
+    """Bytes for keys and values where so many are free beside the models' weights. prefix: the prefix cache's. training: a
+    run's, of which no more is set aside than half of the rest: serving goes first, and a run that finds too little fails by
+    itself."""
+    rest = max(free - prefix, 0)
+    return int(USABLE * (rest - min(training, rest // 2)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,25 +36,26 @@ class Budget:
     position: int
 
     def longest(self, rows: int = 1) -> int:
-        """Positions of each of so many rows that fit together, in steps of an eighth or STEP."""
+        """Positions of each of so many rows that fit together, in steps of an eighth or STEP; LONGEST at most."""
         most, step = 0, STEP
-        while self._batch(rows, most + step) <= self.size:
+        while most < LONGEST and self._batch(rows, most + step) <= self.size:
             most += step
             step = max(STEP, most // STEP // 8 * STEP)
         return most
 
     def used(self, rows: int, longest: int) -> float:
-        """Share of the budget that a batch of so many rows takes."""
+        """Share of the budget that a batch of so many rows takes, with what growing needs."""
         return self._batch(rows, longest) / self.size
 
     def fits(self, lengths: Sequence[int], prefilling: Sequence[int] = (), *, have: int = 0) -> bool:
         """Whether rows of such lengths fit while others prefill, which join them afterwards. A row by itself always does: none
         is admitted that could become too long. have: slots that the batch's buffers have already."""
-        rows = [*lengths, *prefilling]
-        if len(rows) <= 1:
+        rows, size = [*lengths, *prefilling], current().batch_size
+        if len(rows) <= 1 and have <= slots(size(1)):
             return True
-        apart = sum(current().capacity(length) for length in prefilling) * self.position
-        return self._batch(len(rows), max(rows), have) + apart <= self.size
+        # They may be prefilled in one call, as many rows as there are in a batch.
+        apart = size(len(prefilling)) * current().capacity(max(prefilling, default=0)) * self.position
+        return self._batch(len(rows), max(rows, default=0), have) + apart <= self.size
 
     def _batch(self, rows: int, longest: int, have: int = 0) -> int:
         strategy = current()
