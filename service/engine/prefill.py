@@ -76,12 +76,10 @@ class Pace:
     def observe(self, tokens: int, seconds: float) -> None:
         """A call over so many tokens took `seconds`."""
         if seconds > self.gap:
-            self.limit = tokens
-            while self.limit >= 2 * LEAST and self.limit * seconds > self.gap * tokens:
-                self.limit //= 2
-        elif 2 * seconds < self.gap and tokens >= self.limit:
+            self.limit = int(tokens * self.gap / seconds)
+        elif 2 * seconds < self.gap:
             # Twice as many take twice as long at most.
-            self.limit *= 2
+            self.limit = max(self.limit, 2 * tokens)
 
     def within(self, most: int) -> int:
         """`most`, or a half, a quarter and so on of it, so that widths of calls come again."""

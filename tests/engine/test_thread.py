@@ -410,16 +410,16 @@ def test_how_much_is_prefilled_while_others_wait_follows_how_long_it_takes() -> 
     pace = Pace(0.2)
     assert pace.within(512) == 512
     pace.observe(512, 1.7)
-    assert (pace.limit, pace.within(512), pace.within(256), pace.within(48)) == (32, 32, 32, 48)
+    assert (pace.limit, pace.within(512), pace.within(256), pace.within(48)) == (60, 32, 32, 48)
     pace.observe(32, 0.15)
-    assert pace.limit == 32, "twice as many might take 0.3 s"
+    assert pace.limit == 60, "twice as many might take 0.3 s"
     for tokens in (32, 64, 128):
         pace.observe(tokens, 0.09)
     assert (pace.limit, pace.within(512)) == (256, 256)
     pace.observe(12, 0.05)
     assert pace.limit == 256, "a short call says nothing of longer ones"
     pace.observe(256, 0.5)
-    assert pace.limit == 64
+    assert (pace.limit, pace.within(512)) == (102, 64)
     assert Pace().within(2048) == 2048
 
 
