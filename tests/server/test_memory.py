@@ -26,13 +26,13 @@ def longest(server: InProcessServer) -> int:
 def test_what_can_never_fit_is_refused_by_name_and_what_fits_is_answered(
     tmp_path: Path, pair: tuple[Path, Path]
 ) -> None:
-    texts = [line.prompt for line in prompts(8)]
+    texts = [line.prompt for line in prompts(4)]
     (tmp_path / "large").mkdir()
     large = in_process_server(tmp_path / "large", pair, engine={"max_rows": 8, "max_context": 4096})
     large.start()
     try:
         unbounded = longest(large)
-        expected = [generate(large, text, max_tokens=200)["tokens"] for text in texts]
+        expected = [generate(large, text, max_tokens=60)["tokens"] for text in texts]
     finally:
         large.stop()
     (tmp_path / "small").mkdir()
@@ -46,8 +46,8 @@ def test_what_can_never_fit_is_refused_by_name_and_what_fits_is_answered(
         assert refused.status_code == 400
         error = refused.json()["error"]
         assert error["code"] == "context_length_exceeded" and str(most) in error["message"]
-        with ThreadPoolExecutor(8) as clients:
-            answers = list(clients.map(lambda text: generate(server, text, max_tokens=200)["tokens"], texts))
+        with ThreadPoolExecutor(4) as clients:
+            answers = list(clients.map(lambda text: generate(server, text, max_tokens=60)["tokens"], texts))
         assert answers == expected
         shown = server.request("GET", "/metrics").text
         assert "redraft:kv_cache_usage_perc 0.0" in shown and "redraft:num_preemptions_total" in shown
