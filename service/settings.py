@@ -83,8 +83,9 @@ class EngineSettings(Section):
     """Requests queued beyond that before new ones are refused."""
     prefill_chunk: int | None = Field(default=None, ge=16)
     """Prompt tokens processed between two decoding rounds; None: as many as suit the device."""
-    max_gap_ms: float = Field(default=200.0, gt=0)
-    """How long running requests wait for a prefill between two rounds, at most: it then goes in smaller chunks."""
+    max_gap_ms: float | None = Field(default=None, gt=0)
+    """How long running requests wait for a prefill between two rounds, at most: it then goes in smaller chunks. None: 200 on a
+    GPU, no bound on a CPU."""
     prefix_cache_mb: int = Field(default=512, ge=0)
     """Memory (MiB) for what the models made of earlier requests, so that beginnings in common are read once; 0: none."""
     kv_cache_mb: int | None = Field(default=None, ge=1)

@@ -26,6 +26,7 @@ UNSET = {
     "models.draft",
     "models.revision",
     "engine.prefill_chunk",
+    "engine.max_gap_ms",
     "engine.kv_cache_mb",
     "store.url",
     "store.adapters",

@@ -49,6 +49,7 @@ class Strategy:
     (`products`), so that texts are plain decoding's own to the token; None: any number. batch_sizes: padding rows fill a batch
     up to one of these; empty: there are none. few_widths: calls are padded to one of a few widths, unless a layer is
     recurrent. prefill_chunk: prompt tokens processed between two rounds, and tokens of a call in which a draft catches up.
+    max_gap: seconds that running requests wait for a prefill, at most; None: as long as a chunk takes.
     gather_seconds: how long a prompt may wait for others, to be prefilled in one call with them, while requests run.
     parked_prefill: a parked draft prefills prompts where that costs little; else it catches up when it is to draft.
     prefill_padding: padding allowed in a call over prompts of different lengths, as a share of their tokens. row_attention:
@@ -64,6 +65,7 @@ class Strategy:
     batch_sizes: tuple[int, ...] = ()
     few_widths: bool = False
     prefill_chunk: int = 256
+    max_gap: float | None = 0.2
     gather_seconds: float = 0.0
     parked_prefill: bool = True
     prefill_padding: float = 1 / 8
@@ -93,7 +95,7 @@ class Strategy:
         return self.most_tokens is None or rows * (1 + proposed) <= self.most_tokens
 
 
-CPU = Strategy(launch_steps=False, ask_confidence=True, launch_ahead=False)
+CPU = Strategy(launch_steps=False, ask_confidence=True, launch_ahead=False, max_gap=None)
 METAL = Strategy(launch_steps=True, ask_confidence=False, launch_ahead=True, prefill_chunk=512, parked_prefill=False)
 CUDA = Strategy(
     launch_steps=True,
