@@ -13,7 +13,6 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from math import inf
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -220,8 +219,8 @@ class Application:
         )
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows)
-        milliseconds, usual = settings.engine.max_gap_ms, decoder.strategy.max_gap
-        decoder.pace = Pace(milliseconds / 1e3 if milliseconds is not None else inf if usual is None else usual)
+        if settings.engine.max_gap_ms is not None:
+            decoder.pace = Pace(settings.engine.max_gap_ms / 1e3)
         decoder.budget = budget = self._kv_budget(folders, pair)
         context = min(settings.engine.max_context, pair.target.context or settings.engine.max_context)
         if budget.longest() < context:

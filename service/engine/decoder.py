@@ -88,7 +88,7 @@ class Decoder:
         self.collect = collect
         self.lookup = Lookup(lookup) if adaptive and lookup > 0 else None
         self.adaptive = adaptive and (self.draft_length > 0 or self.lookup is not None)
-        self.pace = Pace()
+        self.pace = Pace(self.strategy.max_gap)
         self.budget: Budget | None = None
         """Of keys and values; None: as much as rows take."""
         self.planner: Planner | None = None

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import inf
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -68,13 +67,16 @@ class Prefill:
 
 @dataclass(slots=True)
 class Pace:
-    """Tokens that may be prefilled while requests run, learnt from how long calls take. gap: seconds that those may wait."""
+    """Tokens that may be prefilled while requests run, learnt from how long calls take. gap: seconds that those may wait; None:
+    as long as a chunk takes."""
 
-    gap: float = inf
+    gap: float | None = None
     limit: int = sys.maxsize
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A call over so many tokens took `seconds`."""
+        if self.gap is None:
+            return
         if seconds > self.gap:
             self.limit = int(tokens * self.gap / seconds)
         elif 2 * seconds < self.gap:

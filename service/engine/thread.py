@@ -257,6 +257,7 @@ class EngineThread:
         self._schedule(engine)
         gather, chunk = engine.decoder.strategy.gather_seconds, engine.decoder.prefill_chunk
         due = self._scheduler.prefill_is_due(time.perf_counter(), gather, chunk)
+        # Before rows join, since old and new buffers are held then; and with those that have joined.
         self._preempt(engine)
         if due:
             self._prefill_chunk(engine)

@@ -19,7 +19,7 @@ LONGEST = 2**30
 
 
 def usable(free: int, *, prefix: int, training: int) -> int:
-    """Bytes for keys and values where so many are free beside the models' weights. prefix: the prefix cache's. training: a
+    """Bytes for keys and values where so many are free once the weights are loaded. prefix: the prefix cache's. training: a
     run's, of which no more is set aside than half of the rest: serving goes first, and a run that finds too little fails by
     itself."""
     rest = max(free - prefix, 0)
