@@ -26,7 +26,7 @@ from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
-from service.engine.footprint import position_bytes
+from service.engine.footprint import position_bytes, weight_bytes
 from service.engine.kv.budget import Budget, usable
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
@@ -196,6 +196,7 @@ class Application:
         """On the engine's thread: models are found, converted, loaded and checked there."""
         settings = self.settings
         device.limit_cache()
+        device.wire_memory()
         with self._during("fetching"):
             folders = resolve_models(settings)
         with self._during("loading"):
@@ -217,15 +218,13 @@ class Application:
             lookup=settings.engine.num_lookup_tokens,
             prefix=PrefixCache(settings.engine.prefix_cache_mb * 2**20),
         )
+        budget = self._kv_budget(folders, pair)
+        decoder.limit_memory(budget, settings.engine.max_rows)
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows)
         if settings.engine.max_gap_ms is not None:
             decoder.pace = Pace(settings.engine.max_gap_ms / 1e3)
-        decoder.budget = budget = self._kv_budget(folders, pair)
-        context = min(settings.engine.max_context, pair.target.context or settings.engine.max_context)
-        if budget.longest() < context:
-            log.warning("memory does for requests of %d tokens, not of %d", budget.longest(), context)
-            context = budget.longest()
+        context = _context(settings.engine.max_context, pair.target.context, budget)
         self._serving = Serving(folders, pair, context)
         return Engine(
             decoder=decoder,
@@ -234,27 +233,27 @@ class Application:
             context=context,
             provenance=pair.provenance,
             detokenizer=lambda: pair.target.tokenizer.detokenizer,
+            weights=weight_bytes(pair.target.model, pair.draft.model if pair.draft is not None else None),
         )
 
     def _kv_budget(self, folders: Folders, pair: Pair) -> Budget:
-        """What keys and values may take of the memory that is free once everything is loaded and warmed up. Raises ModelError
+        """What keys and values may take of the memory that is free once everything is loaded. Raises ModelError
         where that is nothing."""
         engine, runs = self.settings.engine, self.settings.training
         target, draft = pair.target, pair.draft
         position = position_bytes(target.model, draft.model if draft is not None else None)
-        if engine.kv_cache_mb is not None:
-            size = engine.kv_cache_mb * 2**20
-        else:
+        size = engine.kv_budget_mb * 2**20
+        if not size:
             training = 0
             if runs.enabled and folders.draft is not None:
                 rows, length = runs.batch_size, runs.max_length
                 training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
-            free = device_free_bytes() + device.memory().cache
+            free = max(device_free_bytes() + device.memory().cache - device.cache_limit(), 0)
             size = usable(free, prefix=engine.prefix_cache_mb * 2**20, training=training)
         budget = Budget(size, position)
         if budget.longest() == 0:
             raise ModelError(
-                f"{size >> 20} MiB are left for keys and values, too little for a request: see engine.kv_cache_mb and "
+                f"{size >> 20} MiB are left for keys and values, too little for a request: see engine.kv_budget_mb and "
                 "engine.prefix_cache_mb"
             )
         return budget
@@ -287,6 +286,16 @@ class Application:
             adapters=settings.adapters_dir,
             spec=spec,
         )
+
+
+def _context(asked: int, own: int | None, budget: Budget) -> int:
+    """Tokens of a prompt and its answer, at most. asked: by the settings; 0: as many as the model allows. own: the model's
+    limit; None where it says none."""
+    fits = budget.longest()
+    wanted = min((limit for limit in (asked, own) if limit), default=fits)
+    if fits < wanted:
+        log.warning("memory does for requests of %d tokens, not of %d", fits, wanted)
+    return min(wanted, fits)
 
 
 class Server(uvicorn.Server):

@@ -88,10 +88,11 @@ class EngineSettings(Section):
     GPU, no bound on a CPU."""
     prefix_cache_mb: int = Field(default=512, ge=0)
     """Memory (MiB) for what the models made of earlier requests, so that beginnings in common are read once; 0: none."""
-    kv_cache_mb: int | None = Field(default=None, ge=1)
-    """Memory (MiB) for keys and values of the requests that run; None: what is free once the models are loaded."""
-    max_context: int = Field(default=4096, ge=16)
-    """Prompt and output tokens of one request together (the model's own limit wins when it is lower)."""
+    kv_budget_mb: int = Field(default=0, ge=0)
+    """Memory (MiB) for keys and values of the requests that run; 0: what is free once the models are loaded."""
+    max_context: int = Field(default=0, ge=0)
+    """Prompt and output tokens of one request together; 0: the model's own limit, which wins where it is lower, as does what
+    memory does for."""
     tie_margin: float = Field(default=1e-3, ge=0.0)
     """Top-2 log-probability gap below which a disagreement counts as numerical noise."""
     hang_seconds: float = Field(default=120.0, gt=0)

@@ -27,7 +27,6 @@ UNSET = {
     "models.revision",
     "engine.prefill_chunk",
     "engine.max_gap_ms",
-    "engine.kv_cache_mb",
     "store.url",
     "store.adapters",
 }

@@ -124,6 +124,7 @@ def doctor(
 def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, int] | None:
     """What serving these models takes, in bytes, printed as a table; None where they are not at hand. free: bytes of the
     device's memory."""
+    from service.engine.device import cache_limit
     from service.engine.footprint import position_bytes, weight_bytes
     from service.engine.kv.budget import Budget, usable
     from service.learning.loading import training_bytes
@@ -149,9 +150,11 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         "training": needed,
         "total_free": free,
     }
-    size = usable(free - memory["weights"], prefix=memory["prefix"], training=memory["training"])
-    if settings.engine.kv_cache_mb is not None:
-        size = settings.engine.kv_cache_mb * 2**20
+    size = usable(
+        max(free - memory["weights"] - cache_limit(), 0), prefix=memory["prefix"], training=memory["training"]
+    )
+    if settings.engine.kv_budget_mb:
+        size = settings.engine.kv_budget_mb * 2**20
     budget = Budget(size, memory["kv_per_token"])
     rows = [
         ("free", _size(free)),

@@ -40,11 +40,16 @@ class Ticket(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes of the models' back end: in use, freed but held for reuse, and the most that was ever in use."""
+    """Bytes of the models' back end. active: in use. cache: freed but held for reuse. peak: the most that was ever in use. Of
+    those in use, weights: the models'; kv: allocated for keys and values; prefix: the prefix cache's, among `kv` where rows are
+    in pages."""
 
     active: int = 0
     cache: int = 0
     peak: int = 0
+    weights: int = 0
+    kv: int = 0
+    prefix: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Attention of a few new tokens a row over rows of unlike lengths: a CUDA kernel of our own.
+"""Attention of a few new tokens a row over rows of unlike lengths in pages: a CUDA kernel of our own.
 
 MLX on CUDA hands attention under a mask to cuDNN, which makes a plan for every new shape, 35 to 50 ms each
 (mlx/backend/cuda/scaled_dot_product_attention.cpp, `sdpa_cudnn`), and its own vector kernel takes no masks. This kernel takes
@@ -21,10 +21,12 @@ import mlx.nn as nn
 from mlx_lm.models import base
 
 from service.engine.kernels import cuda_kernel
+from service.engine.strategy import PAGE
 
-MOST, LONG = 256, 4096
-"""New tokens a row; over rows of more than LONG positions only FEW: cuDNN reads such prompts faster, which repays its plans."""
+MOST, LONG, FEWER = 256, 4096, 64
+"""New tokens a row; over rows of more than LONG positions only FEWER: cuDNN reads more faster, which repays its plans."""
 FEW = 32
+"""New tokens a row of calls that come again (`replay`)."""
 _ROUTED = "attention_is_routed"
 """Attribute of a model: what `route` has found."""
 QUERIES = 16
@@ -37,19 +39,30 @@ SPLIT_FROM = 1024
 """Positions from which a row's keys are shared among several blocks, whose results a second kernel merges."""
 SPLIT_KEYS = 256
 """Positions of such a share at least."""
+GATHER_THREADS = 64
+"""Of a block of the kernel that copies pages."""
+SPLIT_LONG, MOST_SPLITS = 2048, 16
+"""Positions of such a share where other rows keep the GPU busy, and such shares at most."""
 BLOCKS = 512
 """Blocks that keep a large GPU busy (an H200 has 132 multiprocessors)."""
 
 
 @cache
 def _kernel(split: bool) -> Any:
-    inputs, outputs = ["queries", "keys", "values", "starts", "scale", "sinks", "written"], ["out", "sums", "tops"]
-    return cuda_kernel("row_attention", inputs, outputs if split else outputs[:1], strided=True, SPLIT=int(split))
+    inputs = ["queries", "keys", "values", "page_table", "starts", "scale", "sinks", "written"]
+    outputs = ["out", "sums", "tops"] if split else ["out"]
+    return cuda_kernel("row_attention", inputs, outputs, strided=True, SPLIT=int(split), PAGE=PAGE)
 
 
 @cache
 def _merge() -> Any:
     return cuda_kernel("row_attention_merge", ["parts", "sums", "tops"], ["out"])
+
+
+@cache
+def _gather() -> Any:
+    inputs = ["pool", "page_table", "ends", "written"]
+    return cuda_kernel("gather_pages", inputs, ["out"], strided=True, PAGE=PAGE)
 
 
 @cache
@@ -59,24 +72,53 @@ def _scale(value: float) -> mx.array:
 
 @dataclass(frozen=True, slots=True)
 class RowCall:
-    """What the newest N tokens of B rows attend to: keys (R, heads, capacity, dims) and values (R, heads, capacity, width),
-    R >= B. starts: (B,), int32, the position of each row's first query. window: latest positions that a query sees, its own
-    among them; 0: all up to its own. written: what `write_in_place` returned, where it has written the keys."""
+    """What the newest N tokens of B rows attend to. keys: (pages, heads, PAGE, dims), values: (pages, heads, PAGE, width), the
+    pool's. starts: (B,), int32, the position of each row's first query. table: (B, W), int32, the numbers of each row's pages.
+    window: latest positions that a query sees, its own among them; 0: all up to its own. written: what `write_in_place`
+    returned, where it has written the keys. fresh: keys and values (B, heads, N, ...) of the N tokens, where there are no
+    others."""
 
     keys: mx.array
     values: mx.array
     starts: mx.array
+    table: mx.array
     window: int = 0
     written: mx.array | None = None
+    fresh: tuple[mx.array, mx.array] | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Positions for which the table has room."""
+        return self.table.shape[1] * PAGE
 
 
 def fits(queries: mx.array, call: RowCall) -> bool:
     """Whether the kernel computes calls of such arrays: half precision, up to 256 dimensions of keys, no long prefill."""
     dims, width = call.keys.shape[3], call.values.shape[3]
     same = queries.dtype == call.keys.dtype == call.values.dtype
-    if queries.shape[2] > (MOST if call.keys.shape[2] <= LONG else FEW):
+    if queries.shape[2] > (MOST if call.capacity <= LONG else FEWER):
         return False
     return same and queries.dtype in (mx.bfloat16, mx.float16) and dims % 16 == 0 and dims <= 256 and width % 16 == 0
+
+
+def gather_pages(
+    pool: mx.array, table: mx.array, ends: mx.array, width: int, written: mx.array | None = None
+) -> mx.array:
+    """The first `width` positions of each row, (B, heads, width, dims), from its pages; zeros from ends[b] on, so that nothing
+    is read that was never written. written: what `write_in_place` returned last."""
+    rows, (_, heads, _, dims), count = table.shape[0], pool.shape, -(-width // PAGE)
+    if written is None:
+        pages = pool[table[:, :count]].swapaxes(1, 2).reshape(rows, heads, count * PAGE, dims)[:, :, :width]
+        return mx.where((mx.arange(width) < ends[:, None])[:, None, :, None], pages, mx.array(0, dtype=pool.dtype))
+    whole = _gather()(
+        inputs=[pool, table, ends, written],
+        template=[("T", pool.dtype)],
+        grid=(heads * count * GATHER_THREADS, rows, 1),
+        threadgroup=(GATHER_THREADS, 1, 1),
+        output_shapes=[(rows, heads, count * PAGE, dims)],
+        output_dtypes=[pool.dtype],
+    )[0]
+    return whole[:, :, :width]
 
 
 def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array | None = None) -> mx.array:
@@ -84,11 +126,13 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
     value."""
     keys, values = call.keys, call.values
     rows, many, count, dims = queries.shape
-    heads, capacity, width = keys.shape[1], keys.shape[2], values.shape[3]
+    heads, capacity, width = keys.shape[1], call.capacity, values.shape[3]
     share, kind = many // heads, queries.dtype
     chunk = next(size for size in range(min(width, WIDEST), 0, -16) if width % size == 0)
     chunks = -(-share * count // QUERIES) * (width // chunk)
     most = max(BLOCKS // (rows * heads * chunks), 1)
+    # A single long row would be one block's work for each head: blocks of short rows have nothing to do.
+    most = max(most, min(capacity // SPLIT_LONG, MOST_SPLITS))
     splits = 1 if capacity <= SPLIT_FROM else min(most, capacity // SPLIT_KEYS)
     template = [("T", kind), ("HALF", kind == mx.float16), ("D", dims), ("V", width), ("VC", chunk), ("G", share)]
     template += [("WINDOW", call.window), ("SINKS", sinks is not None)]
@@ -99,7 +143,7 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
     own_sinks = keys if sinks is None else sinks.astype(kind)
     written = call.starts if call.written is None else call.written
     made = _kernel(splits > 1)(
-        inputs=[laid_out, keys, values, call.starts, _scale(scale), own_sinks, written],
+        inputs=[laid_out, keys, values, call.table, call.starts, _scale(scale), own_sinks, written],
         template=template,
         grid=(rows * heads * THREADS, splits, chunks),
         threadgroup=(THREADS, 1, 1),
@@ -122,12 +166,11 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
 
 def masked_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array | None = None) -> mx.array:
     """`row_attention` by MLX's own attention under a mask, where there is no such kernel."""
-    rows, count, window = queries.shape[0], queries.shape[2], call.window
-    key, query = mx.arange(call.keys.shape[2]), (call.starts[:, None] + mx.arange(count))[:, None, :, None]
+    count, window, width, ends = queries.shape[2], call.window, call.capacity, call.starts + queries.shape[2]
+    key, query = mx.arange(width), (call.starts[:, None] + mx.arange(count))[:, None, :, None]
     mask = (key <= query) & (key > query - window) if window else key <= query
-    return mx.fast.scaled_dot_product_attention(
-        queries, call.keys[:rows], call.values[:rows], scale=scale, mask=mask, sinks=sinks
-    )
+    keys, values = (gather_pages(each, call.table, ends, width, call.written) for each in (call.keys, call.values))
+    return mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask, sinks=sinks)
 
 
 def _routed(
@@ -140,14 +183,16 @@ def _routed(
     sinks: mx.array | None = None,
 ) -> mx.array:
     row_call = getattr(cache, "row_call", None)
-    if row_call is not None:
-        call: RowCall | None = row_call(keys, values, mask)
-        if call is not None and mx.default_device().type == mx.cpu:
+    call: RowCall | None = None if row_call is None else row_call(keys, values, mask)
+    if call is not None:
+        on_cpu = mx.default_device().type == mx.cpu
+        if on_cpu and queries.shape[2] <= FEW:
             # Where tests run: the same calls, without the kernel.
             return masked_attention(queries, call, scale=scale, sinks=sinks)
-        if call is not None and fits(queries, call):
-            cast("Any", cache).unread = False
+        if not on_cpu and fits(queries, call):
             return row_attention(queries, call, scale=scale, sinks=sinks)
+        if call.fresh is not None:
+            keys, values, mask = *call.fresh, "causal"
     return base.scaled_dot_product_attention(
         queries, keys, values, cache=cache, scale=scale, mask=cast("Any", mask), sinks=sinks
     )

@@ -6,6 +6,7 @@ import logging
 import sys
 import time
 from collections.abc import Collection, Sequence
+from functools import partial
 
 from service.core import BARE_DRAFT, Source
 from service.engine import device
@@ -14,6 +15,7 @@ from service.engine.adapters import Draft
 from service.engine.drafters.head import make_drafter
 from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
+from service.engine.kv.pages import Pool
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.prefill import Prefill
 from service.engine.request import PADDING_LENGTH, Request, padding_row
@@ -56,6 +58,8 @@ class Batch:
         self.cache = target.cache(0)
         self.drafter = make_drafter(draft, vocabulary, self.cache, prefill_chunk) if draft is not None else None
         self.prefix = prefix
+        for pool in self.pools:
+            pool.reclaim = None if prefix is None else partial(prefix.reclaim, pool)
         self.failed = False
         """The draft raised and is disabled."""
         self.draft_failures = 0
@@ -99,6 +103,16 @@ class Batch:
         return [row for row in self.rows if not row.padding]
 
     @property
+    def pools(self) -> list[Pool]:
+        """Where target and draft take pages, if rows are in pages."""
+        return [self.target.pool] if self.drafter is None else [self.target.pool, self.drafter.pool]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes allocated for keys and values."""
+        return sum(cache.storage.nbytes for cache in self._caches)
+
+    @property
     def _caches(self) -> list[RowCache]:
         return [self.cache] if self.drafter is None else [self.cache, self.drafter.cache]
 
@@ -117,8 +131,7 @@ class Batch:
         counts = [len(prefill.rows) for prefill in ready]
         self.cache.join([prefill.target_cache for prefill in ready], counts, slots, size)
         if self.drafter is not None:
-            draft = self.drafter.draft.model
-            caches = [prefill.ensure_draft_cache(draft, self.epoch) for prefill in ready]
+            caches = [prefill.ensure_draft_cache(self.drafter, self.epoch) for prefill in ready]
             self.drafter.cache.join(caches, counts, slots, size)
         epochs = [prefill.epoch for prefill in ready for _ in prefill.rows]
         self.rows += [self._padding] * (size - len(self.rows))
@@ -130,17 +143,6 @@ class Batch:
             row.draft_failures = row.draft_again = 0
             self.rows[slot], self._epochs[slot] = row, epoch
         self._pad(padding)
-        if current().replay:
-            self._launch_joined()
-
-    def _launch_joined(self) -> None:
-        """Hand over rows that joined: with the next round they would be a CUDA graph that does not come again."""
-        device.launch(self.cache.arrays())
-        if self.drafter is not None:
-            try:
-                device.launch(self.drafter.cache.arrays())
-            except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
-                self.disable_draft(error)
 
     def _pad(self, places: Collection[int]) -> None:
         """Make these rows padding."""
@@ -161,8 +163,8 @@ class Batch:
         for i in indices:
             self._cache_prefix(i)
         if self.prefix is not None:
-            # What is still read from MLX copies at the next write; where calls are replayed it is written in place.
-            self.prefix.copy(wait=not under_way and not current().replay)
+            # What is still read from MLX copies at the next write.
+            self.prefix.copy(wait=not under_way)
         self._pad(indices)
         padding = [i for i, row in enumerate(self.rows) if row.padding]
         size = self.size(len(self.rows) - len(padding))
@@ -277,7 +279,8 @@ class Batch:
         self.draft_failures += 1
         self._next_epoch()
         if self.drafter is not None:
-            self.drafter.cache = RowCache(self.drafter.draft.model, len(self.rows))
+            self.drafter.cache = self.drafter.new_cache(len(self.rows))
+            self.drafter.cache.storage.pad([i for i, row in enumerate(self.rows) if row.padding])
 
 
 def drafts(row: Request) -> bool:

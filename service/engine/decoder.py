@@ -30,12 +30,14 @@ from service.engine.prefill import Pace, Prefill, batch_prompts, prefill_draft, 
 from service.engine.request import Request, prefill_ratio
 from service.engine.rounds import Outcome, Plan, RoundReport, Step
 from service.engine.runner import Runner
-from service.engine.strategy import current
+from service.engine.strategy import PAGE, current
 from service.engine.target import Target
 from service.engine.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
+USUAL_POSITIONS = 1024
+"""Of a request: pages for more are taken when they are needed."""
 LOOKED_UP_SHARE = 1 / 2
 """Share of the requests that must have a match of the longest kind, which is seldom chance: look-ups are found in tokens that
 were read, and a round that is launched after the one before it was read takes all rows half as long again."""
@@ -90,7 +92,7 @@ class Decoder:
         self.adaptive = adaptive and (self.draft_length > 0 or self.lookup is not None)
         self.pace = Pace(self.strategy.max_gap)
         self.budget: Budget | None = None
-        """Of keys and values; None: as much as rows take."""
+        """Of keys and values; None: as much as rows take (`limit_memory`)."""
         self.planner: Planner | None = None
         self._seeds: profile.Seeds | None = None
         self._step: Step | None = None
@@ -137,6 +139,15 @@ class Decoder:
         if self.strategy.replay and not self.unfinished:
             warm_up(self, rows)
 
+    def limit_memory(self, budget: Budget, rows: int) -> None:
+        """Keep keys and values within a budget. rows: requests that decode together at most, for which pages are set aside now,
+        so that calls keep their shapes."""
+        self.budget = budget
+        for pool in self.batch.pools:
+            # Page 0 is nobody's.
+            pool.most = budget.pages + 1
+            pool.grow(min(pool.most, rows * USUAL_POSITIONS // PAGE))
+
     @contextmanager
     def unplanned(self) -> Generator[None]:
         """Rounds in the block draft `draft_length` tokens each and look nothing up. Nothing is left of them: in planner,
@@ -169,7 +180,7 @@ class Decoder:
         if self.budget is None:
             return True
         running, texts = ([length + HEADROOM for length in lengths] for lengths in (self._lengths(), prefilling))
-        return self.budget.fits(running, texts, have=self.batch.cache.slots)
+        return self._fits(running, texts)
 
     def preempt(self, prefilling: Sequence[int]) -> list[Request]:
         """Take the youngest requests out of the batch, but for one, until memory does for the next rounds of the others and for
@@ -178,21 +189,43 @@ class Decoder:
         most = 2 * (1 + max(self.draft_length, self.lookup.max_tokens if self.lookup is not None else 0))
         if self.budget is None or not self.rows:
             return []
-        if self.budget.fits([n + most for n in self._lengths()], prefilling, have=self.batch.cache.slots):
+        if self._fits([n + most for n in self._lengths()], prefilling):
             return []
         self._complete_pending()
         staying, gone = sorted(self.rows, key=lambda row: row.arrived_at), list[Request]()
-        while len(staying) > 1 and not self.budget.fits([len(row.tokens) + most for row in staying], prefilling):
+        while len(staying) > 1 and not self._fits([len(row.tokens) + most for row in staying], prefilling, have=0):
             gone.append(staying.pop())
         if self.rows:
             self._remove(gone, tight=True)
         return gone
 
+    def _fits(self, running: Sequence[int], prefilling: Sequence[int], have: int | None = None) -> bool:
+        """Whether rows of such lengths fit into the budget, and into what the device can give of it. have: see Budget.fits."""
+        assert self.budget is not None
+        have = self.batch.cache.slots if have is None else have
+        if not self.budget.fits(running, prefilling, have=have):
+            return False
+        if len(running) + len(prefilling) <= 1:
+            # It takes what it needs, which the budget has been found to do for.
+            return True
+        pages = sum(-(-length // PAGE) for length in (*running, *prefilling))
+        return not self.strategy.paged or all(pool.provides(pages) for pool in self.batch.pools)
+
     @property
     def kv_cache_usage(self) -> float:
         """Share of the budget that is in use; 0 without one. From any thread."""
         lengths = self._lengths()
-        return 0.0 if self.budget is None or not lengths else self.budget.used(len(lengths), max(lengths))
+        return 0.0 if self.budget is None or not lengths else self.budget.used(lengths)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes allocated for keys and values. From any thread."""
+        return self.batch.kv_bytes
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of the prefix cache. From any thread."""
+        return 0 if self.batch.prefix is None else self.batch.prefix.nbytes
 
     def _lengths(self) -> list[int]:
         return [len(row.tokens) for row in self.rows]
@@ -213,7 +246,7 @@ class Decoder:
         more = prefill_target(batch.target, prefill, size=size, prefix=batch.prefix, pace=self.pace)
         prefill.prefills_draft = self._prefills_draft(prefill, joining)
         if batch.drafter is not None and not batch.failed and prefill.prefills_draft:
-            prefill.ensure_draft_cache(batch.drafter.draft.model, batch.epoch)
+            prefill.ensure_draft_cache(batch.drafter, batch.epoch)
             try:
                 more |= prefill_draft(batch.drafter, prefill, size=size, prefix=batch.prefix)
             except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)

@@ -14,10 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
+from mlx_lm.utils import maybe_set_recommended_wired_limit
 from numpy.typing import NDArray
 
 from service.core import Memory
-from service.models.memory import total_bytes
+from service.models.memory import device_free_bytes, total_bytes
 
 
 @dataclass(slots=True)
@@ -52,11 +53,27 @@ def counting() -> Generator[Counts]:
         _counts.reset(token)
 
 
+def cache_limit() -> int:
+    """Bytes of freed memory that MLX may hold."""
+    own = int(mx.device_info().get("total_memory", 0))
+    return max(min(CACHE_BYTES, int(total_bytes() * CACHE_SHARE)), int(own * CUDA_SHARE))
+
+
 def limit_cache() -> None:
     """Bound what MLX holds of freed memory. Unbounded, it is all of the device's memory but a part, and another process on it,
     such as the one that trains, finds none (MLX's mlx/backend/cuda/allocator.cpp does not free its cache for others)."""
-    own = int(mx.device_info().get("total_memory", 0))
-    mx.set_cache_limit(max(min(CACHE_BYTES, int(total_bytes() * CACHE_SHARE)), int(own * CUDA_SHARE)))
+    mx.set_cache_limit(cache_limit())
+
+
+def free_bytes() -> int:
+    """Bytes that can be allocated, once what MLX holds of freed memory is given back, which this does."""
+    mx.clear_cache()
+    return device_free_bytes()
+
+
+def wire_memory() -> None:
+    """Let macOS keep as much of what MLX uses in memory as it recommends, as mlx_lm.server does. Elsewhere nothing."""
+    maybe_set_recommended_wired_limit()
 
 
 def memory() -> Memory:

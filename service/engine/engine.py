@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from service.core import BadRequest, Prompt, Provenance
+from service.core import BadRequest, Memory, Prompt, Provenance
+from service.engine import device
 from service.engine.adapters import Draft
 from service.engine.decoder import Decoder
 from service.engine.request import Detokenizer, Request, TextStream
@@ -21,6 +22,14 @@ class Engine:
     context: int
     provenance: Provenance
     detokenizer: Callable[[], Detokenizer]
+    weights: int = 0
+    """Bytes of the models."""
+
+    def memory(self) -> Memory:
+        """What is allocated. From any thread."""
+        return replace(
+            device.memory(), weights=self.weights, kv=self.decoder.kv_bytes, prefix=self.decoder.prefix_bytes
+        )
 
     def check(self, prompt: Prompt) -> None:
         """Raises BadRequest for an empty prompt, or one that exceeds the context with its answer. From any thread."""

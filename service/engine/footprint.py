@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from service.engine.kv.cache import RowCache
+from service.engine.strategy import PAGE
 from service.engine.target import Target
 
 
@@ -33,5 +34,4 @@ def position_bytes(target: nn.Module, draft: nn.Module | None) -> int:
     if draft is not None:
         caches.append(RowCache(draft, 1))
         draft(tokens, cache=caches[1].layers)
-    buffers = [each for one in caches for layer in one.attention for each in (layer.keys, layer.values)]
-    return sum(each.shape[1] * each.shape[3] * each.dtype.size for each in buffers if each is not None)
+    return sum(one.storage.block_bytes for one in caches) // PAGE

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import mlx.core as mx
-import mlx.nn as nn
 
 from service.engine import device
 from service.engine.drafters.model import ModelDrafter, pad_rows
@@ -58,10 +57,10 @@ class Prefill:
         """Tokens of the target's next call, padding included, with chunks of `size` tokens."""
         return len(self.target_cache.lengths.host) * min(size, self.remaining)
 
-    def ensure_draft_cache(self, draft: nn.Module, epoch: int) -> RowCache:
+    def ensure_draft_cache(self, drafter: ModelDrafter, epoch: int) -> RowCache:
         """The draft's cache for these rows: a new one where there is none, or only one of another epoch."""
         if self.draft_cache is None or self.epoch != epoch:
-            self.draft_cache, self.epoch = RowCache(draft, len(self.target_cache.lengths.host)), epoch
+            self.draft_cache, self.epoch = drafter.new_cache(len(self.target_cache.lengths.host)), epoch
         return self.draft_cache
 
 

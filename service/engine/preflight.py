@@ -18,9 +18,11 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, make_prompt_cac
 
 from service.core import PairError
 from service.engine import device
-from service.engine.kv.cache import RowCache, RowLayer
+from service.engine.kv.cache import RowCache
+from service.engine.kv.layer import RowLayer
+from service.engine.kv.pages import FEWEST, Pool
 from service.engine.replay import Replay
-from service.engine.strategy import FEWEST, current
+from service.engine.strategy import PAGE
 
 LENGTHS = (9, 5, 4)
 """Tokens of the rows. All but the last TAIL are prefilled before the rows are batched: none of the last row."""
@@ -30,8 +32,10 @@ TEXTS = 3
 token whose experts nearly tie) does not recur with other tokens."""
 FACTOR = 3.0
 """The engine may differ by this factor times the measured rounding."""
+WIDTH = FEWEST * PAGE
+"""Positions for which short rows in pages have room."""
 PADDED = 4.0
-"""Units of rounding (machine epsilons) added at most for calls over the whole capacity, whose sums are longer by zeros; and for
+"""Units of rounding (machine epsilons) added at most for calls over WIDTH positions, whose sums are longer by zeros; and for
 attention of our own, which adds in another order, in float32."""
 
 Vectors = dict[str, mx.array]
@@ -95,7 +99,9 @@ def largest_difference(model: nn.Module, name: str, text: int = 0) -> Difference
     others = [[_token_by_token(model, row), _several_tokens(model, row)] for row in rows]
     shapes = [[one, *more] for one, more in zip(reference, others, strict=True)]
     cache = RowCache(model, 0)
-    whole = [_several_tokens(model, row, whole=True) for row in rows] if cache.whole else None
+    # Code of windows and sparse attention counts the positions that it is given.
+    plain = all(type(layer) is KVCache for layer in make_prompt_cache(model))
+    whole = [_several_tokens(model, row, whole=True) for row in rows] if cache.pages and plain else None
     # Attention of our own adds in another order.
     least = PADDED * mx.finfo(mx.float32).eps if cache.routed else 0.0
     return _largest(batched, shapes, whole, least)
@@ -118,8 +124,8 @@ def _token_by_token(model: nn.Module, row: list[int]) -> Vectors:
 
 
 def _several_tokens(model: nn.Module, row: list[int], *, whole: bool = False) -> Vectors:
-    """Three copies of the row, several tokens in a call, under an array mask as the engine uses. whole: over the whole
-    capacity."""
+    """Three copies of the row, several tokens in a call, under an array mask as the engine uses. whole: over WIDTH
+    positions."""
     return _in_mlx_lm(model, [row] * 3, [n for n in (len(row) - TAIL, 3, 1) if n], masked=True, whole=whole)
 
 
@@ -127,7 +133,7 @@ def _in_mlx_lm(
     model: nn.Module, rows: list[list[int]], calls: Sequence[int], *, masked: bool = False, whole: bool = False
 ) -> Vectors:
     """Process identical rows with mlx-lm's cache in calls of calls[i] tokens. masked: with array masks. whole: attention over
-    the whole capacity, for models with full attention only."""
+    WIDTH positions, for models with full attention only."""
     cache: list[Any] = make_prompt_cache(model)
     if masked:
         for layer in _flat(cache):
@@ -143,20 +149,19 @@ def _in_mlx_lm(
 
 
 class _WholeCache(KVCache):
-    """mlx-lm's cache with attention over the capacity that the engine would have allocated."""
+    """mlx-lm's cache with attention over as many positions as the engine's rows in pages have room for."""
 
-    step = FEWEST
+    step = WIDTH
 
     def make_mask(self, N: int, return_array: bool = True, window_size: int | None = None) -> mx.array:
-        """Booleans (N, capacity)."""
-        query, key = self.offset + mx.arange(N)[:, None], mx.arange(current().capacity(self.offset + N))
+        """Booleans (N, WIDTH)."""
+        query, key = self.offset + mx.arange(N)[:, None], mx.arange(WIDTH)
         mask = key <= query
         return mask if window_size is None else mask & (key > query - window_size)
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """Keys and values (B, heads, capacity, dims)."""
-        width = current().capacity(self.offset)
-        return cast("Any", self).keys[..., :width, :], cast("Any", self).values[..., :width, :]
+        """Keys and values (B, heads, WIDTH, dims)."""
+        return cast("Any", self).keys[..., :WIDTH, :], cast("Any", self).values[..., :WIDTH, :]
 
 
 def _as_array(make_mask: Callable[..., Any], N: int, *positional: object, **named: object) -> Any:
@@ -165,9 +170,10 @@ def _as_array(make_mask: Callable[..., Any], N: int, *positional: object, **name
 
 def _in_engine(model: nn.Module, rows: list[list[int]]) -> list[Vectors]:
     """The rows in one batch of the engine's cache: prefilled, joined, decoded, truncated, decoded to the end."""
-    batch = RowCache(model, 0)
+    pool = Pool()
+    batch = RowCache(model, 0, pool=pool)
     for row in rows:
-        alone = RowCache(model, 1)
+        alone = RowCache(model, 1, pool=pool)
         if prompt := row[:-TAIL]:
             model(mx.array([prompt]), cache=alone.layers)
             alone.commit(len(prompt))
@@ -181,7 +187,6 @@ def _in_engine(model: nn.Module, rows: list[list[int]]) -> list[Vectors]:
     tokens = [[*row[len(row) - TAIL + n :], 1, 1][:3] for row, n in zip(rows, accepted, strict=True)]
     (second,) = run([mx.array(tokens)], batch, 3)
     batch.truncate([len(row) for row in rows])
-    batch.launch_writes()
     return [
         _vectors(batch.layers, i, len(row)) | {"logits": mx.concatenate([first[i, :n], second[i, : TAIL - n]])}
         for i, (row, n) in enumerate(zip(rows, accepted, strict=True))
@@ -202,13 +207,17 @@ def _vectors(layers: Sequence[Any], row: int, length: int) -> Vectors:
         if isinstance(layer, ArraysCache):
             states = {f"state {slot}": array for slot, array in enumerate(layer.cache) if array is not None}
             vectors |= {f"{name} of layer {i}": array[row].reshape(1, -1) for name, array in states.items()}
+            continue
+        window = layer.window if isinstance(layer, RowLayer) else getattr(layer, "max_size", None)
+        if window is not None and length > window:
+            continue
+        if isinstance(layer, RowLayer):
+            held = layer.contents(row)
         else:
-            window = layer.window if isinstance(layer, RowLayer) else getattr(layer, "max_size", None)
-            if window is not None and length > window:
-                continue
-            for name, array in (("keys", layer.keys), ("values", layer.values)):
-                if array is not None:
-                    vectors[f"{name} of layer {i}"] = array[row, :, :length].swapaxes(0, 1).reshape(length, -1)
+            held = None if layer.keys is None else (layer.keys[row, :, :length], layer.values[row, :, :length])
+        for name, array in zip(("keys", "values"), held or (), strict=False):
+            if array is not None:
+                vectors[f"{name} of layer {i}"] = array.swapaxes(0, 1).reshape(length, -1)
     return vectors
 
 

@@ -32,10 +32,6 @@ Call: TypeAlias = Callable[[Arguments, RowCache], Any]
 """A model's call: returns a tree of arrays."""
 
 
-class _ReadOtherwise(Exception):
-    """A traced call that wrote keys and values in place does not read them by `attention`."""
-
-
 class Replay:
     """Calls of a model over a row cache. call: runs it over arguments and a cache, to which it appends keys and values, and
     returns a tree of arrays. Everything else that it reads must stay what it is. traces_first: trace the first call too; else
@@ -51,20 +47,20 @@ class Replay:
         self._called = traces_first
         self._traces: OrderedDict[Hashable, Callable[..., Any]] = OrderedDict()
         self._possible = current().replay
-        self._in_place = mx.default_device().type != mx.cpu
-        """Traced calls write keys and values in place: not where the model reads them otherwise than by `attention`."""
         if self._possible:
             products.route(model)
 
     def __call__(self, arguments: Arguments, cache: RowCache, count: int) -> Any:
         """What the call returns. Its keys and values are in `cache`. count: tokens of each row that it appends."""
         usual = self._possible and cache.routed and not cache.states and count <= attention.FEW
-        cache.launch_writes()
-        if not usual or products.inside() or not cache.reserve(count):
+        pages = cache.pages
+        if not usual or pages is None or products.inside() or not pages.pool.layers:
             return self._call(arguments, cache)
-        first = cache.attention[0].keys
-        assert first is not None
-        key = (first.shape, *(_kind(leaf) for _, leaf in cast("list[tuple[str, Any]]", tree_flatten(arguments))))
+        pages.pool.launch()
+        pages.reserve(cache.ahead + count)
+        buffers = pages.buffers()
+        kinds = [_kind(leaf) for _, leaf in cast("list[tuple[str, Any]]", tree_flatten(arguments))]
+        key = (buffers[0].shape, pages.table.shape, *kinds)
         trace = self._traces.get(key)
         if trace is None:
             if not self._called:
@@ -72,46 +68,32 @@ class Replay:
                 # With the kernels that a trace has, so that both give the same bits.
                 cache.lengths.equal = False
                 return self._by_kernel(arguments, cache)
-            trace = self._new_trace(first.dtype)
+            trace = self._new_trace(pages.written())
         try:
-            try:
-                returned = self._run(trace, arguments, cache, count)
-            except _ReadOtherwise:
-                self._in_place = False
-                trace = self._new_trace(first.dtype)
-                returned = self._run(trace, arguments, cache, count)
+            returned, buffers, writes = trace(arguments, cache.lengths.starts(cache.ahead), pages.table, buffers)
         except Exception as error:  # noqa: BLE001  (whatever the model raises, it may raise because it is traced)
             log.warning("a model's calls cannot be traced and run as they are: %s", error)
             self._possible = False
             return self._call(arguments, cache)
+        cache.appended(count, buffers, writes)
         self._traces[key] = trace
         self._traces.move_to_end(key)
         if len(self._traces) > MOST_TRACES:
             self._traces.popitem(last=False)
         return returned
 
-    @staticmethod
-    def _run(trace: Callable[..., Any], arguments: Arguments, cache: RowCache, count: int) -> Any:
-        returned, buffers, writes = trace(arguments, cache.lengths.starts(cache.ahead), cache.buffers())
-        if buffers:
-            cache.set_buffers(buffers)
-        cache.appended(count, writes)
-        return returned
-
     def _by_kernel(self, arguments: Arguments, cache: RowCache) -> Any:
         with products.by_kernel():
             return self._call(arguments, cache)
 
-    def _new_trace(self, kind: mx.Dtype) -> Callable[..., Any]:
-        in_place = self._in_place and kind in (mx.bfloat16, mx.float16)
-
-        def run(arguments: Arguments, starts: mx.array, buffers: Sequence[mx.array]) -> tuple[Any, ...]:
-            cache = RowCache(self._model, 0)
-            cache.trace(starts, buffers, in_place=in_place)
+    def _new_trace(self, written: Sequence[int]) -> Callable[..., Any]:
+        def run(
+            arguments: Arguments, starts: mx.array, table: mx.array, buffers: Sequence[mx.array]
+        ) -> tuple[Any, ...]:
+            cache = RowCache.traced(self._model, starts, table, written, buffers)
             returned = self._by_kernel(arguments, cache)
-            if cache.unread:
-                raise _ReadOtherwise
-            return returned, [] if in_place else cache.buffers(), cache.writes
+            assert cache.pages is not None
+            return returned, *cache.pages.traced_writes()
 
         return cast("Callable[..., Any]", mx.compile(run))
 

@@ -150,6 +150,7 @@ class Runner:
             caches.append(cache)
         batch.cache.compact([], batch.cache.copy_moved([]))
         batch.cache.join(caches, [1] * len(rows), range(len(rows)), len(rows))
+        batch.cache.storage.pad([i for i, row in enumerate(rows) if row.padding])
 
     def _propose(
         self, plan: Plan, sampling: SamplingBatch, noise: SharedNoise, key: mx.array, after: Unread | None = None
@@ -166,8 +167,7 @@ class Runner:
             if proposal is not None:
                 # What MLX refuses to run is then raised here, before the target's cache depends on it.
                 logq = [] if proposal.logq is None else proposal.logq
-                device.launch(proposal.tokens, proposal.usable, logq, drafter.cache.unlaunched)
-                drafter.cache.unlaunched.clear()
+                device.launch(proposal.tokens, proposal.usable, logq, *self._unlaunched(drafter.cache))
             return proposal
         except Exception as error:  # noqa: BLE001  (whatever is wrong with a draft costs speed alone)
             self._batch.disable_draft(error)
@@ -221,8 +221,12 @@ class Runner:
         step.follows_draft = before is not None and before.drafted
         if self._strategy.launch_ahead:
             step.launch()
-            cache.unlaunched.clear()
         return step
+
+    @staticmethod
+    def _unlaunched(cache: RowCache) -> list[mx.array]:
+        """Writes in place that nothing else would run."""
+        return [] if cache.pages is None or not cache.pages.pool.in_place else cache.arrays()
 
     def _bits(
         self, rows: Sequence[Request], lookups: Sequence[Sequence[int]], proposal: Proposal | None

@@ -28,7 +28,9 @@ import mlx.core as mx
 from service.engine import products
 
 STEP, FEWEST = 128, 512
-"""Positions are allocated in multiples of STEP; where calls see the whole capacity, FEWEST at least."""
+"""Positions are allocated in multiples of STEP; a prefill over rows in pages sees FEWEST at least."""
+PAGE = 32
+"""Positions of a page of keys and values, and of a block of the prefix cache."""
 
 
 def _doubling(least: int, first: int) -> int:
@@ -42,24 +44,22 @@ def _doubling(least: int, first: int) -> int:
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """launch_steps: hand over each draft step by itself. ask_confidence: wait for the draft's confidence between steps, to stop
-    early. launch_ahead: launch the next round before this one is read, where rows allow it; what is logged is
-    then computed in the round's own evaluation, for all positions, else afterwards, for the emitted ones. whole_capacity:
-    masked calls see keys and values at their whole capacity, not up to the longest row. lengths: proposals are of so many
-    tokens; empty: of any number. most_tokens: of all rows that a planned call verifies, where calls up to there round alike
-    (`products`), so that texts are plain decoding's own to the token; None: any number. batch_sizes: padding rows fill a batch
-    up to one of these; empty: there are none. few_widths: calls are padded to one of a few widths, unless a layer is
-    recurrent. prefill_chunk: prompt tokens processed between two rounds, and tokens of a call in which a draft catches up.
-    max_gap: seconds that running requests wait for a prefill, at most; None: as long as a chunk takes.
-    gather_seconds: how long a prompt may wait for others, to be prefilled in one call with them, while requests run.
-    parked_prefill: a parked draft prefills prompts where that costs little; else it catches up when it is to draft.
-    prefill_padding: padding allowed in a call over prompts of different lengths, as a share of their tokens. row_attention:
-    attention of a few tokens a row goes through `attention`. replay: model calls over few tokens a row are traced and
-    replayed."""
+    early. launch_ahead: launch the next round before this one is read, where rows allow it; what is logged is then computed in
+    the round's own evaluation, for all positions, else afterwards, for the emitted ones. paged: keys and values are in `pages`,
+    which `attention` reads. lengths: proposals are of so many tokens; empty: of any number. most_tokens: of all rows that a
+    planned call verifies, where calls up to there round alike (`products`), so that texts are plain decoding's own to the
+    token; None: any number. batch_sizes: padding rows fill a batch up to one of these; empty: there are none. few_widths: calls
+    are padded to one of a few widths, unless a layer is recurrent. prefill_chunk: prompt tokens processed between two rounds,
+    and tokens of a call in which a draft catches up. max_gap: seconds that running requests wait for a prefill, at most; None:
+    as long as a chunk takes. gather_seconds: how long a prompt may wait for others, to be prefilled in one call with them,
+    while requests run. parked_prefill: a parked draft prefills prompts where that costs little; else it catches up when it is
+    to draft. prefill_padding: padding allowed in a call over prompts of different lengths, as a share of their tokens. replay:
+    model calls over few tokens a row are traced and replayed."""
 
     launch_steps: bool
     ask_confidence: bool
     launch_ahead: bool
-    whole_capacity: bool = False
+    paged: bool = False
     lengths: tuple[int, ...] = ()
     most_tokens: int | None = None
     batch_sizes: tuple[int, ...] = ()
@@ -69,7 +69,6 @@ class Strategy:
     gather_seconds: float = 0.0
     parked_prefill: bool = True
     prefill_padding: float = 1 / 8
-    row_attention: bool = False
     replay: bool = False
 
     def width(self, tokens: int) -> int:
@@ -81,8 +80,8 @@ class Strategy:
         return next((size for size in self.batch_sizes if size >= rows), rows)
 
     def capacity(self, positions: int) -> int:
-        """Positions to allocate where so many are needed."""
-        if not self.whole_capacity:
+        """Positions to allocate, or, of rows in pages, to attend to, where so many are needed."""
+        if not self.paged:
             return -(-positions // STEP) * STEP
         return _doubling(positions, FEWEST) if positions else 0
 
@@ -101,7 +100,7 @@ CUDA = Strategy(
     launch_steps=True,
     ask_confidence=False,
     launch_ahead=True,
-    whole_capacity=True,
+    paged=True,
     lengths=(1, 2, 3, 5, 7, 11, 15),
     most_tokens=64,
     batch_sizes=(0, 1, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256),
@@ -110,7 +109,6 @@ CUDA = Strategy(
     gather_seconds=0.1,
     parked_prefill=False,
     prefill_padding=1.0,
-    row_attention=True,
     replay=True,
 )
 

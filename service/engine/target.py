@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.engine.kv.cache import RowCache
+from service.engine.kv.pages import Pool
 from service.engine.replay import Replay
 from service.models import eagle
 
@@ -23,10 +24,12 @@ class Target:
             draft.target_features if isinstance(draft, eagle.Model) else None
         )
         self._replay = Replay(model, self._call)
+        self.pool = Pool()
+        """Where all caches of it take pages, if rows are in pages."""
 
     def cache(self, rows: int) -> RowCache:
         """An empty cache of so many rows, with features where the draft reads them. Raises PairError."""
-        return RowCache(self.model, rows, features=self._features is not None)
+        return RowCache(self.model, rows, features=self._features is not None, pool=self.pool)
 
     def __call__(self, tokens: mx.array, cache: RowCache) -> mx.array:
         """Logits (B, N, V) after each of tokens (B, N). Appends keys, values and features to `cache`."""

@@ -161,7 +161,7 @@ class EngineThread:
             idle_seconds=idle,
             adapter=self.active,
             draft_failures=engine.decoder.draft_failures if engine else 0,
-            memory=device.memory(),
+            memory=engine.memory() if engine else device.memory(),
             kv_cache_usage=engine.decoder.kv_cache_usage if engine else 0.0,
         )
 

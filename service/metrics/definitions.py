@@ -120,7 +120,11 @@ METRICS: tuple[Definition, ...] = (
         "kv_cache_usage_perc",
         "Share of the memory for keys and values that rows that run take, and need to grow.",
     ),
-    _gauge("memory_bytes", "Of MLX in the server's process: active, cache (freed, held for reuse), peak.", "kind"),
+    _gauge(
+        "memory_bytes",
+        "Of MLX in the server's process: active, cache (freed, held for reuse), peak; of active: weights, kv, prefix.",
+        "kind",
+    ),
     _gauge("adapter_active", "Version of the adapter that drafts now; 0: the bare draft."),
     _gauge("adapter_info", "1 for the adapter that drafts now.", "adapter", "parent", "rank", "sha256"),
     _counter("adapter_promotions_total", "Adapters that passed the gate and were switched in."),

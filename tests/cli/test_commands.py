@@ -175,7 +175,7 @@ def test_doctor_says_what_models_at_hand_take(drafting: bool, tmp_path: Path, re
     fit = int(shown["tokens that fit for each of 1 requests"].replace(",", ""))
     assert 0.85 * 0.9 * left <= 2 * fit * memory["kv_per_token"] <= 0.9 * left
     config_of_less = tmp_path / "less.toml"
-    config_of_less.write_text("[engine]\nprefix_cache_mb = 3\nkv_cache_mb = 8\n")
+    config_of_less.write_text("[engine]\nprefix_cache_mb = 3\nkv_budget_mb = 8\n")
     done = redraft("doctor", *words[:4], "--config", config_of_less)
     shown = {row[0]: row[1] for row in cells(done.out)}
     assert shown["keys and values of all requests, at most"] == "8192.0 KiB"

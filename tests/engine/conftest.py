@@ -1,9 +1,8 @@
 """The models of tests that need any target, and a draft that is mostly right; costs that no clock changes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.llama import Model
@@ -29,9 +28,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
     traced: list[Replay] = []
     new_trace = Replay._new_trace
 
-    def recorded(self: Replay, kind: mx.Dtype) -> Callable[..., Any]:
+    def recorded(self: Replay, written: Sequence[int]) -> Callable[..., Any]:
         traced.append(self)
-        return new_trace(self, kind)
+        return new_trace(self, written)
 
     monkeypatch.setattr(Replay, "_new_trace", recorded)
     return traced

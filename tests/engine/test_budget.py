@@ -10,9 +10,11 @@ from service.core import Delta, FinishReason, Prompt, Sampling
 from service.engine import decoder, strategy
 from service.engine.engine import Engine
 from service.engine.footprint import position_bytes
-from service.engine.kv.budget import LONGEST, Budget, usable
+from service.engine.kv.budget import GROWING, LONGEST, Budget, usable
+from service.engine.kv.cache import RowCache
+from service.engine.kv.pages import FIRST_PAGES, Page
 from service.engine.scheduler import Scheduler
-from service.engine.strategy import CPU, CUDA, METAL, STEP, Strategy, using
+from service.engine.strategy import CPU, CUDA, METAL, PAGE, STEP, Strategy, current, using
 from service.engine.ticket import Ticket
 from tests.engine.test_thread import (
     BlockingHook,
@@ -26,21 +28,29 @@ from tests.engine.test_thread import (
     wait_for,
 )
 from tests.support.oracle import noisy_copy, tiny_llama
+from tests.support.pages import cached, rows_pages, taken
 
 
 class BudgetHarness(EngineHarness):
-    """With memory for `positions` positions of keys and values, buffers that grow included. most: bytes that were held."""
+    """With memory for `positions` positions of keys and values; where they are in rectangles twice as much, as these grow.
+    most: bytes that were held."""
 
     def __init__(
         self, positions: int, target: Hook = unchanged, draft: Hook | None = unchanged, *, rows: int = 8
     ) -> None:
         super().__init__(target, draft, rows=rows)
-        self.positions, self.most = positions, 0
+        self.positions, self.max_rows, self.most = positions, rows, 0
+        self.others: list[Page] = []
+        """Pages that pools have beyond the budget."""
 
     def build(self) -> Engine:
         engine = super().build()
         position = position_bytes(tiny_llama(0), noisy_copy(tiny_llama(0), 1, 0.3) if engine.base else None)
-        engine.decoder.budget = Budget(self.positions * position, position)
+        budget = Budget(self.positions * position * (1 if current().paged else GROWING), position)
+        engine.decoder.limit_memory(budget, self.max_rows)
+        if current().paged:
+            for pool in engine.decoder.batch.pools:
+                self.others += pool.take(pool.pages - 1 - budget.pages)
         return engine
 
     def measure(self, client: Client) -> None:
@@ -48,12 +58,42 @@ class BudgetHarness(EngineHarness):
         assert self.engine is not None
         batch = self.engine.decoder.batch
         caches = [batch.cache, *([batch.drafter.cache] if batch.drafter is not None else [])]
-        self.most = max(self.most, sum(array.nbytes for cache in caches for array in cache.arrays()))
+        self.most = max(self.most, sum(map(held_bytes, caches)))
 
     @property
     def budget(self) -> Budget:
         assert self.engine is not None and self.engine.decoder.budget is not None
         return self.engine.decoder.budget
+
+    def assert_kept(self) -> None:
+        """The budget was, and without rows only the prefix cache holds pages."""
+        assert self.engine is not None and self.engine.decoder.budget is not None
+        if self.others:
+            assert 0 < self.most <= self.budget.size
+            for pool in self.engine.decoder.batch.pools:
+                assert pool.pages == FIRST_PAGES, "it did not grow"
+                mine = sum(page.pool is pool for page in self.others)
+                assert taken(pool) == mine + cached(self.engine.decoder.batch.prefix, pool)
+        else:
+            assert 0 < self.most <= self.budget.size // GROWING, "buffers that grow hold the old ones too"
+
+
+def held_bytes(cache: RowCache) -> int:
+    """What a batch's rows hold."""
+    if cache.pages is None:
+        return sum(array.nbytes for array in cache.arrays())
+    return sum(rows_pages(cache)) * cache.pages.pool.page_bytes
+
+
+BOTH = pytest.mark.parametrize("way", [CPU, CUDA], ids=["cpu", "cuda"], indirect=True)
+ALL = pytest.mark.parametrize("way", [CPU, METAL, CUDA], ids=["cpu", "metal", "cuda"], indirect=True)
+
+
+@pytest.fixture
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Strategy:
+    """What the engine's thread, too, takes a CPU for."""
+    monkeypatch.setattr(strategy, "CPU", request.param)
+    return request.param
 
 
 @pytest.fixture
@@ -71,22 +111,19 @@ def greedy_and_seeded(count: int, tokens: int) -> list[Prompt]:
 @pytest.mark.usefixtures("short_sighted")
 @pytest.mark.parametrize("draft", [unchanged, None])
 @pytest.mark.parametrize("store", [True, False])
-@pytest.mark.parametrize("way", [CPU, METAL], ids=["cpu", "metal"])
-def test_the_youngest_go_back_to_the_queue_and_every_text_is_the_targets_own(
-    draft: Hook | None, store: bool, way: Strategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@ALL
+@pytest.mark.usefixtures("way")
+def test_the_youngest_go_back_to_the_queue_and_every_text_is_the_targets_own(draft: Hook | None, store: bool) -> None:
     """Six requests fit while they have up to STEP positions, not beyond. Those that are not stored leave nothing in the prefix
     cache, so that all of it is prefilled again."""
-    # What the engine's thread, too, takes a CPU for.
-    monkeypatch.setattr(strategy, "CPU", way)
     asked = [replace(one, store=store) for one in greedy_and_seeded(6, STEP + 40)]
-    with BudgetHarness(2 * 8 * STEP, draft=draft) as harness:
+    with BudgetHarness(7 * STEP, draft=draft) as harness:
         clients = [harness.submit(one, harness.measure) for one in asked]
         ends = [client.finished(FinishReason.LENGTH) for client in clients]
         assert harness.preemptions >= 2
-        assert harness.most <= harness.budget.size // 2, "buffers that grow hold the old ones too"
         wait_for(lambda: not harness.thread.status().rows, "all rows are free")
         assert harness.thread.status().kv_cache_usage == 0.0
+        harness.assert_kept()
     assert len(harness.read) == 6, "a prompt counts once, however often it is prefilled"
     assert [end.timings.prompt_n for end in ends] == [len(one.tokens) for one in asked]
     if store:
@@ -96,7 +133,8 @@ def test_the_youngest_go_back_to_the_queue_and_every_text_is_the_targets_own(
         ]
 
 
-@pytest.mark.usefixtures("short_sighted")
+@BOTH
+@pytest.mark.usefixtures("way", "short_sighted")
 def test_the_oldest_runs_through(monkeypatch: pytest.MonkeyPatch) -> None:
     sent_back: list[Ticket] = []
     requeue = Scheduler.requeue
@@ -106,18 +144,19 @@ def test_the_oldest_runs_through(monkeypatch: pytest.MonkeyPatch) -> None:
         requeue(scheduler, ticket)
 
     monkeypatch.setattr(Scheduler, "requeue", noting)
-    with BudgetHarness(2 * 8 * STEP) as harness:
+    with BudgetHarness(7 * STEP) as harness:
         clients = [harness.submit(one) for one in greedy_and_seeded(6, STEP + 40)]
         for client in clients:
             client.finished()
     assert sent_back and not any(ticket is clients[0].ticket.result() for ticket in sent_back)
 
 
-def test_nobody_is_admitted_only_to_go_back() -> None:
+@BOTH
+def test_nobody_is_admitted_only_to_go_back(way: Strategy) -> None:
     """One comes when the other is about to need more positions, with which both do not fit: it waits for that one's end."""
-    first, second = long_prompts(1, 2 * STEP + 60)[0], prompt(1, 6, 8)
+    first, second = long_prompts(1, 2 * STEP + 10)[0], prompt(1, 6, 8)
     late: list[Client] = []
-    with BudgetHarness(2 * 5 * STEP) as harness:
+    with BudgetHarness(2 * STEP + PAGE if way.paged else 5 * STEP) as harness:
 
         def submit(client: Client) -> None:
             if not late and len(first.tokens) + len(client.tokens) >= 2 * STEP - 6:
@@ -144,10 +183,12 @@ def test_several_that_go_back_keep_their_order(monkeypatch: pytest.MonkeyPatch) 
         scheduler.clear()
 
 
+@BOTH
+@pytest.mark.usefixtures("way")
 def test_a_request_waits_for_memory_and_smaller_ones_do_not_pass_it() -> None:
     hold = BlockingHook(at=2, match=decoding)
     long, short = prompt(1, 3 * STEP, 8), prompt(2, 6, 8)
-    with BudgetHarness(2 * 5 * STEP, hold) as harness:
+    with BudgetHarness(5 * STEP, hold) as harness:
         first = harness.submit(long_prompts(1, 48)[0])
         assert hold.reached.wait(10.0)
         others = [harness.submit(one) for one in (long, short)]
@@ -159,13 +200,14 @@ def test_a_request_waits_for_memory_and_smaller_ones_do_not_pass_it() -> None:
         assert not harness.preemptions
 
 
-@pytest.mark.usefixtures("short_sighted")
+@BOTH
+@pytest.mark.usefixtures("way", "short_sighted")
 @pytest.mark.parametrize("draft", [unchanged, None])
 def test_cancelled_after_it_went_back_to_the_queue(draft: Hook | None) -> None:
     """It ends with what it has, and is recorded."""
     gone: list[Client] = []
     met = threading.Event()
-    with BudgetHarness(2 * 8 * STEP, draft=draft) as harness:
+    with BudgetHarness(7 * STEP, draft=draft) as harness:
 
         def look(client: Client) -> None:
             # On the engine's thread.
@@ -185,29 +227,61 @@ def test_cancelled_after_it_went_back_to_the_queue(draft: Hook | None) -> None:
     assert [one.finish for one in harness.generations if one.id == end.id] == [FinishReason.CANCELLED]
 
 
-@pytest.mark.parametrize("way", [CPU, CUDA])
+@pytest.mark.parametrize("way", [CPU, CUDA], ids=["rectangles", "pages"])
 def test_what_fits(way: Strategy) -> None:
-    budget = Budget(size=2 * 10 * 1024 * 7, position=7)
+    budget, most = Budget(size=2 * 10 * 1024 * 7, position=7), (20 if way.paged else 10) * 1024
     with using(way):
-        assert 1024 <= budget.longest() <= 10 * 1024
-        assert budget.fits([budget.longest()]) and budget.used(1, budget.longest()) <= 1.0
+        assert most * 7 // 8 <= budget.longest() <= most
+        assert budget.fits([budget.longest()]) and 7 / 8 <= budget.used([budget.longest()]) <= 1.0
         assert budget.longest(4) < budget.longest()
         assert budget.fits([budget.longest(4)] * 4) and not budget.fits([budget.longest(4) * 2] * 4)
-        # A prompt in prefill has a cache of its own besides its place in the batch.
+
+
+def test_what_fits_in_rectangles() -> None:
+    """Every row takes as many positions as the longest. A prompt in prefill has a cache of its own besides its place in the
+    batch."""
+    budget = Budget(size=2 * 10 * 1024 * 7, position=7)
+    with using(CPU):
         assert budget.fits([1024] * 7) and not budget.fits([1024] * 4, [1024] * 6)
         assert budget.fits([1024] * 2, have=8) and not budget.fits([1024] * 2, have=11)
+        assert budget.fits([1024, *[1] * 7]) and not budget.fits([2048, *[1] * 7])
+
+
+def test_what_fits_in_pages() -> None:
+    """Every row takes its own pages, and keeps them when it joins the batch."""
+    budget = Budget(size=40 * PAGE * 7, position=7)
+    with using(CUDA):
+        assert budget.pages == 40
+        assert budget.fits([30 * PAGE, *[1] * 10]) and not budget.fits([30 * PAGE, *[1] * 11])
+        assert budget.fits([30 * PAGE], [1] * 10) and not budget.fits([30 * PAGE], [1] * 9 + [PAGE + 1])
+        assert budget.fits([50 * PAGE]), "by itself"
+        assert budget.used([9 * PAGE + 1, 10 * PAGE]) == 0.5
 
 
 def test_a_row_that_is_left_by_itself_gives_spare_memory_back() -> None:
     budget = Budget(size=2 * 1024 * 7, position=7)
-    assert budget.fits([1024]) and budget.fits([1024], have=1) and not budget.fits([1024], have=2)
+    with using(CPU):
+        assert budget.fits([1024]) and budget.fits([1024], have=1) and not budget.fits([1024], have=2)
     asked = greedy_and_seeded(2, 3 * STEP)
     first = replace(asked[0], sampling=replace(asked[0].sampling, max_tokens=8))
-    with BudgetHarness(2 * 6 * STEP, draft=None) as harness:
+    with BudgetHarness(6 * STEP, draft=None) as harness:
         clients = [harness.submit(one, harness.measure) for one in (first, asked[1])]
         for client in clients:
             client.finished()
-        assert harness.most <= harness.budget.size // 2
+        harness.assert_kept()
+
+
+@pytest.mark.parametrize("way", [CPU, CUDA], ids=["cpu", "cuda"])
+def test_a_request_by_itself_has_room_as_long_as_any_may_become(way: Strategy) -> None:
+    """With its next share it may be longer than memory does for."""
+    model = tiny_llama(0)
+    with using(way):
+        made, position = decoder.Decoder(model, None, vocabulary=97, k=0), position_bytes(model, None)
+        made.limit_memory(Budget(100 * PAGE * position, position), 4)
+        assert made.budget is not None
+        longest = made.budget.longest()
+        assert longest > STEP and made.has_room([longest]) and made.has_room([longest - STEP // 2])
+        assert not made.has_room([longest, longest])
 
 
 def test_a_model_whose_rows_do_not_grow_has_no_longest() -> None:
@@ -215,9 +289,12 @@ def test_a_model_whose_rows_do_not_grow_has_no_longest() -> None:
 
 
 def test_what_is_set_aside_of_free_memory() -> None:
-    assert usable(1000, prefix=200, training=100) == 630
-    assert usable(1000, prefix=200, training=5000) == 360, "serving goes first"
-    assert usable(100, prefix=200, training=0) == 0
+    with using(CPU):
+        assert usable(1000, prefix=200, training=100) == 630
+        assert usable(1000, prefix=200, training=5000) == 360, "serving goes first"
+        assert usable(100, prefix=200, training=0) == 0
+    with using(CUDA):
+        assert usable(1000, prefix=200, training=100) == 810, "the prefix cache is among the pages"
 
 
 def test_the_scheduler_keeps_what_went_back_in_front() -> None:

@@ -1,6 +1,7 @@
 """After every round the draft's cache equals a fresh prefill of each row's tokens, whichever drafter proposed them."""
 
 import random
+from collections.abc import Generator
 from functools import cache
 
 import mlx.core as mx
@@ -14,6 +15,8 @@ from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
 from service.engine.request import Request
+from service.engine.strategy import CPU, using
+from tests.support.cuda import IN_PAGES
 from tests.support.families import RECURRENT, V, build
 from tests.support.fixed_length import FixedLength, fix_length
 from tests.support.oracle import noisy_copy, tiny_llama
@@ -43,17 +46,26 @@ def assert_fresh(model: nn.Module, held: RowCache, row: int, tokens: list[int]) 
     read = RowCache(model, 1)
     model(mx.array([tokens[:count]]), cache=read.layers)
     read.commit(count)
-    for mine, fresh in zip(held.attention, read.attention, strict=True):
-        for ours, theirs in ((mine.keys, fresh.keys), (mine.values, fresh.values)):
+    assert len(read.contents(0)) == len(read.attention)
+    for both in zip(held.contents(row), read.contents(0), strict=True):
+        for ours, theirs in zip(*both, strict=True):
             assert ours is not None and theirs is not None
-            assert mx.allclose(ours[row, :, :count], theirs[0, :, :count], atol=1e-4), f"row {row}, {count} positions"
+            assert mx.allclose(ours, theirs, atol=1e-4), f"row {row}, {count} positions"
     for mine, fresh in zip(held.states, read.states, strict=True):
         for ours, theirs in zip(mine.cache, fresh.cache, strict=True):
             assert ours is not None and theirs is not None
             assert mx.allclose(ours[row], theirs[0], atol=1e-4), f"state of row {row} after {count} tokens"
 
 
+@pytest.fixture(params=[CPU, IN_PAGES], ids=["rectangles", "pages"])
+def either(request: pytest.FixtureRequest) -> Generator[None]:
+    """Rows in rectangles, and rows in pages."""
+    with using(request.param):
+        yield
+
+
 @pytest.mark.parametrize("kind", ["attention", "lfm2", "rwkv7"])
+@pytest.mark.usefixtures("either")
 def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
     model = draft(kind)
     decoder = Decoder(target(), bare(model), vocabulary=V, k=3, adaptive=True, lookup=3, prefix=PrefixCache(2**24))
@@ -82,9 +94,9 @@ def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
 
 def assert_blocks(decoder: Decoder, model: nn.Module, rows: list[Request]) -> None:
     """The draft's blocks in the prefix cache equal a prefill of the finished rows' tokens."""
-    assert decoder.batch.prefix is not None
+    assert decoder.batch.prefix is not None and decoder.batch.drafter is not None
     for row in rows:
-        cached = RowCache(model, 1)
+        cached = decoder.batch.drafter.new_cache(1)
         decoder.batch.prefix.load(Owner.DRAFT, [row.tokens], cached)
         assert cached.lengths.host[0] >= BLOCK
         assert_fresh(model, cached, 0, row.tokens)
@@ -97,7 +109,7 @@ def test_a_draft_catches_up_in_calls_of_a_prefill_chunk(chunk: int, rows: int, r
     decoder = Decoder(target(), bare(draft("attention")), vocabulary=V, k=2, prefill_chunk=chunk)
     drafter = decoder.batch.drafter
     assert drafter is not None
-    drafter.cache = RowCache(drafter.draft.model, rows)
+    drafter.cache = drafter.new_cache(rows)
     calls = 0
     while not drafter.catch_up(texts):
         calls += 1

@@ -17,10 +17,8 @@ from service.engine.kv.buffers import (
     keep_rows,
     scatter,
     write,
-    write_in_place,
 )
-from service.engine.strategy import CPU, CUDA, METAL, STEP, Strategy, using
-from tests.support.cuda import NEEDS_CUDA
+from service.engine.strategy import CPU, METAL, STEP, using
 
 
 def kept(buffers: Sequence[mx.array | None], rows: list[int], top: int) -> list[mx.array | None]:
@@ -77,24 +75,23 @@ def test_rows_keep_their_contents_as_others_join_and_leave(events: list[int | se
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sets(st.integers(0, 7), min_size=1), min_size=1, max_size=8), st.sampled_from([CPU, CUDA]))
-def test_rows_join_in_any_free_slots(batches: list[set[int]], strategy: Strategy) -> None:
+@given(st.lists(st.sets(st.integers(0, 7), min_size=1), min_size=1, max_size=8))
+def test_rows_join_in_any_free_slots(batches: list[set[int]]) -> None:
     """Each set of slots gets new rows, in an order of their own."""
     buffer: mx.array | None = None
     contents: dict[int, float] = {}
-    with using(strategy):
-        for number, places in enumerate(batches):
-            slots = sorted(places, key=lambda slot: (slot * 5) % 8)
-            new = filled(len(slots), first=10 * number + 1)
-            size = max([*contents, *slots]) + 1
-            buffer = join_rows([buffer, new], [max(contents, default=-1) + 1, len(slots)], slots, size)
-            contents |= {slot: 10.0 * number + 1 + i for i, slot in enumerate(slots)}
-            found = numbers(buffer, size)
-            assert [found[slot] for slot in contents] == list(contents.values())
+    for number, places in enumerate(batches):
+        slots = sorted(places, key=lambda slot: (slot * 5) % 8)
+        new = filled(len(slots), first=10 * number + 1)
+        size = max([*contents, *slots]) + 1
+        buffer = join_rows([buffer, new], [max(contents, default=-1) + 1, len(slots)], slots, size)
+        contents |= {slot: 10.0 * number + 1 + i for i, slot in enumerate(slots)}
+        found = numbers(buffer, size)
+        assert [found[slot] for slot in contents] == list(contents.values())
 
 
 def test_capacity_is_reused_and_released() -> None:
-    # Where padding rows fill batches up there are no spare slots.
+    # On CUDA capacities are others, of rows in pages.
     with using(CPU):
         batch = join([filled(8), filled(4, first=9)], [8, 4])
         assert batch is not None and batch.shape[0] == 12 + 12 // SPARE
@@ -122,22 +119,6 @@ def test_slots_not_in_use_are_not_overwritten(starts: list[int]) -> None:
     for row, begin in enumerate(starts):
         assert (buffer[row, :, begin : begin + 2] == 9).all()
         assert (np.delete(buffer[row], [begin, begin + 1], axis=1) == row + 1).all()
-
-
-@NEEDS_CUDA
-def test_what_others_refer_to_is_written_in_place() -> None:
-    keys, values, starts = filled(5).astype(mx.bfloat16), filled(5).astype(mx.bfloat16), [0, 7, 40]
-    mx.eval(keys, values)
-    view, new = values[1:], mx.ones((3, 2, 2, 4), dtype=mx.bfloat16) * 9
-    # Neither is contiguous.
-    written = write_in_place(new.swapaxes(1, 2).swapaxes(1, 2), new[..., ::-1] + 1, keys, values, mx.array(starts))
-    mx.eval(written, view)
-    for buffer, value in ((keys, 9), (values, 10)):
-        found = np.array(buffer.astype(mx.float32))
-        for row, begin in enumerate(starts):
-            assert (found[row, :, begin : begin + 2] == value).all()
-            assert (np.delete(found[row], [begin, begin + 1], axis=1) == row + 1).all()
-        assert (found[3:] == np.array([4, 5])[:, None, None, None]).all()
 
 
 def test_a_buffer_that_is_filled_at_once_is_laid_out_as_any_other() -> None:

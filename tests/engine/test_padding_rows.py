@@ -26,6 +26,7 @@ from tests.support.batches import admit, serve
 from tests.support.families import RECURRENT, build
 from tests.support.fixed_length import FixedLength, fix_length
 from tests.support.oracle import forced, naive
+from tests.support.pages import assert_given_back, numbers_of, pages_of
 
 V, K = 97, 4
 
@@ -73,6 +74,7 @@ def test_texts_are_those_of_the_target_alone(target: Model, draft: nn.Module, k:
         rows = serve(decoder, asked, max_rows=7, seed=seed, between=between)
         for row, prompt in zip(rows, asked, strict=True):
             assert row.output == naive(target, prompt.tokens, prompt.sampling)
+        assert_given_back(decoder)
     assert sizes == {1, 4, 8}
 
 
@@ -83,15 +85,17 @@ def test_a_request_takes_the_place_of_padding_and_a_batch_that_empties_becomes_s
     for row in rows[:3]:
         decoder.admit(row)
     assert [row.padding for row in decoder.batch.rows] == [False, False, False, True]
-    buffers = [array.shape for array in decoder.batch.cache.arrays()]
+    pages = pages_of(decoder.batch.cache)
+    shapes = [pages.table.shape, *(array.shape for array in pages.buffers())]
     decoder.admit(rows[3])
-    assert decoder.batch.rows == rows[:4] and [array.shape for array in decoder.batch.cache.arrays()] == buffers
+    assert decoder.batch.rows == rows[:4]
+    assert [pages.table.shape, *(array.shape for array in pages.buffers())] == shapes
     decoder.admit(rows[4])
     assert len(decoder.batch.rows) == 8
     rows[1].finish = FinishReason.CANCELLED
     decoder.leave([rows[1]])
     assert decoder.rows == [rows[i] for i in (0, 4, 2, 3)], "the last one moves"
-    assert decoder.batch.rows == decoder.rows and decoder.batch.cache.arrays()[0].shape[0] == 4
+    assert decoder.batch.rows == decoder.rows and pages.table.shape[0] == 4
     rows[0].finish = FinishReason.CANCELLED
     decoder.leave([rows[0]])
     decoder.admit(rows[5])
@@ -102,6 +106,8 @@ def test_a_request_takes_the_place_of_padding_and_a_batch_that_empties_becomes_s
         assert (
             row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling) and len(row.output) == 60
         )
+    assert [array.shape for array in pages.buffers()] == shapes[1:], "whoever comes or goes"
+    assert_given_back(decoder)
 
 
 def test_what_was_accepted_is_learnt_where_there_is_padding(target: Model, draft: nn.Module) -> None:
@@ -141,7 +147,7 @@ def test_a_request_that_ends_holds_up_no_other(
 
 
 def test_padding_does_not_grow_on_the_device(target: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would be written behind the end of its buffers, into those of other rows."""
+    """Its calls would see more and more."""
     decoder, ends = Decoder(target, bare(target), vocabulary=V, k=K), list[list[int]]()
     launch_after = decoder.runner.launch_after
 
@@ -211,13 +217,13 @@ def test_padding_that_the_draft_cannot_read_is_emptied(target: Model, draft: nn.
     for row in requests(3, 60):
         decoder.admit(row)
     assert decoder.batch.drafter is not None
-    keys = decoder.batch.drafter.cache.attention[0].keys
+    keys, _ = decoder.batch.drafter.pool.layers[0]
     assert keys is not None
-    keys[3, :, 0:1] = float("nan")
+    keys[0, :, 0:1] = float("nan")
     for _ in range(8):
         decoder.round()
         behind += decoder._step is not None and decoder._step.follows  # pyright: ignore[reportPrivateUsage]
-    assert behind >= 5, "its slot was not emptied"
+    assert behind >= 5, "page 0 was not emptied"
 
 
 def test_drafts_with_recurrent_layers_get_no_padding(target: Model) -> None:
@@ -259,15 +265,18 @@ def test_after_one_turn_nothing_is_traced_any_more(target: Model, draft: nn.Modu
         before = len(traces)
 
 
-def test_a_join_is_handed_over_by_itself(target: Model, draft: nn.Module) -> None:
-    """Target and draft."""
+def test_rows_that_join_keep_their_pages(target: Model, draft: nn.Module) -> None:
+    """Of target and draft: nothing is copied, nothing launched."""
     decoder = Decoder(target, bare(draft), vocabulary=V, k=K)
-    for row in requests(2, 20):
+    for slot, row in enumerate(requests(2, 20)):
         prefill = decoder.start_prefill(row)
         assert decoder.prefill(prefill)
+        assert decoder.batch.drafter is not None and prefill.draft_cache is not None
+        before = [numbers_of(cache, 0) for cache in (prefill.target_cache, prefill.draft_cache)]
         with device.counting() as counts:
             decoder.join([prefill])
-        assert (counts.launches, counts.waits) == (2, 0)
+        assert (counts.launches, counts.waits) == (0, 0)
+        assert before == [numbers_of(cache, slot) for cache in (decoder.batch.cache, decoder.batch.drafter.cache)]
 
 
 @pytest.mark.parametrize(("strategy", "waits"), [(CUDA, 0), (METAL, 1)], ids=["CUDA", "METAL"])

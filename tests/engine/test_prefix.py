@@ -2,7 +2,7 @@
 
 import gc
 import random
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,8 +19,11 @@ from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
+from service.engine.kv.rectangles import RectangleLayer
 from service.engine.request import Request
+from service.engine.strategy import CPU, using
 from tests.support.batches import serve
+from tests.support.cuda import IN_PAGES
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of
 
@@ -28,6 +31,14 @@ VOCABULARY, CHUNK, K = 97, 16, 3
 EOS = frozenset({3})
 BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 8 * 4
 """Of the tiny pair: positions, layers, keys and values, heads, dims, float32."""
+RECTANGLES = pytest.mark.parametrize("way", [CPU], indirect=True, ids=["rectangles"])
+
+
+@pytest.fixture(params=[CPU, IN_PAGES], ids=["rectangles", "pages"], autouse=True)
+def way(request: pytest.FixtureRequest) -> Generator[None]:
+    """Blocks are copies, or the rows' own pages."""
+    with using(request.param):
+        yield
 
 
 @cache
@@ -81,7 +92,8 @@ def cached_length(decoder: Decoder, owner: Owner, tokens: Sequence[int]) -> int:
     """How many of `tokens` are cached; their keys and values must equal those of a fresh prefill."""
     assert decoder.batch.prefix is not None and decoder.batch.drafter is not None
     model = decoder.batch.target.model if owner is Owner.TARGET else decoder.batch.drafter.draft.model
-    cached, read = RowCache(model, 1), RowCache(model, 1)
+    cached = decoder.batch.target.cache(1) if owner is Owner.TARGET else decoder.batch.drafter.new_cache(1)
+    read = RowCache(model, 1)
     decoder.batch.prefix.load(owner, [tokens], cached)
     count = cached.lengths.host[0]
     assert count == decoder.batch.prefix.cached_length(owner, tokens)
@@ -89,16 +101,20 @@ def cached_length(decoder: Decoder, owner: Owner, tokens: Sequence[int]) -> int:
         for start in range(0, count, BLOCK):
             model(mx.array([tokens[start : start + BLOCK]]), cache=read.layers)
             read.commit(BLOCK)
-        for mine, theirs in zip(cached.arrays(), read.arrays(), strict=True):
-            assert mx.allclose(mine[:, :, :count], theirs[:, :, :count], atol=1e-4)
+        assert len(read.contents(0)) == len(read.attention)
+        for both in zip(cached.contents(0), read.contents(0), strict=True):
+            for mine, theirs in zip(*both, strict=True):
+                assert mine is not None and theirs is not None and mine.shape[1] == count
+                assert mx.allclose(mine, theirs, atol=1e-4)
     return count
 
 
 def assert_fits(decoder: Decoder) -> None:
     prefix = decoder.batch.prefix
     assert prefix is not None
-    assert prefix.nbytes == sum(a.nbytes for block in prefix.blocks for a in block.arrays) <= prefix.budget
-    assert all(block.parent is not None and block.parent.children[block.tokens] is block for block in prefix.blocks)
+    held = sum(node.block.nbytes for node in prefix.nodes if node.block is not None)
+    assert prefix.nbytes == held == sum(node.nbytes for node in prefix.nodes) <= prefix.budget
+    assert all(node.parent is not None and node.parent.children[node.tokens] is node for node in prefix.nodes)
 
 
 # --------------------------------------------------------------------------------------------------------------- hits
@@ -115,7 +131,7 @@ def test_a_growing_chat_is_prefilled_once(sampling: dict[str, Any]) -> None:
         verified, reused = len(row.tokens) - 1, row.cached_tokens
         tokens = (*row.tokens, *random_tokens(10 + turn, 7))
     assert reused > 100
-    assert len(decoder.batch.prefix.blocks) == 2 * (verified // BLOCK)  # pyright: ignore[reportOptionalMemberAccess]
+    assert len(decoder.batch.prefix.nodes) == 2 * (verified // BLOCK)  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 34, 64, 65, 66])
@@ -134,7 +150,7 @@ def test_a_shared_prefix_is_stored_once_and_hit_by_all() -> None:
         assert_own(row)
     assert [row.cached_tokens for row in rows] == [0] + [96] * 6
     tails = sum((len(row.tokens) - 1 - 96) // BLOCK for row in rows)
-    assert len({block.tokens for block in decoder.batch.prefix.blocks}) == 3 + tails  # pyright: ignore[reportOptionalMemberAccess]
+    assert len({node.tokens for node in decoder.batch.prefix.nodes}) == 3 + tails  # pyright: ignore[reportOptionalMemberAccess]
 
 
 def test_concurrent_requests_do_not_prefill_a_shared_prefix_twice() -> None:
@@ -181,11 +197,11 @@ def test_requests_that_may_not_be_stored_can_hit_but_not_add() -> None:
     decoder = make_decoder()
     tokens = random_tokens(1, 80)
     assert answer(decoder, request(tokens, store=False)).cached_tokens == 0
-    assert decoder.batch.prefix is not None and decoder.batch.prefix.blocks == ()
+    assert decoder.batch.prefix is not None and decoder.batch.prefix.nodes == ()
     answer(decoder, request(tokens))
-    before = decoder.batch.prefix.blocks
+    before = decoder.batch.prefix.nodes
     assert answer(decoder, request((*tokens, *random_tokens(2, 60)), store=False)).cached_tokens == 64
-    assert set(decoder.batch.prefix.blocks) == set(before)
+    assert set(decoder.batch.prefix.nodes) == set(before)
 
 
 def test_the_output_of_a_cancelled_request_is_cached() -> None:
@@ -321,7 +337,9 @@ def test_a_prompt_longer_than_the_budget_caches_its_first_blocks(budget: int) ->
 def written(tokens: Sequence[int], dims: tuple[int, int] = (8, 8)) -> RowCache:
     """The cache of one row with one layer and one head that holds `tokens`, with capacity for many more."""
     held = RowCache(tiny_llama(0, layers=1), 1)
-    held.attention[0].keys, held.attention[0].values = (mx.random.normal((1, 1, 4096, n)) for n in dims)
+    layer = held.attention[0]
+    assert isinstance(layer, RectangleLayer)
+    layer.keys, layer.values = (mx.random.normal((1, 1, 4096, n)) for n in dims)
     mx.eval(held.arrays())
     held.rewind([len(tokens)])
     return held
@@ -329,10 +347,11 @@ def written(tokens: Sequence[int], dims: tuple[int, int] = (8, 8)) -> RowCache:
 
 def found(prefix: PrefixCache, tokens: Sequence[int]) -> int:
     """The cached length of `tokens`, without marking the blocks as used."""
-    have = {block.tokens for block in prefix.blocks}
+    have = {node.tokens for node in prefix.nodes}
     return BLOCK * sum(tuple(tokens[at : at + BLOCK]) in have for at in range(0, len(tokens), BLOCK))
 
 
+@RECTANGLES
 def test_eviction_takes_leaves_and_spares_a_growing_path() -> None:
     one, two, three = random_tokens(1, 4 * BLOCK), random_tokens(2, 2 * BLOCK), random_tokens(3, BLOCK)
     size = 2 * BLOCK * 8 * 4
@@ -351,10 +370,10 @@ def test_eviction_takes_leaves_and_spares_a_growing_path() -> None:
     assert prefix.nbytes == 5 * size
 
 
-def test_texts_are_copied_one_by_one_where_nothing_is_waited_for() -> None:
-    """On CUDA many copies at once are a graph that does not come again."""
+@RECTANGLES
+def test_copies_are_waited_for_only_where_that_is_asked() -> None:
     prefix = PrefixCache(2**30)
-    for wait, launches, waits in ((False, 2, 0), (True, 0, 1)):
+    for wait, launches, waits in ((False, 1, 0), (True, 0, 1)):
         for seed in (1, 2):
             tokens = random_tokens(10 * launches + seed, 2 * BLOCK)
             prefix.insert(Owner.TARGET, tokens, written(tokens))
@@ -363,6 +382,7 @@ def test_texts_are_copied_one_by_one_where_nothing_is_waited_for() -> None:
         assert (counts.launches, counts.waits) == (launches, waits)
 
 
+@RECTANGLES
 @pytest.mark.parametrize("dims", [(256, 256), (256, 128)], ids=["of one shape", "of two shapes"])
 def test_a_block_holds_no_other_memory(dims: tuple[int, int]) -> None:
     """One head, whose positions are contiguous in memory: the case in which a copy could be a view."""
@@ -377,7 +397,7 @@ def test_a_block_holds_no_other_memory(dims: tuple[int, int]) -> None:
     gc.disable()
     try:
         prefix.clear(Owner.TARGET)
-        assert (prefix.nbytes, prefix.blocks) == (0, ()) and mx.get_active_memory() <= empty
+        assert (prefix.nbytes, prefix.nodes) == (0, ()) and mx.get_active_memory() <= empty
     finally:
         gc.enable()
 

@@ -8,9 +8,11 @@ import mlx.core as mx
 import pytest
 
 from service.core import PairError
-from service.engine.kv.cache import RowLayer
+from service.engine.kv.layer import RowLayer
+from service.engine.kv.pages import PagedLayer
+from service.engine.kv.rectangles import RectangleLayer
 from service.engine.preflight import FACTOR, check_rows, largest_difference
-from service.engine.strategy import CUDA, using
+from service.engine.strategy import CPU, CUDA, Strategy, using
 from tests.support.families import IDENTICAL, RECURRENT, build
 from tests.support.faults import KINDS, Fault, plant
 from tests.support.oracle import tiny_llama
@@ -75,16 +77,23 @@ def test_structural_faults_are_refused(dtype: str, fault: Fault) -> None:
     assert refused(model("llama", dtype, "shapes round apart"), fault)
 
 
-def test_a_row_that_turns_nan_is_refused() -> None:
-    update = RowLayer.update_and_fetch
+@pytest.mark.parametrize("fault", FAULTS[::4], ids=lambda fault: fault.kind)
+def test_structural_faults_are_refused_where_rows_are_in_pages(fault: Fault) -> None:
+    with using(CUDA):
+        assert refused(model("llama", "bfloat16", "shapes round apart"), fault)
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [(RectangleLayer, CPU), (PagedLayer, CUDA)], ids=["CPU", "CUDA"])
+def test_a_row_that_turns_nan_is_refused(kind: type[RowLayer], strategy: Strategy) -> None:
+    update = kind.update_and_fetch
 
     def broken(layer: RowLayer, keys: mx.array, values: mx.array) -> Any:
         if len(layer.lengths.host) > 1:
             values = mx.where(mx.arange(values.shape[0])[:, None, None, None] == 1, mx.nan, values)
         return update(layer, keys, values)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RowLayer, "update_and_fetch", broken)
+    with using(strategy), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "update_and_fetch", broken)
         with pytest.raises(PairError, match=r"gives other results in a batch than alone \(row 1"):
             check_rows(model("llama", "bfloat16", "same bits in any shape"), "target")
 

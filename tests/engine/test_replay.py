@@ -9,15 +9,19 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from service.engine import replay
+from service.engine import attention, replay
 from service.engine.drafters.model import DraftCalls
+from service.engine.kv import pages
 from service.engine.kv.cache import RowCache
+from service.engine.kv.layer import RowLayer
+from service.engine.kv.pages import PagedLayer
 from service.engine.replay import FIRST_CALLS, Replay
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.engine.target import Target
 from service.models.heads import cut
 from tests.support.cuda import NEEDS_CUDA, row_calls
 from tests.support.oracle import tiny_llama
+from tests.support.pages import pages_of
 from tests.support.typed import as_int
 
 V = 97
@@ -91,9 +95,11 @@ def test_calls_that_follow_each_other_before_a_truncation_see_each_other() -> No
 def test_keys_and_values_are_written_in_place() -> None:
     target = Target(tiny_llama(0), None)
     cache = rows(target, [9, 4])
-    cache.reserve(50_000)
-    mx.eval(cache.arrays())
-    held = sum(array.nbytes for array in cache.arrays())
+    target.pool.grow(3000)
+    buffers = pages_of(cache).buffers()
+    mx.eval(buffers)
+    held = sum(array.nbytes for array in buffers)
+    del buffers
     for turn in range(FIRST_CALLS + 3):
         base = mx.get_active_memory()
         mx.reset_peak_memory()
@@ -107,7 +113,7 @@ def test_what_is_written_in_place_is_what_would_be_scattered(monkeypatch: pytest
     model = tiny_llama(0, hidden=256)
     model.set_dtype(mx.bfloat16)
     ours, theirs = Target(model, None), Target(model, None)
-    monkeypatch.setattr(theirs._replay, "_in_place", False)
+    monkeypatch.setattr(theirs.pool, "in_place", False)
     caches, lengths = [rows(target, [20, 7, 1]) for target in (ours, theirs)], [20, 7, 1]
     for turn in range(FIRST_CALLS + 40):
         # The second call is handed over while the first is under way.
@@ -119,42 +125,60 @@ def test_what_is_written_in_place_is_what_would_be_scattered(monkeypatch: pytest
             for cache in caches:
                 cache.truncate(lengths)
         assert mx.array_equal(found, wanted).item()
-    for one, other in zip(caches[0].buffers(), caches[1].buffers(), strict=True):
-        for row, length in enumerate(lengths):
-            assert mx.array_equal(one[row, :, :length], other[row, :, :length]).item()
+    for row, length in enumerate(lengths):
+        for one, other in zip(caches[0].contents(row), caches[1].contents(row), strict=True):
+            for mine, same in zip(one, other, strict=True):
+                assert mine is not None and same is not None and mine.shape[1] == length
+                assert mx.array_equal(mine, same).item()
 
 
-def test_what_attention_does_not_read_is_not_written_in_place() -> None:
-    """On a CPU it never does."""
-    model = tiny_llama(0)
-    model.set_dtype(mx.bfloat16)
-    target, plain = Target(model, None), Target(model, None)
-    target._replay._in_place = True
-    plain._replay._in_place = False
-    ours, theirs = rows(target, [9, 4]), rows(plain, [9, 4])
-    written: list[int] = []
+def test_whoever_reads_what_is_written_in_place_waits_for_the_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU nothing is written in place: what returns stands for the write. MLX orders calls by their inputs alone."""
+    writes, waits = list[mx.array](), list[mx.array | None]()
 
     def write_in_place(keys: mx.array, *rest: mx.array) -> mx.array:
-        written.append(keys.shape[2])
-        return mx.zeros(1)
+        writes.append(mx.zeros(1))
+        return writes[-1]
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("service.engine.kv.cache.write_in_place", write_in_place)
-        for turn in range(6):
-            tokens = mx.array([[5 + turn], [9]])
-            assert mx.array_equal(target.verify(tokens, ours), plain.verify(tokens, theirs)).item()
-    assert written == [1] * len(model.layers), "in the first trace alone"
+    def gather_pages(
+        pool: mx.array, table: mx.array, ends: mx.array, width: int, written: mx.array | None = None
+    ) -> mx.array:
+        waits.append(written)
+        return attention.gather_pages(pool, table, ends, width)
+
+    monkeypatch.setattr(pages, "write_in_place", write_in_place)
+    monkeypatch.setattr(pages, "gather_pages", gather_pages)
+    cache = RowCache(tiny_llama(0), 2)
+    cache.storage.pool.in_place = True
+    layer = cache.attention[0]
+    assert isinstance(layer, PagedLayer)
+    for _ in range(2):
+        mask = layer.make_mask(2)
+        keys, values = layer.update_and_fetch(mx.ones((2, 2, 2, 8)), mx.ones((2, 2, 2, 8)))
+        call = layer.row_call(keys, values, mask)
+        assert call is not None and call.written is writes[-1]
+    assert [id(each) for each in waits] == [id(writes[0])] * 2 + [id(writes[1])] * 2
+    assert cache.arrays()[-1] is writes[-1], "nothing else would run it"
+    assert cache.arrays() == []
 
 
 def test_calls_have_the_same_kernels_before_they_are_traced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row alone, a token at a time: MLX has a kernel of its own for it, which rounds otherwise."""
+    """One row alone, a token at a time: MLX has kernels of its own for it, of attention and of rope, which round otherwise."""
     model = tiny_llama(0)
     target = Target(model, None)
-    cache, found = rows(target, [9]), row_calls(monkeypatch)
+    cache, found, offsets = rows(target, [9]), row_calls(monkeypatch), list[object]()
+    offset: Any = RowLayer.offset.fget  # pyright: ignore[reportFunctionMemberAccess]
+
+    def noted(layer: RowLayer) -> object:
+        offsets.append(offset(layer))
+        return offsets[-1]
+
+    monkeypatch.setattr(RowLayer, "offset", property(noted))
     for _ in range(FIRST_CALLS + 1):
         target.verify(mx.array([[5]]), cache)
         cache.commit(1)
     assert len(found) == 2 * len(model.layers) and None not in found
+    assert len(offsets) >= len(found) and all(isinstance(each, mx.array) for each in offsets)
 
 
 def test_only_so_many_traces_are_held(monkeypatch: pytest.MonkeyPatch) -> None:

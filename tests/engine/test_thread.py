@@ -52,6 +52,7 @@ from service.engine.thread import EngineThread
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
 from tests.support.oracle import filtered_logprobs, naive, noisy_copy, tiny_llama
+from tests.support.pages import cached, taken
 from tests.support.typed import layers_of
 
 EOS = frozenset({3})
@@ -253,6 +254,11 @@ class EngineHarness:
         assert self.engine is not None and self.engine.decoder.batch.drafter is not None
         caches = (self.engine.decoder.batch.cache, self.engine.decoder.batch.drafter.cache)
         for held in caches:
+            if held.pages is not None:
+                assert held.lengths.host or taken(held.pages.pool) == cached(
+                    self.engine.decoder.batch.prefix, held.pages.pool
+                )
+                continue
             assert all(0 < len(held.lengths.host) <= array.shape[0] for array in held.arrays())
             assert all(array.shape[0] <= 2 * len(held.lengths.host) for array in held.arrays())
         return len(caches[0].lengths.host), len(caches[1].lengths.host)

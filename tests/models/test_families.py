@@ -16,13 +16,17 @@ from mlx_lm.models.cache import RotatingKVCache, make_prompt_cache
 
 from service.core import PairError, Prompt, Sampling
 from service.engine import strategy as strategies
-from service.engine.kv.cache import RowCache, RowLayer
+from service.engine.adapters import bare
+from service.engine.decoder import Decoder
+from service.engine.kv.cache import RowCache
+from service.engine.kv.pages import PagedLayer
 from service.engine.kv.prefix import PrefixCache
+from service.engine.kv.rectangles import RectangleLayer
 from service.engine.kv.recurrent import StateLayer
 from service.engine.preflight import check_rows
 from service.engine.strategy import CUDA, Strategy, using
 from service.models.pair import check_cache
-from tests.support.batches import decode
+from tests.support.batches import decode, serve
 from tests.support.families import IDENTICAL, METAL, NOT_BUILT, RECURRENT, REFUSED, V, build, family_of, noisy_draft
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 
@@ -32,8 +36,6 @@ CONTROLLED = ("llama", "gemma3_text", "lfm2")
 """One family for each kind of cache (whole, sliding window, recurrent): for these the comparison is shown to detect faults."""
 PROMPTS = (tuple(range(5, 90, 4)), tuple(range(11, 38, 3)), (60,))
 """Longer than the window, growing past it, and a single token."""
-
-ordinary_mask = RowLayer.make_mask
 
 
 @cache
@@ -64,10 +66,21 @@ def start(model: nn.Module) -> None:
     check_rows(model, "target")
 
 
-def without_window(layer: RowLayer, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-    whole = RowLayer(layer.lengths, None, whole=layer.whole, routed=layer.routed)
-    whole.ahead = layer.ahead
-    return ordinary_mask(whole, N, return_array)
+def without_windows(patch: pytest.MonkeyPatch) -> None:
+    """Let every layer see all positions."""
+    for kind in (RectangleLayer, PagedLayer):
+        make_mask: Any = kind.make_mask
+
+        def whole(
+            layer: Any, N: int, return_array: bool = False, window_size: int | None = None, make_mask: Any = make_mask
+        ) -> Any:
+            window, layer.window = layer.window, None
+            try:
+                return make_mask(layer, N, return_array)
+            finally:
+                layer.window = window
+
+        patch.setattr(kind, "make_mask", whole)
 
 
 def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) -> None:
@@ -75,8 +88,9 @@ def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) ->
     Without them mlx-lm reads the engine's text in one call, where that is the same arithmetic as a call for each token."""
     target = build(name, needs)
     start(target)
-    draft, prefix = noisy_draft(name, needs, target), PrefixCache(2**24)
-    rows = decode(target, draft, asked(tokens), k=3, vocabulary=V, prefix=prefix)
+    draft = noisy_draft(name, needs, target)
+    decoder = Decoder(target, bare(draft), vocabulary=V, k=3, prefill_chunk=16, prefix=PrefixCache(2**24))
+    rows = serve(decoder, asked(tokens))
     expected = [
         by_mlx_lm(target, row.prompt.tokens, tokens)
         if controls or name in RECURRENT
@@ -91,12 +105,12 @@ def compare(name: str, needs: dict[str, Any], tokens: int, *, controls: bool) ->
         return
     length = tokens - 8
     chat = Prompt((*PROMPTS[0], *expected[0][:length]), Sampling(max_tokens=tokens - length))
-    (later,) = decode(target, draft, [chat], k=3, vocabulary=V, prefix=prefix)
+    (later,) = serve(decoder, [chat])
     recurrent = bool(RowCache(target, 1).states)
     assert (later.cached_tokens == 0) == recurrent and later.output == expected[0][length:]
     if any(isinstance(layer, RotatingKVCache) for layer in make_prompt_cache(target)):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(RowLayer, "make_mask", without_window)
+            without_windows(patch)
             blind = decode(target, None, asked(tokens), k=0, vocabulary=V)
         assert any(row.output != tokens for row, tokens in zip(blind, expected, strict=True)), (
             "the window did not matter"

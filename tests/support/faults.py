@@ -10,7 +10,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from service.engine.kv.cache import RowCache, RowLayer
+from service.engine.kv.cache import RowCache
+from service.engine.kv.layer import RowLayer
+from service.engine.kv.pages import PagedLayer
+from service.engine.kv.rectangles import RectangleLayer
+from service.engine.strategy import PAGE
 
 MASKS: dict[str, Callable[[mx.array, mx.array], mx.array]] = {
     "mask shows the future": lambda key, query: key <= query + 1,
@@ -33,13 +37,7 @@ class Fault:
 def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
     """Give every RowCache created from now on this fault."""
     start: Any = RowLayer.offset.fget  # pyright: ignore[reportFunctionMemberAccess]
-    init, written, make_mask, update = (
-        RowCache.__init__,
-        RowLayer._append,
-        RowLayer.make_mask,
-        RowLayer.update_and_fetch,
-    )
-    sound = False
+    init, written, sound = RowCache.__init__, RectangleLayer._append, False
 
     def numbered(cache: RowCache, model: Any, rows: int, **more: Any) -> None:
         init(cache, model, rows, **more)
@@ -74,36 +72,59 @@ def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
 
         return within
 
-    def stale(layer: Any, keys: mx.array, values: mx.array) -> Any:
-        rows, held = hit(layer), layer.keys if fault.kind == "stale key" else layer.values
-        if rows is not None and held is not None:
-            new = keys if fault.kind == "stale key" else values
-            at = mx.broadcast_to(starts(layer)[:, None, None, None], (*new.shape[:2], 1, new.shape[3]))
-            room = mx.pad(held[: new.shape[0]], [(0, 0), (0, 0), (0, new.shape[2] + 1), (0, 0)])
-            before = mx.take_along_axis(room, at, axis=2).astype(new.dtype)
-            first = mx.where(rows[:, None, None, None], before, new[:, :, :1])
-            new = mx.concatenate([first, new[:, :, 1:]], axis=2)
-            keys, values = (new, values) if fault.kind == "stale key" else (keys, new)
-        return update(layer, keys, values)
+    def held_at(layer: Any, at: mx.array, which: int) -> mx.array | None:
+        """What the rows' slots at positions `at` (B,) hold: keys (0) or values (1), (B, heads, 1, dims)."""
+        if isinstance(layer, PagedLayer):
+            pages, layers = layer._pages, layer._pages.pool.layers
+            array = layers[layer.index][which] if layer.index < len(layers) else None
+            if array is None:
+                return None
+            numbers = mx.take_along_axis(pages.table, (at // PAGE)[:, None], axis=1)[:, 0]
+            return array[numbers, :, at % PAGE][:, :, None]
+        array = (layer.keys, layer.values)[which]
+        if array is None:
+            return None
+        # With room for the position behind the last one.
+        room = mx.pad(array[: at.size], [(0, 0), (0, 0), (0, 1), (0, 0)])
+        return mx.take_along_axis(room, mx.minimum(at, array.shape[2])[:, None, None, None], axis=2)
 
-    def masked(layer: Any, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
-        rows, right = hit(layer), make_mask(layer, N, return_array, window_size)
-        if rows is None:
-            return right
-        width = right.shape[-1] if isinstance(right, mx.array) else layer.lengths.longest + layer.ahead + N
-        key = mx.arange(width)
-        query = (starts(layer)[:, None] + mx.arange(N))[:, None, :, None]
-        wrong = MASKS[fault.kind](key, query)
-        if isinstance(right, mx.array):
-            return mx.where(rows[:, None, None, None], wrong, right)
-        return mx.where(rows[:, None, None, None], wrong, key <= query)
+    def stale(update: Callable[..., Any]) -> Callable[..., Any]:
+        which = 0 if fault.kind == "stale key" else 1
+
+        def updated(layer: Any, keys: mx.array, values: mx.array) -> Any:
+            rows, new = hit(layer), [keys, values]
+            before = None if rows is None else held_at(layer, starts(layer), which)
+            if rows is not None and before is not None:
+                fresh = new[which]
+                first = mx.where(rows[:, None, None, None], before.astype(fresh.dtype), fresh[:, :, :1])
+                new[which] = mx.concatenate([first, fresh[:, :, 1:]], axis=2)
+            return update(layer, *new)
+
+        return updated
+
+    def masked(make_mask: Callable[..., Any]) -> Callable[..., Any]:
+        def made(layer: Any, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+            rows, right = hit(layer), make_mask(layer, N, return_array, window_size)
+            if rows is None:
+                return right
+            width = right.shape[-1] if isinstance(right, mx.array) else layer.lengths.longest + layer.ahead + N
+            key = mx.arange(width)
+            query = (starts(layer)[:, None] + mx.arange(N))[:, None, :, None]
+            wrong = MASKS[fault.kind](key, query)
+            if isinstance(right, mx.array):
+                return mx.where(rows[:, None, None, None], wrong, right)
+            return mx.where(rows[:, None, None, None], wrong, key <= query)
+
+        return made
 
     patch.setattr(RowCache, "__init__", numbered)
     if fault.kind.startswith("position"):
         patch.setattr(RowLayer, "offset", property(offset))
-        patch.setattr(RowLayer, "_append", soundly(written))
-        patch.setattr(RowLayer, "make_mask", soundly(make_mask))
-    elif fault.kind.startswith("stale"):
-        patch.setattr(RowLayer, "update_and_fetch", stale)
-    else:
-        patch.setattr(RowLayer, "make_mask", masked)
+        patch.setattr(RectangleLayer, "_append", soundly(written))
+        patch.setattr(RectangleLayer, "make_mask", soundly(RectangleLayer.make_mask))
+        return
+    for kind in (RectangleLayer, PagedLayer):
+        if fault.kind.startswith("stale"):
+            patch.setattr(kind, "update_and_fetch", stale(kind.update_and_fetch))
+        else:
+            patch.setattr(kind, "make_mask", masked(kind.make_mask))

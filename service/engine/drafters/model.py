@@ -17,6 +17,7 @@ from service.engine import device, products
 from service.engine.adapters import Draft
 from service.engine.drafters.proposal import Proposal, Unread
 from service.engine.kv.cache import RowCache
+from service.engine.kv.pages import Pool
 from service.engine.masks import RoundMasks, allow
 from service.engine.planner import DraftSteps
 from service.engine.replay import Replay
@@ -87,8 +88,10 @@ class ModelDrafter:
         self._chunk = chunk
         self.target = target
         self.strategy = current()
-        self.cache = RowCache(draft.model, 0)
+        self.pool = Pool()
+        """Where all caches of the draft take pages, if rows are in pages."""
         self.switch(draft)
+        self.cache = self.new_cache(0)
 
     def switch(self, draft: Draft) -> None:
         """Propose with another version of the same draft from now on. Rows keep the keys and values of the old one: that lowers
@@ -100,6 +103,10 @@ class ModelDrafter:
         self._replay = Replay(draft.model, self._propose_alike)
         self._extra: dict[int, ExtraIds] = {}
         """By the id of each row's list of tokens."""
+
+    def new_cache(self, rows: int) -> RowCache:
+        """An empty cache of the draft."""
+        return RowCache(self.draft.model, rows, pool=self.pool)
 
     def propose(
         self,

@@ -1,6 +1,6 @@
 // A block of 8 warps computes 16 queries of one row and one head of keys and values, and a chunk of VC dimensions of their values,
-// over all of the row's keys or, where SPLIT, over every gridDim.y-th 128 of them. Keys and values may lie in any order but for
-// their dimensions.
+// over all of the row's keys or, where SPLIT, over every gridDim.y-th 128 of them. They are in pages of PAGE positions, 16 or a
+// multiple, whose numbers are in the row of `page_table`; keys and values may lie in any order but for their dimensions.
 // Constants: T (bfloat16 or float16), HALF (it is float16), D and V (dimensions of keys and values), VC, G (query heads that
 // share a head of keys), WINDOW (0: none), SINKS.
 //
@@ -10,7 +10,7 @@
 constexpr int WARPS = 8, STEPS = D / 16, DT = D / 4, VT = VC / 8;
 constexpr float LOG2E = 1.4426950408889634f;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
-const int heads = keys_shape[1], N = queries_shape[1], M = G * N;
+const int heads = keys_shape[1], N = queries_shape[1], M = G * N, W = page_table_shape[1];
 const int b = blockIdx.x / heads, h = blockIdx.x % heads;
 const int m0 = (blockIdx.z / (V / VC)) * 16, v0 = (blockIdx.z % (V / VC)) * VC;
 const int start = starts[b], total = start + N;
@@ -26,19 +26,28 @@ const int at0 = start + first / G, at1 = start + second / G;
 float acc[VT][4], top0 = -INFINITY, top1 = -INFINITY, sum0 = 0.0f, sum1 = 0.0f;
 #pragma unroll
 for (int j = 0; j < VT; j++) { acc[j][0] = acc[j][1] = acc[j][2] = acc[j][3] = 0.0f; }
-const T* K = keys + b * keys_strides[0] + h * keys_strides[1] + q * DT;
-const T* U = values + b * values_strides[0] + h * values_strides[1] + v0 + g * VT;
+const T* keys_of = keys + h * keys_strides[1] + q * DT;
+const T* values_of = values + h * values_strides[1] + v0 + g * VT;
+const int* pages = page_table + b * W;
 const float factor = scale[0] * LOG2E;
 const int begin = (WINDOW > 0 && start + 1 > WINDOW) ? (start + 1 - WINDOW) / 16 : 0;
 
-for (int tile = begin + blockIdx.y * WARPS + warp; tile * 16 < total; tile += gridDim.y * WARPS) {
-  const int base = tile * 16, last = total - 1;
+// The number of the next tile's page is read while this one is computed.
+const int step = gridDim.y * WARPS;
+int tile = begin + blockIdx.y * WARPS + warp, page = pages[min(tile * 16 / PAGE, W - 1)];
+for (; tile * 16 < total; tile += step) {
+  const int base = tile * 16, first_slot = base % PAGE, last = total - 1 - base + first_slot;
+  const T* K = keys_of + page * keys_strides[0];
+  const T* U = values_of + page * values_strides[0];
+  page = pages[min((tile + step) * 16 / PAGE, W - 1)];
   uint2 k0[STEPS], k1[STEPS];
   uint32_t u[4][VT / 2];
-  load<STEPS>(k0, K + min(base + g, last) * keys_strides[2]);
-  load<STEPS>(k1, K + min(base + g + 8, last) * keys_strides[2]);
+  load<STEPS>(k0, K + min(first_slot + g, last) * keys_strides[2]);
+  load<STEPS>(k1, K + min(first_slot + g + 8, last) * keys_strides[2]);
   #pragma unroll
-  for (int i = 0; i < 4; i++) { load<VT / 2>(u[i], U + min(base + 2 * q + i % 2 + 8 * (i / 2), last) * values_strides[2]); }
+  for (int i = 0; i < 4; i++) {
+    load<VT / 2>(u[i], U + min(first_slot + 2 * q + i % 2 + 8 * (i / 2), last) * values_strides[2]);
+  }
   float s[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
   #pragma unroll
   for (int i = 0; i < STEPS; i++) {

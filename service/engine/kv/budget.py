@@ -6,23 +6,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from service.engine.kv.buffers import slots
-from service.engine.strategy import STEP, current
+from service.engine.strategy import PAGE, STEP, current
 
 HEADROOM = STEP
 """Positions that must be free behind the longest row for a request to be admitted: a first share of its answer."""
 USABLE = 0.9
 """Of the memory that is free once models are loaded keys and values may take this share; the rest is for what calls compute."""
 GROWING = 2
-"""Times the size of a batch that its keys and values take: while buffers grow, the old ones are there too."""
+"""Times the size of a batch that its keys and values take in rectangles: while they grow, the old ones are there too."""
 LONGEST = 2**30
 """Positions of a row that has no end: of a model whose layers are all recurrent."""
 
 
 def usable(free: int, *, prefix: int, training: int) -> int:
-    """Bytes for keys and values where so many are free once the weights are loaded. prefix: the prefix cache's. training: a
-    run's, of which no more is set aside than half of the rest: serving goes first, and a run that finds too little fails by
-    itself."""
-    rest = max(free - prefix, 0)
+    """Bytes for keys and values where so many are free once the weights are loaded. prefix: the prefix cache's; where rows are
+    in pages it is among them, and gives way. training: a run's, of which no more is set aside than half of the rest: serving
+    goes first, and a run that finds too little fails by itself."""
+    rest = free if current().paged else max(free - prefix, 0)
     return int(USABLE * (rest - min(training, rest // 2)))
 
 
@@ -30,22 +30,27 @@ def usable(free: int, *, prefix: int, training: int) -> int:
 class Budget:
     """size: bytes for keys and values, of target and draft. position: bytes of one position of a row (`footprint`).
 
-    Rows of a batch take as many positions each as the longest (`buffers`)."""
+    Rows in pages take what they use; in rectangles as many positions each as the longest (`buffers`)."""
 
     size: int
     position: int
 
+    @property
+    def pages(self) -> int:
+        """Pages that it does for."""
+        return self.size // max(PAGE * self.position, 1)
+
     def longest(self, rows: int = 1) -> int:
         """Positions of each of so many rows that fit together, in steps of an eighth or STEP; LONGEST at most."""
         most, step = 0, STEP
-        while most < LONGEST and self._batch(rows, most + step) <= self.size:
+        while most < LONGEST and self._bytes([most + step] * rows) <= self.size:
             most += step
             step = max(STEP, most // STEP // 8 * STEP)
         return most
 
-    def used(self, rows: int, longest: int) -> float:
-        """Share of the budget that a batch of so many rows takes, with what growing needs."""
-        return self._batch(rows, longest) / self.size
+    def used(self, lengths: Sequence[int]) -> float:
+        """Share of the budget that rows of such lengths take, with what growing needs."""
+        return self._bytes(lengths) / self.size
 
     def fits(self, lengths: Sequence[int], prefilling: Sequence[int] = (), *, have: int = 0) -> bool:
         """Whether rows of such lengths fit while others prefill, which join them afterwards. A row by itself always does: none
@@ -53,11 +58,15 @@ class Budget:
         rows, size = [*lengths, *prefilling], current().batch_size
         if len(rows) <= 1 and have <= slots(size(1)):
             return True
-        # They may be prefilled in one call, as many rows as there are in a batch.
-        apart = size(len(prefilling)) * current().capacity(max(prefilling, default=0)) * self.position
-        return self._batch(len(rows), max(rows, default=0), have) + apart <= self.size
+        apart = 0
+        if not current().paged:
+            # They may be prefilled in one call, as many rows as there are in a batch.
+            apart = size(len(prefilling)) * current().capacity(max(prefilling, default=0)) * self.position
+        return self._bytes(rows, have) + apart <= self.size
 
-    def _batch(self, rows: int, longest: int, have: int = 0) -> int:
+    def _bytes(self, lengths: Sequence[int], have: int = 0) -> int:
         strategy = current()
-        many = max(slots(strategy.batch_size(rows)), have)
-        return GROWING * many * strategy.capacity(longest) * self.position
+        if strategy.paged:
+            return sum(-(-length // PAGE) for length in lengths) * PAGE * self.position
+        many = max(slots(strategy.batch_size(len(lengths))), have)
+        return GROWING * many * strategy.capacity(max(lengths, default=0)) * self.position

@@ -1,4 +1,5 @@
-"""Buffers for the keys and values of a batch: arrays (slots, heads, capacity, dims) that rows join and leave in place.
+"""Buffers for the keys and values of a batch: arrays (slots, heads, capacity, dims) that rows join and leave in place. On CUDA
+rows have `pages` instead.
 
 The batch's rows are in the first slots, a row's positions are the first of its slot; the rest is spare. Only rows that move are
 copied (why: docs/decisions.md, "Rows come and go in place"). MLX writes in place only while nothing else refers to an array;
@@ -8,18 +9,13 @@ otherwise it copies the array, which costs time and changes no result.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from functools import cache
-from typing import Any
 
 import mlx.core as mx
 
-from service.engine.kernels import cuda_kernel
 from service.engine.strategy import current
 
 SPARE = 4
-"""One spare slot is allocated for every so many rows, but where padding rows fill the batch up (`strategy`)."""
-THREADS = 128
-"""Of a block of the kernel."""
+"""One spare slot is allocated for every so many rows."""
 
 
 def grow(buffer: mx.array | None, like: mx.array, top: int) -> mx.array:
@@ -51,28 +47,6 @@ def scatter(buffer: mx.array, new: mx.array, rows: mx.array, heads: mx.array, po
     return buffer
 
 
-@cache
-def _write_rows() -> Any:
-    return cuda_kernel("write_rows", ["new_keys", "new_values", "keys", "values", "starts"], ["written"], strided=True)
-
-
-def write_in_place(
-    new_keys: mx.array, new_values: mx.array, keys: mx.array, values: mx.array, starts: mx.array
-) -> mx.array:
-    """Write new keys and values (B, heads, N, dims), by a CUDA kernel, to the first B slots of these buffers, from position
-    starts[b] (B,), int32, of each row, though others refer to them: while a round is under way MLX would copy them. Returns an
-    array to be an input of every kernel that reads them; MLX knows nothing else of the write."""
-    rows, heads, count, _ = new_keys.shape
-    return _write_rows()(
-        inputs=[new_keys, new_values, keys, values, starts],
-        template=[("T", keys.dtype)],
-        grid=(rows * heads * count * THREADS, 1, 1),
-        threadgroup=(THREADS, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.int32],
-    )[0]
-
-
 def join_rows(
     buffers: Sequence[mx.array | None], rows: Sequence[int], slots: Sequence[int], size: int
 ) -> mx.array | None:
@@ -100,7 +74,7 @@ def join_rows(
 
 def slots(rows: int) -> int:
     """Slots of a buffer that grows to so many rows."""
-    return rows if current().batch_sizes else rows + rows // SPARE
+    return rows + rows // SPARE
 
 
 def _grown(buffer: mx.array | None, like: mx.array, size: int, top: int) -> mx.array:
@@ -171,7 +145,4 @@ def keep_rows(
 
 
 def _stays_in_place(buffer: mx.array, rows: Sequence[int], top: int) -> bool:
-    if current().batch_sizes:
-        # Calls of another shape would follow.
-        return False
     return 2 * len(rows) >= buffer.shape[0] and 2 * top >= buffer.shape[2]
