@@ -225,7 +225,7 @@ def _largest(
     ours: Sequence[Vectors], theirs: Sequence[Sequence[Vectors]], whole: Sequence[Vectors] | None, least: float
 ) -> Difference | None:
     """The difference with the largest ratio. ours: the engine's rows. theirs: mlx-lm's, in several call shapes for each row.
-    whole: mlx-lm's over the whole capacity, where the engine's calls are. least: rounding that is allowed in any case."""
+    whole: mlx-lm's over WIDTH positions, where the engine's calls are. least: rounding that is allowed in any case."""
     # States may have a higher precision than the values they are computed from.
     kinds = {vector.dtype for mine in ours for vector in mine.values() if mx.issubdtype(vector.dtype, mx.floating)}
     unit = max(mx.finfo(kind).eps for kind in kinds)

@@ -5,11 +5,11 @@ device works while Python builds the next, and what is logged is computed with t
 
 On CUDA the host is slower than the device: model calls are traced once for each shape and replayed (`replay`), and products
 and attention of up to some hundred tokens a row are kernels of our own (`products`, `attention`). So that shapes come again,
-padding rows fill a batch up to one of a few sizes, and capacities double in two steps. Other calls under a mask go
+padding rows fill a batch up to one of a few sizes, and keys and values are in `pages`. Other calls under a mask go
 to cuDNN, which builds a plan for each new shape of queries, keys and mask (MLX's
-mlx/backend/cuda/scaled_dot_product_attention.cpp, `sdpa_cudnn`): they see keys and values at their whole capacity, which grows
-in steps, and have one of a few widths. Metal's kernels take any shape
-(mlx/backend/metal/scaled_dot_product_attention.cpp).
+mlx/backend/cuda/scaled_dot_product_attention.cpp, `sdpa_cudnn`): they see keys and values gathered to one of a few lengths, and
+have one of a few widths. Metal's kernels take any shape (mlx/backend/metal/scaled_dot_product_attention.cpp) and read rows that
+lie in one piece.
 
 On a CPU the device is the host: waiting costs nothing, asking the draft for its confidence saves steps, and evidence is
 cheaper where only the emitted positions are looked at.

@@ -66,7 +66,7 @@ def test_healthy_models_are_served(name: str, dtype: str, rounded: str) -> None:
     check_rows(model(name, dtype, rounded), "target")
 
 
-def test_healthy_models_are_served_where_calls_see_the_whole_capacity() -> None:
+def test_healthy_models_are_served_where_rows_are_in_pages() -> None:
     with using(CUDA):
         check_rows(tiny_llama(0), "target")
 

@@ -107,9 +107,6 @@ class Rectangles:
         self.layers.append(RectangleLayer(self.lengths, window))
         return self.layers[-1]
 
-    def reserve(self, count: int) -> None:
-        """Nothing: buffers grow when they are written."""
-
     def join(self, others: Sequence[Rectangles], counts: Sequence[int], slots: Sequence[int], size: int) -> None:
         """Take the first counts[i] rows of each of these into these slots of `size` rows."""
         each, rows = [self, *others], [len(self.lengths.host), *counts]
