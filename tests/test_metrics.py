@@ -130,7 +130,7 @@ def test_every_series_is_there_at_zero_from_the_start() -> None:
         "code": set(CODES),
         "source": set(Source),
         "adapter": {"0", OLDER},
-        "kind": {"active", "cache", "peak"},
+        "kind": {"active", "cache", "peak", "weights", "kv", "prefix"},
     }
     for name, (label, *more) in labels.items():
         if label in expected and not more:
@@ -188,13 +188,14 @@ def test_counting_from_many_threads_loses_nothing() -> None:
 
 
 def test_the_engine_is_asked_at_every_scrape() -> None:
-    status = EngineStatus(True, "serving", 3, 2, 0.5, 7, 0, Memory(active=11, cache=12, peak=13))
+    memory = {"active": 11, "cache": 12, "peak": 13, "weights": 5, "kv": 4, "prefix": 2}
+    status = EngineStatus(True, "serving", 3, 2, 0.5, 7, 0, Memory(**memory))
     metrics = Metrics(draft_tokens=K)
     metrics.watch_engine(lambda: status)
     found = samples(metrics)
     names = ("requests_running", "requests_waiting", "engine_ready", "engine_idle_seconds", "adapter_active")
     assert [found[name, ()] for name in names] == [3, 2, 1, 0.5, 7]
-    assert by_label(metrics, "memory_bytes") == {"active": 11, "cache": 12, "peak": 13}
+    assert by_label(metrics, "memory_bytes") == memory
     status = EngineStatus(False, "draining", 0, 0, 0.0, 8, 0)
     assert [samples(metrics)[name, ()] for name in names] == [0, 0, 0, 0, 8]
 

@@ -1,5 +1,6 @@
 """Memory for keys and values: what it bounds over HTTP, and where it comes from."""
 
+import re
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,6 +52,8 @@ def test_what_can_never_fit_is_refused_by_name_and_what_fits_is_answered(
             answers = list(clients.map(lambda text: generate(server, text, max_tokens=60)["tokens"], texts))
         assert answers == expected
         shown = server.request("GET", "/metrics").text
+        for kind in ("weights", "prefix"):
+            assert re.search(rf'^redraft:memory_bytes{{kind="{kind}"}} [1-9]', shown, re.MULTILINE), kind
         assert "redraft:kv_cache_usage_perc 0.0" in shown and "redraft:num_preemptions_total" in shown
     finally:
         server.stop()
