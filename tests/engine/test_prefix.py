@@ -414,7 +414,7 @@ ANY = given(
 )
 
 
-@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
 def test_random_histories(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool) -> None:
     check_history(seed, blocks, batch, swaps, leaving)

@@ -106,6 +106,8 @@ class Pool:
         self.unlaunched: list[mx.array] = []
         """What writes in place returned that was not launched yet: nothing else would run them."""
         self.in_place = mx.default_device().type != mx.cpu
+        self.zeroed = set[int]()
+        """Layers whose values the model sets to zeros after each call: it has no use for them."""
 
     @property
     def page_bytes(self) -> int:
@@ -249,7 +251,7 @@ class PagedLayer(RowLayer):
 
     @values.setter
     def values(self, value: mx.array) -> None:
-        pass
+        self._pages.pool.zeroed.add(self.index)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """See RowLayer."""
@@ -329,6 +331,8 @@ class PagedLayer(RowLayer):
             return None
         pages = self._pages.numbers(row)
         keys, values = (None if each is None else _joined(each[pages])[:, :end] for each in pool.layers[self.index])
+        if values is not None and self.index in pool.zeroed:
+            values = mx.zeros_like(values)
         return cast("mx.array", keys), values
 
     def append_features(self, states: mx.array) -> None:
