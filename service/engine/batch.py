@@ -15,7 +15,7 @@ from service.engine.adapters import Draft
 from service.engine.drafters.head import make_drafter
 from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
-from service.engine.kv.pages import Pool
+from service.engine.kv.pool import Pool
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.prefill import Prefill
 from service.engine.request import PADDING_LENGTH, Request, padding_row

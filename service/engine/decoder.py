@@ -23,7 +23,7 @@ from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
 from service.engine.drafters.lookup import LENGTHS, Lookup, LookupProposal
-from service.engine.kv.budget import HEADROOM, Budget
+from service.engine.kv.budget import HEADROOM, Budget, pages_of
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.planner import FORCED, Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Pace, Prefill, batch_prompts, prefill_draft, prefill_target
@@ -208,7 +208,7 @@ class Decoder:
         if len(running) + len(prefilling) <= 1:
             # It takes what it needs, which the budget has been found to do for.
             return True
-        pages = sum(-(-length // PAGE) for length in (*running, *prefilling))
+        pages = pages_of((*running, *prefilling))
         return not self.strategy.paged or all(pool.provides(pages) for pool in self.batch.pools)
 
     @property

@@ -20,7 +20,8 @@ from service.core import PairError
 from service.engine import device
 from service.engine.kv.cache import RowCache
 from service.engine.kv.layer import RowLayer
-from service.engine.kv.pages import FEWEST, Pool
+from service.engine.kv.pages import FEWEST
+from service.engine.kv.pool import Pool
 from service.engine.replay import Replay
 from service.engine.strategy import PAGE
 

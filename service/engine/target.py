@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.engine.kv.cache import RowCache
-from service.engine.kv.pages import Pool
+from service.engine.kv.pool import Pool
 from service.engine.replay import Replay
 from service.models import eagle
 

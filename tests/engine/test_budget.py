@@ -12,7 +12,7 @@ from service.engine.engine import Engine
 from service.engine.footprint import position_bytes
 from service.engine.kv.budget import GROWING, LONGEST, Budget, usable
 from service.engine.kv.cache import RowCache
-from service.engine.kv.pages import FIRST_PAGES, Page
+from service.engine.kv.pool import FIRST_PAGES, Page
 from service.engine.scheduler import Scheduler
 from service.engine.strategy import CPU, CUDA, METAL, PAGE, STEP, Strategy, current, using
 from service.engine.ticket import Ticket

@@ -23,7 +23,8 @@ from service.engine.footprint import position_bytes
 from service.engine.kv.budget import Budget
 from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
-from service.engine.kv.pages import FEWEST, FIRST_PAGES, Page, Pool
+from service.engine.kv.pages import FEWEST
+from service.engine.kv.pool import FIRST_PAGES, Page, Pool
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.request import PADDING_LENGTH, Request
 from service.engine.rounds import Plan, Step

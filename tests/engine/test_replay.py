@@ -146,7 +146,7 @@ def test_whoever_reads_what_is_written_in_place_waits_for_the_write(monkeypatch:
         waits.append(written)
         return attention.gather_pages(pool, table, ends, width)
 
-    monkeypatch.setattr(pages, "write_in_place", write_in_place)
+    monkeypatch.setattr("service.engine.kv.pool.write_in_place", write_in_place)
     monkeypatch.setattr(pages, "gather_pages", gather_pages)
     cache = RowCache(tiny_llama(0), 2)
     cache.storage.pool.in_place = True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
-from service.engine.kv.pages import Page, Pages, Pool
+from service.engine.kv.pages import Pages
+from service.engine.kv.pool import Page, Pool
 from service.engine.kv.prefix import PrefixCache
 from tests.support.typed import as_ints
 

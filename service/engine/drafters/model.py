@@ -17,7 +17,7 @@ from service.engine import device, products
 from service.engine.adapters import Draft
 from service.engine.drafters.proposal import Proposal, Unread
 from service.engine.kv.cache import RowCache
-from service.engine.kv.pages import Pool
+from service.engine.kv.pool import Pool
 from service.engine.masks import RoundMasks, allow
 from service.engine.planner import DraftSteps
 from service.engine.replay import Replay

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from service.engine.kv.buffers import slots
@@ -24,6 +24,11 @@ def usable(free: int, *, prefix: int, training: int) -> int:
     goes first, and a run that finds too little fails by itself."""
     rest = free if current().paged else max(free - prefix, 0)
     return int(USABLE * (rest - min(training, rest // 2)))
+
+
+def pages_of(lengths: Iterable[int]) -> int:
+    """Pages that rows of such lengths take."""
+    return sum(-(-length // PAGE) for length in lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,6 @@ class Budget:
     def _bytes(self, lengths: Sequence[int], have: int = 0) -> int:
         strategy = current()
         if strategy.paged:
-            return sum(-(-length // PAGE) for length in lengths) * PAGE * self.position
+            return pages_of(lengths) * PAGE * self.position
         many = max(slots(strategy.batch_size(len(lengths))), have)
         return GROWING * many * strategy.capacity(max(lengths, default=0)) * self.position

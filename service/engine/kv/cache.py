@@ -18,7 +18,8 @@ from service.engine import device
 from service.engine.attention import route
 from service.engine.kv.layer import RowLayer
 from service.engine.kv.lengths import Lengths
-from service.engine.kv.pages import Pages, Pool
+from service.engine.kv.pages import Pages
+from service.engine.kv.pool import Pool
 from service.engine.kv.rectangles import Rectangles
 from service.engine.kv.recurrent import StateLayer, record_calls
 from service.engine.strategy import current

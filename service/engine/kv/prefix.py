@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from service.engine import device
 from service.engine.kv.cache import RowCache
-from service.engine.kv.pages import Page, Pool
+from service.engine.kv.pool import Page, Pool
 from service.engine.kv.rectangles import Block
 from service.engine.strategy import PAGE
 

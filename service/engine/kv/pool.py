@@ -1,0 +1,207 @@
+"""Pages for the keys and values of one model, and how they are written."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache
+from typing import Any, TypeAlias, cast
+
+import mlx.core as mx
+
+from service.engine import device
+from service.engine.kernels import cuda_kernel
+from service.engine.strategy import PAGE
+
+log = logging.getLogger(__name__)
+
+FIRST_PAGES = 64
+"""Pages of a pool that nobody has given a size."""
+MOST_UNLAUNCHED = 4096
+"""Writes whose arrays are held until they are launched."""
+THREADS = 128
+"""Of a block of the kernel."""
+
+Arrays: TypeAlias = tuple[mx.array | None, mx.array | None]
+"""Keys and values of a layer, (pages, heads, PAGE, dims) each; None while nothing was written, or where there are none."""
+
+
+@cache
+def _write_pages() -> Any:
+    inputs = ["new_keys", "new_values", "keys", "values", "starts", "page_table"]
+    return cuda_kernel("write_pages", inputs, ["written"], strided=True, PAGE=PAGE)
+
+
+def write_in_place(
+    new_keys: mx.array, new_values: mx.array, keys: mx.array, values: mx.array, starts: mx.array, table: mx.array
+) -> mx.array:
+    """Write new keys and values (B, heads, N, dims), by a CUDA kernel, to the pages of these rows, from position starts[b]
+    (B,), int32, of each row, though others refer to the pool: while a round is under way MLX would copy it. Returns an array to
+    be an input of every kernel that reads them; MLX knows nothing else of the write."""
+    rows, heads, count, _ = new_keys.shape
+    return _write_pages()(
+        inputs=[new_keys, new_values, keys, values, starts, table],
+        template=[("T", keys.dtype)],
+        grid=(rows * heads * count * THREADS, 1, 1),
+        threadgroup=(THREADS, 1, 1),
+        output_shapes=[(1,)],
+        output_dtypes=[mx.int32],
+    )[0]
+
+
+def scatter(pool: mx.array, new: mx.array, starts: mx.array, table: mx.array) -> mx.array:
+    """The same of one array where there is no such kernel. Returns the pool."""
+    _, heads, count, _ = new.shape
+    positions = starts[:, None] + mx.arange(count)
+    places = mx.minimum(positions // PAGE, table.shape[1] - 1)
+    pages = mx.take_along_axis(table, places, axis=1)
+    pool[pages[:, None], mx.arange(heads)[None, :, None], (positions % PAGE)[:, None]] = new
+    return pool
+
+
+class Page:
+    """A page of a pool, which is free again once nobody refers to it."""
+
+    __slots__ = ("number", "pool")
+
+    def __init__(self, pool: Pool, number: int) -> None:
+        self.pool = pool
+        self.number = number
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a page, in all layers."""
+        return self.pool.page_bytes
+
+    def __del__(self) -> None:
+        self.pool.free.append(self.number)
+
+
+class Pool:
+    """Pages for keys and values of one model, in all its layers. Page 0 is nobody's: what padding rows write goes there.
+
+    Where its pages do not suffice it grows, up to `most`, and the arrays have another shape; then cached prefixes give up
+    theirs.
+    """
+
+    def __init__(self, pages: int = FIRST_PAGES) -> None:
+        self.pages = pages
+        self.layers: list[Arrays] = []
+        self.free = list(range(pages - 1, 0, -1))
+        self.most: int | None = None
+        """Pages up to which it grows while there are cached prefixes; None: without end."""
+        self.reclaim: Callable[[], bool] | None = None
+        """Takes a page out of the prefix cache, which is free then if no row holds it; False where there is none."""
+        self.unlaunched: list[mx.array] = []
+        """What writes in place returned that was not launched yet: nothing else would run them."""
+        self.in_place = mx.default_device().type != mx.cpu
+        self.zeroed = set[int]()
+        """Layers whose values the model sets to zeros after each call: it has no use for them."""
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of a page, in all layers that were written."""
+        return sum(array.nbytes // self.pages for arrays in self.layers for array in arrays if array is not None)
+
+    def take(self, count: int) -> list[Page]:
+        """Pages that nobody holds. Raises MemoryError where memory does not do for them."""
+        if (missing := count - len(self.free)) > 0:
+            self._grow_towards(self.pages + missing)
+        while len(self.free) < count and self.reclaim is not None and self.reclaim():
+            pass
+        if (missing := count - len(self.free)) > 0 and not self.grow(self.pages + missing):
+            raise MemoryError("memory does not do for more keys and values")
+        return [Page(self, self.free.pop()) for _ in range(count)]
+
+    def provides(self, pages: int) -> bool:
+        """Whether rows may hold so many pages in all, if cached prefixes give up theirs. Grows for them."""
+        self._grow_towards(pages + 1)
+        return pages < self.pages
+
+    def _grow_towards(self, least: int) -> None:
+        """Have so many pages, and some more; `most` at most."""
+        if least <= self.pages:
+            return
+        most = 2 * least if self.most is None else self.most
+        # Each size is traced anew; the last doubling would be half of the device's memory.
+        step = self.pages if self.most is None else min(self.pages, self.most // 4)
+        self.grow(min(max(least, self.pages + step), most))
+
+    def grow(self, pages: int) -> bool:
+        """Have so many pages, if they are more. False where memory does not do for them; it then grows no more by itself."""
+        more = pages - self.pages
+        if more <= 0:
+            return True
+        # They would write to the arrays as they were.
+        self.launch()
+        largest = max((a.nbytes for arrays in self.layers for a in arrays if a is not None), default=0)
+        if largest:
+            needed = more * self.page_bytes + 2 * largest * pages // self.pages
+            if needed > device.free_bytes():
+                log.warning("memory does not do for more than %d pages for keys and values", self.pages)
+                self.most = self.pages
+                return False
+            log.info("%d pages for keys and values", pages)
+        self.free[:0] = range(pages - 1, self.pages - 1, -1)
+        self.pages = pages
+        for i, arrays in enumerate(self.layers):
+            grown = [
+                None if a is None else mx.concatenate([a, mx.zeros((more, *a.shape[1:]), a.dtype)]) for a in arrays
+            ]
+            # One by one: all of them twice need not fit.
+            device.wait([array for array in grown if array is not None])
+            self.layers[i] = cast("Arrays", tuple(grown))
+        return True
+
+    def zero_first(self) -> None:
+        """Set page 0 to zero: padding rows read there what they have written, and NaN would stay."""
+        start, table = mx.zeros((1,), dtype=mx.int32), mx.zeros((1, 1), dtype=mx.int32)
+        for i, (keys, values) in enumerate(self.layers):
+            if keys is not None:
+                blank = [None if each is None else mx.zeros_like(each[:1]) for each in (keys, values)]
+                self.write(i, cast("mx.array", blank[0]), blank[1], start, table)
+        self.launch()
+
+    def launch(self) -> None:
+        """Launch writes in place. Nothing where all were."""
+        if self.unlaunched:
+            device.launch(self.unlaunched)
+            self.unlaunched.clear()
+
+    def arrays(self) -> list[mx.array]:
+        """What has to be evaluated for all writes to be done."""
+        if not self.in_place:
+            return [array for arrays in self.layers for array in arrays if array is not None]
+        unlaunched, self.unlaunched = self.unlaunched, []
+        return unlaunched
+
+    def layer(self, index: int, keys: mx.array, values: mx.array | None) -> Arrays:
+        """The arrays of a layer, made where there are none for keys and values (B, heads, N, dims)."""
+        self.layers += [(None, None)] * (index + 1 - len(self.layers))
+        if self.layers[index][0] is None:
+            made = [None if each is None else self._new(each) for each in (keys, values)]
+            self.layers[index] = cast("Arrays", tuple(made))
+        return self.layers[index]
+
+    def _new(self, like: mx.array) -> mx.array:
+        _, heads, _, dims = like.shape
+        return mx.zeros((self.pages, heads, PAGE, dims), dtype=like.dtype)
+
+    def write(
+        self, index: int, keys: mx.array, values: mx.array | None, starts: mx.array, table: mx.array
+    ) -> mx.array | None:
+        """Write new keys and values of a layer, see `write_in_place`. Returns what that returns; None where the write made
+        other arrays."""
+        mine, theirs = self.layer(index, keys, values)
+        assert mine is not None
+        if not self.in_place:
+            after = None if theirs is None or values is None else scatter(theirs, values, starts, table)
+            self.layers[index] = scatter(mine, keys, starts, table), after
+            return None
+        # Of features there are keys alone: they are written twice.
+        both = (values, theirs) if values is not None and theirs is not None else (keys, mine)
+        written = write_in_place(keys, both[0], mine, both[1], starts, table)
+        if len(self.unlaunched) >= MOST_UNLAUNCHED:
+            self.launch()
+        self.unlaunched.append(written)
+        return written
