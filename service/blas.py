@@ -3,21 +3,28 @@
 PyPI's `mlx-cpu` bundles netlib's reference BLAS, about 25-75 times slower on float32 products than OpenBLAS. Symbols that
 are loaded globally before libmlx win its lookups, so loading OpenBLAS first is enough; MLX itself is untouched.
 
-The OpenBLAS wheel (cmeel-openblas) needs the Fortran runtime under its plain name, which a machine without a Fortran
-compiler does not have. `mlx-cpu` carries that very runtime under a name with a hash in it; we hand the loader a copy in
-memory that answers to the plain name.
+The OpenBLAS that NumPy and SciPy are built with (scipy-openblas32) has kernels for every processor and needs no other library,
+but its functions' names begin with `scipy_`. The loader gets a copy in memory in which they have their plain names.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import re
+import struct
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
-_RUNTIME = b"libgfortran.so.5"
+_PREFIX = b"scipy_"
+_DYNSYM, _GNU_HASH_SECTION, _DYNAMIC = 11, 0x6FFFFFF6, 6
+"""Types of sections of an ELF file (elf.h: SHT_DYNSYM, SHT_GNU_HASH, SHT_DYNAMIC)."""
+_GNU_HASH, _HASH = 0x6FFFFEF5, 4
+"""Tags of a dynamic section (DT_GNU_HASH, DT_HASH)."""
+_SYMBOL = 24
+"""Bytes of a symbol: name (4), info, other, section (2), value (8), size (8)."""
+
+_library: ctypes.CDLL | None = None
 
 
 def load_fast_blas() -> str | None:
@@ -25,42 +32,74 @@ def load_fast_blas() -> str | None:
 
     REDRAFT_BLAS=shipped leaves MLX as it comes (what `redraft doctor` compares with).
     """
+    global _library
     if sys.platform != "linux" or os.environ.get("REDRAFT_BLAS") == "shipped" or "mlx.core" in sys.modules:
         return None
     try:
-        library = Path(str(distribution("cmeel-openblas").locate_file("cmeel.prefix/lib/libopenblas.so.0")))
-        try:
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-        except OSError as error:
-            if _RUNTIME.decode() not in str(error):
-                return None
-            _load_bundled_fortran_runtime()
-            ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    except (PackageNotFoundError, OSError):
-        return None
-    return str(library)
-
-
-def set_blas_threads(library: str | None, count: int) -> None:
-    """Let the BLAS that `load_fast_blas` named use so many threads from now on. Nothing without one."""
-    if library is not None:
-        ctypes.CDLL(library).openblas_set_num_threads(max(count, 1))
-
-
-def _load_bundled_fortran_runtime() -> None:
-    """Load mlx-cpu's libgfortran under its plain name. Raises OSError or PackageNotFoundError when there is none."""
-    bundle = Path(str(distribution("mlx-cpu").locate_file("mlx_cpu.libs")))
-    for quadmath in bundle.glob("libquadmath-*.so*"):
-        ctypes.CDLL(str(quadmath), mode=ctypes.RTLD_GLOBAL)
-    for runtime in bundle.glob("libgfortran-*.so*"):
-        image = runtime.read_bytes()
-        # The name in the dynamic string table, cut short in place: offsets do not move.
-        own = re.escape(runtime.name.encode())
-        image = re.sub(own + b"\0", _RUNTIME.ljust(len(runtime.name), b"\0") + b"\0", image)
-        descriptor = os.memfd_create(_RUNTIME.decode())
+        path = Path(str(distribution("scipy-openblas32").locate_file("scipy_openblas32/lib/libscipy_openblas.so")))
+        descriptor = os.memfd_create(path.name)
         with os.fdopen(descriptor, "wb") as file:
-            file.write(image)
+            file.write(with_plain_names(path.read_bytes(), _PREFIX))
             file.flush()
-            ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
-        return
-    raise OSError("mlx-cpu carries no Fortran runtime")
+            _library = ctypes.CDLL(f"/proc/self/fd/{descriptor}", mode=ctypes.RTLD_GLOBAL)
+    except (PackageNotFoundError, OSError, ValueError):
+        return None
+    return str(path)
+
+
+def set_blas_threads(count: int) -> None:
+    """Let the BLAS that was loaded use so many threads from now on. Nothing without one."""
+    if _library is not None:
+        _library.openblas_set_num_threads(max(count, 1))
+
+
+def with_plain_names(library: bytes, prefix: bytes) -> bytes:
+    """A 64-bit little-endian ELF library whose symbols have lost a prefix.
+
+    A name is a place in the table of strings, so that it begins some bytes later. The table that finds symbols by a hash of
+    their names is replaced by one in the older format (System V ABI, "Hash Table"), for which there is room in its place.
+    Raises ValueError for a file of another kind.
+    """
+    image = bytearray(library)
+    if bytes(image[:6]) != b"\x7fELF\x02\x01":
+        raise ValueError("not a 64-bit little-endian ELF file")
+    sections = dict[int, tuple[int, int, int]]()
+    (table,), (size, count) = struct.unpack_from("<Q", image, 40), struct.unpack_from("<HH", image, 58)
+    headers = [struct.unpack_from("<IIQQQQII", image, table + i * size) for i in range(count)]
+    for _, kind, _, _, offset, length, link, _ in headers:
+        sections.setdefault(kind, (offset, length, link))
+    try:
+        symbols, bytes_of_symbols, strings = sections[_DYNSYM]
+        hashes, room, _ = sections[_GNU_HASH_SECTION]
+        dynamic, bytes_of_dynamic, _ = sections[_DYNAMIC]
+    except KeyError as error:
+        raise ValueError("no dynamic symbols, or no table of their hashes") from error
+    names, number = headers[strings][4], bytes_of_symbols // _SYMBOL
+    buckets = room // 4 - 2 - number
+    if buckets < 1:
+        raise ValueError("no room for another table of hashes")
+
+    first, following = [0] * buckets, [0] * number
+    for i in range(1, number):
+        at = symbols + i * _SYMBOL
+        (name,) = struct.unpack_from("<I", image, at)
+        text = bytes(image[names + name : image.index(0, names + name)])
+        if text.startswith(prefix):
+            text = text[len(prefix) :]
+            struct.pack_into("<I", image, at, name + len(prefix))
+        bucket = _hash(text) % buckets
+        following[i], first[bucket] = first[bucket], i
+    struct.pack_into(f"<{2 + buckets + number}I", image, hashes, buckets, number, *first, *following)
+    for at in range(dynamic, dynamic + bytes_of_dynamic, 16):
+        if struct.unpack_from("<Q", image, at) == (_GNU_HASH,):
+            struct.pack_into("<Q", image, at, _HASH)
+    return bytes(image)
+
+
+def _hash(name: bytes) -> int:
+    """The System V ABI's hash of a symbol's name."""
+    value = 0
+    for byte in name:
+        value = (value << 4) + byte
+        value = (value ^ (value >> 24 & 0xF0)) & 0x0FFFFFFF
+    return value

@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service import FAST_BLAS
 from service.api import Limits, ModelNames, build_api, build_startup_api
 from service.app import Folders, open_stores, resolve_models
 from service.blas import set_blas_threads
@@ -131,7 +130,7 @@ class Application:
             launcher=ProcessLauncher(
                 settings.home / TRAINING_LOG,
                 settings.training.threads,
-                share=lambda cores: set_blas_threads(FAST_BLAS, cores),
+                share=set_blas_threads,
             ),
             events=self.metrics,
             rules=self._rules(serving),

