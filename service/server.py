@@ -26,7 +26,7 @@ from service.engine.adapters import served
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
 from service.engine.footprint import position_bytes, weight_bytes
-from service.engine.kv.budget import Budget, usable
+from service.engine.kv.budget import Budget, prefix_bytes, usable
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
@@ -205,6 +205,9 @@ class Application:
             if pair.draft is not None:
                 check_rows(pair.draft.model, "draft")
         base = served(pair.draft) if pair.draft is not None else None
+        free = max(device_free_bytes() + device.memory().cache - device.cache_limit(), 0)
+        prefix = prefix_bytes(settings.engine.prefix_cache_mb, free)
+        budget = self._kv_budget(folders, pair, free, prefix)
         decoder = Decoder(
             pair.target.model,
             base,
@@ -215,10 +218,9 @@ class Application:
             collect=settings.store.record,
             adaptive=settings.engine.adaptive,
             lookup=settings.engine.num_lookup_tokens,
-            prefix=PrefixCache(settings.engine.prefix_cache_mb * 2**20),
+            prefix=PrefixCache(prefix),
         )
-        budget = self._kv_budget(folders, pair)
-        decoder.limit_memory(budget, settings.engine.max_rows)
+        decoder.limit_memory(budget)
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows)
         if settings.engine.max_gap_ms is not None:
@@ -235,7 +237,7 @@ class Application:
             weights=weight_bytes(pair.target.model, pair.draft.model if pair.draft is not None else None),
         )
 
-    def _kv_budget(self, folders: Folders, pair: Pair) -> Budget:
+    def _kv_budget(self, folders: Folders, pair: Pair, free: int, prefix: int) -> Budget:
         """What keys and values may take of the memory that is free once everything is loaded. Raises ModelError
         where that is nothing."""
         engine, runs = self.settings.engine, self.settings.training
@@ -247,8 +249,7 @@ class Application:
             if runs.enabled and folders.draft is not None:
                 rows, length = runs.batch_size, runs.max_length
                 training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
-            free = max(device_free_bytes() + device.memory().cache - device.cache_limit(), 0)
-            size = usable(free, prefix=engine.prefix_cache_mb * 2**20, training=training)
+            size = usable(free, prefix=prefix, training=training)
         budget = Budget(size, position)
         if budget.longest() == 0:
             raise ModelError(

@@ -86,10 +86,13 @@ class EngineSettings(Section):
     max_gap_ms: float | None = Field(default=None, gt=0)
     """How long running requests wait for a prefill between two rounds, at most: it then goes in smaller chunks. None: 200 on a
     GPU, no bound on a CPU."""
-    prefix_cache_mb: int = Field(default=512, ge=0)
-    """Memory (MiB) for what the models made of earlier requests, so that beginnings in common are read once; 0: none."""
+    prefix_cache_mb: int | None = Field(default=None, ge=0)
+    """Memory (MiB), at most, for what the models made of earlier requests, so that beginnings in common are read once; 0: none.
+    None: on CUDA all of `kv_budget_mb` that running requests leave, which it gives back to them; elsewhere an eighth of what is
+    free once the models are loaded."""
     kv_budget_mb: int = Field(default=0, ge=0)
-    """Memory (MiB) for keys and values of the requests that run; 0: what is free once the models are loaded."""
+    """Memory (MiB) for keys and values of the requests that run; 0: what is free once the models are loaded. On CUDA all of it
+    is taken at the start."""
     max_context: int = Field(default=0, ge=0)
     """Prompt and output tokens of one request together; 0: the model's own limit, which wins where it is lower, as does what
     memory does for."""

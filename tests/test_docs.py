@@ -23,6 +23,7 @@ TEXT = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for 
 DEFAULTS = (ROOT / "configs" / "default.toml").read_text(encoding="utf-8")
 
 UNSET = {
+    "engine.prefix_cache_mb",
     "models.draft",
     "models.revision",
     "engine.prefill_chunk",

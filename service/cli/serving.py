@@ -126,7 +126,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     device's memory."""
     from service.engine.device import cache_limit
     from service.engine.footprint import position_bytes, weight_bytes
-    from service.engine.kv.budget import Budget, usable
+    from service.engine.kv.budget import Budget, prefix_bytes, usable
     from service.learning.loading import training_bytes
     from service.models.machine import folder_at_hand
     from service.models.pair import unread_pair
@@ -143,16 +143,16 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     training, needed = settings.training, 0
     if draft is not None and training.enabled:
         needed = training_bytes(target, draft, rows=training.batch_size, length=training.max_length)
+    weights = weight_bytes(*models)
+    left = max(free - weights - cache_limit(), 0)
     memory = {
-        "weights": weight_bytes(*models),
+        "weights": weights,
         "kv_per_token": position_bytes(*models),
-        "prefix": settings.engine.prefix_cache_mb * 2**20,
+        "prefix": prefix_bytes(settings.engine.prefix_cache_mb, left),
         "training": needed,
         "total_free": free,
     }
-    size = usable(
-        max(free - memory["weights"] - cache_limit(), 0), prefix=memory["prefix"], training=memory["training"]
-    )
+    size = usable(left, prefix=memory["prefix"], training=memory["training"])
     if settings.engine.kv_budget_mb:
         size = settings.engine.kv_budget_mb * 2**20
     budget = Budget(size, memory["kv_per_token"])

@@ -29,8 +29,10 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
     from service.core import StoreError
     from service.engine.adapters import load, served
     from service.engine.decoder import Decoder
+    from service.engine.kv.budget import prefix_bytes
     from service.engine.kv.prefix import PrefixCache
     from service.engine.request import Request, TextStream
+    from service.models.memory import device_free_bytes
     from service.models.pair import load_pair
     from service.models.text import TextEncoder
 
@@ -57,7 +59,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
         adaptive=settings.engine.adaptive,
         lookup=settings.engine.num_lookup_tokens,
         # A chat that goes on begins as it did.
-        prefix=PrefixCache(settings.engine.prefix_cache_mb * 2**20),
+        prefix=PrefixCache(prefix_bytes(settings.engine.prefix_cache_mb, device_free_bytes())),
     )
     decoder.profile(1)
 

@@ -21,9 +21,9 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, ModelError
 from service.engine import device
+from service.engine.folding import fold
 from service.models import vocabulary
 from service.models.fingerprint import folder_sha256
-from service.models.folding import fold
 from service.models.heads import cut, shallow_copy
 from service.models.pair import Loaded
 

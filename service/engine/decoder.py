@@ -23,21 +23,19 @@ from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
 from service.engine.drafters.lookup import LENGTHS, Lookup, LookupProposal
-from service.engine.kv.budget import HEADROOM, Budget, pages_of
+from service.engine.kv.budget import HEADROOM, Budget
 from service.engine.kv.prefix import Owner, PrefixCache
 from service.engine.planner import FORCED, Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Pace, Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.request import Request, prefill_ratio
 from service.engine.rounds import Outcome, Plan, RoundReport, Step
 from service.engine.runner import Runner
-from service.engine.strategy import PAGE, current
+from service.engine.strategy import current
 from service.engine.target import Target
 from service.engine.warm_up import warm_up
 
 log = logging.getLogger(__name__)
 
-USUAL_POSITIONS = 1024
-"""Of a request: pages for more are taken when they are needed."""
 LOOKED_UP_SHARE = 1 / 2
 """Share of the requests that must have a match of the longest kind, which is seldom chance: look-ups are found in tokens that
 were read, and a round that is launched after the one before it was read takes all rows half as long again."""
@@ -139,14 +137,11 @@ class Decoder:
         if self.strategy.replay and not self.unfinished:
             warm_up(self, rows)
 
-    def limit_memory(self, budget: Budget, rows: int) -> None:
-        """Keep keys and values within a budget. rows: requests that decode together at most, for which pages are set aside now,
-        so that calls keep their shapes."""
+    def limit_memory(self, budget: Budget) -> None:
+        """Keep keys and values within a budget. In pages all of it is taken now: cached prefixes use it too."""
         self.budget = budget
         for pool in self.batch.pools:
-            # Page 0 is nobody's.
-            pool.most = budget.pages + 1
-            pool.grow(min(pool.most, rows * USUAL_POSITIONS // PAGE))
+            pool.set_size(budget.pages)
 
     @contextmanager
     def unplanned(self) -> Generator[None]:
@@ -200,16 +195,10 @@ class Decoder:
         return gone
 
     def _fits(self, running: Sequence[int], prefilling: Sequence[int], have: int | None = None) -> bool:
-        """Whether rows of such lengths fit into the budget, and into what the device can give of it. have: see Budget.fits."""
+        """Whether rows of such lengths fit into the budget. have: see Budget.fits."""
         assert self.budget is not None
         have = self.batch.cache.slots if have is None else have
-        if not self.budget.fits(running, prefilling, have=have):
-            return False
-        if len(running) + len(prefilling) <= 1:
-            # It takes what it needs, which the budget has been found to do for.
-            return True
-        pages = pages_of((*running, *prefilling))
-        return not self.strategy.paged or all(pool.provides(pages) for pool in self.batch.pools)
+        return self.budget.fits(running, prefilling, have=have)
 
     @property
     def kv_cache_usage(self) -> float:

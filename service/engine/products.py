@@ -4,7 +4,8 @@ MLX on CUDA asks cuBLAS for an algorithm at every product of more than one token
 (mlx/backend/cuda/gemms/cublas_gemm.cpp, `CublasGemm::execute`), which takes the host longer than many a product takes the
 device. The kernel costs the host a third of that, multiplies with several matrices that read the same input at once (queries,
 keys and values; gate and up), and gives a token the same bits whatever else is in the call. Python pays as much again for it
-in every call, so that it is used in calls that are traced (`replay`).
+in every call, so that it is used in calls that are traced (`replay`). Weights of 4 bits it widens as it reads them, once for
+all tokens: MLX takes three to eight times as long for several tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,15 +25,25 @@ from service.engine.kernels import cuda_kernel, shared_memory
 
 THREADS, WARPS = 256, 8
 """Of a block."""
-TILINGS = {1: ((1, 4),), 2: ((2, 2),), 4: ((8, 2), (6, 2), (2, 2)), 6: ((8, 2), (4, 2)), 8: ((6, 2), (2, 2))}
+Tilings: TypeAlias = dict[int, tuple[tuple[int, int], ...]]
 """By how many tiles of 8 tokens a block multiplies: how many tiles of 8 outputs, fetched in how many stages, the fastest first
-(docs/measurements.md). Each is a kernel to be compiled. With more than 64 tokens cuBLAS is faster."""
+(docs/measurements.md). Each is a kernel to be compiled."""
+TILINGS: Tilings = {1: ((1, 4),), 2: ((2, 2),), 4: ((8, 2), (6, 2), (2, 2)), 6: ((8, 2), (4, 2)), 8: ((6, 2), (2, 2))}
+"""Of whole weights. With more than 64 tokens cuBLAS is faster."""
+QUANTISED_TILINGS: Tilings = {1: ((2, 6),), 2: ((4, 4),), 4: ((8, 2), (2, 2)), 6: ((8, 2), (2, 2)), 8: ((8, 2), (2, 2))}
+"""Of weights of 4 bits."""
+BITS, GROUPS = 4, (32, 64, 128)
+"""Of quantised weights: bits of a number, and numbers that share a scale and a bias."""
 MATRICES = 3
 """That the kernel multiplies by in one call, at most."""
 INNER = 64
 """Elements of a row that a warp takes at a time."""
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Names of layers that mlx-lm's models give the same input."""
+
+Weight: TypeAlias = tuple[mx.array, ...]
+"""A matrix (outputs, inner) by itself; or quantised: its numbers of 4 bits (outputs, inner / 8), uint32, and their scales and
+biases (outputs, groups)."""
 
 
 @dataclass(slots=True)
@@ -46,50 +57,64 @@ _call: ContextVar[_Call | None] = ContextVar("call", default=None)
 
 
 @cache
-def tilings() -> dict[int, tuple[int, int]]:
-    """TILINGS of which a block's stages find room on MLX's device."""
+def tilings(*, quantised: bool = False) -> dict[int, tuple[int, int]]:
+    """Tilings of which a block's stages find room on MLX's device."""
     room = shared_memory()
     fitting = {
-        tiles: [(deep, stages) for deep, stages in shapes if stages_bytes(tiles, deep, stages) <= room]
-        for tiles, shapes in TILINGS.items()
+        tiles: [(deep, stages) for deep, stages in shapes if stages_bytes(tiles, deep, stages, quantised) <= room]
+        for tiles, shapes in (QUANTISED_TILINGS if quantised else TILINGS).items()
     }
     return {tiles: shapes[0] for tiles, shapes in fitting.items() if shapes}
 
 
-def most_tokens() -> int:
+def most_tokens(*, quantised: bool = False) -> int:
     """Tokens of a call that the kernel multiplies on MLX's device at most: 64, or 32 where a block has less shared memory."""
-    return 8 * max(tilings())
+    return 8 * max(tilings(quantised=quantised))
 
 
-def stages_bytes(tiles: int, deep: int, stages: int) -> int:
-    """Bytes of shared memory that a block takes."""
-    return WARPS * stages * 8 * (tiles + deep) * INNER * 2
+def stages_bytes(tiles: int, deep: int, stages: int, quantised: bool = False) -> int:
+    """Bytes of shared memory that a block takes. Of a quantised row a stage holds INNER numbers, two scales and two biases."""
+    row = INNER * BITS // 8 + 8 if quantised else 2 * INNER
+    return WARPS * stages * 8 * (tiles * 2 * INNER + deep * row)
 
 
 @cache
-def _kernel(tiles: int) -> Any:
-    inputs, outputs = ["x", *(f"weight{i}" for i in range(MATRICES))], [f"out{i}" for i in range(MATRICES)]
-    return cuda_kernel("few_tokens", inputs, outputs, shared=stages_bytes(tiles, *tilings()[tiles]))
+def _kernel(tiles: int, group: int) -> Any:
+    """group: of quantised weights; 0 for whole ones."""
+    names = ("weight", "scales", "biases") if group else ("weight",)
+    inputs = ["x", *(f"{name}{i}" for name in names for i in range(MATRICES))]
+    shared = stages_bytes(tiles, *tilings(quantised=group > 0)[tiles], quantised=group > 0)
+    outputs = [f"out{i}" for i in range(MATRICES)]
+    return cuda_kernel("few_tokens", inputs, outputs, shared=shared, QUANTISED=int(group > 0), GROUP=group)
 
 
-def fits(x: mx.array, weight: mx.array) -> bool:
-    """Whether the kernel multiplies x (..., inner) by weight (outputs, inner): up to `most_tokens` in half precision."""
-    if x.dtype != weight.dtype or x.dtype not in (mx.bfloat16, mx.float16) or weight.shape[1] % INNER:
+def _group(inner: int, weight: Weight) -> int:
+    """Numbers of a quantised matrix that share a scale; 0 of a whole one."""
+    return inner // weight[1].shape[1] if len(weight) > 1 else 0
+
+
+def fits(x: mx.array, weight: Weight) -> bool:
+    """Whether the kernel multiplies x (..., inner) by a matrix: up to `most_tokens` in half precision."""
+    inner, kind, quantised = x.shape[-1], weight[-1].dtype, len(weight) > 1
+    if x.dtype != kind or kind not in (mx.bfloat16, mx.float16) or inner % INNER:
         return False
-    return prod(x.shape[:-1]) <= most_tokens()
+    if quantised and ((group := _group(inner, weight)) not in GROUPS or inner % (2 * group)):
+        return False
+    return prod(x.shape[:-1]) <= most_tokens(quantised=quantised)
 
 
-def few_tokens(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
-    """x (..., inner) times each of one to three weights (outputs, inner), transposed: (..., outputs) each."""
+def few_tokens(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
+    """x (..., inner) times each of one to three matrices of a kind, transposed: (..., outputs) each."""
     *lead, inner = x.shape
-    tokens, outputs = prod(lead), [weight.shape[0] for weight in weights]
-    tiles = next(n for n in tilings() if 8 * n >= tokens)
-    deep, stages = tilings()[tiles]
+    tokens, outputs, group = prod(lead), [weight[0].shape[0] for weight in weights], _group(inner, weights[0])
+    tiles = next(n for n in tilings(quantised=group > 0) if 8 * n >= tokens)
+    deep, stages = tilings(quantised=group > 0)[tiles]
     template = [("T", x.dtype), ("HALF", x.dtype == mx.float16), ("TILES", tiles), ("DEEP", deep), ("STAGES", stages)]
     # No block computes those that are not there. A kernel for each number of matrices would take as long again to compile.
     absent = MATRICES - len(weights)
-    made = _kernel(tiles)(
-        inputs=[x.reshape(tokens, inner), *weights, *[weights[0]] * absent],
+    parts = zip(*weights, *[weights[0]] * absent, strict=True)
+    made = _kernel(tiles, group)(
+        inputs=[x.reshape(tokens, inner), *(array for part in parts for array in part)],
         template=template,
         grid=(sum(-(-n // (8 * deep)) for n in outputs) * THREADS, 1, 1),
         threadgroup=(THREADS, 1, 1),
@@ -103,7 +128,35 @@ def few_tokens(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
 class _Siblings:
     """Layers that are usually given the same input."""
 
-    layers: tuple[FewTokenLinear, ...]
+    layers: tuple[FewTokenLinear | FewTokenQuantizedLinear, ...]
+
+
+def _weight(layer: nn.Module) -> Weight:
+    if isinstance(layer, nn.QuantizedLinear | nn.QuantizedEmbedding):
+        return layer["weight"], layer["scales"], layer["biases"]
+    return (layer["weight"],)
+
+
+def _alike(one: Weight, other: Weight) -> bool:
+    """Whether the kernel multiplies by both in one call."""
+    return [(a.dtype, a.shape[1]) for a in one] == [(a.dtype, a.shape[1]) for a in other]
+
+
+def _product(layer: FewTokenLinear | FewTokenQuantizedLinear, x: mx.array) -> mx.array | None:
+    """What the kernel makes of a linear layer's input, without its bias; None where it does not multiply these."""
+    call, weight = _call.get(), _weight(layer)
+    if call is None or mx.default_device().type == mx.cpu or not fits(x, weight):
+        return None
+    given, out = call.ready.pop(id(layer), (None, x))
+    if given is x:
+        return out
+    # A layer that was given something else than its sibling multiplies by itself.
+    siblings: _Siblings | None = None if given is not None else getattr(layer, "siblings", None)
+    others = [] if siblings is None else [each for each in siblings.layers if each is not layer]
+    others = [each for each in others if _alike(_weight(each), weight)]
+    out, *more = few_tokens(x, [weight, *map(_weight, others)])
+    call.ready.update({id(each): (x, product) for each, product in zip(others, more, strict=True)})
+    return out
 
 
 class FewTokenLinear(nn.Linear):
@@ -112,22 +165,19 @@ class FewTokenLinear(nn.Linear):
 
     def __call__(self, x: mx.array) -> mx.array:
         """x (..., inner): (..., outputs)."""
-        call, weight = _call.get(), self._weight
-        if call is None or mx.default_device().type == mx.cpu or not fits(x, weight):
+        if (out := _product(self, x)) is None:
             return super().__call__(x)
-        given, out = call.ready.pop(id(self), (None, x))
-        if given is not x:
-            # A layer that was given something else than its sibling multiplies by itself.
-            siblings: _Siblings | None = None if given is not None else getattr(self, "siblings", None)
-            others = [] if siblings is None else [each for each in siblings.layers if each is not self]
-            others = [each for each in others if each._weight.shape[1] == x.shape[-1] and fits(x, each._weight)]
-            out, *more = few_tokens(x, [weight, *(each._weight for each in others)])
-            call.ready.update({id(each): (x, product) for each, product in zip(others, more, strict=True)})
         return out + cast("mx.array", self["bias"]) if "bias" in self else out
 
-    @property
-    def _weight(self) -> mx.array:
-        return cast("mx.array", self["weight"])
+
+class FewTokenQuantizedLinear(nn.QuantizedLinear):
+    """The same with weights of 4 bits. Parameters are nn.QuantizedLinear's."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """x (..., inner): (..., outputs)."""
+        if (out := _product(self, x)) is None:
+            return super().__call__(x)
+        return out + cast("mx.array", self["bias"]) if "bias" in self else out
 
 
 class FewTokenEmbedding(nn.Embedding):
@@ -135,22 +185,41 @@ class FewTokenEmbedding(nn.Embedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """x (..., inner): (..., outputs)."""
-        weight = cast("mx.array", self["weight"])
-        if _call.get() is None or mx.default_device().type == mx.cpu or not fits(x, weight):
-            return super().as_linear(x)
-        return few_tokens(x, [weight])[0]
+        return super().as_linear(x) if (out := _logits(self, x)) is None else out
+
+
+class FewTokenQuantizedEmbedding(nn.QuantizedEmbedding):
+    """The same with weights of 4 bits. Parameters are nn.QuantizedEmbedding's."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """x (..., inner): (..., outputs)."""
+        return super().as_linear(x) if (out := _logits(self, x)) is None else out
+
+
+def _logits(layer: nn.Module, x: mx.array) -> mx.array | None:
+    """What the kernel makes of an output head's input; None where it does not multiply these."""
+    if _call.get() is None or mx.default_device().type == mx.cpu or not fits(x, _weight(layer)):
+        return None
+    return few_tokens(x, [_weight(layer)])[0]
+
+
+_ROUTED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: FewTokenLinear,
+    nn.Embedding: FewTokenEmbedding,
+    nn.QuantizedLinear: FewTokenQuantizedLinear,
+    nn.QuantizedEmbedding: FewTokenQuantizedEmbedding,
+}
 
 
 def route(model: nn.Module) -> None:
     """Make a model's layers ready for `by_kernel`, in place."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = FewTokenLinear
-        elif type(module) is nn.Embedding:
-            module.__class__ = FewTokenEmbedding
+    for module in cast("list[Any]", model.modules()):
+        if (getattr(module, "mode", "affine"), getattr(module, "bits", BITS)) == ("affine", BITS):
+            module.__class__ = _ROUTED.get(type(module), type(module))
     for module in model.modules():
         for names in SIBLINGS:
-            layers = tuple(each for name in names if isinstance(each := module.get(name), FewTokenLinear))
+            found = [module.get(name) for name in names]
+            layers = tuple(each for each in found if isinstance(each, FewTokenLinear | FewTokenQuantizedLinear))
             if len(layers) > 1:
                 for layer in layers:
                     layer.siblings = _Siblings(layers)

@@ -25,6 +25,7 @@ import numpy as np
 from service.core import BadRequest, Generation, Score, Verdict
 from service.engine import profile
 from service.engine.costs import USUALLY_HELD, Load
+from service.engine.folding import as_served
 from service.evaluation.courses import adapted, answered, one_run
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import DRAFTED, Step
@@ -35,7 +36,6 @@ from service.learning.job import CACHE_BYTES
 from service.learning.scoring import score
 from service.lifecycle import gate
 from service.models import vocabulary
-from service.models.folding import as_served
 from service.models.pair import Pair, load_pair
 from service.settings import Settings
 from service.store.generations import HELD_OUT, split_of

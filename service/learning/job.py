@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.core import BARE_DRAFT, Progress, RedraftError, Score, TrainingFailed
+from service.engine.folding import as_served
 from service.engine.profile import step_ratios
 from service.learning import budget, lora
 from service.learning.buffer import GeneralSet, lesson
@@ -33,7 +34,6 @@ from service.learning.scoring import held_out, score
 from service.learning.spec import CasesJob, ScoreJob, TrainJob, parse
 from service.learning.trainer import TrainReport
 from service.models import vocabulary
-from service.models.folding import as_served
 from service.models.pair import Loaded
 from service.store.database import Database
 from service.store.files import publish

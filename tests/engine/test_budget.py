@@ -47,7 +47,7 @@ class BudgetHarness(EngineHarness):
         engine = super().build()
         position = position_bytes(tiny_llama(0), noisy_copy(tiny_llama(0), 1, 0.3) if engine.base else None)
         budget = Budget(self.positions * position * (1 if current().paged else GROWING), position)
-        engine.decoder.limit_memory(budget, self.max_rows)
+        engine.decoder.limit_memory(budget)
         if current().paged:
             for pool in engine.decoder.batch.pools:
                 self.others += pool.take(pool.pages - 1 - budget.pages)
@@ -277,7 +277,7 @@ def test_a_request_by_itself_has_room_as_long_as_any_may_become(way: Strategy) -
     model = tiny_llama(0)
     with using(way):
         made, position = decoder.Decoder(model, None, vocabulary=97, k=0), position_bytes(model, None)
-        made.limit_memory(Budget(100 * PAGE * position, position), 4)
+        made.limit_memory(Budget(100 * PAGE * position, position))
         assert made.budget is not None
         longest = made.budget.longest()
         assert longest > STEP and made.has_room([longest]) and made.has_room([longest - STEP // 2])

@@ -108,15 +108,16 @@ def test_a_pool_that_doubles_under_way_keeps_every_text(target: Model, draft: nn
     assert any(read) and any(behind)
 
 
-def test_a_pool_grows_by_a_quarter_of_the_most_and_then_by_what_is_needed() -> None:
+def test_a_pool_doubles_until_it_is_given_a_size() -> None:
     pool = Pool(8)
-    pool.most = 20
     held = pool.take(7)
     held += pool.take(2)
-    assert pool.pages == 13
-    held += pool.take(8)
-    assert pool.pages == 18
-    held += pool.take(5)
+    assert pool.pages == 16
+    pool.set_size(19)
+    assert pool.pages == 20
+    held += pool.take(10)
+    assert pool.pages == 20
+    held += pool.take(3)
     assert pool.pages == 23 and not pool.free
     assert sorted(page.number for page in held) == list(range(1, 23))
     held.clear()
@@ -146,11 +147,11 @@ def test_a_pool_does_not_grow_beyond_the_devices_memory(target: Model, monkeypat
 
 
 def test_a_full_pool_takes_the_prefix_caches_oldest_pages_before_it_grows(target: Model, draft: nn.Module) -> None:
-    """But for what its budget leaves: up to there it grows."""
+    """Of a decoder with a budget, which has all its pages from the start."""
     prefix, position = PrefixCache(2**26), position_bytes(target, draft)
     decoder = Decoder(target, bare(draft), vocabulary=V, k=K, prefix=prefix)
-    decoder.limit_memory(Budget(100 * PAGE * position, position), 1)
-    assert [pool.pages for pool in decoder.batch.pools] == [FIRST_PAGES] * 2
+    decoder.limit_memory(Budget(100 * PAGE * position, position))
+    assert [pool.pages for pool in decoder.batch.pools] == [101, 101]
     texts = [tokens(i, 10 * PAGE) for i in range(14)]
     for number, text in enumerate(texts):
         row = request(text, 4)
@@ -411,7 +412,7 @@ def test_everything_at_once_in_small_pools(target: Model, draft: nn.Module) -> N
     """Cached prefixes, cancellations and swaps, where pools are full all the time."""
     prefix, position, rng = PrefixCache(2**24), position_bytes(target, draft), random.Random(3)
     decoder = Decoder(target, bare(draft), vocabulary=V, k=K, prefix=prefix)
-    decoder.limit_memory(Budget(70 * PAGE * position, position), 4)
+    decoder.limit_memory(Budget(70 * PAGE * position, position))
     texts, reused = [tokens(i, 150) for i in range(3)], 0
 
     def between(decoder: Decoder) -> None:

@@ -43,7 +43,7 @@ def exact(x: mx.array, weight: mx.array) -> NDArray[np.float64]:
 )
 def test_by_the_kernel(tokens: int, outputs: list[int], inner: int, kind: mx.Dtype) -> None:
     x, *weights = arrays((1, tokens, inner), *((n, inner) for n in outputs), kind=kind)
-    for found, weight in zip(products.few_tokens(x, weights), weights, strict=True):
+    for found, weight in zip(products.few_tokens(x, [(weight,) for weight in weights]), weights, strict=True):
         wanted = exact(x, weight)
         assert found.shape == wanted.shape
         error = np.linalg.norm(np.array(found.astype(mx.float32)) - wanted) / np.linalg.norm(wanted)
@@ -51,12 +51,41 @@ def test_by_the_kernel(tokens: int, outputs: list[int], inner: int, kind: mx.Dty
 
 
 @NEEDS_CUDA
+@pytest.mark.parametrize("kind", [mx.float16, mx.bfloat16], ids=str)
+@pytest.mark.parametrize("group", products.GROUPS)
+@pytest.mark.parametrize(
+    ("tokens", "outputs", "inner"),
+    [
+        (1, [24], 256),
+        (7, [576, 192, 192], 1536),
+        (16, [100, 1], 4608),
+        (31, [48], 12288),
+        (40, [130], 512),
+        (64, [80, 48], 768),
+    ],
+)
+def test_weights_of_four_bits_by_the_kernel(
+    tokens: int, outputs: list[int], inner: int, group: int, kind: mx.Dtype
+) -> None:
+    x, *whole = arrays((1, tokens, inner), *((n, inner) for n in outputs), kind=kind)
+    weights = [mx.quantize(each, group_size=group, bits=4) for each in whole]
+    assert all(products.fits(x, weight) for weight in weights)
+    for found, weight in zip(products.few_tokens(x, weights), weights, strict=True):
+        wanted = exact(x, mx.dequantize(*weight, group_size=group, bits=4))
+        assert found.shape == wanted.shape
+        error = np.linalg.norm(np.array(found.astype(mx.float32)) - wanted) / np.linalg.norm(wanted)
+        assert error < {mx.float16: 1e-3, mx.bfloat16: 8e-3}[kind]
+
+
+@NEEDS_CUDA
 def test_a_tokens_product_has_the_same_bits_whatever_it_is_computed_with() -> None:
-    x, one, other = arrays((64, 1536), (96, 1536), (64, 1536), kind=mx.bfloat16)
-    whole = products.few_tokens(x, [one])[0]
-    for tokens in (1, 2, 7, 16, 33, 60):
-        for found in (products.few_tokens(x[:tokens], [one])[0], products.few_tokens(x[:tokens], [other, one])[1]):
-            assert mx.array_equal(found, whole[:tokens]).item()
+    x, *whole = arrays((64, 1536), (96, 1536), (64, 1536), kind=mx.bfloat16)
+    quantised = [mx.quantize(each, group_size=64, bits=4) for each in whole]
+    for one, other in ([(each,) for each in whole], quantised):
+        together = products.few_tokens(x, [one])[0]
+        for tokens in (1, 2, 7, 16, 33, 60):
+            for found in (products.few_tokens(x[:tokens], [one])[0], products.few_tokens(x[:tokens], [other, one])[1]):
+                assert mx.array_equal(found, together[:tokens]).item()
 
 
 def architecture(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
@@ -79,10 +108,12 @@ def test_a_block_takes_no_more_shared_memory_than_there_is(
     architecture(monkeypatch, name)
     for tiles, (deep, stages) in products.tilings().items():
         assert products.stages_bytes(tiles, deep, stages) <= shared_memory() < 2 * products.stages_bytes(8, 6, 2)
+    for tiles, (deep, stages) in products.tilings(quantised=True).items():
+        assert products.stages_bytes(tiles, deep, stages, quantised=True) <= shared_memory()
     weight = mx.zeros((16, 64), dtype=mx.bfloat16)
     assert products.most_tokens() == most
-    assert products.fits(mx.zeros((most, 64), dtype=mx.bfloat16), weight)
-    assert not products.fits(mx.zeros((most + 1, 64), dtype=mx.bfloat16), weight)
+    assert products.fits(mx.zeros((most, 64), dtype=mx.bfloat16), (weight,))
+    assert not products.fits(mx.zeros((most + 1, 64), dtype=mx.bfloat16), (weight,))
 
 
 @pytest.mark.parametrize(
@@ -100,7 +131,25 @@ def test_a_block_takes_no_more_shared_memory_than_there_is(
 )
 @pytest.mark.usefixtures("h200")
 def test_what_fits(x: tuple[int, ...], weight: tuple[int, int], kind: mx.Dtype, fits: bool) -> None:
-    assert products.fits(mx.zeros(x, dtype=kind), mx.zeros(weight, dtype=kind)) == fits
+    assert products.fits(mx.zeros(x, dtype=kind), (mx.zeros(weight, dtype=kind),)) == fits
+
+
+@pytest.mark.parametrize(
+    ("tokens", "inner", "group", "kind", "fits"),
+    [
+        (4, 256, 64, mx.bfloat16, True),
+        (4, 256, 128, mx.float16, True),
+        (4, 64, 32, mx.bfloat16, True),
+        (4, 192, 64, mx.bfloat16, False),
+        (4, 128, 128, mx.bfloat16, False),
+        (65, 256, 64, mx.bfloat16, False),
+        (4, 256, 64, mx.float32, False),
+    ],
+)
+@pytest.mark.usefixtures("h200")
+def test_what_fits_of_weights_of_four_bits(tokens: int, inner: int, group: int, kind: mx.Dtype, fits: bool) -> None:
+    weight = mx.quantize(mx.zeros((16, inner), dtype=kind), group_size=group, bits=4)
+    assert products.fits(mx.zeros((tokens, inner), dtype=kind), weight) == fits
 
 
 @pytest.fixture
@@ -108,9 +157,10 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Where the kernel is not: how many matrices each of its calls multiplies with."""
     counts: list[int] = []
 
-    def few_tokens(x: mx.array, weights: Sequence[mx.array]) -> list[mx.array]:
+    def few_tokens(x: mx.array, weights: Sequence[products.Weight]) -> list[mx.array]:
         counts.append(len(weights))
-        return [x @ weight.T for weight in weights]
+        whole = [weight[0] if len(weight) == 1 else mx.dequantize(*weight, group_size=32, bits=4) for weight in weights]
+        return [x @ weight.T for weight in whole]
 
     monkeypatch.setattr(products, "few_tokens", few_tokens)
     monkeypatch.setattr(products, "fits", lambda x, weight: True)
@@ -118,8 +168,11 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return counts
 
 
-def test_siblings_are_multiplied_together(noted: list[int]) -> None:
+@pytest.mark.parametrize("bits", [None, 4], ids=["whole", "quantised"])
+def test_siblings_are_multiplied_together(bits: int | None, noted: list[int]) -> None:
     model, tokens = tiny_llama(0), mx.array([[5, 6, 7]])
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits)
     before, layers = model(tokens), len(model.layers)
     products.route(model)
     with products.by_kernel():
@@ -137,6 +190,27 @@ def test_a_sibling_with_another_input_is_multiplied_by_itself(noted: list[int]) 
         assert mx.allclose(attention.k_proj(other), other @ attention.k_proj.weight.T, atol=1e-5).item()
         assert mx.allclose(attention.v_proj(x), x @ attention.v_proj.weight.T, atol=1e-5).item()
     assert noted == [3, 1]
+
+
+def test_weights_of_other_numbers_of_bits_are_left_to_mlx(noted: list[int]) -> None:
+    model, tokens = tiny_llama(0), mx.array([[5, 6, 7]])
+    nn.quantize(model, group_size=32, bits=8)
+    before = model(tokens)
+    products.route(model)
+    with products.by_kernel():
+        assert mx.array_equal(model(tokens), before).item()
+    assert not noted
+
+
+def test_a_layer_that_is_quantised_otherwise_than_its_sibling_is_multiplied_by_itself(noted: list[int]) -> None:
+    attention: Any = tiny_llama(0, hidden=64).layers[0].self_attn
+    attention.q_proj = attention.q_proj.to_quantized(group_size=32, bits=4)
+    products.route(attention)
+    x = mx.random.normal((1, 3, 64))
+    with products.by_kernel():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            attention[name](x)
+    assert noted == [1, 2]
 
 
 def test_a_routed_model_computes_what_it_did_and_can_be_adapted() -> None:

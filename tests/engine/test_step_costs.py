@@ -11,11 +11,11 @@ from service.core import Score
 from service.engine.adapters import Draft
 from service.engine.costs import Costs
 from service.engine.decoder import Decoder
+from service.engine.folding import as_served
 from service.engine.planner import Planner
 from service.engine.profile import step_ratios
 from service.learning import lora
 from service.lifecycle import gate
-from service.models.folding import as_served
 from service.settings import GateSettings
 from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import layers_of, leaves

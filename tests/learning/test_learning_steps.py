@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.models.llama import Model
 
 from service.core import Sampling
+from service.engine.folding import as_served
 from service.evaluation.wholeloss import WholeDivergence
 from service.learning import budget, lora
 from service.learning.dataset import Batch, build, collate
@@ -18,7 +19,6 @@ from service.learning.scoring import score
 from service.learning.steps import LEARNT_STEPS, window_states
 from service.learning.trainer import Optimiser, train
 from service.models.eagle import Model as Head
-from service.models.folding import as_served
 from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.logged_texts import VOCABULARY, random_texts, served, with_targets
 from tests.support.oracle import noisy_copy, tiny_llama

@@ -97,9 +97,16 @@ def test_a_damaged_file_is_computed_again(tmp_path: Path, loader: Loader, damage
     files = sorted(cache.folder.iterdir())
     assert len(files) == 3
     files[1].write_bytes(damage(files[1].read_bytes()))
-    assert with_targets(texts, cache=cache, load_target=loader) == first
+    again = with_targets(texts, cache=cache, load_target=loader)
     assert loader.loads == 2
-    assert with_targets(texts, cache=cache, load_target=loader) == first
+    changed = [(one.targets, other.targets) for one, other in zip(first, again, strict=True) if one != other]
+    assert len(changed) <= 1, "those whose files are whole are read"
+    # By itself a text is computed in a call of another shape.
+    for one, other in changed:
+        assert one is not None and other is not None and one.ids == other.ids
+        mine, theirs = (np.frombuffer(each.logprobs, dtype="<f2").astype(np.float32) for each in (one, other))
+        assert np.abs(mine - theirs).max() < 0.02
+    assert with_targets(texts, cache=cache, load_target=loader) == again
     assert loader.loads == 2
 
 

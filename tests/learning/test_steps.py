@@ -9,6 +9,7 @@ import pytest
 from mlx_lm.models.cache import KVCache
 
 from service.core import Generation, Round, Sampling
+from service.engine.folding import as_served
 from service.engine.sampling import gumbel, noise_key
 from service.learning.forced import response_logits
 from service.learning.offpolicy import acceptance, overlap
@@ -16,7 +17,6 @@ from service.learning.rounds import logged
 from service.learning.scoring import score
 from service.learning.steps import UNROLLED, depths
 from service.models.eagle import Model as Head
-from service.models.folding import as_served
 from tests.support.eagle_models import plain_llama, proposal, tiny_head
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.oracle import filtered_logprobs, noisy_copy, tiny_llama

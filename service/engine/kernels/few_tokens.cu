@@ -1,16 +1,32 @@
 // Up to 8 TILES tokens times 8 DEEP rows of one of three weight matrices, a block. 8 warps share the inner dimension, 64 elements
 // of it at a time, and fetch them STAGES ahead into shared memory of their own: each weight is read once. How terms are added
 // depends on the inner dimension alone: a token's product has the same bits whatever it is computed with.
-// Constants: T (bfloat16 or float16), HALF (it is float16), TILES, DEEP, STAGES.
-constexpr int WARPS = 8, ROWS = 8 * DEEP, STAGE = (ROWS + 8 * TILES) * 8, PAIRS = (TILES + 1) / 2;
+// Constants: T (bfloat16 or float16), HALF (it is float16), TILES, DEEP, STAGES; QUANTISED (weights are numbers of 4 bits, GROUP of
+// which share a scale and a bias).
+constexpr int WARPS = 8, ROWS = 8 * DEEP, PAIRS = (TILES + 1) / 2;
+#if QUANTISED
+// Of a row: 8 words of numbers, the two scales and the two biases among which the chunk's are.
+constexpr int WEIGHTS = ROWS * 5 / 2;
+typedef uint32_t Weight;
+#else
+constexpr int WEIGHTS = ROWS * 8;
+typedef T Weight;
+#endif
+constexpr int STAGE = WEIGHTS + 8 * TILES * 8;
 const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
 const int tokens = x_shape[0], inner = x_shape[1], chunks = inner / 64, pitch = inner / 8;
 
 // Blocks of the first matrix, then of the others, as far as the grid goes.
-const T* weight = weight0;
+const Weight* weight = weight0;
 T* out = out0;
 int outputs = weight0_shape[0], block = blockIdx.x;
-const T* other_weights[] = {weight1, weight2};
+const Weight* other_weights[] = {weight1, weight2};
+#if QUANTISED
+const T* scales = scales0;
+const T* biases = biases0;
+const T* other_scales[] = {scales1, scales2};
+const T* other_biases[] = {biases1, biases2};
+#endif
 T* other_outs[] = {out1, out2};
 const int others[] = {weight1_shape[0], weight2_shape[0]};
 #pragma unroll
@@ -19,6 +35,10 @@ for (int i = 0; i < 2; i++) {
   if (block < blocks) { break; }
   block -= blocks;
   weight = other_weights[i];
+#if QUANTISED
+  scales = other_scales[i];
+  biases = other_biases[i];
+#endif
   out = other_outs[i];
   outputs = others[i];
 }
@@ -29,19 +49,44 @@ extern __shared__ uint4 memory[];
 uint4* ring = memory + warp * STAGES * STAGE;
 const int line = lane >> 3, part = lane & 7, to = line * 8 + (part ^ ((line & 1) << 2));
 const int valid = min(ROWS, outputs - block * ROWS);
+#if QUANTISED
+const int groups = inner / GROUP;
+const uint4* weights = reinterpret_cast<const uint4*>(weight + ((int64_t)block * ROWS + lane / 2) * (inner / 8)) + lane % 2;
+const T* row_scales = scales + (int64_t)block * ROWS * groups;
+const T* row_biases = biases + (int64_t)block * ROWS * groups;
+#else
 const uint4* weights = reinterpret_cast<const uint4*>(weight + ((int64_t)block * ROWS + line) * inner) + part;
+#endif
 const uint4* inputs = reinterpret_cast<const uint4*>(x + (int64_t)line * inner) + part;
 auto fetch = [&](int chunk, int stage) {
   // Of rows that there are none of, whatever is in memory is multiplied, for outputs that nobody gets.
   if (chunk < chunks) {
+#if QUANTISED
+    uint4* numbers = ring + stage * STAGE + lane;
+    #pragma unroll
+    for (int row = 0; row < ROWS; row += 16) {
+      if (row + lane / 2 < valid) { copy_async<true>(numbers + row * 2, weights + (int64_t)row * (inner / 32) + 2 * chunk); }
+    }
+    uint32_t* pairs = reinterpret_cast<uint32_t*>(ring + stage * STAGE + ROWS * 2);
+    const int group = chunk * 64 / GROUP & ~1;
+    #pragma unroll
+    for (int row = 0; row < ROWS; row += 32) {
+      if (row + lane < valid && row + lane < ROWS) {
+        copy_async(pairs + 2 * (row + lane), row_scales + (int64_t)(row + lane) * groups + group);
+        copy_async(pairs + 2 * (row + lane) + 1, row_biases + (int64_t)(row + lane) * groups + group);
+      }
+    }
+#else
     uint4* rows = ring + stage * STAGE + to;
     #pragma unroll
     for (int row = 0; row < ROWS; row += 4) {
       if (row + line < valid) { copy_async<true>(rows + row * 8, weights + (int64_t)row * pitch + 8 * chunk); }
     }
+#endif
+    uint4* tokens_of = ring + stage * STAGE + WEIGHTS + to;
     #pragma unroll
     for (int row = 0; row < 8 * TILES; row += 4) {
-      if (row + line < tokens) { copy_async<false>(rows + (ROWS + row) * 8, inputs + (int64_t)row * pitch + 8 * chunk); }
+      if (row + line < tokens) { copy_async<false>(tokens_of + row * 8, inputs + (int64_t)row * pitch + 8 * chunk); }
     }
   }
   copy_async_commit();
@@ -58,23 +103,43 @@ for (int chunk = warp; chunk < chunks; chunk += WARPS) {
   copy_async_wait<STAGES - 2>();
   __syncwarp();
   fetch(chunk + (STAGES - 1) * WARPS, stage == 0 ? STAGES - 1 : stage - 1);
-  const uint4* at = ring + stage * STAGE + g * 8;
+  const uint4* at = ring + stage * STAGE + WEIGHTS + g * 8;
+#if QUANTISED
+  const uint32_t* numbers = reinterpret_cast<const uint32_t*>(ring + stage * STAGE) + g * 8;
+  const uint2* pairs = reinterpret_cast<const uint2*>(ring + stage * STAGE + ROWS * 2) + g;
+#else
+  const uint4* rows = ring + stage * STAGE + g * 8;
+#endif
   stage = stage + 1 == STAGES ? 0 : stage + 1;
   #pragma unroll
   for (int p = 0; p < 2; p++) {
     // Which element stands where in a fragment is free as long as weights and tokens agree.
     const int offset = (q + 4 * p) ^ swap;
-    uint4 w[DEEP];
+    uint32_t w[DEEP][4];
     #pragma unroll
-    for (int d = 0; d < DEEP; d++) { w[d] = at[64 * d + offset]; }
+    for (int d = 0; d < DEEP; d++) {
+#if QUANTISED
+      const uint2 pair = pairs[8 * d];
+      const uint32_t which = (chunk * 64 + 32 * p) / GROUP & 1 ? 0x3232 : 0x1010;
+      widen<HALF>(w[d], numbers[64 * d + q + 4 * p], __byte_perm(pair.x, 0, which), __byte_perm(pair.y, 0, which));
+#else
+      *reinterpret_cast<uint4*>(w[d]) = rows[64 * d + offset];
+#endif
+    }
     #pragma unroll
     for (int j = 0; j < PAIRS; j++) {
-      const uint4 a = at[64 * (DEEP + 2 * j) + offset];
-      const uint4 b = 2 * j + 1 < TILES ? at[64 * (DEEP + 2 * j + 1) + offset] : make_uint4(0, 0, 0, 0);
+      uint4 a = at[64 * 2 * j + offset];
+      uint4 b = 2 * j + 1 < TILES ? at[64 * (2 * j + 1) + offset] : make_uint4(0, 0, 0, 0);
+#if QUANTISED
+      a = make_uint4(__byte_perm(a.x, a.z, 0x5410), __byte_perm(a.x, a.z, 0x7632), __byte_perm(a.y, a.w, 0x5410),
+                     __byte_perm(a.y, a.w, 0x7632));
+      b = make_uint4(__byte_perm(b.x, b.z, 0x5410), __byte_perm(b.x, b.z, 0x7632), __byte_perm(b.y, b.w, 0x5410),
+                     __byte_perm(b.y, b.w, 0x7632));
+#endif
       #pragma unroll
       for (int d = 0; d < DEEP; d++) {
-        multiply<HALF>(acc[d][j], a.x, b.x, a.y, b.y, w[d].x, w[d].y);
-        multiply<HALF>(acc[d][j], a.z, b.z, a.w, b.w, w[d].z, w[d].w);
+        multiply<HALF>(acc[d][j], a.x, b.x, a.y, b.y, w[d][0], w[d][1]);
+        multiply<HALF>(acc[d][j], a.z, b.z, a.w, b.w, w[d][2], w[d][3]);
       }
     }
   }

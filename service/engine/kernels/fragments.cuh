@@ -47,6 +47,30 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return both;
 }
 
+template <bool HALF>
+__device__ __forceinline__ uint32_t multiply_add(uint32_t a, uint32_t b, uint32_t c) {
+  // Of two elements each.
+  uint32_t both;
+  if constexpr (HALF) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
+  } else {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(both) : "r"(a), "r"(b), "r"(c));
+  }
+  return both;
+}
+
+template <bool HALF>
+__device__ __forceinline__ void widen(uint32_t (&to)[4], uint32_t word, uint32_t scale, uint32_t bias) {
+  // Eight numbers of 4 bits: elements 0 and 4, 1 and 5, 2 and 6, 3 and 7. As the lowest bits of a number whose last place is 1
+  // (128 or 1024) they are added to it, and it is taken away again, exactly.
+  constexpr uint32_t ONES = HALF ? 0x3C003C00 : 0x3F803F80, ADDED = HALF ? 0x64006400 : 0x43004300;
+  #pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32_t number = multiply_add<HALF>(word >> 4 * i & 0x000F000F | ADDED, ONES, ADDED | 0x80008000);
+    to[i] = multiply_add<HALF>(number, scale, bias);
+  }
+}
+
 template <bool ONCE>
 __device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
   // To shared memory. ONCE: nobody else reads it, but the rest of its 256 bytes is wanted.
@@ -56,6 +80,11 @@ __device__ __forceinline__ void copy_async(uint4* to, const uint4* from) {
   } else {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(address), "l"(from) : "memory");
   }
+}
+
+__device__ __forceinline__ void copy_async(uint32_t* to, const void* from) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" :: "r"(address), "l"(from) : "memory");
 }
 
 __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

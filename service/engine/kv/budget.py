@@ -12,10 +12,20 @@ HEADROOM = STEP
 """Positions that must be free behind the longest row for a request to be admitted: a first share of its answer."""
 USABLE = 0.9
 """Of the memory that is free once models are loaded keys and values may take this share; the rest is for what calls compute."""
+PREFIX_SHARE = 1 / 8
+"""Of free memory the prefix cache may take this share, where nothing else is asked for."""
 GROWING = 2
 """Times the size of a batch that its keys and values take in rectangles: while they grow, the old ones are there too."""
 LONGEST = 2**30
 """Positions of a row that has no end: of a model whose layers are all recurrent."""
+
+
+def prefix_bytes(asked_mb: int | None, free: int) -> int:
+    """Bytes for the prefix cache, where so many are free once the weights are loaded. asked_mb: `engine.prefix_cache_mb`. In
+    pages it may have all that rows do not take: it gives way to them."""
+    if asked_mb is not None:
+        return asked_mb * 2**20
+    return free if current().paged else int(PREFIX_SHARE * free)
 
 
 def usable(free: int, *, prefix: int, training: int) -> int:

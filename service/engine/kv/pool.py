@@ -80,16 +80,16 @@ class Page:
 class Pool:
     """Pages for keys and values of one model, in all its layers. Page 0 is nobody's: what padding rows write goes there.
 
-    Where its pages do not suffice it grows, up to `most`, and the arrays have another shape; then cached prefixes give up
-    theirs.
+    Where its pages do not suffice it doubles, and the arrays have another shape, unless it was given a size; then cached
+    prefixes give up theirs.
     """
 
     def __init__(self, pages: int = FIRST_PAGES) -> None:
         self.pages = pages
         self.layers: list[Arrays] = []
         self.free = list(range(pages - 1, 0, -1))
-        self.most: int | None = None
-        """Pages up to which it grows while there are cached prefixes; None: without end."""
+        self.sized = False
+        """Its size was asked for, or is all that memory does for: cached prefixes give up their pages before it grows."""
         self.reclaim: Callable[[], bool] | None = None
         """Takes a page out of the prefix cache, which is free then if no row holds it; False where there is none."""
         self.unlaunched: list[mx.array] = []
@@ -103,32 +103,23 @@ class Pool:
         """Bytes of a page, in all layers that were written."""
         return sum(array.nbytes // self.pages for arrays in self.layers for array in arrays if array is not None)
 
+    def set_size(self, pages: int) -> None:
+        """Have so many pages for rows and cached prefixes, all of them from now on: calls keep their shapes."""
+        self.grow(pages + 1)
+        self.sized = True
+
     def take(self, count: int) -> list[Page]:
         """Pages that nobody holds. Raises MemoryError where memory does not do for them."""
-        if (missing := count - len(self.free)) > 0:
-            self._grow_towards(self.pages + missing)
+        if (missing := count - len(self.free)) > 0 and not self.sized:
+            self.grow(self.pages + max(self.pages, missing))
         while len(self.free) < count and self.reclaim is not None and self.reclaim():
             pass
         if (missing := count - len(self.free)) > 0 and not self.grow(self.pages + missing):
             raise MemoryError("memory does not do for more keys and values")
         return [Page(self, self.free.pop()) for _ in range(count)]
 
-    def provides(self, pages: int) -> bool:
-        """Whether rows may hold so many pages in all, if cached prefixes give up theirs. Grows for them."""
-        self._grow_towards(pages + 1)
-        return pages < self.pages
-
-    def _grow_towards(self, least: int) -> None:
-        """Have so many pages, and some more; `most` at most."""
-        if least <= self.pages:
-            return
-        most = 2 * least if self.most is None else self.most
-        # Each size is traced anew; the last doubling would be half of the device's memory.
-        step = self.pages if self.most is None else min(self.pages, self.most // 4)
-        self.grow(min(max(least, self.pages + step), most))
-
     def grow(self, pages: int) -> bool:
-        """Have so many pages, if they are more. False where memory does not do for them; it then grows no more by itself."""
+        """Have so many pages, if they are more. False where memory does not do for them."""
         more = pages - self.pages
         if more <= 0:
             return True
@@ -139,7 +130,7 @@ class Pool:
             needed = more * self.page_bytes + 2 * largest * pages // self.pages
             if needed > device.free_bytes():
                 log.warning("memory does not do for more than %d pages for keys and values", self.pages)
-                self.most = self.pages
+                self.sized = True
                 return False
             log.info("%d pages for keys and values", pages)
         self.free[:0] = range(pages - 1, self.pages - 1, -1)

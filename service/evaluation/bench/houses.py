@@ -6,12 +6,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import mlx.core as mx
+
 from service.core import python_command
+from service.engine import device
+from service.engine.kv.budget import USABLE
 from service.evaluation.bench.adapting import Adapter
 from service.evaluation.server import LocalServer, ServerProcess
 from service.evaluation.traffic import Ask, ask, ask_chat
 from service.learning.export import export_fused
 from service.models import vocabulary
+from service.models.memory import device_free_bytes
+from service.models.weights import bytes_in_memory
 from service.settings import Settings
 
 _MLX_LM = """
@@ -35,7 +41,7 @@ class House:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """What servers are made of. draft, adapted: folders. theirs: the draft that mlx_lm.server gets. folder: for their state.
-    rows: clients at a time, at most."""
+    rows: clients at a time, at most. servers: that are up at a time on this device, which share its memory."""
 
     settings: Settings
     target: Path
@@ -44,6 +50,7 @@ class Plan:
     theirs: Path | None
     folder: Path
     rows: int
+    servers: int = 1
 
     def ours(self, name: str, draft: Path | None) -> House:
         """As these settings serve, log included, but without training. draft None: the target alone, without look-ups too."""
@@ -51,6 +58,8 @@ class Plan:
         engine["max_rows"] = max(self.settings.engine.max_rows, self.rows)
         if draft is None:
             engine["num_lookup_tokens"] = 0
+        if self.servers > 1 and not self.settings.engine.kv_budget_mb:
+            engine["kv_budget_mb"] = self._share(draft) >> 20
         tree: dict[str, dict[str, object]] = {
             "models": {"target": str(self.target), "draft": str(draft) if draft else "none"},
             "engine": engine,
@@ -58,6 +67,12 @@ class Plan:
             "training": {"enabled": False},
         }
         return House(LocalServer(self.folder / name, tree, self.settings.home), ask)
+
+    def _share(self, draft: Path | None) -> int:
+        """Bytes of keys and values for each of the servers: by itself the first would take what there is."""
+        folders = [self.target] if draft is None else [self.target, draft]
+        weights = sum(bytes_in_memory(folder, widen=mx.default_device().type == mx.cpu) for folder in folders)
+        return int(USABLE * max(device_free_bytes() // self.servers - weights - device.cache_limit(), 0))
 
     def mlx_lm(self, name: str, draft: Path | None) -> House:
         """As it comes, with as many rows as there are clients. With a draft it drafts 3 tokens, one request at a time."""

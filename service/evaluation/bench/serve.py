@@ -93,7 +93,8 @@ def run_serve(
         adapted = fused(adapter, draft, folder / "fused") if adapter and draft else None
         if theirs is None and draft is not None and mlx_lm_runs(draft):
             theirs = draft
-        houses = _make(Plan(settings, target, draft, adapted, theirs, folder, max(load.clients)), arms)
+        servers = len(choose(arms, list(HOUSES)))
+        houses = _make(Plan(settings, target, draft, adapted, theirs, folder, max(load.clients), servers), arms)
         for number, (name, house) in enumerate(houses.items()):
             on_step("starting the servers", number, len(houses))
             running.callback(house.server.stop)

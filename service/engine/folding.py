@@ -1,4 +1,4 @@
-"""Folds (fuses) a LoRA adapter into the base weights, for serving and for the gate."""
+"""Puts a LoRA adapter into a draft's weights, for serving and for the gate."""
 
 from __future__ import annotations
 
@@ -6,23 +6,30 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
 
+from service.engine import device
+from service.engine.strategy import current
 from service.models.heads import cut, shallow_copy
 
 
 def fold(model: nn.Module) -> Iterator[None]:
     """Replace every LoRA layer by its fused linear layer, in place; yields after each layer.
 
-    A quantised weight becomes a dense one in its scales' dtype (why: docs/decisions.md, "An adapter is folded in").
+    A quantised weight becomes a dense one in its scales' dtype, or stays as it is with the adapter beside it in that dtype, as
+    the device is faster (`Strategy.folds_quantised`; docs/decisions.md, "An adapter is folded in").
     """
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
-            folded = module.fuse(dequantize=True)
-            mx.eval(folded.parameters())
-            _replace(model, name, folded)
+            if isinstance(module.linear, nn.QuantizedLinear) and not current().folds_quantised:
+                kind = module.linear.scales.dtype
+                module.lora_a, module.lora_b = module.lora_a.astype(kind), module.lora_b.astype(kind)
+                device.wait(module.lora_a, module.lora_b)
+            else:
+                folded = module.fuse(dequantize=True)
+                device.wait(folded.parameters())
+                _replace(model, name, folded)
             yield None
 
 
