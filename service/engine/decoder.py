@@ -17,15 +17,14 @@ from dataclasses import replace
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.core import Source
 from service.engine import profile
 from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
-from service.engine.drafters.lookup import LENGTHS, Lookup, LookupProposal
+from service.engine.drafters.lookup import Lookup, LookupProposal
 from service.engine.kv.budget import HEADROOM, Budget
 from service.engine.kv.prefix import Owner, PrefixCache
-from service.engine.planner import FORCED, Choice, DraftSteps, Match, Planner
+from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Pace, Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.request import Request, prefill_ratio
 from service.engine.rounds import Outcome, Plan, RoundReport, Step
@@ -35,10 +34,6 @@ from service.engine.target import Target
 from service.engine.warm_up import warm_up
 
 log = logging.getLogger(__name__)
-
-LOOKED_UP_SHARE = 1 / 2
-"""Share of the requests that must have a match of the longest kind, which is seldom chance: look-ups are found in tokens that
-were read, and a round that is launched after the one before it was read takes all rows half as long again."""
 
 
 class Decoder:
@@ -400,7 +395,7 @@ class Decoder:
         ending = [row for row in requests if row.finish or row.emitted + 1 >= row.prompt.sampling.max_tokens]
         if ending and not self.batch.stays_without(ending):
             return None
-        if self._waits_for_lookups(plan.found, requests):
+        if self._waits(plan.found):
             return None
         load = replace(plan.load, held=plan.load.held + 1 + plan.choice.proposed // 2, unread=0, lags=False)
         choice = self._choose_after(step, load)
@@ -477,13 +472,17 @@ class Decoder:
             length = self.draft_length if any(map(drafts, self.rows)) else 0
             return Choice(length, (0,) * len(rows)), [None] * len(rows), [None] * len(rows)
         found = self._look_up(rows)
-        if self.strategy.launch_ahead and not self._waits_for_lookups(found, self.rows):
+        waited = self.strategy.launch_ahead and self._waits(found)
+        if self.strategy.launch_ahead and not waited:
             found: list[LookupProposal | None] = [None for _ in rows]
         matches = [None if each is None else Match(each.length, len(each.tokens)) for each in found]
         allowed = (
             not self.batch.failed and any(map(drafts, self.rows)) and (not joining or self._pays_with(joining, load))
         )
-        return self.planner.choose(load, matches, [row.acceptance for row in rows], drafts=allowed), found, matches
+        choice = self.planner.choose(load, matches, [row.acceptance for row in rows], drafts=allowed)
+        if waited and self.lookup is not None:
+            self.lookup.waited(used=any(choice.looked_up))
+        return choice, found, matches
 
     def _pays_with(self, joining: int, load: Load) -> bool:
         """Whether drafts pay in the batch that so many rows are about to join."""
@@ -493,26 +492,13 @@ class Decoder:
     def _look_up(self, rows: Sequence[Request]) -> list[LookupProposal | None]:
         if self.lookup is None:
             return [None] * len(rows)
-        if not self.strategy.fits(len(rows), 1):
-            # Their texts are indexed all the same: of all rows at once it would take as long as many rounds.
-            for row in self.rows:
-                row.ngrams.update(row.tokens)
-            return [None] * len(rows)
-        found = [None if row.padding else self._forced(row) or self.lookup.find(row.tokens, row.ngrams) for row in rows]
-        return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]
+        return self.lookup.propose(rows, possible=self.strategy.fits(len(rows), 1))
 
-    def _waits_for_lookups(self, found: Sequence[LookupProposal | None], requests: Sequence[Request]) -> bool:
-        """Whether these look-ups are worth a round that is launched after the one before it was read. With a grammar rounds
-        are in any case."""
-        long = sum(each is not None and each.length >= LENGTHS[0] for each in found)
-        return long >= LOOKED_UP_SHARE * len(requests) or any(row.prompt.constraint is not None for row in requests)
-
-    def _forced(self, row: Request) -> LookupProposal | None:
-        """What a row's grammar leaves no choice about."""
-        assert self.lookup is not None
-        constraint = row.prompt.constraint
-        tokens = constraint.forced(self.lookup.max_tokens) if constraint is not None else []
-        return LookupProposal(FORCED, tokens, Source.GRAMMAR) if tokens else None
+    def _waits(self, found: Sequence[LookupProposal | None]) -> bool:
+        """Whether the next round is launched after this one was read: for look-ups, or because a grammar goes by the tokens."""
+        if any(row.prompt.constraint is not None for row in self.rows):
+            return True
+        return self.lookup is not None and self.lookup.waits(found, len(self.rows))
 
     def _log_evidence(self, step: Step, outcome: Outcome, live: Sequence[int]) -> None:
         """Add the round's evidence to the rows that need it."""

@@ -10,6 +10,7 @@ from itertools import cycle
 from typing import TYPE_CHECKING
 
 from service.core import Prompt, Sampling
+from service.engine.attention import SPLIT_FROM
 from service.engine.replay import FIRST_CALLS
 from service.engine.request import Request
 
@@ -20,6 +21,8 @@ log = logging.getLogger(__name__)
 
 WIDTHS = (96, 128, 64, 192, 48, 256, 32, 384)
 """Tokens of the prompts, those of most requests first: the first prefill of a width takes several times as long as others."""
+LONG_WIDTH = SPLIT_FROM + 64
+"""Tokens of a prompt over which attention runs as over the longest."""
 BATCHED, MOST_ROWS = 3, 64
 """The longest proposals of rounds over several rows that are run, and rows of the largest batch."""
 
@@ -41,8 +44,12 @@ def warm_up(decoder: Decoder, most: int) -> None:
     rounds = [(one, k, greedy) for k in (0, *lengths)]
     rounds += [(rows, k, greedy) for rows in sizes for k in (0, *batched[rows])]
     rounds += [(one, max(lengths, default=0), sampling) for sampling in (drawn, seeded)]
+    widths = [width for width, _ in zip(cycle(WIDTHS), rounds, strict=False)]
+    if strategy.paged and (decoder.budget is None or decoder.budget.longest() > 2 * LONG_WIDTH):
+        rounds.append((one, min(lengths, default=0), greedy))
+        widths.append(LONG_WIDTH)
     with decoder.unplanned():
-        for (rows, k, sampling), width in zip(rounds, cycle(WIDTHS), strict=False):
+        for (rows, k, sampling), width in zip(rounds, widths, strict=True):
             prompt = Prompt((0,) * (width + 1), replace(sampling, max_tokens=sys.maxsize))
             decoder.admit(*(Request("", prompt, frozenset(), None) for _ in range(rows)))
             # A draft that was parked first reads what it has missed.

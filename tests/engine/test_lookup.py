@@ -14,7 +14,7 @@ from service.core import Prompt, Sampling, Source
 from service.engine.adapters import bare
 from service.engine.costs import Costs
 from service.engine.decoder import Decoder
-from service.engine.drafters.lookup import INDEX_TOKENS, Lookup, LookupProposal, NGramIndex
+from service.engine.drafters.lookup import AT_ONCE, INDEX_TOKENS, LENGTHS, REST, Lookup, LookupProposal, NGramIndex
 from service.engine.drafters.proposal import lookup_proposal, merge
 from service.engine.planner import PROBE, Planner
 from service.engine.request import Request
@@ -206,3 +206,21 @@ def test_two_proposals_are_merged_row_by_row() -> None:
     assert mx.argmax(both.logq, axis=-1).tolist() == [[1, 2], [6, 7]]
     assert one.usable.tolist() == [[True, True], [True, False]]
     assert lookup_proposal([[1]], 1, VOCABULARY, unseeded=False).logq is None
+
+
+def test_look_ups_that_were_not_worth_a_wait_are_not_waited_for_again_at_once() -> None:
+    lookup, found = Lookup(4), [LookupProposal(LENGTHS[0], [1, 2]), None]
+    assert lookup.waits(found, 2) and not lookup.waits(found, 3)
+    lookup.waited(used=True)
+    assert lookup.waits(found, 2)
+    lookup.waited(used=False)
+    assert [lookup.waits(found, 2) for _ in range(REST + 1)] == [False] * REST + [True]
+
+
+def test_a_long_text_is_indexed_bit_by_bit() -> None:
+    text, index, lookup = list(range(3 * AT_ONCE)) + [5, 6, 7, 8], NGramIndex(), Lookup(2)
+    for number in range(1, 4):
+        index.update(text)
+        assert index.indexed == number * AT_ONCE
+    found = lookup.find(text, index)
+    assert found is not None and found.tokens == [9, 10] and index.indexed == len(text)

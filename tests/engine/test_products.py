@@ -175,8 +175,10 @@ def test_siblings_are_multiplied_together(bits: int | None, noted: list[int]) ->
         nn.quantize(model, group_size=32, bits=bits)
     before, layers = model(tokens), len(model.layers)
     products.route(model)
+    # MLX on CUDA multiplies quantised weights in less precision.
+    close = 1e-2 if bits and not (mx.default_device().type == mx.cpu or mx.metal.is_available()) else 1e-5
     with products.by_kernel():
-        assert mx.allclose(model(tokens), before, atol=1e-5).item()
+        assert mx.allclose(model(tokens), before, atol=close).item()
     # Queries, keys and values; attention's output; gate and up; down. Then the head.
     assert noted == [3, 1, 2, 1] * layers + [1]
 

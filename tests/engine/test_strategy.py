@@ -314,7 +314,8 @@ def test_the_evidence_is_the_same_as_on_a_cpu(
 ) -> None:
     if seeded:
         # Few matches are long among so few tokens.
-        monkeypatch.setattr("service.engine.decoder.LOOKED_UP_SHARE", 0)
+        monkeypatch.setattr("service.engine.drafters.lookup.WAITED_SHARE", 0)
+        monkeypatch.setattr("service.engine.drafters.lookup.REST", 0)
     found: list[list[Request]] = []
     for each in (CPU, strategy):
         with using(each):

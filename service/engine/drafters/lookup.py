@@ -8,18 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from service.core import Source
-from service.engine.planner import LOOKED_UP
+from service.engine.planner import FORCED, LOOKED_UP
+
+if TYPE_CHECKING:
+    from service.engine.request import Request
 
 LENGTHS = tuple(sorted(LOOKED_UP, reverse=True))
 """Lengths of n-grams that are searched for, longest first."""
 INDEX_TOKENS = 65_536
 """Tokens of recent outputs in one of the two indexes. When the newer one is full, the older one is dropped."""
+AT_ONCE = 512
+"""Tokens of a row that are indexed in a round, at most: 32,000 of a long prompt would hold all rows up for 50 ms."""
 MIN_SHARED_MATCH = 4
 """The shortest match that counts in another request's output."""
 SHARED_LENGTHS = tuple(length for length in LENGTHS if length >= MIN_SHARED_MATCH)
+WAITED_SHARE = 1 / 2
+"""Share of the requests that must have a match of the longest kind, which is seldom chance: look-ups are found in tokens that
+were read, and a round that is launched after the one before it was read takes all rows half as long again."""
+REST = 16
+"""Rounds that wait for no look-up after one that did, where none was then worth proposing."""
 
 NGram: TypeAlias = tuple[int, ...]
 
@@ -32,12 +42,13 @@ class NGramIndex:
     next_position: dict[NGram, int] = field(default_factory=dict[NGram, int])
 
     def update(self, tokens: Sequence[int]) -> None:
-        """Index the tokens appended since the last call. An n-gram at the end is indexed once a token follows it."""
-        for end in range(max(self.indexed, 1), len(tokens)):
+        """Index the next AT_ONCE tokens that are not yet. An n-gram at the end is indexed once a token follows it."""
+        last = min(len(tokens), self.indexed + AT_ONCE)
+        for end in range(max(self.indexed, 1), last):
             for length in LENGTHS:
                 if length <= end:
                     self.next_position[tuple(tokens[end - length : end])] = end
-        self.indexed = len(tokens)
+        self.indexed = last
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +67,43 @@ class LookupProposal:
 
 
 class Lookup:
-    """Proposes up to `max_tokens` tokens from a row's own text or from recent outputs, which all rows share."""
+    """Proposes up to `max_tokens` tokens from a row's own text or from recent outputs, which all rows share; or what a row's
+    grammar leaves no choice about."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
+        self._resting = 0
         self._newer: dict[NGram, tuple[Sequence[int], int]] = {}
         self._older: dict[NGram, tuple[Sequence[int], int]] = {}
         self._newer_tokens = 0
+
+    def propose(self, rows: Sequence[Request], *, possible: bool) -> list[LookupProposal | None]:
+        """What may follow each row. possible: whether anything may be planned over so many rows; where not, texts are indexed
+        all the same: of all rows at once it would take as long as many rounds."""
+        if not possible:
+            for row in rows:
+                if not row.padding:
+                    row.ngrams.update(row.tokens)
+            return [None] * len(rows)
+        found = [None if row.padding else self._forced(row) or self.find(row.tokens, row.ngrams) for row in rows]
+        return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]
+
+    def _forced(self, row: Request) -> LookupProposal | None:
+        constraint = row.prompt.constraint
+        tokens = constraint.forced(self.max_tokens) if constraint is not None else []
+        return LookupProposal(FORCED, tokens, Source.GRAMMAR) if tokens else None
+
+    def waits(self, found: Sequence[LookupProposal | None], requests: int) -> bool:
+        """Whether look-ups of so many requests are worth a round that is launched after the one before it was read."""
+        if self._resting:
+            self._resting -= 1
+            return False
+        long = sum(each is not None and each.length >= LENGTHS[0] for each in found)
+        return long >= WAITED_SHARE * requests
+
+    def waited(self, *, used: bool) -> None:
+        """A round has waited for look-ups. used: whether any was worth proposing."""
+        self._resting = 0 if used else REST
 
     def find(self, tokens: Sequence[int], ngrams: NGramIndex) -> LookupProposal | None:
         """A proposal to follow `tokens`: the longest match, in the row's own text before recent outputs. None without a match.

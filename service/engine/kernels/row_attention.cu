@@ -32,6 +32,17 @@ const int* pages = page_table + b * W;
 const float factor = scale[0] * LOG2E;
 const int begin = (WINDOW > 0 && start + 1 > WINDOW) ? (start + 1 - WINDOW) / 16 : 0;
 
+#if SPLIT
+// Of a share without keys the merge reads nothing else.
+if ((begin + blockIdx.y * WARPS) * 16 >= total) {
+  for (int m = m0 + threadIdx.x; v0 == 0 && m < min(m0 + 16, M); m += WARPS * 32) {
+    const int64_t row = ((int64_t)b * N + m / G) * heads * G + h * G + m % G;
+    tops[row * gridDim.y + blockIdx.y] = -INFINITY;
+  }
+  return;
+}
+#endif
+
 // The number of the next tile's page is read while this one is computed.
 const int step = gridDim.y * WARPS;
 int tile = begin + blockIdx.y * WARPS + warp, page = pages[min(tile * 16 / PAGE, W - 1)];

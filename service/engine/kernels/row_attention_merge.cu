@@ -4,7 +4,8 @@ const int S = sums_shape[3];
 float most = -INFINITY, total = 0.0f, value = 0.0f;
 for (int s = 0; s < S; s++) { most = fmaxf(most, tops[row * S + s]); }
 for (int s = 0; s < S; s++) {
-  const float share = tops[row * S + s] == -INFINITY ? 0.0f : exp2f(tops[row * S + s] - most);
+  if (tops[row * S + s] == -INFINITY) { continue; }
+  const float share = exp2f(tops[row * S + s] - most);
   total += share * sums[row * S + s];
   value += share * parts[(row * S + s) * V + threadIdx.x];
 }
