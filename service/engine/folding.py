@@ -17,20 +17,23 @@ from service.models.heads import cut, shallow_copy
 def fold(model: nn.Module) -> Iterator[None]:
     """Replace every LoRA layer by its fused linear layer, in place; yields after each layer.
 
-    A quantised weight becomes a dense one in its scales' dtype, or stays as it is with the adapter beside it in that dtype, as
-    the device is faster (`Strategy.folds_quantised`; docs/decisions.md, "An adapter is folded in").
+    Quantised weights become dense ones in their scales' dtype, or stay as they are with the adapter beside them in that dtype,
+    where they would be too many (`Strategy.most_folded`; docs/decisions.md, "An adapter is folded in").
     """
-    for name, module in list(model.named_modules()):
-        if isinstance(module, LoRALinear):
-            if isinstance(module.linear, nn.QuantizedLinear) and not current().folds_quantised:
-                kind = module.linear.scales.dtype
-                module.lora_a, module.lora_b = module.lora_a.astype(kind), module.lora_b.astype(kind)
-                device.wait(module.lora_a, module.lora_b)
-            else:
-                folded = module.fuse(dequantize=True)
-                device.wait(folded.parameters())
-                _replace(model, name, folded)
-            yield None
+    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
+    quantised = [module.linear for _, module in adapted if isinstance(module.linear, nn.QuantizedLinear)]
+    size = sum(each.weight.size * 32 // each.bits * each.scales.itemsize for each in quantised)
+    beside = (most := current().most_folded) is not None and size > most
+    for name, module in adapted:
+        if beside and isinstance(module.linear, nn.QuantizedLinear):
+            kind = module.linear.scales.dtype
+            module.lora_a, module.lora_b = module.lora_a.astype(kind), module.lora_b.astype(kind)
+            device.wait(module.lora_a, module.lora_b)
+        else:
+            folded = module.fuse(dequantize=True)
+            device.wait(folded.parameters())
+            _replace(model, name, folded)
+        yield None
 
 
 def as_served(model: nn.Module, ids: Sequence[int] | None) -> nn.Module:

@@ -30,7 +30,7 @@ Tilings: TypeAlias = dict[int, tuple[tuple[int, int], ...]]
 (docs/measurements.md). Each is a kernel to be compiled."""
 TILINGS: Tilings = {1: ((1, 4),), 2: ((2, 2),), 4: ((8, 2), (6, 2), (2, 2)), 6: ((8, 2), (4, 2)), 8: ((6, 2), (2, 2))}
 """Of whole weights. With more than 64 tokens cuBLAS is faster."""
-QUANTISED_TILINGS: Tilings = {1: ((2, 6),), 2: ((4, 4),), 4: ((8, 2), (2, 2)), 6: ((8, 2), (2, 2)), 8: ((8, 2), (2, 2))}
+QUANTISED_TILINGS: Tilings = {1: ((4, 4),), 2: ((4, 4),), 4: ((4, 2), (2, 2)), 6: ((8, 2), (2, 2)), 8: ((8, 2), (2, 2))}
 """Of weights of 4 bits."""
 BITS, GROUPS = 4, (32, 64, 128)
 """Of quantised weights: bits of a number, and numbers that share a scale and a bias."""

@@ -54,8 +54,8 @@ class Strategy:
     as long as a chunk takes. gather_seconds: how long a prompt may wait for others, to be prefilled in one call with them,
     while requests run. parked_prefill: a parked draft prefills prompts where that costs little; else it catches up when it is
     to draft. prefill_padding: padding allowed in a call over prompts of different lengths, as a share of their tokens. replay:
-    model calls over few tokens a row are traced and replayed. folds_quantised: adapters are folded into quantised weights too,
-    which are then read as 16 or 32 bits each."""
+    model calls over few tokens a row are traced and replayed. most_folded: bytes of a draft's quantised weights up to which an
+    adapter is folded into them, which makes them whole; None: of any size."""
 
     launch_steps: bool
     ask_confidence: bool
@@ -71,7 +71,7 @@ class Strategy:
     parked_prefill: bool = True
     prefill_padding: float = 1 / 8
     replay: bool = False
-    folds_quantised: bool = True
+    most_folded: int | None = None
 
     def width(self, tokens: int) -> int:
         """Tokens of a call that reads so many."""
@@ -103,7 +103,7 @@ METAL = Strategy(
     launch_ahead=True,
     prefill_chunk=512,
     parked_prefill=False,
-    folds_quantised=False,
+    most_folded=64 * 2**20,
 )
 CUDA = Strategy(
     launch_steps=True,

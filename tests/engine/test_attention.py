@@ -211,7 +211,9 @@ def test_a_prompt_that_is_read_at_once_is_attended_as_it_is(
     assert prompt == [(50, "causal") if alone else (FEWEST, None)] * len(target.layers)
     plain = [RotatingKVCache(window) if window else KVCache() for _ in target.layers]
     wanted = [target(text[:, :50], cache=plain), *(target(text[:, i : i + 1], cache=plain) for i in range(50, 60))]
-    assert mx.allclose(mx.concatenate(found, axis=1), mx.concatenate(wanted, axis=1), atol=1e-4).item()
+    # MLX computes float32 on CUDA in TF32.
+    close = 1e-4 if mx.default_device().type == mx.cpu or mx.metal.is_available() else 2e-2
+    assert mx.allclose(mx.concatenate(found, axis=1), mx.concatenate(wanted, axis=1), atol=close).item()
 
 
 def test_keys_that_a_model_has_changed_are_attended_as_they_are() -> None:

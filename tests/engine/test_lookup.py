@@ -46,7 +46,7 @@ def test_a_repeating_text_is_proposed_to_continue() -> None:
 def test_an_incremental_index_finds_what_a_fresh_one_finds() -> None:
     rng, ngrams, lookup = random.Random(0), NGramIndex(), Lookup(6)
     text: list[int] = []
-    for _ in range(300):
+    for _ in range(150):
         text += [rng.randrange(4) for _ in range(rng.randint(1, 5))]
         assert lookup.find(text, ngrams) == find(text, max_tokens=6)
 
@@ -218,7 +218,7 @@ def test_look_ups_that_were_not_worth_a_wait_are_not_waited_for_again_at_once() 
 
 
 def test_a_long_text_is_indexed_bit_by_bit() -> None:
-    text, index, lookup = list(range(3 * AT_ONCE)) + [5, 6, 7, 8], NGramIndex(), Lookup(2)
+    text, index, lookup = [*range(3 * AT_ONCE), 5, 6, 7, 8], NGramIndex(), Lookup(2)
     for number in range(1, 4):
         index.update(text)
         assert index.indexed == number * AT_ONCE
