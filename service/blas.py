@@ -58,9 +58,15 @@ def with_plain_names(library: bytes, prefix: bytes) -> bytes:
 
     A name is a place in the table of strings, so that it begins some bytes later. The table that finds symbols by a hash of
     their names is replaced by one in the older format (System V ABI, "Hash Table"), for which there is room in its place.
-    Raises ValueError for a file of another kind.
+    Raises ValueError for a file of another kind, or a damaged one.
     """
-    image = bytearray(library)
+    try:
+        return _renamed(bytearray(library), prefix)
+    except (struct.error, IndexError, KeyError) as error:
+        raise ValueError("not a whole library with dynamic symbols and a table of their hashes") from error
+
+
+def _renamed(image: bytearray, prefix: bytes) -> bytes:
     if bytes(image[:6]) != b"\x7fELF\x02\x01":
         raise ValueError("not a 64-bit little-endian ELF file")
     sections = dict[int, tuple[int, int, int]]()
@@ -68,12 +74,9 @@ def with_plain_names(library: bytes, prefix: bytes) -> bytes:
     headers = [struct.unpack_from("<IIQQQQII", image, table + i * size) for i in range(count)]
     for _, kind, _, _, offset, length, link, _ in headers:
         sections.setdefault(kind, (offset, length, link))
-    try:
-        symbols, bytes_of_symbols, strings = sections[_DYNSYM]
-        hashes, room, _ = sections[_GNU_HASH_SECTION]
-        dynamic, bytes_of_dynamic, _ = sections[_DYNAMIC]
-    except KeyError as error:
-        raise ValueError("no dynamic symbols, or no table of their hashes") from error
+    symbols, bytes_of_symbols, strings = sections[_DYNSYM]
+    hashes, room, _ = sections[_GNU_HASH_SECTION]
+    dynamic, bytes_of_dynamic, _ = sections[_DYNAMIC]
     names, number = headers[strings][4], bytes_of_symbols // _SYMBOL
     buckets = room // 4 - 2 - number
     if buckets < 1:

@@ -30,6 +30,7 @@ from service.engine.kv.budget import Budget, prefix_bytes, usable
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
+from service.engine.strategy import current
 from service.engine.thread import EngineThread
 from service.learning.loading import training_bytes
 from service.lifecycle.clock import Clock
@@ -221,11 +222,11 @@ class Application:
             prefix=PrefixCache(prefix),
         )
         decoder.limit_memory(budget)
+        context = _context(settings.engine.max_context, pair.target.context, budget)
         with self._during("timing"):
-            decoder.profile(settings.engine.max_rows)
+            decoder.profile(settings.engine.max_rows, context)
         if settings.engine.max_gap_ms is not None:
             decoder.pace = Pace(settings.engine.max_gap_ms / 1e3)
-        context = _context(settings.engine.max_context, pair.target.context, budget)
         self._serving = Serving(folders, pair, context)
         return Engine(
             decoder=decoder,
@@ -250,6 +251,10 @@ class Application:
                 rows, length = runs.batch_size, runs.max_length
                 training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
             size = usable(free, prefix=prefix, training=training)
+        elif current().paged and size > free:
+            raise ModelError(
+                f"engine.kv_budget_mb asks for {size >> 20} MiB of the device's memory, and {free >> 20} are free"
+            )
         budget = Budget(size, position)
         if budget.longest() == 0:
             raise ModelError(

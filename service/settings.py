@@ -92,7 +92,7 @@ class EngineSettings(Section):
     free once the models are loaded."""
     kv_budget_mb: int = Field(default=0, ge=0)
     """Memory (MiB) for keys and values of the requests that run; 0: what is free once the models are loaded. On CUDA all of it
-    is taken at the start."""
+    is taken at the start, and more than is free is refused."""
     max_context: int = Field(default=0, ge=0)
     """Prompt and output tokens of one request together; 0: the model's own limit, which wins where it is lower, as does what
     memory does for."""

@@ -127,6 +127,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     from service.engine.device import cache_limit
     from service.engine.footprint import position_bytes, weight_bytes
     from service.engine.kv.budget import Budget, prefix_bytes, usable
+    from service.engine.strategy import current
     from service.learning.loading import training_bytes
     from service.models.machine import folder_at_hand
     from service.models.pair import unread_pair
@@ -159,7 +160,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     rows = [
         ("free", _size(free)),
         ("weights", _size(memory["weights"])),
-        ("prefix cache, at most", _size(memory["prefix"])),
+        ("prefix cache, at most", _size(min(memory["prefix"], budget.size) if current().paged else memory["prefix"])),
         ("training meanwhile, at most", _size(memory["training"])),
         ("a token of a request", _size(memory["kv_per_token"])),
         ("keys and values of all requests, at most", _size(budget.size)),

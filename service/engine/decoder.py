@@ -119,9 +119,9 @@ class Decoder:
         if self._seeds is not None and self.planner is not None and self.draft_length:
             self.planner.reseed(self._seeds.switch(draft.model))
 
-    def profile(self, rows: int) -> None:
+    def profile(self, rows: int, context: int | None = None) -> None:
         """Time calls over up to so many rows to seed the costs of rounds, and warm up. Otherwise the first round times those of
-        its rows."""
+        its rows. context: tokens of a request, at most; None: not known."""
         if self.adaptive:
             drafter = self.batch.drafter
             draft = drafter.draft.model if drafter is not None and self.draft_length else None
@@ -130,13 +130,15 @@ class Decoder:
             self._seeds = profile.Seeds(profile.measure(self.batch.target.model, draft, rows=sizes, most=most), draft)
             self.planner = Planner(self.draft_length, looked_up, self._seeds.costs)
         if self.strategy.replay and not self.unfinished:
-            warm_up(self, rows)
+            warm_up(self, rows, context)
 
     def limit_memory(self, budget: Budget) -> None:
-        """Keep keys and values within a budget. In pages all of it is taken now: cached prefixes use it too."""
+        """Keep keys and values within a budget. In pages all of it is taken with the first call: cached prefixes use it too."""
         self.budget = budget
-        for pool in self.batch.pools:
-            pool.set_size(budget.pages)
+        # Rows of a model whose layers are all recurrent take no pages.
+        if self.strategy.paged and budget.position:
+            for pool in self.batch.pools:
+                pool.set_size(budget.pages)
 
     @contextmanager
     def unplanned(self) -> Generator[None]:
@@ -472,15 +474,14 @@ class Decoder:
             length = self.draft_length if any(map(drafts, self.rows)) else 0
             return Choice(length, (0,) * len(rows)), [None] * len(rows), [None] * len(rows)
         found = self._look_up(rows)
-        waited = self.strategy.launch_ahead and self._waits(found)
-        if self.strategy.launch_ahead and not waited:
+        if self.strategy.launch_ahead and not self._waits(found):
             found: list[LookupProposal | None] = [None for _ in rows]
         matches = [None if each is None else Match(each.length, len(each.tokens)) for each in found]
         allowed = (
             not self.batch.failed and any(map(drafts, self.rows)) and (not joining or self._pays_with(joining, load))
         )
         choice = self.planner.choose(load, matches, [row.acceptance for row in rows], drafts=allowed)
-        if waited and self.lookup is not None:
+        if self.strategy.launch_ahead and self.lookup is not None and self.lookup.waits(found, len(self.rows)):
             self.lookup.waited(used=any(choice.looked_up))
         return choice, found, matches
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
@@ -15,18 +15,20 @@ from service.models.heads import cut, shallow_copy
 
 
 def fold(model: nn.Module) -> Iterator[None]:
-    """Replace every LoRA layer by its fused linear layer, in place; yields after each layer.
+    """Replace every LoRALinear by its fused linear layer, in place; yields after each layer.
 
-    Quantised weights become dense ones in their scales' dtype, or stay as they are with the adapter beside them in that dtype,
-    where they would be too many (`Strategy.most_folded`; docs/decisions.md, "An adapter is folded in").
+    Quantised weights become unquantised ones in their scales' dtype, or stay as they are with the adapter beside them in that
+    dtype, where they are large (`Strategy.most_folded`; docs/decisions.md, "An adapter is folded in").
     """
     adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
-    quantised = [module.linear for _, module in adapted if isinstance(module.linear, nn.QuantizedLinear)]
+    # Other modes have scales of 8 bits.
+    quantised = [each for _, module in adapted if isinstance(each := module.linear, nn.QuantizedLinear)]
+    quantised = [each for each in quantised if each.mode == "affine"]
     size = sum(each.weight.size * 32 // each.bits * each.scales.itemsize for each in quantised)
-    beside = (most := current().most_folded) is not None and size > most
+    beside = (most := current().most_folded) is not None and size > most * len(quantised)
     for name, module in adapted:
-        if beside and isinstance(module.linear, nn.QuantizedLinear):
-            kind = module.linear.scales.dtype
+        if beside and any(module.linear is each for each in quantised):
+            kind = cast("nn.QuantizedLinear", module.linear)["scales"].dtype
             module.lora_a, module.lora_b = module.lora_a.astype(kind), module.lora_b.astype(kind)
             device.wait(module.lora_a, module.lora_b)
         else:

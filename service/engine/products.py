@@ -5,7 +5,7 @@ MLX on CUDA asks cuBLAS for an algorithm at every product of more than one token
 device. The kernel costs the host a third of that, multiplies with several matrices that read the same input at once (queries,
 keys and values; gate and up), and gives a token the same bits whatever else is in the call. Python pays as much again for it
 in every call, so that it is used in calls that are traced (`replay`). Weights of 4 bits it widens as it reads them, once for
-all tokens: MLX takes three to eight times as long for several tokens.
+all tokens; a server with MLX's products of them was 2 to 9 times slower with 4 to 64 clients (docs/measurements.md).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tilings: TypeAlias = dict[int, tuple[tuple[int, int], ...]]
 """By how many tiles of 8 tokens a block multiplies: how many tiles of 8 outputs, fetched in how many stages, the fastest first
 (docs/measurements.md). Each is a kernel to be compiled."""
 TILINGS: Tilings = {1: ((1, 4),), 2: ((2, 2),), 4: ((8, 2), (6, 2), (2, 2)), 6: ((8, 2), (4, 2)), 8: ((6, 2), (2, 2))}
-"""Of whole weights. With more than 64 tokens cuBLAS is faster."""
+"""Of unquantised weights. With more than 64 tokens cuBLAS is faster."""
 QUANTISED_TILINGS: Tilings = {1: ((4, 4),), 2: ((4, 4),), 4: ((4, 2), (2, 2)), 6: ((8, 2), (2, 2)), 8: ((8, 2), (2, 2))}
 """Of weights of 4 bits."""
 BITS, GROUPS = 4, (32, 64, 128)
@@ -80,7 +80,7 @@ def stages_bytes(tiles: int, deep: int, stages: int, quantised: bool = False) ->
 
 @cache
 def _kernel(tiles: int, group: int) -> Any:
-    """group: of quantised weights; 0 for whole ones."""
+    """group: of quantised weights; 0 for others."""
     names = ("weight", "scales", "biases") if group else ("weight",)
     inputs = ["x", *(f"{name}{i}" for name in names for i in range(MATRICES))]
     shared = stages_bytes(tiles, *tilings(quantised=group > 0)[tiles], quantised=group > 0)
@@ -89,7 +89,7 @@ def _kernel(tiles: int, group: int) -> Any:
 
 
 def _group(inner: int, weight: Weight) -> int:
-    """Numbers of a quantised matrix that share a scale; 0 of a whole one."""
+    """Numbers of a quantised matrix that share a scale; 0 of another."""
     return inner // weight[1].shape[1] if len(weight) > 1 else 0
 
 

@@ -27,10 +27,11 @@ BATCHED, MOST_ROWS = 3, 64
 """The longest proposals of rounds over several rows that are run, and rows of the largest batch."""
 
 
-def warm_up(decoder: Decoder, most: int) -> None:
-    """Run rounds of a decoder without rows: of every draft length over one row, and of the usual ones over every size of batch
-    that up to `most` requests run in. On a machine that has not run them before each kernel takes seconds to compile; in a
-    process that has not, a shape takes 20 to 80 ms more the first time."""
+def warm_up(decoder: Decoder, most: int, context: int | None = None) -> None:
+    """Run rounds of a decoder without rows: of every draft length over one row, of the usual ones over every size of batch
+    that up to `most` requests run in, and of one over a long row where `context`, tokens of a request, allows it. On a machine
+    that has not run them before each kernel takes seconds to compile; in a process that has not, a shape takes 20 to 80 ms more
+    the first time."""
     started_at, strategy = time.perf_counter(), decoder.strategy
     one, *sizes = sorted({strategy.batch_size(n) for n in range(1, min(most, MOST_ROWS) + 1)})
     if decoder.adaptive:
@@ -45,7 +46,7 @@ def warm_up(decoder: Decoder, most: int) -> None:
     rounds += [(rows, k, greedy) for rows in sizes for k in (0, *batched[rows])]
     rounds += [(one, max(lengths, default=0), sampling) for sampling in (drawn, seeded)]
     widths = [width for width, _ in zip(cycle(WIDTHS), rounds, strict=False)]
-    if strategy.paged and (decoder.budget is None or decoder.budget.longest() > 2 * LONG_WIDTH):
+    if strategy.paged and (context or 0) > 2 * LONG_WIDTH:
         rounds.append((one, min(lengths, default=0), greedy))
         widths.append(LONG_WIDTH)
     with decoder.unplanned():

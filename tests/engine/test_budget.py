@@ -10,7 +10,7 @@ from service.core import Delta, FinishReason, Prompt, Sampling
 from service.engine import decoder, strategy
 from service.engine.engine import Engine
 from service.engine.footprint import position_bytes
-from service.engine.kv.budget import GROWING, LONGEST, Budget, usable
+from service.engine.kv.budget import GROWING, LONGEST, Budget, prefix_bytes, usable
 from service.engine.kv.cache import RowCache
 from service.engine.kv.pool import FIRST_PAGES, Page
 from service.engine.scheduler import Scheduler
@@ -286,6 +286,22 @@ def test_a_request_by_itself_has_room_as_long_as_any_may_become(way: Strategy) -
 
 def test_a_model_whose_rows_do_not_grow_has_no_longest() -> None:
     assert Budget(2**20, 0).longest() >= LONGEST and Budget(2**20, 0).fits([10**6] * 8)
+
+
+def test_a_recurrent_model_takes_no_pages() -> None:
+    model = tiny_llama(0)
+    with using(CUDA):
+        made = decoder.Decoder(model, None, vocabulary=97, k=0)
+        pages = [pool.pages for pool in made.batch.pools]
+        made.limit_memory(Budget(2**20, 0))
+        assert [pool.pages for pool in made.batch.pools] == pages
+
+
+@pytest.mark.parametrize(("way", "usual"), [(CPU, 1000), (CUDA, 8000)], ids=["rectangles", "pages"])
+def test_the_prefix_cache_has_a_share_of_what_is_free(way: Strategy, usual: int) -> None:
+    with using(way):
+        assert prefix_bytes(None, 8000) == usual
+        assert prefix_bytes(3, 8000) == 3 * 2**20 and prefix_bytes(0, 8000) == 0
 
 
 def test_what_is_set_aside_of_free_memory() -> None:

@@ -27,7 +27,10 @@ VOCABULARY = 97
 
 
 def find(text: list[int], max_tokens: int = 4) -> LookupProposal | None:
-    return Lookup(max_tokens).find(text, NGramIndex())
+    index = NGramIndex()
+    while index.indexed < len(text):
+        index.update(text)
+    return Lookup(max_tokens).find(text, index)
 
 
 def test_the_latest_longest_match_is_proposed() -> None:
@@ -46,7 +49,7 @@ def test_a_repeating_text_is_proposed_to_continue() -> None:
 def test_an_incremental_index_finds_what_a_fresh_one_finds() -> None:
     rng, ngrams, lookup = random.Random(0), NGramIndex(), Lookup(6)
     text: list[int] = []
-    for _ in range(150):
+    for _ in range(300):
         text += [rng.randrange(4) for _ in range(rng.randint(1, 5))]
         assert lookup.find(text, ngrams) == find(text, max_tokens=6)
 
@@ -119,7 +122,7 @@ def test_with_look_ups_the_tokens_are_the_targets_own(drafted: int, seeded: bool
         lookup=6, eos=frozenset({3}), collect=True,
     )  # fmt: skip
     found = [round for row in rows for round in row.rounds if round.source is Source.LOOKUP]
-    assert sum(round.accepted for round in found) > 10 and any(round.accepted < round.drafted for round in found)
+    assert sum(round.accepted for round in found) > 2 and any(round.accepted < round.drafted for round in found)
     for row in rows:
         assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, frozenset({3}))
         # A rejected look-up is no failure case of the draft.
@@ -214,10 +217,13 @@ def test_look_ups_that_were_not_worth_a_wait_are_not_waited_for_again_at_once() 
     lookup.waited(used=True)
     assert lookup.waits(found, 2)
     lookup.waited(used=False)
-    assert [lookup.waits(found, 2) for _ in range(REST + 1)] == [False] * REST + [True]
+    for _ in range(REST):
+        assert not lookup.waits(found, 2)
+        lookup.propose([], possible=True)
+    assert lookup.waits(found, 2)
 
 
-def test_a_long_text_is_indexed_bit_by_bit() -> None:
+def test_a_long_text_is_indexed_in_steps() -> None:
     text, index, lookup = [*range(3 * AT_ONCE), 5, 6, 7, 8], NGramIndex(), Lookup(2)
     for number in range(1, 4):
         index.update(text)

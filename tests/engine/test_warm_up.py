@@ -85,9 +85,11 @@ def test_prompts_of_several_widths_are_prefilled_together(
         return call(self, tokens, cache)
 
     monkeypatch.setattr(Target, "__call__", recorded)
-    Decoder(target, bare(draft), vocabulary=V, k=K, adaptive=True).profile(8)
-    assert {rows for rows, _ in shapes} == {1, 4, 8}
-    assert {width for _, width in shapes} == {*WIDTHS, CUDA.width(LONG_WIDTH)}
+    for context, longest in ((None, set[int]()), (LONG_WIDTH, set[int]()), (4096, {CUDA.width(LONG_WIDTH)})):
+        shapes.clear()
+        Decoder(target, bare(draft), vocabulary=V, k=K, adaptive=True).profile(8, context)
+        assert {rows for rows, _ in shapes} == {1, 4, 8}
+        assert {width for _, width in shapes} == {*WIDTHS, *longest}
 
 
 def test_a_draft_that_fails_in_it_is_tried_again(target: Model, draft: nn.Module) -> None:
@@ -128,4 +130,4 @@ def test_a_recurrent_model_has_no_more_sizes_than_others(caplog: pytest.LogCaptu
     with caplog.at_level("INFO", logger="service.engine.warm_up"):
         decoder.profile(16)
     # Over 1, 4, 8 and 16 rows, and over one two that are not greedy.
-    assert "rounds of 7 kinds" in caplog.text
+    assert "rounds of 6 kinds" in caplog.text

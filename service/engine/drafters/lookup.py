@@ -28,7 +28,7 @@ SHARED_LENGTHS = tuple(length for length in LENGTHS if length >= MIN_SHARED_MATC
 WAITED_SHARE = 1 / 2
 """Share of the requests that must have a match of the longest kind, which is seldom chance: look-ups are found in tokens that
 were read, and a round that is launched after the one before it was read takes all rows half as long again."""
-REST = 16
+REST = 8
 """Rounds that wait for no look-up after one that did, where none was then worth proposing."""
 
 NGram: TypeAlias = tuple[int, ...]
@@ -78,8 +78,9 @@ class Lookup:
         self._newer_tokens = 0
 
     def propose(self, rows: Sequence[Request], *, possible: bool) -> list[LookupProposal | None]:
-        """What may follow each row. possible: whether anything may be planned over so many rows; where not, texts are indexed
-        all the same: of all rows at once it would take as long as many rounds."""
+        """What may follow each row in the next round. possible: whether anything may be planned over so many rows; where not,
+        texts are indexed all the same: of all rows at once it would take as long as many rounds."""
+        self._resting = max(self._resting - 1, 0)
         if not possible:
             for row in rows:
                 if not row.padding:
@@ -95,14 +96,11 @@ class Lookup:
 
     def waits(self, found: Sequence[LookupProposal | None], requests: int) -> bool:
         """Whether look-ups of so many requests are worth a round that is launched after the one before it was read."""
-        if self._resting:
-            self._resting -= 1
-            return False
         long = sum(each is not None and each.length >= LENGTHS[0] for each in found)
-        return long >= WAITED_SHARE * requests
+        return not self._resting and long >= WAITED_SHARE * requests
 
     def waited(self, *, used: bool) -> None:
-        """A round has waited for look-ups. used: whether any was worth proposing."""
+        """A round has waited for look-ups. used: whether it proposed any."""
         self._resting = 0 if used else REST
 
     def find(self, tokens: Sequence[int], ngrams: NGramIndex) -> LookupProposal | None:

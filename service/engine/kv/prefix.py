@@ -33,12 +33,14 @@ class Owner(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A block, and what may follow it. A root has none."""
+    """A block, and what may follow it. A root has none. used: a number that grows with each use of any node."""
 
+    owner: Owner
     tokens: tuple[int, ...] = ()
     parent: Node | None = None
     block: Page | Block | None = None
     nbytes: int = 0
+    used: int = 0
     children: dict[tuple[int, ...], Node] = field(default_factory=dict["tuple[int, ...]", "Node"])
 
 
@@ -48,16 +50,17 @@ class PrefixCache:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.nbytes = 0
-        self._roots = {owner: Node() for owner in Owner}
+        self._roots = {owner: Node(owner) for owner in Owner}
         self._uncopied: list[list[mx.array]] = []
         """By text."""
-        self._order: OrderedDict[Node, None] = OrderedDict()
+        self._uses = 0
+        self._order = {owner: OrderedDict[Node, None]() for owner in Owner}
         """Least recently used first. Using a node uses its ancestors too, after it, so the first one is always a leaf."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
         """Every node of all owners but the roots, least recently used first."""
-        return tuple(self._order)
+        return tuple(sorted((node for order in self._order.values() for node in order), key=lambda node: node.used))
 
     def cached_length(self, owner: Owner, tokens: Sequence[int]) -> int:
         """Positions of the longest cached prefix of `tokens`; 0 for a model with recurrent layers."""
@@ -90,7 +93,7 @@ class PrefixCache:
         blocks: Sequence[Page | Block] = cache.storage.blocks(row, len(path), fit)
         for number, block in enumerate(blocks, len(path)):
             key = tuple(tokens[number * BLOCK : (number + 1) * BLOCK])
-            last.children[key] = last = Node(key, last, block, size)
+            last.children[key] = last = Node(owner, key, last, block, size)
         copies = [array for block in blocks if isinstance(block, Block) for array in block.arrays]
         if copies:
             self._uncopied.append(copies)
@@ -99,10 +102,11 @@ class PrefixCache:
 
     def reclaim(self, pool: Pool) -> bool:
         """Take the least recently used page of a pool out. False where there is none."""
-        for node in self._order:
-            if isinstance(node.block, Page) and node.block.pool is pool:
-                # The first one of its pool is a leaf.
-                self._drop(node)
+        for order in self._order.values():
+            # All pages of an owner are of one pool.
+            first = next(iter(order), None)
+            if first is not None and isinstance(first.block, Page) and first.block.pool is pool:
+                self._drop(first)
                 return True
         return False
 
@@ -122,7 +126,7 @@ class PrefixCache:
             dropped.extend(node.children.values())
             # Parents and children refer to each other: without this they would live until the garbage collector runs.
             node.children.clear()
-            self._order.pop(node)
+            self._order[owner].pop(node)
             self.nbytes -= node.nbytes
 
     def _match(self, owner: Owner, tokens: Sequence[int]) -> list[Node]:
@@ -139,15 +143,18 @@ class PrefixCache:
     def _touch(self, node: Node) -> None:
         """Mark a node and its ancestors as used now, ancestors last."""
         while node.parent is not None:
-            self._order[node] = None
-            self._order.move_to_end(node)
+            order = self._order[node.owner]
+            order[node] = None
+            order.move_to_end(node)
+            self._uses += 1
+            node.used = self._uses
             node = node.parent
 
     def _evict(self, wanted: int, last: Node) -> int:
         """Evict the least recently used blocks until `wanted` bytes are free, or only the path that ends in `last` is left.
         Returns the free bytes."""
-        while self.budget - self.nbytes < wanted and self._order:
-            oldest = next(iter(self._order))
+        while self.budget - self.nbytes < wanted and any(self._order.values()):
+            oldest = min((next(iter(order)) for order in self._order.values() if order), key=lambda node: node.used)
             if oldest is last or oldest.parent is None:
                 break
             self._drop(oldest)
@@ -155,6 +162,6 @@ class PrefixCache:
 
     def _drop(self, leaf: Node) -> None:
         assert leaf.parent is not None
-        self._order.pop(leaf)
+        self._order[leaf.owner].pop(leaf)
         leaf.parent.children.pop(leaf.tokens)
         self.nbytes -= leaf.nbytes

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import mlx.core as mx
-
-from service.core import python_command
+from service.core import BadRequest, python_command
 from service.engine import device
 from service.engine.kv.budget import USABLE
+from service.engine.strategy import current
 from service.evaluation.bench.adapting import Adapter
 from service.evaluation.server import LocalServer, ServerProcess
 from service.evaluation.traffic import Ask, ask, ask_chat
@@ -58,8 +57,8 @@ class Plan:
         engine["max_rows"] = max(self.settings.engine.max_rows, self.rows)
         if draft is None:
             engine["num_lookup_tokens"] = 0
-        if self.servers > 1 and not self.settings.engine.kv_budget_mb:
-            engine["kv_budget_mb"] = self._share(draft) >> 20
+        if self.servers > 1 and current().paged and not self.settings.engine.kv_budget_mb:
+            engine["kv_budget_mb"] = self._share_mb(draft)
         tree: dict[str, dict[str, object]] = {
             "models": {"target": str(self.target), "draft": str(draft) if draft else "none"},
             "engine": engine,
@@ -68,11 +67,16 @@ class Plan:
         }
         return House(LocalServer(self.folder / name, tree, self.settings.home), ask)
 
-    def _share(self, draft: Path | None) -> int:
-        """Bytes of keys and values for each of the servers: by itself the first would take what there is."""
+    def _share_mb(self, draft: Path | None) -> int:
+        """MiB of keys and values for each of the servers: by itself the first would take what there is. Raises BadRequest."""
         folders = [self.target] if draft is None else [self.target, draft]
-        weights = sum(bytes_in_memory(folder, widen=mx.default_device().type == mx.cpu) for folder in folders)
-        return int(USABLE * max(device_free_bytes() // self.servers - weights - device.cache_limit(), 0))
+        weights = sum(bytes_in_memory(folder, widen=False) for folder in folders)
+        share = int(USABLE * (device_free_bytes() // self.servers - weights - device.cache_limit())) >> 20
+        if share < 1:
+            raise BadRequest(
+                f"{self.servers} servers of these models do not fit into the device's memory", field="arms"
+            )
+        return share
 
     def mlx_lm(self, name: str, draft: Path | None) -> House:
         """As it comes, with as many rows as there are clients. With a draft it drafts 3 tokens, one request at a time."""

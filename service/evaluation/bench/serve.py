@@ -6,7 +6,7 @@ import random
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -93,8 +93,8 @@ def run_serve(
         adapted = fused(adapter, draft, folder / "fused") if adapter and draft else None
         if theirs is None and draft is not None and mlx_lm_runs(draft):
             theirs = draft
-        servers = len(choose(arms, list(HOUSES)))
-        houses = _make(Plan(settings, target, draft, adapted, theirs, folder, max(load.clients), servers), arms)
+        plan = Plan(settings, target, draft, adapted, theirs, folder, max(load.clients))
+        houses = _make(replace(plan, servers=len(_make(plan, arms))), arms)
         for number, (name, house) in enumerate(houses.items()):
             on_step("starting the servers", number, len(houses))
             running.callback(house.server.stop)
