@@ -58,6 +58,7 @@ def test_tables_vary_one_thing_each() -> None:
         tables(base, 800, ["colour"])
 
 
+@pytest.mark.nightly
 def test_ablation_results_are_yielded_as_they_are_measured(
     trained: Settings, models: tuple[Path, Path], tmp_path: Path
 ) -> None:

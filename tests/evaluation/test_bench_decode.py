@@ -212,6 +212,7 @@ def test_a_fused_draft_serves_what_the_adapter_does(bench_files: BenchFiles, tmp
     assert mx.allclose(found[..., :REDUCED], expected[..., :REDUCED], atol=1e-4).item()
 
 
+@pytest.mark.nightly
 def test_an_adapter_is_trained_through_the_real_loop_first(
     bench_files: BenchFiles, bench: Bench, tmp_path: Path
 ) -> None:

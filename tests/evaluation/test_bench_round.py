@@ -84,6 +84,7 @@ def texts(count: int) -> list[tuple[int, ...]]:
     return [tuple(range(5 + i, 45 + i)) for i in range(count)]
 
 
+@pytest.mark.nightly
 def test_the_report_has_a_mode_for_each_kind_and_its_fields(bench: Bench, files: RoundFiles, tmp_path: Path) -> None:
     out = tmp_path / "round.json"
     status, shown, err = bench("--json", out, "--markdown", tmp_path / "round.md", "--png", tmp_path / "round.png")

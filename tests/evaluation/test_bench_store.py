@@ -12,6 +12,7 @@ from service.store.generations import Generations
 from tests.support.published import check_published
 
 
+@pytest.mark.nightly
 def test_store_times_what_a_run_reads(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
     keep = tmp_path / "log"
     report = run_store(settings, models, cases=1_000, turns=1, scrapes=3, streams=2, keep=keep)

@@ -164,6 +164,7 @@ def written(folder: Path, name: str, count: int, seed: int) -> Path:
     return path
 
 
+@pytest.mark.nightly
 def test_commands(logged_home: Settings, tmp_path: Path) -> None:
     toml, a, b = config(logged_home, tmp_path), written(tmp_path, "a", 30, 7), written(tmp_path, "b", 20, 8)
     files = [tmp_path / name for name in ("o.json", "o.md", "o.png")]

@@ -93,7 +93,8 @@ def test_the_gate_decides_correctly_every_time(quick: Settings, models: tuple[Pa
     assert sum(one.verdict.promoted for one in by_kind[Kind.NOISY]) < 10
 
 
-@pytest.mark.parametrize(("requests", "attacks"), [(60, 1), pytest.param(240, 3, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("requests", "attacks"), [(60, 1), (240, 3)])
 def test_hostile_traffic_goes_through_the_loop(
     quick: Settings, models: tuple[Path, Path], requests: int, attacks: int
 ) -> None:

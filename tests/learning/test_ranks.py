@@ -120,7 +120,8 @@ def launched(root: Path) -> Callable[[str], list[str]]:
     return run
 
 
-@pytest.mark.parametrize(("kind", "began"), [("layers", "0"), pytest.param("eagle", "2", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("kind", "began"), [("layers", "0"), ("eagle", "2")])
 def test_two_processes_train_like_one_on_all_texts(
     root: Path,
     launched: Callable[[str], list[str]],
