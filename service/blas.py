@@ -21,8 +21,8 @@ _DYNSYM, _GNU_HASH_SECTION, _DYNAMIC = 11, 0x6FFFFFF6, 6
 """Types of sections of an ELF file (elf.h: SHT_DYNSYM, SHT_GNU_HASH, SHT_DYNAMIC)."""
 _GNU_HASH, _HASH = 0x6FFFFEF5, 4
 """Tags of a dynamic section (DT_GNU_HASH, DT_HASH)."""
-_SYMBOL = 24
-"""Bytes of a symbol: name (4), info, other, section (2), value (8), size (8)."""
+_SYMBOL = "<IBBHQQ"
+"""A symbol: the place of its name, info, other, section, value, size."""
 
 _library: ctypes.CDLL | None = None
 
@@ -77,21 +77,21 @@ def _renamed(image: bytearray, prefix: bytes) -> bytes:
     symbols, bytes_of_symbols, strings = sections[_DYNSYM]
     hashes, room, _ = sections[_GNU_HASH_SECTION]
     dynamic, bytes_of_dynamic, _ = sections[_DYNAMIC]
-    names, number = headers[strings][4], bytes_of_symbols // _SYMBOL
+    names, bytes_of_names = headers[strings][4:6]
+    number = bytes_of_symbols // struct.calcsize(_SYMBOL)
     buckets = room // 4 - 2 - number
     if buckets < 1:
         raise ValueError("no room for another table of hashes")
 
-    first, following = [0] * buckets, [0] * number
-    for i in range(1, number):
-        at = symbols + i * _SYMBOL
-        (name,) = struct.unpack_from("<I", image, at)
-        text = bytes(image[names + name : image.index(0, names + name)])
-        if text.startswith(prefix):
-            text = text[len(prefix) :]
-            struct.pack_into("<I", image, at, name + len(prefix))
-        bucket = _hash(text) % buckets
-        following[i], first[bucket] = first[bucket], i
+    first, following, text = [0] * buckets, [0] * number, bytes(image[names : names + bytes_of_names])
+    for i, (name, *_) in enumerate(struct.iter_unpack(_SYMBOL, image[symbols : symbols + bytes_of_symbols])):
+        if text.startswith(prefix, name):
+            name += len(prefix)
+            struct.pack_into("<I", image, symbols + i * struct.calcsize(_SYMBOL), name)
+        bucket = _hash(text[name : text.index(0, name)]) % buckets
+        # The first symbol is nobody's.
+        if i:
+            following[i], first[bucket] = first[bucket], i
     struct.pack_into(f"<{2 + buckets + number}I", image, hashes, buckets, number, *first, *following)
     for at in range(dynamic, dynamic + bytes_of_dynamic, 16):
         if struct.unpack_from("<Q", image, at) == (_GNU_HASH,):
@@ -104,5 +104,6 @@ def _hash(name: bytes) -> int:
     value = 0
     for byte in name:
         value = (value << 4) + byte
-        value = (value ^ (value >> 24 & 0xF0)) & 0x0FFFFFFF
+        if value > 0x0FFFFFFF:
+            value = (value ^ (value >> 24 & 0xF0)) & 0x0FFFFFFF
     return value
