@@ -26,7 +26,7 @@ from service.engine.adapters import served
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
 from service.engine.footprint import position_bytes, weight_bytes
-from service.engine.kv.budget import Budget, prefix_bytes, usable
+from service.engine.kv.budget import Budget, prefix_bytes
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
@@ -241,24 +241,20 @@ class Application:
     def _kv_budget(self, folders: Folders, pair: Pair, free: int, prefix: int) -> Budget:
         """What keys and values may take of the memory that is free once everything is loaded. Raises ModelError
         where that is nothing."""
-        engine, runs = self.settings.engine, self.settings.training
+        asked, runs, training = self.settings.engine.kv_budget_mb, self.settings.training, 0
         target, draft = pair.target, pair.draft
         position = position_bytes(target.model, draft.model if draft is not None else None)
-        size = engine.kv_budget_mb * 2**20
-        if not size:
-            training = 0
-            if runs.enabled and folders.draft is not None:
-                rows, length = runs.batch_size, runs.max_length
-                training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
-            size = usable(free, prefix=prefix, training=training)
-        elif current().paged and size > free:
+        if runs.enabled and folders.draft is not None and not asked:
+            rows, length = runs.batch_size, runs.max_length
+            training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
+        budget = Budget.of(asked, free, prefix=prefix, training=training, position=position)
+        if current().paged and budget.size > free:
             raise ModelError(
-                f"engine.kv_budget_mb asks for {size >> 20} MiB of the device's memory, and {free >> 20} are free"
+                f"engine.kv_budget_mb asks for {asked} MiB of the device's memory, and {free >> 20} are free"
             )
-        budget = Budget(size, position)
         if budget.longest() == 0:
             raise ModelError(
-                f"{size >> 20} MiB are left for keys and values, too little for a request: see engine.kv_budget_mb and "
+                f"{budget.size >> 20} MiB are left for keys and values, too little for a request: see engine.kv_budget_mb and "
                 "engine.prefix_cache_mb"
             )
         return budget

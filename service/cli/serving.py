@@ -126,7 +126,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     device's memory."""
     from service.engine.device import cache_limit
     from service.engine.footprint import position_bytes, weight_bytes
-    from service.engine.kv.budget import Budget, prefix_bytes, usable
+    from service.engine.kv.budget import Budget, prefix_bytes
     from service.engine.strategy import current
     from service.learning.loading import training_bytes
     from service.models.machine import folder_at_hand
@@ -153,10 +153,8 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         "training": needed,
         "total_free": free,
     }
-    size = usable(left, prefix=memory["prefix"], training=memory["training"])
-    if settings.engine.kv_budget_mb:
-        size = settings.engine.kv_budget_mb * 2**20
-    budget = Budget(size, memory["kv_per_token"])
+    asked, position = settings.engine.kv_budget_mb, memory["kv_per_token"]
+    budget = Budget.of(asked, left, prefix=memory["prefix"], training=needed, position=position)
     rows = [
         ("free", _size(free)),
         ("weights", _size(memory["weights"])),

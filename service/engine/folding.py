@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
@@ -15,27 +15,30 @@ from service.models.heads import cut, shallow_copy
 
 
 def fold(model: nn.Module) -> Iterator[None]:
-    """Replace every LoRALinear by its fused linear layer, in place; yields after each layer.
+    """Fuse every LoRALinear into a linear layer, in place; yields after each.
 
-    Quantised weights become unquantised ones in their scales' dtype, or stay as they are with the adapter beside them in that
-    dtype, where they are large (`Strategy.most_folded`; docs/decisions.md, "An adapter is folded in").
+    A quantised matrix becomes an unquantised one in its scales' dtype. A large one stays as it is, with its LoRA layer unfused
+    in that dtype (`Strategy.most_folded`; docs/decisions.md, "An adapter is folded in").
     """
-    adapted = [(name, module) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
-    # Other modes have scales of 8 bits.
-    quantised = [each for _, module in adapted if isinstance(each := module.linear, nn.QuantizedLinear)]
-    quantised = [each for each in quantised if each.mode == "affine"]
-    size = sum(each.weight.size * 32 // each.bits * each.scales.itemsize for each in quantised)
-    beside = (most := current().most_folded) is not None and size > most * len(quantised)
-    for name, module in adapted:
-        if beside and any(module.linear is each for each in quantised):
-            kind = cast("nn.QuantizedLinear", module.linear)["scales"].dtype
-            module.lora_a, module.lora_b = module.lora_a.astype(kind), module.lora_b.astype(kind)
-            device.wait(module.lora_a, module.lora_b)
-        else:
-            folded = module.fuse(dequantize=True)
-            device.wait(folded.parameters())
-            _replace(model, name, folded)
-        yield None
+    for name, module in list(model.named_modules()):
+        if isinstance(module, LoRALinear):
+            if _stays_unfused(module.linear):
+                kind = module.linear["scales"].dtype
+                module.lora_a, module.lora_b = module.lora_a.astype(kind), module.lora_b.astype(kind)
+                device.wait(module.lora_a, module.lora_b)
+            else:
+                folded = module.fuse(dequantize=True)
+                device.wait(folded.parameters())
+                _replace(model, name, folded)
+            yield None
+
+
+def _stays_unfused(linear: nn.Module) -> bool:
+    most = current().most_folded
+    # The scales of other modes have 8 bits.
+    if most is None or not isinstance(linear, nn.QuantizedLinear) or linear.mode != "affine":
+        return False
+    return linear["weight"].size * 32 // linear.bits * linear["scales"].itemsize > most
 
 
 def as_served(model: nn.Module, ids: Sequence[int] | None) -> nn.Module:

@@ -159,41 +159,44 @@ def _product(layer: FewTokenLinear | FewTokenQuantizedLinear, x: mx.array) -> mx
     return out
 
 
-class FewTokenLinear(nn.Linear):
-    """A linear layer whose calls over few tokens go through the kernel inside `by_kernel`, together with those of its siblings.
-    Parameters are nn.Linear's."""
+class _ByKernel:
+    """A layer whose calls over few tokens go through the kernel inside `by_kernel`. Parameters are those of the other base."""
 
-    def __call__(self, x: mx.array) -> mx.array:
-        """x (..., inner): (..., outputs)."""
+    __slots__ = ()
+
+    def __call__(self: Any, x: mx.array) -> mx.array:
+        """Of a linear layer, together with its siblings. x (..., inner): (..., outputs)."""
         if (out := _product(self, x)) is None:
-            return super().__call__(x)
-        return out + cast("mx.array", self["bias"]) if "bias" in self else out
+            return super().__call__(x)  # pyright: ignore[reportAttributeAccessIssue]
+        return out + self["bias"] if "bias" in self else out
 
 
-class FewTokenQuantizedLinear(nn.QuantizedLinear):
-    """The same with weights of 4 bits. Parameters are nn.QuantizedLinear's."""
+class _HeadByKernel:
+    """The same of an embedding, as output head."""
 
-    def __call__(self, x: mx.array) -> mx.array:
+    __slots__ = ()
+
+    def as_linear(self: Any, x: mx.array) -> mx.array:
         """x (..., inner): (..., outputs)."""
-        if (out := _product(self, x)) is None:
-            return super().__call__(x)
-        return out + cast("mx.array", self["bias"]) if "bias" in self else out
+        if (out := _logits(self, x)) is None:
+            return super().as_linear(x)  # pyright: ignore[reportAttributeAccessIssue]
+        return out
 
 
-class FewTokenEmbedding(nn.Embedding):
-    """An embedding that, as output head, goes through the kernel inside `by_kernel`. Parameters are nn.Embedding's."""
-
-    def as_linear(self, x: mx.array) -> mx.array:
-        """x (..., inner): (..., outputs)."""
-        return super().as_linear(x) if (out := _logits(self, x)) is None else out
+class FewTokenLinear(_ByKernel, nn.Linear):
+    """See _ByKernel."""
 
 
-class FewTokenQuantizedEmbedding(nn.QuantizedEmbedding):
-    """The same with weights of 4 bits. Parameters are nn.QuantizedEmbedding's."""
+class FewTokenQuantizedLinear(_ByKernel, nn.QuantizedLinear):
+    """See _ByKernel: with weights of 4 bits."""
 
-    def as_linear(self, x: mx.array) -> mx.array:
-        """x (..., inner): (..., outputs)."""
-        return super().as_linear(x) if (out := _logits(self, x)) is None else out
+
+class FewTokenEmbedding(_HeadByKernel, nn.Embedding):
+    """See _HeadByKernel."""
+
+
+class FewTokenQuantizedEmbedding(_HeadByKernel, nn.QuantizedEmbedding):
+    """See _HeadByKernel: with weights of 4 bits."""
 
 
 def _logits(layer: nn.Module, x: mx.array) -> mx.array | None:

@@ -54,8 +54,8 @@ class Strategy:
     as long as a chunk takes. gather_seconds: how long a prompt may wait for others, to be prefilled in one call with them,
     while requests run. parked_prefill: a parked draft prefills prompts where that costs little; else it catches up when it is
     to draft. prefill_padding: padding allowed in a call over prompts of different lengths, as a share of their tokens. replay:
-    model calls over few tokens a row are traced and replayed. most_folded: bytes of a quantised matrix, unquantised and in the
-    mean, up to which an adapter is folded into a draft's; None: of any size."""
+    model calls over few tokens a row are traced and replayed. most_folded: bytes of an unquantised matrix up to which an
+    adapter is folded into a draft's quantised one; None: of any size."""
 
     launch_steps: bool
     ask_confidence: bool

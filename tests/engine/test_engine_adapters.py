@@ -78,7 +78,7 @@ def test_a_folded_adapter_computes_what_was_trained_and_leaves_the_base_unchange
     assert type(draft.model.lm_head) is type(base.lm_head), "other tensors are unchanged"
 
 
-def test_where_weights_are_what_a_step_waits_for_an_adapter_stays_beside_quantised_ones(tmp_path: Path) -> None:
+def test_an_adapter_of_large_quantised_matrices_stays_unfused_on_metal(tmp_path: Path) -> None:
     """Metal reads a quantised weight in a quarter of the time of a whole one."""
     base, ref, expected = make(tmp_path / "a", quantised=True)
     base.set_dtype(mx.bfloat16)
@@ -94,8 +94,8 @@ def test_where_weights_are_what_a_step_waits_for_an_adapter_stays_beside_quantis
         apart = as_served(base, None)
     mine = dict(leaves(draft.model.parameters()))
     assert held.items() <= {name.replace(".linear.", "."): id(array) for name, array in mine.items()}.items()
-    beside = {name for name in mine if name.endswith(("lora_a", "lora_b"))}
-    assert beside and {mine[name].dtype for name in beside} == {mx.bfloat16}
+    unfused = {name for name in mine if name.endswith(("lora_a", "lora_b"))}
+    assert unfused and {mine[name].dtype for name in unfused} == {mx.bfloat16}
     assert {array.dtype for name, array in leaves(base.parameters()) if "lora" in name} == {mx.float32}
     difference = np.abs(np.array(draft.model(TOKENS).astype(mx.float32)) - np.array(expected))
     assert difference.max() < 0.05 * np.abs(np.array(expected)).max()

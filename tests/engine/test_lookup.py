@@ -110,6 +110,7 @@ def test_nothing_is_looked_up_where_no_proposal_fits_but_texts_are_indexed(monke
 
 @pytest.mark.parametrize("drafted", [0, 3])
 @pytest.mark.parametrize("seeded", [True, False])
+@pytest.mark.usefixtures("exact_costs")
 def test_with_look_ups_the_tokens_are_the_targets_own(drafted: int, seeded: bool) -> None:
     target, rng = tiny_llama(0), random.Random(3)
     asked = []
@@ -122,7 +123,7 @@ def test_with_look_ups_the_tokens_are_the_targets_own(drafted: int, seeded: bool
         lookup=6, eos=frozenset({3}), collect=True,
     )  # fmt: skip
     found = [round for row in rows for round in row.rounds if round.source is Source.LOOKUP]
-    assert sum(round.accepted for round in found) > 2 and any(round.accepted < round.drafted for round in found)
+    assert sum(round.accepted for round in found) > 10 and any(round.accepted < round.drafted for round in found)
     for row in rows:
         assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling, frozenset({3}))
         # A rejected look-up is no failure case of the draft.

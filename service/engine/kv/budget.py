@@ -50,6 +50,11 @@ class Budget:
     size: int
     position: int
 
+    @classmethod
+    def of(cls, asked_mb: int, free: int, *, prefix: int, training: int, position: int) -> Budget:
+        """As `engine.kv_budget_mb` asks for (0: what is `usable` of the free bytes)."""
+        return cls(asked_mb * 2**20 or usable(free, prefix=prefix, training=training), position)
+
     @property
     def pages(self) -> int:
         """Pages that it does for."""
