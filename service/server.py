@@ -25,7 +25,7 @@ from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
-from service.engine.footprint import position_bytes, weight_bytes
+from service.engine.footprint import row_bytes, weight_bytes
 from service.engine.kv.budget import Budget, prefix_bytes
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
@@ -243,11 +243,11 @@ class Application:
         where that is nothing."""
         asked, runs, training = self.settings.engine.kv_budget_mb, self.settings.training, 0
         target, draft = pair.target, pair.draft
-        position = position_bytes(target.model, draft.model if draft is not None else None)
+        row = row_bytes(target.model, draft.model if draft is not None else None)
         if runs.enabled and folders.draft is not None and not asked:
             rows, length = runs.batch_size, runs.max_length
             training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
-        budget = Budget.of(asked, free, prefix=prefix, training=training, position=position)
+        budget = Budget.of(asked, free, prefix=prefix, training=training, row=row)
         if current().paged and budget.size > free:
             raise ModelError(
                 f"engine.kv_budget_mb asks for {asked} MiB of the device's memory, and {free >> 20} are free"

@@ -125,7 +125,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     """What serving these models takes, in bytes, printed as a table; None where they are not at hand. free: bytes of the
     device's memory."""
     from service.engine.device import cache_limit
-    from service.engine.footprint import position_bytes, weight_bytes
+    from service.engine.footprint import row_bytes, weight_bytes
     from service.engine.kv.budget import Budget, prefix_bytes
     from service.engine.strategy import current
     from service.learning.loading import training_bytes
@@ -145,22 +145,24 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     if draft is not None and training.enabled:
         needed = training_bytes(target, draft, rows=training.batch_size, length=training.max_length)
     weights = weight_bytes(*models)
-    left = max(free - weights - cache_limit(), 0)
+    row, left = row_bytes(*models), max(free - weights - cache_limit(), 0)
     memory = {
         "weights": weights,
-        "kv_per_token": position_bytes(*models),
+        "kv_per_token": row.first,
         "prefix": prefix_bytes(settings.engine.prefix_cache_mb, left),
         "training": needed,
         "total_free": free,
     }
-    asked, position = settings.engine.kv_budget_mb, memory["kv_per_token"]
-    budget = Budget.of(asked, left, prefix=memory["prefix"], training=needed, position=position)
+    asked = settings.engine.kv_budget_mb
+    budget = Budget.of(asked, left, prefix=memory["prefix"], training=needed, row=row)
+    windows = [max(most for most, _ in row.windows)] if row.windows else []
     rows = [
         ("free", _size(free)),
         ("weights", _size(memory["weights"])),
         ("prefix cache, at most", _size(min(memory["prefix"], budget.size) if current().paged else memory["prefix"])),
         ("training meanwhile, at most", _size(memory["training"])),
-        ("a token of a request", _size(memory["kv_per_token"])),
+        ("a token of a request", _size(row.first)),
+        *((f"behind {most:,} tokens, for windows are full", _size(row.position)) for most in windows),
         ("keys and values of all requests, at most", _size(budget.size)),
         *(
             (f"tokens that fit for each of {n} requests", f"{budget.longest(n):,}")

@@ -136,7 +136,7 @@ class Decoder:
         """Keep keys and values within a budget. In pages all of it is taken with the first call: cached prefixes use it too."""
         self.budget = budget
         # Rows of a model whose layers are all recurrent take no pages.
-        if self.strategy.paged and budget.position:
+        if self.strategy.paged and budget.row.position:
             for pool in self.batch.pools:
                 pool.set_size(budget.pages)
 

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from service.engine.kv.budget import RowBytes
 from service.engine.kv.cache import RowCache
 from service.engine.strategy import PAGE
 from service.engine.target import Target
@@ -24,9 +25,9 @@ def weight_bytes(*models: nn.Module | None) -> int:
     return sum(arrays.values())
 
 
-def position_bytes(target: nn.Module, draft: nn.Module | None) -> int:
-    """Bytes of one position of a row: keys and values of target and draft, and the target's features where the draft reads
-    them. States of recurrent layers do not grow with the row and are left out. Only shapes are computed. Raises PairError."""
+def row_bytes(target: nn.Module, draft: nn.Module | None) -> RowBytes:
+    """What rows take: keys and values of target and draft, and the target's features where the draft reads them. States of
+    recurrent layers do not grow with the row and are left out. Only shapes are computed. Raises PairError."""
     both, tokens = Target(target, draft), mx.zeros((1, 1), dtype=mx.int32)
     cache = both.cache(1)
     both(tokens, cache)
@@ -34,4 +35,8 @@ def position_bytes(target: nn.Module, draft: nn.Module | None) -> int:
     if draft is not None:
         caches.append(RowCache(draft, 1))
         draft(tokens, cache=caches[1].layers)
-    return sum(one.storage.block_bytes for one in caches) // PAGE
+    windows: dict[int, int] = {}
+    for most, size in (each for one in caches for each in one.storage.window_bytes().items()):
+        windows[most] = windows.get(most, 0) + size
+    position = sum(one.storage.block_bytes for one in caches) // PAGE
+    return RowBytes(position - sum(windows.values()), tuple(windows.items()))

@@ -9,8 +9,8 @@ import pytest
 from service.core import Delta, FinishReason, Prompt, Sampling
 from service.engine import decoder, strategy
 from service.engine.engine import Engine
-from service.engine.footprint import position_bytes
-from service.engine.kv.budget import GROWING, LONGEST, Budget, prefix_bytes, usable
+from service.engine.footprint import row_bytes
+from service.engine.kv.budget import GROWING, LONGEST, Budget, RowBytes, prefix_bytes, usable
 from service.engine.kv.cache import RowCache
 from service.engine.kv.pool import FIRST_PAGES, Page
 from service.engine.scheduler import Scheduler
@@ -45,8 +45,8 @@ class BudgetHarness(EngineHarness):
 
     def build(self) -> Engine:
         engine = super().build()
-        position = position_bytes(tiny_llama(0), noisy_copy(tiny_llama(0), 1, 0.3) if engine.base else None)
-        budget = Budget(self.positions * position * (1 if current().paged else GROWING), position)
+        row = row_bytes(tiny_llama(0), noisy_copy(tiny_llama(0), 1, 0.3) if engine.base else None)
+        budget = Budget(self.positions * row.first * (1 if current().paged else GROWING), row)
         engine.decoder.limit_memory(budget)
         if current().paged:
             for pool in engine.decoder.batch.pools:
@@ -229,7 +229,7 @@ def test_cancelled_after_it_went_back_to_the_queue(draft: Hook | None) -> None:
 
 @pytest.mark.parametrize("way", [CPU, CUDA], ids=["rectangles", "pages"])
 def test_what_fits(way: Strategy) -> None:
-    budget, most = Budget(size=2 * 10 * 1024 * 7, position=7), (20 if way.paged else 10) * 1024
+    budget, most = Budget(size=2 * 10 * 1024 * 7, row=RowBytes(7)), (20 if way.paged else 10) * 1024
     with using(way):
         assert most * 7 // 8 <= budget.longest() <= most
         assert budget.fits([budget.longest()]) and 7 / 8 <= budget.used([budget.longest()]) <= 1.0
@@ -240,7 +240,7 @@ def test_what_fits(way: Strategy) -> None:
 def test_what_fits_in_rectangles() -> None:
     """Every row takes as many positions as the longest. A prompt in prefill has a cache of its own besides its place in the
     batch."""
-    budget = Budget(size=2 * 10 * 1024 * 7, position=7)
+    budget = Budget(size=2 * 10 * 1024 * 7, row=RowBytes(7))
     with using(CPU):
         assert budget.fits([1024] * 7) and not budget.fits([1024] * 4, [1024] * 6)
         assert budget.fits([1024] * 2, have=8) and not budget.fits([1024] * 2, have=11)
@@ -249,7 +249,7 @@ def test_what_fits_in_rectangles() -> None:
 
 def test_what_fits_in_pages() -> None:
     """Every row takes its own pages, and keeps them when it joins the batch."""
-    budget = Budget(size=40 * PAGE * 7, position=7)
+    budget = Budget(size=40 * PAGE * 7, row=RowBytes(7))
     with using(CUDA):
         assert budget.pages == 40
         assert budget.fits([30 * PAGE, *[1] * 10]) and not budget.fits([30 * PAGE, *[1] * 11])
@@ -259,7 +259,7 @@ def test_what_fits_in_pages() -> None:
 
 
 def test_a_row_that_is_left_by_itself_gives_spare_memory_back() -> None:
-    budget = Budget(size=2 * 1024 * 7, position=7)
+    budget = Budget(size=2 * 1024 * 7, row=RowBytes(7))
     with using(CPU):
         assert budget.fits([1024]) and budget.fits([1024], have=1) and not budget.fits([1024], have=2)
     asked = greedy_and_seeded(2, 3 * STEP)
@@ -276,8 +276,8 @@ def test_a_request_by_itself_has_room_as_long_as_any_may_become(way: Strategy) -
     """With its next share it may be longer than memory does for."""
     model = tiny_llama(0)
     with using(way):
-        made, position = decoder.Decoder(model, None, vocabulary=97, k=0), position_bytes(model, None)
-        made.limit_memory(Budget(100 * PAGE * position, position))
+        made, row = decoder.Decoder(model, None, vocabulary=97, k=0), row_bytes(model, None)
+        made.limit_memory(Budget(100 * row.of(PAGE), row))
         assert made.budget is not None
         longest = made.budget.longest()
         assert longest > STEP and made.has_room([longest]) and made.has_room([longest - STEP // 2])
@@ -285,7 +285,7 @@ def test_a_request_by_itself_has_room_as_long_as_any_may_become(way: Strategy) -
 
 
 def test_a_model_whose_rows_do_not_grow_has_no_longest() -> None:
-    assert Budget(2**20, 0).longest() >= LONGEST and Budget(2**20, 0).fits([10**6] * 8)
+    assert Budget(2**20, RowBytes(0)).longest() >= LONGEST and Budget(2**20, RowBytes(0)).fits([10**6] * 8)
 
 
 def test_a_recurrent_model_takes_no_pages() -> None:
@@ -293,7 +293,7 @@ def test_a_recurrent_model_takes_no_pages() -> None:
     with using(CUDA):
         made = decoder.Decoder(model, None, vocabulary=97, k=0)
         pages = [pool.pages for pool in made.batch.pools]
-        made.limit_memory(Budget(2**20, 0))
+        made.limit_memory(Budget(2**20, RowBytes(0)))
         assert [pool.pages for pool in made.batch.pools] == pages
 
 

@@ -10,7 +10,7 @@ import pytest
 from service.core import Prompt, Sampling, python_command
 from service.engine.adapters import bare
 from service.engine.decoder import Decoder
-from service.engine.footprint import position_bytes
+from service.engine.footprint import row_bytes
 from service.engine.request import Request
 from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.oracle import noisy_copy, tiny_llama
@@ -25,7 +25,7 @@ def pair(kind: str) -> tuple[nn.Module, nn.Module]:
 @pytest.mark.parametrize("kind", ["model", "head"])
 def test_a_position_takes_what_is_expected(kind: str) -> None:
     target, draft = pair(kind)
-    expected = position_bytes(target, draft)
+    expected = row_bytes(target, draft).first
     for length, positions in ((100, 128), (230, 256)):
         decoder = Decoder(target, bare(draft), vocabulary=97, k=2, key=mx.random.key(0))
         tokens = tuple(4 + i % 90 for i in range(length))
@@ -34,7 +34,7 @@ def test_a_position_takes_what_is_expected(kind: str) -> None:
         assert decoder.batch.drafter is not None
         caches = (decoder.batch.cache, decoder.batch.drafter.cache)
         assert sum(array.nbytes for cache in caches for array in cache.arrays()) == positions * expected
-    assert position_bytes(target, None) < expected
+    assert row_bytes(target, None).first < expected
 
 
 SCRIPT = """

@@ -19,7 +19,7 @@ from service.core import FinishReason, Prompt, Sampling
 from service.engine import device
 from service.engine.adapters import bare
 from service.engine.decoder import Decoder
-from service.engine.footprint import position_bytes
+from service.engine.footprint import row_bytes
 from service.engine.kv.budget import Budget
 from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
@@ -148,9 +148,9 @@ def test_a_pool_does_not_grow_beyond_the_devices_memory(target: Model, monkeypat
 
 def test_a_full_pool_takes_the_prefix_caches_oldest_pages_before_it_grows(target: Model, draft: nn.Module) -> None:
     """Of a decoder with a budget, which has all its pages from the start."""
-    prefix, position = PrefixCache(2**26), position_bytes(target, draft)
+    prefix, row = PrefixCache(2**26), row_bytes(target, draft)
     decoder = Decoder(target, bare(draft), vocabulary=V, k=K, prefix=prefix)
-    decoder.limit_memory(Budget(100 * PAGE * position, position))
+    decoder.limit_memory(Budget(100 * row.of(PAGE), row))
     assert [pool.pages for pool in decoder.batch.pools] == [101, 101]
     texts = [tokens(i, 10 * PAGE) for i in range(14)]
     for number, text in enumerate(texts):
@@ -410,9 +410,9 @@ def test_rows_keep_their_contents_as_others_join_leave_and_grow(
 
 def test_everything_at_once_in_small_pools(target: Model, draft: nn.Module) -> None:
     """Cached prefixes, cancellations and swaps, where pools are full all the time."""
-    prefix, position, rng = PrefixCache(2**24), position_bytes(target, draft), random.Random(3)
+    prefix, row, rng = PrefixCache(2**24), row_bytes(target, draft), random.Random(3)
     decoder = Decoder(target, bare(draft), vocabulary=V, k=K, prefix=prefix)
-    decoder.limit_memory(Budget(70 * PAGE * position, position))
+    decoder.limit_memory(Budget(70 * row.of(PAGE), row))
     texts, reused = [tokens(i, 150) for i in range(3)], 0
 
     def between(decoder: Decoder) -> None:

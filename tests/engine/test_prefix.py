@@ -19,7 +19,7 @@ from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
-from service.engine.kv.rectangles import RectangleLayer
+from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.request import Request
 from service.engine.strategy import CPU, using
 from tests.support.batches import serve

@@ -21,7 +21,7 @@ from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
 from service.engine.kv.pages import PagedLayer
 from service.engine.kv.prefix import PrefixCache
-from service.engine.kv.rectangles import RectangleLayer
+from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.kv.recurrent import StateLayer
 from service.engine.preflight import check_rows
 from service.engine.strategy import CUDA, Strategy, using

@@ -42,23 +42,41 @@ def pages_of(lengths: Iterable[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class RowBytes:
+    """Bytes of a row's keys and values. position: of each position, in layers that hold all. windows: (positions held at most,
+    bytes of each) of layers with a sliding window."""
+
+    position: int
+    windows: tuple[tuple[int, int], ...] = ()
+
+    def of(self, positions: int) -> int:
+        """Bytes of a row with room for so many positions."""
+        return positions * self.position + sum(min(positions, most) * size for most, size in self.windows)
+
+    @property
+    def first(self) -> int:
+        """Bytes of a position within all windows."""
+        return self.of(1)
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
-    """size: bytes for keys and values, of target and draft. position: bytes of one position of a row (`footprint`).
+    """size: bytes for keys and values, of target and draft. row: what one row takes of them (`footprint`).
 
     Rows in pages take what they use; in rectangles as many positions each as the longest (`buffers`)."""
 
     size: int
-    position: int
+    row: RowBytes
 
     @classmethod
-    def of(cls, asked_mb: int, free: int, *, prefix: int, training: int, position: int) -> Budget:
+    def of(cls, asked_mb: int, free: int, *, prefix: int, training: int, row: RowBytes) -> Budget:
         """As `engine.kv_budget_mb` asks for (0: what is `usable` of the free bytes)."""
-        return cls(asked_mb * 2**20 or usable(free, prefix=prefix, training=training), position)
+        return cls(asked_mb * 2**20 or usable(free, prefix=prefix, training=training), row)
 
     @property
     def pages(self) -> int:
         """Pages that it does for."""
-        return self.size // max(PAGE * self.position, 1)
+        return self.size // max(self.row.of(PAGE), 1)
 
     def longest(self, rows: int = 1) -> int:
         """Positions of each of so many rows that fit together, in steps of an eighth or STEP; LONGEST at most."""
@@ -81,12 +99,12 @@ class Budget:
         apart = 0
         if not current().paged:
             # They may be prefilled in one call, as many rows as there are in a batch.
-            apart = size(len(prefilling)) * current().capacity(max(prefilling, default=0)) * self.position
+            apart = size(len(prefilling)) * self.row.of(current().capacity(max(prefilling, default=0)))
         return self._bytes(rows, have) + apart <= self.size
 
     def _bytes(self, lengths: Sequence[int], have: int = 0) -> int:
         strategy = current()
         if strategy.paged:
-            return pages_of(lengths) * PAGE * self.position
+            return pages_of(lengths) * self.row.of(PAGE)
         many = max(slots(strategy.batch_size(len(lengths))), have)
-        return GROWING * many * strategy.capacity(max(lengths, default=0)) * self.position
+        return GROWING * many * self.row.of(strategy.capacity(max(lengths, default=0)))

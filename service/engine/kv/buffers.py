@@ -12,20 +12,18 @@ from collections.abc import Collection, Sequence
 
 import mlx.core as mx
 
-from service.engine.strategy import current
-
 SPARE = 4
 """One spare slot is allocated for every so many rows."""
 
 
-def grow(buffer: mx.array | None, like: mx.array, top: int) -> mx.array:
-    """`buffer` with capacity for `top` positions at least; new positions are zeros. None: a new buffer with the rows, heads and
-    dims of `like`."""
+def grow(buffer: mx.array | None, like: mx.array, capacity: int) -> mx.array:
+    """`buffer` with `capacity` positions at least; new positions are zeros. None: a new buffer with the rows, heads and dims of
+    `like`."""
     have = 0 if buffer is None else buffer.shape[2]
-    if buffer is not None and top <= have:
+    if buffer is not None and capacity <= have:
         return buffer
     rows, heads, _, dims = like.shape
-    slots, more = rows if buffer is None else buffer.shape[0], current().capacity(top) - have
+    slots, more = rows if buffer is None else buffer.shape[0], capacity - have
     extra = mx.zeros((slots, heads, more, dims), dtype=like.dtype)
     return extra if buffer is None else mx.concatenate([buffer, extra], axis=2)
 

@@ -23,7 +23,7 @@ class Lengths:
         self.masks: dict[int, tuple[mx.array, mx.array, int]] = {}
         """By the mask's id: the mask, the position of each row's first query, the window (0: none)."""
         self._starts: dict[int, mx.array] = {}
-        self._places: dict[tuple[int, int, int], tuple[mx.array, mx.array, mx.array]] = {}
+        self._places: dict[tuple[int, int, int, int], tuple[mx.array, mx.array, mx.array]] = {}
 
     def follow(self, starts: mx.array, most: Sequence[int]) -> None:
         """Rows end where `starts` (rows,), int32, says, which the host does not know yet: row b at most[b] at most."""
@@ -42,11 +42,13 @@ class Lengths:
                 self._starts[ahead] = known + mx.arange(ahead, ahead + 1)
         return self._starts[ahead]
 
-    def places(self, ahead: int, heads: int, count: int) -> tuple[mx.array, mx.array, mx.array]:
-        """Write index of the rows' next `count` tokens: slots (rows, 1, 1), heads (1, heads, 1), positions (rows, 1, count)."""
-        key = ahead, heads, count
+    def places(self, ahead: int, heads: int, count: int, most: int = 0) -> tuple[mx.array, mx.array, mx.array]:
+        """Write index of the rows' next `count` tokens: slots (rows, 1, 1), heads (1, heads, 1), positions (rows, 1, count),
+        modulo `most` if that is not 0."""
+        key = ahead, heads, count, most
         if key not in self._places:
             rows = mx.arange(len(self.host))[:, None, None]
             positions = (self.starts(ahead)[:, None] + mx.arange(count))[:, None]
+            positions = positions % most if most else positions
             self._places[key] = (rows, mx.arange(heads)[None, :, None], positions)
         return self._places[key]

@@ -304,6 +304,10 @@ class Pages:
         """Bytes of PAGE positions of a row."""
         return self.pool.page_bytes
 
+    def window_bytes(self) -> dict[int, int]:
+        """See Rectangles: in pages all layers hold all positions."""
+        return {}
+
     def blocks(self, row: int, start: int, count: int) -> list[Page]:
         """So many whole pages of a row from the one numbered `start` on, for the prefix cache."""
         held = self._rows[row]

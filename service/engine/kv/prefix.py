@@ -64,11 +64,11 @@ class PrefixCache:
 
     def cached_length(self, owner: Owner, tokens: Sequence[int]) -> int:
         """Positions of the longest cached prefix of `tokens`; 0 for a model with recurrent layers."""
-        return len(self._match(owner, tokens)) * BLOCK
+        return len(_usable(self._match(owner, tokens))) * BLOCK
 
     def load(self, owner: Owner, texts: Sequence[Sequence[int]], cache: RowCache) -> None:
         """Load the longest cached prefix of each text into its row of an empty cache, with capacity for the longest text."""
-        paths = [self._match(owner, tokens) for tokens in texts]
+        paths = [_usable(self._match(owner, tokens)) for tokens in texts]
         for path in paths:
             if path:
                 self._touch(path[-1])
@@ -77,27 +77,35 @@ class PrefixCache:
             cache.rewind([len(path) * BLOCK for path in paths])
 
     def insert(self, owner: Owner, tokens: Sequence[int], cache: RowCache, row: int = 0) -> None:
-        """Insert whole blocks of `row`'s keys and values for `tokens`, those that are not cached yet, as many as the budget
+        """Insert blocks of BLOCK of `row`'s keys and values for `tokens`, those that are not cached yet, as many as the budget
         allows; `copy` must follow. Does nothing for a model with recurrent layers, whose state cannot be cut into blocks."""
         if cache.states:
             return
-        whole = min(len(tokens), cache.lengths.host[row]) // BLOCK
-        path = self._match(owner, tokens[: whole * BLOCK])
+        count = min(len(tokens), cache.lengths.host[row]) // BLOCK
+        path = self._match(owner, tokens[: count * BLOCK])
         last = path[-1] if path else self._roots[owner]
         self._touch(last)
-        missing = whole - len(path)
         size = cache.storage.block_bytes
-        if not missing or not size:
+        # What was no longer held by the row that inserted it is by this one, perhaps.
+        start = next((i for i, node in enumerate(path) if not _whole(node)), len(path))
+        if start == count or not size:
             return
-        fit = min(missing, self._evict(missing * size, last) // size)
-        blocks: Sequence[Page | Block] = cache.storage.blocks(row, len(path), fit)
-        for number, block in enumerate(blocks, len(path)):
-            key = tuple(tokens[number * BLOCK : (number + 1) * BLOCK])
-            last.children[key] = last = Node(owner, key, last, block, size)
-        copies = [array for block in blocks if isinstance(block, Block) for array in block.arrays]
+        fit = min(count - start, self._evict((count - start) * size, last) // size)
+        copies = list[mx.array]()
+        blocks: Sequence[Page | Block] = cache.storage.blocks(row, start, fit)
+        for number, block in enumerate(blocks, start):
+            if number >= len(path):
+                key = tuple(tokens[number * BLOCK : (number + 1) * BLOCK])
+                last.children[key] = last = Node(owner, key, last)
+                path.append(last)
+            elif _whole(path[number]) or not (isinstance(block, Block) and block.whole):
+                continue
+            node = path[number]
+            self.nbytes += block.nbytes - node.nbytes
+            node.block, node.nbytes = block, block.nbytes
+            copies += block.arrays.values() if isinstance(block, Block) else ()
         if copies:
             self._uncopied.append(copies)
-        self.nbytes += len(blocks) * size
         self._touch(last)
 
     def reclaim(self, pool: Pool) -> bool:
@@ -165,3 +173,19 @@ class PrefixCache:
         self._order[leaf.owner].pop(leaf)
         leaf.parent.children.pop(leaf.tokens)
         self.nbytes -= leaf.nbytes
+
+
+def _whole(node: Node) -> bool:
+    """Whether a node holds all layers: without the last positions before its end, one with a sliding window cannot go on."""
+    return not isinstance(node.block, Block) or node.block.whole
+
+
+def _usable(path: list[Node]) -> list[Node]:
+    """The longest part of a path at whose end all layers hold what a window sees."""
+    while path:
+        reach = path[-1].block.reach if isinstance(path[-1].block, Block) else 0
+        gap = next((i for i in range(len(path) - 1, max(len(path) - reach, 0) - 1, -1) if not _whole(path[i])), None)
+        if gap is None:
+            break
+        path = path[:gap]
+    return path

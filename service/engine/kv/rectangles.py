@@ -1,7 +1,7 @@
 """Keys and values of a batch as rectangles: one buffer for the keys of a layer and one for its values (`buffers`).
 
 Rows are left-aligned: row b has positions 0 .. lengths[b]-1; slots after them hold garbage, which the mask hides and the next
-write overwrites. Sliding-window layers keep all positions and narrow the mask (a rotating buffer cannot be truncated).
+write overwrites. Layers with a sliding window hold their last positions alone (`window_layer`).
 """
 
 from __future__ import annotations
@@ -12,87 +12,29 @@ from typing import TypeAlias
 
 import mlx.core as mx
 
-from service.engine.kv.buffers import copy_moved, grow, join_rows, keep_rows, scatter, write
-from service.engine.kv.layer import RowLayer, causal_mask
+from service.engine.kv.buffers import copy_moved, join_rows, keep_rows
 from service.engine.kv.lengths import Lengths
-from service.engine.strategy import PAGE, current
+from service.engine.kv.rectangle_layer import RectangleLayer
+from service.engine.kv.window_layer import WindowLayer
+from service.engine.strategy import PAGE
 
-Groups: TypeAlias = tuple[tuple[int, ...], ...]
+Members: TypeAlias = tuple[int, ...]
 """Arrays of a model that have the same shape: 2 * layer is a layer's keys, 2 * layer + 1 its values."""
-
-
-class RectangleLayer(RowLayer):
-    """One layer's keys and values, (R, heads, capacity, dims) each, R at least the batch's rows; heads and dims may differ
-    between the two."""
-
-    def __init__(self, lengths: Lengths, window: int | None) -> None:
-        super().__init__(lengths, window)
-        self.keys: mx.array | None = None
-        self.values: mx.array | None = None
-
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
-        """See RowLayer."""
-        self.keys = self._append(self.keys, keys)
-        self.values = self._append(self.values, values)
-        self.ahead += keys.shape[2]
-        return self.keys_and_values()
-
-    def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """See RowLayer: views, as wide as the longest row."""
-        assert self.keys is not None and self.values is not None
-        rows, top = len(self.lengths.host), self.lengths.longest + self.ahead
-        return self.keys[:rows, :, :top], self.values[:rows, :, :top]
-
-    def contents(self, row: int) -> tuple[mx.array, mx.array | None] | None:
-        """See RowLayer."""
-        end, keys, values = self.lengths.host[row], self.keys, self.values
-        return None if keys is None else (keys[row, :, :end], None if values is None else values[row, :, :end])
-
-    def append_features(self, states: mx.array) -> None:
-        """See RowLayer."""
-        self.keys = self._append(self.keys, states[:, None])
-        self.ahead += states.shape[1]
-
-    def features_at(self, positions: mx.array) -> mx.array | None:
-        """See RowLayer."""
-        if self.keys is None:
-            return None
-        at = mx.minimum(positions, self.keys.shape[2] - 1)
-        return mx.take_along_axis(self.keys[: len(self.lengths.host), 0], at[..., None], axis=1)
-
-    def _append(self, array: mx.array | None, new: mx.array) -> mx.array:
-        count = new.shape[2]
-        array = grow(array, new, self.lengths.longest + self.ahead + count)
-        if self.lengths.equal:
-            return write(array, new, self.lengths.host[0] + self.ahead)
-        return scatter(array, new, *self.lengths.places(self.ahead, new.shape[1], count))
-
-    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
-        """See RowLayer."""
-        window = self.window_of(window_size)
-        start = self.offset
-        width = self.lengths.longest + self.ahead + N
-        if isinstance(start, int):
-            if window is None or width <= window:
-                if N == 1:
-                    return None
-                if not return_array:
-                    return "causal"
-            start = mx.array([start])
-        return causal_mask(start, N, width, window)
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Copies of the keys and values of PAGE positions: an array (members, heads, PAGE, dims) for each group."""
+    """Copies of the keys and values of PAGE positions: an array (members, heads, PAGE, dims) for each group of layers. whole:
+    for all of them; else some had only later positions. reach: blocks at the end of a cached prefix that have to be whole."""
 
-    groups: Groups
-    arrays: list[mx.array]
+    arrays: dict[Members, mx.array]
+    whole: bool = True
+    reach: int = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
-        return sum(array.nbytes for array in self.arrays)
+        return sum(array.nbytes for array in self.arrays.values())
 
 
 class Rectangles:
@@ -104,41 +46,54 @@ class Rectangles:
 
     def layer(self, window: int | None) -> RectangleLayer:
         """One more layer."""
-        self.layers.append(RectangleLayer(self.lengths, window))
+        self.layers.append(RectangleLayer(self.lengths, None) if window is None else WindowLayer(self.lengths, window))
         return self.layers[-1]
 
     def join(self, others: Sequence[Rectangles], counts: Sequence[int], slots: Sequence[int], size: int) -> None:
         """Take the first counts[i] rows of each of these into these slots of `size` rows."""
         each, rows = [self, *others], [len(self.lengths.host), *counts]
+        for one in each:
+            one.settle()
         for i, mine in enumerate(self.layers):
             mine.keys = join_rows([one.layers[i].keys for one in each], rows, slots, size)
             mine.values = join_rows([one.layers[i].values for one in each], rows, slots, size)
 
+    def settle(self) -> None:
+        """See RectangleLayer. Before the rows are others."""
+        for layer in self.layers:
+            layer.settle()
+
     def pad(self, rows: Collection[int]) -> None:
-        """Make padding of these rows: nothing, their contents no longer matter."""
+        """Make padding of these rows: their contents no longer matter."""
+        self.settle()
 
     def copy_moved(self, rows: Sequence[int], *, tight: bool) -> list[mx.array | None]:
         """What `compact` needs computed."""
-        return copy_moved(self._buffers(), rows, self._top(rows), tight=tight)
+        self.settle()
+        return [
+            copy
+            for layer in self.layers
+            for copy in copy_moved([layer.keys, layer.values], rows, self._top(layer, rows), tight=tight)
+        ]
 
     def compact(self, rows: Sequence[int], copies: Sequence[mx.array | None], *, tight: bool) -> None:
         """Keep these rows, in this order. copies: of `copy_moved`, computed. tight: without spare slots and positions."""
-        remaining = keep_rows(self._buffers(), copies, rows, self._top(rows), tight=tight)
         for i, layer in enumerate(self.layers):
-            layer.keys, layer.values = remaining[2 * i : 2 * i + 2]
+            both, moved = [layer.keys, layer.values], copies[2 * i : 2 * i + 2]
+            layer.keys, layer.values = keep_rows(both, moved, rows, self._top(layer, rows), tight=tight)
 
     def clear(self, row: int) -> None:
         """Nothing: what a row held is overwritten."""
 
     def zero_tail(self, row: int, start: int) -> None:
-        """Set a row's slots from `start` on to zero: attention gives those behind its end no weight, but zero times NaN is
-        NaN."""
-        for array in self.arrays():
-            array[row, :, start:] = 0
+        """See RectangleLayer."""
+        for layer in self.layers:
+            layer.settle()
+            layer.zero_tail(row, start)
 
     def arrays(self) -> list[mx.array]:
         """What has to be evaluated for the rows' contents to be there."""
-        return [each for each in self._buffers() if each is not None]
+        return [each for layer in self.layers for each in layer.both if each is not None]
 
     @property
     def slots(self) -> int:
@@ -152,35 +107,34 @@ class Rectangles:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of PAGE positions of a row."""
-        return sum(a.shape[1] * PAGE * a.shape[3] * a.dtype.size for a in self.arrays())
+        """Bytes of PAGE positions of a row, in all layers."""
+        return sum(layer.position_bytes * PAGE for layer in self.layers)
 
     def blocks(self, row: int, start: int, count: int) -> list[Block]:
         """Copies, not computed, of so many blocks of a row from the one numbered `start` on, for the prefix cache."""
-        arrays = self._buffers()
-        groups, begin, end = _groups(arrays), start * PAGE, (start + count) * PAGE
-        wholes = [
-            _copy([a[row : row + 1, :, begin:end] for index in members if (a := arrays[index]) is not None])
-            for members in groups
-        ]
-        # A block by itself: parts of one array would live until the last of them was evicted.
-        return [
-            Block(groups, [_copy([each[:, :, at : at + PAGE]]) for each in wholes])
-            for at in range(0, end - begin, PAGE)
-        ]
+        begin, end = start * PAGE, (start + count) * PAGE
+        blocks = [Block({}, reach=self._reach) for _ in range(count)]
+        for members in self._groups():
+            first = max(begin, -(-max(self.layers[i // 2].first_held(row) for i in members) // PAGE) * PAGE)
+            spans = (self.layers[i // 2].span(row, first, end)[i % 2] for i in members if first < end)
+            parts = [part for part in spans if part is not None]
+            whole = _copy(parts) if parts else None
+            for block, at in zip(blocks, range(begin, end, PAGE), strict=True):
+                if whole is None or at < first:
+                    block.whole = False
+                else:
+                    # A block by itself: parts of one array would live until the last of them was evicted.
+                    block.arrays[members] = _copy([whole[:, :, at - first : at - first + PAGE]])
+        return blocks
 
     def load(self, paths: Sequence[Sequence[Block]], positions: int) -> None:
-        """Set the keys and values of empty rows to these blocks, a path for each row, with capacity for `positions`."""
-        width = current().capacity(positions)
-        like = next(path[0] for path in paths if path)
-        for group, (members, array) in enumerate(zip(like.groups, like.arrays, strict=True)):
-            _, heads, _, dims = array.shape
+        """Set the keys and values of empty rows to these blocks, a path for each row, with capacity for `positions`. Of each
+        path the last `reach` blocks must be whole."""
+        like = next(path[-1] for path in paths if path)
+        for members, array in like.arrays.items():
+            width = self.layers[members[0] // 2].capacity(positions)
             for place, index in enumerate(members):
-                rows: list[mx.array] = []
-                for path in paths:
-                    parts = [block.arrays[group][place : place + 1] for block in path]
-                    spare = mx.zeros((1, heads, width - len(path) * PAGE, dims), dtype=array.dtype)
-                    rows.append(mx.concatenate([*parts, spare], axis=2))
+                rows = [_row([block.arrays.get(members) for block in path], place, array, width) for path in paths]
                 whole = rows[0] if len(rows) == 1 else mx.concatenate(rows)
                 layer = self.layers[index // 2]
                 if index % 2:
@@ -188,20 +142,41 @@ class Rectangles:
                 else:
                     layer.keys = whole
 
-    def _buffers(self) -> list[mx.array | None]:
-        return [each for layer in self.layers for each in (layer.keys, layer.values)]
+    def window_bytes(self) -> dict[int, int]:
+        """By how many positions a row holds at most: bytes of one of them in the layers that hold no more."""
+        found: dict[int, int] = {}
+        for layer in self.layers:
+            if isinstance(layer, WindowLayer):
+                found[layer.most] = found.get(layer.most, 0) + layer.position_bytes
+        return found
 
-    def _top(self, rows: Sequence[int]) -> int:
-        return current().capacity(max((self.lengths.host[row] for row in rows), default=0))
+    @property
+    def _reach(self) -> int:
+        return max((-(-layer.window // PAGE) for layer in self.layers if layer.window is not None), default=0)
+
+    def _groups(self) -> list[Members]:
+        """Arrays of the layers that have the same shape and window."""
+        found: dict[tuple[object, ...], list[int]] = {}
+        for index, array in enumerate(each for layer in self.layers for each in layer.both):
+            # Layers that share another layer's keys and values have none.
+            if array is not None:
+                window = self.layers[index // 2].window
+                found.setdefault((window, array.shape[1], array.shape[3], array.dtype), []).append(index)
+        return [tuple(members) for members in found.values()]
+
+    def _top(self, layer: RectangleLayer, rows: Sequence[int]) -> int:
+        return layer.capacity(max((self.lengths.host[row] for row in rows), default=0))
 
 
-def _groups(arrays: Sequence[mx.array | None]) -> Groups:
-    found: dict[tuple[object, ...], list[int]] = {}
-    for index, array in enumerate(arrays):
-        # Layers that share another layer's keys and values have none.
-        if array is not None:
-            found.setdefault((array.shape[1], array.shape[3], array.dtype), []).append(index)
-    return tuple(tuple(members) for members in found.values())
+def _row(blocks: Sequence[mx.array | None], place: int, like: mx.array, width: int) -> mx.array:
+    """A row (1, heads, width, dims) of a buffer with the last of these blocks: position p in slot p modulo the width."""
+    _, heads, _, dims = like.shape
+    slots = width // PAGE
+    parts = [mx.zeros((1, heads, PAGE, dims), dtype=like.dtype)] * min(slots, len(blocks))
+    for number in range(max(0, len(blocks) - slots), len(blocks)):
+        if (block := blocks[number]) is not None:
+            parts[number % slots] = block[place : place + 1]
+    return mx.concatenate([*parts, mx.zeros((1, heads, width - len(parts) * PAGE, dims), dtype=like.dtype)], axis=2)
 
 
 def _copy(parts: Sequence[mx.array]) -> mx.array:

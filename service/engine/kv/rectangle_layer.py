@@ -1,0 +1,107 @@
+"""One attention layer of a batch whose rows are in `rectangles`."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from service.engine.kv.buffers import grow, scatter, write
+from service.engine.kv.layer import RowLayer, causal_mask
+from service.engine.kv.lengths import Lengths
+from service.engine.strategy import current
+
+
+class RectangleLayer(RowLayer):
+    """One layer's keys and values, (R, heads, capacity, dims) each, R at least the batch's rows; heads and dims may differ
+    between the two."""
+
+    def __init__(self, lengths: Lengths, window: int | None) -> None:
+        super().__init__(lengths, window)
+        self.keys: mx.array | None = None
+        self.values: mx.array | None = None
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """See RowLayer."""
+        self.keys = self._append(self.keys, keys)
+        self.values = self._append(self.values, values)
+        self.ahead += keys.shape[2]
+        return self.keys_and_values()
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """See RowLayer: views, as wide as the longest row."""
+        assert self.keys is not None and self.values is not None
+        rows, top = len(self.lengths.host), self.lengths.longest + self.ahead
+        return self.keys[:rows, :, :top], self.values[:rows, :, :top]
+
+    def contents(self, row: int) -> tuple[mx.array, mx.array | None] | None:
+        """See RowLayer."""
+        end, keys, values = self.lengths.host[row], self.keys, self.values
+        return None if keys is None else (keys[row, :, :end], None if values is None else values[row, :, :end])
+
+    def append_features(self, states: mx.array) -> None:
+        """See RowLayer."""
+        self.keys = self._append(self.keys, states[:, None])
+        self.ahead += states.shape[1]
+
+    def features_at(self, positions: mx.array) -> mx.array | None:
+        """See RowLayer."""
+        if self.keys is None:
+            return None
+        at = mx.minimum(positions, self.keys.shape[2] - 1)
+        return mx.take_along_axis(self.keys[: len(self.lengths.host), 0], at[..., None], axis=1)
+
+    def _append(self, array: mx.array | None, new: mx.array) -> mx.array:
+        count = new.shape[2]
+        array = grow(array, new, current().capacity(self.lengths.longest + self.ahead + count))
+        if self.lengths.equal:
+            return write(array, new, self.lengths.host[0] + self.ahead)
+        return scatter(array, new, *self.lengths.places(self.ahead, new.shape[1], count))
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """See RowLayer."""
+        window = self.window_of(window_size)
+        start = self.offset
+        width = self.lengths.longest + self.ahead + N
+        if isinstance(start, int):
+            if window is None or width <= window:
+                if N == 1:
+                    return None
+                if not return_array:
+                    return "causal"
+            start = mx.array([start])
+        return causal_mask(start, N, width, window)
+
+    @property
+    def both(self) -> tuple[mx.array | None, mx.array | None]:
+        """The arrays that hold keys and values."""
+        return self.keys, self.values
+
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of one position of a row."""
+        return sum(each.shape[1] * each.shape[3] * each.dtype.size for each in self.both if each is not None)
+
+    # ------------------------------------------------------ otherwise in a layer with a window (`window_layer`)
+
+    def settle(self) -> None:
+        """Have everything in `keys` and `values`. Only while nothing was written behind the lengths."""
+
+    def capacity(self, positions: int) -> int:
+        """Positions of a buffer for rows of so many."""
+        return current().capacity(positions)
+
+    def first_held(self, row: int) -> int:
+        """The first position of a row from which on all are there."""
+        return 0
+
+    def span(self, row: int, start: int, end: int) -> tuple[mx.array | None, mx.array | None]:
+        """Keys and values (1, heads, end - start, dims) of a row's positions, views where they can be."""
+        keys, values = (
+            None if each is None else each[row : row + 1, :, start:end] for each in (self.keys, self.values)
+        )
+        return keys, values
+
+    def zero_tail(self, row: int, start: int) -> None:
+        """Set what is behind a row's position `start` to zero: attention gives it no weight, but zero times NaN is NaN."""
+        for array in (self.keys, self.values):
+            if array is not None:
+                array[row, :, start:] = 0

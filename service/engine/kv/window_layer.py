@@ -1,0 +1,177 @@
+"""A layer with a sliding window: rows in `rectangles` hold its last positions alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from service.engine.kv.buffers import grow, scatter, write
+from service.engine.kv.lengths import Lengths
+from service.engine.kv.rectangle_layer import RectangleLayer
+from service.engine.strategy import PAGE, STEP, current
+
+IN_FLIGHT = 2 * PAGE
+"""Positions that rounds under way write behind a row's length, at most: two of them, rejected tokens included."""
+
+
+@dataclass(slots=True, eq=False)
+class LongCall:
+    """Keys and values (B, heads, width, dims) of a call of many tokens and of the window before it. first: each row's position
+    of the first of them, below 0 where a row has none so early, (B,), int32; first_host: the same on the host."""
+
+    first: mx.array
+    first_host: list[int]
+    keys: mx.array
+    values: mx.array
+
+
+class WindowLayer(RectangleLayer):
+    """Position p is in slot p modulo `most`: what is written takes the place of what no query sees any more. `most` is above
+    the window by what rounds under way write, which may be rejected, and by a block of the prefix cache.
+
+    A longer call, as in prefill, would overwrite what its own first queries see. Its keys and values stay behind those of the
+    window before it, and come into their slots when it is known how many of them are each row's own (`settle`).
+    """
+
+    def __init__(self, lengths: Lengths, window: int) -> None:
+        super().__init__(lengths, window)
+        self.most = -(-window // STEP) * STEP + STEP
+        """Positions of a row that are held at most: a multiple of PAGE."""
+        self._call: LongCall | None = None
+
+    @property
+    def both(self) -> tuple[mx.array | None, mx.array | None]:
+        """See RectangleLayer."""
+        return (self.keys, self.values) if self._call is None else (self._call.keys, self._call.values)
+
+    def capacity(self, positions: int) -> int:
+        """See RectangleLayer."""
+        return min(current().capacity(positions), self.most)
+
+    def _long(self, count: int) -> bool:
+        """Whether a call of `count` tokens does not go into the slots as it is."""
+        written = self.ahead + count
+        return self._call is not None or (written > IN_FLIGHT and self.lengths.longest + written > self.most)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """See RowLayer."""
+        self.settle()
+        count = keys.shape[2]
+        if not self._long(count):
+            return super().update_and_fetch(keys, values)
+        if self._call is None:
+            before = self._before()
+            first, first_host = self.lengths.starts(self.ahead) - before, [n - before for n in self._starts_host()]
+            at = first[:, None] + mx.arange(before)
+            held = [_at(each, at % self.most) for each in (self.keys, self.values) if each is not None and before]
+        else:
+            first, first_host = self._call.first, self._call.first_host
+            held = [self._call.keys, self._call.values]
+        new = (
+            [mx.concatenate([a, b], axis=2) for a, b in zip(held, (keys, values), strict=True)]
+            if held
+            else [keys, values]
+        )
+        self._call = LongCall(first, first_host, *new)
+        self.ahead += count
+        return self.keys_and_values()
+
+    def _before(self) -> int:
+        """Positions before a long call that it sees."""
+        assert self.window is not None
+        return min(self.window - 1, self.lengths.longest + self.ahead)
+
+    def _starts_host(self) -> list[int]:
+        return [n + self.ahead for n in self.lengths.host]
+
+    def keys_and_values(self) -> tuple[mx.array, mx.array]:
+        """See RowLayer."""
+        if self._call is not None:
+            return self._call.keys, self._call.values
+        assert self.keys is not None and self.values is not None
+        rows, width = len(self.lengths.host), min(self.lengths.longest + self.ahead, self.most)
+        return self.keys[:rows, :, :width], self.values[:rows, :, :width]
+
+    def _append(self, array: mx.array | None, new: mx.array) -> mx.array:
+        count = new.shape[2]
+        array = grow(array, new, self.capacity(self.lengths.longest + self.ahead + count))
+        slot = (self.lengths.host[0] + self.ahead) % self.most
+        if self.lengths.equal and slot + count <= array.shape[2]:
+            return write(array, new, slot)
+        return scatter(array, new, *self.lengths.places(self.ahead, new.shape[1], count, self.most))
+
+    def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
+        """See RowLayer."""
+        self.settle()
+        window, starts = self.window_of(window_size), self.lengths.starts(self.ahead)
+        assert window is not None
+        if self._long(N):
+            if self._call is None:
+                first, width = starts - self._before(), self._before() + N
+            else:
+                first, width = self._call.first, self._call.keys.shape[2] + N
+            key = first[:, None] + mx.arange(width)
+        elif self.lengths.longest + self.ahead + N > self.most:
+            key = _held(starts[:, None] + N, mx.arange(self.most), self.most)
+        else:
+            return super().make_mask(N, return_array, window_size)
+        key, query = key[:, None, None], (starts[:, None] + mx.arange(N))[:, None, :, None]
+        return (key >= 0) & (key <= query) & (key > query - window)
+
+    def settle(self) -> None:
+        """See RectangleLayer."""
+        call = self._call
+        if call is None or self.ahead:
+            return
+        slots = mx.arange(self.capacity(self.lengths.longest))
+        at = _held(self.lengths.starts(0)[:, None], slots, self.most) - call.first[:, None]
+        at = mx.clip(at, 0, call.keys.shape[2] - 1)
+        self.keys, self.values, self._call = _at(call.keys, at), _at(call.values, at), None
+
+    def contents(self, row: int) -> tuple[mx.array, mx.array | None] | None:
+        """See RowLayer: of the window's positions."""
+        assert self.window is not None
+        self.settle()
+        end = self.lengths.host[row]
+        keys, values = self.span(row, max(0, end - self.window), end)
+        return None if keys is None else (keys[0], None if values is None else values[0])
+
+    def first_held(self, row: int) -> int:
+        """See RectangleLayer."""
+        if self._call is not None:
+            return max(0, self._call.first_host[row])
+        return max(0, self.lengths.host[row] + IN_FLIGHT - self.most)
+
+    def span(self, row: int, start: int, end: int) -> tuple[mx.array | None, mx.array | None]:
+        """See RectangleLayer."""
+        if (call := self._call) is not None:
+            at = start - call.first_host[row]
+            return call.keys[row : row + 1, :, at : at + end - start], call.values[
+                row : row + 1, :, at : at + end - start
+            ]
+        at = mx.arange(start, end) % self.most
+        keys, values = (None if each is None else each[row : row + 1][:, :, at] for each in (self.keys, self.values))
+        return keys, values
+
+    def zero_tail(self, row: int, start: int) -> None:
+        """See RectangleLayer. What the window holds before `start` stays."""
+        assert self.window is not None
+        for array in (self.keys, self.values):
+            if array is not None:
+                held = _held(np.array(start), np.arange(array.shape[2]), self.most)
+                stays = mx.array((held >= 0) & (held >= start - self.window))
+                array[row] = mx.where(stays[:, None], array[row], 0)
+
+
+def _held(ends: Any, slots: Any, most: int) -> Any:
+    """The positions in these slots of rows that end before `ends`; below 0 where there is none."""
+    return ends - 1 - (ends - 1 + most - slots) % most
+
+
+def _at(array: mx.array, slots: mx.array) -> mx.array:
+    """What is in slots (B, n) of the first B rows of an array (R, heads, capacity, dims)."""
+    rows = slots.shape[0]
+    return mx.take_along_axis(array[:rows], mx.minimum(slots, array.shape[2] - 1)[:, None, :, None], axis=2)
