@@ -158,7 +158,7 @@ class Rectangles:
     def blocks(self, row: int, start: int, count: int) -> list[Block]:
         """Copies, not computed, of so many blocks of a row from the one numbered `start` on, for the prefix cache."""
         arrays = self._buffers()
-        groups, begin, end = _groups(arrays), start * PAGE, (start + count) * PAGE
+        groups, begin, end = groups_of(arrays), start * PAGE, (start + count) * PAGE
         wholes = [
             _copy([a[row : row + 1, :, begin:end] for index in members if (a := arrays[index]) is not None])
             for members in groups
@@ -168,6 +168,10 @@ class Rectangles:
             Block(groups, [_copy([each[:, :, at : at + PAGE]]) for each in wholes])
             for at in range(0, end - begin, PAGE)
         ]
+
+    def adopt(self, blocks: list[Block]) -> list[Block]:
+        """Blocks that `load` takes, made of blocks that were read."""
+        return blocks
 
     def load(self, paths: Sequence[Sequence[Block]], positions: int) -> None:
         """Set the keys and values of empty rows to these blocks, a path for each row, with capacity for `positions`."""
@@ -195,7 +199,8 @@ class Rectangles:
         return current().capacity(max((self.lengths.host[row] for row in rows), default=0))
 
 
-def _groups(arrays: Sequence[mx.array | None]) -> Groups:
+def groups_of(arrays: Sequence[mx.array | None]) -> Groups:
+    """Those of these arrays, (n, heads, positions, dims) each."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, array in enumerate(arrays):
         # Layers that share another layer's keys and values have none.
