@@ -25,7 +25,7 @@ from service.engine.costs import Load
 from service.engine.drafters.lookup import Lookup, LookupProposal
 from service.engine.kv.budget import HEADROOM, Budget
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache, copies
-from service.engine.kv.prefix_files import PrefixFiles
+from service.engine.kv.prefix_files import PrefixFiles, Speed
 from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Pace, Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.request import Request, prefill_ratio
@@ -149,7 +149,8 @@ class Decoder:
         if self.batch.prefix is None or cache.states:
             log.warning("nothing is kept in %s: prefixes are not cached for this model", folder)
             return
-        # What a block holds depends on how the model runs here.
+        # What a block holds depends on how the model runs here. Warming up took longer than other prefills.
+        self.pace.speed = Speed()
         self.batch.target(mx.zeros((1, BLOCK), dtype=mx.int32), cache)
         cache.commit(BLOCK)
         device.wait(cache.arrays())

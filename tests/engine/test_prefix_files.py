@@ -19,9 +19,9 @@ from service.engine.decoder import Decoder
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
 from service.engine.kv.prefix_files import LEAST, PROBE, PrefixFiles, Speed
 from service.engine.request import Request
-from service.engine.strategy import CPU, Strategy, using
+from service.engine.strategy import CPU, CUDA, Strategy, using
 from tests.support.batches import serve
-from tests.support.cuda import IN_PAGES
+from tests.support.cuda import IN_PAGES, NEEDS_CUDA
 from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.pages import pages_of
@@ -115,6 +115,16 @@ def held(decoder: Decoder, tokens: Sequence[int]) -> list[mx.array]:
     return [array for both in row.contents(0) for array in both if array is not None]
 
 
+def assert_sound(decoder: Decoder, tokens: Sequence[int]) -> None:
+    """What the prefix cache has of a text is what a prefill makes. Output alone hardly shows it."""
+    cached, fresh = held(decoder, tokens), decoder.batch.target.cache(1)
+    count = cached[0].shape[1]
+    decoder.batch.target(mx.array([tokens[:count]]), fresh)
+    fresh.commit(count)
+    for mine, theirs in zip(cached, (each for both in fresh.contents(0) for each in both), strict=True):
+        assert theirs is not None and mx.allclose(mine, theirs, atol=1e-4)
+
+
 def whole(count: int) -> int:
     return count // BLOCK * BLOCK
 
@@ -133,6 +143,7 @@ def test_a_next_start_goes_on_behind_what_was_written(tmp_path: Path, sampling: 
     # The draft's are not kept: it reads the prompt by itself.
     assert any(round_.drafted for round_ in row.rounds)
     assert all((node.owner is Owner.TARGET) or node.file is None for node in prefix_of(decoder).nodes)
+    assert_sound(decoder, tokens)
     again = ask(decoder, tokens)
     assert again.cached_tokens == whole(len(tokens)) == decoder.prefix_tokens_read
 
@@ -156,7 +167,16 @@ def test_a_file_is_read_between_two_rounds(tmp_path: Path) -> None:
         assert each.output == forced(target(), each.prompt.tokens, each.output, each.prompt.sampling, EOS)
 
 
-@pytest.mark.parametrize("ways", [(CPU, CPU), (IN_PAGES, IN_PAGES), (CPU, IN_PAGES), (IN_PAGES, CPU)])
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (CPU, CPU),
+        (IN_PAGES, IN_PAGES),
+        (CPU, IN_PAGES),
+        (IN_PAGES, CPU),
+        pytest.param((CUDA, CUDA), marks=NEEDS_CUDA),
+    ],
+)
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16])
 def test_keys_and_values_are_the_same_to_the_bit(
     tmp_path: Path, ways: tuple[Strategy, Strategy], dtype: mx.Dtype
@@ -190,6 +210,7 @@ def test_texts_that_part_share_their_files(tmp_path: Path) -> None:
     ask(decoder, one[: 5 * BLOCK + 1])
     assert ask(decoder, one).cached_tokens == whole(939)
     assert decoder.prefix_tokens_read == whole(939) - 5 * BLOCK
+    assert_sound(decoder, one)
 
 
 def test_features_are_kept_with_the_draft_that_made_them(tmp_path: Path) -> None:
@@ -281,7 +302,9 @@ def test_a_damaged_file_is_logged_and_removed_and_not_used(
     (path,) = written(tmp_path, tokens)
     decoder = start(tmp_path) if started else None
     damage(path)
-    decoder = decoder or start(tmp_path)
+    if decoder is None:
+        decoder = start(tmp_path)
+        assert path.exists() == (damage is flip)
     changed = (tokens[0] + 1, *tokens[1:])
     assert ask(decoder, changed if damage is other_tokens else tokens).cached_tokens == 0
     assert not path.exists() and f"{path.name} is damaged" in caplog.text
@@ -337,7 +360,9 @@ def test_files_are_for_this_user_alone(tmp_path: Path) -> None:
     left.write_bytes(b"cut off")
     other = folder / "notes.txt"
     other.write_text("not ours")
+    folder.chmod(0o755)
     start(folder, cap=1)
+    assert folder.stat().st_mode & 0o777 == 0o755
     assert not left.exists() and not path.exists() and other.exists()
 
 
@@ -372,15 +397,29 @@ def test_short_texts_are_not_written_and_those_that_grow_in_large_pieces(tmp_pat
     assert ask(start(tmp_path), text(2, 1000) + text(3, 300)).cached_tokens == whole(1299)
 
 
+def test_what_files_have_is_not_written_again(tmp_path: Path) -> None:
+    tokens = text(1, 700)
+    files = written(tmp_path, tokens)
+    before = [path.stat().st_ino for path in files]
+    decoder = start(tmp_path)
+    files_of(decoder).speed.observe(1.0, 1e6)
+    decoder.pace.speed.observe(1e6, 1.0)
+    assert ask(decoder, (*tokens, *text(2, 300))).cached_tokens == 0
+    save(decoder)
+    assert set(before) < {path.stat().st_ino for path in tmp_path.iterdir()}
+    assert decoder.prefix_disk_bytes < 33 * files_of(decoder).block_bytes
+    assert ask(start(tmp_path), (*tokens, *text(2, 300))).cached_tokens == whole(999)
+
+
 def test_blocks_that_were_evicted_are_not_written(tmp_path: Path) -> None:
     block_bytes = files_of(start(tmp_path)).block_bytes
-    decoder = start(tmp_path, budget=42 * block_bytes)
+    decoder = start(tmp_path, budget=52 * block_bytes)
     ask(decoder, text(1, 600))
     ask(decoder, text(2, 600))
     ask(decoder, text(3, 600))
     save(decoder)
     cached = [ask(start(tmp_path), text(number, 600)).cached_tokens for number in (1, 2, 3)]
-    assert cached[0] < whole(599) and cached[2] == whole(599)
+    assert cached == [LEAST, whole(599), whole(599)]
 
 
 @BOTH
@@ -452,21 +491,22 @@ def test_files_are_read_only_where_that_is_faster_than_prefilling(tmp_path: Path
 
 
 def test_the_speeds_are_those_of_real_reads_and_prefills(tmp_path: Path) -> None:
-    tokens = text(1, 600)
+    written(tmp_path, text(2, 600))
     decoder = start(tmp_path)
-    files = files_of(decoder)
+    files, size = files_of(decoder), decoder.prefix_disk_bytes
     assert files.speed.value is None and decoder.pace.speed.value is None
     started_at = time.perf_counter()
-    ask(decoder, tokens)
+    ask(decoder, text(1, 600))
     assert decoder.pace.speed.value is not None
     assert decoder.pace.speed.value > 599 / (time.perf_counter() - started_at)
     save(decoder)
-    assert files.speed.value is not None
-    decoder = start(tmp_path)
+    # As fast as the first file was written, until something is read.
+    assert files.speed.units == decoder.prefix_disk_bytes - size
+    decoder.pace.speed = Speed()
     started_at = time.perf_counter()
-    ask(decoder, tokens)
-    read = files_of(decoder).speed
-    assert read.units == whole(599) // BLOCK * files.block_bytes and 0 < read.seconds < time.perf_counter() - started_at
+    assert ask(decoder, text(2, 600)).cached_tokens == whole(599)
+    assert files.speed.units == whole(599) // BLOCK * files.block_bytes
+    assert 0 < files.speed.seconds < time.perf_counter() - started_at
 
 
 # -------------------------------------------------------------------------------------------------------------- server

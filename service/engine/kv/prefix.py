@@ -166,7 +166,8 @@ class PrefixCache:
 
     def save(self, least: int = 1) -> bool:
         """Write a file with the next blocks of a text that are in none, where they are `least` tokens or more and the text has
-        LEAST. Returns whether it did. With least > 1 texts that had too few are not looked at again until they have grown."""
+        LEAST. Returns whether there were any. With least > 1 texts that had too few are not looked at again until they have
+        grown."""
         if self.files is None:
             return False
         for end in [node for node, seen in self._unsaved.items() if not seen or least == 1]:
@@ -178,20 +179,24 @@ class PrefixCache:
             elif count * BLOCK < least or len(path) * BLOCK < LEAST:
                 self._unsaved[end] = True
             else:
-                return self._write(end, path[: first + min(count, FILE_BLOCKS)], first)
+                self._write(end, path[: first + min(count, FILE_BLOCKS)], first)
+                return True
         return False
 
-    def _write(self, end: Node, path: Sequence[Node], first: int) -> bool:
+    def _write(self, end: Node, path: Sequence[Node], first: int) -> None:
+        """Write the blocks of a path from number `first` on, unless files have them: prompts are prefilled anew where that is
+        faster."""
         assert self.files is not None
         tokens = [token for node in path for token in node.tokens]
-        blocks = copies([node.block for node in path[first:]])
-        if (file := self.files.write(tokens, blocks, _files(path))) is None:
+        if found := self.files.find(tokens, first):
+            file, path = found[0].file, path[: found[0].last]
+        else:
+            file = self.files.write(tokens, copies([node.block for node in path[first:]]), _files(path))
+        if file is None:
             # Trying again would mean to remove what was written just before.
             del self._unsaved[end]
-            return False
         for node in path[first:]:
             node.file = file
-        return True
 
     def forget(self, texts: Iterable[Sequence[int]]) -> None:
         """Drop every block of these texts and all that hangs behind it, of all owners, in memory and in files: whatever begins

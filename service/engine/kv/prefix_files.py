@@ -112,8 +112,8 @@ class PrefixFiles:
         self._files: dict[Path, File] = {}
         self._ours: dict[str, list[File]] = {}
         """By `before`."""
+        # One that exists may be another's too: it is left as it is.
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.chmod(0o700)
         for path in folder.glob(f".*{PART}"):
             path.unlink(missing_ok=True)
         for path in folder.glob(NAMES):
@@ -207,7 +207,7 @@ class PrefixFiles:
             return None
         started_at = time.perf_counter()
         try:
-            os.close(os.open(part, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600))
+            os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             mx.save_safetensors(str(part), named, metadata)
             os.replace(part, path)
             file = self._add(path, metadata)
