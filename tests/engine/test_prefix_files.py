@@ -13,7 +13,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.llama import Model
 
-from service.core import Prompt, Sampling
+from service.core import ModelError, Prompt, Sampling
 from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
@@ -542,3 +542,11 @@ def test_a_server_that_starts_again_answers_from_its_files(tmp_path: Path) -> No
     cached = [each["timings"]["cache_n"] for each in again]
     assert cached == [whole(each["timings"]["prompt_n"] - 1) for each in answers]
     assert f"redraft:prefix_cache_disk_hits_total {float(sum(cached))}" in shown
+
+
+def test_a_server_whose_folder_cannot_be_used_says_so(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    server = in_process_server(tmp_path, write_pair(tmp_path), engine={"prefix_cache_dir": str(tmp_path / "taken")})
+    with pytest.raises(ModelError, match=r"engine\.prefix_cache_dir"):
+        server.start()
+    server.stop()
