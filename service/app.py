@@ -61,10 +61,14 @@ def start_notices(settings: Settings) -> list[str]:
     home = f"home: {settings.home}"
     if settings.home == earlier_home():
         home += " (from an earlier install, in the cache folder; set REDRAFT_HOME to keep it elsewhere)"
+    kept: list[str] = []
+    if (folder := settings.engine.prefix_cache_dir) is not None:
+        kept = [f"kept for the next start: tokens of prompts and answers, in {folder} (engine.prefix_cache_dir)"]
     if not settings.store.record:
-        return [home, "recorded: nothing (store.record is false)"]
+        return [home, "recorded: nothing (store.record is false)", *kept]
     return [
         home,
+        *kept,
         f"recorded for training: prompts, answers and their tokens' probabilities, in {shown(settings.database_url)}; "
         f"adapters in {settings.adapters_dir}",
         'to record nothing: store.record = false with training.enabled = false, or "store": false in a request',

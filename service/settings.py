@@ -90,6 +90,10 @@ class EngineSettings(Section):
     """Memory (MiB), at most, for what the models made of earlier requests, so that beginnings in common are read once; 0: none.
     None: on CUDA all of `kv_budget_mb` that running requests leave, which it gives back to them; elsewhere an eighth of what is
     free once the models are loaded."""
+    prefix_cache_dir: Path | None = None
+    """Folder where the target's part of it is kept for the next start, with the tokens of prompts and answers; None: none."""
+    prefix_cache_disk_mb: int = Field(default=8192, ge=0)
+    """Size (MiB) of that folder's files, at most."""
     kv_budget_mb: int = Field(default=0, ge=0)
     """Memory (MiB) for keys and values of the requests that run; 0: what is free once the models are loaded. On CUDA all of it
     is taken at the start, and more than is free is refused."""

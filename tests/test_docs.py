@@ -24,6 +24,7 @@ DEFAULTS = (ROOT / "configs" / "default.toml").read_text(encoding="utf-8")
 
 UNSET = {
     "engine.prefix_cache_mb",
+    "engine.prefix_cache_dir",
     "models.draft",
     "models.revision",
     "engine.prefill_chunk",

@@ -50,6 +50,11 @@ def test_store_settings_win_over_the_home(user: Path) -> None:
     assert "store.record = false" in notices[2]
     silent = load_settings(flags={"store.record": False, "training.enabled": False})
     assert start_notices(silent)[1:] == ["recorded: nothing (store.record is false)"]
+    for record in ("true", "false"):
+        flags = {"engine.prefix_cache_dir": "kept", "store.record": record, "training.enabled": "false"}
+        assert any(
+            "tokens of prompts and answers, in kept" in each for each in start_notices(load_settings(None, flags))
+        )
 
 
 def test_a_password_in_the_database_s_url_is_not_shown(user: Path) -> None:

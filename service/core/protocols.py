@@ -55,7 +55,7 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """What health is judged by. `idle_seconds`: since the engine last made progress while it had work (0 when idle).
-    kv_cache_usage: share of the memory for keys and values that is in use."""
+    kv_cache_usage: share of the memory for keys and values that is in use. prefix_disk_bytes: of the prefix cache's files."""
 
     ready: bool
     reason: str
@@ -66,6 +66,7 @@ class EngineStatus:
     draft_failures: int
     memory: Memory = Memory()
     kv_cache_usage: float = 0.0
+    prefix_disk_bytes: int = 0
 
 
 class GenerationService(Protocol):
@@ -229,6 +230,10 @@ class RoundObserver(Protocol):
 
     def prompt_read(self, tokens: int, reused: int) -> None:
         """A prompt's prefill is over: it had `tokens`, of which `reused` came from the prefix cache."""
+        ...
+
+    def prefix_read(self, tokens: int) -> None:
+        """So many tokens' keys and values were read from the prefix cache's files."""
         ...
 
     def observe(self, rounds: Sequence[Round], seconds: float) -> None:

@@ -13,17 +13,19 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.engine import profile
+from service.engine import device, profile
 from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
 from service.engine.drafters.lookup import Lookup, LookupProposal
 from service.engine.kv.budget import HEADROOM, Budget
-from service.engine.kv.prefix import Owner, PrefixCache
+from service.engine.kv.prefix import BLOCK, Owner, PrefixCache, copies
+from service.engine.kv.prefix_files import PrefixFiles, Speed
 from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Pace, Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.request import Request, prefill_ratio
@@ -140,6 +142,38 @@ class Decoder:
             for pool in self.batch.pools:
                 pool.set_size(budget.pages)
 
+    def keep_prefixes(self, folder: Path, cap: int, target: str, draft: str) -> None:
+        """Keep cached prefixes of the target in files too, `cap` bytes at most. target, draft: fingerprints of the models.
+        Nothing without a prefix cache, or for a model with recurrent layers. Raises OSError where the folder cannot be used."""
+        cache = self.batch.target.cache(1)
+        if self.batch.prefix is None or cache.states:
+            log.warning("nothing is kept in %s: prefixes are not cached for this model", folder)
+            return
+        # What a block holds depends on how the model runs here. Warming up took longer than other prefills.
+        self.pace.speed = Speed()
+        self.batch.target(mx.zeros((1, BLOCK), dtype=mx.int32), cache)
+        cache.commit(BLOCK)
+        device.wait(cache.arrays())
+        (block,) = copies(cache.storage.blocks(0, 0, 1))
+        # Features are what this draft makes of the target's hidden states.
+        model = target if cache.features is None else f"{target} {draft}"
+        self.batch.prefix.files = PrefixFiles(folder, cap, model, block)
+
+    def save_prefixes(self, least: int = 1) -> bool:
+        """Write a file of cached prefixes: see PrefixCache.save. Returns whether there was one to write."""
+        return self.batch.prefix is not None and self.batch.prefix.save(least)
+
+    @property
+    def prefix_tokens_read(self) -> int:
+        """Tokens that were read from the prefix cache's files."""
+        return 0 if self.batch.prefix is None else self.batch.prefix.tokens_read
+
+    @property
+    def prefix_disk_bytes(self) -> int:
+        """Bytes of the prefix cache's files. From any thread."""
+        files = None if self.batch.prefix is None else self.batch.prefix.files
+        return 0 if files is None else files.nbytes
+
     @contextmanager
     def unplanned(self) -> Generator[None]:
         """Rounds in the block draft `draft_length` tokens each and look nothing up. Nothing is left of them: in planner,
@@ -159,8 +193,9 @@ class Decoder:
 
     def start_prefill(self, row: Request) -> Prefill:
         """A request's prefill, of all but the prompt's last token."""
-        cached = self.cached_tokens(row.tokens)
-        return Prefill([row], self.batch.target.cache(1), None, self.batch.epoch, cached=cached)
+        cached, prefix = self.cached_tokens(row.tokens), self.batch.prefix
+        pieces = [] if prefix is None else prefix.find(row.tokens[:-1], self.pace.speed.value)
+        return Prefill([row], self.batch.target.cache(1), None, self.batch.epoch, cached=cached, pieces=pieces)
 
     def cached_tokens(self, tokens: Sequence[int]) -> int:
         """Tokens of a text, but its last, that are in the target's prefix cache."""
@@ -227,8 +262,13 @@ class Decoder:
     def prefill(self, prefill: Prefill, joining: int = 1, chunk: int | None = None) -> bool:
         """Prefill the next chunk; True when its rows are ready to join. joining: rows that are to join, these among them.
         chunk: its tokens; None: `prefill_chunk`. The draft's cache may be at another position than the target's: it loads
-        cached prefixes of its own."""
+        cached prefixes of its own. Where files hold some of the prompt, a file is read instead."""
         size, batch = chunk or self.prefill_chunk, self.batch
+        if prefill.pieces and batch.prefix is not None:
+            piece = prefill.pieces.pop(0)
+            if not batch.prefix.read(prefill.rows[0].tokens[:-1], piece, prefill.target_cache):
+                prefill.pieces.clear()
+            return False
         more = prefill_target(batch.target, prefill, size=size, prefix=batch.prefix, pace=self.pace)
         prefill.prefills_draft = self._prefills_draft(prefill, joining)
         if batch.drafter is not None and not batch.failed and prefill.prefills_draft:

@@ -14,6 +14,7 @@ from service.engine import device
 from service.engine.drafters.model import ModelDrafter, pad_rows
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
+from service.engine.kv.prefix_files import Piece, Speed
 from service.engine.request import PADDING_LENGTH, PADDING_TEXT, Request
 from service.engine.strategy import current
 from service.engine.target import Target
@@ -39,6 +40,8 @@ class Prefill:
     """Whether the draft prefills these prompts too; None: not decided yet."""
     cached: int = 0
     """Tokens of an unstarted prompt that were in the prefix cache when it was admitted."""
+    pieces: list[Piece] = field(default_factory=list[Piece])
+    """What is to be read of its prompt from the prefix cache's files, before anything else."""
     admitted_at: float = field(default_factory=time.perf_counter)
     """perf_counter."""
 
@@ -71,9 +74,12 @@ class Pace:
 
     gap: float | None = None
     limit: int = sys.maxsize
+    speed: Speed = field(default_factory=Speed)
+    """Tokens a second."""
 
     def observe(self, tokens: int, seconds: float) -> None:
         """A call over so many tokens took `seconds`."""
+        self.speed.observe(tokens, seconds)
         if self.gap is None:
             return
         if seconds > self.gap:
@@ -107,14 +113,16 @@ def batch_prompts(
     Models with recurrent layers prefill prompts one by one, because padding would enter the state. prefix: None for no cache.
     """
     first, with_draft = waiting[0], prefills_draft[0]
-    if not first.unstarted or first.target_cache.states:
+    if first.pieces or not first.unstarted or first.target_cache.states:
         return first
     owners = [Owner.TARGET, Owner.DRAFT] if with_draft else [Owner.TARGET]
     chosen = [first]
     longest = total = _uncached_tokens(first, owners, prefix)
     if 0 < longest <= size:
         alike = [
-            each for each, kind in zip(waiting, prefills_draft, strict=True) if each.unstarted and kind == with_draft
+            each
+            for each, kind in zip(waiting, prefills_draft, strict=True)
+            if each.unstarted and kind == with_draft and not each.pieces
         ]
         lengths = [(_uncached_tokens(other, owners, prefix), other) for other in alike if other is not first]
         for length, other in sorted(lengths, key=lambda pair: abs(pair[0] - total)):

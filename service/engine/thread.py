@@ -41,6 +41,10 @@ ABANDON_SECONDS = 0.1
 """How long a thread is waited for that was given up or still loads: in native code nothing can stop it."""
 IDLE_SECONDS = 0.5
 """How long the thread sleeps at most while there is nothing to do."""
+SAVED_IDLE = 1024
+"""Tokens that a text has in the prefix cache and in no file, at least, to be written while there is nothing to do."""
+SAVE_SECONDS = 10.0
+"""How long the prefix cache's files are written at the end, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +89,7 @@ class EngineThread:
         self._stopping = False
         self._draining = False
         self._reported_failures = 0
+        self._reported_read = 0
         self._thread = threading.Thread(target=self._run, name="redraft-mlx", daemon=True)
         self._watchdog = Watchdog(
             self._thread,
@@ -163,6 +168,7 @@ class EngineThread:
             draft_failures=engine.decoder.draft_failures if engine else 0,
             memory=engine.memory() if engine else device.memory(),
             kv_cache_usage=engine.decoder.kv_cache_usage if engine else 0.0,
+            prefix_disk_bytes=engine.decoder.prefix_disk_bytes if engine else 0,
         )
 
     @property
@@ -239,6 +245,10 @@ class EngineThread:
             self._engine = self._build()
             while not self._stopping and self._watchdog.dead is None:
                 self._turn(self._engine)
+            if self._draining and self._watchdog.dead is None:
+                end = time.monotonic() + SAVE_SECONDS
+                while self._engine.decoder.save_prefixes() and time.monotonic() < end:
+                    pass
         except Exception as error:
             if self._engine is None:
                 # Whoever called start() gets the error, and ends the process in order.
@@ -349,6 +359,9 @@ class EngineThread:
                 # A prompt counts once, however often it is prefilled.
                 if not row.decode_started_at:
                     self._observer.prompt_read(len(row.prompt.tokens), row.cached_tokens)
+        if more := engine.decoder.prefix_tokens_read - self._reported_read:
+            self._reported_read += more
+            self._observer.prefix_read(more)
         if ready:
             engine.decoder.join(ready)
 
@@ -388,8 +401,12 @@ class EngineThread:
         if self._busy() or self._commands or engine.decoder.unfinished:
             return
         with self._condition:
-            if not self._scheduler.waiting and not self._commands and not self._stopping:
-                self._condition.wait(IDLE_SECONDS)
+            if self._scheduler.waiting or self._commands or self._stopping:
+                return
+            idle = not self._condition.wait(IDLE_SECONDS)
+        if idle:
+            # One file: a request that comes meanwhile waits for no more.
+            engine.decoder.save_prefixes(SAVED_IDLE)
 
     def _fail_everyone(self, error: RedraftError) -> None:
         with self._condition:

@@ -92,6 +92,8 @@ METRICS: tuple[Definition, ...] = (
         "prefix_cache_queries_total", "Tokens of prompts whose reading ended, by the model or from the prefix cache."
     ),
     _counter("prefix_cache_hits_total", "Of those, tokens that the prefix cache held; the others were read."),
+    _counter("prefix_cache_disk_hits_total", "Tokens whose keys and values were read from the prefix cache's files."),
+    _gauge("prefix_cache_disk_bytes", "Bytes of the prefix cache's files, those of other models in its folder too."),
     _gauge("requests_running", "Requests being decoded or having their prompt read."),
     _gauge("requests_waiting", "Requests in the queue."),
     _counter("requests_started_total", "Requests admitted to the queue."),

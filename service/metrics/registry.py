@@ -92,6 +92,7 @@ class Metrics:
         self._gauges["engine_idle_seconds"].set_function(lambda: status().idle_seconds)
         self._gauges["adapter_active"].set_function(lambda: status().adapter)
         self._gauges["kv_cache_usage_perc"].set_function(lambda: status().kv_cache_usage)
+        self._gauges["prefix_cache_disk_bytes"].set_function(lambda: status().prefix_disk_bytes)
         for kind in _MEMORY:
             self._gauges["memory_bytes"].labels(kind).set_function(lambda kind=kind: asdict(status().memory)[kind])
 
@@ -124,6 +125,10 @@ class Metrics:
         """Count a prompt whose prefill is over: its tokens, and those of them that came from the prefix cache (`reused`)."""
         self._series("prefix_cache_queries_total").inc(tokens)
         self._series("prefix_cache_hits_total").inc(reused)
+
+    def prefix_read(self, tokens: int) -> None:
+        """Count tokens that were read from the prefix cache's files."""
+        self._series("prefix_cache_disk_hits_total").inc(tokens)
 
     def preempted(self) -> None:
         """Count a request that went back to the queue because memory ran out."""

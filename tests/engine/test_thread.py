@@ -236,6 +236,8 @@ class EngineHarness:
     def prompt_read(self, tokens: int, reused: int) -> None:
         self.read.append((tokens, reused))
 
+    def prefix_read(self, tokens: int) -> None: ...
+
     def preempted(self) -> None:
         self.preemptions += 1
 

@@ -1,6 +1,7 @@
 """Layers with a sliding window hold its last positions alone, in rectangles, and texts stay mlx-lm's."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
@@ -99,6 +100,25 @@ def test_a_prefix_is_used_where_the_window_before_its_end_is_there() -> None:
         check(target, [later])
         cached[i] = later.cached_tokens
     assert cached == [32, 192, (len(said) - 1) // BLOCK * BLOCK]
+
+
+def test_files_hold_what_the_window_held(tmp_path: Path) -> None:
+    """Of a prompt's blocks all layers, of the first of a long answer those without a window; read at the next start."""
+    asked, said = Prompt(text(600), Sampling(max_tokens=300)), list[int]()
+    for start in range(2):
+        target, made = decoder("gemma3_text", prefix=PrefixCache(2**26))
+        made.keep_prefixes(tmp_path, 2**26, "target", "draft")
+        if not start:
+            (row,) = serve(made, [asked])
+            said += [*row.prompt.tokens, *row.output]
+            while made.save_prefixes():
+                pass
+        else:
+            ends = Prompt((*said, 9), Sampling(max_tokens=8)), Prompt((*said[:580], 9), Sampling(max_tokens=8))
+            rows = [serve(made, [prompt])[0] for prompt in ends]
+            check(target, rows)
+            assert [row.cached_tokens for row in rows] == [(len(said) - 1) // BLOCK * BLOCK, 576]
+            assert made.prefix_tokens_read == rows[0].cached_tokens
 
 
 class Rows:

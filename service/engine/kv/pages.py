@@ -17,6 +17,7 @@ from service.engine.attention import FEW, RowCall, gather_pages
 from service.engine.kv.layer import RowLayer, causal_mask
 from service.engine.kv.lengths import Lengths
 from service.engine.kv.pool import Page, Pool
+from service.engine.kv.rectangles import Block
 from service.engine.strategy import PAGE, current
 
 FEWEST, STEP = 32, 4
@@ -312,6 +313,10 @@ class Pages:
         """So many whole pages of a row from the one numbered `start` on, for the prefix cache."""
         held = self._rows[row]
         return [] if held is None else held[start : start + count]
+
+    def adopt(self, blocks: Sequence[Block]) -> list[Page]:
+        """Pages that `load` takes, with the contents of blocks that were read. Raises MemoryError."""
+        return self.pool.fill(blocks)
 
     def load(self, paths: Sequence[Sequence[Page]], positions: int) -> None:
         """Let empty rows begin with these pages, a path for each row. Raises ValueError where they are another pool's."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeAlias, cast
 
@@ -11,6 +11,7 @@ import mlx.core as mx
 
 from service.engine import device
 from service.engine.kernels import cuda_kernel
+from service.engine.kv.rectangles import Block, groups_of
 from service.engine.strategy import PAGE
 
 log = logging.getLogger(__name__)
@@ -143,6 +144,28 @@ class Pool:
             device.wait([array for array in grown if array is not None])
             self.layers[i] = cast("Arrays", tuple(grown))
         return True
+
+    def copies(self, pages: Sequence[Page]) -> list[Block]:
+        """Copies, not computed, of what these pages hold."""
+        self.launch()
+        numbers = mx.array([page.number for page in pages])
+        held = [None if each is None else each[numbers] for arrays in self.layers for each in arrays]
+        groups = groups_of(held, [None] * len(self.layers))
+        wholes = {members: mx.stack([cast("mx.array", held[i]) for i in members], axis=1) for members in groups}
+        return [Block({members: whole[n] for members, whole in wholes.items()}) for n in range(len(pages))]
+
+    def fill(self, blocks: Sequence[Block]) -> list[Page]:
+        """Pages with the contents of these blocks; waits until they are written. Raises MemoryError."""
+        pages = self.take(len(blocks))
+        table, start = mx.array([[page.number for page in pages]]), mx.zeros((1,), dtype=mx.int32)
+        found: dict[int, mx.array] = {}
+        for members in blocks[0].arrays:
+            whole = mx.concatenate([block.arrays[members] for block in blocks], axis=2)
+            found |= {index: whole[place : place + 1] for place, index in enumerate(members)}
+        for index in sorted({each // 2 for each in found}):
+            self.write(index, found[2 * index], found.get(2 * index + 1), start, table)
+        device.wait(self.arrays())
+        return pages
 
     def zero_first(self) -> None:
         """Set page 0 to zero: padding rows read there what they have written, and NaN would stay."""

@@ -2,13 +2,15 @@
 
 A cached prefix is a path of nodes in a tree. A node holds a block of BLOCK positions and is found under its parent by its
 tokens, without a hash, so that prefixes share blocks and none is confused with another. Only prompt tokens and verified tokens
-are inserted. Blocks are pages that rows have filled, or copies, where rows are in rectangles.
+are inserted. Blocks are pages that rows have filled, or copies, where rows are in rectangles. Those of the target can also be
+kept in files (`prefix_files`), from which they are read back into the tree.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -17,6 +19,7 @@ import mlx.core as mx
 from service.engine import device
 from service.engine.kv.cache import RowCache
 from service.engine.kv.pool import Page, Pool
+from service.engine.kv.prefix_files import FILE_BLOCKS, LEAST, File, Piece, PrefixFiles
 from service.engine.kv.rectangles import Block
 from service.engine.strategy import PAGE
 
@@ -33,7 +36,8 @@ class Owner(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A block, and what may follow it. A root has none. used: a number that grows with each use of any node."""
+    """A block, and what may follow it. A root has none. used: a number that grows with each use of any node. file: the one that
+    holds it too."""
 
     owner: Owner
     tokens: tuple[int, ...] = ()
@@ -41,6 +45,7 @@ class Node:
     block: Page | Block | None = None
     nbytes: int = 0
     used: int = 0
+    file: File | None = None
     children: dict[tuple[int, ...], Node] = field(default_factory=dict["tuple[int, ...]", "Node"])
 
 
@@ -56,6 +61,12 @@ class PrefixCache:
         self._uses = 0
         self._order = {owner: OrderedDict[Node, None]() for owner in Owner}
         """Least recently used first. Using a node uses its ancestors too, after it, so the first one is always a leaf."""
+        self.files: PrefixFiles | None = None
+        """Where blocks of the target are kept too; None: nowhere."""
+        self.tokens_read = 0
+        """Tokens whose blocks were read from files."""
+        self._unsaved: dict[Node, bool] = {}
+        """The ends of texts with blocks that are in no file. True: they were too few, when `save` saw them last."""
 
     @property
     def nodes(self) -> tuple[Node, ...]:
@@ -72,6 +83,8 @@ class PrefixCache:
         for path in paths:
             if path:
                 self._touch(path[-1])
+            if self.files is not None:
+                self.files.use(_files(path))
         if any(paths):
             cache.storage.load([[node.block for node in path] for path in paths], max(map(len, texts)))
             cache.rewind([len(path) * BLOCK for path in paths])
@@ -91,22 +104,120 @@ class PrefixCache:
         if start == count or not size:
             return
         fit = min(count - start, self._evict((count - start) * size, last) // size)
-        copies = list[mx.array]()
         blocks: Sequence[Page | Block] = cache.storage.blocks(row, start, fit)
-        for number, block in enumerate(blocks, start):
-            if number >= len(path):
-                key = tuple(tokens[number * BLOCK : (number + 1) * BLOCK])
-                last.children[key] = last = Node(owner, key, last)
-                path.append(last)
-            elif _whole(path[number]) or not (isinstance(block, Block) and block.whole):
-                continue
-            node = path[number]
+        replaced = [
+            (node, block)
+            for node, block in zip(path[start:], blocks, strict=False)
+            if isinstance(block, Block) and block.whole and not _whole(node)
+        ]
+        for node, block in replaced:
             self.nbytes += block.nbytes - node.nbytes
             node.block, node.nbytes = block, block.nbytes
-            copies += block.arrays.values() if isinstance(block, Block) else ()
-        if copies:
-            self._uncopied.append(copies)
+        new = blocks[len(path) - start :]
+        end = self._append(last, tokens, len(path), new)
+        inserted = [block for block in (*(block for _, block in replaced), *new) if isinstance(block, Block)]
+        if uncopied := [array for block in inserted for array in block.arrays.values()]:
+            self._uncopied.append(uncopied)
+        if self.files is not None and owner is Owner.TARGET and new:
+            self._unsaved.pop(last, None)
+            self._unsaved[end] = False
+
+    def _append(
+        self,
+        last: Node,
+        tokens: Sequence[int],
+        start: int,
+        blocks: Sequence[Page | Block],
+        file: File | None = None,
+    ) -> Node:
+        """Append nodes for a text's blocks from number `start` on. Returns the last one."""
+        for number, block in enumerate(blocks, start):
+            key = tuple(tokens[number * BLOCK : (number + 1) * BLOCK])
+            last.children[key] = last = Node(last.owner, key, last, block, block.nbytes, file=file)
+            self.nbytes += block.nbytes
         self._touch(last)
+        return last
+
+    def find(self, tokens: Sequence[int], speed: float | None) -> list[Piece]:
+        """The pieces of files that hold what is not in memory of the target's blocks of a text; none where prefilling that is
+        faster. speed: tokens that are prefilled a second; None: not known."""
+        if self.files is None:
+            return []
+        pieces = self.files.find(tokens, len(self._match(Owner.TARGET, tokens)))
+        count = sum(piece.last - piece.first for piece in pieces) * BLOCK
+        return pieces if pieces and self.files.pays(count, speed) else []
+
+    def read(self, tokens: Sequence[int], piece: Piece, cache: RowCache) -> bool:
+        """Read a piece that `find` has found into the tree, as much of it as the budget allows. cache: of rows that are to load
+        it. False where the pieces behind it are of no use."""
+        assert self.files is not None
+        started_at, tokens = time.perf_counter(), tokens[: piece.last * BLOCK]
+        path = self._match(Owner.TARGET, tokens)
+        if len(path) == piece.last:
+            return True
+        last, size = path[-1] if path else self._roots[Owner.TARGET], self.files.block_bytes
+        self._touch(last)
+        missing = piece.last - len(path)
+        fit = min(missing, self._evict(missing * size, last) // size)
+        if len(path) < piece.first or fit <= 0 or (found := self.files.read(piece, len(path), fit)) is None:
+            return False
+        try:
+            blocks: Sequence[Page | Block] = cache.storage.adopt(found)
+        except MemoryError:
+            return False
+        # Pages may have been taken out of the path itself.
+        if self._match(Owner.TARGET, tokens) != path:
+            return False
+        self._append(last, tokens, len(path), blocks, piece.file)
+        self.tokens_read += fit * BLOCK
+        self.files.observe_read(fit * size, time.perf_counter() - started_at)
+        return fit == missing
+
+    def save(self, least: int = 1) -> bool:
+        """Write a file with the next blocks of a text that are in none, where they are `least` tokens or more and the text has
+        LEAST. Returns whether there were any. With least > 1 texts that had too few are not looked at again until they have
+        grown."""
+        if self.files is None:
+            return False
+        for end in [node for node, seen in self._unsaved.items() if not seen or least == 1]:
+            path = _path(end)
+            first = next((i for i, node in enumerate(path) if node.file is None), len(path))
+            count = next((i for i, node in enumerate(path[first:]) if node.file is not None), len(path) - first)
+            if not count:
+                del self._unsaved[end]
+            elif count * BLOCK < least or len(path) * BLOCK < LEAST:
+                self._unsaved[end] = True
+            else:
+                self._write(end, path[: first + min(count, FILE_BLOCKS)], first)
+                return True
+        return False
+
+    def _write(self, end: Node, path: Sequence[Node], first: int) -> None:
+        """Write the blocks of a path from number `first` on, unless files have them: prompts are prefilled anew where that is
+        faster."""
+        assert self.files is not None
+        tokens = [token for node in path for token in node.tokens]
+        if found := self.files.find(tokens, first):
+            file, path = found[0].file, path[: found[0].last]
+        else:
+            file = self.files.write(tokens, copies([node.block for node in path[first:]]), _files(path))
+        if file is None:
+            # Trying again would mean to remove what was written just before.
+            del self._unsaved[end]
+        for node in path[first:]:
+            node.file = file
+
+    def forget(self, texts: Iterable[Sequence[int]]) -> None:
+        """Drop every block of these texts and all that hangs behind it, of all owners, in memory and in files: whatever begins
+        with the same block. A text shorter than a block has none."""
+        for tokens in texts:
+            if len(tokens) < BLOCK:
+                continue
+            for root in self._roots.values():
+                if (node := root.children.pop(tuple(tokens[:BLOCK]), None)) is not None:
+                    self._drop_all([node])
+            if self.files is not None:
+                self.files.forget(tokens)
 
     def reclaim(self, pool: Pool) -> bool:
         """Take the least recently used page of a pool out. False where there is none."""
@@ -129,12 +240,17 @@ class PrefixCache:
         """Drop all blocks of one owner."""
         dropped = list(self._roots[owner].children.values())
         self._roots[owner].children.clear()
+        self._drop_all(dropped)
+
+    def _drop_all(self, dropped: list[Node]) -> None:
+        """Drop these nodes, which have left their parents, and what hangs behind them."""
         while dropped:
             node = dropped.pop()
             dropped.extend(node.children.values())
             # Parents and children refer to each other: without this they would live until the garbage collector runs.
             node.children.clear()
-            self._order[owner].pop(node)
+            self._order[node.owner].pop(node)
+            self._unsaved.pop(node, None)
             self.nbytes -= node.nbytes
 
     def _match(self, owner: Owner, tokens: Sequence[int]) -> list[Node]:
@@ -173,6 +289,28 @@ class PrefixCache:
         self._order[leaf.owner].pop(leaf)
         leaf.parent.children.pop(leaf.tokens)
         self.nbytes -= leaf.nbytes
+        if self._unsaved.pop(leaf, None) is not None and leaf.parent.parent is not None:
+            self._unsaved[leaf.parent] = True
+
+
+def _path(node: Node) -> list[Node]:
+    """The nodes up to this one, without the root."""
+    path: list[Node] = []
+    while node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path[::-1]
+
+
+def _files(path: Sequence[Node]) -> list[File]:
+    """The files of a path, in its order."""
+    return list(dict.fromkeys(node.file for node in path if node.file is not None))
+
+
+def copies(blocks: Sequence[Page | Block | None]) -> list[Block]:
+    """What blocks of one owner hold, apart from any pool."""
+    pages = [block for block in blocks if isinstance(block, Page)]
+    return pages[0].pool.copies(pages) if pages else [block for block in blocks if isinstance(block, Block)]
 
 
 def _whole(node: Node) -> bool:

@@ -127,6 +127,10 @@ class Rectangles:
                     block.arrays[members] = _copy([whole[:, :, at - first : at - first + PAGE]])
         return blocks
 
+    def adopt(self, blocks: list[Block]) -> list[Block]:
+        """Blocks that `load` takes, made of blocks that were read."""
+        return blocks
+
     def load(self, paths: Sequence[Sequence[Block]], positions: int) -> None:
         """Set the keys and values of empty rows to these blocks, a path for each row, with capacity for `positions`. Of each
         path the last `reach` blocks must be whole."""
@@ -155,17 +159,22 @@ class Rectangles:
         return max((-(-layer.window // PAGE) for layer in self.layers if layer.window is not None), default=0)
 
     def _groups(self) -> list[Members]:
-        """Arrays of the layers that have the same shape and window."""
-        found: dict[tuple[object, ...], list[int]] = {}
-        for index, array in enumerate(each for layer in self.layers for each in layer.both):
-            # Layers that share another layer's keys and values have none.
-            if array is not None:
-                window = self.layers[index // 2].window
-                found.setdefault((window, array.shape[1], array.shape[3], array.dtype), []).append(index)
-        return [tuple(members) for members in found.values()]
+        arrays = [each for layer in self.layers for each in layer.both]
+        return groups_of(arrays, [layer.window for layer in self.layers])
 
     def _top(self, layer: RectangleLayer, rows: Sequence[int]) -> int:
         return layer.capacity(max((self.lengths.host[row] for row in rows), default=0))
+
+
+def groups_of(arrays: Sequence[mx.array | None], windows: Sequence[int | None]) -> list[Members]:
+    """Those of these arrays, (n, heads, positions, dims) each, that have the same shape and window. windows: by layer."""
+    found: dict[tuple[object, ...], list[int]] = {}
+    for index, array in enumerate(arrays):
+        # Layers that share another layer's keys and values have none.
+        if array is not None:
+            kind = windows[index // 2], array.shape[1], array.shape[3], array.dtype
+            found.setdefault(kind, []).append(index)
+    return [tuple(members) for members in found.values()]
 
 
 def _row(blocks: Sequence[mx.array | None], place: int, like: mx.array, width: int) -> mx.array:

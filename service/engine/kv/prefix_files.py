@@ -1,0 +1,313 @@
+"""The prefix cache on disk: blocks of the target's keys and values in files, for the server's next start.
+
+A file holds up to FILE_BLOCKS blocks that follow each other in a text, each of their arrays as a tensor of its own: a block
+that is read needs no copy, and may lack layers whose window had passed. Its metadata say what the blocks are of (model,
+shapes), their tokens, and the hash of all tokens before them, by which it is found whether or not those before it are in
+files. At a start headers are read and no tensors.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import os
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, cast
+
+import mlx.core as mx
+
+from service.engine import device
+from service.engine.kv.rectangles import Block, Members
+from service.engine.strategy import PAGE
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+"""Of the files. Those of another are not read."""
+FILE_BLOCKS = 64
+"""Blocks of a file, at most. It is read or written between two rounds, like a prefill chunk of as many positions."""
+LEAST = 512
+"""Tokens that are read while it is not known whether prefilling them is faster, and of a text that is written, at least."""
+PROBE = 8
+"""Where prefilling is faster, every so many-th prompt is read all the same: a disk that was slow need not stay so."""
+KEPT = 0.75
+"""Share of earlier calls' weight in a speed that a further call leaves."""
+NAMES, PART = "prefix-*.safetensors", ".part.safetensors"
+ITEM = PAGE * 4
+"""Bytes of a block's tokens."""
+
+
+@dataclass(slots=True)
+class Speed:
+    """Units a second, of the latest calls above all."""
+
+    units: float = 0.0
+    seconds: float = 0.0
+
+    def observe(self, units: float, seconds: float) -> None:
+        """A call over so many units took `seconds`."""
+        self.units = KEPT * self.units + units
+        self.seconds = KEPT * self.seconds + seconds
+
+    @property
+    def value(self) -> float | None:
+        """None before the first call."""
+        return self.units / self.seconds if self.seconds else None
+
+
+@dataclass(slots=True, eq=False)
+class File:
+    """A file in the folder. size: bytes. used: nanoseconds, its time of modification. root: the hash of the first block of the
+    text that it is of. before: of all tokens before its own. sums: by block, of each of its arrays."""
+
+    path: Path
+    size: int
+    used: int
+    root: str
+    before: str
+    tokens: bytes
+    sums: list[list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Blocks `first` to `last` - 1 of a text, in a file whose first block is the text's block `start`."""
+
+    file: File
+    start: int
+    first: int
+    last: int
+
+
+class PrefixFiles:
+    """The files of one model in a folder: at most `cap` bytes, with those of other models that lie there, of which the least
+    recently used go first. model: identifies the model. block: a whole one of its blocks, for the layout. Raises OSError where
+    the folder cannot be used."""
+
+    def __init__(self, folder: Path, cap: int, model: str, block: Block) -> None:
+        self.folder = folder
+        self.cap = cap
+        self.nbytes = 0
+        """Of all files."""
+        self.block_bytes = block.nbytes
+        self.speed = Speed()
+        """Bytes a second that are read; before that, that the first file was written with."""
+        self._read_once = False
+        self._declined = 0
+        self._like = block
+        arrays = [[list(members), list(each.shape), str(each.dtype)] for members, each in block.arrays.items()]
+        self._key = json.dumps({"format": FORMAT, "page": PAGE, "model": model, "layout": arrays})
+        self._files: dict[Path, File] = {}
+        self._ours: dict[str, list[File]] = {}
+        """By `before`."""
+        # One that exists may be another's too: it is left as it is.
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for path in folder.glob(f".*{PART}"):
+            path.unlink(missing_ok=True)
+        for path in folder.glob(NAMES):
+            try:
+                self._add(path, _metadata(path))
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                log.warning("%s is damaged and removed: %s", path, error)
+                path.unlink(missing_ok=True)
+        # The cap may have become smaller.
+        self._make_room(0, ())
+
+    def find(self, tokens: Sequence[int], have: int) -> list[Piece]:
+        """The pieces that hold the text's blocks from number `have` on, as far as they follow each other."""
+        text, digest, pieces = _bytes(tokens), sha256(), list[Piece]()
+        end, best = have, (0, None, 0)
+        if not self._ours:
+            return pieces
+        for start in range(len(tokens) // PAGE):
+            for file in self._ours.get(digest.hexdigest(), ()):
+                reach = start + _common(file.tokens, text[start * ITEM :])
+                best = (reach, file, start) if reach > best[0] else best
+            if start == end:
+                reach, file, begin = best
+                if file is None or reach <= end:
+                    break
+                pieces.append(Piece(file, begin, end, reach))
+                end = reach
+            digest.update(text[start * ITEM : (start + 1) * ITEM])
+        return pieces
+
+    def pays(self, tokens: int, prefill: float | None) -> bool:
+        """Whether to read so many tokens' blocks rather than to prefill them. prefill: tokens a second; None: not known."""
+        read = self.speed.value
+        if read is None or prefill is None:
+            return tokens >= LEAST
+        if self.block_bytes * prefill < read * PAGE:
+            return True
+        self._declined += 1
+        return tokens >= LEAST and self._declined % PROBE == 0
+
+    def read(self, piece: Piece, first: int, count: int) -> list[Block] | None:
+        """So many blocks of a piece from the text's block `first` on, computed; None where they are not to be had. A file that
+        is damaged is removed."""
+        file, place = piece.file, first - piece.start
+        if file.path not in self._files:
+            return None
+        try:
+            if file.path.stat().st_size != file.size:
+                raise ValueError("its size has changed")
+            found = cast("dict[str, mx.array]", mx.load(str(file.path)))
+            blocks = [self._block(found, number) for number in range(place, place + count)]
+            # MLX does not say that it could not read: only what was read can.
+            if _sums(blocks) != file.sums[place : place + count]:
+                raise ValueError("its contents have changed")
+        except (OSError, ValueError, LookupError, RuntimeError) as error:
+            log.warning("%s is damaged and removed: %s", file.path, error)
+            self._remove(file)
+            return None
+        return blocks
+
+    def _block(self, found: Mapping[str, mx.array], number: int) -> Block:
+        """A file's block. Of a layer whose window had passed there is nothing. Raises ValueError."""
+        arrays: dict[Members, mx.array] = {}
+        for group, (members, like) in enumerate(self._like.arrays.items()):
+            if (each := found.get(f"{number}.{group}")) is not None:
+                if each.shape != like.shape or each.dtype != like.dtype:
+                    raise ValueError("its arrays have other shapes")
+                arrays[members] = each
+        return Block(arrays, len(arrays) == len(self._like.arrays), self._like.reach)
+
+    def observe_read(self, nbytes: int, seconds: float) -> None:
+        """Reading so many bytes into the cache took `seconds`."""
+        if not self._read_once:
+            self._read_once, self.speed = True, Speed()
+        self.speed.observe(nbytes, seconds)
+
+    def write(self, tokens: Sequence[int], blocks: Sequence[Block], before: Sequence[File]) -> File | None:
+        """Write the last blocks of a text. before: the files with those before them, which are not removed for it. None where
+        there is no room, or it cannot be written."""
+        text = _bytes(tokens)
+        cut = len(text) - len(blocks) * ITEM
+        metadata = {
+            "key": self._key,
+            "root": sha256(text[:ITEM]).hexdigest(),
+            "before": sha256(text[:cut]).hexdigest(),
+            "tokens": base64.b64encode(text[cut:]).decode(),
+            "sums": json.dumps(_sums(blocks)),
+        }
+        path = self.folder / _name(metadata)
+        part = self.folder / f".{path.stem}{PART}"
+        groups = {members: group for group, members in enumerate(self._like.arrays)}
+        named = {f"{n}.{groups[m]}": each for n, block in enumerate(blocks) for m, each in block.arrays.items()}
+        # The header takes some hundred bytes for each array.
+        size = sum(block.nbytes for block in blocks) + 256 * len(named) + 2 * len(text)
+        self.use(before)
+        if not self._make_room(size, before):
+            return None
+        started_at = time.perf_counter()
+        try:
+            os.close(os.open(part, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            mx.save_safetensors(str(part), named, metadata)
+            os.replace(part, path)
+            file = self._add(path, metadata)
+        except (OSError, RuntimeError) as error:
+            log.warning("a cached prefix cannot be written to %s: %s", self.folder, error)
+            with suppress(OSError):
+                part.unlink(missing_ok=True)
+            return None
+        if self.speed.value is None:
+            self.speed.observe(file.size, time.perf_counter() - started_at)
+        self.use([*before, file])
+        return file
+
+    def use(self, files: Sequence[File]) -> None:
+        """Mark the files of a text as used now, the first of them last: without them the others cannot be used."""
+        now = time.time_ns()
+        for number, file in enumerate(reversed(files)):
+            file.used = now + number
+            with suppress(OSError):
+                os.utime(file.path, ns=(file.used, file.used))
+
+    def forget(self, tokens: Sequence[int]) -> None:
+        """Remove all files of texts that begin with the same block as this one, those of other models with this tokenizer
+        too."""
+        root = sha256(_bytes(tokens[:PAGE])).hexdigest()
+        for file in [file for file in self._files.values() if file.root == root]:
+            self._remove(file)
+
+    def _add(self, path: Path, metadata: dict[str, str]) -> File:
+        status = path.stat()
+        tokens, sums = base64.b64decode(metadata["tokens"]), cast("list[list[int]]", json.loads(metadata["sums"]))
+        file = File(path, status.st_size, status.st_mtime_ns, metadata["root"], metadata["before"], tokens, sums)
+        if path in self._files:
+            self._discard(self._files[path])
+        self._files[path] = file
+        self.nbytes += file.size
+        if metadata["key"] == self._key:
+            self._ours.setdefault(file.before, []).append(file)
+        return file
+
+    def _make_room(self, size: int, keep: Sequence[File]) -> bool:
+        """Remove the least recently used files, but for these, until `size` bytes more fit."""
+        for file in sorted(self._files.values(), key=lambda file: file.used):
+            if self.nbytes + size <= self.cap:
+                break
+            if file not in keep:
+                self._remove(file)
+        return self.nbytes + size <= self.cap
+
+    def _remove(self, file: File) -> None:
+        with suppress(OSError):
+            file.path.unlink(missing_ok=True)
+        self._discard(file)
+
+    def _discard(self, file: File) -> None:
+        del self._files[file.path]
+        self.nbytes -= file.size
+        alike = self._ours.get(file.before, [])
+        if file in alike:
+            alike.remove(file)
+            if not alike:
+                del self._ours[file.before]
+
+
+def _bytes(tokens: Sequence[int]) -> bytes:
+    return array("i", tokens).tobytes()
+
+
+def _common(one: bytes, other: bytes) -> int:
+    """Blocks of tokens with which both begin."""
+    count = min(len(one), len(other)) // ITEM
+    if one[: count * ITEM] == other[: count * ITEM]:
+        return count
+    return next(n for n in range(count) if one[n * ITEM : (n + 1) * ITEM] != other[n * ITEM : (n + 1) * ITEM])
+
+
+def _sums(blocks: Sequence[Block]) -> list[list[int]]:
+    """The sum of each array's 32-bit words, modulo 2**32. Waits for them."""
+    sums = [each.reshape(-1).view(mx.uint32).sum() for block in blocks for each in block.arrays.values()]
+    found = iter(device.read(mx.stack(sums))[0].tolist() if sums else [])
+    return [[int(next(found)) for _ in block.arrays] for block in blocks]
+
+
+def _name(metadata: dict[str, str]) -> str:
+    """Of a file with these metadata: one whose tokens or sums were damaged has another."""
+    digest = sha256("\n".join(metadata[name] for name in ("key", "root", "before", "tokens", "sums")).encode())
+    return f"prefix-{digest.hexdigest()}.safetensors"
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    """Of a whole file. Raises ValueError, LookupError, TypeError or AttributeError for a damaged one."""
+    with path.open("rb") as file:
+        size, length = os.fstat(file.fileno()).st_size, int.from_bytes(file.read(8), "little")
+        if length > size:
+            raise ValueError("its header is cut")
+        header = cast("dict[str, dict[str, Any]]", json.loads(file.read(length)))
+    metadata = cast("dict[str, str]", header.pop("__metadata__"))
+    if size != 8 + length + max((each["data_offsets"][1] for each in header.values()), default=0):
+        raise ValueError("it is cut")
+    if path.name != _name(metadata):
+        raise ValueError("its metadata have changed")
+    return metadata
