@@ -37,8 +37,9 @@ SHAPES = {
     "1b": Shape(hidden=1728, layers=30, heads=27, kv_heads=9, feed_forward=5120),
     "3b": Shape(hidden=3072, layers=30, heads=48, kv_heads=16, feed_forward=8192),
     "8b": Shape(hidden=4608, layers=32, heads=72, kv_heads=24, feed_forward=12288),
+    "70b": Shape(hidden=8192, layers=80, heads=126, kv_heads=42, feed_forward=28672),
 }
-"""1.1, 3.5 and 7.5 billion parameters."""
+"""1.1, 3.5, 7.5 and 70 billion parameters."""
 GROUP = 64
 """Weights that share a scale where quantised."""
 
@@ -146,6 +147,8 @@ def _quantised(weights: Weights, bits: int) -> Weights:
     for name, array in weights.items():
         if array.ndim == 2:
             packed, scales, biases = mx.quantize(array, group_size=GROUP, bits=bits)
+            # One by one: all of them in bfloat16 need not fit.
+            mx.eval(packed, scales, biases)
             base = name.removesuffix("weight")
             made |= {name: packed, f"{base}scales": scales, f"{base}biases": biases}
         else:

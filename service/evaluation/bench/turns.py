@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import mlx.core as mx
+
 from service.core import Prompt
 from service.engine.adapters import Draft
 from service.engine.decoder import Decoder
@@ -75,10 +77,14 @@ class EngineArm:
         """Decode one prompt as the only row of the batch; prefill is not timed, and each round is one target call."""
         row = Request("", prompt, self._eos, None)
         self._decoder.admit(row)
+        # On accelerators prefill is not waited for, nor a round that was launched for a text that has ended.
+        mx.synchronize()
         begun = time.perf_counter()
         while row.finish is None:
             self._decoder.round()
-        return Decoded(row.output, len(row.rounds), time.perf_counter() - begun)
+        seconds = time.perf_counter() - begun
+        mx.synchronize()
+        return Decoded(row.output, len(row.rounds), seconds)
 
 
 def rotated(names: Sequence[Name], turn: int) -> list[Name]:
