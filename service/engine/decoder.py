@@ -149,12 +149,14 @@ class Decoder:
         if self.batch.prefix is None or cache.states:
             log.warning("nothing is kept in %s: prefixes are not cached for this model", folder)
             return
-        # What a block holds depends on how the model runs here. Warming up took longer than other prefills.
-        self.pace.speed = Speed()
-        self.batch.target(mx.zeros((1, BLOCK), dtype=mx.int32), cache)
-        cache.commit(BLOCK)
-        device.wait(cache.arrays())
-        (block,) = copies(cache.storage.blocks(0, 0, 1))
+        # What a block holds depends on how the model runs here. The first call compiles: the second one's time counts.
+        for _ in range(2):
+            cache, started_at = self.batch.target.cache(1), time.perf_counter()
+            self.batch.target(mx.zeros((1, self.prefill_chunk), dtype=mx.int32), cache)
+            device.wait(cache.arrays())
+            self.pace.speed = Speed(self.prefill_chunk, time.perf_counter() - started_at)
+            cache.commit(self.prefill_chunk)
+        (block,) = copies(cache.storage.blocks(0, self.prefill_chunk // BLOCK - 1, 1))
         # Features are what this draft makes of the target's hidden states.
         model = target if cache.features is None else f"{target} {draft}"
         self.batch.prefix.files = PrefixFiles(folder, cap, model, block)
@@ -266,7 +268,8 @@ class Decoder:
         size, batch = chunk or self.prefill_chunk, self.batch
         if prefill.pieces and batch.prefix is not None:
             piece = prefill.pieces.pop(0)
-            if not batch.prefix.read(prefill.rows[0].tokens[:-1], piece, prefill.target_cache):
+            more = batch.prefix.read(prefill.rows[0].tokens[:-1], piece, prefill.target_cache)
+            if not more or not batch.prefix.reads_faster(self.pace.speed.value):
                 prefill.pieces.clear()
             return False
         more = prefill_target(batch.target, prefill, size=size, prefix=batch.prefix, pace=self.pace)

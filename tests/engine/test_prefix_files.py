@@ -58,7 +58,7 @@ def draft() -> Draft:
 def start(
     folder: Path, *, cap: int = 64 * MIB, who: tuple[str, str] = WHO, budget: int = 64 * MIB, drafts: bool = False
 ) -> Decoder:
-    """A decoder that has just been started."""
+    """A decoder that has just been started, of which it is not known how fast it prefills: it reads what there is."""
     decoder = Decoder(
         target(),
         draft() if drafts else None,
@@ -68,6 +68,8 @@ def start(
         prefix=PrefixCache(budget),
     )
     decoder.keep_prefixes(folder, cap, *who)
+    assert decoder.pace.speed.value is not None
+    decoder.pace.speed = Speed()
     return decoder
 
 
@@ -490,11 +492,21 @@ def test_files_are_read_only_where_that_is_faster_than_prefilling(tmp_path: Path
     assert not any(files.pays(LEAST - 1, 1e9) for _ in range(4 * PROBE))
 
 
+def test_no_more_than_a_file_is_read_to_learn_that_prefilling_is_faster(tmp_path: Path) -> None:
+    """Of the next text nothing is; of one in PROBE again a file, for a disk that was slow need not stay so."""
+    tokens = text(1, 2 * FILE_BLOCKS * BLOCK + 200)
+    written(tmp_path, tokens)
+    decoder = start(tmp_path)
+    decoder.pace.speed = Speed(1e12, 1.0)
+    assert ask(decoder, tokens, store=False).cached_tokens == FILE_BLOCKS * BLOCK
+    assert [bool(prefix_of(decoder).find(tokens, 1e12)) for _ in range(PROBE)] == [*[False] * 7, True]
+
+
 def test_the_speeds_are_those_of_real_reads_and_prefills(tmp_path: Path) -> None:
     written(tmp_path, text(2, 600))
     decoder = start(tmp_path)
     files, size = files_of(decoder), decoder.prefix_disk_bytes
-    assert files.speed.value is None and decoder.pace.speed.value is None
+    assert files.speed.value is None
     started_at = time.perf_counter()
     ask(decoder, text(1, 600))
     assert decoder.pace.speed.value is not None
@@ -512,8 +524,9 @@ def test_the_speeds_are_those_of_real_reads_and_prefills(tmp_path: Path) -> None
 # -------------------------------------------------------------------------------------------------------------- server
 
 
-def test_a_server_that_starts_again_answers_from_its_files(tmp_path: Path) -> None:
-    """A long prompt is written while nothing runs, others at the end."""
+def test_a_server_that_starts_again_answers_from_its_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long prompt is written while nothing runs, others at the end; read whatever is faster with a tiny model."""
+    monkeypatch.setattr(PrefixFiles, "faster", lambda files, prefill: None)
     pair, folder = write_pair(tmp_path), tmp_path / "prefixes"
     long, short = (("".join(chr(97 + token % 26) for token in text(n, count))) for n, count in ((1, 1200), (2, 600)))
     engine = {"prefix_cache_dir": str(folder), "prefill_chunk": 256}

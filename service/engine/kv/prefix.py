@@ -147,6 +147,10 @@ class PrefixCache:
         count = sum(piece.last - piece.first for piece in pieces) * BLOCK
         return pieces if pieces and self.files.pays(count, speed) else []
 
+    def reads_faster(self, speed: float | None) -> bool:
+        """Whether reading is faster than prefilling, as far as that is known. speed: as for `find`."""
+        return self.files is not None and self.files.faster(speed) is not False
+
     def read(self, tokens: Sequence[int], piece: Piece, cache: RowCache) -> bool:
         """Read a piece that `find` has found into the tree, as much of it as the budget allows. cache: of rows that are to load
         it. False where the pieces behind it are of no use."""

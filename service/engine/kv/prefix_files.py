@@ -36,7 +36,7 @@ FILE_BLOCKS = 64
 LEAST = 512
 """Tokens that are read while it is not known whether prefilling them is faster, and of a text that is written, at least."""
 PROBE = 8
-"""Where prefilling is faster, every so many-th prompt is read all the same: a disk that was slow need not stay so."""
+"""Where prefilling is faster, a file is read of every so many-th prompt all the same: a disk that was slow need not stay so."""
 KEPT = 0.75
 """Share of earlier calls' weight in a speed that a further call leaves."""
 NAMES, PART = "prefix-*.safetensors", ".part.safetensors"
@@ -141,13 +141,16 @@ class PrefixFiles:
 
     def pays(self, tokens: int, prefill: float | None) -> bool:
         """Whether to read so many tokens' blocks rather than to prefill them. prefill: tokens a second; None: not known."""
-        read = self.speed.value
-        if read is None or prefill is None:
-            return tokens >= LEAST
-        if self.block_bytes * prefill < read * PAGE:
+        faster = self.faster(prefill)
+        if faster:
             return True
-        self._declined += 1
-        return tokens >= LEAST and self._declined % PROBE == 0
+        self._declined += faster is not None
+        return tokens >= LEAST and (faster is None or self._declined % PROBE == 0)
+
+    def faster(self, prefill: float | None) -> bool | None:
+        """Whether reading is faster than prefilling so many tokens a second; None: not known."""
+        read = self.speed.value
+        return None if read is None or prefill is None else self.block_bytes * prefill < read * PAGE
 
     def read(self, piece: Piece, first: int, count: int) -> list[Block] | None:
         """So many blocks of a piece from the text's block `first` on, computed; None where they are not to be had. A file that

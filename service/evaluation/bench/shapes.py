@@ -144,10 +144,11 @@ def _padded(weights: Weights, small: Shape, shape: Shape, layers: int, dims: int
 
 def _quantised(weights: Weights, bits: int) -> Weights:
     made: Weights = {}
-    for name, array in weights.items():
+    for name in list(weights):
+        # One by one: all of them in bfloat16 need not fit.
+        array = weights.pop(name)
         if array.ndim == 2:
             packed, scales, biases = mx.quantize(array, group_size=GROUP, bits=bits)
-            # One by one: all of them in bfloat16 need not fit.
             mx.eval(packed, scales, biases)
             base = name.removesuffix("weight")
             made |= {name: packed, f"{base}scales": scales, f"{base}biases": biases}
