@@ -189,7 +189,9 @@ def test_doctor_says_nothing_of_memory_where_a_model_is_not_at_hand(tmp_path: Pa
     assert "memory" not in json.loads(out.read_text()) and done.err == ""
 
 
-@pytest.mark.parametrize("drafting", [True, False], ids=["draft", "none"])
+@pytest.mark.parametrize(
+    "drafting", [pytest.param(True, id="draft"), pytest.param(False, id="none", marks=pytest.mark.nightly)]
+)
 def test_doctor_times_calls_and_rounds(
     drafting: bool, tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
