@@ -199,8 +199,17 @@ def test_a_head_drafts_for_constrained_rows(strategy: Strategy, adaptive: bool) 
     assert_the_target_s_own(target, rows)
 
 
-@STRATEGIES
-@pytest.mark.parametrize("name", ["lfm2", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        pytest.param("lfm2", CPU, id="lfm2-CPU"),
+        pytest.param("lfm2", METAL, id="lfm2-Metal", marks=pytest.mark.nightly),
+        pytest.param("lfm2", CUDA, id="lfm2-CUDA"),
+        pytest.param("gemma3_text", CPU, id="gemma3_text-CPU", marks=pytest.mark.nightly),
+        pytest.param("gemma3_text", METAL, id="gemma3_text-Metal"),
+        pytest.param("gemma3_text", CUDA, id="gemma3_text-CUDA"),
+    ],
+)
 def test_recurrent_and_windowed_targets_keep_to_their_grammar(strategy: Strategy, name: str) -> None:
     needs = (IDENTICAL | RECURRENT)[name]
     target = build(name, needs)

@@ -70,7 +70,10 @@ def test_a_draft_that_was_parked_traces_nothing(warm: Decoder, traces: list[Repl
     assert traces == []
 
 
-@pytest.mark.parametrize(("drafted", "rows"), [(0, 1), (0, 4), (K, 1), (K, 4)])
+@pytest.mark.parametrize(
+    ("drafted", "rows"),
+    [(0, 4), (K, 1), (K, 4), pytest.param(0, 1, marks=pytest.mark.nightly)],
+)
 def test_a_fixed_length_traces_nothing_either(
     target: Model, draft: nn.Module, traces: list[Replay], drafted: int, rows: int
 ) -> None:
