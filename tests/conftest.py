@@ -1,6 +1,10 @@
 """Set-up of every test process: the fast BLAS, one BLAS thread per worker, and none of the caller's settings."""
 
+import atexit
 import os
+import shutil
+import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -9,6 +13,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # Several workers share the cores: BLAS threads that spin while they wait would make all of them slower.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+elif sys.dont_write_bytecode and sys.pycache_prefix is None:
+    # PYTHONDONTWRITEBYTECODE, which images of containers set: each worker, server and child would compile all that it imports,
+    # which takes as long as the rest of its start. What they compile goes into a folder that is gone after the run.
+    sys.pycache_prefix = tempfile.mkdtemp(prefix="redraft-bytecode-")
+    sys.dont_write_bytecode = False
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
 
 # Must come first: the service loads the fast BLAS before it imports mlx.
 from service.engine import profile

@@ -20,7 +20,7 @@ from tests.support.echo_engine import LIMITS, EchoEngine, EchoServer
 
 JSON = {"content-type": "application/json"}
 SETTINGS = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-EXAMPLES = pytest.mark.parametrize("examples", [100, pytest.param(2000, marks=pytest.mark.nightly)])
+EXAMPLES = pytest.mark.parametrize("examples", [60, pytest.param(2000, marks=pytest.mark.nightly)])
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec=None), max_size=20),

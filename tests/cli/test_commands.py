@@ -14,6 +14,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cache
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.metadata import version
 from pathlib import Path
@@ -44,6 +45,7 @@ from service.core import (
 )
 from service.engine import device
 from service.evaluation.server import LocalServer
+from service.models import machine
 from service.models.catalog import entries
 from service.models.pair import load_model
 from service.models.text import TextEncoder
@@ -133,6 +135,14 @@ def test_help_names_every_option_and_describes_the_command(path: tuple[str, ...]
         assert name in text
 
 
+@pytest.fixture(scope="module", autouse=True)
+def probed_once() -> Generator[None]:
+    """What doctor measures in a process of its own is measured once: nothing about the machine changes from test to test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "_probe", cache(machine._probe))
+        yield
+
+
 def test_doctor_describes_this_machine(tmp_path: Path, redraft: Redraft) -> None:
     config = tmp_path / "settings.toml"
     config.write_text(f"home = {json.dumps(str(tmp_path / 'home'))}\n")
@@ -189,7 +199,9 @@ def test_doctor_says_nothing_of_memory_where_a_model_is_not_at_hand(tmp_path: Pa
     assert "memory" not in json.loads(out.read_text()) and done.err == ""
 
 
-@pytest.mark.parametrize("drafting", [True, False], ids=["draft", "none"])
+@pytest.mark.parametrize(
+    "drafting", [pytest.param(True, id="draft"), pytest.param(False, id="none", marks=pytest.mark.nightly)]
+)
 def test_doctor_times_calls_and_rounds(
     drafting: bool, tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,7 +86,6 @@ def held_bytes(cache: RowCache) -> int:
 
 
 BOTH = pytest.mark.parametrize("way", [CPU, CUDA], ids=["cpu", "cuda"], indirect=True)
-ALL = pytest.mark.parametrize("way", [CPU, METAL, CUDA], ids=["cpu", "metal", "cuda"], indirect=True)
 
 
 @pytest.fixture
@@ -109,9 +108,26 @@ def greedy_and_seeded(count: int, tokens: int) -> list[Prompt]:
 
 
 @pytest.mark.usefixtures("short_sighted")
-@pytest.mark.parametrize("draft", [unchanged, None])
-@pytest.mark.parametrize("store", [True, False])
-@ALL
+@pytest.mark.parametrize(
+    ("way", "store", "draft"),
+    [
+        pytest.param(
+            way,
+            store,
+            draft,
+            id=f"{name}-{store}-{draft and 'unchanged'}",
+            marks=() if (store, draft) == kept or (way, store, draft) == (CUDA, False, None) else pytest.mark.nightly,
+        )
+        for way, name, kept in (
+            (CPU, "cpu", (False, unchanged)),
+            (METAL, "metal", (True, None)),
+            (CUDA, "cuda", (True, unchanged)),
+        )
+        for store in (True, False)
+        for draft in (unchanged, None)
+    ],
+    indirect=["way"],
+)
 @pytest.mark.usefixtures("way")
 def test_the_youngest_go_back_to_the_queue_and_every_text_is_the_targets_own(draft: Hook | None, store: bool) -> None:
     """Six requests fit while they have up to STEP positions, not beyond. Those that are not stored leave nothing in the prefix
@@ -200,9 +216,17 @@ def test_a_request_waits_for_memory_and_smaller_ones_do_not_pass_it() -> None:
         assert not harness.preemptions
 
 
-@BOTH
+@pytest.mark.parametrize(
+    ("way", "draft"),
+    [
+        pytest.param(CPU, unchanged, id="unchanged-cpu"),
+        pytest.param(CPU, None, id="None-cpu", marks=pytest.mark.nightly),
+        pytest.param(CUDA, unchanged, id="unchanged-cuda", marks=pytest.mark.nightly),
+        pytest.param(CUDA, None, id="None-cuda"),
+    ],
+    indirect=["way"],
+)
 @pytest.mark.usefixtures("way", "short_sighted")
-@pytest.mark.parametrize("draft", [unchanged, None])
 def test_cancelled_after_it_went_back_to_the_queue(draft: Hook | None) -> None:
     """It ends with what it has, and is recorded."""
     gone: list[Client] = []

@@ -43,8 +43,7 @@ def constrained(number: int, sampling: Sampling, **shape: int) -> Prompt:
 
 def serve(decoder: Decoder, prompts: Sequence[Prompt]) -> list[Request]:
     rows = [Request(str(i), prompt, frozenset({END}), None) for i, prompt in enumerate(prompts)]
-    for row in rows:
-        decoder.admit(row)
+    decoder.admit(*rows)
     while decoder.unfinished:
         decoder.round()
     return rows
@@ -60,9 +59,21 @@ def assert_the_target_s_own(target: Model, rows: Sequence[Request]) -> None:
             assert row.output == masked_alone(target, row.prompt.tokens, row.prompt.sampling, constraint)
 
 
-@STRATEGIES
-@pytest.mark.parametrize("kind", ["none", "model", "cut", "wrong"])
-@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize(
+    ("adaptive", "kind", "strategy"),
+    [
+        pytest.param(
+            adaptive,
+            kind,
+            strategy,
+            id=f"{'adaptive' if adaptive else 'fixed'}-{kind}-{name}",
+            marks=pytest.mark.nightly if (i + j + adaptive) % 2 else (),
+        )
+        for adaptive in (False, True)
+        for i, kind in enumerate(["none", "model", "cut", "wrong"])
+        for j, (strategy, name) in enumerate([(CPU, "CPU"), (METAL, "Metal"), (CUDA, "CUDA")])
+    ],
+)
 def test_constrained_rows_beside_free_ones_are_the_masked_target_s_own(
     target: Model, draft: nn.Module, strategy: Strategy, kind: str, adaptive: bool
 ) -> None:
@@ -167,7 +178,9 @@ def test_every_draft_token_is_allowed_where_waiting_costs_nothing(target: Model,
 
 
 @STRATEGIES
-@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize(
+    "adaptive", [pytest.param(False, id="fixed", marks=pytest.mark.nightly), pytest.param(True, id="adaptive")]
+)
 def test_a_head_drafts_for_constrained_rows(strategy: Strategy, adaptive: bool) -> None:
     target = plain_llama(0)
     prompts = [constrained(0, GREEDY), Prompt(tokens_of(1), GREEDY), constrained(2, SEEDED)]
@@ -186,8 +199,17 @@ def test_a_head_drafts_for_constrained_rows(strategy: Strategy, adaptive: bool) 
     assert_the_target_s_own(target, rows)
 
 
-@STRATEGIES
-@pytest.mark.parametrize("name", ["lfm2", "gemma3_text"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    [
+        pytest.param("lfm2", CPU, id="lfm2-CPU"),
+        pytest.param("lfm2", METAL, id="lfm2-Metal", marks=pytest.mark.nightly),
+        pytest.param("lfm2", CUDA, id="lfm2-CUDA"),
+        pytest.param("gemma3_text", CPU, id="gemma3_text-CPU", marks=pytest.mark.nightly),
+        pytest.param("gemma3_text", METAL, id="gemma3_text-Metal"),
+        pytest.param("gemma3_text", CUDA, id="gemma3_text-CUDA"),
+    ],
+)
 def test_recurrent_and_windowed_targets_keep_to_their_grammar(strategy: Strategy, name: str) -> None:
     needs = (IDENTICAL | RECURRENT)[name]
     target = build(name, needs)
@@ -237,8 +259,18 @@ def test_what_is_logged_is_of_the_masked_target(target: Model, draft: nn.Module,
         assert logged[i] == pytest.approx(wanted, abs=1e-4)
 
 
-@STRATEGIES
-@pytest.mark.parametrize("draws", [500, pytest.param(5000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("draws", "strategy"),
+    [
+        pytest.param(500, CPU, id="500-CPU"),
+        pytest.param(500, METAL, id="500-Metal", marks=pytest.mark.nightly),
+        pytest.param(500, CUDA, id="500-CUDA"),
+        *(
+            pytest.param(5000, strategy, id=f"5000-{name}", marks=pytest.mark.nightly)
+            for strategy, name in ((CPU, "CPU"), (METAL, "Metal"), (CUDA, "CUDA"))
+        ),
+    ],
+)
 def test_unseeded_sampling_has_the_masked_target_s_distribution(
     target: Model, draft: nn.Module, strategy: Strategy, draws: int
 ) -> None:

@@ -169,13 +169,22 @@ def test_any_draft_any_batch_at_length(
     assert not wrong
 
 
-@pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "seeded"])
 @pytest.mark.parametrize(
     ("count", "prompts_each", "stepwise"),
     [(400, 3, False), pytest.param(20_000, 8, True, marks=pytest.mark.nightly)],
     ids=["one pass", "20,000 stepwise"],
 )
-@pytest.mark.parametrize("strategy", [CPU, CUDA], ids=["CPU", "CUDA"])
+@pytest.mark.parametrize(
+    ("strategy", "greedy"),
+    [
+        pytest.param(CPU, True, id="CPU-greedy"),
+        pytest.param(CPU, False, id="CPU-seeded", marks=pytest.mark.nightly),
+        pytest.param(METAL, True, id="Metal-greedy", marks=pytest.mark.nightly),
+        pytest.param(METAL, False, id="Metal-seeded", marks=pytest.mark.nightly),
+        pytest.param(CUDA, True, id="CUDA-greedy", marks=pytest.mark.nightly),
+        pytest.param(CUDA, False, id="CUDA-seeded"),
+    ],
+)
 def test_thousands_of_tokens(count: int, prompts_each: int, stepwise: bool, greedy: bool, strategy: Strategy) -> None:
     """Every kind of draft in turn, with different draft lengths and batch sizes."""
     tokens, wrong, seed = 0, list[str](), 0

@@ -192,7 +192,7 @@ def test_a_hopeless_draft_costs_next_to_nothing() -> None:
     assert sum(one_stream(1, k) for k in chosen[200:]) < 1.02 * 3800 * one_stream(1, 0)
 
 
-@pytest.mark.parametrize("dear", [3.0, 20.0])
+@pytest.mark.parametrize("dear", [pytest.param(3.0, marks=pytest.mark.nightly), 20.0])
 def test_probes_cost_what_they_may_as_measured(dear: float) -> None:
     """A draft that fell behind must read before it drafts: a try costs several plain rounds, whatever the calls promise."""
     planner, plain = Planner(3, 0, costs(one_stream, 0.009)), one_stream(1, 0)

@@ -31,6 +31,7 @@ VOCABULARY, CHUNK, K = 97, 16, 3
 EOS = frozenset({3})
 BLOCK_BYTES = BLOCK * 2 * 2 * 2 * 8 * 4
 """Of the tiny pair: positions, layers, keys and values, heads, dims, float32."""
+SEEDED = {"temperature": 0.9, "top_p": 0.9, "seed": 5}
 RECTANGLES = pytest.mark.parametrize("way", [CPU], indirect=True, ids=["rectangles"])
 
 
@@ -120,7 +121,16 @@ def assert_fits(decoder: Decoder) -> None:
 # --------------------------------------------------------------------------------------------------------------- hits
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.9, "seed": 5}], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("way", "sampling"),
+    [
+        pytest.param(CPU, {}, id="rectangles-greedy"),
+        pytest.param(CPU, SEEDED, id="rectangles-seeded", marks=pytest.mark.nightly),
+        pytest.param(IN_PAGES, {}, id="pages-greedy", marks=pytest.mark.nightly),
+        pytest.param(IN_PAGES, SEEDED, id="pages-seeded"),
+    ],
+    indirect=["way"],
+)
 def test_a_growing_chat_is_prefilled_once(sampling: dict[str, Any]) -> None:
     decoder = make_decoder()
     tokens = random_tokens(1, 20)
@@ -268,8 +278,16 @@ def test_rows_running_at_a_swap_cache_no_mixed_draft_blocks() -> None:
     assert cached_length(decoder, Owner.DRAFT, reading.tokens) >= whole(len(reading.tokens) - 2)
 
 
-@pytest.mark.parametrize("how", ["raises", "nan"])
-@pytest.mark.parametrize("when", ["between requests", "while a prompt is read", "while decoding"])
+@pytest.mark.parametrize(
+    ("way", "when", "how"),
+    [
+        pytest.param(way, when, how, id=f"{name}-{when}-{how}", marks=() if (i + j + k) % 2 else pytest.mark.nightly)
+        for i, (way, name) in enumerate([(CPU, "rectangles"), (IN_PAGES, "pages")])
+        for j, when in enumerate(["between requests", "while a prompt is read", "while decoding"])
+        for k, how in enumerate(["raises", "nan"])
+    ],
+    indirect=["way"],
+)
 def test_blocks_of_a_failed_draft_are_discarded(how: str, when: str) -> None:
     weak = RecordingDraft(draft(0).model)
     decoder, tokens = make_decoder(draft_=bare(weak)), random_tokens(1, 100)

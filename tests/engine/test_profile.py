@@ -72,7 +72,7 @@ def test_a_busy_moment_at_the_start_does_not_count() -> None:
     assert round_of(costs) < SLOW and len(machine.calls) > 20
 
 
-@pytest.mark.parametrize("most", [4, 8])
+@pytest.mark.parametrize("most", [pytest.param(4, marks=pytest.mark.nightly), 8])
 @pytest.mark.usefixtures("no_longer_than_needed")
 def test_sixteen_rows_take_few_calls(most: int) -> None:
     """Three sizes of batches, every length over one row alone, each call once to compile and SWEEPS times to be timed."""

@@ -38,8 +38,7 @@ def finish(decoder: Decoder, prompts: Sequence[Prompt]) -> tuple[list[Request], 
     """The finished rows, and what was sent of each row's log-probabilities."""
     rows = [Request(str(i), prompt, EOS, None) for i, prompt in enumerate(prompts)]
     sent: dict[str, list[TokenLogprobs]] = {row.id: [] for row in rows}
-    for row in rows:
-        decoder.admit(row)
+    decoder.admit(*rows)
     while decoder.unfinished:
         report = decoder.round()
         for row, delta in zip(report.rows, report.deltas, strict=True):
@@ -47,8 +46,17 @@ def finish(decoder: Decoder, prompts: Sequence[Prompt]) -> tuple[list[Request], 
     return rows, [sent[row.id] for row in rows]
 
 
-@STRATEGIES
-@pytest.mark.parametrize("collect", [False, True], ids=["unrecorded", "recorded"])
+@pytest.mark.parametrize(
+    ("collect", "strategy"),
+    [
+        pytest.param(False, CPU, id="unrecorded-CPU", marks=pytest.mark.nightly),
+        pytest.param(False, METAL, id="unrecorded-Metal"),
+        pytest.param(False, CUDA, id="unrecorded-CUDA", marks=pytest.mark.nightly),
+        pytest.param(True, CPU, id="recorded-CPU"),
+        pytest.param(True, METAL, id="recorded-Metal", marks=pytest.mark.nightly),
+        pytest.param(True, CUDA, id="recorded-CUDA"),
+    ],
+)
 def test_log_probabilities_are_the_target_s_at_temperature_one(
     target: Model, draft: nn.Module, strategy: Strategy, collect: bool
 ) -> None:
@@ -73,8 +81,17 @@ def test_log_probabilities_are_the_target_s_at_temperature_one(
             assert [right[token] for token, _ in each.top] == pytest.approx(best.tolist(), abs=1e-4)
 
 
-@STRATEGIES
-@pytest.mark.parametrize("adaptive", [False, True], ids=["fixed", "adaptive"])
+@pytest.mark.parametrize(
+    ("adaptive", "strategy"),
+    [
+        pytest.param(False, CPU, id="fixed-CPU"),
+        pytest.param(False, METAL, id="fixed-Metal"),
+        pytest.param(False, CUDA, id="fixed-CUDA", marks=pytest.mark.nightly),
+        pytest.param(True, CPU, id="adaptive-CPU"),
+        pytest.param(True, METAL, id="adaptive-Metal", marks=pytest.mark.nightly),
+        pytest.param(True, CUDA, id="adaptive-CUDA"),
+    ],
+)
 def test_nothing_is_proposed_for_a_request_that_wants_nothing(
     target: Model, draft: nn.Module, strategy: Strategy, adaptive: bool
 ) -> None:
@@ -104,7 +121,7 @@ def test_nothing_is_proposed_for_a_request_that_wants_nothing(
 
 
 @STRATEGIES
-@pytest.mark.parametrize("limit", [1, 3])
+@pytest.mark.parametrize("limit", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_request_s_proposals_are_no_longer_than_it_wants(
     target: Model, draft: nn.Module, strategy: Strategy, limit: int
 ) -> None:

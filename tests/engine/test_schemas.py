@@ -43,7 +43,7 @@ def drafts_of(target: Model, vocabulary: int) -> dict[str, Draft | None]:
         pytest.param(CUDA, id="CUDA"),
     ],
 )
-@pytest.mark.parametrize("count", [12, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [6, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_every_answer_is_valid_and_the_masked_target_s_own(
     encoder: TextEncoder, target: Model, strategy: Strategy, count: int
 ) -> None:

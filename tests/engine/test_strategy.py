@@ -32,6 +32,10 @@ from tests.support.oracle import forced, noisy_copy
 VOCABULARY, K = 97, 4
 EOS = frozenset({3})
 ACCELERATORS = pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])
+ONE_ACCELERATOR = pytest.mark.parametrize(
+    "strategy", [pytest.param(METAL, id="Metal", marks=pytest.mark.nightly), pytest.param(CUDA, id="CUDA")]
+)
+"""Where both do the same."""
 
 
 def rows_of(count: int, tokens: int, *, seeded: bool = False, eos: frozenset[int] = frozenset()) -> list[Request]:
@@ -55,7 +59,7 @@ def finish(decoder: Decoder, rows: list[Request]) -> None:
 @ACCELERATORS
 @pytest.mark.parametrize("k", [0, K], ids=["plain", "drafted"])
 @pytest.mark.parametrize("collect", [False, True], ids=["silent", "recording"])
-@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 4])
 def test_a_steady_round_waits_once(
     target: Model, draft: nn.Module, strategy: Strategy, k: int, collect: bool, count: int
 ) -> None:
@@ -161,7 +165,7 @@ def test_a_round_that_cannot_be_launched_behind_another_costs_the_draft_alone(
         assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)
 
 
-@ACCELERATORS
+@ONE_ACCELERATOR
 @pytest.mark.usefixtures("exact_costs")
 def test_rounds_without_a_draft_are_timed_between_drafted_ones(target: Model, strategy: Strategy) -> None:
     """Until their cost is known every fifth round goes without; after that one in 64, with another behind it. A draft of the
@@ -183,7 +187,7 @@ def test_rounds_without_a_draft_are_timed_between_drafted_ones(target: Model, st
     assert 2 <= len(plain) <= 6
 
 
-@ACCELERATORS
+@ONE_ACCELERATOR
 @pytest.mark.usefixtures("exact_costs")
 def test_a_draft_that_rested_in_a_full_batch_drafts_again_for_the_row_that_is_left(
     target: Model, strategy: Strategy
@@ -209,7 +213,7 @@ def test_a_draft_that_rested_in_a_full_batch_drafts_again_for_the_row_that_is_le
         assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)
 
 
-@ACCELERATORS
+@ONE_ACCELERATOR
 def test_rounds_are_timed_where_the_next_one_is_of_their_kind(
     target: Model, draft: nn.Module, strategy: Strategy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -307,8 +311,15 @@ def test_reports_cover_every_token_once_when_rows_change_under_way(target: Model
         assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)
 
 
-@ACCELERATORS
-@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("strategy", "seeded"),
+    [
+        pytest.param(METAL, False, id="greedy-Metal"),
+        pytest.param(CUDA, False, id="greedy-CUDA", marks=pytest.mark.nightly),
+        pytest.param(METAL, True, id="seeded-Metal", marks=pytest.mark.nightly),
+        pytest.param(CUDA, True, id="seeded-CUDA"),
+    ],
+)
 def test_the_evidence_is_the_same_as_on_a_cpu(
     target: Model, draft: nn.Module, strategy: Strategy, seeded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -357,7 +368,7 @@ def attention_shapes(patch: pytest.MonkeyPatch) -> Generator[set[tuple[int, ...]
     yield seen
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_cudas_attention_shapes_repeat(
     target: Model, draft: nn.Module, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from service.engine.warm_up import LONG_WIDTH, WIDTHS
 from tests.support.batches import serve
 from tests.support.families import RECURRENT, build
 from tests.support.fixed_length import FixedLength, fix_length
-from tests.support.oracle import naive
+from tests.support.oracle import forced
 
 V, K = 97, 3
 
@@ -39,7 +39,15 @@ def warm(target: Model, draft: nn.Module) -> Decoder:
     return decoder
 
 
-@pytest.mark.parametrize(("rows", "length"), [(1, 0), (1, 1), (1, 2), (1, 3), (4, 0), (4, 2), (4, 3)])
+@pytest.mark.parametrize(
+    ("rows", "length"),
+    [
+        (1, 0),
+        (1, 2),
+        (4, 3),
+        *(pytest.param(*each, marks=pytest.mark.nightly) for each in ((1, 1), (1, 3), (4, 0), (4, 2))),
+    ],
+)
 def test_the_first_requests_trace_nothing(
     warm: Decoder, target: Model, traces: list[Replay], rows: int, length: int
 ) -> None:
@@ -47,7 +55,7 @@ def test_the_first_requests_trace_nothing(
     asked = [Prompt(tuple(range(4 + i, 40 + 5 * i)), Sampling(max_tokens=40)) for i in range(rows)]
     done = serve(warm, asked, max_rows=rows)
     assert traces == []
-    assert [row.output for row in done] == [naive(target, each.tokens, each.sampling) for each in asked]
+    assert all(row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling) for row in done)
 
 
 def test_a_draft_that_was_parked_traces_nothing(warm: Decoder, traces: list[Replay]) -> None:
@@ -62,7 +70,10 @@ def test_a_draft_that_was_parked_traces_nothing(warm: Decoder, traces: list[Repl
     assert traces == []
 
 
-@pytest.mark.parametrize(("drafted", "rows"), [(0, 1), (0, 4), (K, 1), (K, 4)])
+@pytest.mark.parametrize(
+    ("drafted", "rows"),
+    [(0, 4), (K, 1), (K, 4), pytest.param(0, 1, marks=pytest.mark.nightly)],
+)
 def test_a_fixed_length_traces_nothing_either(
     target: Model, draft: nn.Module, traces: list[Replay], drafted: int, rows: int
 ) -> None:
@@ -74,8 +85,17 @@ def test_a_fixed_length_traces_nothing_either(
     assert traces == []
 
 
+@pytest.mark.parametrize(
+    ("context", "longest"),
+    [
+        pytest.param(None, set[int](), marks=pytest.mark.nightly),
+        (LONG_WIDTH, set[int]()),
+        (4096, {CUDA.width(LONG_WIDTH)}),
+    ],
+    ids=["any", "short", "long"],
+)
 def test_prompts_of_several_widths_are_prefilled_together(
-    target: Model, draft: nn.Module, monkeypatch: pytest.MonkeyPatch
+    target: Model, draft: nn.Module, context: int | None, longest: set[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes: set[tuple[int, ...]] = set()
     call = Target.__call__
@@ -85,11 +105,9 @@ def test_prompts_of_several_widths_are_prefilled_together(
         return call(self, tokens, cache)
 
     monkeypatch.setattr(Target, "__call__", recorded)
-    for context, longest in ((None, set[int]()), (LONG_WIDTH, set[int]()), (4096, {CUDA.width(LONG_WIDTH)})):
-        shapes.clear()
-        Decoder(target, bare(draft), vocabulary=V, k=K, adaptive=True).profile(8, context)
-        assert {rows for rows, _ in shapes} == {1, 4, 8}
-        assert {width for _, width in shapes} == {*WIDTHS, *longest}
+    Decoder(target, bare(draft), vocabulary=V, k=K, adaptive=True).profile(8, context)
+    assert {rows for rows, _ in shapes} == {1, 4, 8}
+    assert {width for _, width in shapes} == {*WIDTHS, *longest}
 
 
 def test_a_draft_that_fails_in_it_is_tried_again(target: Model, draft: nn.Module) -> None:

@@ -110,13 +110,14 @@ def test_the_report_has_a_mode_for_each_kind_and_its_fields(bench: Bench, files:
     assert (tmp_path / "round.png").stat().st_size > 1000
 
 
-def test_steady_rounds_wait_once_as_on_an_accelerator(bench: Bench, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rows", ["3", pytest.param("1,3", marks=pytest.mark.nightly)])
+def test_steady_rounds_wait_once_as_on_an_accelerator(bench: Bench, tmp_path: Path, rows: str) -> None:
     out = tmp_path / "round.json"
-    words = ("--rows", "1,3", "--modes", "plain,drafted", "--sampling", "greedy,seeded", "--json", out)
+    words = ("--rows", rows, "--modes", "plain,drafted", "--sampling", "greedy,seeded", "--json", out)
     status, _, err = bench(*words, "--strategy", "device")
     assert status == 0, err
     found = json.loads(out.read_text())["modes"]
-    assert len(found) == 8
+    assert len(found) == 4 * len(rows.split(","))
     for one in found:
         assert one["waits"] == 1, one
         # Each draft step, the proposal, the verification.
@@ -194,7 +195,9 @@ def calls_by_hand(pair: Pair, draft: Any, text: tuple[int, ...], output: list[in
     return calls
 
 
-@pytest.mark.parametrize("k", [1, 3, 8])
+@pytest.mark.parametrize(
+    "k", [pytest.param(1, marks=pytest.mark.nightly), 3, pytest.param(8, marks=pytest.mark.nightly)]
+)
 def test_the_bare_loop_says_what_the_target_says(pair: Pair, k: int) -> None:
     assert pair.draft is not None
     draft, sampling = served(pair.draft), Sampling(max_tokens=40)

@@ -195,9 +195,22 @@ def test_domains_are_not_blocked_by_chance_the_more_there_are() -> None:
     assert passed >= 87
 
 
-@pytest.mark.parametrize("costs", [None, LEVEL], ids=["calls", "costs"])
-@pytest.mark.parametrize("differ", [0.01, 0.1], ids=["hardly any noise", "much"])
-@pytest.mark.parametrize("texts", [30, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    ("texts", "differ", "costs"),
+    [
+        pytest.param(30, 0.01, None, id="30-hardly any noise-calls"),
+        pytest.param(30, 0.01, LEVEL, id="30-hardly any noise-costs", marks=pytest.mark.nightly),
+        pytest.param(30, 0.1, None, id="30-much-calls", marks=pytest.mark.nightly),
+        pytest.param(30, 0.1, LEVEL, id="30-much-costs"),
+        *(
+            pytest.param(
+                200, differ, costs, id=f"200-{differ}-{'costs' if costs else 'calls'}", marks=pytest.mark.nightly
+            )
+            for differ in (0.01, 0.1)
+            for costs in (None, LEVEL)
+        ),
+    ],
+)
 def test_of_100_candidates_that_are_only_noise_ten_at_most_are_promoted(
     differ: float, texts: int, costs: Sequence[float] | None
 ) -> None:

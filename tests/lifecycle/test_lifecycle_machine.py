@@ -389,7 +389,7 @@ class Machine(RuleBasedStateMachine):
         self.happened["quarantined"] += sum(case.quarantined and case.trained_run is not None for case in cases)
 
 
-@pytest.mark.parametrize(("examples", "steps"), [(8, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("examples", "steps"), [(5, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])
 def test_any_order_of_events_keeps_the_lifecycle_legal(tmp_path: Path, examples: int, steps: int) -> None:
     class Here(Machine):
         pass

@@ -303,7 +303,7 @@ class Machine(RuleBasedStateMachine):
             return {table.name: list(connection.execute(select(table))) for table in metadata.sorted_tables}
 
 
-@pytest.mark.parametrize("examples", [10, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("examples", [6, pytest.param(100, marks=pytest.mark.nightly)])
 def test_any_order_of_events_keeps_runs_and_adapters_legal(template: Path, examples: int) -> None:
     class Here(Machine):
         pass

@@ -12,6 +12,8 @@ import time
 import zlib
 from pathlib import Path
 
+# It multiplies nothing: loading the fast BLAS would take most of its time.
+os.environ["REDRAFT_BLAS"] = "shipped"
 from service.store.files import publish
 
 
