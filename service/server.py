@@ -225,14 +225,14 @@ class Application:
         context = _context(settings.engine.max_context, pair.target.context, budget)
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows, context)
+        if settings.engine.max_gap_ms is not None:
+            decoder.pace = Pace(settings.engine.max_gap_ms / 1e3)
         if (folder := settings.engine.prefix_cache_dir) is not None:
             who = pair.provenance
             try:
                 decoder.keep_prefixes(folder, settings.engine.prefix_cache_disk_mb << 20, who.target, who.draft)
             except OSError as error:
                 raise ModelError(f"engine.prefix_cache_dir cannot be used: {error}") from error
-        if settings.engine.max_gap_ms is not None:
-            decoder.pace = Pace(settings.engine.max_gap_ms / 1e3)
         self._serving = Serving(folders, pair, context)
         return Engine(
             decoder=decoder,

@@ -150,20 +150,29 @@ class Decoder:
             log.warning("nothing is kept in %s: prefixes are not cached for this model", folder)
             return
         # What a block holds depends on how the model runs here. The first call compiles: the second one's time counts.
+        count = max(self.prefill_chunk, BLOCK)
         for _ in range(2):
             cache, started_at = self.batch.target.cache(1), time.perf_counter()
-            self.batch.target(mx.zeros((1, self.prefill_chunk), dtype=mx.int32), cache)
+            self.batch.target(mx.zeros((1, count), dtype=mx.int32), cache)
             device.wait(cache.arrays())
-            self.pace.speed = Speed(self.prefill_chunk, time.perf_counter() - started_at)
-            cache.commit(self.prefill_chunk)
-        (block,) = copies(cache.storage.blocks(0, self.prefill_chunk // BLOCK - 1, 1))
+            self.pace.speed = Speed(count, time.perf_counter() - started_at)
+            cache.commit(count)
+        (block,) = copies(cache.storage.blocks(0, count // BLOCK - 1, 1))
         # Features are what this draft makes of the target's hidden states.
         model = target if cache.features is None else f"{target} {draft}"
         self.batch.prefix.files = PrefixFiles(folder, cap, model, block)
 
     def save_prefixes(self, least: int = 1) -> bool:
-        """Write a file of cached prefixes: see PrefixCache.save. Returns whether there was one to write."""
-        return self.batch.prefix is not None and self.batch.prefix.save(least)
+        """Write a file of cached prefixes: see PrefixCache.save. Returns whether there was one to write. An error costs the
+        files alone: none is written or read any more."""
+        prefix = self.batch.prefix
+        try:
+            return prefix is not None and prefix.save(least)
+        except Exception:
+            log.exception("cached prefixes are no longer kept in files")
+            assert prefix is not None
+            prefix.files = None
+            return False
 
     @property
     def prefix_tokens_read(self) -> int:

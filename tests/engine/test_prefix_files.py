@@ -502,6 +502,32 @@ def test_no_more_than_a_file_is_read_to_learn_that_prefilling_is_faster(tmp_path
     assert [bool(prefix_of(decoder).find(tokens, 1e12)) for _ in range(PROBE)] == [*[False] * 7, True]
 
 
+def test_an_error_of_writing_costs_the_files_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = start(tmp_path)
+    ask(decoder, text(1, 600))
+    monkeypatch.setattr("service.engine.kv.prefix.copies", lambda blocks: 1 // 0)
+    assert not decoder.save_prefixes() and prefix_of(decoder).files is None
+    assert ask(decoder, text(1, 600)).cached_tokens == whole(599)
+
+
+def test_files_that_were_removed_are_written_again(tmp_path: Path) -> None:
+    decoder = start(tmp_path)
+    ask(decoder, text(1, 600))
+    save(decoder)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    assert files_of(decoder).read(files_of(decoder).find(text(1, 600), 0)[0], 0, 1) is None
+    ask(decoder, (*text(1, 600), *text(2, 64)))
+    save(decoder)
+    assert list(tmp_path.iterdir())
+
+
+def test_chunks_shorter_than_a_block_are_as_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.engine.test_prefix_files.CHUNK", BLOCK // 2)
+    written(tmp_path, text(1, 600))
+    assert ask(start(tmp_path), text(1, 600)).cached_tokens == whole(599)
+
+
 def test_the_speeds_are_those_of_real_reads_and_prefills(tmp_path: Path) -> None:
     written(tmp_path, text(2, 600))
     decoder = start(tmp_path)

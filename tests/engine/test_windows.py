@@ -15,7 +15,7 @@ from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.footprint import row_bytes
 from service.engine.kv.lengths import Lengths
-from service.engine.kv.prefix import BLOCK, PrefixCache
+from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
 from service.engine.kv.prefix_files import Speed
 from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.kv.rectangles import Rectangles
@@ -103,6 +103,33 @@ def test_a_prefix_is_used_where_the_window_before_its_end_is_there() -> None:
     assert cached == [32, 192, (len(said) - 1) // BLOCK * BLOCK]
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["inserted again", "evicted meanwhile"])
+def test_blocks_that_a_row_never_held_are_not_taken_for_whole(own: bool) -> None:
+    """A row that was loaded behind blocks without the window's layers, and one whose blocks were evicted while it ran."""
+    target, made = decoder("gemma3_text", prefix=PrefixCache(2**26))
+    assert made.batch.prefix is not None
+    if own:
+        (row,) = serve(made, [Prompt(text(64), Sampling(max_tokens=400))])
+        said = (*row.prompt.tokens, *row.output)
+        serve(made, [Prompt((*said[:340], 7, 8, 9), Sampling(max_tokens=4))])
+        parts = Prompt((*said[:230], 7, 8, 9), Sampling(max_tokens=30))
+    else:
+        row = Request("0", Prompt(text(300), Sampling(max_tokens=8)), frozenset(), None)
+        made.admit(row)
+        made.batch.prefix.clear(Owner.TARGET)
+        while row.finish is None:
+            made.round()
+        parts = Prompt((*text(300)[:170], 7, 8, 9), Sampling(max_tokens=30))
+    (later,) = serve(made, [parts])
+    check(target, [later])
+    # Nothing is asked of the cache for blocks that nobody has any more.
+    before = made.batch.prefix.cached_length(Owner.TARGET, text(300))
+    made.batch.prefix.budget = made.batch.prefix.nbytes + 6 * 2**14
+    (again,) = serve(made, [Prompt((*row.prompt.tokens, *row.output, *text(40, 11)), Sampling(max_tokens=4))])
+    check(target, [again])
+    assert made.batch.prefix.cached_length(Owner.TARGET, text(300)) >= before
+
+
 def test_files_hold_what_the_window_held(tmp_path: Path) -> None:
     """Of a prompt's blocks all layers, of the first of a long answer those without a window; read at the next start."""
     asked, said = Prompt(text(600), Sampling(max_tokens=300)), list[int]()
@@ -168,6 +195,17 @@ class Rows:
     def truncate(self, lengths: Sequence[int]) -> None:
         for cache in self.caches:
             self._set(cache, lengths)
+        self.check_held()
+
+    def check_held(self) -> None:
+        """What a row claims to hold, and would leave in the prefix cache, is its own."""
+        layer, lengths = self.caches[0].layers[0], self.caches[0].lengths.host
+        for row, (name, end) in enumerate(zip(self.names, lengths, strict=True)):
+            first = layer.first_held(row)
+            assert first <= max(0, end - -(-WINDOW // BLOCK) * BLOCK - (end % BLOCK))
+            held = layer.span(row, first, end)[0]
+            if held is not None and end > first:
+                assert np.array(held)[0, 0, :, 0].tolist() == [1000.0 * name + at for at in range(first, end)]
 
     def join(self, counts: Sequence[int]) -> None:
         """Rows that were prefilled by themselves, as long as these."""
@@ -191,6 +229,7 @@ class Rows:
             mine.join([other], [len(counts)], range(have, have + len(counts)), have + len(counts))
             self._set(mine, [*mine.lengths.host, *other.lengths.host])
         self.names += names
+        self.check_held()
 
     def keep(self, rows: Sequence[int], *, tight: bool) -> None:
         for cache in self.caches:

@@ -309,6 +309,10 @@ class Pages:
         """See Rectangles: in pages all layers hold all positions."""
         return {}
 
+    def first_whole(self, row: int) -> int:
+        """See Rectangles: every block is."""
+        return 0
+
     def blocks(self, row: int, start: int, count: int) -> list[Page]:
         """So many whole pages of a row from the one numbered `start` on, for the prefix cache."""
         held = self._rows[row]

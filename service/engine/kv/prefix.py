@@ -100,7 +100,8 @@ class PrefixCache:
         self._touch(last)
         size = cache.storage.block_bytes
         # What was no longer held by the row that inserted it is by this one, perhaps.
-        start = next((i for i, node in enumerate(path) if not _whole(node)), len(path))
+        held = cache.storage.first_whole(row)
+        start = next((i for i, node in enumerate(path) if i >= held and not _whole(node)), len(path))
         if start == count or not size:
             return
         fit = min(count - start, self._evict((count - start) * size, last) // size)
@@ -185,6 +186,9 @@ class PrefixCache:
             return False
         for end in [node for node, seen in self._unsaved.items() if not seen or least == 1]:
             path = _path(end)
+            for node in path:
+                if node.file is not None and not self.files.has(node.file):
+                    node.file = None
             first = next((i for i, node in enumerate(path) if node.file is None), len(path))
             count = next((i for i, node in enumerate(path[first:]) if node.file is not None), len(path) - first)
             if not count:
@@ -293,8 +297,8 @@ class PrefixCache:
         self._order[leaf.owner].pop(leaf)
         leaf.parent.children.pop(leaf.tokens)
         self.nbytes -= leaf.nbytes
-        if self._unsaved.pop(leaf, None) is not None and leaf.parent.parent is not None:
-            self._unsaved[leaf.parent] = True
+        if (seen := self._unsaved.pop(leaf, None)) is not None and leaf.parent.parent is not None:
+            self._unsaved[leaf.parent] = seen
 
 
 def _path(node: Node) -> list[Node]:

@@ -114,6 +114,8 @@ class PrefixFiles:
         for path in folder.glob(NAMES):
             try:
                 self._add(path, _metadata(path))
+            except OSError as error:
+                log.warning("%s is left out: %s", path, error)
             except (ValueError, LookupError, TypeError, AttributeError) as error:
                 log.warning("%s is damaged and removed: %s", path, error)
                 path.unlink(missing_ok=True)
@@ -224,6 +226,10 @@ class PrefixFiles:
             self.speed.observe(file.size, time.perf_counter() - started_at)
         self.use([*before, file])
         return file
+
+    def has(self, file: File) -> bool:
+        """Whether it was not removed since."""
+        return file.path in self._files
 
     def use(self, files: Sequence[File]) -> None:
         """Mark the files of a text as used now, the first of them last: without them the others cannot be used."""

@@ -127,6 +127,10 @@ class Rectangles:
                     block.arrays[members] = _copy([whole[:, :, at - first : at - first + PAGE]])
         return blocks
 
+    def first_whole(self, row: int) -> int:
+        """The number of a row's first block from which on all layers hold all blocks."""
+        return -(-max((layer.first_held(row) for layer in self.layers), default=0) // PAGE)
+
     def adopt(self, blocks: list[Block]) -> list[Block]:
         """Blocks that `load` takes, made of blocks that were read."""
         return blocks

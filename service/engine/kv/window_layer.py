@@ -40,6 +40,8 @@ class WindowLayer(RectangleLayer):
         super().__init__(lengths, window)
         self.most = -(-window // STEP) * STEP + STEP
         """Positions of a row that are held at most: a multiple of PAGE."""
+        self.kept = -(-window // PAGE) * PAGE + PAGE - 1
+        """Positions before a row's end that are there for certain: the blocks that see its window, and a part of one."""
         self._call: LongCall | None = None
 
     @property
@@ -76,13 +78,13 @@ class WindowLayer(RectangleLayer):
             else [keys, values]
         )
         self._call = LongCall(first, first_host, *new)
+        self.keys = self.values = None
         self.ahead += count
         return self.keys_and_values()
 
     def _before(self) -> int:
-        """Positions before a long call that it sees."""
-        assert self.window is not None
-        return min(self.window - 1, self.lengths.longest + self.ahead)
+        """Positions before a long call that stay with it."""
+        return min(self.kept, self.lengths.longest + self.ahead)
 
     def _starts_host(self) -> list[int]:
         return [n + self.ahead for n in self.lengths.host]
@@ -143,7 +145,7 @@ class WindowLayer(RectangleLayer):
         """See RectangleLayer."""
         if self._call is not None:
             return max(0, self._call.first_host[row])
-        return max(0, self.lengths.host[row] + IN_FLIGHT - self.most)
+        return max(0, self.lengths.host[row] - self.kept)
 
     def span(self, row: int, start: int, end: int) -> tuple[mx.array | None, mx.array | None]:
         """See RectangleLayer."""
@@ -157,12 +159,11 @@ class WindowLayer(RectangleLayer):
         return keys, values
 
     def zero_tail(self, row: int, start: int) -> None:
-        """See RectangleLayer. What the window holds before `start` stays."""
-        assert self.window is not None
+        """See RectangleLayer. What is held before `start` stays."""
         for array in (self.keys, self.values):
             if array is not None:
                 held = _held(np.array(start), np.arange(array.shape[2]), self.most)
-                stays = mx.array((held >= 0) & (held >= start - self.window))
+                stays = mx.array((held >= 0) & (held >= start - self.kept))
                 array[row] = mx.where(stays[:, None], array[row], 0)
 
 
