@@ -18,6 +18,8 @@ class RectangleLayer(RowLayer):
         super().__init__(lengths, window)
         self.keys: mx.array | None = None
         self.values: mx.array | None = None
+        self.most = 0
+        """Positions of a row that are held at most, a multiple of PAGE: position p is in slot p modulo it. 0: all are held."""
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """See RowLayer."""
@@ -27,7 +29,7 @@ class RectangleLayer(RowLayer):
         return self.keys_and_values()
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
-        """See RowLayer: views, as wide as the longest row."""
+        """See RowLayer: views, as wide as the longest row, or all that is held."""
         assert self.keys is not None and self.values is not None
         rows, top = len(self.lengths.host), self.lengths.longest + self.ahead
         return self.keys[:rows, :, :top], self.values[:rows, :, :top]
@@ -51,10 +53,13 @@ class RectangleLayer(RowLayer):
 
     def _append(self, array: mx.array | None, new: mx.array) -> mx.array:
         count = new.shape[2]
-        array = grow(array, new, current().capacity(self.lengths.longest + self.ahead + count))
+        array = grow(array, new, self.capacity(self.lengths.longest + self.ahead + count))
         if self.lengths.equal:
-            return write(array, new, self.lengths.host[0] + self.ahead)
-        return scatter(array, new, *self.lengths.places(self.ahead, new.shape[1], count))
+            start = self.lengths.host[0] + self.ahead
+            slot = start % self.most if self.most else start
+            if slot + count <= array.shape[2]:
+                return write(array, new, slot)
+        return scatter(array, new, *self.lengths.places(self.ahead, new.shape[1], count, self.most))
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """See RowLayer."""

@@ -8,7 +8,6 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from service.engine.kv.buffers import grow, scatter, write
 from service.engine.kv.lengths import Lengths
 from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.strategy import PAGE, STEP, current
@@ -39,7 +38,6 @@ class WindowLayer(RectangleLayer):
     def __init__(self, lengths: Lengths, window: int) -> None:
         super().__init__(lengths, window)
         self.most = -(-window // STEP) * STEP + STEP
-        """Positions of a row that are held at most: a multiple of PAGE."""
         self.kept = -(-window // PAGE) * PAGE + PAGE - 1
         """Positions before a row's end that are there for certain: the blocks that see its window, and a part of one."""
         self._call: LongCall | None = None
@@ -93,17 +91,7 @@ class WindowLayer(RectangleLayer):
         """See RowLayer."""
         if self._call is not None:
             return self._call.keys, self._call.values
-        assert self.keys is not None and self.values is not None
-        rows, width = len(self.lengths.host), min(self.lengths.longest + self.ahead, self.most)
-        return self.keys[:rows, :, :width], self.values[:rows, :, :width]
-
-    def _append(self, array: mx.array | None, new: mx.array) -> mx.array:
-        count = new.shape[2]
-        array = grow(array, new, self.capacity(self.lengths.longest + self.ahead + count))
-        slot = (self.lengths.host[0] + self.ahead) % self.most
-        if self.lengths.equal and slot + count <= array.shape[2]:
-            return write(array, new, slot)
-        return scatter(array, new, *self.lengths.places(self.ahead, new.shape[1], count, self.most))
+        return super().keys_and_values()
 
     def make_mask(self, N: int, return_array: bool = False, window_size: int | None = None) -> mx.array | str | None:
         """See RowLayer."""

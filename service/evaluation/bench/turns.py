@@ -79,10 +79,10 @@ class EngineArm:
         self._decoder.admit(row)
         # On accelerators prefill is not waited for, nor a round that was launched for a text that has ended.
         mx.synchronize()
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         while row.finish is None:
             self._decoder.round()
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started_at
         mx.synchronize()
         return Decoded(row.output, len(row.rounds), seconds)
 
