@@ -14,6 +14,8 @@ from typing import TextIO
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.02
+_LONGEST_REST = 1.0
+"""Seconds: what takes longer than a step, such as loading a model, needs no rest as long as itself."""
 ORPHANED = 75
 """Exit status after the parent went away (EX_TEMPFAIL)."""
 
@@ -29,6 +31,9 @@ class Channel:
         self._lines = _lines(stdin)
         self._out = stdout
         self._paused = threading.Event()
+        self.share = 1.0
+        """Share of the time between two calls of `hold` and the second one's end that is work; it rests for the others."""
+        self._working_since = time.perf_counter()
 
     @classmethod
     def claim(cls) -> Channel:
@@ -49,10 +54,16 @@ class Channel:
         """Whether the parent's last command was `pause`."""
         return self._paused.is_set()
 
-    def hold(self) -> None:
-        """Wait while the parent wants this process to keep still."""
+    def hold(self) -> float:
+        """Rest after a piece of work, so that work takes `share` of the time, and wait while the parent wants this process to
+        pause. Returns the seconds it was paused for."""
+        worked = time.perf_counter() - self._working_since
+        time.sleep(min(worked * (1 / self.share - 1), _LONGEST_REST))
+        paused_at = time.perf_counter()
         while self.paused:
             time.sleep(_PAUSE_SECONDS)
+        self._working_since = time.perf_counter()
+        return self._working_since - paused_at
 
     def send(self, kind: str, message: Mapping[str, object] | None = None) -> None:
         """One message. A parent that no longer listens is a parent that went away."""

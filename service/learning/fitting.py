@@ -27,11 +27,10 @@ def fit(
     seed: int,
     loss: Loss | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
-    should_pause: Callable[[], bool] = lambda: False,
-    hold: Callable[[], None] = lambda: None,
+    hold: Callable[[], float] = lambda: 0.0,
 ) -> TrainReport:
-    """Train a wrapped model in place. loss: what runs minimise, unless said. hold: called before every batch of a
-    validation, to wait in. Raises TrainingFailed."""
+    """Train a wrapped model in place. loss: what runs minimise, unless said. hold: called before every batch,
+    of training and of validation, to wait in; returns the seconds that are no part of the run. Raises TrainingFailed."""
     loss = loss or TargetDivergence(model)
     aside = min(MAX_VALIDATION, int(len(examples) * VALIDATION_SHARE))
     # Spread over all, new and replayed ones.
@@ -63,7 +62,7 @@ def fit(
             epoch=per_epoch,
         ),
         on_progress=on_progress,
-        should_pause=should_pause,
+        hold=hold,
         validate=validate,
         validate_every=update_count(per_epoch, 1, training.accumulate),
     )

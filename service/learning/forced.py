@@ -39,7 +39,7 @@ def response_logits(
     texts: Sequence[tuple[Tokens, Tokens]],
     *,
     vocabulary: int,
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[], object] = lambda: None,
     depth: int = 1,
 ) -> Iterator[Span]:
     """Walk (prompt, output) pairs, prompts not empty, by length. vocabulary: the target's width, to which the logits are cut
@@ -58,7 +58,7 @@ def _walk(
     texts: Sequence[tuple[Tokens, Tokens]],
     vocabulary: int,
     keeps: NDArray[np.bool_] | None,
-    between: Callable[[], None],
+    between: Callable[[], object],
     depth: int,
 ) -> Iterator[Span]:
     parts, limit = split(model), token_limit(model)

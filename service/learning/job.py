@@ -54,6 +54,9 @@ def run(channel: Channel) -> None:
     """Read the job and do it. Raises RedraftError with the reason when it cannot be done."""
     job = parse(channel.first_line())
     lower_priority(job.training.niceness)
+    if mx.default_device().type != mx.cpu:
+        # Niceness is the processor's alone.
+        channel.share = job.training.gpu_share
     mx.set_cache_limit(CACHE_BYTES)
     database = Database(job.url, read_only=True)
     try:
@@ -173,7 +176,6 @@ class _Training:
             self.job.training,
             seed=self.job.run,
             on_progress=self._progress,
-            should_pause=lambda: self.channel.paused,
             hold=self.channel.hold,
         )
 

@@ -99,7 +99,7 @@ def acceptance(
     *,
     vocabulary: int,
     k: int = UNROLLED,
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[], object] = lambda: None,
 ) -> list[Acceptance]:
     """a_t of every output token at every depth of rounds of `k` tokens, from one teacher-forced pass of the draft.
 
@@ -167,7 +167,7 @@ def overlap(
     generations: Sequence[Generation],
     *,
     vocabulary: int,
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[], object] = lambda: None,
 ) -> list[Doubles]:
     """Sum of min(p, q) over the vocabulary at T = 1 at every output position: the acceptance of unfiltered sampling, of the
     first token of a proposal.

@@ -58,7 +58,7 @@ def with_targets(
     *,
     cache: TargetCache,
     load_target: Callable[[], tuple[nn.Module, int]],
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[], object] = lambda: None,
 ) -> list[Generation]:
     """The same generations, each with targets. The target (a model and the width its logits are cut to) is loaded only
     when the cache lacks some. Generations without prompt or output stay as they are."""
@@ -78,7 +78,7 @@ def rescore(
     generations: Sequence[Generation],
     *,
     vocabulary: int,
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[], object] = lambda: None,
 ) -> list[Targets]:
     """Top 32 log-probabilities and tail mass at T = 1 of every output position, in one teacher-forced pass."""
     texts = [(generation.prompt.tokens, generation.output) for generation in generations]

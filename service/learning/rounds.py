@@ -55,7 +55,7 @@ def logged(
     adapter: int,
     vocabulary: int,
     tie_margin: float = 1e-3,
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[], object] = lambda: None,
 ) -> list[Drafted]:
     """Greedy and seeded generations with targets, as they would be had `model` drafted `k` tokens a round.
 

@@ -28,7 +28,7 @@ def score(
     *,
     k: int,
     vocabulary: int,
-    between: Callable[[], None] = lambda: None,
+    between: Callable[[], object] = lambda: None,
 ) -> list[Score]:
     """How `model` would have drafted each generation at draft lengths 1 to k."""
     found = acceptance(model, generations, vocabulary=vocabulary, k=k, between=between)

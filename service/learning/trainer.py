@@ -24,7 +24,6 @@ from service.learning.ranks import Gradients, Ranks
 MAX_SKIPPED_SHARE = 0.1
 MIN_SKIPPED = 3
 """More than this share of the planned steps without a finite gradient, and at least so many, fail the run."""
-_PAUSE_SECONDS = 0.02
 _WINDOW = 8
 """Losses at the end of a run whose mean is reported."""
 _WORSE, _NOISE = 1.1, 0.05
@@ -136,12 +135,6 @@ class _Trainer:
     def seconds(self) -> float:
         return time.perf_counter() - self.begun - self.paused
 
-    def hold(self, should_pause: Callable[[], bool]) -> None:
-        since = time.perf_counter()
-        while should_pause():
-            time.sleep(_PAUSE_SECONDS)
-        self.paused += time.perf_counter() - since
-
     def take(self, loss: float, norm: float, gradients: Gradients) -> None:
         """One micro-step's result: kept, or counted as unusable. Raises TrainingFailed when too many were."""
         self.window.seen += 1
@@ -193,19 +186,19 @@ def train(
     loss_fn: Callable[[nn.Module, B], mx.array],
     optimiser: Optimiser,
     on_progress: Callable[[Progress], None] = lambda progress: None,
-    should_pause: Callable[[], bool] = lambda: False,
+    hold: Callable[[], float] = lambda: 0.0,
     validate: Callable[[], float] | None = None,
     validate_every: int = 0,
     ranks: Ranks | None = None,
 ) -> TrainReport:
     """Train the model's trainable parameters in place on `batches`, which are walked once.
 
-    loss_fn gives a scalar, 0 for a batch without anything to learn. should_pause is asked before every micro-step and
-    holds the loop while true. validate is called before the first update, every `validate_every` updates and at the
-    end; the weights of its lowest answer after the first are the ones that stay. ranks: the processes that train together,
-    each with as many batches as the others, from the same weights. Leaves the model in eval mode. Raises TrainingFailed
-    when too many micro-steps are not finite, when the validation loss rose, when no step had anything to learn, or when
-    weights are not finite at the end.
+    loss_fn gives a scalar, 0 for a batch without anything to learn. hold is called before every micro-step, to wait in, and
+    returns the seconds that are no part of the run. validate is called before the first update, every `validate_every` updates
+    and at the end; the weights of its lowest answer after the first are the ones that stay. ranks: the processes that train
+    together, each with as many batches as the others, from the same weights. Leaves the model in eval mode. Raises
+    TrainingFailed when too many micro-steps are not finite, when the validation loss rose, when no step had anything to learn,
+    or when weights are not finite at the end.
     """
     gradient_of = nn.value_and_grad(model, loss_fn)
     run = _Trainer(model, optimiser, on_progress)
@@ -234,7 +227,7 @@ def train(
     try:
         check()
         for index, batch in enumerate(batches, start=1):
-            run.hold(should_pause)
+            run.paused += hold()
             loss, gradients = gradient_of(model, batch)
             if ranks is not None:
                 loss, gradients = ranks.mean(loss, gradients)

@@ -2,6 +2,7 @@
 
 import math
 import mmap
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -278,23 +279,25 @@ def test_every_update_is_reported() -> None:
     assert all(one is not None and one > 0 for one in left[:-1])
 
 
-def test_training_pauses_while_asked_to() -> None:
-    answers = [True, True, True, False]
-    asked: list[bool] = []
+def test_time_that_training_waits_is_no_part_of_the_run() -> None:
+    asked_at_step: list[int] = []
+    seen, started_at = list[Progress](), time.perf_counter()
 
-    def should_pause() -> bool:
-        asked.append(answers.pop(0) if answers else False)
-        return asked[-1]
+    def hold() -> float:
+        asked_at_step.append(len(seen))
+        time.sleep(0.2)
+        return 0.2
 
     report = train(
         line(),
-        [points(1), points(2)],
+        [points(1), points(2), points(3)],
         loss_fn=squared,
-        optimiser=Optimiser(learning_rate=0.01, steps=2),
-        should_pause=should_pause,
+        optimiser=Optimiser(learning_rate=0.01, steps=3),
+        on_progress=seen.append,
+        hold=hold,
     )
-    assert report.steps == 2
-    assert asked == [True, True, True, False, False]
+    assert asked_at_step == [0, 1, 2]
+    assert report.seconds <= time.perf_counter() - started_at - 3 * 0.2
 
 
 def test_the_weights_of_the_best_validation_are_kept() -> None:

@@ -1,0 +1,67 @@
+"""The child's line to its parent, over a real pipe."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable
+from threading import Thread
+
+import pytest
+
+from service.learning.channel import Channel
+
+PIECE = 0.1
+"""Seconds of work between two calls of `hold`."""
+
+
+@pytest.fixture
+def pipe() -> tuple[int, int]:
+    # The writing end stays open: at its end the process would exit.
+    return os.pipe()
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_hold_waits_while_the_parent_pauses_and_says_for_how_long(pipe: tuple[int, int]) -> None:
+    channel = Channel(pipe[0], io.StringIO())
+    os.write(pipe[1], b"the job\npause\n")
+    assert channel.first_line() == "the job"
+    until(lambda: channel.paused)
+
+    def resume() -> None:
+        time.sleep(0.3)
+        os.write(pipe[1], b"resume\n")
+
+    thread = Thread(target=resume)
+    thread.start()
+    assert channel.hold() >= 0.29
+    thread.join()
+    assert not channel.paused
+    assert channel.hold() < 0.1
+
+
+def test_work_takes_its_share_of_the_time_and_rests_are_no_pauses(pipe: tuple[int, int]) -> None:
+    channel = Channel(pipe[0], io.StringIO())
+    channel.share = 0.25
+    channel.hold()
+    started_at, paused = time.perf_counter(), 0.0
+    for _ in range(3):
+        time.sleep(PIECE)
+        paused += channel.hold()
+    assert 3 * PIECE / 0.25 <= time.perf_counter() - started_at < 8 * PIECE / 0.25
+    assert paused < PIECE
+
+
+def test_with_all_of_the_time_nothing_rests(pipe: tuple[int, int]) -> None:
+    channel = Channel(pipe[0], io.StringIO())
+    time.sleep(0.2)
+    started_at = time.perf_counter()
+    channel.hold()
+    assert time.perf_counter() - started_at < 0.1
