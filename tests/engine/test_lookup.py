@@ -2,8 +2,8 @@
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -51,6 +51,7 @@ def test_an_incremental_index_finds_what_a_fresh_one_finds() -> None:
     text: list[int] = []
     for _ in range(300):
         text += [rng.randrange(4) for _ in range(rng.randint(1, 5))]
+        ngrams.update(text)
         assert lookup.find(text, ngrams) == find(text, max_tokens=6)
 
 
@@ -60,7 +61,9 @@ def test_recent_outputs_are_shared_and_old_ones_evicted() -> None:
     assert lookup.find([1, 90, 91, 92, 93], NGramIndex()) == LookupProposal(4, [94, 95, 96])
     # Two matching tokens of another text are too few; a match in the row itself comes first.
     assert lookup.find([1, 92, 93], NGramIndex()) is None
-    assert lookup.find([90, 91, 92, 93, 5, 6, 90, 91, 92, 93], NGramIndex()) == LookupProposal(4, [5, 6, 90])
+    own = NGramIndex()
+    own.update([90, 91, 92, 93, 5, 6, 90, 91, 92, 93])
+    assert lookup.find([90, 91, 92, 93, 5, 6, 90, 91, 92, 93], own) == LookupProposal(4, [5, 6, 90])
     for start in range(3):
         lookup.add_output([start] * INDEX_TOKENS)
     assert lookup.find([1, 90, 91, 92, 93], NGramIndex()) is None
@@ -82,30 +85,33 @@ def test_outputs_that_may_not_be_stored_are_not_shared() -> None:
         assert (decoder.lookup.find(row.output[:5], NGramIndex()) is not None) is store
 
 
-def test_nothing_is_looked_up_where_no_proposal_fits_but_texts_are_indexed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else all rows would be indexed at once when the batch has become small enough."""
-    found: list[int] = []
-    find = Lookup.find
-
-    def noted(lookup: Lookup, tokens: Sequence[int], ngrams: NGramIndex) -> LookupProposal | None:
-        found.append(len(tokens) - ngrams.indexed)
-        return find(lookup, tokens, ngrams)
-
-    monkeypatch.setattr(Lookup, "find", noted)
+def test_nothing_is_indexed_where_no_proposal_fits() -> None:
     with using(replace(METAL, most_tokens=7)):
         decoder = Decoder(tiny_llama(0), None, vocabulary=VOCABULARY, k=0, adaptive=True, lookup=4)
         decoder.planner = Planner(0, 4, Costs({(1, 1): 1.0, (1, 5): 1.0}, {1: 1.0}, {1: 0.0}, 0.0, 0.0))
         prompt = tuple(random.Random(2).randrange(4, VOCABULARY) for _ in range(40))
         rows = [
-            Request(str(i), Prompt(prompt, Sampling(max_tokens=8 + 16 * (i > 0))), frozenset(), None) for i in range(4)
+            Request(str(i), Prompt(prompt, Sampling(max_tokens=8 + 16 * (i > 1))), frozenset(), None) for i in range(4)
         ]
         decoder.admit(*rows)
         for _ in range(5):
             decoder.round()
-        assert not found
+        assert [row.ngrams.indexed for row in rows] == [0] * 4
         while decoder.unfinished:
             decoder.round()
-    assert found and max(found) < 4, "what each row has said since the round before"
+    assert [row.ngrams.indexed > 40 for row in rows] == [False, False, True, True]
+
+
+def test_texts_of_all_rows_are_indexed_in_steps() -> None:
+    rng, lookup = random.Random(3), Lookup(4)
+    texts = [[rng.randrange(4, VOCABULARY) for _ in range(AT_ONCE * 3 // 4)] for _ in range(3)]
+    rows = [Request(str(i), Prompt(tuple(text), Sampling()), frozenset(), None) for i, text in enumerate(texts)]
+    done = [0]
+    while done[-1] < 3 * len(texts[0]):
+        lookup.propose(rows, possible=True)
+        done.append(sum(row.ngrams.indexed for row in rows))
+    assert [after - before for before, after in pairwise(done)] == [AT_ONCE, AT_ONCE, AT_ONCE // 4]
+    assert lookup.propose(rows, possible=True) == [find(text, max_tokens=4) for text in texts]
 
 
 @pytest.mark.parametrize("drafted", [0, 3])
@@ -185,8 +191,8 @@ def test_unseeded_sampling_with_look_ups_keeps_the_targets_distribution(draws: i
     decoder.planner = Planner(0, 3, Costs({(1, 1): 1.0, (1, 4): 1.0}, {1: 0.0}, {1: 0.0}, 0.0, 0.0))
     counts: Counter[int] = Counter()
     accepted = looked_up = 0
-    for start in range(0, draws, 200):
-        rows = [Request(str(start + i), prompt, frozenset(), None) for i in range(200)]
+    for start in range(0, draws, 50):
+        rows = [Request(str(start + i), prompt, frozenset(), None) for i in range(50)]
         admit(decoder, rows, room=len(rows))
         decoder.round()
         for row in rows:
@@ -229,5 +235,6 @@ def test_a_long_text_is_indexed_in_steps() -> None:
     for number in range(1, 4):
         index.update(text)
         assert index.indexed == number * AT_ONCE
+    index.update(text)
     found = lookup.find(text, index)
     assert found is not None and found.tokens == [9, 10] and index.indexed == len(text)

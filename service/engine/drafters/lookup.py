@@ -21,7 +21,7 @@ LENGTHS = tuple(sorted(LOOKED_UP, reverse=True))
 INDEX_TOKENS = 65_536
 """Tokens of recent outputs in one of the two indexes. When the newer one is full, the older one is dropped."""
 AT_ONCE = 512
-"""Tokens of a row that are indexed in a round, at most: 32,000 of a long prompt would hold all rows up for 50 ms."""
+"""Tokens of all rows that are indexed in a round, at most: 32,000 of a long prompt would hold all rows up for 50 ms."""
 MIN_SHARED_MATCH = 4
 """The shortest match that counts in another request's output."""
 SHARED_LENGTHS = tuple(length for length in LENGTHS if length >= MIN_SHARED_MATCH)
@@ -41,14 +41,16 @@ class NGramIndex:
     indexed: int = 0
     next_position: dict[NGram, int] = field(default_factory=dict[NGram, int])
 
-    def update(self, tokens: Sequence[int]) -> None:
-        """Index the next AT_ONCE tokens that are not yet. An n-gram at the end is indexed once a token follows it."""
-        last = min(len(tokens), self.indexed + AT_ONCE)
+    def update(self, tokens: Sequence[int], most: int = AT_ONCE) -> int:
+        """Index the next `most` tokens that are not yet; returns how many there were. An n-gram at the end is indexed once a
+        token follows it."""
+        last = min(len(tokens), self.indexed + most)
         for end in range(max(self.indexed, 1), last):
             for length in LENGTHS:
                 if length <= end:
                     self.next_position[tuple(tokens[end - length : end])] = end
-        self.indexed = last
+        count, self.indexed = last - self.indexed, last
+        return count
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +81,18 @@ class Lookup:
 
     def propose(self, rows: Sequence[Request], *, possible: bool) -> list[LookupProposal | None]:
         """What may follow each row in the next round. possible: whether anything may be planned over so many rows; where not,
-        texts are indexed all the same: of all rows at once it would take as long as many rounds."""
+        nothing is indexed either."""
         self._resting = max(self._resting - 1, 0)
         if not possible:
-            for row in rows:
-                if not row.padding:
-                    row.ngrams.update(row.tokens)
             return [None] * len(rows)
-        found = [None if row.padding else self._forced(row) or self.find(row.tokens, row.ngrams) for row in rows]
+        left, own = AT_ONCE, [None if row.padding else row.ngrams for row in rows]
+        for row, ngrams in zip(rows, own, strict=True):
+            if ngrams is not None:
+                left -= ngrams.update(row.tokens, left)
+        found = [
+            None if ngrams is None else self._forced(row) or self.find(row.tokens, ngrams)
+            for row, ngrams in zip(rows, own, strict=True)
+        ]
         return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]
 
     def _forced(self, row: Request) -> LookupProposal | None:
@@ -106,9 +112,8 @@ class Lookup:
     def find(self, tokens: Sequence[int], ngrams: NGramIndex) -> LookupProposal | None:
         """A proposal to follow `tokens`: the longest match, in the row's own text before recent outputs. None without a match.
 
-        ngrams: the index of these tokens, updated here.
+        ngrams: the index of these tokens, as far as they are indexed.
         """
-        ngrams.update(tokens)
         for length in LENGTHS:
             if length > len(tokens):
                 continue
