@@ -93,6 +93,9 @@ def test_texts_past_the_window_are_the_target_s_own(name: str, strategy: Strateg
         assert 0 < sum(each.accepted for each in proposed) < sum(each.drafted for each in proposed)
         if strategy.paged:
             assert made.batch.target.pool.groups == Groups((WINDOW, None), ((0, 0), (1, 0)))
+            assert any(len(shape) == 3 for _, shape, *_ in cast("Any", made.batch.drafter)._replay._traces), (
+                "a table of two groups"
+            )
             assert_given_back(made)
 
 
@@ -377,14 +380,16 @@ class PagedRows:
     """Rows in pages, every key of which says whose and where it is, in which layer. Pages that nobody holds are NaN: no call
     may read them, under a mask or not."""
 
-    def __init__(self, windows: Sequence[int | None]) -> None:
+    def __init__(self, windows: Sequence[int | None], *, features: bool) -> None:
         self.model, self.pool, self.number = Layers(windows), Pool(8), 0
+        self.windows, self.features = windows, features
         self.cache, self.names, self.prefix = self.new(0), list[int](), PrefixCache(2**20)
 
     def new(self, rows: int) -> RowCache:
-        return RowCache(self.model, rows, pool=self.pool)
+        return RowCache(self.model, rows, features=self.features, pool=self.pool)
 
     def poison(self) -> None:
+        self.pool.launch()
         free = mx.array([0, *self.pool.free])
         for slot, arrays in enumerate(self.pool.layers):
             for array in arrays:
@@ -397,8 +402,8 @@ class PagedRows:
         cache, names = cache or self.cache, names or self.names
         pages_of(cache).reserve(cache.ahead + count)
         self.poison()
-        for i, layer in enumerate(cache.attention):
-            starts = [n + layer.ahead for n in cache.lengths.host]
+        starts = [n + cache.ahead for n in cache.lengths.host]
+        for i, layer in enumerate(cache.attention[: len(self.windows)]):
             new = [[key(name, i, at) for at in range(n, n + count)] for name, n in zip(names, starts, strict=True)]
             array = mx.array(np.array(new, dtype=np.float32)[:, None, :, None])
             mask = layer.make_mask(count, return_array=True)
@@ -411,6 +416,15 @@ class PagedRows:
                     end = start + query + 1
                     first = max(0, end - (layer.window or end))
                     assert keys[row, sees[row, query]].tolist() == [key(name, i, at) for at in range(first, end)]
+        if self.features:
+            made = [[[key(name, 9, n + i)] for i in range(count)] for name, n in zip(names, starts, strict=True)]
+            cache.append_features(mx.array(made))
+            assert cache.features is not None
+            ends = [n + count for n in starts]
+            found = cache.features.features_at(mx.array([[min(at, n - 1) for at in range(max(ends))] for n in ends]))
+            for row, (name, end) in enumerate(zip(names, ends, strict=True)):
+                held = np.array(found)[row, :end, 0].tolist()
+                assert held == [key(name, 9, at) for at in range(end)], "a draft may read all of them"
 
     def join(self, counts: Sequence[int], source: int | None, chunk: int) -> None:
         """Rows that are prefilled together, behind a cached prefix of a row that was there or not."""
@@ -442,9 +456,12 @@ class PagedRows:
         for row, held in enumerate(by_group(self.cache)):
             for window, count in zip(pages.groups.windows, held, strict=True):
                 assert window is None or count <= (most_held(window) + MOST_FED) // PAGE
-            for i, (layer, (keys, _)) in enumerate(zip(self.cache.attention, self.cache.contents(row), strict=True)):
+            contents = self.cache.contents(row)
+            assert len(contents) == len(self.cache.attention)
+            for i, (layer, (keys, values)) in enumerate(zip(self.cache.attention, contents, strict=True)):
                 first = max(0, lengths[row] - (layer.window or lengths[row]))
-                wanted = [key(self.names[row], i, at) for at in range(first, lengths[row])]
+                number = 9 if values is None else i
+                wanted = [key(self.names[row], number, at) for at in range(first, lengths[row])]
                 assert np.array(keys)[0, :, 0].tolist() == wanted
         blocks = [cast("PageBlock", node.block).pages for node in self.prefix.nodes]
         rows = [page for held in pages._rows for group in held or () for page in group]
@@ -475,14 +492,18 @@ PAGED = st.one_of(
 )
 
 
-@pytest.mark.parametrize("windows", [[16, None, 16, None, 16], [16], [None, 40, 16]], ids=["padded", "alone", "two"])
+@pytest.mark.parametrize(
+    ("windows", "features"),
+    [([16, None, 16, None, 16], True), ([16], False), ([None, 40, 16], False)],
+    ids=["with features", "alone", "two windows"],
+)
 @settings(max_examples=25, deadline=None)
 @given(first=st.lists(st.integers(1, 400), min_size=1, max_size=3), events=st.lists(PAGED, max_size=10))
 def test_pages_hold_what_every_query_sees(
-    windows: list[int | None], first: list[int], events: list[tuple[str, Any, int]]
+    windows: list[int | None], features: bool, first: list[int], events: list[tuple[str, Any, int]]
 ) -> None:
     with using(IN_PAGES):
-        rows = PagedRows(windows)
+        rows = PagedRows(windows, features=features)
         rows.join(first, None, 100)
         for kind, what, luck in events:
             lengths = rows.cache.lengths.host

@@ -161,7 +161,9 @@ class PrefixCache:
         path = self._match(Owner.TARGET, tokens)
         if len(path) == piece.last:
             return True
-        last, size = path[-1] if path else self._roots[Owner.TARGET], self.files.block_bytes
+        last = path[-1] if path else self._roots[Owner.TARGET]
+        # Pages may have room that files do not need.
+        size = max(self.files.block_bytes, cache.storage.block_bytes)
         self._touch(last)
         missing = piece.last - len(path)
         fit = min(missing, self._evict(missing * size, last) // size)
@@ -176,7 +178,7 @@ class PrefixCache:
             return False
         self._append(last, tokens, len(path), blocks, piece.file)
         self.tokens_read += fit * BLOCK
-        self.files.observe_read(fit * size, time.perf_counter() - started_at)
+        self.files.observe_read(fit * self.files.block_bytes, time.perf_counter() - started_at)
         return fit == missing
 
     def save(self, least: int = 1) -> bool:
