@@ -253,7 +253,8 @@ class Application:
         if runs.enabled and folders.draft is not None and not asked:
             rows, length = runs.batch_size, runs.max_length
             training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
-        budget = Budget.of(asked, free, prefix=prefix, training=training, row=row)
+        chunk = self.settings.engine.prefill_chunk
+        budget = Budget.of(asked, free, prefix=prefix, training=training, row=row, chunk=chunk)
         if current().paged and budget.size > free:
             raise ModelError(
                 f"engine.kv_budget_mb asks for {asked} MiB of the device's memory, and {free >> 20} are free"

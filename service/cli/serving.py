@@ -154,7 +154,8 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         "total_free": free,
     }
     asked = settings.engine.kv_budget_mb
-    budget = Budget.of(asked, left, prefix=memory["prefix"], training=needed, row=row)
+    chunk = settings.engine.prefill_chunk
+    budget = Budget.of(asked, left, prefix=memory["prefix"], training=needed, row=row, chunk=chunk)
     windows = [max(most for most, _ in row.windows)] if row.windows else []
     rows = [
         ("free", _size(free)),

@@ -104,12 +104,13 @@ def fits(queries: mx.array, call: RowCall) -> bool:
 def gather_pages(
     pool: mx.array, table: mx.array, ends: mx.array, width: int, written: mx.array | None = None
 ) -> mx.array:
-    """The first `width` positions of each row, (B, heads, width, dims), from its pages; zeros from ends[b] on, so that nothing
-    is read that was never written. written: what `write_in_place` returned last."""
+    """The first `width` positions of each row, (B, heads, width, dims), from its pages; zeros from ends[b] on and where the row
+    has no page (page 0), so that nothing is read that is not the row's. written: what `write_in_place` returned last."""
     rows, (_, heads, _, dims), count = table.shape[0], pool.shape, -(-width // PAGE)
     if written is None:
         pages = pool[table[:, :count]].swapaxes(1, 2).reshape(rows, heads, count * PAGE, dims)[:, :, :width]
-        return mx.where((mx.arange(width) < ends[:, None])[:, None, :, None], pages, mx.array(0, dtype=pool.dtype))
+        held = (mx.arange(width) < ends[:, None]) & mx.repeat(table[:, :count] != 0, PAGE, axis=1)[:, :width]
+        return mx.where(held[:, None, :, None], pages, mx.array(0, dtype=pool.dtype))
     whole = _gather()(
         inputs=[pool, table, ends, written],
         template=[("T", pool.dtype)],

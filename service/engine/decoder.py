@@ -138,9 +138,9 @@ class Decoder:
         """Keep keys and values within a budget. In pages all of it is taken with the first call: cached prefixes use it too."""
         self.budget = budget
         # Rows of a model whose layers are all recurrent take no pages.
-        if self.strategy.paged and budget.row.position:
-            for pool in self.batch.pools:
-                pool.set_size(budget.pages)
+        if self.strategy.paged and budget.row.first:
+            for pool, pages in zip(self.batch.pools, budget.pages, strict=True):
+                pool.set_size(pages)
 
     def keep_prefixes(self, folder: Path, cap: int, target: str, draft: str) -> None:
         """Keep cached prefixes of the target in files too, `cap` bytes at most. target, draft: fingerprints of the models.

@@ -8,8 +8,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from service.engine.kv.budget import RowBytes
+from service.engine.kv.budget import PoolRow, RowBytes
 from service.engine.kv.cache import RowCache
+from service.engine.kv.groups import most_held
+from service.engine.kv.pages import Pages
 from service.engine.strategy import PAGE
 from service.engine.target import Target
 
@@ -39,4 +41,12 @@ def row_bytes(target: nn.Module, draft: nn.Module | None) -> RowBytes:
     for most, size in (each for one in caches for each in one.storage.window_bytes().items()):
         windows[most] = windows.get(most, 0) + size
     position = sum(one.storage.block_bytes for one in caches) // PAGE
-    return RowBytes(position - sum(windows.values()), tuple(windows.items()))
+    pools = tuple(PoolRow(*_of_pool(one.pages)) for one in caches if one.pages is not None)
+    return RowBytes(position - sum(windows.values()), tuple(windows.items()), pools)
+
+
+def _of_pool(pages: Pages) -> tuple[int, tuple[int | None, ...]]:
+    if not pages.pool.page_bytes:
+        # All layers of the model are recurrent.
+        return 0, ()
+    return pages.pool.page_bytes, tuple(None if n is None else most_held(n) for n in pages.groups.windows)

@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 from service.engine import attention, products
 from service.engine.kv.cache import RowCache
+from service.engine.kv.groups import Groups
 from service.engine.strategy import current
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class Replay:
                 # With the kernels that a trace has, so that both give the same bits.
                 cache.lengths.equal = False
                 return self._by_kernel(arguments, cache)
-            trace = self._new_trace(pages.written())
+            trace = self._new_trace(pages.groups, pages.written())
         try:
             returned, buffers, writes = trace(arguments, cache.lengths.starts(cache.ahead), pages.table, buffers)
         except Exception as error:  # noqa: BLE001  (whatever the model raises, it may raise because it is traced)
@@ -86,11 +87,11 @@ class Replay:
         with products.by_kernel():
             return self._call(arguments, cache)
 
-    def _new_trace(self, written: Sequence[int]) -> Callable[..., Any]:
+    def _new_trace(self, groups: Groups, written: Sequence[int]) -> Callable[..., Any]:
         def run(
             arguments: Arguments, starts: mx.array, table: mx.array, buffers: Sequence[mx.array]
         ) -> tuple[Any, ...]:
-            cache = RowCache.traced(self._model, starts, table, written, buffers)
+            cache = RowCache.traced(self._model, starts, table, groups, written, buffers)
             returned = self._by_kernel(arguments, cache)
             assert cache.pages is not None
             return returned, *cache.pages.traced_writes()

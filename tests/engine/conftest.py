@@ -8,6 +8,7 @@ import pytest
 from mlx_lm.models.llama import Model
 
 from service.engine.costs import Load, RoundCosts
+from service.engine.kv.groups import Groups
 from service.engine.replay import Replay
 from tests.support.oracle import noisy_copy, tiny_llama
 
@@ -28,9 +29,9 @@ def traces(monkeypatch: pytest.MonkeyPatch) -> list[Replay]:
     traced: list[Replay] = []
     new_trace = Replay._new_trace
 
-    def recorded(self: Replay, written: Sequence[int]) -> Callable[..., Any]:
+    def recorded(self: Replay, groups: Groups, written: Sequence[int]) -> Callable[..., Any]:
         traced.append(self)
-        return new_trace(self, written)
+        return new_trace(self, groups, written)
 
     monkeypatch.setattr(Replay, "_new_trace", recorded)
     return traced

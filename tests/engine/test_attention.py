@@ -96,6 +96,10 @@ def compare(run: Any, shape: Sequence[int], kind: mx.Dtype, window: int = 0, *, 
     both, table = pools(
         random, (starts + count).tolist(), rows=room, positions=positions, shapes=[(heads, dims), (heads, dims)]
     )
+    if window:
+        # The rows have given back what no query sees.
+        for row, start in enumerate(starts):
+            table[row, : max(start + 1 - window, 0) // PAGE] = 0
     keys, values = (mx.array(pool).astype(kind) for pool in both)
     queries, sinks = normal(rows, many, count, dims), normal(many) if sinking else None
     call = attention.RowCall(keys, values, mx.array(starts), mx.array(table), window)
@@ -122,13 +126,16 @@ def test_by_the_kernel(shape: tuple[int, ...], kind: mx.Dtype) -> None:
 
 @pytest.mark.parametrize("width", [2 * PAGE, 4 * PAGE])
 def test_rows_are_gathered_from_their_pages_without_what_is_behind_their_ends(width: int) -> None:
-    ends = [4 * PAGE, PAGE + 5, PAGE, 1, 0]
+    """Nor what they have given back."""
+    ends = [4 * PAGE, PAGE + 5, PAGE, 1, 0, 3 * PAGE]
     (pool,), table = pools(np.random.default_rng(0), ends, rows=6, positions=4 * PAGE, shapes=[(2, 16)])
+    pool[0], table[5, 1] = 0.0, 0
+    wanted, pool[0] = [gathered(pool, table, row) for row in range(len(ends))], np.nan
     found = np.array(attention.gather_pages(mx.array(pool), mx.array(table), mx.array(ends), width))
     assert found.shape == (len(ends), 2, width, 16)
     for row, end in enumerate(ends):
         upto = min(end, width)
-        assert (found[row, :, :upto] == gathered(pool, table, row)[:, :upto]).all()
+        assert (found[row, :, :upto] == wanted[row][:, :upto]).all()
         assert (found[row, :, upto:] == 0).all()
 
 
@@ -140,7 +147,9 @@ def test_what_is_written_and_gathered_by_kernels_is_what_would_be_by_mlx(kind: m
     random, starts = np.random.default_rng(0), [0, 3, PAGE - 1, PAGE, 2 * PAGE + 7]
     ends = [start + count for start in starts]
     both, table = pools(random, ends, rows=6, positions=6 * PAGE, shapes=[(3, 64), (3, 48)])
-    by_kernel, by_mlx = ([mx.array(np.nan_to_num(pool)).astype(kind) for pool in both] for _ in range(2))
+    # What the last row has given back is nobody's.
+    table[4, 0] = 0
+    by_kernel, by_mlx = ([mx.array(np.nan_to_num(pool, nan=1.0)).astype(kind) for pool in both] for _ in range(2))
     new = [mx.array(random.normal(size=(5, count, 3, dims))).astype(kind).swapaxes(1, 2) for dims in (64, 48)]
     new[1] = new[1][..., ::-1]
     numbers, at, upto = mx.array(table), mx.array(starts), mx.array(ends)

@@ -49,8 +49,8 @@ class BudgetHarness(EngineHarness):
         budget = Budget(self.positions * row.first * (1 if current().paged else GROWING), row)
         engine.decoder.limit_memory(budget)
         if current().paged:
-            for pool in engine.decoder.batch.pools:
-                self.others += pool.take(pool.pages - 1 - budget.pages)
+            for pool, pages in zip(engine.decoder.batch.pools, budget.pages, strict=True):
+                self.others += pool.take(pool.pages - 1 - pages)
         return engine
 
     def measure(self, client: Client) -> None:
@@ -275,7 +275,7 @@ def test_what_fits_in_pages() -> None:
     """Every row takes its own pages, and keeps them when it joins the batch."""
     budget = Budget(size=40 * PAGE * 7, row=RowBytes(7))
     with using(CUDA):
-        assert budget.pages == 40
+        assert budget.pages == (40,)
         assert budget.fits([30 * PAGE, *[1] * 10]) and not budget.fits([30 * PAGE, *[1] * 11])
         assert budget.fits([30 * PAGE], [1] * 10) and not budget.fits([30 * PAGE], [1] * 9 + [PAGE + 1])
         assert budget.fits([50 * PAGE]), "by itself"

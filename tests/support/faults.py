@@ -75,11 +75,11 @@ def plant(fault: Fault, patch: pytest.MonkeyPatch) -> None:
     def held_at(layer: Any, at: mx.array, which: int) -> mx.array | None:
         """What the rows' slots at positions `at` (B,) hold: keys (0) or values (1), (B, heads, 1, dims)."""
         if isinstance(layer, PagedLayer):
-            pages, layers = layer._pages, layer._pages.pool.layers
-            array = layers[layer.index][which] if layer.index < len(layers) else None
+            layers = layer._pages.pool.layers
+            array = layers[layer.slot][which] if layer.slot < len(layers) else None
             if array is None:
                 return None
-            numbers = mx.take_along_axis(pages.table, (at // PAGE)[:, None], axis=1)[:, 0]
+            numbers = mx.take_along_axis(layer.table, (at // PAGE)[:, None], axis=1)[:, 0]
             return array[numbers, :, at % PAGE][:, :, None]
         array = (layer.keys, layer.values)[which]
         if array is None:

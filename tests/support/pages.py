@@ -5,7 +5,7 @@ from __future__ import annotations
 from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
 from service.engine.kv.pages import Pages
-from service.engine.kv.pool import Page, Pool
+from service.engine.kv.pool import Page, PageBlock, Pool
 from service.engine.kv.prefix import PrefixCache
 from tests.support.typed import as_ints
 
@@ -18,7 +18,8 @@ def pages_of(cache: RowCache) -> Pages:
 
 def rows_pages(cache: RowCache) -> list[int]:
     """How many pages each row holds; padding rows hold none."""
-    return [len(held or ()) for held in pages_of(cache)._rows]  # pyright: ignore[reportPrivateUsage]
+    rows = pages_of(cache)._rows  # pyright: ignore[reportPrivateUsage]
+    return [sum(page is not None for pages in held or () for page in pages) for held in rows]
 
 
 def taken(pool: Pool) -> int:
@@ -30,7 +31,8 @@ def taken(pool: Pool) -> int:
 def cached(prefix: PrefixCache | None, pool: Pool) -> int:
     """Pages that the prefix cache holds."""
     blocks = [] if prefix is None else [node.block for node in prefix.nodes]
-    return sum(isinstance(block, Page) and block.pool is pool for block in blocks)
+    pages = [block.pages for block in blocks if isinstance(block, Page | PageBlock) and block.pool is pool]
+    return sum(page is not None for each in pages for page in each)
 
 
 def numbers_of(cache: RowCache, row: int) -> list[int]:

@@ -6,7 +6,8 @@ states (`recurrent`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -16,13 +17,15 @@ from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache
 from service.core import PairError
 from service.engine import device
 from service.engine.attention import route
+from service.engine.kv.groups import Groups, grouped
 from service.engine.kv.layer import RowLayer
 from service.engine.kv.lengths import Lengths
 from service.engine.kv.pages import Pages
 from service.engine.kv.pool import Pool
+from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.kv.rectangles import Rectangles
 from service.engine.kv.recurrent import StateLayer, record_calls
-from service.engine.strategy import current
+from service.engine.strategy import current, using
 
 
 class RowCache:
@@ -34,8 +37,12 @@ class RowCache:
 
     def __init__(self, model: nn.Module, rows: int, *, features: bool = False, pool: Pool | None = None) -> None:
         self.lengths = Lengths([0] * rows)
-        self.pages = Pages(pool or Pool(), self.lengths, rows) if current().paged else None
+        self.pages: Pages | None = None
         """Where keys and values are, if in pages."""
+        if current().paged:
+            pool = pool or Pool()
+            pool.groups = pool.groups or _groups(model, features=features)
+            self.pages = Pages(pool, pool.groups, self.lengths, rows)
         self.storage: Any = self.pages or Rectangles(self.lengths)
         """Where they are: `Pages` or `Rectangles`."""
         self.attention: list[RowLayer] = []
@@ -48,7 +55,6 @@ class RowCache:
         """The target's features, for an EAGLE head: no layer of the model, but joined, compacted and truncated as one."""
         if features:
             self.features = self._attention_layer(None)
-        self._committed = self.lengths.host
         if self.states:
             record_calls(model)
 
@@ -58,11 +64,15 @@ class RowCache:
         model: nn.Module,
         starts: mx.array,
         table: mx.array,
+        groups: Groups,
         written: Sequence[int],
         buffers: Sequence[mx.array],
     ) -> RowCache:
-        """What a traced call sees: each row's end, the numbers of its pages, and the pool's arrays for the layers `written`."""
-        cache = cls(model, 0)
+        """What a traced call sees: each row's end, the numbers of its pages, and those of the pool's arrays that are
+        `written`."""
+        pool = Pool()
+        pool.groups = groups
+        cache = cls(model, 0, pool=pool)
         # The host's numbers would become part of the trace.
         cache.follow(starts, [0] * starts.shape[0])
         assert cache.pages is not None
@@ -89,8 +99,10 @@ class RowCache:
         """A traced call has appended `count` tokens of every row. buffers, writes: of `Pages.traced_writes`."""
         assert self.pages is not None
         self.pages.take_writes(buffers, writes)
-        for i in self.pages.written():
-            self.attention[i].ahead += count
+        written = set(self.pages.written())
+        for i, layer in enumerate(self.attention):
+            if self.pages.groups.place(i)[1] in written:
+                layer.ahead += count
 
     @property
     def ahead(self) -> int:
@@ -124,7 +136,7 @@ class RowCache:
     def truncate(self, lengths: Sequence[int]) -> None:
         """Set every row's length. No row can be rewound to before it."""
         self.rewind(lengths)
-        self._committed = self.lengths.host
+        self.lengths.commit()
         for layer in self.states:
             layer.commit()
 
@@ -137,7 +149,7 @@ class RowCache:
             layer.ahead = 0
 
     def _rewind_states(self, lengths: Sequence[int]) -> None:
-        counts = [wanted - settled for wanted, settled in zip(lengths, self._committed, strict=True)]
+        counts = [wanted - settled for wanted, settled in zip(lengths, self.lengths.committed, strict=True)]
         fed = self.states[0].uncommitted
         if min(counts, default=0) < 0:
             raise ValueError("a recurrent state was committed and cannot be rewound to before that")
@@ -149,7 +161,7 @@ class RowCache:
                 layer.commit()
             else:
                 layer.truncate(counts)
-        self._committed = list(lengths)
+        self.lengths.committed = list(lengths)
 
     def join(self, others: Sequence[RowCache], counts: Sequence[int], slots: Sequence[int], size: int) -> None:
         """Take the first counts[i] rows of each of these caches of the same model into these slots of `size` rows, which the
@@ -217,7 +229,7 @@ class RowCache:
     def _set_rows(self, lengths: Sequence[int]) -> None:
         """Set the lengths of a batch of other rows, all of them committed."""
         self.lengths.set(lengths)
-        self._committed = self.lengths.host
+        self.lengths.commit()
         for layer in self.attention:
             layer.ahead = 0
 
@@ -229,3 +241,42 @@ class RowCache:
     def arrays(self) -> list[mx.array]:
         """What has to be evaluated for the rows' contents to be there."""
         return [*self.storage.arrays(), *(a for state in self.states for a in state.cache if a is not None)]
+
+
+_KINDS = "kinds_of_layers"
+"""Attribute of a model: what `_kinds` has found."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Kinds:
+    """Of each layer of a model: its window, and what others must share to have the same arrays (None: it holds nothing)."""
+
+    windows: list[int | None]
+    kinds: list[Hashable | None]
+
+
+def _groups(model: nn.Module, *, features: bool) -> Groups:
+    """How the layers of a model are grouped in pages. Raises PairError."""
+    kinds = cast("_Kinds | None", getattr(model, _KINDS, None))
+    if kinds is None:
+        kinds = _kinds(model)
+        setattr(model, _KINDS, kinds)
+    return grouped(kinds.windows, kinds.kinds, features=features)
+
+
+def _kinds(model: nn.Module) -> _Kinds:
+    """Found by a call where windows are not all the same. Only shapes are computed."""
+    with using(replace(current(), paged=False)):
+        cache = RowCache(model, 1)
+        windows = [layer.window for layer in cache.attention]
+        if len(set(windows)) < 2:
+            return _Kinds(windows, [True] * len(windows))
+        model(mx.zeros((1, 1), dtype=mx.int32), cache=cache.layers)
+        held = [layer.both for layer in cast("list[RectangleLayer]", cache.attention)]
+    return _Kinds(windows, [_kind(*both) for both in held])
+
+
+def _kind(keys: mx.array | None, values: mx.array | None) -> Hashable | None:
+    if keys is None or values is None:
+        return None
+    return keys.shape[1], keys.shape[3], keys.dtype, values.shape[1], values.shape[3], values.dtype

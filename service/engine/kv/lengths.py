@@ -12,7 +12,13 @@ class Lengths:
     writes."""
 
     def __init__(self, values: Sequence[int]) -> None:
+        self.committed = list(values)
+        """Of each row on the host: what is final of it."""
         self.set(values)
+
+    def commit(self) -> None:
+        """Make the lengths final: no row is rewound to before them."""
+        self.committed = self.host
 
     def set(self, values: Sequence[int]) -> None:
         """Replace all lengths, one for each row."""

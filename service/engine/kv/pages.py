@@ -8,29 +8,34 @@ Each row holds what it uses, whatever others hold. The layout is vLLM's PagedAtt
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import cast
+from typing import TypeAlias, cast
 
 import mlx.core as mx
 import numpy as np
 
 from service.engine.attention import FEW, RowCall, gather_pages
+from service.engine.kv.groups import WHOLE, Groups, first_seen, most_held
 from service.engine.kv.layer import RowLayer, causal_mask
 from service.engine.kv.lengths import Lengths
-from service.engine.kv.pool import Page, Pool
+from service.engine.kv.pool import Page, PageBlock, Pool
 from service.engine.kv.rectangles import Block
 from service.engine.strategy import PAGE, current
 
 FEWEST, STEP = 32, 4
 """Pages of a row that a table has room for: FEWEST, or STEP times as many, and so on: calls of other widths are traced anew."""
 
+Held: TypeAlias = "list[Page | None]"
+"""The pages of a row for one group; None: given back."""
+
 
 class PagedLayer(RowLayer):
-    """One layer of rows in pages. index: among the pool's layers."""
+    """One layer of rows in pages. index: among the cache's layers."""
 
     def __init__(self, pages: Pages, window: int | None, index: int) -> None:
         super().__init__(pages.lengths, window)
         self._pages = pages
         self.index = index
+        self.group, self.slot = pages.groups.place(index)
         self._count = 0
         """Tokens of the last write."""
         self._written: mx.array | None = None
@@ -44,7 +49,7 @@ class PagedLayer(RowLayer):
     def keys(self) -> mx.array | None:
         """The pool's. Some models (deepseek_v32) read them, and set them to what makes MLX compute them, as `Pool.arrays` does
         here."""
-        return self._pages.pool.layers[self.index][0]
+        return self._pages.pool.layers[self.slot][0]
 
     @keys.setter
     def keys(self, value: mx.array) -> None:
@@ -53,11 +58,16 @@ class PagedLayer(RowLayer):
     @property
     def values(self) -> mx.array | None:
         """The same of values."""
-        return self._pages.pool.layers[self.index][1]
+        return self._pages.pool.layers[self.slot][1]
 
     @values.setter
     def values(self, value: mx.array) -> None:
         self._pages.pool.zeroed.add(self.index)
+
+    @property
+    def table(self) -> mx.array:
+        """The numbers of each row's pages for this layer, (B, width), int32; 0 where there is none."""
+        return self._pages.table_of(self.group)
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """See RowLayer."""
@@ -75,14 +85,14 @@ class PagedLayer(RowLayer):
             self._pages.pool.launch()
         self._pages.reserve(self.ahead + self._count)
         starts = self.lengths.starts(self.ahead)
-        self._written = self._pages.pool.write(self.index, keys, values, starts, self._pages.table)
+        self._written = self._pages.pool.write(self.slot, keys, values, starts, self.table)
         self.ahead += self._count
 
     def keys_and_values(self) -> tuple[mx.array, mx.array]:
         """See RowLayer. They are gathered only if something reads them."""
-        keys, values = self._pages.pool.layers[self.index]
+        keys, values = self._pages.pool.layers[self.slot]
         assert keys is not None and values is not None
-        width, table, ends = self._width(self._count, self.ahead), self._pages.table, self.lengths.starts(self.ahead)
+        width, table, ends = self._width(self._count, self.ahead), self.table, self.lengths.starts(self.ahead)
         self._views = (
             gather_pages(keys, table, ends, width, self._written),
             gather_pages(values, table, ends, width, self._written),
@@ -98,7 +108,7 @@ class PagedLayer(RowLayer):
     def _width(self, count: int, ahead: int) -> int:
         """Positions that a call over so many tokens a row sees: of the whole table, where it may come again."""
         if self._pages.traced or count <= FEW:
-            return self._pages.table.shape[1] * PAGE
+            return self._pages.table.shape[-1] * PAGE
         if self._causal(count, ahead, self.window):
             return self.lengths.longest + ahead
         return current().capacity(self.lengths.longest + ahead)
@@ -122,21 +132,25 @@ class PagedLayer(RowLayer):
         fresh, self._fresh, self._views = self._fresh, None, (None, None)
         if known is None or not own:
             return None
-        mine, theirs = self._pages.pool.layers[self.index]
+        mine, theirs = self._pages.pool.layers[self.slot]
         assert mine is not None and theirs is not None
         _, starts, window = known
         if window and self._count > window:
             fresh = None
-        return RowCall(mine, theirs, starts, self._pages.table, window, self._written, fresh)
+        return RowCall(mine, theirs, starts, self.table, window, self._written, fresh)
 
     def contents(self, row: int) -> tuple[mx.array, mx.array | None] | None:
-        """See RowLayer."""
-        pool, end = self._pages.pool, self.lengths.host[row]
+        """See RowLayer: of a window's positions alone, where only they are held."""
+        pool, end, window = self._pages.pool, self.lengths.host[row], self._pages.groups.windows[self.group]
         pool.launch()
-        if self.index >= len(pool.layers) or pool.layers[self.index][0] is None:
+        if self.slot >= len(pool.layers) or pool.layers[self.slot][0] is None:
             return None
-        pages = self._pages.numbers(row)
-        keys, values = (None if each is None else _joined(each[pages])[:, :end] for each in pool.layers[self.index])
+        start = 0 if window is None else max(0, end - window)
+        pages, skipped = self._pages.numbers(row, self.group, start // PAGE), start // PAGE * PAGE
+        keys, values = (
+            None if each is None else _joined(each[pages])[:, start - skipped : end - skipped]
+            for each in pool.layers[self.slot]
+        )
         if values is not None and self.index in pool.zeroed:
             values = mx.zeros_like(values)
         return cast("mx.array", keys), values
@@ -147,8 +161,8 @@ class PagedLayer(RowLayer):
 
     def features_at(self, positions: mx.array) -> mx.array | None:
         """See RowLayer."""
-        layers, table = self._pages.pool.layers, self._pages.table
-        features = layers[self.index][0] if self.index < len(layers) else None
+        layers, table = self._pages.pool.layers, self.table
+        features = layers[self.slot][0] if self.slot < len(layers) else None
         if features is None:
             return None
         places = mx.minimum(positions // PAGE, table.shape[1] - 1)
@@ -157,18 +171,27 @@ class PagedLayer(RowLayer):
 
 
 class Pages:
-    """The pages that the rows of one cache hold in a pool."""
+    """The pages that the rows of one cache hold in a pool. Of a group of layers with a window a row gives back those that no
+    query sees any more."""
 
-    def __init__(self, pool: Pool, lengths: Lengths, rows: int) -> None:
+    def __init__(self, pool: Pool, groups: Groups, lengths: Lengths, rows: int) -> None:
         self.pool = pool
+        self.groups = groups
         self.lengths = lengths
         self.traced = False
         """It only stands for the rows in a traced call."""
-        self._rows: list[list[Page] | None] = [[] for _ in range(rows)]
-        """None: a padding row, which holds no page."""
-        self._numbers = np.zeros((rows, FEWEST), dtype=np.int32)
+        self._rows: list[list[Held] | None] = [self._none() for _ in range(rows)]
+        """By row, a list for each group. None: a padding row, which holds no page."""
+        self._numbers = np.zeros((len(groups.windows), rows, FEWEST), dtype=np.int32)
         self._table: mx.array | None = None
+        self._tables: list[mx.array] | None = None
+        """The same, by group."""
         self._layers = 0
+        self._reserved: tuple[list[int] | None, int] = (None, 0)
+        """The lengths for which there are pages, and for how many tokens behind them."""
+
+    def _none(self) -> list[Held]:
+        return [[] for _ in self.groups.windows]
 
     def layer(self, window: int | None) -> PagedLayer:
         """One more layer. Layers refer to this object and not the other way round: pages are given back when the cache goes."""
@@ -177,21 +200,31 @@ class Pages:
 
     @property
     def table(self) -> mx.array:
-        """The number of each page of each row, (B, width), int32; 0 where there is none."""
+        """The numbers of each row's pages, int32, 0 where there is none: (B, width), of several groups (groups, B, width)."""
         if self._table is None:
-            self._table = mx.array(self._numbers)
+            self._table = mx.array(self._numbers[0] if len(self._numbers) == 1 else self._numbers)
         return self._table
 
+    def table_of(self, group: int) -> mx.array:
+        """That of a group, (B, width)."""
+        if self._tables is None:
+            table = self.table
+            self._tables = [table] if table.ndim == 2 else [table[i] for i in range(table.shape[0])]
+        return self._tables[group]
+
+    def _renumbered(self) -> None:
+        self._table = self._tables = None
+
     def written(self) -> list[int]:
-        """The layers that hold keys and values: not that of features, nor one that shares another's."""
+        """Those of the pool's arrays that are of keys and values: not of features."""
         return [i for i, (keys, values) in enumerate(self.pool.layers) if keys is not None and values is not None]
 
     def buffers(self) -> list[mx.array]:
-        """The pool's arrays for these layers."""
+        """These arrays of the pool."""
         return [cast("mx.array", array) for i in self.written() for array in self.pool.layers[i]]
 
     def set_buffers(self, written: Sequence[int], buffers: Sequence[mx.array]) -> None:
-        """Replace the pool's arrays for these layers."""
+        """Replace them."""
         layers = self.pool.layers
         layers += [(None, None)] * (max(written) + 1 - len(layers))
         for i, both in zip(written, zip(buffers[::2], buffers[1::2], strict=True), strict=True):
@@ -199,7 +232,7 @@ class Pages:
 
     def trace(self, table: mx.array, written: Sequence[int], buffers: Sequence[mx.array]) -> None:
         """Stand for rows in a traced call."""
-        self.traced, self._table = True, table
+        self.traced, self._table, self._tables = True, table, None
         self.set_buffers(written, buffers)
 
     def traced_writes(self) -> tuple[list[mx.array], list[mx.array]]:
@@ -213,44 +246,72 @@ class Pages:
         self.pool.unlaunched.extend(writes)
 
     def reserve(self, count: int) -> None:
-        """Take pages for the next `count` tokens of every row."""
-        if self.traced:
+        """Take pages for the next `count` tokens of every row. Those that no query sees from now on are given back first: what
+        reads them was launched, and what writes to them anew comes behind it."""
+        if self.traced or (self._reserved[0] is self.lengths.host and count <= self._reserved[1]):
             return
+        self._release()
         for row, (held, length) in enumerate(zip(self._rows, self.lengths.host, strict=True)):
-            if held is not None and (more := -(-(length + count) // PAGE) - len(held)) > 0:
-                self._extend(row, held, self.pool.take(more))
+            for group, pages in enumerate(held or ()):
+                if (more := -(-(length + count) // PAGE) - len(pages)) > 0:
+                    self._extend(row, group, pages, more)
+        self._reserved = self.lengths.host, count
 
-    def _extend(self, row: int, held: list[Page], more: Sequence[Page]) -> None:
-        start, end = len(held), len(held) + len(more)
-        held.extend(more)
-        if end > self._numbers.shape[1]:
+    def _extend(self, row: int, group: int, held: Held, count: int) -> None:
+        start, end = len(held), len(held) + count
+        # Of a row that is only said to be so long.
+        unseen = min(max(self._first_seen(row, group) - start, 0), count)
+        held += [None] * unseen
+        held += self.pool.take(count - unseen)
+        if end > self._numbers.shape[2]:
             self._changed()
         else:
-            self._numbers[row, start:end] = [page.number for page in more]
-            self._table = None
+            self._numbers[group, row, start:end] = _numbers(held[start:])
+            self._renumbered()
+
+    def _first_seen(self, row: int, group: int) -> int:
+        return first_seen(self.groups.windows[group], self.lengths.committed[row])
+
+    def _release(self) -> None:
+        """Give back the pages that no query sees any more."""
+        windowed = [group for group, window in enumerate(self.groups.windows) if window is not None]
+        for row, held in enumerate(self._rows if windowed else ()):
+            for group in windowed if held is not None else ():
+                pages = cast("list[Held]", held)[group]
+                end = min(self._first_seen(row, group), len(pages))
+                start = end
+                while start and pages[start - 1] is not None:
+                    start -= 1
+                if start < end:
+                    pages[start:end] = [None] * (end - start)
+                    self._numbers[group, row, start:end] = 0
+                    self._renumbered()
 
     def _changed(self) -> None:
         """Rows are others, or one has become too long for the table."""
-        width, longest = FEWEST, max((len(held) for held in self._rows if held), default=0)
+        width, longest = FEWEST, max((len(pages) for held in self._rows for pages in held or ()), default=0)
         while width < longest:
             width *= STEP
-        self._numbers = np.zeros((len(self._rows), width), dtype=np.int32)
-        for numbers, held in zip(self._numbers, self._rows, strict=True):
-            if held:
-                numbers[: len(held)] = [page.number for page in held]
-        self._table = None
+        self._numbers = np.zeros((len(self.groups.windows), len(self._rows), width), dtype=np.int32)
+        for row, held in enumerate(self._rows):
+            for group, pages in enumerate(held or ()):
+                self._numbers[group, row, : len(pages)] = _numbers(pages)
+        self._renumbered()
+        self._reserved = (None, 0)
 
     def join(self, others: Sequence[Pages], counts: Sequence[int], slots: Sequence[int], size: int) -> None:
         """Take over the first counts[i] rows of each of these, into these slots of `size` rows. Raises ValueError where they
         have pages of another pool."""
         if any(other.pool is not self.pool for other in others):
             raise ValueError("rows of another pool cannot join")
-        self._rows += [[] for _ in range(size - len(self._rows))]
-        joining = list[list[Page] | None]()
+        self._rows += [self._none() for _ in range(size - len(self._rows))]
+        joining = list[list[Held] | None]()
         for other, count in zip(others, counts, strict=True):
+            # A prompt's last chunk is as long as many windows.
+            other._release()
             for held, length in zip(other._rows[:count], other.lengths.host, strict=False):
                 # A shorter prompt than others of its call has taken pages for their padding.
-                joining.append(None if held is None else held[: -(-length // PAGE)])
+                joining.append(None if held is None else [pages[: -(-length // PAGE)] for pages in held])
             other._rows = []
         for slot, held in zip(slots, joining, strict=True):
             self._rows[slot] = held
@@ -272,13 +333,13 @@ class Pages:
         self._rows = [self._rows[row] for row in rows]
         self._changed()
 
-    def numbers(self, row: int) -> mx.array:
-        """The numbers of the pages that hold a row up to its end."""
-        return mx.array(self._numbers[row, : -(-self.lengths.host[row] // PAGE)])
+    def numbers(self, row: int, group: int = 0, first: int = 0) -> mx.array:
+        """The numbers of a group's pages that hold a row from the one numbered `first` on up to its end."""
+        return mx.array(self._numbers[group, row, first : -(-self.lengths.host[row] // PAGE)])
 
     def clear(self, row: int) -> None:
         """Give a row's pages back."""
-        self._rows[row] = []
+        self._rows[row] = self._none()
         self._changed()
 
     def zero_tail(self, row: int, start: int) -> None:
@@ -303,31 +364,57 @@ class Pages:
     @property
     def block_bytes(self) -> int:
         """Bytes of PAGE positions of a row."""
-        return self.pool.page_bytes
+        return len(self.groups.windows) * self.pool.page_bytes
 
     def window_bytes(self) -> dict[int, int]:
-        """See Rectangles: in pages all layers hold all positions."""
-        return {}
+        """See Rectangles."""
+        found: dict[int, int] = {}
+        for window in self.groups.windows:
+            if window is not None:
+                most = most_held(window)
+                found[most] = found.get(most, 0) + self.pool.page_bytes // PAGE
+        return found
 
     def first_whole(self, row: int) -> int:
-        """See Rectangles: every block is."""
-        return 0
-
-    def blocks(self, row: int, start: int, count: int) -> list[Page]:
-        """So many whole pages of a row from the one numbered `start` on, for the prefix cache."""
+        """See Rectangles."""
         held = self._rows[row]
-        return [] if held is None else held[start : start + count]
+        return max((_behind_gaps(pages) for pages in held or ()), default=0) if self.groups.reach else 0
 
-    def adopt(self, blocks: Sequence[Block]) -> list[Page]:
-        """Pages that `load` takes, with the contents of blocks that were read. Raises MemoryError."""
+    def blocks(self, row: int, start: int, count: int) -> list[Page | PageBlock]:
+        """So many blocks of a row from the one numbered `start` on, for the prefix cache: its own pages."""
+        held = self._rows[row]
+        if held is None:
+            return []
+        blocks = zip(*(pages[start : start + count] for pages in held), strict=True)
+        if self.groups == WHOLE:
+            return [cast("Page", page) for (page,) in blocks]
+        return [PageBlock(self.pool, pages, self.groups.reach) for pages in blocks]
+
+    def adopt(self, blocks: Sequence[Block]) -> list[Page | PageBlock]:
+        """Blocks that `load` takes, with the contents of blocks that were read. Raises MemoryError."""
         return self.pool.fill(blocks)
 
-    def load(self, paths: Sequence[Sequence[Page]], positions: int) -> None:
-        """Let empty rows begin with these pages, a path for each row. Raises ValueError where they are another pool's."""
-        if any(page.pool is not self.pool for path in paths for page in path):
+    def load(self, paths: Sequence[Sequence[Page | PageBlock]], positions: int) -> None:
+        """Let empty rows begin with these blocks, a path for each row. Raises ValueError where they are another pool's."""
+        if any(block.pool is not self.pool for path in paths for block in path):
             raise ValueError("pages of another pool cannot be loaded")
-        self._rows = [list(path) for path in paths]
+        self._rows = [[self._seen(path, group) for group in range(len(self.groups.windows))] for path in paths]
         self._changed()
+
+    def _seen(self, path: Sequence[Page | PageBlock], group: int) -> Held:
+        """A group's pages of these blocks, those that a row sees which begins with them."""
+        pages = [block.pages[group] for block in path]
+        first = max(first_seen(self.groups.windows[group], len(path) * PAGE), _behind_gaps(pages))
+        return [*[None] * first, *pages[first:]]
+
+
+def _numbers(pages: Held) -> list[int]:
+    return [0 if page is None else page.number for page in pages]
+
+
+def _behind_gaps(pages: Held) -> int:
+    """The first of these from which on all are there."""
+    return next((i + 1 for i in range(len(pages) - 1, -1, -1) if pages[i] is None), 0)
 
 
 def _joined(pages: mx.array) -> mx.array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias, cast
 
@@ -11,6 +12,7 @@ import mlx.core as mx
 
 from service.engine import device
 from service.engine.kernels import cuda_kernel
+from service.engine.kv.groups import WHOLE, Groups
 from service.engine.kv.rectangles import Block, groups_of
 from service.engine.strategy import PAGE
 
@@ -61,9 +63,12 @@ def scatter(pool: mx.array, new: mx.array, starts: mx.array, table: mx.array) ->
 
 
 class Page:
-    """A page of a pool, which is free again once nobody refers to it."""
+    """A page of a pool, which is free again once nobody refers to it. In the prefix cache it is a block of a model whose layers
+    all hold all positions."""
 
     __slots__ = ("number", "pool")
+    whole, reach = True, 0
+    """See Block."""
 
     def __init__(self, pool: Pool, number: int) -> None:
         self.pool = pool
@@ -71,15 +76,40 @@ class Page:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a page, in all layers."""
+        """Bytes of a page."""
         return self.pool.page_bytes
+
+    @property
+    def pages(self) -> tuple[Page, ...]:
+        """See PageBlock."""
+        return (self,)
 
     def __del__(self) -> None:
         self.pool.free.append(self.number)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PageBlock:
+    """PAGE positions of a row in the prefix cache, where layers are in several groups or have a window. pages: one a group;
+    None: the row had given it back. reach: see Block."""
+
+    pool: Pool
+    pages: tuple[Page | None, ...]
+    reach: int
+
+    @property
+    def whole(self) -> bool:
+        """All groups have a page."""
+        return None not in self.pages
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pages."""
+        return sum(page.nbytes for page in self.pages if page is not None)
+
+
 class Pool:
-    """Pages for keys and values of one model, in all its layers. Page 0 is nobody's: what padding rows write goes there.
+    """Pages for keys and values of one model. Page 0 is nobody's: what padding rows write goes there.
 
     Where its pages do not suffice it doubles, and the arrays have another shape, unless it was given a size; then cached
     prefixes give up theirs.
@@ -88,6 +118,9 @@ class Pool:
     def __init__(self, pages: int = FIRST_PAGES) -> None:
         self.pages = pages
         self.layers: list[Arrays] = []
+        """By what `Groups.places` says of a layer: those of several groups have the same arrays."""
+        self.groups: Groups | None = None
+        """Of the model's layers; None while nobody has asked."""
         self.free = list(range(pages - 1, 0, -1))
         self.sized = False
         """Its size was asked for, or is all that memory does for: cached prefixes give up their pages before it grows."""
@@ -101,7 +134,7 @@ class Pool:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of a page, in all layers that were written."""
+        """Bytes of a page, in all arrays that were made."""
         return sum(array.nbytes // self.pages for arrays in self.layers for array in arrays if array is not None)
 
     def set_size(self, pages: int) -> None:
@@ -145,27 +178,52 @@ class Pool:
             self.layers[i] = cast("Arrays", tuple(grown))
         return True
 
-    def copies(self, pages: Sequence[Page]) -> list[Block]:
-        """Copies, not computed, of what these pages hold."""
+    def copies(self, blocks: Sequence[Page | PageBlock]) -> list[Block]:
+        """Copies, not computed, of what these blocks hold."""
         self.launch()
-        numbers = mx.array([page.number for page in pages])
-        held = [None if each is None else each[numbers] for arrays in self.layers for each in arrays]
-        groups = groups_of(held, [None] * len(self.layers))
-        wholes = {members: mx.stack([cast("mx.array", held[i]) for i in members], axis=1) for members in groups}
-        return [Block({members: whole[n] for members, whole in wholes.items()}) for n in range(len(pages))]
+        groups, arrays = self.groups or WHOLE, list[mx.array | None]()
+        places = groups.places or [(0, i) for i in range(len(self.layers))]
+        for _, slot in places:
+            arrays += self.layers[slot] if slot < len(self.layers) else (None, None)
+        found = [Block({}, block.whole, block.reach) for block in blocks]
+        for members in groups_of(arrays, [groups.windows[group] for group, _ in places]):
+            held = [places[i // 2][0] for i in members]
+            # Groups of one window have the same blocks.
+            pages = [(n, block.pages) for n, block in enumerate(blocks) if block.pages[held[0]] is not None]
+            if not pages:
+                continue
+            numbers = {g: mx.array([cast("Page", each[g]).number for _, each in pages]) for g in set(held)}
+            parts = [cast("mx.array", arrays[i])[numbers[g]] for i, g in zip(members, held, strict=True)]
+            whole = mx.stack(parts, axis=1)
+            for place, (n, _) in enumerate(pages):
+                found[n].arrays[members] = whole[place]
+        return found
 
-    def fill(self, blocks: Sequence[Block]) -> list[Page]:
+    def fill(self, blocks: Sequence[Block]) -> list[Page | PageBlock]:
         """Pages with the contents of these blocks; waits until they are written. Raises MemoryError."""
-        pages = self.take(len(blocks))
-        table, start = mx.array([[page.number for page in pages]]), mx.zeros((1,), dtype=mx.int32)
-        found: dict[int, mx.array] = {}
-        for members in blocks[0].arrays:
-            whole = mx.concatenate([block.arrays[members] for block in blocks], axis=2)
-            found |= {index: whole[place : place + 1] for place, index in enumerate(members)}
-        for index in sorted({each // 2 for each in found}):
-            self.write(index, found[2 * index], found.get(2 * index + 1), start, table)
+        groups = self.groups or WHOLE
+        held = [{groups.place(i // 2)[0] for members in block.arrays for i in members} for block in blocks]
+        taken = iter(self.take(sum(map(len, held))))
+        pages = [[next(taken) if g in each else None for g in range(len(groups.windows))] for each in held]
+        start, found = mx.zeros((1,), dtype=mx.int32), dict[int, tuple[mx.array, mx.array]]()
+        for members in dict.fromkeys(members for block in blocks for members in block.arrays):
+            having = [
+                (each, block.arrays[members])
+                for each, block in zip(pages, blocks, strict=True)
+                if members in block.arrays
+            ]
+            whole = mx.concatenate([array for _, array in having], axis=2)
+            for place, index in enumerate(members):
+                group = groups.place(index // 2)[0]
+                table = mx.array([[cast("Page", each[group]).number for each, _ in having]])
+                found[index] = whole[place : place + 1], table
+        for layer in sorted({each // 2 for each in found}):
+            (keys, table), (values, _) = found[2 * layer], found.get(2 * layer + 1, (None, None))
+            self.write(groups.place(layer)[1], keys, values, start, table)
         device.wait(self.arrays())
-        return pages
+        if groups == WHOLE:
+            return [cast("Page", each) for (each,) in pages]
+        return [PageBlock(self, tuple(each), groups.reach) for each in pages]
 
     def zero_first(self) -> None:
         """Set page 0 to zero: padding rows read there what they have written, and NaN would stay."""

@@ -13,18 +13,21 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import TypeAlias
 
 import mlx.core as mx
 
 from service.engine import device
 from service.engine.kv.cache import RowCache
-from service.engine.kv.pool import Page, Pool
+from service.engine.kv.pool import Page, PageBlock, Pool
 from service.engine.kv.prefix_files import FILE_BLOCKS, LEAST, File, Piece, PrefixFiles
 from service.engine.kv.rectangles import Block
 from service.engine.strategy import PAGE
 
 BLOCK = PAGE
 """Positions of a block. The rest of a prefix, less than a block, is prefilled again."""
+Held: TypeAlias = Page | PageBlock | Block
+"""What a node holds of a block's positions."""
 
 
 class Owner(StrEnum):
@@ -42,7 +45,7 @@ class Node:
     owner: Owner
     tokens: tuple[int, ...] = ()
     parent: Node | None = None
-    block: Page | Block | None = None
+    block: Held | None = None
     nbytes: int = 0
     used: int = 0
     file: File | None = None
@@ -105,11 +108,9 @@ class PrefixCache:
         if start == count or not size:
             return
         fit = min(count - start, self._evict((count - start) * size, last) // size)
-        blocks: Sequence[Page | Block] = cache.storage.blocks(row, start, fit)
+        blocks: Sequence[Held] = cache.storage.blocks(row, start, fit)
         replaced = [
-            (node, block)
-            for node, block in zip(path[start:], blocks, strict=False)
-            if isinstance(block, Block) and block.whole and not _whole(node)
+            (node, block) for node, block in zip(path[start:], blocks, strict=False) if block.whole and not _whole(node)
         ]
         for node, block in replaced:
             self.nbytes += block.nbytes - node.nbytes
@@ -128,7 +129,7 @@ class PrefixCache:
         last: Node,
         tokens: Sequence[int],
         start: int,
-        blocks: Sequence[Page | Block],
+        blocks: Sequence[Held],
         file: File | None = None,
     ) -> Node:
         """Append nodes for a text's blocks from number `start` on. Returns the last one."""
@@ -160,14 +161,16 @@ class PrefixCache:
         path = self._match(Owner.TARGET, tokens)
         if len(path) == piece.last:
             return True
-        last, size = path[-1] if path else self._roots[Owner.TARGET], self.files.block_bytes
+        last = path[-1] if path else self._roots[Owner.TARGET]
+        # Pages may have room that files do not need.
+        size = max(self.files.block_bytes, cache.storage.block_bytes)
         self._touch(last)
         missing = piece.last - len(path)
         fit = min(missing, self._evict(missing * size, last) // size)
         if len(path) < piece.first or fit <= 0 or (found := self.files.read(piece, len(path), fit)) is None:
             return False
         try:
-            blocks: Sequence[Page | Block] = cache.storage.adopt(found)
+            blocks: Sequence[Held] = cache.storage.adopt(found)
         except MemoryError:
             return False
         # Pages may have been taken out of the path itself.
@@ -175,7 +178,7 @@ class PrefixCache:
             return False
         self._append(last, tokens, len(path), blocks, piece.file)
         self.tokens_read += fit * BLOCK
-        self.files.observe_read(fit * size, time.perf_counter() - started_at)
+        self.files.observe_read(fit * self.files.block_bytes, time.perf_counter() - started_at)
         return fit == missing
 
     def save(self, least: int = 1) -> bool:
@@ -228,11 +231,11 @@ class PrefixCache:
                 self.files.forget(tokens)
 
     def reclaim(self, pool: Pool) -> bool:
-        """Take the least recently used page of a pool out. False where there is none."""
+        """Take the least recently used block in a pool's pages out. False where there is none."""
         for order in self._order.values():
             # All pages of an owner are of one pool.
             first = next(iter(order), None)
-            if first is not None and isinstance(first.block, Page) and first.block.pool is pool:
+            if first is not None and isinstance(first.block, Page | PageBlock) and first.block.pool is pool:
                 self._drop(first)
                 return True
         return False
@@ -315,21 +318,21 @@ def _files(path: Sequence[Node]) -> list[File]:
     return list(dict.fromkeys(node.file for node in path if node.file is not None))
 
 
-def copies(blocks: Sequence[Page | Block | None]) -> list[Block]:
+def copies(blocks: Sequence[Held | None]) -> list[Block]:
     """What blocks of one owner hold, apart from any pool."""
-    pages = [block for block in blocks if isinstance(block, Page)]
+    pages = [block for block in blocks if isinstance(block, Page | PageBlock)]
     return pages[0].pool.copies(pages) if pages else [block for block in blocks if isinstance(block, Block)]
 
 
 def _whole(node: Node) -> bool:
     """Whether a node holds all layers: without the last positions before its end, one with a sliding window cannot go on."""
-    return not isinstance(node.block, Block) or node.block.whole
+    return node.block is None or node.block.whole
 
 
 def _usable(path: list[Node]) -> list[Node]:
     """The longest part of a path at whose end all layers hold what a window sees."""
     while path:
-        reach = path[-1].block.reach if isinstance(path[-1].block, Block) else 0
+        reach = 0 if path[-1].block is None else path[-1].block.reach
         gap = next((i for i in range(len(path) - 1, max(len(path) - reach, 0) - 1, -1) if not _whole(path[i])), None)
         if gap is None:
             break
