@@ -18,6 +18,7 @@ from service.engine import device
 from service.engine.costs import USUALLY_HELD, Costs, line
 from service.engine.drafters.head import draft_calls
 from service.engine.drafters.model import DraftCalls
+from service.engine.kv.budget import pages_of
 from service.engine.kv.cache import RowCache
 from service.engine.replay import FIRST_CALLS
 from service.engine.strategy import current
@@ -78,7 +79,7 @@ def measure(target: nn.Module, draft: nn.Module | None, *, rows: Sequence[int], 
     costs = _fit(least)
     if _queued() > 1:
         plain = [call for call in calls if call.model == "target" and call.tokens == 1 and call.held == HELD[0]]
-        alone = _least({call: partial(calls[call], queued=1) for call in plain}, SHORT_SECONDS / 5, queued=1)
+        alone = _least({call: calls[call] for call in plain}, SHORT_SECONDS / 5, queued=1)
         costs = replace(costs, alone={call.rows: max(alone[call] - least[call], 0.0) for call in plain})
     log.info("%d calls timed in %.1f s", len(calls), time.perf_counter() - started_at)
     return costs
@@ -94,6 +95,10 @@ def _calls(
     few = _few(_lengths(held_rows, most))
     shapes.append((held_rows, HELD[1], [few[0], few[-1]]))
     both, calls = Target(target, draft), dict[_Call, Callable[..., None]]()
+    if (pages := both.cache(0).pages) is not None:
+        # Whenever the pool grew all calls would be traced again.
+        needed = sum(size * pages_of([held + max(lengths)]) for size, held, lengths in shapes)
+        pages.pool.grow(1 + needed * len(pages.groups.windows))
     steps = None if draft is None else draft_calls(draft).replayed(draft)
     for size, held, lengths in shapes:
         run = _caller(both.verify, both.cache(size), held)
@@ -192,19 +197,19 @@ def step_ratios(drafts: Mapping[str, nn.Module], *, seconds: float | None = None
 _Name = TypeVar("_Name")
 
 
-def _least(runs: Mapping[_Name, Callable[[], None]], seconds: float, queued: int | None = None) -> dict[_Name, float]:
+def _least(runs: Mapping[_Name, Callable[..., None]], seconds: float, queued: int | None = None) -> dict[_Name, float]:
     """The least seconds of a call in each run, which makes `queued` calls (None: as many as is usual). All are run in turn, so
     that a slow moment of the machine spoils one sweep at most."""
     # Where calls are traced, the last of these is replayed.
     for run in runs.values():
         for _ in range(FIRST_CALLS if current().replay else 1):
-            run()
+            run(queued=1)
     least, sweeps, total = dict.fromkeys(runs, float("inf")), 0, 0.0
     while total < seconds or (sweeps < SWEEPS and total < ENOUGH_SECONDS):
         sweeps += 1
         for name, run in runs.items():
             started_at = time.perf_counter()
-            run()
+            run(queued=queued)
             taken = time.perf_counter() - started_at
             least[name] = min(least[name], taken / (queued or _queued()))
             total += taken
@@ -228,9 +233,9 @@ def _draft_step(draft: nn.Module, calls: DraftCalls, rows: int, held: int) -> Ca
         return run
     own = mx.array(np.tile(np.arange(EXTRA_IDS, dtype=np.int32) % len(head.in_vocabulary), (rows, 1)))
 
-    def call(tokens: int) -> None:
+    def call(tokens: int, queued: int | None = None) -> None:
         with extra_ids_allowed(head, own):
-            run(tokens)
+            run(tokens, queued)
 
     return call
 
@@ -251,5 +256,5 @@ def _caller(model: Callable[[mx.array, RowCache], mx.array], cache: RowCache, he
         device.wait([launched(tokens) for _ in range(queued or _queued())])
 
     # What is held need not have been read to cost what it costs: zeros do.
-    call(1)
+    call(1, queued=1)
     return call

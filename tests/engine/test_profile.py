@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,8 +12,10 @@ from service.engine import device, profile
 from service.engine.adapters import Draft, bare
 from service.engine.costs import USUALLY_HELD, Costs, Load
 from service.engine.decoder import Decoder
+from service.engine.kv.cache import RowCache
 from service.engine.planner import Planner
 from service.engine.profile import EXTRA_IDS, SWEEPS, Seeds, measure, sizes
+from service.engine.replay import FIRST_CALLS, Replay
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.models.heads import cut, cut_head, shallow_copy
 from tests.support.oracle import noisy_copy, tiny_llama
@@ -188,3 +191,33 @@ def test_a_draft_that_cannot_be_timed_keeps_the_costs() -> None:
     assert decoder.planner.round_seconds() == before
     decoder.switch(bare(noisy_copy(target, 2, 0.1)))
     assert decoder.planner.round_seconds() == before
+
+
+@pytest.mark.usefixtures("no_longer_than_needed")
+def test_each_call_is_traced_once_and_made_a_few_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a trace takes as long as ten calls, and all of them together are what a start waits for."""
+    traced, made = list[Replay](), list[int]()
+    new_trace, replayed = Replay._new_trace, Replay.__call__
+
+    def tracing(replay: Replay, *arguments: Any) -> Callable[..., Any]:
+        traced.append(replay)
+        return new_trace(replay, *arguments)
+
+    def calling(replay: Replay, arguments: Any, cache: RowCache, count: int) -> Any:
+        made.append(count)
+        return replayed(replay, arguments, cache, count)
+
+    monkeypatch.setattr(Replay, "_new_trace", tracing)
+    monkeypatch.setattr(Replay, "__call__", calling)
+    target = tiny_llama(0)
+    with using(CUDA):
+        rows = sizes(64)
+        kinds = len(profile._calls(target, None, rows, 10))
+        traced.clear()
+        made.clear()
+        measure(target, None, rows=rows, most=10)
+        queued = profile._queued()
+    assert 0 < len(traced) <= kinds
+    # One to begin with, those before it is timed, and the timed ones; over one token a row each by itself too.
+    alone = len(rows) * (FIRST_CALLS + SWEEPS)
+    assert len(made) <= len(rows) + 1 + kinds * (FIRST_CALLS + SWEEPS * queued) + alone
