@@ -126,7 +126,7 @@ class Budget:
         took = GROWING * many * self.row.of(strategy.capacity(max(rows, default=0)))
         # They may be prefilled in one call, as many rows as there are in a batch.
         took += size(len(prefilling)) * self.row.of(strategy.capacity(max(prefilling, default=0)))
-        return took / self.size
+        return took / max(self.size, 1)
 
     @property
     def _pools(self) -> tuple[PoolRow, ...]:
