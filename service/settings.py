@@ -149,7 +149,7 @@ class TrainingSettings(Section):
     warmup: Share = 0.1
     niceness: int = Field(default=10, ge=0, le=19)
     gpu_share: Share = Field(default=0.65, gt=0)
-    """Share of the time that a run computes on a GPU, which it shares with serving; it rests for the others."""
+    """On a GPU a run is throttled to this share of the time, so that serving has the rest."""
     threads: int = Field(default=0, ge=0)
     """BLAS threads of the child; 0: half of the cores. Serving keeps the others while it runs."""
     memory_gb: float = Field(default=0.0, ge=0)

@@ -14,8 +14,8 @@ from typing import TextIO
 log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.02
-_LONGEST_REST = 1.0
-"""Seconds: what takes longer than a step, such as loading a model, needs no rest as long as itself."""
+_LONGEST_SLEEP = 1.0
+"""Seconds of throttling at a time, at most: loading a model need not be followed by as long a sleep."""
 ORPHANED = 75
 """Exit status after the parent went away (EX_TEMPFAIL)."""
 
@@ -32,7 +32,7 @@ class Channel:
         self._out = stdout
         self._paused = threading.Event()
         self.share = 1.0
-        """Share of the time between two calls of `hold` and the second one's end that is work; it rests for the others."""
+        """Share of the time in which this process works: `hold` throttles it to that."""
         self._working_since = time.perf_counter()
 
     @classmethod
@@ -55,10 +55,10 @@ class Channel:
         return self._paused.is_set()
 
     def hold(self) -> float:
-        """Rest after a piece of work, so that work takes `share` of the time, and wait while the parent wants this process to
-        pause. Returns the seconds it was paused for."""
+        """Between two pieces of work: sleep for as long as throttles work to `share` of the time, then wait while the parent
+        wants this process to pause. Returns the seconds it was paused for."""
         worked = time.perf_counter() - self._working_since
-        time.sleep(min(worked * (1 / self.share - 1), _LONGEST_REST))
+        time.sleep(min(worked * (1 / self.share - 1), _LONGEST_SLEEP))
         paused_at = time.perf_counter()
         while self.paused:
             time.sleep(_PAUSE_SECONDS)

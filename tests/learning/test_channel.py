@@ -47,7 +47,7 @@ def test_hold_waits_while_the_parent_pauses_and_says_for_how_long(pipe: tuple[in
     assert channel.hold() < 0.1
 
 
-def test_work_takes_its_share_of_the_time_and_rests_are_no_pauses(pipe: tuple[int, int]) -> None:
+def test_work_is_throttled_to_its_share_of_the_time_which_is_no_pause(pipe: tuple[int, int]) -> None:
     channel = Channel(pipe[0], io.StringIO())
     channel.share = 0.25
     channel.hold()
@@ -59,7 +59,7 @@ def test_work_takes_its_share_of_the_time_and_rests_are_no_pauses(pipe: tuple[in
     assert paused < PIECE
 
 
-def test_with_all_of_the_time_nothing_rests(pipe: tuple[int, int]) -> None:
+def test_with_all_of_the_time_nothing_is_throttled(pipe: tuple[int, int]) -> None:
     channel = Channel(pipe[0], io.StringIO())
     time.sleep(0.2)
     started_at = time.perf_counter()

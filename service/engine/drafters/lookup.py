@@ -85,14 +85,11 @@ class Lookup:
         self._resting = max(self._resting - 1, 0)
         if not possible:
             return [None] * len(rows)
-        left, own = AT_ONCE, [None if row.padding else row.ngrams for row in rows]
-        for row, ngrams in zip(rows, own, strict=True):
-            if ngrams is not None:
-                left -= ngrams.update(row.tokens, left)
-        found = [
-            None if ngrams is None else self._forced(row) or self.find(row.tokens, ngrams)
-            for row, ngrams in zip(rows, own, strict=True)
-        ]
+        left = AT_ONCE
+        for row in rows:
+            if not row.padding:
+                left -= row.ngrams.update(row.tokens, left)
+        found = [None if row.padding else self._forced(row) or self.find(row.tokens, row.ngrams) for row in rows]
         return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]
 
     def _forced(self, row: Request) -> LookupProposal | None:
