@@ -25,8 +25,8 @@ from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
-from service.engine.footprint import row_bytes, weight_bytes
-from service.engine.kv.budget import Budget, prefix_bytes
+from service.engine.footprint import MemoryPlan, plan_memory, weight_bytes
+from service.engine.kv.budget import Budget
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
@@ -207,8 +207,7 @@ class Application:
                 check_rows(pair.draft.model, "draft")
         base = served(pair.draft) if pair.draft is not None else None
         free = max(device_free_bytes() + device.memory().cache - device.cache_limit(), 0)
-        prefix = prefix_bytes(settings.engine.prefix_cache_mb, free)
-        budget = self._kv_budget(folders, pair, free, prefix)
+        plan = self._memory_plan(folders, pair, free)
         decoder = Decoder(
             pair.target.model,
             base,
@@ -219,10 +218,10 @@ class Application:
             collect=settings.store.record,
             adaptive=settings.engine.adaptive,
             lookup=settings.engine.num_lookup_tokens,
-            prefix=PrefixCache(prefix),
+            prefix=PrefixCache(plan.prefix),
         )
-        decoder.limit_memory(budget)
-        context = _context(settings.engine.max_context, pair.target.context, budget)
+        decoder.limit_memory(plan.budget)
+        context = _context(settings.engine.max_context, pair.target.context, plan.budget)
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows, context)
         if settings.engine.max_gap_ms is not None:
@@ -244,27 +243,33 @@ class Application:
             weights=weight_bytes(pair.target.model, pair.draft.model if pair.draft is not None else None),
         )
 
-    def _kv_budget(self, folders: Folders, pair: Pair, free: int, prefix: int) -> Budget:
-        """What keys and values may take of the memory that is free once everything is loaded. Raises ModelError
-        where that is nothing."""
-        asked, runs, training = self.settings.engine.kv_budget_mb, self.settings.training, 0
-        target, draft = pair.target, pair.draft
-        row = row_bytes(target.model, draft.model if draft is not None else None)
-        if runs.enabled and folders.draft is not None and not asked:
+    def _memory_plan(self, folders: Folders, pair: Pair, free: int) -> MemoryPlan:
+        """Divides the memory that is free once everything is loaded. Raises ModelError where nothing is left for keys and
+        values."""
+        engine, runs, training = self.settings.engine, self.settings.training, 0
+        if runs.enabled and folders.draft is not None:
             rows, length = runs.batch_size, runs.max_length
             training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
-        chunk = self.settings.engine.prefill_chunk
-        budget = Budget.of(asked, free, prefix=prefix, training=training, row=row, chunk=chunk)
+        plan = plan_memory(
+            pair.target.model,
+            pair.draft.model if pair.draft is not None else None,
+            free,
+            kv_mb=engine.kv_budget_mb,
+            prefix_mb=engine.prefix_cache_mb,
+            chunk=engine.prefill_chunk,
+            training=training,
+        )
+        budget = plan.budget
         if current().paged and budget.size > free:
             raise ModelError(
-                f"engine.kv_budget_mb asks for {asked} MiB of the device's memory, and {free >> 20} are free"
+                f"engine.kv_budget_mb asks for {engine.kv_budget_mb} MiB of the device's memory, and {free >> 20} are free"
             )
         if budget.longest() == 0:
             raise ModelError(
                 f"{budget.size >> 20} MiB are left for keys and values, too little for a request: see engine.kv_budget_mb and "
                 "engine.prefix_cache_mb"
             )
-        return budget
+        return plan
 
     @contextmanager
     def _during(self, stage: str) -> Generator[None]:

@@ -125,8 +125,7 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     """What serving these models takes, in bytes, printed as a table; None where they are not at hand. free: bytes of the
     device's memory."""
     from service.engine.device import cache_limit
-    from service.engine.footprint import row_bytes, weight_bytes
-    from service.engine.kv.budget import Budget, prefix_bytes
+    from service.engine.footprint import plan_memory, weight_bytes
     from service.engine.strategy import current
     from service.learning.loading import training_bytes
     from service.models.machine import folder_at_hand
@@ -144,24 +143,34 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     training, needed = settings.training, 0
     if draft is not None and training.enabled:
         needed = training_bytes(target, draft, rows=training.batch_size, length=training.max_length)
-    weights = weight_bytes(*models)
-    row, left = row_bytes(*models), max(free - weights - cache_limit(), 0)
+    weights, engine = weight_bytes(*models), settings.engine
+    plan = plan_memory(
+        *models,
+        max(free - weights - cache_limit(), 0),
+        kv_mb=engine.kv_budget_mb,
+        prefix_mb=engine.prefix_cache_mb,
+        chunk=engine.prefill_chunk,
+        training=needed,
+    )
+    budget, row = plan.budget, plan.budget.row
     memory = {
         "weights": weights,
         "kv_per_token": row.first,
-        "prefix": prefix_bytes(settings.engine.prefix_cache_mb, left),
+        "kv": budget.size,
+        "calls": plan.calls,
+        "prefix": plan.prefix,
+        "reuse": cache_limit(),
         "training": needed,
         "total_free": free,
     }
-    asked = settings.engine.kv_budget_mb
-    chunk = settings.engine.prefill_chunk
-    budget = Budget.of(asked, left, prefix=memory["prefix"], training=needed, row=row, chunk=chunk)
     windows = [max(most for most, _ in row.windows)] if row.windows else []
     rows = [
         ("free", _size(free)),
         ("weights", _size(memory["weights"])),
         ("prefix cache, at most", _size(min(memory["prefix"], budget.size) if current().paged else memory["prefix"])),
         ("training meanwhile, at most", _size(memory["training"])),
+        ("what calls compute, at most", _size(plan.calls)),
+        ("freed memory held for reuse, at most", _size(memory["reuse"])),
         ("a token of a request", _size(row.first)),
         *((f"behind {most:,} tokens, for windows are full", _size(row.position)) for most in windows),
         ("keys and values of all requests, at most", _size(budget.size)),

@@ -18,7 +18,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.engine import device, profile
+from service.engine import profile
 from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
@@ -154,7 +154,7 @@ class Decoder:
         for _ in range(2):
             cache, started_at = self.batch.target.cache(1), time.perf_counter()
             self.batch.target(mx.zeros((1, count), dtype=mx.int32), cache)
-            device.wait(cache.arrays())
+            self.batch.target.work.finish(cache.arrays(), count)
             self.pace.speed = Speed(count, time.perf_counter() - started_at)
             cache.commit(count)
         (block,) = copies(cache.storage.blocks(0, count // BLOCK - 1, 1))

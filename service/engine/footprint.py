@@ -2,18 +2,49 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from service.engine.kv.budget import PoolRow, RowBytes
+from service.engine.kv.budget import Budget, PoolRow, RowBytes, prefix_bytes
 from service.engine.kv.cache import RowCache
 from service.engine.kv.groups import most_held
 from service.engine.kv.pages import Pages
-from service.engine.strategy import PAGE
+from service.engine.strategy import PAGE, current
 from service.engine.target import Target
+from service.engine.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """What is left of the device's memory beside weights and what MLX holds for reuse, divided. calls: bytes that calls compute
+    at a time. prefix: bytes of the prefix cache, at most. budget: of keys and values."""
+
+    calls: int
+    prefix: int
+    budget: Budget
+
+
+def plan_memory(
+    target: nn.Module,
+    draft: nn.Module | None,
+    left: int,
+    *,
+    kv_mb: int,
+    prefix_mb: int | None,
+    chunk: int | None,
+    training: int,
+) -> MemoryPlan:
+    """Divide `left` bytes as the settings ask. kv_mb, prefix_mb, chunk: `engine.kv_budget_mb`, `engine.prefix_cache_mb` and
+    `engine.prefill_chunk`. training: bytes of a run. Raises PairError."""
+    tokens = chunk or current().prefill_chunk
+    calls = max(Work.of(model).under_way(tokens) for model in (target, draft) if model is not None)
+    left = max(left - calls, 0)
+    prefix, row = prefix_bytes(prefix_mb, left), row_bytes(target, draft)
+    return MemoryPlan(calls, prefix, Budget.of(kv_mb, left, prefix=prefix, training=training, row=row, chunk=chunk))
 
 
 def weight_bytes(*models: nn.Module | None) -> int:

@@ -18,6 +18,7 @@ from service.engine.kv.prefix_files import Piece, Speed
 from service.engine.request import PADDING_LENGTH, PADDING_TEXT, Request
 from service.engine.strategy import current
 from service.engine.target import Target
+from service.engine.work import Work
 
 LEAST = 32
 """Tokens that are prefilled before a round at least, however long the running requests wait for them."""
@@ -161,7 +162,8 @@ def prefill_target(
 ) -> bool:
     """Prefill the next chunk of `size` tokens of each prompt with the target. Returns whether tokens remain. pace: learns from
     calls that are waited for."""
-    return _prefill_chunk(Owner.TARGET, target, prefill.target_cache, prefill.rows, size, sys.maxsize, prefix, pace)
+    cache, rows = prefill.target_cache, prefill.rows
+    return _prefill_chunk(Owner.TARGET, target, target.work, cache, rows, size, sys.maxsize, prefix, pace)
 
 
 def prefill_draft(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix: PrefixCache | None) -> bool:
@@ -169,7 +171,7 @@ def prefill_draft(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix:
     remain. The draft cache must exist (`Prefill.ensure_draft_cache`)."""
     assert prefill.draft_cache is not None
     run, upto = partial(drafter.extend, target=prefill.target_cache), drafter.prefill_limit(prefill.target_cache)
-    return _prefill_chunk(Owner.DRAFT, run, prefill.draft_cache, prefill.rows, size, upto, prefix)
+    return _prefill_chunk(Owner.DRAFT, run, drafter.work, prefill.draft_cache, prefill.rows, size, upto, prefix)
 
 
 def _prompts(rows: Sequence[Request], cache: RowCache) -> list[Sequence[int]]:
@@ -191,6 +193,7 @@ def _load_cached_prefixes(owner: Owner, cache: RowCache, rows: Sequence[Request]
 def _prefill_chunk(
     owner: Owner,
     run: Callable[[mx.array, RowCache], object],
+    work: Work,
     cache: RowCache,
     rows: Sequence[Request],
     size: int,
@@ -204,15 +207,18 @@ def _prefill_chunk(
     prompts, start = _prompts(rows, cache), cache.lengths.host
     chunks = [prompt[done : min(done + size, upto)] for prompt, done in zip(prompts, start, strict=True)]
     if any(chunks):
-        started_at = time.perf_counter()
-        run(pad_rows(chunks, cache), cache)
+        started_at, tokens = time.perf_counter(), pad_rows(chunks, cache)
+        run(tokens, cache)
+        arrays = cache.arrays()
+        work.launch(arrays, tokens.size)
         ends = [done + len(chunk) for done, chunk in zip(start, chunks, strict=True)]
         # The first round over these rows can be made while the device is at the end of their prompts.
         whole = all(end == len(prompt) for end, prompt in zip(ends, prompts, strict=True))
         wait = not (whole and current().launch_ahead)
-        (device.wait if wait else device.launch)(cache.arrays())
-        if wait and pace is not None:
-            pace.observe(len(chunks) * max(map(len, chunks)), time.perf_counter() - started_at)
+        if wait:
+            device.wait(arrays)
+            if pace is not None:
+                pace.observe(len(chunks) * max(map(len, chunks)), time.perf_counter() - started_at)
         cache.truncate(ends)
         if prefix is not None:
             for i, (row, prompt) in enumerate(zip(rows, prompts, strict=False)):

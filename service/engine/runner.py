@@ -144,8 +144,9 @@ class Runner:
         for row in rows:
             cache, text = batch.target.cache(1), row.tokens[:-1]
             for start in range(0, len(text), self._prefill_chunk):
-                batch.target(mx.array([text[start : start + self._prefill_chunk]]), cache)
-                device.wait(cache.arrays())
+                tokens = mx.array([text[start : start + self._prefill_chunk]])
+                batch.target(tokens, cache)
+                batch.target.work.finish(cache.arrays(), tokens.size)
                 cache.truncate([min(start + self._prefill_chunk, len(text))])
             caches.append(cache)
         batch.cache.compact([], batch.cache.copy_moved([]))

@@ -181,10 +181,11 @@ def test_doctor_says_what_models_at_hand_take(drafting: bool, tmp_path: Path, re
     assert memory["kv_per_token"] == layers * 8 * width
     assert memory["prefix"] == 3 * 2**20 and 0 < memory["total_free"] < psutil.virtual_memory().total
     assert (memory["training"] > 2**28) == drafting
-    left = memory["total_free"] - memory["weights"] - memory["prefix"] - memory["training"] - device.cache_limit()
+    assert memory["reuse"] == device.cache_limit() and memory["calls"] > 0
+    left = memory["total_free"] - sum(memory[name] for name in ("weights", "calls", "reuse", "prefix", "training"))
     # While buffers grow, the old ones are there too.
     fit = int(shown["tokens that fit for each of 1 requests"].replace(",", ""))
-    assert 0.85 * 0.9 * left <= 2 * fit * memory["kv_per_token"] <= 0.9 * left
+    assert 0.85 * 0.9 * left <= 2 * fit * memory["kv_per_token"] <= memory["kv"] <= 0.9 * left
     config_of_less = tmp_path / "less.toml"
     config_of_less.write_text("[engine]\nprefix_cache_mb = 3\nkv_budget_mb = 8\n")
     done = redraft("doctor", *words[:4], "--config", config_of_less)

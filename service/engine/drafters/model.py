@@ -23,6 +23,7 @@ from service.engine.planner import DraftSteps
 from service.engine.replay import Replay
 from service.engine.sampling import SamplingBatch, SharedNoise, biased, draw, fit, normaliser, transform
 from service.engine.strategy import current
+from service.engine.work import Work
 from service.models.heads import CutHead, cut_head, extra_ids_allowed, split, token_limit
 from service.models.vocabulary import ExtraIds, padded
 
@@ -88,6 +89,7 @@ class ModelDrafter:
         self._chunk = chunk
         self.target = target
         self.strategy = current()
+        self.work = Work.of(draft.model)
         self.pool = Pool()
         """Where all caches of the draft take pages, if rows are in pages."""
         self.switch(draft)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from service.core import BadRequest, python_command
 from service.engine import device
-from service.engine.kv.budget import USABLE
+from service.engine.footprint import plan_memory, weight_bytes
 from service.engine.strategy import current
 from service.evaluation.bench.adapting import Adapter
 from service.evaluation.server import LocalServer, ServerProcess
@@ -16,7 +16,7 @@ from service.evaluation.traffic import Ask, ask, ask_chat
 from service.learning.export import export_fused
 from service.models import vocabulary
 from service.models.memory import device_free_bytes
-from service.models.weights import bytes_in_memory
+from service.models.pair import unread_pair
 from service.settings import Settings
 
 _MLX_LM = """
@@ -69,9 +69,13 @@ class Plan:
 
     def _share_mb(self, draft: Path | None) -> int:
         """MiB of keys and values for each of the servers: by itself the first would take what there is. Raises BadRequest."""
-        folders = [self.target] if draft is None else [self.target, draft]
-        weights = sum(bytes_in_memory(folder, widen=False) for folder in folders)
-        share = int(USABLE * (device_free_bytes() // self.servers - weights - device.cache_limit())) >> 20
+        models = unread_pair(self.target, draft)
+        left = device_free_bytes() // self.servers - weight_bytes(*models) - device.cache_limit()
+        engine = self.settings.engine
+        plan = plan_memory(
+            *models, left, kv_mb=0, prefix_mb=engine.prefix_cache_mb, chunk=engine.prefill_chunk, training=0
+        )
+        share = plan.budget.size >> 20
         if share < 1:
             raise BadRequest(
                 f"{self.servers} servers of these models do not fit into the device's memory", field="arms"
