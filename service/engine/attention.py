@@ -36,8 +36,7 @@ WIDEST = 128
 THREADS = 256
 """Of a block, whose 8 warps take 16 keys each at a time."""
 SPLIT_FROM = 1024
-"""Positions that rows have room for from which a long row's keys are shared among several blocks, whose results a second kernel
-merges."""
+"""Positions from which a row's keys are shared among several blocks, whose results a second kernel merges."""
 SPLIT_KEYS = 256
 """Positions of such a share at least."""
 GATHER_THREADS = 64
@@ -50,16 +49,14 @@ BLOCKS = 512
 
 @cache
 def _kernel(split: bool) -> Any:
-    inputs = ["queries", "keys", "values", "page_table", "starts", "scale", "sinks", "written", *["usual"] * split]
-    outputs = ["out", *("parts", "sums", "tops") * split]
-    shares = {"SPLIT_KEYS": SPLIT_KEYS, "SPLIT_LONG": SPLIT_LONG} if split else {}
-    return cuda_kernel("row_attention", inputs, outputs, strided=True, SPLIT=int(split), PAGE=PAGE, **shares)
+    inputs = ["queries", "keys", "values", "page_table", "starts", "scale", "sinks", "written"]
+    outputs = ["out", "sums", "tops"] if split else ["out"]
+    return cuda_kernel("row_attention", inputs, outputs, strided=True, SPLIT=int(split), PAGE=PAGE)
 
 
 @cache
 def _merge() -> Any:
-    inputs = ["whole", "parts", "sums", "tops", "starts", "usual"]
-    return cuda_kernel("row_attention_merge", inputs, ["out"], SPLIT_KEYS=SPLIT_KEYS, SPLIT_LONG=SPLIT_LONG)
+    return cuda_kernel("row_attention_merge", ["parts", "sums", "tops"], ["out"])
 
 
 @cache
@@ -71,11 +68,6 @@ def _gather() -> Any:
 @cache
 def _scale(value: float) -> mx.array:
     return mx.array([value], dtype=mx.float32)
-
-
-@cache
-def _usual(shares: int) -> mx.array:
-    return mx.array([shares], dtype=mx.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +131,10 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
     share, kind = many // heads, queries.dtype
     chunk = next(size for size in range(min(width, WIDEST), 0, -16) if width % size == 0)
     chunks = -(-share * count // QUERIES) * (width // chunk)
-    usual = max(BLOCKS // (rows * heads * chunks), 1)
-    # A single long row would be one block's work for each head.
-    most = max(min(usual, capacity // SPLIT_KEYS), min(capacity // SPLIT_LONG, MOST_SPLITS))
-    splits = 1 if capacity <= SPLIT_FROM else most
+    most = max(BLOCKS // (rows * heads * chunks), 1)
+    # A single long row would be one block's work for each head: blocks of short rows have nothing to do.
+    most = max(most, min(capacity // SPLIT_LONG, MOST_SPLITS))
+    splits = 1 if capacity <= SPLIT_FROM else min(most, capacity // SPLIT_KEYS)
     template = [("T", kind), ("HALF", kind == mx.float16), ("D", dims), ("V", width), ("VC", chunk), ("G", share)]
     template += [("WINDOW", call.window), ("SINKS", sinks is not None)]
     # In the order in which models project them, which rope keeps. Only queries that are not are copied, never keys or values:
@@ -151,25 +143,26 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
     shape = (rows, count, many)
     own_sinks = keys if sinks is None else sinks.astype(kind)
     written = call.starts if call.written is None else call.written
-    inputs = [laid_out, keys, values, call.table, call.starts, _scale(scale), own_sinks, written]
-    out, *parts = _kernel(splits > 1)(
-        inputs=inputs if splits == 1 else [*inputs, _usual(usual)],
+    made = _kernel(splits > 1)(
+        inputs=[laid_out, keys, values, call.table, call.starts, _scale(scale), own_sinks, written],
         template=template,
         grid=(rows * heads * THREADS, splits, chunks),
         threadgroup=(THREADS, 1, 1),
-        output_shapes=[(*shape, width), *((*shape, splits, *each) for each in ((width,), (), ()) if splits > 1)],
-        output_dtypes=[kind, *[mx.float32] * (3 if splits > 1 else 0)],
+        output_shapes=[(*shape, width)]
+        if splits == 1
+        else [(*shape, splits, width), (*shape, splits), (*shape, splits)],
+        output_dtypes=[kind] if splits == 1 else [mx.float32] * 3,
     )
     if splits > 1:
-        out = _merge()(
-            inputs=[out, *parts, call.starts, _usual(usual)],
-            template=[("T", kind), ("V", width), ("WINDOW", call.window)],
+        made = _merge()(
+            inputs=made,
+            template=[("T", kind), ("V", width)],
             grid=(rows * count * many * width, 1, 1),
             threadgroup=(width, 1, 1),
             output_shapes=[(*shape, width)],
             output_dtypes=[kind],
-        )[0]
-    return out.swapaxes(1, 2)
+        )
+    return made[0].swapaxes(1, 2)
 
 
 def masked_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.array | None = None) -> mx.array:

@@ -122,8 +122,10 @@ class Decoder:
             self.planner.reseed(self._seeds.switch(draft.model))
 
     def profile(self, rows: int, context: int | None = None) -> None:
-        """Time calls over up to so many rows to seed the costs of rounds, and warm up. Otherwise the first round times those of
+        """Warm up, and time calls over up to so many rows to seed the costs of rounds. Otherwise the first round times those of
         its rows. context: tokens of a request, at most; None: not known."""
+        if self.strategy.replay and not self.unfinished:
+            warm_up(self, rows, context)
         if self.adaptive:
             drafter = self.batch.drafter
             draft = drafter.draft.model if drafter is not None and self.draft_length else None
@@ -131,8 +133,6 @@ class Decoder:
             sizes, most = profile.sizes(self.batch.size(rows)), max(self.draft_length, looked_up)
             self._seeds = profile.Seeds(profile.measure(self.batch.target.model, draft, rows=sizes, most=most), draft)
             self.planner = Planner(self.draft_length, looked_up, self._seeds.costs)
-        if self.strategy.replay and not self.unfinished:
-            warm_up(self, rows, context)
 
     def limit_memory(self, budget: Budget) -> None:
         """Keep keys and values within a budget. In pages all of it is taken with the first call: cached prefixes use it too."""

@@ -1,4 +1,4 @@
-// Parts of the kernels of this folder: loads, copies to shared memory, products of fragments on tensor cores, rounding, shares of a row.
+// Parts of the kernels of this folder: loads, copies to shared memory, products of fragments on tensor cores, rounding.
 template <int N, typename Word, typename T>
 __device__ __forceinline__ void load(Word (&to)[N], const T* from) {
   // In the widest words that the length allows; a row of keys or values is aligned to its length.
@@ -93,16 +93,4 @@ template <int LEFT>
 __device__ __forceinline__ void copy_async_wait() {
   // Until all but the LEFT newest groups have arrived.
   asm volatile("cp.async.wait_group %0;" :: "n"(LEFT) : "memory");
-}
-
-template <int WINDOW>
-__device__ __forceinline__ int first_tile(int start) {
-  // Of 16 keys each: the first that a row's queries from position `start` on see. WINDOW 0: none.
-  return WINDOW > 0 && start + 1 > WINDOW ? (start + 1 - WINDOW) / 16 : 0;
-}
-
-template <int LEAST, int LONG>
-__device__ __forceinline__ int shares_of(int keys, int usual, int most) {
-  // Blocks that share a row's keys: `usual`, but with LEAST keys each, and as many as there are LONG keys in any case.
-  return min(max(min(usual, (keys + LEAST - 1) / LEAST), (keys + LONG - 1) / LONG), most);
 }

@@ -1,7 +1,6 @@
 // A block of 8 warps computes 16 queries of one row and one head of keys and values, and a chunk of VC dimensions of their values,
-// over all of the row's keys. Where SPLIT, the keys of a long row are shared among blocks, 128 of them to each in turn, whose
-// results row_attention_merge.cu merges. Keys are in pages of PAGE positions, 16 or a multiple, whose numbers are in the row of
-// `page_table`; keys and values may lie in any order but for their dimensions.
+// over all of the row's keys or, where SPLIT, over every gridDim.y-th 128 of them. They are in pages of PAGE positions, 16 or a
+// multiple, whose numbers are in the row of `page_table`; keys and values may lie in any order but for their dimensions.
 // Constants: T (bfloat16 or float16), HALF (it is float16), D and V (dimensions of keys and values), VC, G (query heads that
 // share a head of keys), WINDOW (0: none), SINKS.
 //
@@ -15,14 +14,6 @@ const int heads = keys_shape[1], N = queries_shape[1], M = G * N, W = page_table
 const int b = blockIdx.x / heads, h = blockIdx.x % heads;
 const int m0 = (blockIdx.z / (V / VC)) * 16, v0 = (blockIdx.z % (V / VC)) * VC;
 const int start = starts[b], total = start + N;
-const int begin = first_tile<WINDOW>(start);
-
-#if SPLIT
-const int shares = shares_of<SPLIT_KEYS, SPLIT_LONG>(total - begin * 16, usual[0], gridDim.y);
-if (blockIdx.y >= shares) { return; }
-#else
-constexpr int shares = 1;
-#endif
 
 // Queries g and g + 8 of the block: 4 neighbouring dimensions of each a step.
 const int first = min(m0 + g, M - 1), second = min(m0 + g + 8, M - 1);
@@ -39,9 +30,21 @@ const T* keys_of = keys + h * keys_strides[1] + q * DT;
 const T* values_of = values + h * values_strides[1] + v0 + g * VT;
 const int* pages = page_table + b * W;
 const float factor = scale[0] * LOG2E;
+const int begin = (WINDOW > 0 && start + 1 > WINDOW) ? (start + 1 - WINDOW) / 16 : 0;
+
+#if SPLIT
+// Of a share without keys the merge reads nothing else.
+if ((begin + blockIdx.y * WARPS) * 16 >= total) {
+  for (int m = m0 + threadIdx.x; v0 == 0 && m < min(m0 + 16, M); m += WARPS * 32) {
+    const int64_t row = ((int64_t)b * N + m / G) * heads * G + h * G + m % G;
+    tops[row * gridDim.y + blockIdx.y] = -INFINITY;
+  }
+  return;
+}
+#endif
 
 // The number of the next tile's page is read while this one is computed.
-const int step = shares * WARPS;
+const int step = gridDim.y * WARPS;
 int tile = begin + blockIdx.y * WARPS + warp, page = pages[min(tile * 16 / PAGE, W - 1)];
 for (; tile * 16 < total; tile += step) {
   const int base = tile * 16, first_slot = base % PAGE, last = total - 1 - base + first_slot;
@@ -159,20 +162,18 @@ if (warp == 0) {
     if (m < M) {
       const int64_t row = ((int64_t)b * N + m / G) * heads * G + h * G + m % G;
 #if SPLIT
-      if (shares > 1) {
-        const int64_t part = row * gridDim.y + blockIdx.y;
-        #pragma unroll
-        for (int j = 0; j < VT; j++) { parts[part * V + dim + j] = acc[j][i]; }
-        if (dim == 0) {
-          sums[part] = i / 2 ? sum1 : sum0;
-          tops[part] = i / 2 ? most1 : most0;
-        }
-        continue;
+      const int64_t part = row * gridDim.y + blockIdx.y;
+      #pragma unroll
+      for (int j = 0; j < VT; j++) { out[part * V + dim + j] = acc[j][i]; }
+      if (dim == 0) {
+        sums[part] = i / 2 ? sum1 : sum0;
+        tops[part] = i / 2 ? most1 : most0;
       }
-#endif
+#else
       const float share = i / 2 ? (sum1 > 0.0f ? 1.0f / sum1 : 0.0f) : (sum0 > 0.0f ? 1.0f / sum0 : 0.0f);
       #pragma unroll
       for (int j = 0; j < VT; j++) { out[row * V + dim + j] = static_cast<T>(acc[j][i] * share); }
+#endif
     }
   }
 }
