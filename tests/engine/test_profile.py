@@ -221,3 +221,22 @@ def test_each_call_is_traced_once_and_made_a_few_times(monkeypatch: pytest.Monke
     # One to begin with, those before it is timed, and the timed ones; over one token a row each by itself too.
     alone = len(rows) * (FIRST_CALLS + SWEEPS)
     assert len(made) <= len(rows) + 1 + kinds * (FIRST_CALLS + SWEEPS * queued) + alone
+
+
+def test_kernels_are_compiled_before_calls_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    measured = profile.measure
+
+    def timed(*given: Any, **named: Any) -> Costs:
+        order.append("timed")
+        return measured(*given, **named)
+
+    monkeypatch.setattr(profile, "measure", timed)
+    monkeypatch.setattr("service.engine.decoder.warm_up", lambda *given: order.append("warmed up"))
+    for way in (CUDA, CPU):
+        with using(way):
+            target = tiny_llama(0)
+            made = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=1, adaptive=True)
+            made.profile(1)
+            assert made.planner is not None
+    assert order == ["warmed up", "timed", "timed"], "a CPU has nothing to compile"

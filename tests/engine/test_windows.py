@@ -66,13 +66,15 @@ def way(request: pytest.FixtureRequest) -> Iterator[Strategy]:
         yield request.param
 
 
-BOTH = pytest.mark.parametrize("way", [CPU, IN_PAGES], indirect=True, ids=["rectangles", "pages"])
+RECTANGLES, PAGES = pytest.param(CPU, id="rectangles"), pytest.param(IN_PAGES, id="pages")
+AT_NIGHT = pytest.mark.nightly
+CHUNKS = pytest.mark.parametrize("chunk", [100, pytest.param(400, marks=AT_NIGHT)])
 
 
 @pytest.mark.parametrize("strategy", [CPU, METAL, CUDA], ids=["CPU", "Metal", "CUDA"])
 @pytest.mark.parametrize(
     "name",
-    ["gemma3_text", "gpt_oss", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("cohere2", "gemma3n", "olmo3"))],
+    ["gemma3_text", "gpt_oss", *(pytest.param(n, marks=AT_NIGHT) for n in ("cohere2", "gemma3n", "olmo3"))],
 )
 def test_texts_past_the_window_are_the_target_s_own(name: str, strategy: Strategy) -> None:
     """Rows that come to their buffer's end in prefill, while they decode, or not at all; later from the prefix cache."""
@@ -99,7 +101,7 @@ def test_texts_past_the_window_are_the_target_s_own(name: str, strategy: Strateg
             assert_given_back(made)
 
 
-@pytest.mark.parametrize("chunk", [100, 400])
+@CHUNKS
 def test_memory_stays_where_it_is_beyond_the_window(chunk: int) -> None:
     target, made = decoder("gemma3_text", chunk=chunk)
     row = Request("0", Prompt(text(380), Sampling(max_tokens=100)), frozenset(), None)
@@ -117,7 +119,7 @@ def test_memory_stays_where_it_is_beyond_the_window(chunk: int) -> None:
     check(target, [row])
 
 
-@pytest.mark.parametrize("chunk", [100, 400])
+@CHUNKS
 @pytest.mark.parametrize("strategy", [IN_PAGES, CUDA], ids=["pages", "CUDA"])
 def test_pages_stay_as_many_beyond_the_window(chunk: int, strategy: Strategy) -> None:
     """Five layers in three groups, two of them with a window: the last one has a place to spare."""
@@ -151,7 +153,7 @@ def test_pages_stay_as_many_beyond_the_window(chunk: int, strategy: Strategy) ->
         assert_given_back(made)
 
 
-@BOTH
+@pytest.mark.parametrize("way", [pytest.param(CPU, id="rectangles", marks=AT_NIGHT), PAGES], indirect=True)
 @pytest.mark.usefixtures("way")
 def test_a_prefix_is_used_where_the_window_before_its_end_is_there() -> None:
     """Of a long answer the first positions are out of the window when it is cached: another text that goes on from there is
@@ -168,9 +170,11 @@ def test_a_prefix_is_used_where_the_window_before_its_end_is_there() -> None:
     assert cached == [32, 192, (len(said) - 1) // BLOCK * BLOCK]
 
 
-@BOTH
+@pytest.mark.parametrize("way", [RECTANGLES, PAGES], indirect=True)
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize("own", [True, False], ids=["inserted again", "evicted meanwhile"])
+@pytest.mark.parametrize(
+    "own", [pytest.param(True, id="inserted again", marks=AT_NIGHT), pytest.param(False, id="evicted meanwhile")]
+)
 def test_blocks_that_a_row_never_held_are_not_taken_for_whole(own: bool) -> None:
     """A row that was loaded behind blocks without the window's layers, and one whose blocks were evicted while it ran."""
     target, made = decoder("gemma3_text", prefix=PrefixCache(2**26))
@@ -201,8 +205,8 @@ def test_blocks_that_a_row_never_held_are_not_taken_for_whole(own: bool) -> None
     "ways",
     [
         pytest.param((CPU, CPU), id="rectangles"),
-        pytest.param((IN_PAGES, IN_PAGES), id="pages"),
-        pytest.param((IN_PAGES, CPU), id="pages, then rectangles", marks=pytest.mark.nightly),
+        pytest.param((IN_PAGES, IN_PAGES), id="pages", marks=AT_NIGHT),
+        pytest.param((IN_PAGES, CPU), id="pages, then rectangles", marks=AT_NIGHT),
     ],
 )
 def test_files_hold_what_the_window_held(tmp_path: Path, ways: tuple[Strategy, Strategy]) -> None:
@@ -492,14 +496,34 @@ PAGED = st.one_of(
 )
 
 
-@pytest.mark.parametrize(
+GROUPED = pytest.mark.parametrize(
     ("windows", "features"),
     [([16, None, 16, None, 16], True), ([16], False), ([None, 40, 16], False)],
     ids=["with features", "alone", "two windows"],
 )
-@settings(max_examples=25, deadline=None)
-@given(first=st.lists(st.integers(1, 400), min_size=1, max_size=3), events=st.lists(PAGED, max_size=10))
+HISTORY = given(first=st.lists(st.integers(1, 400), min_size=1, max_size=3), events=st.lists(PAGED, max_size=10))
+
+
+@GROUPED
+@settings(max_examples=8, deadline=None)
+@HISTORY
 def test_pages_hold_what_every_query_sees(
+    windows: list[int | None], features: bool, first: list[int], events: list[tuple[str, Any, int]]
+) -> None:
+    check_pages(windows, features, first, events)
+
+
+@pytest.mark.nightly
+@GROUPED
+@settings(max_examples=60, deadline=None)
+@HISTORY
+def test_pages_hold_what_every_query_sees_in_many_histories(
+    windows: list[int | None], features: bool, first: list[int], events: list[tuple[str, Any, int]]
+) -> None:
+    check_pages(windows, features, first, events)
+
+
+def check_pages(
     windows: list[int | None], features: bool, first: list[int], events: list[tuple[str, Any, int]]
 ) -> None:
     with using(IN_PAGES):
