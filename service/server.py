@@ -30,7 +30,6 @@ from service.engine.kv.budget import Budget
 from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
-from service.engine.strategy import current
 from service.engine.thread import EngineThread
 from service.learning.loading import training_bytes
 from service.lifecycle.clock import Clock
@@ -259,16 +258,8 @@ class Application:
             chunk=engine.prefill_chunk,
             training=training,
         )
-        budget = plan.budget
-        if current().paged and budget.size > free:
-            raise ModelError(
-                f"engine.kv_budget_mb asks for {engine.kv_budget_mb} MiB of the device's memory, and {free >> 20} are free"
-            )
-        if budget.longest() == 0:
-            raise ModelError(
-                f"{budget.size >> 20} MiB are left for keys and values, too little for a request: see engine.kv_budget_mb and "
-                "engine.prefix_cache_mb"
-            )
+        if plan.problem is not None:
+            raise ModelError(plan.problem)
         return plan
 
     @contextmanager

@@ -157,9 +157,9 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         "weights": weights,
         "kv_per_token": row.first,
         "kv": budget.size,
-        "calls": plan.calls,
+        "activations": plan.activations,
         "prefix": plan.prefix,
-        "reuse": cache_limit(),
+        "cache_limit": cache_limit(),
         "training": needed,
         "total_free": free,
     }
@@ -169,8 +169,8 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         ("weights", _size(memory["weights"])),
         ("prefix cache, at most", _size(min(memory["prefix"], budget.size) if current().paged else memory["prefix"])),
         ("training meanwhile, at most", _size(memory["training"])),
-        ("what calls compute, at most", _size(plan.calls)),
-        ("freed memory held for reuse, at most", _size(memory["reuse"])),
+        ("activations of a prefill, about", _size(plan.activations)),
+        ("freed memory held for reuse, at most", _size(memory["cache_limit"])),
         ("a token of a request", _size(row.first)),
         *((f"behind {most:,} tokens, for windows are full", _size(row.position)) for most in windows),
         ("keys and values of all requests, at most", _size(budget.size)),
@@ -180,8 +180,8 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
         ),
     ]
     table("memory", ("what", "here"), rows)
-    if budget.longest() == 0:
-        out.print("! no request fits into what is left of memory", style="red", highlight=False)
+    if plan.problem is not None:
+        out.print(f"! {plan.problem}", style="red", highlight=False)
     return memory
 
 

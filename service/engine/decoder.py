@@ -154,7 +154,7 @@ class Decoder:
         for _ in range(2):
             cache, started_at = self.batch.target.cache(1), time.perf_counter()
             self.batch.target(mx.zeros((1, count), dtype=mx.int32), cache)
-            self.batch.target.work.finish(cache.arrays(), count)
+            self.batch.target.activations.evaluate(cache.arrays(), count)
             self.pace.speed = Speed(count, time.perf_counter() - started_at)
             cache.commit(count)
         (block,) = copies(cache.storage.blocks(0, count // BLOCK - 1, 1))

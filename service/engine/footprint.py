@@ -9,23 +9,39 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from service.engine.activations import Activations
 from service.engine.kv.budget import Budget, PoolRow, RowBytes, prefix_bytes
 from service.engine.kv.cache import RowCache
 from service.engine.kv.groups import most_held
 from service.engine.kv.pages import Pages
-from service.engine.strategy import PAGE, current
+from service.engine.strategy import BURST, PAGE, current
 from service.engine.target import Target
-from service.engine.work import Work
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What is left of the device's memory beside weights and what MLX holds for reuse, divided. calls: bytes that calls compute
-    at a time. prefix: bytes of the prefix cache, at most. budget: of keys and values."""
+    """What is left of the device's memory beside weights and what MLX holds for reuse, divided. activations: bytes of a
+    prefill's. left: bytes beside them. prefix: bytes of the prefix cache, at most. budget: of keys and values."""
 
-    calls: int
+    activations: int
+    left: int
     prefix: int
     budget: Budget
+
+    @property
+    def problem(self) -> str | None:
+        """Why nothing can be served so; None where it can."""
+        size = self.budget.size
+        if current().paged and size > self.left:
+            return (
+                f"engine.kv_budget_mb asks for {size >> 20} MiB of the device's memory, and {self.left >> 20} are free"
+            )
+        if self.budget.longest() == 0:
+            return (
+                f"{size >> 20} MiB are left for keys and values, too little for a request: see engine.kv_budget_mb and "
+                "engine.prefix_cache_mb"
+            )
+        return None
 
 
 def plan_memory(
@@ -40,11 +56,12 @@ def plan_memory(
 ) -> MemoryPlan:
     """Divide `left` bytes as the settings ask. kv_mb, prefix_mb, chunk: `engine.kv_budget_mb`, `engine.prefix_cache_mb` and
     `engine.prefill_chunk`. training: bytes of a run. Raises PairError."""
-    tokens = chunk or current().prefill_chunk
-    calls = max(Work.of(model).under_way(tokens) for model in (target, draft) if model is not None)
-    left = max(left - calls, 0)
+    tokens = BURST * (chunk or current().prefill_chunk)
+    activations = max(Activations.of(model).peak_bytes(tokens) for model in (target, draft) if model is not None)
+    left = max(left - activations, 0)
     prefix, row = prefix_bytes(prefix_mb, left), row_bytes(target, draft)
-    return MemoryPlan(calls, prefix, Budget.of(kv_mb, left, prefix=prefix, training=training, row=row, chunk=chunk))
+    budget = Budget.of(kv_mb, left, prefix=prefix, training=training, row=row, chunk=chunk)
+    return MemoryPlan(activations, left, prefix, budget)
 
 
 def weight_bytes(*models: nn.Module | None) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from service.engine import device
+from service.engine.activations import Activations
 from service.engine.drafters.model import ModelDrafter, pad_rows
 from service.engine.kv.cache import RowCache
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache
@@ -18,7 +18,6 @@ from service.engine.kv.prefix_files import Piece, Speed
 from service.engine.request import PADDING_LENGTH, PADDING_TEXT, Request
 from service.engine.strategy import current
 from service.engine.target import Target
-from service.engine.work import Work
 
 LEAST = 32
 """Tokens that are prefilled before a round at least, however long the running requests wait for them."""
@@ -163,7 +162,7 @@ def prefill_target(
     """Prefill the next chunk of `size` tokens of each prompt with the target. Returns whether tokens remain. pace: learns from
     calls that are waited for."""
     cache, rows = prefill.target_cache, prefill.rows
-    return _prefill_chunk(Owner.TARGET, target, target.work, cache, rows, size, sys.maxsize, prefix, pace)
+    return _prefill_chunk(Owner.TARGET, target, target.activations, cache, rows, size, sys.maxsize, prefix, pace)
 
 
 def prefill_draft(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix: PrefixCache | None) -> bool:
@@ -171,7 +170,7 @@ def prefill_draft(drafter: ModelDrafter, prefill: Prefill, *, size: int, prefix:
     remain. The draft cache must exist (`Prefill.ensure_draft_cache`)."""
     assert prefill.draft_cache is not None
     run, upto = partial(drafter.extend, target=prefill.target_cache), drafter.prefill_limit(prefill.target_cache)
-    return _prefill_chunk(Owner.DRAFT, run, drafter.work, prefill.draft_cache, prefill.rows, size, upto, prefix)
+    return _prefill_chunk(Owner.DRAFT, run, drafter.activations, prefill.draft_cache, prefill.rows, size, upto, prefix)
 
 
 def _prompts(rows: Sequence[Request], cache: RowCache) -> list[Sequence[int]]:
@@ -193,7 +192,7 @@ def _load_cached_prefixes(owner: Owner, cache: RowCache, rows: Sequence[Request]
 def _prefill_chunk(
     owner: Owner,
     run: Callable[[mx.array, RowCache], object],
-    work: Work,
+    activations: Activations,
     cache: RowCache,
     rows: Sequence[Request],
     size: int,
@@ -209,16 +208,12 @@ def _prefill_chunk(
     if any(chunks):
         started_at, tokens = time.perf_counter(), pad_rows(chunks, cache)
         run(tokens, cache)
-        arrays = cache.arrays()
-        work.launch(arrays, tokens.size)
         ends = [done + len(chunk) for done, chunk in zip(start, chunks, strict=True)]
         # The first round over these rows can be made while the device is at the end of their prompts.
         whole = all(end == len(prompt) for end, prompt in zip(ends, prompts, strict=True))
         wait = not (whole and current().launch_ahead)
-        if wait:
-            device.wait(arrays)
-            if pace is not None:
-                pace.observe(len(chunks) * max(map(len, chunks)), time.perf_counter() - started_at)
+        if activations.evaluate(cache.arrays(), tokens.size, wait=wait) and wait and pace is not None:
+            pace.observe(len(chunks) * max(map(len, chunks)), time.perf_counter() - started_at)
         cache.truncate(ends)
         if prefix is not None:
             for i, (row, prompt) in enumerate(zip(rows, prompts, strict=False)):

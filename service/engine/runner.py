@@ -146,7 +146,7 @@ class Runner:
             for start in range(0, len(text), self._prefill_chunk):
                 tokens = mx.array([text[start : start + self._prefill_chunk]])
                 batch.target(tokens, cache)
-                batch.target.work.finish(cache.arrays(), tokens.size)
+                batch.target.activations.evaluate(cache.arrays(), tokens.size)
                 cache.truncate([min(start + self._prefill_chunk, len(text))])
             caches.append(cache)
         batch.cache.compact([], batch.cache.copy_moved([]))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from service.core import Overloaded
 from service.engine.prefill import Prefill
+from service.engine.strategy import BURST
 from service.engine.ticket import Ticket
 
 RETRY_SECONDS = 5
@@ -115,9 +116,9 @@ class Scheduler:
         return enough or any(now - each.admitted_at >= gather_seconds for each in prefilling)
 
     def prefill_tokens(self, chunk: int) -> int:
-        """How many prompt tokens may be prefilled before the next round: a chunk, or two while more requests prefill than
+        """How many prompt tokens may be prefilled before the next round: a chunk, or BURST while more requests prefill than
         run, since then few are held up."""
-        return chunk * (2 if len(self.prefilling) > len(self.running) else 1)
+        return chunk * (BURST if len(self.prefilling) > len(self.running) else 1)
 
     def prefilled(self, prefill: Prefill) -> None:
         """The rows of `prefill` have their prompts, and run from now on."""

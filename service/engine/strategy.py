@@ -29,6 +29,8 @@ from service.engine import products
 
 STEP, FEWEST = 128, 512
 """Positions are allocated in multiples of STEP; a prefill over rows in pages sees FEWEST at least."""
+BURST = 2
+"""Chunks of prompts that are prefilled between two rounds while more requests prefill than run."""
 PAGE = 32
 """Positions of a page of keys and values, and of a block of the prefix cache."""
 

@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from service.engine.activations import Activations
 from service.engine.kv.cache import RowCache
 from service.engine.kv.pool import Pool
 from service.engine.replay import Replay
-from service.engine.work import Work
 from service.models import eagle
 
 
@@ -25,7 +25,7 @@ class Target:
             draft.target_features if isinstance(draft, eagle.Model) else None
         )
         self._replay = Replay(model, self._call)
-        self.work = Work.of(model)
+        self.activations = Activations.of(model)
         self.pool = Pool()
         """Where all caches of it take pages, if rows are in pages."""
 

@@ -181,8 +181,9 @@ def test_doctor_says_what_models_at_hand_take(drafting: bool, tmp_path: Path, re
     assert memory["kv_per_token"] == layers * 8 * width
     assert memory["prefix"] == 3 * 2**20 and 0 < memory["total_free"] < psutil.virtual_memory().total
     assert (memory["training"] > 2**28) == drafting
-    assert memory["reuse"] == device.cache_limit() and memory["calls"] > 0
-    left = memory["total_free"] - sum(memory[name] for name in ("weights", "calls", "reuse", "prefix", "training"))
+    assert memory["cache_limit"] == device.cache_limit() and memory["activations"] > 0
+    taken = ("weights", "activations", "cache_limit", "prefix", "training")
+    left = memory["total_free"] - sum(memory[name] for name in taken)
     # While buffers grow, the old ones are there too.
     fit = int(shown["tokens that fit for each of 1 requests"].replace(",", ""))
     assert 0.85 * 0.9 * left <= 2 * fit * memory["kv_per_token"] <= memory["kv"] <= 0.9 * left

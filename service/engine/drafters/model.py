@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.engine import device, products
+from service.engine.activations import Activations
 from service.engine.adapters import Draft
 from service.engine.drafters.proposal import Proposal, Unread
 from service.engine.kv.cache import RowCache
@@ -23,7 +24,6 @@ from service.engine.planner import DraftSteps
 from service.engine.replay import Replay
 from service.engine.sampling import SamplingBatch, SharedNoise, biased, draw, fit, normaliser, transform
 from service.engine.strategy import current
-from service.engine.work import Work
 from service.models.heads import CutHead, cut_head, extra_ids_allowed, split, token_limit
 from service.models.vocabulary import ExtraIds, padded
 
@@ -89,7 +89,7 @@ class ModelDrafter:
         self._chunk = chunk
         self.target = target
         self.strategy = current()
-        self.work = Work.of(draft.model)
+        self.activations = Activations.of(draft.model)
         self.pool = Pool()
         """Where all caches of the draft take pages, if rows are in pages."""
         self.switch(draft)
@@ -315,8 +315,9 @@ class ModelDrafter:
         lengths = cache.lengths.host
         share = self.catch_up_tokens(len(rows))
         missing = [row[n : min(len(row) - 1, n + share)] for row, n in zip(rows, lengths, strict=True)]
-        self.extend(pad_rows(missing, cache), cache, self.target)
-        device.wait(cache.arrays())
+        tokens = pad_rows(missing, cache)
+        self.extend(tokens, cache, self.target)
+        self.activations.evaluate(cache.arrays(), tokens.size)
         cache.rewind([n + len(tokens) for n, tokens in zip(lengths, missing, strict=True)])
         return not self.lags(rows)
 

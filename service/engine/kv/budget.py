@@ -12,7 +12,8 @@ from service.engine.strategy import PAGE, STEP, current
 HEADROOM = STEP
 """Positions that must be free behind the longest row for a request to be admitted: a first share of its answer."""
 USABLE = 0.9
-"""Of the memory that is free once models are loaded keys and values may take this share; the rest is for what calls compute."""
+"""Of the memory that is free once models are loaded keys and values may take this share; the rest is for what is not counted:
+logits, masks, pages that are gathered."""
 PREFIX_SHARE = 1 / 8
 """Of free memory the prefix cache may take this share, where nothing else is asked for."""
 GROWING = 2

@@ -68,14 +68,19 @@ class Plan:
         return House(LocalServer(self.folder / name, tree, self.settings.home), ask)
 
     def _share_mb(self, draft: Path | None) -> int:
-        """MiB of keys and values for each of the servers: by itself the first would take what there is. Raises BadRequest."""
+        """MiB of keys and values for each of the servers: by itself the first would take what there is. Raises BadRequest,
+        ModelError or PairError."""
+        free = device_free_bytes()
         models = unread_pair(self.target, draft)
-        left = device_free_bytes() // self.servers - weight_bytes(*models) - device.cache_limit()
+        left = free // self.servers - weight_bytes(*models) - device.cache_limit()
         engine = self.settings.engine
         plan = plan_memory(
             *models, left, kv_mb=0, prefix_mb=engine.prefix_cache_mb, chunk=engine.prefill_chunk, training=0
         )
         share = plan.budget.size >> 20
+        # Embeddings were compared.
+        del models
+        device.free_bytes()
         if share < 1:
             raise BadRequest(
                 f"{self.servers} servers of these models do not fit into the device's memory", field="arms"

@@ -1,0 +1,114 @@
+"""Activations: what a model's call computes besides keys and values, launched so that little of it is there at a time.
+
+What is launched takes its memory at once and gives it back when the device has computed what needs it, and MLX lets some ten
+command buffers be under way (mlx/transforms.cpp, `eval_impl`). A prefill of 2,048 tokens took 2 to 11 GB so, by how far the
+host was ahead of the device (docs/measurements.md). So it is launched a few layers at a time, two such parts at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+
+from service.engine import device
+from service.engine.strategy import current
+
+PART = 2**29
+"""Bytes that a part of a call computes, if a layer does not compute more; and calls that nobody waits for, together."""
+AT_A_TIME = 2
+"""Parts that are launched at a time: the device computes one while the host describes the next."""
+TIMES = 2.0
+"""What a layer computes as a multiple of what its matrices give: norms, activations, rotated queries and sums are as much."""
+CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+"""Names that mlx-lm's models have for the experts that a token goes through."""
+
+
+@dataclass(slots=True)
+class Activations:
+    """Of a model. token: bytes a token, of all layers. layers: parts in which a call can be launched."""
+
+    token: int
+    layers: int
+    unwaited: int = 0
+    """Bytes of calls that were launched and not waited for."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Activations:
+        """From the shapes of its matrices, but for the output head, which a prefill does not need."""
+        layers = cast("list[nn.Module]", getattr(model, "layers", ()))
+        chosen = _chosen(model)
+        outputs = 0
+        for module in (each for layer in layers for each in cast("list[Any]", layer.modules())):
+            if (weight := module.get("weight")) is None or weight.ndim < 2:
+                continue
+            # Scales of some quantised matrices have eight bits.
+            size = max(module.get("scales", weight).dtype.size, 2)
+            outputs += _outputs(module, weight, chosen) * size
+        # Recurrent states are not in the order of layers: such a call is one part.
+        return cls(int(TIMES * outputs), 1 if layers and _recurrent(model) else len(layers))
+
+    def parts(self, tokens: int) -> int:
+        """Parts in which a call over so many tokens is launched: of a layer at least."""
+        return max(min(-(-tokens * self.token // PART), self.layers), 1)
+
+    def peak_bytes(self, tokens: int) -> int:
+        """Bytes that are there at a time, about, of calls over so many tokens."""
+        # A CPU is not far behind the host.
+        parts = self.parts(tokens) if current().launch_ahead else max(self.layers, 1)
+        return tokens * self.token * min(AT_A_TIME, parts) // parts
+
+    def evaluate(self, arrays: Sequence[mx.array], tokens: int, *, wait: bool = True) -> bool:
+        """Evaluate what a call over so many tokens has appended to its cache. arrays: of its layers, in their order. wait:
+        until it is computed; else it may be under way still. Returns whether it is computed."""
+        size = tokens * self.token
+        if not wait and self.unwaited + size <= PART:
+            self.unwaited += size
+            device.launch(arrays)
+            return False
+        parts = max(min(self.parts(tokens), len(arrays)), 1)
+        ends = [len(arrays) * (i + 1) // parts for i in range(parts)]
+        launched = list[Sequence[mx.array]]()
+        for begin, end in zip([0, *ends[:-1]], ends, strict=True):
+            if len(launched) >= AT_A_TIME:
+                device.wait(launched[-AT_A_TIME])
+            launched.append(arrays[begin:end])
+            if parts > 1:
+                device.launch(launched[-1])
+        # Small calls are many.
+        computed = wait or parts == 1
+        if computed:
+            device.wait(arrays)
+        self.unwaited = 0 if computed else PART
+        return computed
+
+
+def _outputs(module: Any, weight: mx.array, chosen: int) -> int:
+    """Numbers that a matrix gives for a token."""
+    if isinstance(module, nn.Conv1d):
+        return weight.shape[0]
+    if weight.ndim == 3:
+        return weight.shape[-2] * (chosen if hasattr(module, "num_experts") else weight.shape[0])
+    return weight.shape[-2]
+
+
+def _chosen(model: nn.Module) -> int:
+    """Experts that a token goes through."""
+    for part in (getattr(model, "args", None), getattr(getattr(model, "args", None), "text_config", None)):
+        for name in CHOSEN:
+            found = part.get(name) if isinstance(part, dict) else getattr(part, name, None)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+            if isinstance(found, int):
+                return found
+    return 1
+
+
+def _recurrent(model: nn.Module) -> bool:
+    for cache in make_prompt_cache(model):
+        parts = cache.caches if isinstance(cache, CacheList) else (cache,)
+        if any(isinstance(part, ArraysCache) for part in parts):
+            return True
+    return False
