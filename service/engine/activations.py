@@ -79,7 +79,7 @@ class Activations:
             launched.append(arrays[begin:end])
             if parts > 1:
                 device.launch(launched[-1])
-        # Small calls are many.
+        # A small call comes here when those that were not waited for are PART bytes already.
         computed = wait or parts == 1
         if computed:
             device.wait(arrays)

@@ -20,8 +20,8 @@ from service.engine.target import Target
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What is left of the device's memory beside weights and what MLX holds for reuse, divided. activations: bytes of a
-    prefill's. left: bytes beside them. prefix: bytes of the prefix cache, at most. budget: of keys and values."""
+    """How the device's memory is divided that weights and MLX's cache leave. activations: bytes of a prefill's. left: bytes
+    without those. prefix: bytes of the prefix cache, at most. budget: of keys and values."""
 
     activations: int
     left: int

@@ -78,7 +78,7 @@ class Plan:
             *models, left, kv_mb=0, prefix_mb=engine.prefix_cache_mb, chunk=engine.prefill_chunk, training=0
         )
         share = plan.budget.size >> 20
-        # Embeddings were compared.
+        # To compare embeddings MLX has read them: its cache is given back for the servers.
         del models
         device.free_bytes()
         if share < 1:
