@@ -35,21 +35,19 @@ WIDEST = 128
 """Dimensions of values that a block accumulates at most."""
 THREADS = 256
 """Of a block, whose 8 warps take 16 keys each at a time."""
-SPLIT_FROM = 1024
-"""Positions from which a row's keys are shared among several blocks, whose results a second kernel merges."""
-SPLIT_KEYS = 256
-"""Positions of such a share at least."""
+SHARES = 11
+"""Blocks that share a row's keys, at most; a second kernel merges their results, and takes longer the more there are."""
+SHARE, SHARE_BUSY = 512, 2048
+"""Positions of such a share at least, and where other rows keep the GPU busy."""
+BUSY = 128
+"""Blocks that keep a large GPU busy (an H200 has 132 multiprocessors)."""
 GATHER_THREADS = 64
 """Of a block of the kernel that copies pages."""
-SPLIT_LONG, MOST_SPLITS = 2048, 16
-"""Positions of such a share where other rows keep the GPU busy, and such shares at most."""
-BLOCKS = 512
-"""Blocks that keep a large GPU busy (an H200 has 132 multiprocessors)."""
 
 
 @cache
 def _kernel(split: bool) -> Any:
-    inputs = ["queries", "keys", "values", "page_table", "starts", "scale", "sinks", "written"]
+    inputs = ["queries", "keys", "values", "page_table", "starts", "scale", "least", "sinks", "written"]
     outputs = ["out", "sums", "tops"] if split else ["out"]
     return cuda_kernel("row_attention", inputs, outputs, strided=True, SPLIT=int(split), PAGE=PAGE)
 
@@ -66,8 +64,8 @@ def _gather() -> Any:
 
 
 @cache
-def _scale(value: float) -> mx.array:
-    return mx.array([value], dtype=mx.float32)
+def _constant(value: float, kind: mx.Dtype) -> mx.array:
+    return mx.array([value], dtype=kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +129,9 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
     share, kind = many // heads, queries.dtype
     chunk = next(size for size in range(min(width, WIDEST), 0, -16) if width % size == 0)
     chunks = -(-share * count // QUERIES) * (width // chunk)
-    most = max(BLOCKS // (rows * heads * chunks), 1)
-    # A single long row would be one block's work for each head: blocks of short rows have nothing to do.
-    most = max(most, min(capacity // SPLIT_LONG, MOST_SPLITS))
-    splits = 1 if capacity <= SPLIT_FROM else min(most, capacity // SPLIT_KEYS)
+    blocks = rows * heads * chunks
+    least = SHARE_BUSY if blocks >= BUSY else SHARE
+    splits = max(min(max(SHARES, BUSY // blocks), (capacity - 1) // least), 1)
     template = [("T", kind), ("HALF", kind == mx.float16), ("D", dims), ("V", width), ("VC", chunk), ("G", share)]
     template += [("WINDOW", call.window), ("SINKS", sinks is not None)]
     # In the order in which models project them, which rope keeps. Only queries that are not are copied, never keys or values:
@@ -143,8 +140,9 @@ def row_attention(queries: mx.array, call: RowCall, *, scale: float, sinks: mx.a
     shape = (rows, count, many)
     own_sinks = keys if sinks is None else sinks.astype(kind)
     written = call.starts if call.written is None else call.written
+    numbers = [_constant(scale, mx.float32), _constant(least, mx.int32)]
     made = _kernel(splits > 1)(
-        inputs=[laid_out, keys, values, call.table, call.starts, _scale(scale), own_sinks, written],
+        inputs=[laid_out, keys, values, call.table, call.starts, *numbers, own_sinks, written],
         template=template,
         grid=(rows * heads * THREADS, splits, chunks),
         threadgroup=(THREADS, 1, 1),

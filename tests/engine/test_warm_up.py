@@ -10,14 +10,16 @@ from mlx_lm.models.llama import Model
 
 from service.core import Prompt, Sampling
 from service.engine.adapters import bare
+from service.engine.attention import MOST
 from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
+from service.engine.kv.pages import PagedLayer
 from service.engine.kv.prefix import PrefixCache
 from service.engine.replay import Replay
 from service.engine.request import Request
 from service.engine.strategy import CUDA, using
 from service.engine.target import Target
-from service.engine.warm_up import LONG_WIDTH, WIDTHS
+from service.engine.warm_up import LONG_WIDTH, MASKED_CHUNK, WIDTHS
 from tests.support.batches import serve
 from tests.support.families import RECURRENT, build
 from tests.support.fixed_length import FixedLength, fix_length
@@ -108,6 +110,25 @@ def test_prompts_of_several_widths_are_prefilled_together(
     Decoder(target, bare(draft), vocabulary=V, k=K, adaptive=True).profile(8, context)
     assert {rows for rows, _ in shapes} == {1, 4, 8}
     assert {width for _, width in shapes} == {*WIDTHS, *longest}
+
+
+@pytest.mark.parametrize("context", [2 * MASKED_CHUNK, 4096])
+def test_target_and_draft_prefill_under_a_mask(
+    target: Model, draft: nn.Module, context: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That MLX attends: rows that have come unequally far, and more tokens than the kernel takes."""
+    masked: dict[int, object] = {}
+    make_mask = PagedLayer.make_mask
+
+    def recorded(self: PagedLayer, N: int, return_array: bool = False, window_size: int | None = None) -> Any:
+        mask = make_mask(self, N, return_array, window_size)
+        if N > MOST and isinstance(mask, mx.array):
+            masked[id(self.lengths)] = self.lengths
+        return mask
+
+    monkeypatch.setattr(PagedLayer, "make_mask", recorded)
+    Decoder(target, bare(draft), vocabulary=V, k=K, adaptive=True).profile(4, context)
+    assert len(masked) == (2 if context > 2 * MASKED_CHUNK else 0)
 
 
 def test_a_draft_that_fails_in_it_is_tried_again(target: Model, draft: nn.Module) -> None:

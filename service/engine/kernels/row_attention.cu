@@ -1,8 +1,8 @@
 // A block of 8 warps computes 16 queries of one row and one head of keys and values, and a chunk of VC dimensions of their values,
-// over all of the row's keys or, where SPLIT, over every gridDim.y-th 128 of them. They are in pages of PAGE positions, 16 or a
-// multiple, whose numbers are in the row of `page_table`; keys and values may lie in any order but for their dimensions.
-// Constants: T (bfloat16 or float16), HALF (it is float16), D and V (dimensions of keys and values), VC, G (query heads that
-// share a head of keys), WINDOW (0: none), SINKS.
+// over all of the row's keys or, where SPLIT, over one of its shares: of n shares every n-th 128 keys. They are in pages of PAGE
+// positions, 16 or a multiple, whose numbers are in the row of `page_table`; keys and values may lie in any order but for their
+// dimensions. Constants: T (bfloat16 or float16), HALF (it is float16), D and V (dimensions of keys and values), VC, G (query heads
+// that share a head of keys), WINDOW (0: none), SINKS.
 //
 // Each warp takes 16 keys at a time: scores by mma.m16n8k16 into two tiles of 8 keys, then their weights times 16 values. Which
 // dimension stands where in a fragment is free as long as both factors agree. A thread takes neighbouring ones, so that it reads
@@ -33,38 +33,55 @@ const float factor = scale[0] * LOG2E;
 const int begin = (WINDOW > 0 && start + 1 > WINDOW) ? (start + 1 - WINDOW) / 16 : 0;
 
 #if SPLIT
-// Of a share without keys the merge reads nothing else.
-if ((begin + blockIdx.y * WARPS) * 16 >= total) {
+// A row has as many shares of `least` keys as it fills, up to gridDim.y. Of the others the merge reads nothing but their tops.
+const int shares = min((total - begin * 16 + least[0] - 1) / least[0], static_cast<int>(gridDim.y));
+if (blockIdx.y >= shares) {
   for (int m = m0 + threadIdx.x; v0 == 0 && m < min(m0 + 16, M); m += WARPS * 32) {
     const int64_t row = ((int64_t)b * N + m / G) * heads * G + h * G + m % G;
     tops[row * gridDim.y + blockIdx.y] = -INFINITY;
   }
   return;
 }
+#else
+const int shares = 1;
 #endif
 
-// The number of the next tile's page is read while this one is computed.
-const int step = gridDim.y * WARPS;
-int tile = begin + blockIdx.y * WARPS + warp, page = pages[min(tile * 16 / PAGE, W - 1)];
-for (; tile * 16 < total; tile += step) {
-  const int base = tile * 16, first_slot = base % PAGE, last = total - 1 - base + first_slot;
-  const T* K = keys_of + page * keys_strides[0];
-  const T* U = values_of + page * values_strides[0];
-  page = pages[min((tile + step) * 16 / PAGE, W - 1)];
-  uint2 k0[STEPS], k1[STEPS];
-  uint32_t u[4][VT / 2];
-  load<STEPS>(k0, K + min(first_slot + g, last) * keys_strides[2]);
-  load<STEPS>(k1, K + min(first_slot + g + 8, last) * keys_strides[2]);
+// While a tile is computed the next one's keys and values are read, into the registers that this one no longer needs, and the
+// number of the page of the one after that.
+const int step = shares * WARPS;
+uint2 k0[STEPS], k1[STEPS];
+uint32_t u[4][VT / 2];
+const auto read_keys = [&](int base, int page) {
+  const int slot = base % PAGE, last = total - 1 - base + slot;
+  const T* from = keys_of + page * keys_strides[0];
+  load<STEPS>(k0, from + min(slot + g, last) * keys_strides[2]);
+  load<STEPS>(k1, from + min(slot + g + 8, last) * keys_strides[2]);
+};
+const auto read_values = [&](int base, int page) {
+  const int slot = base % PAGE, last = total - 1 - base + slot;
+  const T* from = values_of + page * values_strides[0];
   #pragma unroll
   for (int i = 0; i < 4; i++) {
-    load<VT / 2>(u[i], U + min(first_slot + 2 * q + i % 2 + 8 * (i / 2), last) * values_strides[2]);
+    load<VT / 2>(u[i], from + min(slot + 2 * q + i % 2 + 8 * (i / 2), last) * values_strides[2]);
   }
+};
+int tile = begin + blockIdx.y * WARPS + warp;
+int page = pages[min(tile * 16 / PAGE, W - 1)], page_after = pages[min((tile + step) * 16 / PAGE, W - 1)];
+if (tile * 16 < total) {
+  read_keys(tile * 16, page);
+  read_values(tile * 16, page);
+}
+for (; tile * 16 < total; tile += step) {
+  const int base = tile * 16, base_after = base + step * 16;
+  page = page_after;
+  page_after = pages[min((tile + 2 * step) * 16 / PAGE, W - 1)];
   float s[2][4] = {{0.0f, 0.0f, 0.0f, 0.0f}, {0.0f, 0.0f, 0.0f, 0.0f}};
   #pragma unroll
   for (int i = 0; i < STEPS; i++) {
     multiply<HALF>(s[0], q0[i].x, q1[i].x, q0[i].y, q1[i].y, k0[i].x, k0[i].y);
     multiply<HALF>(s[1], q0[i].x, q1[i].x, q0[i].y, q1[i].y, k1[i].x, k1[i].y);
   }
+  if (base_after < total) { read_keys(base_after, page); }
   float most0 = -INFINITY, most1 = -INFINITY;
   #pragma unroll
   for (int i = 0; i < 4; i++) {
@@ -103,6 +120,7 @@ for (; tile * 16 < total; tile += step) {
     multiply<HALF>(acc[j], p[0], p[1], p[2], p[3], __byte_perm(u[0][j / 2], u[1][j / 2], half),
                    __byte_perm(u[2][j / 2], u[3][j / 2], half));
   }
+  if (base_after < total) { read_values(base_after, page); }
 }
 
 // The warps' shares, brought under one maximum and added in a fixed order, so that the same call always gives the same bits.
