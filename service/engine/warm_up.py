@@ -32,9 +32,9 @@ BATCHED, MOST_ROWS = 3, 64
 
 def warm_up(decoder: Decoder, most: int, context: int | None = None) -> None:
     """Run rounds of a decoder without rows: of every draft length over one row, of the usual ones over every size of batch
-    that up to `most` requests run in, and of one over a long row where `context`, tokens of a request, allows it, as well as a
-    prefill under a mask. On a machine that has not run them before each kernel takes seconds to compile; in a process that has
-    not, a shape takes 20 to 80 ms more the first time, and the first call of cuDNN under a mask 2 to 3 s."""
+    that up to `most` requests run in, and where `context`, tokens of a request, allows it, of one over a long row and a prefill
+    under a mask. On a machine that has not run them before each kernel takes seconds to compile; in a process that has not, a
+    shape takes 20 to 80 ms more the first time, and the first call of cuDNN under a mask 2 to 3 s."""
     started_at, strategy = time.perf_counter(), decoder.strategy
     one, *sizes = sorted({strategy.batch_size(n) for n in range(1, min(most, MOST_ROWS) + 1)})
     if decoder.adaptive:
@@ -49,11 +49,12 @@ def warm_up(decoder: Decoder, most: int, context: int | None = None) -> None:
     rounds += [(rows, k, greedy) for rows in sizes for k in (0, *batched[rows])]
     rounds += [(one, max(lengths, default=0), sampling) for sampling in (drawn, seeded)]
     widths = [width for width, _ in zip(cycle(WIDTHS), rounds, strict=False)]
-    if strategy.paged and (context or 0) > 2 * LONG_WIDTH:
+    long_rows = strategy.paged and (context or 0) > 2 * LONG_WIDTH
+    if long_rows:
         rounds.append((one, min(lengths, default=0), greedy))
         widths.append(LONG_WIDTH)
     with decoder.unplanned():
-        if strategy.paged and (context or 0) > 2 * MASKED_CHUNK:
+        if long_rows:
             _prefill_under_a_mask(decoder)
         for (rows, k, sampling), width in zip(rounds, widths, strict=True):
             prompt = Prompt((0,) * (width + 1), replace(sampling, max_tokens=sys.maxsize))

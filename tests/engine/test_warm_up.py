@@ -19,7 +19,7 @@ from service.engine.replay import Replay
 from service.engine.request import Request
 from service.engine.strategy import CUDA, using
 from service.engine.target import Target
-from service.engine.warm_up import LONG_WIDTH, MASKED_CHUNK, WIDTHS
+from service.engine.warm_up import LONG_WIDTH, WIDTHS
 from tests.support.batches import serve
 from tests.support.families import RECURRENT, build
 from tests.support.fixed_length import FixedLength, fix_length
@@ -112,7 +112,7 @@ def test_prompts_of_several_widths_are_prefilled_together(
     assert {width for _, width in shapes} == {*WIDTHS, *longest}
 
 
-@pytest.mark.parametrize("context", [2 * MASKED_CHUNK, 4096])
+@pytest.mark.parametrize("context", [2 * LONG_WIDTH, 4096])
 def test_target_and_draft_prefill_under_a_mask(
     target: Model, draft: nn.Module, context: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,7 +128,7 @@ def test_target_and_draft_prefill_under_a_mask(
 
     monkeypatch.setattr(PagedLayer, "make_mask", recorded)
     Decoder(target, bare(draft), vocabulary=V, k=K, adaptive=True).profile(4, context)
-    assert len(masked) == (2 if context > 2 * MASKED_CHUNK else 0)
+    assert len(masked) == (2 if context > 2 * LONG_WIDTH else 0)
 
 
 def test_a_draft_that_fails_in_it_is_tried_again(target: Model, draft: nn.Module) -> None:
