@@ -16,7 +16,7 @@ from service.core import Prompt, Sampling
 from service.engine import attention
 from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
-from service.engine.kv.pages import PagedLayer
+from service.engine.kv.paged_layer import PagedLayer
 from service.engine.kv.pool import scatter, write_in_place
 from service.engine.request import Request
 from service.engine.strategy import CUDA, FEWEST, METAL, PAGE, using

@@ -9,7 +9,7 @@ import pytest
 
 from service.core import PairError
 from service.engine.kv.layer import RowLayer
-from service.engine.kv.pages import PagedLayer
+from service.engine.kv.paged_layer import PagedLayer
 from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.preflight import FACTOR, check_rows, largest_difference
 from service.engine.strategy import CPU, CUDA, Strategy, using

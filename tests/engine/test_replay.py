@@ -14,7 +14,7 @@ from service.engine.drafters.model import DraftCalls
 from service.engine.kv import pages
 from service.engine.kv.cache import RowCache
 from service.engine.kv.layer import RowLayer
-from service.engine.kv.pages import PagedLayer
+from service.engine.kv.paged_layer import PagedLayer
 from service.engine.replay import FIRST_CALLS, Replay
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.engine.target import Target

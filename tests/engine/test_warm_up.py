@@ -13,7 +13,7 @@ from service.engine.adapters import bare
 from service.engine.attention import MOST
 from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
-from service.engine.kv.pages import PagedLayer
+from service.engine.kv.paged_layer import PagedLayer
 from service.engine.kv.prefix import PrefixCache
 from service.engine.replay import Replay
 from service.engine.request import Request

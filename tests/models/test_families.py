@@ -19,7 +19,7 @@ from service.engine import strategy as strategies
 from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.kv.cache import RowCache
-from service.engine.kv.pages import PagedLayer
+from service.engine.kv.paged_layer import PagedLayer
 from service.engine.kv.prefix import PrefixCache
 from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.kv.recurrent import StateLayer

@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from service.engine.attention import RowCall
-from service.engine.kv.pages import PagedLayer
+from service.engine.kv.paged_layer import PagedLayer
 from service.engine.strategy import CPU
 
 NEEDS_CUDA = pytest.mark.skipif(mx.default_device().type == mx.cpu or mx.metal.is_available(), reason="needs CUDA")

@@ -12,7 +12,7 @@ import pytest
 
 from service.engine.kv.cache import RowCache
 from service.engine.kv.layer import RowLayer
-from service.engine.kv.pages import PagedLayer
+from service.engine.kv.paged_layer import PagedLayer
 from service.engine.kv.rectangle_layer import RectangleLayer
 from service.engine.strategy import PAGE
 
