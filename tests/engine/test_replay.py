@@ -11,7 +11,7 @@ import pytest
 
 from service.engine import attention, replay
 from service.engine.drafters.model import DraftCalls
-from service.engine.kv import pages
+from service.engine.kv import paged_layer
 from service.engine.kv.cache import RowCache
 from service.engine.kv.layer import RowLayer
 from service.engine.kv.paged_layer import PagedLayer
@@ -147,7 +147,7 @@ def test_whoever_reads_what_is_written_in_place_waits_for_the_write(monkeypatch:
         return attention.gather_pages(pool, table, ends, width)
 
     monkeypatch.setattr("service.engine.kv.pool.write_in_place", write_in_place)
-    monkeypatch.setattr(pages, "gather_pages", gather_pages)
+    monkeypatch.setattr(paged_layer, "gather_pages", gather_pages)
     cache = RowCache(tiny_llama(0), 2)
     cache.storage.pool.in_place = True
     layer = cache.attention[0]
