@@ -211,10 +211,13 @@ class Runner:
             key,
             sampling.leaves(),
             any(row.needs_evidence(self._collect) for row in rows),
-            self._bits(rows, lookups, None if drafted is None else proposal),
             self._most_ends(rows),
         )
-        arrays = RoundArrays(**self._replay(arguments, cache, count))
+        masks = RoundMasks.of(rows, self.vocabulary)
+        if masks is None:
+            arrays = RoundArrays(**self._replay(arguments, cache, count))
+        else:
+            arrays = self._verify_masked(arguments, cache, masks, lookups, drafted)
         if arrays.features is not None:
             cache.append_features(arrays.features)
         others = [*cache.arrays(), self.key]
@@ -229,28 +232,49 @@ class Runner:
         """Writes in place that nothing else would run."""
         return [] if cache.pages is None or not cache.pages.pool.in_place else cache.arrays()
 
-    def _bits(
-        self, rows: Sequence[Request], lookups: Sequence[Sequence[int]], proposal: Proposal | None
-    ) -> mx.array | None:
-        """The tokens allowed at each position of a round; None where all are. Waits for what the draft has proposed. lookups:
-        all that is proposed where `proposal` is None."""
-        masks = RoundMasks.of(rows, self.vocabulary)
-        if masks is None:
-            return None
-        if proposal is None:
-            return masks.bits(lookups)
-        (tokens,) = device.read(proposal.tokens)
-        return masks.bits(tokens.tolist())
+    def _verify_masked(
+        self,
+        arguments: Sequence[Any],
+        cache: RowCache,
+        masks: RoundMasks,
+        lookups: Sequence[Sequence[int]],
+        drafted: Proposal | None,
+    ) -> RoundArrays:
+        """A round's arrays where grammars bound the target. Waits for what was drafted, and makes the masks while the target
+        runs. lookups: all that is proposed where `drafted` is None."""
+        # A copy that is launched before the target's call, so that waiting for it does not wait for that one, and that no call
+        # reads: on CUDA reading moves an array to other memory (mlx/backend/cuda/allocator.cpp, `move_to_unified_memory`).
+        own = None if drafted is None else drafted.tokens + 0
+        if own is not None:
+            device.launch(own)
+        starts = _starts(cache)
+        logits = self._batch.target.verify(_tokens(arguments), cache)
+        device.launch(logits)
+        proposed = [list(found) for found in lookups]
+        if own is not None:
+            (tokens,) = device.read(own)
+            proposed = [[*found, *row[len(found) :]] for found, row in zip(proposed, tokens.tolist(), strict=True)]
+        return self._decided(arguments, logits, None, starts, masks.bits(proposed))
 
     def _verified(self, arguments: Sequence[Any], cache: RowCache) -> dict[str, Any]:
         """A round's arrays, as a tree. arguments: see `_verify`."""
-        latest, proposed, draft, finite, noise, key, leaves, collect, bits, most = arguments
+        starts = _starts(cache)
+        logits, features = self._batch.target.logits_and_features(_tokens(arguments), cache)
+        return self._decided(arguments, logits, features, starts).tree()
+
+    def _decided(
+        self,
+        arguments: Sequence[Any],
+        logits: mx.array,
+        features: mx.array | None,
+        starts: mx.array | None,
+        bits: mx.array | None = None,
+    ) -> RoundArrays:
+        """What a round emits, by the target's logits (B, K+1, V). starts: (B,), where its tokens begin; None: recurrent states
+        do not tell. bits: the tokens allowed at each position; None: all are."""
+        latest, proposed, draft, finite, noise, key, leaves, collect, most = arguments
         proposal, drafted = (None if tree is None else Proposal(**tree) for tree in (proposed, draft))
-        sampling, starts = SamplingBatch.of_leaves(leaves), None if cache.states else cache.lengths.starts(cache.ahead)
-        tokens = latest
-        if proposal is not None:
-            tokens = mx.concatenate([latest.astype(proposal.tokens.dtype), proposal.tokens], axis=1)
-        logits, features = self._batch.target.logits_and_features(tokens, cache)
+        sampling = SamplingBatch.of_leaves(leaves)
         logits = biased(allow(logits[..., : self.vocabulary], bits), sampling)
         distribution = transform(logits, sampling)
         accepted, following = accept.accept(distribution, sampling, noise, proposal, key)
@@ -261,17 +285,31 @@ class Runner:
                 arrays, emitted=emitted, accepted=accepted, proposed=proposal.tokens, usable=proposal.usable
             )
         if not self._strategy.launch_ahead:
-            return replace(arrays, logits=logits, distribution=distribution).tree()
+            return replace(arrays, logits=logits, distribution=distribution)
         if collect:
             evidence = RoundEvidence.of(logits, distribution, sampling, arrays.emitted, drafted)
             arrays = replace(arrays, evidence=evidence.arrays())
         arrays = replace(arrays, packed=device.pack(arrays.read))
         if starts is None:
-            return arrays.tree()
+            return arrays
         known = mx.concatenate([latest, arrays.emitted.astype(latest.dtype)], axis=1)
         newest = mx.take_along_axis(known, accepted.astype(mx.int32)[:, None] + mx.arange(2), axis=1)
         ends = starts + accepted.astype(mx.int32) + 1
-        return replace(arrays, newest=newest, ends=ends if most is None else mx.minimum(ends, most)).tree()
+        return replace(arrays, newest=newest, ends=ends if most is None else mx.minimum(ends, most))
+
+
+def _starts(cache: RowCache) -> mx.array | None:
+    """Where the next tokens of each row begin, (B,); None where layers are recurrent."""
+    return None if cache.states else cache.lengths.starts(cache.ahead)
+
+
+def _tokens(arguments: Sequence[Any]) -> mx.array:
+    """The tokens of a round's call, (B, K+1): each row's newest one and what is proposed. arguments: see `_verify`."""
+    latest, proposed = arguments[:2]
+    if proposed is None:
+        return latest
+    tokens = proposed["tokens"]
+    return mx.concatenate([latest.astype(tokens.dtype), tokens], axis=1)
 
 
 def _most(row: Request, drafted: int) -> int:

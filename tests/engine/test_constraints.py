@@ -3,7 +3,7 @@
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,10 @@ from service.core import FinishReason, Prompt, Sampling, Source, TokenLogprobs
 from service.engine import device
 from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
+from service.engine.masks import RoundMasks
 from service.engine.request import Request
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
+from service.engine.target import Target
 from service.models.heads import cut
 from tests.support.automaton import END, Automaton, masked_alone
 from tests.support.eagle_models import plain_llama, tiny_head
@@ -236,6 +238,31 @@ def test_a_round_with_a_constrained_row_waits_at_most_twice(
             with device.counting() as counts:
                 decoder.round()
             assert counts.waits <= 2
+
+
+@pytest.mark.parametrize("k", [0, K], ids=["plain", "drafted"])
+def test_masks_are_made_while_the_target_runs(
+    target: Model, draft: nn.Module, monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    events: list[str] = []
+
+    def noting(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*arguments: Any) -> Any:
+            events.append(event)
+            return call(*arguments)
+
+        return noted
+
+    with using(CUDA):
+        decoder = Decoder(target, bare(draft) if k else None, vocabulary=VOCABULARY, k=k, collect=True)
+        decoder.admit(Request("", constrained(0, replace(GREEDY, max_tokens=60)), frozenset(), None))
+        for _ in range(4):
+            decoder.round()
+        for place, name in ((device, "launch"), (device, "wait"), (Target, "verify"), (RoundMasks, "bits")):
+            monkeypatch.setattr(place, name, noting(name, getattr(place, name)))
+        decoder.round()
+    # The next round is launched before this one returns.
+    assert events[events.index("verify") :] == ["verify", "launch", *(["wait"] if k else []), "bits", "launch"]
 
 
 @STRATEGIES
