@@ -22,14 +22,14 @@ from service.engine import profile
 from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
-from service.engine.drafters.lookup import Lookup, LookupProposal
+from service.engine.drafters.lookup import WAITED_SHARE, Lookup, LookupProposal
 from service.engine.kv.budget import HEADROOM, Budget
 from service.engine.kv.prefix import BLOCK, Owner, PrefixCache, copies
 from service.engine.kv.prefix_files import PrefixFiles, Speed
 from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Pace, Prefill, batch_prompts, prefill_draft, prefill_target
 from service.engine.request import Request, prefill_ratio
-from service.engine.rounds import Outcome, Plan, RoundReport, Step
+from service.engine.rounds import Called, Outcome, Plan, RoundReport, Step
 from service.engine.runner import Runner
 from service.engine.strategy import current
 from service.engine.target import Target
@@ -360,7 +360,7 @@ class Decoder:
             step, self._step = self._step, None
             self._reports.append(self._complete(step, None, None))
 
-    def _complete(self, step: Step, ahead: Step | None, joining: int | None) -> RoundReport:
+    def _complete(self, step: Step, ahead: Step | Called | None, joining: int | None) -> RoundReport:
         """Wait for a round and give its rows their tokens. ahead: the round launched behind it. joining: as for `round`, where
         the next one may be launched before the host is done; None: not before rows have changed."""
         launched = step
@@ -376,6 +376,8 @@ class Decoder:
             plan.rows[i].append_round(outcome.emitted[i], outcome.proposed[i], sources[i], self.adapter) for i in live
         )
         self.batch.truncate(step, before, outcome.finite)
+        if isinstance(ahead, Called):
+            ahead = self.runner.decide(ahead)
         if not self.strategy.launch_ahead:
             self._log_evidence(step, outcome, live)
         rows = tuple(plan.rows[i] for i in live)
@@ -434,12 +436,17 @@ class Decoder:
 
     @property
     def _alone(self) -> bool:
-        """No round over these rows is launched before the one before it was read: what a grammar allows depends on the tokens,
-        and recurrent states on how many stay."""
-        constrained = any(row.prompt.constraint is not None for row in self.rows)
-        return self.strategy.launch_ahead and (constrained or bool(self.batch.cache.states))
+        """No round over these rows is launched before the one before it was read: for what grammars force, or because recurrent
+        states depend on how many tokens stay."""
+        return self.strategy.launch_ahead and (self._mostly_constrained or bool(self.batch.cache.states))
 
-    def _launch_after(self, step: Step, joining: int) -> Step | None:
+    @property
+    def _mostly_constrained(self) -> bool:
+        """So many rows have a grammar that what it forces, and look-ups for them, are worth a wait."""
+        constrained = sum(row.prompt.constraint is not None for row in self.rows)
+        return constrained > 0 and constrained >= WAITED_SHARE * len(self.rows)
+
+    def _launch_after(self, step: Step, joining: int) -> Step | Called | None:
         """Launch a round behind one that was not read yet. None where the batch will be smaller, where rows have look-ups, or
         where the draft would first have to read what it has missed."""
         plan, rows, requests = step.plan, list(self.batch.rows), self.rows
@@ -459,6 +466,8 @@ class Decoder:
         visible, found = [row.tokens for row in rows], self._look_up(rows)
         matches, steps = [None] * len(rows), DraftSteps(choice.drafted)
         plan = Plan(rows, visible, load, choice, found, matches, steps, False, time.perf_counter())
+        if any(row.prompt.constraint is not None for row in rows):
+            return self.runner.call_after(step, plan)
         return self.runner.launch_after(step, plan)
 
     def _choose_after(self, step: Step, load: Load) -> Choice | None:
@@ -473,6 +482,9 @@ class Decoder:
             return None
         rows = self.batch.rows
         if any(plan.choice.looked_up) or not all(map(drafts, rows)):
+            return None
+        if any(row.prompt.constraint is not None for row in rows):
+            # What a grammar allows the draft depends on the tokens.
             return None
         if self.planner is None:
             return plan.choice
@@ -548,8 +560,8 @@ class Decoder:
         return self.lookup.propose(rows, possible=self.strategy.fits(len(rows), 1))
 
     def _waits(self, found: Sequence[LookupProposal | None]) -> bool:
-        """Whether the next round is launched after this one was read: for look-ups, or because a grammar goes by the tokens."""
-        if any(row.prompt.constraint is not None for row in self.rows):
+        """Whether the next round is launched after this one was read: for look-ups, or for what grammars force."""
+        if self._mostly_constrained:
             return True
         return self.lookup is not None and self.lookup.waits(found, len(self.rows))
 

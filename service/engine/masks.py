@@ -20,8 +20,8 @@ class RoundMasks:
 
     @classmethod
     def of(cls, rows: Sequence[Request], vocabulary: int) -> RoundMasks | None:
-        """None where every token is allowed in every row."""
-        constraints = [row.prompt.constraint for row in rows]
+        """None where every token is allowed in every row, as in those that have ended."""
+        constraints = [row.prompt.constraint if row.finish is None else None for row in rows]
         return cls(constraints, vocabulary) if any(each is not None for each in constraints) else None
 
     def bits(self, proposed: Sequence[Sequence[int]]) -> mx.array:

@@ -165,6 +165,23 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
+class Called:
+    """A round whose target call was launched and that is not decided yet (`Runner.decide`), because the rows' grammars go by
+    tokens that are not read. logits: (B, K+1, V), the target's. starts: (B,), where its tokens begin. drafted_tokens: (B, K),
+    what was drafted, for the host. before: the round that it follows."""
+
+    plan: Plan
+    sampling: SamplingBatch
+    arguments: Sequence[Any]
+    logits: mx.array
+    starts: mx.array | None
+    drafted_tokens: mx.array | None
+    proposal: Proposal | None
+    drafted: Proposal | None
+    before: Step | None
+
+
+@dataclass(frozen=True, slots=True)
 class RoundReport:
     """What a round emitted, by row. rows: in batch order, finished ones included. seconds: duration of the round."""
 

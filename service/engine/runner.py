@@ -18,7 +18,7 @@ from service.engine.kv.cache import RowCache
 from service.engine.masks import RoundMasks, allow
 from service.engine.replay import Replay
 from service.engine.request import PADDING_LENGTH, Request
-from service.engine.rounds import Outcome, Plan, RoundArrays, Step
+from service.engine.rounds import Called, Outcome, Plan, RoundArrays, Step
 from service.engine.sampling import SamplingBatch, SharedNoise, biased, transform
 from service.engine.strategy import current
 
@@ -64,15 +64,12 @@ class Runner:
 
     def launch_after(self, step: Step, plan: Plan) -> Step:
         """Launch a round behind one that was not read yet: it goes on from the tokens that the device has just chosen. Not over
-        rows with a seed behind a drafted round: their noise depends on how many tokens they have. Where it raises with a
-        proposal in it, `restore` goes on without the draft, once `step` was read."""
+        rows with a grammar, nor over rows with a seed behind a drafted round: their noise depends on how many tokens they have.
+        Where it raises with a proposal in it, `restore` goes on without the draft, once `step` was read."""
+        if not step.drafted:
+            return self._verify(*self._after_plain(plan), step)
         sampling, cache = self._sampling_of(plan.rows), self._batch.cache
         draft_key, verify_key = self._keys(sampling, 2)
-        if not step.drafted:
-            # Every row gets one token.
-            noise = SharedNoise(sampling, [row.emitted + 1 for row in plan.rows], self.vocabulary)
-            cache.commit(1)
-            return self._verify(plan, None, sampling, noise, verify_key, step)
         after = step.unread()
         cache.follow(after.ends, after.most)
         noise, failures = SharedNoise(sampling, [0] * len(plan.rows), self.vocabulary), self._batch.draft_failures
@@ -80,6 +77,19 @@ class Runner:
         if self._batch.draft_failures > failures:
             sampling, noise, verify_key = self._fresh_arrays(plan.rows)
         return self._verify(plan, proposal, sampling, noise, verify_key, step)
+
+    def call_after(self, step: Step, plan: Plan) -> Called:
+        """The same behind a plain round, over rows some of which have a grammar: it launches their call alone, which `decide`
+        makes a round of."""
+        return self._call(*self._after_plain(plan), step)
+
+    def _after_plain(self, plan: Plan) -> tuple[Plan, None, SamplingBatch, SharedNoise, mx.array]:
+        """What a plain round runs with behind one that was not read, in which every row gets one token."""
+        sampling = self._sampling_of(plan.rows)
+        _, key = self._keys(sampling, 2)
+        noise = SharedNoise(sampling, [row.emitted + 1 for row in plan.rows], self.vocabulary)
+        self._batch.cache.commit(1)
+        return plan, None, sampling, noise, key
 
     def read(self, step: Step) -> tuple[Step, Outcome]:
         """Wait for a round. Where it fails with a proposal of the draft in it, it is launched again without the draft. Returns
@@ -186,9 +196,61 @@ class Runner:
         """One target call over each row's newest token and its proposal: the look-up where the plan says so, else what was
         drafted. before: the round that this one follows, which alone has the newest tokens. The target's cache then holds the
         whole proposal."""
-        rows, choice, cache = plan.rows, plan.choice, self._batch.cache
-        lookups = [found.tokens[:n] if found else [] for found, n in zip(plan.found, choice.looked_up, strict=True)]
-        most = max(map(len, lookups), default=0) if drafted is None else choice.proposed
+        if any(row.prompt.constraint is not None for row in plan.rows):
+            return self.decide(self._call(plan, drafted, sampling, noise, key, before))
+        proposal, arguments = self._arguments(plan, drafted, sampling, noise, key, before)
+        count = 1 + (0 if proposal is None else proposal.tokens.shape[1])
+        arrays = RoundArrays(**self._replay(arguments, self._batch.cache, count))
+        if arrays.features is not None:
+            self._batch.cache.append_features(arrays.features)
+        return self._step(plan, sampling, arrays, proposal, drafted, before)
+
+    def _call(
+        self,
+        plan: Plan,
+        drafted: Proposal | None,
+        sampling: SamplingBatch,
+        noise: SharedNoise,
+        key: mx.array,
+        before: Step | None,
+    ) -> Called:
+        """Launch the target's call of a round, see `_verify`, whose rows' grammars need not be known yet."""
+        own, cache = None, self._batch.cache
+        if drafted is not None:
+            # A copy that is launched before the target's call, so that waiting for it does not wait for that one, and that no
+            # call reads: on CUDA reading moves an array (mlx/backend/cuda/allocator.cpp, `move_to_unified_memory`).
+            own = drafted.tokens + 0
+            device.launch(own)
+        proposal, arguments = self._arguments(plan, drafted, sampling, noise, key, before)
+        starts = _starts(cache)
+        logits = self._batch.target.verify(_tokens(arguments), cache)
+        device.launch(logits)
+        return Called(plan, sampling, arguments, logits, starts, own, proposal, drafted, before)
+
+    def decide(self, called: Called) -> Step:
+        """The round of a call, launched. While the target runs it waits for what was drafted and makes the masks of the rows'
+        grammars. The round that it follows must have been read."""
+        plan = called.plan
+        masks, proposed = RoundMasks.of(plan.rows, self.vocabulary), _looked_up(plan)
+        if called.drafted_tokens is not None:
+            (tokens,) = device.read(called.drafted_tokens)
+            proposed = [[*found, *row[len(found) :]] for found, row in zip(proposed, tokens.tolist(), strict=True)]
+        bits = None if masks is None else masks.bits(proposed)
+        arrays = self._decided(called.arguments, called.logits, None, called.starts, bits)
+        return self._step(plan, called.sampling, arrays, called.proposal, called.drafted, called.before)
+
+    def _arguments(
+        self,
+        plan: Plan,
+        drafted: Proposal | None,
+        sampling: SamplingBatch,
+        noise: SharedNoise,
+        key: mx.array,
+        before: Step | None,
+    ) -> tuple[Proposal | None, Sequence[Any]]:
+        """What is proposed, see `_verify`, and the arguments of `_verified`."""
+        rows, lookups = plan.rows, _looked_up(plan)
+        most = max(map(len, lookups), default=0) if drafted is None else plan.choice.proposed
         finite = None
         if drafted is not None:
             finite = drafted.usable if drafted.finite is None else drafted.finite
@@ -202,7 +264,7 @@ class Runner:
         else:
             latest = before.arrays.newest[:, -1:]
         count = 1 + (0 if proposal is None else proposal.tokens.shape[1])
-        arguments = (
+        return proposal, (
             latest,
             None if proposal is None else proposal.tree(),
             None if drafted is None else drafted.tree(),
@@ -213,14 +275,18 @@ class Runner:
             any(row.needs_evidence(self._collect) for row in rows),
             self._most_ends(rows),
         )
-        masks = RoundMasks.of(rows, self.vocabulary)
-        if masks is None:
-            arrays = RoundArrays(**self._replay(arguments, cache, count))
-        else:
-            arrays = self._verify_masked(arguments, cache, masks, lookups, drafted)
-        if arrays.features is not None:
-            cache.append_features(arrays.features)
-        others = [*cache.arrays(), self.key]
+
+    def _step(
+        self,
+        plan: Plan,
+        sampling: SamplingBatch,
+        arrays: RoundArrays,
+        proposal: Proposal | None,
+        drafted: Proposal | None,
+        before: Step | None,
+    ) -> Step:
+        """The round with these arrays, launched."""
+        others = [*self._batch.cache.arrays(), self.key]
         step = Step(plan, sampling, drafted is not None, arrays, proposal, others, before is not None)
         step.follows_draft = before is not None and before.drafted
         if self._strategy.launch_ahead:
@@ -232,32 +298,8 @@ class Runner:
         """Writes in place that nothing else would run."""
         return [] if cache.pages is None or not cache.pages.pool.in_place else cache.arrays()
 
-    def _verify_masked(
-        self,
-        arguments: Sequence[Any],
-        cache: RowCache,
-        masks: RoundMasks,
-        lookups: Sequence[Sequence[int]],
-        drafted: Proposal | None,
-    ) -> RoundArrays:
-        """A round's arrays where grammars bound the target. Waits for what was drafted, and makes the masks while the target
-        runs. lookups: all that is proposed where `drafted` is None."""
-        # A copy that is launched before the target's call, so that waiting for it does not wait for that one, and that no call
-        # reads: on CUDA reading moves an array to other memory (mlx/backend/cuda/allocator.cpp, `move_to_unified_memory`).
-        own = None if drafted is None else drafted.tokens + 0
-        if own is not None:
-            device.launch(own)
-        starts = _starts(cache)
-        logits = self._batch.target.verify(_tokens(arguments), cache)
-        device.launch(logits)
-        proposed = [list(found) for found in lookups]
-        if own is not None:
-            (tokens,) = device.read(own)
-            proposed = [[*found, *row[len(found) :]] for found, row in zip(proposed, tokens.tolist(), strict=True)]
-        return self._decided(arguments, logits, None, starts, masks.bits(proposed))
-
     def _verified(self, arguments: Sequence[Any], cache: RowCache) -> dict[str, Any]:
-        """A round's arrays, as a tree. arguments: see `_verify`."""
+        """A round's arrays, as a tree. arguments: see `_arguments`."""
         starts = _starts(cache)
         logits, features = self._batch.target.logits_and_features(_tokens(arguments), cache)
         return self._decided(arguments, logits, features, starts).tree()
@@ -298,13 +340,18 @@ class Runner:
         return replace(arrays, newest=newest, ends=ends if most is None else mx.minimum(ends, most))
 
 
+def _looked_up(plan: Plan) -> list[list[int]]:
+    """By row, the tokens of its look-up that the plan proposes."""
+    return [list(found.tokens[:n]) if found else [] for found, n in zip(plan.found, plan.choice.looked_up, strict=True)]
+
+
 def _starts(cache: RowCache) -> mx.array | None:
     """Where the next tokens of each row begin, (B,); None where layers are recurrent."""
     return None if cache.states else cache.lengths.starts(cache.ahead)
 
 
 def _tokens(arguments: Sequence[Any]) -> mx.array:
-    """The tokens of a round's call, (B, K+1): each row's newest one and what is proposed. arguments: see `_verify`."""
+    """The tokens of a round's call, (B, K+1): each row's newest one and what is proposed. arguments: see `_arguments`."""
     latest, proposed = arguments[:2]
     if proposed is None:
         return latest

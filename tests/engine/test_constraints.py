@@ -20,6 +20,8 @@ from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
 from service.engine.masks import RoundMasks
 from service.engine.request import Request
+from service.engine.rounds import Called, Step
+from service.engine.runner import Runner
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.engine.target import Target
 from service.models.heads import cut
@@ -263,6 +265,38 @@ def test_masks_are_made_while_the_target_runs(
         decoder.round()
     # The next round is launched before this one returns.
     assert events[events.index("verify") :] == ["verify", "launch", *(["wait"] if k else []), "bits", "launch"]
+
+
+@pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])
+@pytest.mark.parametrize("adaptive", [False, True], ids=["plain", "look-ups"])
+def test_few_constrained_rows_do_not_hold_the_next_round_up(
+    target: Model, strategy: Strategy, adaptive: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    short, long = (replace(GREEDY, max_tokens=n) for n in (9, 40))
+    prompts = [
+        constrained(0, short),
+        *(Prompt(tokens_of(i), long) for i in (1, 2, 3)),
+        constrained(4, replace(SEEDED, max_tokens=20)),
+    ]
+    prompts += [Prompt(tokens_of(i), replace(SEEDED, seed=i)) for i in (5, 6)]
+    followed, decide = list[Step](), Runner.decide
+
+    def noting(runner: Runner, called: Called) -> Step:
+        if called.before is not None:
+            followed.append(called.before)
+        return decide(runner, called)
+
+    monkeypatch.setattr(Runner, "decide", noting)
+    with using(strategy):
+        decoder = Decoder(
+            target, None, vocabulary=VOCABULARY, k=0, collect=True, adaptive=adaptive, lookup=4 if adaptive else 0
+        )
+        rows = [Request(str(i), prompt, frozenset({END}), None) for i, prompt in enumerate(prompts)]
+        decoder.admit(*rows)
+        while decoder.unfinished:
+            decoder.round()
+    assert_the_target_s_own(target, rows)
+    assert len(followed) > 15
 
 
 @STRATEGIES
