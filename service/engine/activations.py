@@ -30,10 +30,12 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 
 @dataclass(slots=True)
 class Activations:
-    """Of a model. token: bytes a token, of all layers. layers: parts in which a call can be launched."""
+    """Of a model. token: bytes a token, of all layers. layers: parts in which a call can be launched. copies: bytes of all
+    layers' quantised matrices at the precision of what they are multiplied with."""
 
     token: int
     layers: int
+    copies: int = 0
     unwaited: int = 0
     """Bytes of calls that were launched and not waited for."""
 
@@ -42,30 +44,37 @@ class Activations:
         """From the shapes of its matrices, but for the output head, which a prefill does not need."""
         layers = cast("list[nn.Module]", getattr(model, "layers", ()))
         chosen = _chosen(model)
-        outputs = 0
+        outputs = copies = 0
         for module in (each for layer in layers for each in cast("list[Any]", layer.modules())):
             if (weight := module.get("weight")) is None or weight.ndim < 2:
                 continue
             # Scales of some quantised matrices have eight bits.
             size = max(module.get("scales", weight).dtype.size, 2)
             outputs += _outputs(module, weight, chosen) * size
+            if "scales" in module and weight.ndim == 2:
+                copies += weight.size * 32 // module.bits * size
         # Recurrent states are not in the order of layers: such a call is one part.
-        return cls(int(TIMES * outputs), 1 if layers and _recurrent(model) else len(layers))
+        return cls(int(TIMES * outputs), 1 if layers and _recurrent(model) else len(layers), copies)
+
+    def call(self, tokens: int) -> int:
+        """Bytes that a call over so many tokens computes, of all layers."""
+        limit = current().most_uncopied
+        return tokens * self.token + (self.copies if limit is not None and tokens > limit else 0)
 
     def parts(self, tokens: int) -> int:
         """Parts in which a call over so many tokens is launched: of a layer at least."""
-        return max(min(-(-tokens * self.token // PART), self.layers), 1)
+        return max(min(-(-self.call(tokens) // PART), self.layers), 1)
 
     def peak_bytes(self, tokens: int) -> int:
         """Bytes that are there at a time, about, of calls over so many tokens."""
         # A CPU is not far behind the host.
         parts = self.parts(tokens) if current().launch_ahead else max(self.layers, 1)
-        return tokens * self.token * min(AT_A_TIME, parts) // parts
+        return self.call(tokens) * min(AT_A_TIME, parts) // parts
 
     def evaluate(self, arrays: Sequence[mx.array], tokens: int, *, wait: bool = True) -> bool:
         """Evaluate what a call over so many tokens has appended to its cache. arrays: of its layers, in their order. wait:
         until it is computed; else it may be under way still. Returns whether it is computed."""
-        size = tokens * self.token
+        size = self.call(tokens)
         if not wait and self.unwaited + size <= PART:
             self.unwaited += size
             device.launch(arrays)

@@ -57,7 +57,8 @@ class Strategy:
     while requests run. parked_prefill: a parked draft prefills prompts where that costs little; else it catches up when it is
     to draft. prefill_padding: padding allowed in a call over prompts of different lengths, as a share of their tokens. replay:
     model calls over few tokens a row are traced and replayed. most_folded: bytes of an unquantised matrix up to which an
-    adapter is folded into a draft's quantised one; None: of any size."""
+    adapter is folded into a draft's quantised one; None: of any size. most_uncopied: tokens of a call up to which MLX
+    multiplies by quantised matrices as they are; for more it makes copies of them at full width; None: never."""
 
     launch_steps: bool
     ask_confidence: bool
@@ -74,6 +75,7 @@ class Strategy:
     prefill_padding: float = 1 / 8
     replay: bool = False
     most_folded: int | None = None
+    most_uncopied: int | None = None
 
     def width(self, tokens: int) -> int:
         """Tokens of a call that reads so many."""
@@ -121,6 +123,8 @@ CUDA = Strategy(
     parked_prefill=False,
     prefill_padding=1.0,
     replay=True,
+    # Of 600 tokens they were copied, of 300 not (docs/measurements.md).
+    most_uncopied=300,
 )
 
 

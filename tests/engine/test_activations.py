@@ -1,6 +1,7 @@
 """What calls over many tokens compute at a time: said from shapes, and evaluated in parts."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -28,10 +29,11 @@ def test_they_are_said_from_the_shapes_of_matrices() -> None:
     outputs = sum(len(each.weight) for each in linear(model))
     made = Activations.of(model)
     assert made == Activations(int(TIMES * 4 * outputs), len(model.layers))
+    numbers = sum(each.weight.size for each in linear(model))
     nn.quantize(model, group_size=32, bits=4)
-    assert Activations.of(model) == made
+    assert Activations.of(model) == replace(made, copies=4 * numbers)
     nn.quantize(model := tiny_llama(0), group_size=32, bits=4, mode="mxfp4")
-    assert Activations.of(model).token == made.token // 2, "scales of eight bits"
+    assert Activations.of(model) == replace(made, token=made.token // 2, copies=2 * numbers), "scales of eight bits"
     assert Activations.of(nn.Linear(3, 4)) == Activations(0, 0)
 
 
@@ -57,6 +59,12 @@ def test_two_parts_are_there_at_a_time() -> None:
         assert many.parts(1) == 4 and many.peak_bytes(1) == 2048 * MIB
     with using(CPU):
         assert few.peak_bytes(2048) == 128 * MIB, "of two layers"
+    quantised = replace(few, copies=1024 * MIB)
+    with using(CUDA):
+        assert [quantised.parts(n) for n in (300, 301, 512)] == [1, 3, 3]
+        assert [quantised.peak_bytes(n) // MIB for n in (300, 2048)] == [300, 1024]
+    with using(METAL):
+        assert quantised.peak_bytes(2048) == few.peak_bytes(2048)
     assert Activations(0, 0).parts(7) == 1 and Activations(0, 0).peak_bytes(7) == 0
 
 
