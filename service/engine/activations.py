@@ -31,7 +31,7 @@ CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k
 @dataclass(slots=True)
 class Activations:
     """Of a model. token: bytes a token, of all layers. layers: parts in which a call can be launched. copies: bytes of all
-    layers' quantised matrices at the precision of what they are multiplied with."""
+    layers' quantised matrices, but experts', at the precision of what they are multiplied with."""
 
     token: int
     layers: int
@@ -53,8 +53,10 @@ class Activations:
             outputs += _outputs(module, weight, chosen) * size
             if "scales" in module and weight.ndim == 2:
                 copies += weight.size * 32 // module.bits * size
-        # Recurrent states are not in the order of layers: such a call is one part.
-        return cls(int(TIMES * outputs), 1 if layers and _recurrent(model) else len(layers), copies)
+        if not layers or not _recurrent(model):
+            return cls(int(TIMES * outputs), len(layers), copies)
+        # Recurrent states are not in the order of layers: such a call is one part, which has no more copies at a time.
+        return cls(int(TIMES * outputs), 1, copies * min(AT_A_TIME, len(layers)) // len(layers))
 
     def call(self, tokens: int) -> int:
         """Bytes that a call over so many tokens computes, of all layers."""

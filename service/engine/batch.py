@@ -151,6 +151,11 @@ class Batch:
         for cache in self._caches:
             cache.pad(places, PADDING_LENGTH)
 
+    @property
+    def constrained(self) -> int:
+        """Requests that have a grammar."""
+        return sum(row.prompt.constraint is not None for row in self.requests)
+
     def stays_without(self, gone: Sequence[Request]) -> bool:
         """Whether the batch runs as many rows without these, which become padding."""
         return self.size(len(self.requests) - len(gone)) == len(self.rows)

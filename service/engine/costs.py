@@ -32,7 +32,8 @@ class Load:
     """The batch of a round. rows: their number. held: positions of the longest row (attention reads every row that far).
     unread: tokens of all rows that the draft must read before it can draft. left: tokens that a row may still emit, on average.
     prompted: prompt tokens for each token that may be generated. ragged: rows are of unlike lengths. lags: the draft must catch
-    up in a call of its own before it can draft. alone: no round can be launched behind one over it that was not read."""
+    up in a call of its own before it can draft. alone: no round can be launched behind one over it that was not read;
+    drafts_alone: none behind one that drafts."""
 
     rows: int
     held: int
@@ -42,6 +43,7 @@ class Load:
     left: float = inf
     lags: bool = False
     alone: bool = False
+    drafts_alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +249,7 @@ class RoundCosts:
         empty, held = lines[proposed + 1]
         if drafted:
             empty, held = empty + drafted * lines[0][0], held + drafted * lines[0][1]
-        if self.seeds.alone and (load.alone or (proposed and not drafted)):
+        if self.seeds.alone and (load.alone or (proposed and (not drafted or load.drafts_alone))):
             empty += line(self.seeds.alone, load.rows)
         # Seeds of few rows, drawn out to many, may fall below nothing.
         return max(empty + load.held * held, LEAST_SECONDS)

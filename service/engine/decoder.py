@@ -438,17 +438,23 @@ class Decoder:
     def _alone(self) -> bool:
         """No round over these rows is launched before the one before it was read: for what grammars force, or because recurrent
         states depend on how many tokens stay."""
-        return self.strategy.launch_ahead and (self._mostly_constrained or bool(self.batch.cache.states))
+        return self.strategy.launch_ahead and (self._waits_for_grammars or bool(self.batch.cache.states))
 
     @property
-    def _mostly_constrained(self) -> bool:
+    def _drafts_alone(self) -> bool:
+        """The same behind a drafted round: what a grammar allows the draft, and the noise of a seed, depend on the tokens."""
+        seeded = any(not row.prompt.sampling.greedy and row.prompt.sampling.seed is not None for row in self.rows)
+        return self.strategy.launch_ahead and (seeded or self.batch.constrained > 0)
+
+    @property
+    def _waits_for_grammars(self) -> bool:
         """So many rows have a grammar that what it forces, and look-ups for them, are worth a wait."""
-        constrained = sum(row.prompt.constraint is not None for row in self.rows)
-        return constrained > 0 and constrained >= WAITED_SHARE * len(self.rows)
+        possible = self.lookup is not None and self.strategy.fits(len(self.batch.rows), 1)
+        return possible and self.batch.constrained >= max(WAITED_SHARE * len(self.rows), 1)
 
     def _launch_after(self, step: Step, joining: int) -> Step | Called | None:
-        """Launch a round behind one that was not read yet. None where the batch will be smaller, where rows have look-ups, or
-        where the draft would first have to read what it has missed."""
+        """Launch a round behind one that was not read yet. None where the batch will be smaller, where look-ups or grammars are
+        waited for, or where the draft would first have to read what it has missed."""
         plan, rows, requests = step.plan, list(self.batch.rows), self.rows
         if not self._may_launch_ahead(joining) or (plan.choice.proposed and not step.drafted):
             return None
@@ -463,28 +469,24 @@ class Decoder:
         if choice is None:
             return None
         choice = choice.with_drafted(min(choice.drafted, self._limit(requests))) if choice.drafted else choice
-        visible, found = [row.tokens for row in rows], self._look_up(rows)
+        visible, found = [row.tokens for row in rows], self._look_up(rows, forced=False)
         matches, steps = [None] * len(rows), DraftSteps(choice.drafted)
         plan = Plan(rows, visible, load, choice, found, matches, steps, False, time.perf_counter())
-        if any(row.prompt.constraint is not None for row in rows):
-            return self.runner.call_after(step, plan)
         return self.runner.launch_after(step, plan)
 
     def _choose_after(self, step: Step, load: Load) -> Choice | None:
         """What to propose behind a round that was not read yet, where its rows have no look-up; None: that is not known yet."""
         plan = step.plan
         if not step.drafted:
-            # One round without a draft between drafted ones has another behind it: the last of a pipeline cannot be timed.
-            more = self.planner is None or step.follows_draft or self.planner.stay_parked()
+            # Plain rounds between drafted ones are so many that one can be timed, which the first and the last of a pipeline
+            # cannot: one that follows a drafted one, or another, has one more behind it.
+            more = self.planner is None or self.planner.stay_parked() or not step.follows or step.second
             return plan.choice if more else None
         drafter = self.batch.drafter
-        if drafter is None or drafter.cache.states or self.batch.failed or step.sampling.seeded:
+        if drafter is None or drafter.cache.states or self.batch.failed or self._drafts_alone:
             return None
         rows = self.batch.rows
         if any(plan.choice.looked_up) or not all(map(drafts, rows)):
-            return None
-        if any(row.prompt.constraint is not None for row in rows):
-            # What a grammar allows the draft depends on the tokens.
             return None
         if self.planner is None:
             return plan.choice
@@ -506,6 +508,7 @@ class Decoder:
             left=left,
             lags=lags,
             alone=self._alone,
+            drafts_alone=self._drafts_alone,
         )
         choice, found, matches = self._choose(rows, load, joining)
         choice = choice.with_drafted(min(choice.drafted, self._limit(requests))) if choice.drafted else choice
@@ -554,14 +557,14 @@ class Decoder:
         assert self.planner is not None
         return self.planner.pays(replace(load, rows=self.batch.size(len(self.rows) + joining), ragged=True))
 
-    def _look_up(self, rows: Sequence[Request]) -> list[LookupProposal | None]:
+    def _look_up(self, rows: Sequence[Request], *, forced: bool = True) -> list[LookupProposal | None]:
         if self.lookup is None:
             return [None] * len(rows)
-        return self.lookup.propose(rows, possible=self.strategy.fits(len(rows), 1))
+        return self.lookup.propose(rows, possible=self.strategy.fits(len(rows), 1), forced=forced)
 
     def _waits(self, found: Sequence[LookupProposal | None]) -> bool:
         """Whether the next round is launched after this one was read: for look-ups, or for what grammars force."""
-        if self._mostly_constrained:
+        if self._waits_for_grammars:
             return True
         return self.lookup is not None and self.lookup.waits(found, len(self.rows))
 

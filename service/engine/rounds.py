@@ -101,7 +101,7 @@ class RoundArrays:
 @dataclass(slots=True)
 class Step:
     """A launched round, not read yet. drafted: it has a proposal of the draft. others: arrays to be computed with it. follows:
-    it was launched before the round before it was read; follows_draft: and that one drafted."""
+    it was launched before the round before it was read; second: and that one drafted, or followed none."""
 
     plan: Plan
     sampling: SamplingBatch
@@ -110,7 +110,7 @@ class Step:
     proposal: Proposal | None
     others: Sequence[mx.array]
     follows: bool = False
-    follows_draft: bool = False
+    second: bool = False
     evidence_read: Sequence[NDArray[Any]] = ()
     """The arrays of the evidence, once the round was read."""
 
@@ -167,17 +167,16 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class Called:
     """A round whose target call was launched and that is not decided yet (`Runner.decide`), because the rows' grammars go by
-    tokens that are not read. logits: (B, K+1, V), the target's. starts: (B,), where its tokens begin. drafted_tokens: (B, K),
-    what was drafted, for the host. before: the round that it follows."""
+    tokens that are not read. arguments: what `Runner._decided` takes. logits: (B, K+1, V), the target's. starts: (B,), where
+    its tokens begin. drafted: (B, K), what the draft has proposed, for the host. before: the round that it follows."""
 
     plan: Plan
     sampling: SamplingBatch
     arguments: Sequence[Any]
     logits: mx.array
     starts: mx.array | None
-    drafted_tokens: mx.array | None
+    drafted: mx.array | None
     proposal: Proposal | None
-    drafted: Proposal | None
     before: Step | None
 
 

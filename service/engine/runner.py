@@ -43,7 +43,7 @@ class Runner:
         self._replay = Replay(batch.target.model, self._verified)
 
     def launch(self, plan: Plan) -> Step:
-        """Launch a round; on a CPU only its graph is made. Raises what the target raises."""
+        """Launch a round; on a CPU only its graph is made, but for rows with a grammar. Raises what the target raises."""
         sampling = self._sampling_of(plan.rows)
         draft_key, verify_key = self._keys(sampling, 2)
         noise = SharedNoise(sampling, [row.emitted for row in plan.rows], self.vocabulary)
@@ -62,14 +62,19 @@ class Runner:
                 raise
             return self._without_draft(plan, error)
 
-    def launch_after(self, step: Step, plan: Plan) -> Step:
-        """Launch a round behind one that was not read yet: it goes on from the tokens that the device has just chosen. Not over
-        rows with a grammar, nor over rows with a seed behind a drafted round: their noise depends on how many tokens they have.
-        Where it raises with a proposal in it, `restore` goes on without the draft, once `step` was read."""
-        if not step.drafted:
-            return self._verify(*self._after_plain(plan), step)
+    def launch_after(self, step: Step, plan: Plan) -> Step | Called:
+        """Launch a round behind one that was not read yet: it goes on from the tokens that the device has just chosen. Not
+        behind a drafted round where rows have a grammar, or a seed: their noise depends on how many tokens they have. Behind a
+        plain one rows with a grammar get their call alone, which `decide` makes a round of. Where it raises with a proposal in
+        it, `restore` goes on without the draft, once `step` was read."""
         sampling, cache = self._sampling_of(plan.rows), self._batch.cache
         draft_key, verify_key = self._keys(sampling, 2)
+        if not step.drafted:
+            # Every row gets one token.
+            noise = SharedNoise(sampling, [row.emitted + 1 for row in plan.rows], self.vocabulary)
+            cache.commit(1)
+            launched = self._call if self._batch.constrained else self._verify
+            return launched(plan, None, sampling, noise, verify_key, step)
         after = step.unread()
         cache.follow(after.ends, after.most)
         noise, failures = SharedNoise(sampling, [0] * len(plan.rows), self.vocabulary), self._batch.draft_failures
@@ -77,19 +82,6 @@ class Runner:
         if self._batch.draft_failures > failures:
             sampling, noise, verify_key = self._fresh_arrays(plan.rows)
         return self._verify(plan, proposal, sampling, noise, verify_key, step)
-
-    def call_after(self, step: Step, plan: Plan) -> Called:
-        """The same behind a plain round, over rows some of which have a grammar: it launches their call alone, which `decide`
-        makes a round of."""
-        return self._call(*self._after_plain(plan), step)
-
-    def _after_plain(self, plan: Plan) -> tuple[Plan, None, SamplingBatch, SharedNoise, mx.array]:
-        """What a plain round runs with behind one that was not read, in which every row gets one token."""
-        sampling = self._sampling_of(plan.rows)
-        _, key = self._keys(sampling, 2)
-        noise = SharedNoise(sampling, [row.emitted + 1 for row in plan.rows], self.vocabulary)
-        self._batch.cache.commit(1)
-        return plan, None, sampling, noise, key
 
     def read(self, step: Step) -> tuple[Step, Outcome]:
         """Wait for a round. Where it fails with a proposal of the draft in it, it is launched again without the draft. Returns
@@ -196,14 +188,13 @@ class Runner:
         """One target call over each row's newest token and its proposal: the look-up where the plan says so, else what was
         drafted. before: the round that this one follows, which alone has the newest tokens. The target's cache then holds the
         whole proposal."""
-        if any(row.prompt.constraint is not None for row in plan.rows):
+        if self._batch.constrained:
             return self.decide(self._call(plan, drafted, sampling, noise, key, before))
         proposal, arguments = self._arguments(plan, drafted, sampling, noise, key, before)
-        count = 1 + (0 if proposal is None else proposal.tokens.shape[1])
-        arrays = RoundArrays(**self._replay(arguments, self._batch.cache, count))
+        arrays = RoundArrays(**self._replay(arguments, self._batch.cache, _tokens(arguments).shape[1]))
         if arrays.features is not None:
             self._batch.cache.append_features(arrays.features)
-        return self._step(plan, sampling, arrays, proposal, drafted, before)
+        return self._step(plan, sampling, arrays, proposal, drafted is not None, before)
 
     def _call(
         self,
@@ -225,19 +216,19 @@ class Runner:
         starts = _starts(cache)
         logits = self._batch.target.verify(_tokens(arguments), cache)
         device.launch(logits)
-        return Called(plan, sampling, arguments, logits, starts, own, proposal, drafted, before)
+        return Called(plan, sampling, arguments, logits, starts, own, proposal, before)
 
     def decide(self, called: Called) -> Step:
         """The round of a call, launched. While the target runs it waits for what was drafted and makes the masks of the rows'
         grammars. The round that it follows must have been read."""
         plan = called.plan
         masks, proposed = RoundMasks.of(plan.rows, self.vocabulary), _looked_up(plan)
-        if called.drafted_tokens is not None:
-            (tokens,) = device.read(called.drafted_tokens)
+        if called.drafted is not None:
+            (tokens,) = device.read(called.drafted)
             proposed = [[*found, *row[len(found) :]] for found, row in zip(proposed, tokens.tolist(), strict=True)]
         bits = None if masks is None else masks.bits(proposed)
         arrays = self._decided(called.arguments, called.logits, None, called.starts, bits)
-        return self._step(plan, called.sampling, arrays, called.proposal, called.drafted, called.before)
+        return self._step(plan, called.sampling, arrays, called.proposal, called.drafted is not None, called.before)
 
     def _arguments(
         self,
@@ -248,7 +239,9 @@ class Runner:
         key: mx.array,
         before: Step | None,
     ) -> tuple[Proposal | None, Sequence[Any]]:
-        """What is proposed, see `_verify`, and the arguments of `_verified`."""
+        """What is proposed, see `_verify`, and what `_verified` and `_decided` take: each row's newest token (B, 1), the
+        proposal and the draft's own as trees, whether the draft's logits were finite (B, K), noise (B, K+1, V), key, the
+        sampling's leaves, whether evidence is wanted, and where rows may end at most (B,)."""
         rows, lookups = plan.rows, _looked_up(plan)
         most = max(map(len, lookups), default=0) if drafted is None else plan.choice.proposed
         finite = None
@@ -282,13 +275,13 @@ class Runner:
         sampling: SamplingBatch,
         arrays: RoundArrays,
         proposal: Proposal | None,
-        drafted: Proposal | None,
+        drafted: bool,
         before: Step | None,
     ) -> Step:
-        """The round with these arrays, launched."""
+        """The round with these arrays, launched. drafted, before: as in Step."""
         others = [*self._batch.cache.arrays(), self.key]
-        step = Step(plan, sampling, drafted is not None, arrays, proposal, others, before is not None)
-        step.follows_draft = before is not None and before.drafted
+        step = Step(plan, sampling, drafted, arrays, proposal, others, before is not None)
+        step.second = before is not None and (before.drafted or not before.follows)
         if self._strategy.launch_ahead:
             step.launch()
         return step

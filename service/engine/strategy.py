@@ -123,7 +123,7 @@ CUDA = Strategy(
     parked_prefill=False,
     prefill_padding=1.0,
     replay=True,
-    # Of 600 tokens they were copied, of 300 not (docs/measurements.md).
+    # By the peaks of prefills: those of 300 tokens had none, those of 600 had (docs/measurements.md, "What calls compute").
     most_uncopied=300,
 )
 

@@ -121,6 +121,20 @@ def test_constrained_rows_beside_free_ones_are_the_masked_target_s_own(
             assert case.drafted != case.target
 
 
+def assert_logged(target: nn.Module, row: Request) -> None:
+    """The log-probabilities of its evidence are the masked target's."""
+    automaton = row.prompt.constraint
+    logits = np.array(read(target, row.tokens[:-1], make_prompt_cache(target))[len(row.prompt.tokens) - 1 :])
+    logged = np.concatenate([each.logprobs[:n] for each, n in row.evidence])
+    assert len(logged) == len(row.output)
+    for i, token in enumerate(row.output):
+        allowed = logits[i].astype(np.float64)
+        if isinstance(automaton, Automaton):
+            allowed = allowed[automaton.allowed(row.output[:i])]
+        wanted = logits[i][token] - np.log(np.exp(allowed - allowed.max()).sum()) - allowed.max()
+        assert logged[i] == pytest.approx(wanted, abs=1e-4)
+
+
 @STRATEGIES
 @pytest.mark.parametrize("limit", [1, 7])
 def test_an_answer_whose_grammar_meets_a_limit_is_cut(
@@ -263,40 +277,107 @@ def test_masks_are_made_while_the_target_runs(
         for place, name in ((device, "launch"), (device, "wait"), (Target, "verify"), (RoundMasks, "bits")):
             monkeypatch.setattr(place, name, noting(name, getattr(place, name)))
         decoder.round()
-    # The next round is launched before this one returns.
-    assert events[events.index("verify") :] == ["verify", "launch", *(["wait"] if k else []), "bits", "launch"]
+    # What is waited for is the round before, or what was drafted.
+    assert events[events.index("verify") :] == ["verify", "launch", "wait", "bits", "launch"]
+
+
+@pytest.fixture
+def behind(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """By call of a round with a grammar, whether it was launched behind a round that was not read."""
+    found, decide = list[int](), Runner.decide
+
+    def noting(runner: Runner, called: Called) -> Step:
+        found.append(called.before is not None)
+        return decide(runner, called)
+
+    monkeypatch.setattr(Runner, "decide", noting)
+    return found
 
 
 @pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])
 @pytest.mark.parametrize("adaptive", [False, True], ids=["plain", "look-ups"])
 def test_few_constrained_rows_do_not_hold_the_next_round_up(
-    target: Model, strategy: Strategy, adaptive: bool, monkeypatch: pytest.MonkeyPatch
+    target: Model, strategy: Strategy, adaptive: bool, behind: list[int]
 ) -> None:
     short, long = (replace(GREEDY, max_tokens=n) for n in (9, 40))
-    prompts = [
-        constrained(0, short),
-        *(Prompt(tokens_of(i), long) for i in (1, 2, 3)),
-        constrained(4, replace(SEEDED, max_tokens=20)),
-    ]
+    prompts = [constrained(0, short), constrained(4, replace(SEEDED, max_tokens=20))]
+    prompts += [Prompt(tokens_of(i), long) for i in (1, 2, 3)]
     prompts += [Prompt(tokens_of(i), replace(SEEDED, seed=i)) for i in (5, 6)]
-    followed, decide = list[Step](), Runner.decide
-
-    def noting(runner: Runner, called: Called) -> Step:
-        if called.before is not None:
-            followed.append(called.before)
-        return decide(runner, called)
-
-    monkeypatch.setattr(Runner, "decide", noting)
     with using(strategy):
         decoder = Decoder(
             target, None, vocabulary=VOCABULARY, k=0, collect=True, adaptive=adaptive, lookup=4 if adaptive else 0
         )
-        rows = [Request(str(i), prompt, frozenset({END}), None) for i, prompt in enumerate(prompts)]
-        decoder.admit(*rows)
+        rows = serve(decoder, prompts)
+    assert_the_target_s_own(target, rows)
+    assert sum(behind) > 15
+
+
+@pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])
+@pytest.mark.parametrize("eagle", [False, True], ids=["no draft", "parked head"])
+@pytest.mark.parametrize("cancelled", [0, 1], ids=["a free row leaves", "a constrained row leaves"])
+def test_rows_come_and_go_in_the_pipeline(strategy: Strategy, eagle: bool, cancelled: int, behind: list[int]) -> None:
+    """Texts and logged log-probabilities are the masked target's, whoever ends, leaves or joins."""
+    target = plain_llama(0) if eagle else tiny_llama(0)
+    prompts = [constrained(i, GREEDY) if i in (1, 4) else Prompt(tokens_of(i), GREEDY) for i in range(7)]
+    rows = [Request(str(i), prompt, frozenset({END}), None) for i, prompt in enumerate(prompts)]
+    with using(strategy):
+        draft = bare(tiny_head(target, 1)) if eagle else None
+        decoder = Decoder(target, draft, vocabulary=VOCABULARY, k=3, collect=True)
+        decoder.draft_length = 0
+        decoder.admit(*rows[:5])
+        for _ in range(8):
+            decoder.round()
+        assert rows[cancelled].finish is None
+        rows[cancelled].finish = FinishReason.CANCELLED
+        decoder.leave([rows[cancelled]])
+        for _ in range(4):
+            decoder.round()
+        decoder.admit(*rows[5:])
+        for _ in range(3):
+            decoder.round()
+        decoder.draft_length = 3 if eagle else 0
         while decoder.unfinished:
             decoder.round()
-    assert_the_target_s_own(target, rows)
-    assert len(followed) > 15
+    assert sum(behind) > 10
+    for row in rows:
+        prompt, automaton = row.prompt, row.prompt.constraint
+        if isinstance(automaton, Automaton):
+            wanted = masked_alone(target, prompt.tokens, prompt.sampling, automaton, frozenset({END}))
+        else:
+            wanted = forced(target, prompt.tokens, row.output, prompt.sampling, frozenset({END}))
+        assert row.output == wanted[: len(row.output)]
+        assert row is rows[cancelled] or len(row.output) == len(wanted)
+        assert_logged(target, row)
+
+
+@pytest.mark.parametrize(
+    ("rows", "lookup", "waits"),
+    [
+        pytest.param(1, 0, False, id="no look-ups"),
+        pytest.param(40, 4, False, id="more than may be proposed for"),
+        pytest.param(4, 4, True, id="few rows with look-ups"),
+    ],
+)
+def test_grammars_are_waited_for_where_what_they_force_may_be_proposed(
+    target: Model, rows: int, lookup: int, waits: bool, behind: list[int]
+) -> None:
+    with using(CUDA):
+        decoder = Decoder(target, None, vocabulary=VOCABULARY, k=0, adaptive=lookup > 0, lookup=lookup)
+        served = serve(decoder, [constrained(i, replace(GREEDY, max_tokens=8), forcing=2) for i in range(rows)])
+    assert_the_target_s_own(target, served[:4])
+    assert (sum(behind) == 0) == waits
+    assert any(each.source is Source.GRAMMAR for row in served for each in row.rounds) == waits
+
+
+def test_rows_that_have_ended_have_no_mask() -> None:
+    rows = [Request("", constrained(i, GREEDY), frozenset(), None) for i in range(2)]
+    rows[0].finish = FinishReason.LENGTH
+    masks = RoundMasks.of(rows, VOCABULARY)
+    assert masks is not None
+    ended, other = np.array(masks.bits([[], []]))
+    assert np.all(ended == 0xFFFFFFFF) and not np.all(other == 0xFFFFFFFF)
+    rows[1].finish = FinishReason.LENGTH
+    assert RoundMasks.of(rows, VOCABULARY) is None
 
 
 @STRATEGIES
@@ -310,14 +391,7 @@ def test_what_is_logged_is_of_the_masked_target(target: Model, draft: nn.Module,
             sent += [each for delta in decoder.round().deltas for each in delta.logprobs]
     assert [each.token for each in sent] == row.output
     assert all(value > -math.inf for each in sent for _, value in each.top)
-    automaton = row.prompt.constraint
-    assert isinstance(automaton, Automaton)
-    logits = np.array(read(target, row.tokens[:-1], make_prompt_cache(target))[len(row.prompt.tokens) - 1 :])
-    logged = np.concatenate([each.logprobs[:n] for each, n in row.evidence])
-    for i, token in enumerate(row.output):
-        allowed = logits[i][automaton.allowed(row.output[:i])].astype(np.float64)
-        wanted = logits[i][token] - np.log(np.exp(allowed - allowed.max()).sum()) - allowed.max()
-        assert logged[i] == pytest.approx(wanted, abs=1e-4)
+    assert_logged(target, row)
 
 
 @pytest.mark.parametrize(

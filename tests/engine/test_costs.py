@@ -100,6 +100,9 @@ def test_look_ups_cost_what_a_round_by_itself_does() -> None:
         by_itself = replace(load, alone=True)
         assert costs.seconds(by_itself, 0, 0) == pytest.approx(SEEDS.call(load, 1) + more), "so do others, if none is"
         assert costs.seconds(by_itself, 2, 2) == pytest.approx(SEEDS.round(load, 2) + more)
+        drafted = replace(load, drafts_alone=True)
+        assert costs.seconds(drafted, 0, 0) == pytest.approx(SEEDS.call(load, 1))
+        assert costs.seconds(drafted, 2, 2) == pytest.approx(SEEDS.round(load, 2) + more), "or none that drafts"
 
 
 def test_a_kind_costs_the_median_of_its_first_rounds() -> None:

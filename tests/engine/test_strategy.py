@@ -25,6 +25,7 @@ from service.engine.planner import Choice, Match, Planner
 from service.engine.request import Request
 from service.engine.rounds import Plan, Step
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
+from tests.support.automaton import Automaton
 from tests.support.batches import decode
 from tests.support.fixed_length import FixedLength, fix_length
 from tests.support.oracle import forced, noisy_copy
@@ -123,6 +124,7 @@ def test_rows_end_anywhere_in_the_pipeline(
 
         def noted(step: Step, plan: Plan) -> Step:
             after = launch_after(step, plan)
+            assert isinstance(after, Step)
             ahead.append(after.drafted)
             return after
 
@@ -185,6 +187,32 @@ def test_rounds_without_a_draft_are_timed_between_drafted_ones(target: Model, st
             decoder.round()
         plain = [each for each in row.rounds[before:] if not each.drafted]
     assert 2 <= len(plain) <= 6
+
+
+@ONE_ACCELERATOR
+@pytest.mark.usefixtures("exact_costs")
+@pytest.mark.parametrize("seeded", [False, True], ids=["grammar", "seeds"])
+def test_plain_rounds_are_timed_where_drafted_ones_are_by_themselves(
+    target: Model, strategy: Strategy, seeded: bool
+) -> None:
+    """No round is launched behind a drafted one where rows have a seed, or one of them a grammar; so three plain ones are."""
+    with using(strategy):
+        decoder = Decoder(target, bare(target), vocabulary=VOCABULARY, k=3, adaptive=True)
+        costs = {(1, 1): 1.0, (1, 4): 1.0, (4, 1): 1.0, (4, 4): 1.0}
+        planner = decoder.planner = Planner(3, 0, Costs(costs, {1: 0.01}, {1: 0.0}, 0.0, 0.0))
+        rows = rows_of(4, 1000, seeded=seeded)
+        if not seeded:
+            rows[0] = Request("", replace(rows[0].prompt, constraint=Automaton(0, VOCABULARY, most=90)), EOS, None)
+        decoder.admit(*rows)
+        while len(rows[1].rounds) < 40:
+            decoder.round()
+        load = Load(4, len(rows[3].tokens), ragged=True)
+        assert planner.costs.established(load, 0, 0) and planner.costs.established(load, 3, 3)
+        before = len(rows[1].rounds)
+        while len(rows[1].rounds) < before + 128:
+            decoder.round()
+        plain = [each for each in rows[1].rounds[before:] if not each.drafted]
+    assert 3 <= len(plain) <= 9
 
 
 @ONE_ACCELERATOR

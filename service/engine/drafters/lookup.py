@@ -79,9 +79,9 @@ class Lookup:
         self._older: dict[NGram, tuple[Sequence[int], int]] = {}
         self._newer_tokens = 0
 
-    def propose(self, rows: Sequence[Request], *, possible: bool) -> list[LookupProposal | None]:
+    def propose(self, rows: Sequence[Request], *, possible: bool, forced: bool = True) -> list[LookupProposal | None]:
         """What may follow each row in the next round. possible: whether anything may be planned over so many rows; where not,
-        nothing is indexed either."""
+        nothing is indexed either. forced: also what grammars leave no choice about."""
         self._resting = max(self._resting - 1, 0)
         if not possible:
             return [None] * len(rows)
@@ -89,7 +89,9 @@ class Lookup:
         for row in rows:
             if not row.padding:
                 left -= row.ngrams.update(row.tokens, left)
-        found = [None if row.padding else self._forced(row) or self.find(row.tokens, row.ngrams) for row in rows]
+        found = [
+            None if row.padding else (forced and self._forced(row)) or self.find(row.tokens, row.ngrams) for row in rows
+        ]
         return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]
 
     def _forced(self, row: Request) -> LookupProposal | None:
