@@ -219,7 +219,7 @@ class Application:
             lookup=settings.engine.num_lookup_tokens,
             prefix=PrefixCache(plan.prefix),
         )
-        decoder.limit_memory(plan.budget)
+        decoder.memory.limit(plan.budget)
         context = _context(settings.engine.max_context, pair.target.context, plan.budget)
         with self._during("timing"):
             decoder.profile(settings.engine.max_rows, context)
@@ -228,7 +228,7 @@ class Application:
         if (folder := settings.engine.prefix_cache_dir) is not None:
             who = pair.provenance
             try:
-                decoder.keep_prefixes(folder, settings.engine.prefix_cache_disk_mb << 20, who.target, who.draft)
+                decoder.prefixes.keep(folder, settings.engine.prefix_cache_disk_mb << 20, who.target, who.draft)
             except OSError as error:
                 raise ModelError(f"engine.prefix_cache_dir cannot be used: {error}") from error
         self._serving = Serving(folders, pair, context)

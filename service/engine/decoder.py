@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,11 +22,11 @@ from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
 from service.engine.drafters.lookup import WAITED_SHARE, Lookup, LookupProposal
-from service.engine.kv.budget import HEADROOM, Budget
-from service.engine.kv.prefix import BLOCK, Owner, PrefixCache, copies
-from service.engine.kv.prefix_files import PrefixFiles, Speed
+from service.engine.kv.prefix import PrefixCache
+from service.engine.memory import RowMemory
 from service.engine.planner import Choice, DraftSteps, Match, Planner
 from service.engine.prefill import Pace, Prefill, batch_prompts, prefill_draft, prefill_target
+from service.engine.prefixes import Prefixes
 from service.engine.request import Request, prefill_ratio
 from service.engine.rounds import Called, Outcome, Plan, RoundReport, Step
 from service.engine.runner import Runner
@@ -86,8 +85,8 @@ class Decoder:
         self.lookup = Lookup(lookup) if adaptive and lookup > 0 else None
         self.adaptive = adaptive and (self.draft_length > 0 or self.lookup is not None)
         self.pace = Pace(self.strategy.max_gap)
-        self.budget: Budget | None = None
-        """Of keys and values; None: as much as rows take (`limit_memory`)."""
+        self.memory = RowMemory(self.batch, paged=self.strategy.paged)
+        self.prefixes = Prefixes(self.batch, self.pace, self.prefill_chunk)
         self.planner: Planner | None = None
         self._seeds: profile.Seeds | None = None
         self._step: Step | None = None
@@ -134,57 +133,6 @@ class Decoder:
             self._seeds = profile.Seeds(profile.measure(self.batch.target.model, draft, rows=sizes, most=most), draft)
             self.planner = Planner(self.draft_length, looked_up, self._seeds.costs)
 
-    def limit_memory(self, budget: Budget) -> None:
-        """Keep keys and values within a budget. In pages all of it is taken with the first call: cached prefixes use it too."""
-        self.budget = budget
-        # Rows of a model whose layers are all recurrent take no pages.
-        if self.strategy.paged and budget.row.first:
-            for pool, pages in zip(self.batch.pools, budget.pages, strict=True):
-                pool.set_size(pages)
-
-    def keep_prefixes(self, folder: Path, cap: int, target: str, draft: str) -> None:
-        """Keep cached prefixes of the target in files too, `cap` bytes at most. target, draft: fingerprints of the models.
-        Nothing without a prefix cache, or for a model with recurrent layers. Raises OSError where the folder cannot be used."""
-        cache = self.batch.target.cache(1)
-        if self.batch.prefix is None or cache.states:
-            log.warning("nothing is kept in %s: prefixes are not cached for this model", folder)
-            return
-        # What a block holds depends on how the model runs here. The first call compiles: the second one's time counts.
-        count = max(self.prefill_chunk, BLOCK)
-        for _ in range(2):
-            cache, started_at = self.batch.target.cache(1), time.perf_counter()
-            self.batch.target(mx.zeros((1, count), dtype=mx.int32), cache)
-            self.batch.target.activations.evaluate(cache.arrays(), count)
-            self.pace.speed = Speed(count, time.perf_counter() - started_at)
-            cache.commit(count)
-        (block,) = copies(cache.storage.blocks(0, count // BLOCK - 1, 1))
-        # Features are what this draft makes of the target's hidden states.
-        model = target if cache.features is None else f"{target} {draft}"
-        self.batch.prefix.files = PrefixFiles(folder, cap, model, block)
-
-    def save_prefixes(self, least: int = 1) -> bool:
-        """Write a file of cached prefixes: see PrefixCache.save. Returns whether there was one to write. An error costs the
-        files alone: none is written or read any more."""
-        prefix = self.batch.prefix
-        try:
-            return prefix is not None and prefix.save(least)
-        except Exception:
-            log.exception("cached prefixes are no longer kept in files")
-            assert prefix is not None
-            prefix.files = None
-            return False
-
-    @property
-    def prefix_tokens_read(self) -> int:
-        """Tokens that were read from the prefix cache's files."""
-        return 0 if self.batch.prefix is None else self.batch.prefix.tokens_read
-
-    @property
-    def prefix_disk_bytes(self) -> int:
-        """Bytes of the prefix cache's files. From any thread."""
-        files = None if self.batch.prefix is None else self.batch.prefix.files
-        return 0 if files is None else files.nbytes
-
     @contextmanager
     def unplanned(self) -> Generator[None]:
         """Rounds in the block draft `draft_length` tokens each and look nothing up. Nothing is left of them: in planner,
@@ -204,63 +152,26 @@ class Decoder:
 
     def start_prefill(self, row: Request) -> Prefill:
         """A request's prefill, of all but the prompt's last token."""
-        cached, prefix = self.cached_tokens(row.tokens), self.batch.prefix
+        cached, prefix = self.prefixes.cached_tokens(row.tokens), self.batch.prefix
         pieces = [] if prefix is None else prefix.find(row.tokens[:-1], self.pace.speed.value)
         return Prefill([row], self.batch.target.cache(1), None, self.batch.epoch, cached=cached, pieces=pieces)
-
-    def cached_tokens(self, tokens: Sequence[int]) -> int:
-        """Tokens of a text, but its last, that are in the target's prefix cache."""
-        prefix = self.batch.prefix
-        return 0 if prefix is None else prefix.cached_length(Owner.TARGET, tokens[:-1])
-
-    def has_room(self, prefilling: Sequence[int]) -> bool:
-        """Whether memory does for the rows and for texts of such lengths that prefill, with a next share of their answers."""
-        if self.budget is None:
-            return True
-        running, texts = ([length + HEADROOM for length in lengths] for lengths in (self._lengths(), prefilling))
-        return self._fits(running, texts)
 
     def preempt(self, prefilling: Sequence[int]) -> list[Request]:
         """Take the youngest requests out of the batch, but for one, until memory does for the next rounds of the others and for
         texts of such lengths that prefill; returns them."""
         # A round may be under way, and another be launched behind it.
         most = 2 * (1 + max(self.draft_length, self.lookup.max_tokens if self.lookup is not None else 0))
-        if self.budget is None or not self.rows:
-            return []
-        if self._fits([n + most for n in self._lengths()], prefilling):
+        if not self.rows or self.memory.fits([len(row.tokens) + most for row in self.rows], prefilling):
             return []
         self._complete_pending()
         staying, gone = sorted(self.rows, key=lambda row: row.arrived_at), list[Request]()
-        while len(staying) > 1 and not self._fits([len(row.tokens) + most for row in staying], prefilling, have=0):
+        while len(staying) > 1 and not self.memory.fits(
+            [len(row.tokens) + most for row in staying], prefilling, have=0
+        ):
             gone.append(staying.pop())
         if self.rows:
             self._remove(gone, tight=True)
         return gone
-
-    def _fits(self, running: Sequence[int], prefilling: Sequence[int], have: int | None = None) -> bool:
-        """Whether rows of such lengths fit into the budget. have: see Budget.fits."""
-        assert self.budget is not None
-        have = self.batch.cache.slots if have is None else have
-        return self.budget.fits(running, prefilling, have=have)
-
-    @property
-    def kv_cache_usage(self) -> float:
-        """Share of the budget that is in use; 0 without one. From any thread."""
-        lengths = self._lengths()
-        return 0.0 if self.budget is None or not lengths else self.budget.used(lengths)
-
-    @property
-    def kv_bytes(self) -> int:
-        """Bytes allocated for keys and values. From any thread."""
-        return self.batch.kv_bytes
-
-    @property
-    def prefix_bytes(self) -> int:
-        """Bytes of the prefix cache. From any thread."""
-        return 0 if self.batch.prefix is None else self.batch.prefix.nbytes
-
-    def _lengths(self) -> list[int]:
-        return [len(row.tokens) for row in self.rows]
 
     def batch_prompts(self, waiting: Sequence[Prefill], tokens: int, chunk: int | None = None) -> Prefill:
         """The first of these prompts, with others that can be prefilled in one call of `tokens` tokens with it. chunk: as for

@@ -28,7 +28,7 @@ class Engine:
     def memory(self) -> Memory:
         """What is allocated. From any thread."""
         return replace(
-            device.memory(), weights=self.weights, kv=self.decoder.kv_bytes, prefix=self.decoder.prefix_bytes
+            device.memory(), weights=self.weights, kv=self.decoder.memory.kv_bytes, prefix=self.decoder.prefixes.nbytes
         )
 
     def check(self, prompt: Prompt) -> None:

@@ -167,8 +167,8 @@ class EngineThread:
             adapter=self.active,
             draft_failures=engine.decoder.draft_failures if engine else 0,
             memory=engine.memory() if engine else device.memory(),
-            kv_cache_usage=engine.decoder.kv_cache_usage if engine else 0.0,
-            prefix_disk_bytes=engine.decoder.prefix_disk_bytes if engine else 0,
+            kv_cache_usage=engine.decoder.memory.usage if engine else 0.0,
+            prefix_disk_bytes=engine.decoder.prefixes.disk_bytes if engine else 0,
         )
 
     @property
@@ -247,7 +247,7 @@ class EngineThread:
                 self._turn(self._engine)
             if self._draining and self._watchdog.dead is None:
                 end = time.monotonic() + SAVE_SECONDS
-                while self._engine.decoder.save_prefixes() and time.monotonic() < end:
+                while self._engine.decoder.prefixes.save() and time.monotonic() < end:
                     pass
         except Exception as error:
             if self._engine is None:
@@ -305,7 +305,8 @@ class EngineThread:
         prefilling, scheduler = self._prefilling(), self._scheduler
         with self._condition:
             ticket = scheduler.next(
-                engine.decoder.cached_tokens, lambda ticket: engine.decoder.has_room([*prefilling, len(ticket.tokens)])
+                engine.decoder.prefixes.cached_tokens,
+                lambda ticket: engine.decoder.memory.has_room([*prefilling, len(ticket.tokens)]),
             )
             lacks_memory = ticket is None and scheduler.free_rows > 0 and len(scheduler.waiting) > 0
         if lacks_memory:
@@ -359,7 +360,7 @@ class EngineThread:
                 # A prompt counts once, however often it is prefilled.
                 if not row.decode_started_at:
                     self._observer.prompt_read(len(row.prompt.tokens), row.cached_tokens)
-        if more := engine.decoder.prefix_tokens_read - self._reported_read:
+        if more := engine.decoder.prefixes.tokens_read - self._reported_read:
             self._reported_read += more
             self._observer.prefix_read(more)
         if ready:
@@ -406,7 +407,7 @@ class EngineThread:
             idle = not self._condition.wait(IDLE_SECONDS)
         if idle:
             # One file: a request that comes meanwhile waits for no more.
-            engine.decoder.save_prefixes(SAVED_IDLE)
+            engine.decoder.prefixes.save(SAVED_IDLE)
 
     def _fail_everyone(self, error: RedraftError) -> None:
         with self._condition:

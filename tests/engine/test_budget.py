@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from service.core import Delta, FinishReason, Prompt, Sampling
-from service.engine import decoder, strategy
+from service.engine import decoder, memory, strategy
 from service.engine.engine import Engine
 from service.engine.footprint import row_bytes
 from service.engine.kv.budget import GROWING, LONGEST, Budget, RowBytes, prefix_bytes, usable
@@ -47,7 +47,7 @@ class BudgetHarness(EngineHarness):
         engine = super().build()
         row = row_bytes(tiny_llama(0), noisy_copy(tiny_llama(0), 1, 0.3) if engine.base else None)
         budget = Budget(self.positions * row.first * (1 if current().paged else GROWING), row)
-        engine.decoder.limit_memory(budget)
+        engine.decoder.memory.limit(budget)
         if current().paged:
             for pool, pages in zip(engine.decoder.batch.pools, budget.pages, strict=True):
                 self.others += pool.take(pool.pages - 1 - pages)
@@ -62,12 +62,12 @@ class BudgetHarness(EngineHarness):
 
     @property
     def budget(self) -> Budget:
-        assert self.engine is not None and self.engine.decoder.budget is not None
-        return self.engine.decoder.budget
+        assert self.engine is not None and self.engine.decoder.memory.budget is not None
+        return self.engine.decoder.memory.budget
 
     def assert_kept(self) -> None:
         """The budget was, and without rows only the prefix cache holds pages."""
-        assert self.engine is not None and self.engine.decoder.budget is not None
+        assert self.engine is not None and self.engine.decoder.memory.budget is not None
         if self.others:
             assert 0 < self.most <= self.budget.size
             for pool in self.engine.decoder.batch.pools:
@@ -98,7 +98,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Stra
 @pytest.fixture
 def short_sighted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests are admitted that do not fit with their answers."""
-    monkeypatch.setattr(decoder, "HEADROOM", 1)
+    monkeypatch.setattr(memory, "HEADROOM", 1)
 
 
 def greedy_and_seeded(count: int, tokens: int) -> list[Prompt]:
@@ -301,11 +301,11 @@ def test_a_request_by_itself_has_room_as_long_as_any_may_become(way: Strategy) -
     model = tiny_llama(0)
     with using(way):
         made, row = decoder.Decoder(model, None, vocabulary=97, k=0), row_bytes(model, None)
-        made.limit_memory(Budget(100 * row.of(PAGE), row))
-        assert made.budget is not None
-        longest = made.budget.longest()
-        assert longest > STEP and made.has_room([longest]) and made.has_room([longest - STEP // 2])
-        assert not made.has_room([longest, longest])
+        made.memory.limit(Budget(100 * row.of(PAGE), row))
+        assert made.memory.budget is not None
+        longest = made.memory.budget.longest()
+        assert longest > STEP and made.memory.has_room([longest]) and made.memory.has_room([longest - STEP // 2])
+        assert not made.memory.has_room([longest, longest])
 
 
 def test_a_model_whose_rows_do_not_grow_has_no_longest() -> None:
@@ -317,7 +317,7 @@ def test_a_recurrent_model_takes_no_pages() -> None:
     with using(CUDA):
         made = decoder.Decoder(model, None, vocabulary=97, k=0)
         pages = [pool.pages for pool in made.batch.pools]
-        made.limit_memory(Budget(2**20, RowBytes(0)))
+        made.memory.limit(Budget(2**20, RowBytes(0)))
         assert [pool.pages for pool in made.batch.pools] == pages
 
 

@@ -150,7 +150,7 @@ def test_a_full_pool_takes_the_prefix_caches_oldest_pages_before_it_grows(target
     """Of a decoder with a budget, which has all its pages from the start."""
     prefix, row = PrefixCache(2**26), row_bytes(target, draft)
     decoder = Decoder(target, bare(draft), vocabulary=V, k=K, prefix=prefix)
-    decoder.limit_memory(Budget(100 * row.of(PAGE), row))
+    decoder.memory.limit(Budget(100 * row.of(PAGE), row))
     assert [pool.pages for pool in decoder.batch.pools] == [101, 101]
     texts = [tokens(i, 10 * PAGE) for i in range(14)]
     for number, text in enumerate(texts):
@@ -412,7 +412,7 @@ def test_everything_at_once_in_small_pools(target: Model, draft: nn.Module) -> N
     """Cached prefixes, cancellations and swaps, where pools are full all the time."""
     prefix, row, rng = PrefixCache(2**24), row_bytes(target, draft), random.Random(3)
     decoder = Decoder(target, bare(draft), vocabulary=V, k=K, prefix=prefix)
-    decoder.limit_memory(Budget(70 * row.of(PAGE), row))
+    decoder.memory.limit(Budget(70 * row.of(PAGE), row))
     texts, reused = [tokens(i, 150) for i in range(3)], 0
 
     def between(decoder: Decoder) -> None:

@@ -67,7 +67,7 @@ def start(
         prefill_chunk=CHUNK,
         prefix=PrefixCache(budget),
     )
-    decoder.keep_prefixes(folder, cap, *who)
+    decoder.prefixes.keep(folder, cap, *who)
     assert decoder.pace.speed.value is not None
     decoder.pace.speed = Speed()
     return decoder
@@ -97,7 +97,7 @@ def ask(decoder: Decoder, tokens: Sequence[int], *, store: bool = True, **sampli
 
 
 def save(decoder: Decoder) -> None:
-    while decoder.save_prefixes():
+    while decoder.prefixes.save():
         pass
 
 
@@ -141,13 +141,13 @@ def test_a_next_start_goes_on_behind_what_was_written(tmp_path: Path, sampling: 
     assert len(written(tmp_path, tokens, drafts=True)) == 2
     decoder = start(tmp_path, drafts=True)
     row = ask(decoder, tokens, **sampling)
-    assert row.cached_tokens == decoder.prefix_tokens_read == whole(len(tokens))
+    assert row.cached_tokens == decoder.prefixes.tokens_read == whole(len(tokens))
     # The draft's are not kept: it reads the prompt by itself.
     assert any(round_.drafted for round_ in row.rounds)
     assert all((node.owner is Owner.TARGET) or node.file is None for node in prefix_of(decoder).nodes)
     assert_sound(decoder, tokens)
     again = ask(decoder, tokens)
-    assert again.cached_tokens == whole(len(tokens)) == decoder.prefix_tokens_read
+    assert again.cached_tokens == whole(len(tokens)) == decoder.prefixes.tokens_read
 
 
 def test_a_file_is_read_between_two_rounds(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_file_is_read_between_two_rounds(tmp_path: Path) -> None:
     decoder.admit(running)
     prefill = decoder.start_prefill(row)
     while not decoder.prefill(decoder.batch_prompts([prefill], CHUNK)):
-        read.append(decoder.prefix_tokens_read)
+        read.append(decoder.prefixes.tokens_read)
         decoder.round()
     assert read == [FILE_BLOCKS * BLOCK, 2 * FILE_BLOCKS * BLOCK, (2 * FILE_BLOCKS + 6) * BLOCK]
     decoder.join([prefill])
@@ -188,9 +188,9 @@ def test_keys_and_values_are_the_same_to_the_bit(
     for strategy in ways:
         with using(strategy):
             decoder = Decoder(model, None, vocabulary=VOCABULARY, k=0, prefix=PrefixCache(64 * MIB))
-            decoder.keep_prefixes(tmp_path, 64 * MIB, *WHO)
+            decoder.prefixes.keep(tmp_path, 64 * MIB, *WHO)
             serve(decoder, [Prompt(tokens, Sampling(max_tokens=1))])
-            assert decoder.prefix_tokens_read == (whole(599) if found else 0)
+            assert decoder.prefixes.tokens_read == (whole(599) if found else 0)
             found.append(held(decoder, tokens))
             save(decoder)
     for one, other in zip(*found, strict=True):
@@ -211,7 +211,7 @@ def test_texts_that_part_share_their_files(tmp_path: Path) -> None:
     decoder = start(tmp_path)
     ask(decoder, one[: 5 * BLOCK + 1])
     assert ask(decoder, one).cached_tokens == whole(939)
-    assert decoder.prefix_tokens_read == whole(939) - 5 * BLOCK
+    assert decoder.prefixes.tokens_read == whole(939) - 5 * BLOCK
     assert_sound(decoder, one)
 
 
@@ -223,7 +223,7 @@ def test_features_are_kept_with_the_draft_that_made_them(tmp_path: Path) -> None
         decoder = Decoder(
             model, bare(head), vocabulary=VOCABULARY, k=K, prefill_chunk=CHUNK, prefix=PrefixCache(64 * MIB)
         )
-        decoder.keep_prefixes(tmp_path, 64 * MIB, "target", name)
+        decoder.prefixes.keep(tmp_path, 64 * MIB, "target", name)
         (row,) = serve(decoder, [Prompt(tokens, Sampling(max_tokens=8))])
         assert row.output == forced(model, tokens, row.output, row.prompt.sampling, frozenset())
         save(decoder)
@@ -310,7 +310,7 @@ def test_a_damaged_file_is_logged_and_removed_and_not_used(
     changed = (tokens[0] + 1, *tokens[1:])
     assert ask(decoder, changed if damage is other_tokens else tokens).cached_tokens == 0
     assert not path.exists() and f"{path.name} is damaged" in caplog.text
-    assert decoder.prefix_disk_bytes == 0
+    assert decoder.prefixes.disk_bytes == 0
 
 
 def test_a_file_that_somebody_removed_is_not_missed(tmp_path: Path) -> None:
@@ -325,10 +325,10 @@ def test_files_of_another_target_are_left_and_age(tmp_path: Path) -> None:
     size = path.stat().st_size
     decoder = start(tmp_path, who=("another", "draft"), cap=size * 3 // 2)
     assert ask(decoder, text(1, 600)).cached_tokens == 0
-    assert path.exists() and decoder.prefix_disk_bytes == size
+    assert path.exists() and decoder.prefixes.disk_bytes == size
     save(decoder)
     (mine,) = tmp_path.glob("prefix-*")
-    assert mine != path and decoder.prefix_disk_bytes == mine.stat().st_size <= size * 3 // 2
+    assert mine != path and decoder.prefixes.disk_bytes == mine.stat().st_size <= size * 3 // 2
 
 
 def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
@@ -340,7 +340,7 @@ def test_the_least_recently_used_files_go_first(tmp_path: Path) -> None:
     # From memory: a use of its file all the same.
     ask(decoder, first)
     written(tmp_path, third, cap=cap)
-    assert decoder.prefix_disk_bytes <= cap
+    assert decoder.prefixes.disk_bytes <= cap
     assert [ask(start(tmp_path), each).cached_tokens for each in (first, second, third)] == [whole(599), 0, whole(599)]
     start(tmp_path, cap=cap // 2 + 20_000)
     assert len(list(tmp_path.iterdir())) == 1
@@ -390,11 +390,11 @@ def test_short_texts_are_not_written_and_those_that_grow_in_large_pieces(tmp_pat
     ask(decoder, text(1, LEAST - BLOCK))
     save(decoder)
     ask(decoder, text(2, 1000))
-    assert not decoder.save_prefixes(1024) and not list(tmp_path.iterdir())
+    assert not decoder.prefixes.save(1024) and not list(tmp_path.iterdir())
     ask(decoder, text(2, 1000) + text(3, 100))
-    assert decoder.save_prefixes(1024) and not decoder.save_prefixes(1024)
+    assert decoder.prefixes.save(1024) and not decoder.prefixes.save(1024)
     ask(decoder, text(2, 1000) + text(3, 300))
-    assert not decoder.save_prefixes(1024) and decoder.save_prefixes()
+    assert not decoder.prefixes.save(1024) and decoder.prefixes.save()
     assert len(list(tmp_path.iterdir())) == 2
     assert ask(start(tmp_path), text(2, 1000) + text(3, 300)).cached_tokens == whole(1299)
 
@@ -409,7 +409,7 @@ def test_what_files_have_is_not_written_again(tmp_path: Path) -> None:
     assert ask(decoder, (*tokens, *text(2, 300))).cached_tokens == 0
     save(decoder)
     assert set(before) < {path.stat().st_ino for path in tmp_path.iterdir()}
-    assert decoder.prefix_disk_bytes < 33 * files_of(decoder).block_bytes
+    assert decoder.prefixes.disk_bytes < 33 * files_of(decoder).block_bytes
     assert ask(start(tmp_path), (*tokens, *text(2, 300))).cached_tokens == whole(999)
 
 
@@ -506,7 +506,7 @@ def test_an_error_of_writing_costs_the_files_alone(tmp_path: Path, monkeypatch: 
     decoder = start(tmp_path)
     ask(decoder, text(1, 600))
     monkeypatch.setattr("service.engine.kv.prefix.copies", lambda blocks: 1 // 0)
-    assert not decoder.save_prefixes() and prefix_of(decoder).files is None
+    assert not decoder.prefixes.save() and prefix_of(decoder).files is None
     assert ask(decoder, text(1, 600)).cached_tokens == whole(599)
 
 
@@ -531,7 +531,7 @@ def test_chunks_shorter_than_a_block_are_as_good(tmp_path: Path, monkeypatch: py
 def test_the_speeds_are_those_of_real_reads_and_prefills(tmp_path: Path) -> None:
     written(tmp_path, text(2, 600))
     decoder = start(tmp_path)
-    files, size = files_of(decoder), decoder.prefix_disk_bytes
+    files, size = files_of(decoder), decoder.prefixes.disk_bytes
     assert files.speed.value is None
     started_at = time.perf_counter()
     ask(decoder, text(1, 600))
@@ -539,7 +539,7 @@ def test_the_speeds_are_those_of_real_reads_and_prefills(tmp_path: Path) -> None
     assert decoder.pace.speed.value > 599 / (time.perf_counter() - started_at)
     save(decoder)
     # As fast as the first file was written, until something is read.
-    assert files.speed.units == decoder.prefix_disk_bytes - size
+    assert files.speed.units == decoder.prefixes.disk_bytes - size
     decoder.pace.speed = Speed()
     started_at = time.perf_counter()
     assert ask(decoder, text(2, 600)).cached_tokens == whole(599)

@@ -28,7 +28,7 @@ class Requests:
     def admit(self, scheduler: Scheduler) -> list[Ticket]:
         """Admit as many as the scheduler names."""
         admitted: list[Ticket] = []
-        while (ticket := scheduler.next(self.decoder.cached_tokens)) is not None:
+        while (ticket := scheduler.next(self.decoder.prefixes.cached_tokens)) is not None:
             ticket.row = Request(ticket.id, ticket.prompt, frozenset(), None, arrived_at=ticket.arrived_at)
             scheduler.admit(ticket, self.decoder.start_prefill(ticket.row))
             admitted.append(ticket)
@@ -49,7 +49,7 @@ def test_requests_are_admitted_in_order_as_rows_become_free(requests: Requests) 
     scheduler = Scheduler(max_rows=2, max_waiting=8)
     tickets = [requests.ticket() for _ in range(5)]
     assert [scheduler.add(ticket) for ticket in tickets] == [False, False, True, True, True]
-    assert requests.admit(scheduler) == tickets[:2] and scheduler.next(requests.decoder.cached_tokens) is None
+    assert requests.admit(scheduler) == tickets[:2] and scheduler.next(requests.decoder.prefixes.cached_tokens) is None
     assert (scheduler.rows, scheduler.free_rows, len(scheduler.waiting)) == (2, 0, 3)
     # A request that prefills takes a row, like one that runs.
     scheduler.prefilled(scheduler.prefilling[tickets[1]])
@@ -72,7 +72,7 @@ def test_short_prompts_go_before_long_ones_and_none_waits_for_ever(requests: Req
         scheduler.add(ticket)
     narrow = Scheduler(max_rows=1, max_waiting=8)
     narrow.waiting = scheduler.waiting.copy()
-    cached = requests.decoder.cached_tokens
+    cached = requests.decoder.prefixes.cached_tokens
     assert narrow.next(cached) is short and scheduler.next(cached) is long
     assert narrow.next(len) is long, "what is in the prefix cache costs nothing"
     requests.admit(scheduler)
@@ -182,10 +182,10 @@ def test_cancelled_requests_leave_the_queue_at_once_and_rows_when_they_are_remov
     assert (
         scheduler.cancelled() == tickets[:2]
         and scheduler.rows == 2
-        and scheduler.next(requests.decoder.cached_tokens) is None
+        and scheduler.next(requests.decoder.prefixes.cached_tokens) is None
     )
     scheduler.remove(scheduler.cancelled())
-    assert (scheduler.rows, scheduler.next(requests.decoder.cached_tokens)) == (0, tickets[3])
+    assert (scheduler.rows, scheduler.next(requests.decoder.prefixes.cached_tokens)) == (0, tickets[3])
 
 
 def test_clear_returns_every_request_and_keeps_reserved_places(requests: Requests) -> None:

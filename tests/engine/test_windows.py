@@ -114,7 +114,7 @@ def test_memory_stays_where_it_is_beyond_the_window(chunk: int) -> None:
             seen |= {(layer.window or 0, cast("Any", layer).keys.shape[2]) for layer in layers}
             if len(row.tokens) in range(400, 470):
                 assert made.batch.drafter is not None
-                assert made.kv_bytes == row_bytes(target, made.batch.drafter.draft.model).of(512)
+                assert made.memory.kv_bytes == row_bytes(target, made.batch.drafter.draft.model).of(512)
     assert seen == {(WINDOW, MOST), (0, 384), (0, 512)}
     check(target, [row])
 
@@ -219,20 +219,20 @@ def test_files_hold_what_the_window_held(tmp_path: Path, ways: tuple[Strategy, S
 
 def files_of_a_start(tmp_path: Path, start: int, said: list[int]) -> None:
     target, made = decoder("gemma3_text", prefix=PrefixCache(2**26))
-    made.keep_prefixes(tmp_path, 2**26, "target", "draft")
+    made.prefixes.keep(tmp_path, 2**26, "target", "draft")
     # Whatever is faster with a tiny model.
     made.pace.speed = Speed()
     if not start:
         (row,) = serve(made, [Prompt(text(600), Sampling(max_tokens=300))])
         said += [*row.prompt.tokens, *row.output]
-        while made.save_prefixes():
+        while made.prefixes.save():
             pass
     else:
         ends = Prompt((*said, 9), Sampling(max_tokens=8)), Prompt((*said[:580], 9), Sampling(max_tokens=8))
         rows = [serve(made, [prompt])[0] for prompt in ends]
         check(target, rows)
         assert [row.cached_tokens for row in rows] == [(len(said) - 1) // BLOCK * BLOCK, 576]
-        assert made.prefix_tokens_read == rows[0].cached_tokens
+        assert made.prefixes.tokens_read == rows[0].cached_tokens
 
 
 class Rows:
@@ -596,13 +596,13 @@ def test_what_fits_in_pages_of_windows() -> None:
 
 def test_rows_with_windows_keep_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long prompts and answers of which few fit: pools do not grow, and the youngest go back."""
-    monkeypatch.setattr("service.engine.decoder.HEADROOM", 1)
+    monkeypatch.setattr("service.engine.memory.HEADROOM", 1)
     with using(CUDA):
         target, made = decoder("gemma3_text", prefix=PrefixCache(2**26))
         assert made.batch.drafter is not None
         row = row_bytes(target, made.batch.drafter.draft.model)
         assert [pool.groups for pool in row.pools] == [(most_held(WINDOW), None)] * 2
-        made.limit_memory(Budget(4 * row.of(256), row, chunk=100))
+        made.memory.limit(Budget(4 * row.of(256), row, chunk=100))
         sizes = [pool.pages for pool in made.batch.pools]
         rows = [
             Request(str(i), Prompt(text(n, i), Sampling(max_tokens=60)), frozenset(), None)
@@ -610,7 +610,7 @@ def test_rows_with_windows_keep_within_the_budget(monkeypatch: pytest.MonkeyPatc
         ]
         waiting, gone, together = rows.copy(), 0, 0
         while waiting or made.rows:
-            while waiting and made.has_room([len(waiting[0].tokens)]):
+            while waiting and made.memory.has_room([len(waiting[0].tokens)]):
                 made.admit(waiting.pop(0))
             back = made.preempt([])
             gone, waiting = gone + len(back), [*back, *waiting]

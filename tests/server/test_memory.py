@@ -73,8 +73,8 @@ def test_keys_and_values_get_what_is_free_but_for_prefix_cache_and_training(
         try:
             assert server._application is not None
             engine = server._application.engine_thread._engine
-            assert engine is not None and engine.decoder.budget is not None
-            sizes[enabled] = engine.decoder.budget.size
+            assert engine is not None and engine.decoder.memory.budget is not None
+            sizes[enabled] = engine.decoder.memory.budget.size
         finally:
             server.stop()
     assert USABLE * 180 * MIB <= sizes[False] < USABLE * 400 * MIB

@@ -1,0 +1,80 @@
+"""A batch's cached prefixes as the engine uses them: what is found of a text, and files that outlive the process."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import mlx.core as mx
+
+from service.engine.batch import Batch
+from service.engine.kv.prefix import BLOCK, Owner, copies
+from service.engine.kv.prefix_files import PrefixFiles, Speed
+from service.engine.prefill import Pace
+
+log = logging.getLogger(__name__)
+
+
+class Prefixes:
+    """pace: of prefills, to which reading a file is compared. chunk: prompt tokens of a call."""
+
+    def __init__(self, batch: Batch, pace: Pace, chunk: int) -> None:
+        self._batch = batch
+        self._pace = pace
+        self._chunk = chunk
+
+    def cached_tokens(self, tokens: Sequence[int]) -> int:
+        """Tokens of a text, but its last, that are in the target's prefix cache."""
+        prefix = self._batch.prefix
+        return 0 if prefix is None else prefix.cached_length(Owner.TARGET, tokens[:-1])
+
+    def keep(self, folder: Path, cap: int, target: str, draft: str) -> None:
+        """Keep the target's in files too, `cap` bytes at most. target, draft: fingerprints of the models. Nothing without a
+        prefix cache, or for a model with recurrent layers. Raises OSError where the folder cannot be used."""
+        model = self._batch.target
+        cache = model.cache(1)
+        if self._batch.prefix is None or cache.states:
+            log.warning("nothing is kept in %s: prefixes are not cached for this model", folder)
+            return
+        # What a block holds depends on how the model runs here. The first call compiles: the second one's time counts.
+        count = max(self._chunk, BLOCK)
+        for _ in range(2):
+            cache, started_at = model.cache(1), time.perf_counter()
+            model(mx.zeros((1, count), dtype=mx.int32), cache)
+            model.activations.evaluate(cache.arrays(), count)
+            self._pace.speed = Speed(count, time.perf_counter() - started_at)
+            cache.commit(count)
+        (block,) = copies(cache.storage.blocks(0, count // BLOCK - 1, 1))
+        # Features are what this draft makes of the target's hidden states.
+        name = target if cache.features is None else f"{target} {draft}"
+        self._batch.prefix.files = PrefixFiles(folder, cap, name, block)
+
+    def save(self, least: int = 1) -> bool:
+        """Write a file: see PrefixCache.save. Returns whether there was one to write. An error costs the files alone: none is
+        written or read any more."""
+        prefix = self._batch.prefix
+        try:
+            return prefix is not None and prefix.save(least)
+        except Exception:
+            log.exception("cached prefixes are no longer kept in files")
+            assert prefix is not None
+            prefix.files = None
+            return False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that they take. From any thread."""
+        return 0 if self._batch.prefix is None else self._batch.prefix.nbytes
+
+    @property
+    def tokens_read(self) -> int:
+        """Tokens that were read from files."""
+        return 0 if self._batch.prefix is None else self._batch.prefix.tokens_read
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of the files. From any thread."""
+        files = None if self._batch.prefix is None else self._batch.prefix.files
+        return 0 if files is None else files.nbytes
