@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.llama import Model
 
@@ -24,7 +24,7 @@ from service.engine.request import Request
 from service.engine.strategy import CPU, using
 from tests.support.batches import serve
 from tests.support.cuda import IN_PAGES
-from tests.support.oracle import forced, noisy_copy, tiny_llama
+from tests.support.oracle import forced, noisy_copy, tied, tiny_llama
 from tests.support.typed import layers_of
 
 VOCABULARY, CHUNK, K = 97, 16, 3
@@ -80,9 +80,17 @@ def answer(decoder: Decoder, prompt: Prompt) -> Request:
 
 
 def assert_own(row: Request) -> None:
-    """The row's output is the target's own; that of a cancelled row is a prefix of it."""
-    expected = forced(target(), row.prompt.tokens, row.output, row.prompt.sampling, EOS)
-    assert row.output == (expected if row.finish else expected[: row.emitted])
+    """The row's output is the target's own; that of a cancelled row is a prefix of it. Behind a tie of the target's scores it
+    may be another."""
+    prompt, output, sampling = row.prompt.tokens, row.output, row.prompt.sampling
+    expected = forced(target(), prompt, output, sampling, EOS)
+    expected = expected if row.finish else expected[: row.emitted]
+    unlike = [i for i, (token, own) in enumerate(zip(output, expected, strict=False)) if token != own]
+    if unlike and tied(
+        target(), [*prompt, *output[: unlike[0]]], unlike[0], sampling, [output[unlike[0]], expected[unlike[0]]]
+    ):
+        return
+    assert output == expected
 
 
 def whole(count: int) -> int:
@@ -441,6 +449,7 @@ def test_random_histories(seed: int, blocks: int, batch: int, swaps: bool, leavi
 @pytest.mark.nightly
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
+@example(seed=1889, blocks=0, batch=1, swaps=False, leaving=False).via("a tie: scores 1.2e-6 apart")
 def test_random_histories_in_many_orders(seed: int, blocks: int, batch: int, swaps: bool, leaving: bool) -> None:
     check_history(seed, blocks, batch, swaps, leaving)
 

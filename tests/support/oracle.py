@@ -11,7 +11,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from service.core import Sampling
-from tests.support.typed import as_int, as_ints, leaves
+from tests.support.typed import as_float, as_int, as_ints, leaves
 
 READ = 64
 """Tokens per call: on a CPU calls over some hundreds of tokens cost several times as much per token."""
@@ -109,6 +109,21 @@ def forced(
         if token in eos:
             return tokens[: i + 1]
     return tokens[: sampling.max_tokens]
+
+
+TIE = 4e-6
+"""Scores that differ by less are a tie in float32: the same logits from calls of other shapes differ by so much."""
+
+
+def tied(target: nn.Module, text: Sequence[int], position: int, sampling: Sampling, tokens: Sequence[int]) -> bool:
+    """Whether the target's scores of these tokens behind a text, at a position of the output, are a tie."""
+    logits = read(target, text, make_prompt_cache(target))[-1:].astype(mx.float32)
+    if not sampling.greedy:
+        assert sampling.seed is not None
+        noise = seeded_noise(sampling.seed, position, logits.shape[-1])
+        logits = filtered_logprobs(logits, sampling) + mx.array(noise)
+    scores = [as_float(logits[0, token]) for token in tokens]
+    return max(scores) - min(scores) < TIE
 
 
 def filtered_logprobs(logits: mx.array, sampling: Sampling) -> mx.array:
