@@ -17,8 +17,10 @@ from scipy.stats import chisquare
 from service.core import FinishReason, Prompt, Sampling, Source, TokenLogprobs
 from service.engine import device
 from service.engine.adapters import Draft, bare
+from service.engine.costs import Costs
 from service.engine.decoder import Decoder
 from service.engine.masks import RoundMasks
+from service.engine.planner import Planner
 from service.engine.request import Request
 from service.engine.rounds import Called, Step
 from service.engine.runner import Runner
@@ -350,6 +352,7 @@ def test_rows_come_and_go_in_the_pipeline(strategy: Strategy, eagle: bool, cance
         assert_logged(target, row)
 
 
+@pytest.mark.usefixtures("exact_costs")
 @pytest.mark.parametrize(
     ("rows", "lookup", "waits"),
     [
@@ -363,6 +366,8 @@ def test_grammars_are_waited_for_where_what_they_force_may_be_proposed(
 ) -> None:
     with using(CUDA):
         decoder = Decoder(target, None, vocabulary=VOCABULARY, k=0, adaptive=lookup > 0, lookup=lookup)
+        # More tokens cost nothing: whether they are proposed is no matter of time.
+        decoder.planner = Planner(0, lookup, Costs({(1, 1): 1.0}, {1: 0.0}, {1: 0.0}, 0.0, 0.0)) if lookup else None
         served = serve(decoder, [constrained(i, replace(GREEDY, max_tokens=8), forcing=2) for i in range(rows)])
     assert_the_target_s_own(target, served[:4])
     assert (sum(behind) == 0) == waits
