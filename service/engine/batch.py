@@ -13,6 +13,7 @@ from service.engine import device
 from service.engine.acceptance import Acceptance
 from service.engine.adapters import Draft
 from service.engine.drafters.head import make_drafter
+from service.engine.drafters.lookup import WAITED_SHARE
 from service.engine.kv.buffers import compaction_order
 from service.engine.kv.cache import RowCache
 from service.engine.kv.pool import Pool
@@ -155,6 +156,12 @@ class Batch:
     def constrained(self) -> int:
         """Requests that have a grammar."""
         return sum(row.prompt.constraint is not None for row in self.requests)
+
+    @property
+    def few_constrained(self) -> bool:
+        """So few requests have a grammar that the next round is not launched later for them: no draft step has a mask then, for
+        what it allows depends on tokens that are not read yet."""
+        return current().launch_ahead and 0 < self.constrained < WAITED_SHARE * len(self.requests)
 
     def stays_without(self, gone: Sequence[Request]) -> bool:
         """Whether the batch runs as many rows without these, which become padding."""

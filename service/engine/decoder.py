@@ -21,7 +21,7 @@ from service.engine import profile
 from service.engine.adapters import Draft
 from service.engine.batch import Batch, drafts
 from service.engine.costs import Load
-from service.engine.drafters.lookup import WAITED_SHARE, Lookup, LookupProposal
+from service.engine.drafters.lookup import Lookup, LookupProposal
 from service.engine.kv.prefix import PrefixCache
 from service.engine.memory import RowMemory
 from service.engine.planner import Choice, DraftSteps, Match, Planner
@@ -288,7 +288,7 @@ class Decoder:
         )
         self.batch.truncate(step, before, outcome.finite)
         if isinstance(ahead, Called):
-            ahead = self.runner.decide(ahead)
+            ahead = self._decide(ahead)
         if not self.strategy.launch_ahead:
             self._log_evidence(step, outcome, live)
         rows = tuple(plan.rows[i] for i in live)
@@ -312,6 +312,17 @@ class Decoder:
             deltas = (replace(each, logprobs=row.newest_logprobs()) for each, row in zip(deltas, rows, strict=True))
             report = replace(report, deltas=tuple(deltas))
         return report
+
+    def _decide(self, called: Called) -> Step | None:
+        """The round of a call that was launched behind another. None where the draft has failed in it: the next round is planned
+        without."""
+        try:
+            return self.runner.decide(called)
+        except Exception as error:
+            if called.drafted is None:
+                raise
+            self.runner.restore(self.batch.rows, error)
+            return None
 
     def _observe(self, step: Step, report: RoundReport, *, timed: bool) -> None:
         """Let the planner learn from a round. timed: its seconds are those of one round."""
@@ -355,13 +366,16 @@ class Decoder:
     def _drafts_alone(self) -> bool:
         """The same behind a drafted round: what a grammar allows the draft, and the noise of a seed, depend on the tokens."""
         seeded = any(not row.prompt.sampling.greedy and row.prompt.sampling.seed is not None for row in self.rows)
-        return self.strategy.launch_ahead and (seeded or self.batch.constrained > 0)
+        return self.strategy.launch_ahead and (seeded or self._many_grammars)
 
     @property
     def _waits_for_grammars(self) -> bool:
         """So many rows have a grammar that what it forces, and look-ups for them, are worth a wait."""
-        possible = self.lookup is not None and self.strategy.fits(len(self.batch.rows), 1)
-        return possible and self.batch.constrained >= max(WAITED_SHARE * len(self.rows), 1)
+        return self._many_grammars and self.lookup is not None and self.strategy.fits(len(self.batch.rows), 1)
+
+    @property
+    def _many_grammars(self) -> bool:
+        return self.batch.constrained > 0 and not self.batch.few_constrained
 
     def _launch_after(self, step: Step, joining: int) -> Step | Called | None:
         """Launch a round behind one that was not read yet. None where the batch will be smaller, where look-ups or grammars are

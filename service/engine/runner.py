@@ -64,16 +64,16 @@ class Runner:
 
     def launch_after(self, step: Step, plan: Plan) -> Step | Called:
         """Launch a round behind one that was not read yet: it goes on from the tokens that the device has just chosen. Not
-        behind a drafted round where rows have a grammar, or a seed: their noise depends on how many tokens they have. Behind a
-        plain one rows with a grammar get their call alone, which `decide` makes a round of. Where it raises with a proposal in
-        it, `restore` goes on without the draft, once `step` was read."""
+        behind a drafted round where rows have a seed, for their noise depends on how many tokens they have, or where draft
+        steps have masks. Batches with a grammar get their call alone, which `decide` makes a round of. Where it raises with a
+        proposal in it, `restore` goes on without the draft, once `step` was read."""
         sampling, cache = self._sampling_of(plan.rows), self._batch.cache
         draft_key, verify_key = self._keys(sampling, 2)
+        launched = self._call if self._batch.constrained else self._verify
         if not step.drafted:
             # Every row gets one token.
             noise = SharedNoise(sampling, [row.emitted + 1 for row in plan.rows], self.vocabulary)
             cache.commit(1)
-            launched = self._call if self._batch.constrained else self._verify
             return launched(plan, None, sampling, noise, verify_key, step)
         after = step.unread()
         cache.follow(after.ends, after.most)
@@ -81,7 +81,7 @@ class Runner:
         proposal = self._propose(plan, sampling, noise, draft_key, after)
         if self._batch.draft_failures > failures:
             sampling, noise, verify_key = self._fresh_arrays(plan.rows)
-        return self._verify(plan, proposal, sampling, noise, verify_key, step)
+        return launched(plan, proposal, sampling, noise, verify_key, step)
 
     def read(self, step: Step) -> tuple[Step, Outcome]:
         """Wait for a round. Where it fails with a proposal of the draft in it, it is launched again without the draft. Returns
@@ -165,7 +165,7 @@ class Runner:
         if not any(map(drafts, rows)):
             return None
         try:
-            masks = RoundMasks.of(rows, self.vocabulary)
+            masks = None if self._batch.few_constrained else RoundMasks.of(rows, self.vocabulary)
             proposal = drafter.propose(plan.visible, plan.steps, sampling, noise, key, after, masks)
             if proposal is not None:
                 # What MLX refuses to run is then raised here, before the target's cache depends on it.

@@ -315,6 +315,40 @@ def test_few_constrained_rows_do_not_hold_the_next_round_up(
 
 
 @pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])
+@pytest.mark.parametrize("eagle", [False, True], ids=["model", "head"])
+def test_drafted_rounds_follow_each_other_around_few_constrained_rows(
+    strategy: Strategy, eagle: bool, behind: list[int]
+) -> None:
+    target = plain_llama(0) if eagle else tiny_llama(0)
+    draft = tiny_head(target, 1) if eagle else noisy_copy(target, 1, 0.1)
+    drawn = replace(SEEDED, seed=None)
+    prompts = [constrained(0, GREEDY), constrained(4, drawn), Prompt(tokens_of(5), drawn)]
+    prompts += [Prompt(tokens_of(i), GREEDY) for i in (1, 2, 3)]
+    with using(strategy):
+        decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=K, collect=True)
+        rows = [Request(str(i), prompt, frozenset({END}), None) for i, prompt in enumerate(prompts)]
+        decoder.admit(*rows)
+        for _ in range(3):
+            decoder.round()
+        for _ in range(5):
+            with device.counting() as counts:
+                decoder.round()
+            assert counts.waits == 2, "for the round before, and for what was drafted"
+        while decoder.unfinished:
+            decoder.round()
+    assert sum(behind) > 7
+    greedy = [row for row in rows if row.prompt.sampling.greedy]
+    assert_the_target_s_own(target, greedy)
+    for row in greedy:
+        assert_logged(target, row)
+    for row in rows:
+        automaton = row.prompt.constraint
+        if isinstance(automaton, Automaton):
+            assert all(token in automaton.allowed(row.output[:i]) for i, token in enumerate(row.output))
+        assert eagle or sum(each.accepted for each in row.rounds) > 0
+
+
+@pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])
 @pytest.mark.parametrize("eagle", [False, True], ids=["no draft", "parked head"])
 @pytest.mark.parametrize("cancelled", [0, 1], ids=["a free row leaves", "a constrained row leaves"])
 def test_rows_come_and_go_in_the_pipeline(strategy: Strategy, eagle: bool, cancelled: int, behind: list[int]) -> None:
@@ -400,28 +434,31 @@ def test_what_is_logged_is_of_the_masked_target(target: Model, draft: nn.Module,
 
 
 @pytest.mark.parametrize(
-    ("draws", "strategy"),
+    ("draws", "strategy", "free"),
     [
-        pytest.param(500, CPU, id="500-CPU"),
-        pytest.param(500, METAL, id="500-Metal", marks=pytest.mark.nightly),
-        pytest.param(500, CUDA, id="500-CUDA"),
+        pytest.param(500, CPU, 0, id="500-CPU"),
+        pytest.param(500, METAL, 0, id="500-Metal", marks=pytest.mark.nightly),
+        pytest.param(500, CUDA, 0, id="500-CUDA"),
+        pytest.param(500, CUDA, 30, id="500-CUDA-few"),
         *(
-            pytest.param(5000, strategy, id=f"5000-{name}", marks=pytest.mark.nightly)
-            for strategy, name in ((CPU, "CPU"), (METAL, "Metal"), (CUDA, "CUDA"))
+            pytest.param(5000, strategy, free, id=f"5000-{name}", marks=pytest.mark.nightly)
+            for strategy, free, name in ((CPU, 0, "CPU"), (METAL, 0, "Metal"), (CUDA, 0, "CUDA"), (METAL, 30, "few"))
         ),
     ],
 )
 def test_unseeded_sampling_has_the_masked_target_s_distribution(
-    target: Model, draft: nn.Module, strategy: Strategy, draws: int
+    target: Model, draft: nn.Module, strategy: Strategy, draws: int, free: int
 ) -> None:
+    """free: rows without a grammar in each batch of 50."""
     sampling = Sampling(max_tokens=2, temperature=1.0)
     prompt, automaton = tokens_of(2), Automaton(5, VOCABULARY, most=6, forcing=50)
     with using(strategy):
         decoder = Decoder(target, bare(draft), vocabulary=VOCABULARY, k=2)
         seen: Counter[tuple[int, ...]] = Counter()
-        for _ in range(draws // 50):
-            rows = serve(decoder, [Prompt(prompt, sampling, constraint=automaton.copy()) for _ in range(50)])
-            seen.update(tuple(row.output) for row in rows)
+        for _ in range(draws // (50 - free)):
+            prompts = [Prompt(prompt, sampling, constraint=automaton.copy()) for _ in range(50 - free)]
+            rows = serve(decoder, [*prompts, *(Prompt(prompt, sampling) for _ in range(free))])
+            seen.update(tuple(row.output) for row in rows[: 50 - free])
     wanted: dict[tuple[int, ...], float] = {}
     for first, p in masked_distribution(target, prompt, [], automaton):
         for second, q in masked_distribution(target, prompt, [first], automaton):

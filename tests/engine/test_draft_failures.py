@@ -20,6 +20,7 @@ from service.engine.batch import RETRY
 from service.engine.decoder import Decoder
 from service.engine.request import Request
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
+from tests.support.automaton import Automaton, masked_alone
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of, load_arrays
 
@@ -54,12 +55,16 @@ class HookedDraft(nn.Module):
         return layers_of(self.inner)
 
 
-def rows_of(count: int, tokens: int = 24, seeded: bool = False) -> list[Request]:
+def rows_of(count: int, tokens: int = 24, kind: str = "greedy") -> list[Request]:
+    """Requests. kind: greedy, seeded, or grammar: greedy, the first one with a constraint."""
     made: list[Request] = []
     for i in range(count):
         rng = random.Random(i)
-        sampling = Sampling(temperature=0.8, seed=i, max_tokens=tokens) if seeded else Sampling(max_tokens=tokens)
-        prompt = Prompt(tuple(rng.randrange(4, VOCABULARY) for _ in range(10 + 7 * i)), sampling)
+        seeded = Sampling(temperature=0.8, seed=i, max_tokens=tokens)
+        sampling = seeded if kind == "seeded" else Sampling(max_tokens=tokens)
+        constraint = Automaton(i, VOCABULARY) if kind == "grammar" and i == 0 else None
+        tokens_of_row = tuple(rng.randrange(4, VOCABULARY) for _ in range(10 + 7 * i))
+        prompt = Prompt(tokens_of_row, sampling, constraint=constraint)
         made.append(Request(str(i), prompt, frozenset(), None))
     return made
 
@@ -70,7 +75,11 @@ def decode(decoder: Decoder, rows: list[Request]) -> None:
     while decoder.rows:
         decoder.round()
     for row in rows:
-        assert row.output == forced(target(), row.prompt.tokens, row.output, row.prompt.sampling)
+        tokens, sampling, constraint = row.prompt.tokens, row.prompt.sampling, row.prompt.constraint
+        if isinstance(constraint, Automaton):
+            assert row.output == masked_alone(target(), tokens, sampling, constraint)
+        else:
+            assert row.output == forced(target(), tokens, row.output, sampling)
 
 
 def truncated(folder: Path, kind: str) -> mx.array:
@@ -97,11 +106,11 @@ def either(request: pytest.FixtureRequest) -> Generator[None]:
 
 @pytest.mark.own_process
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
-@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("rows", ["greedy", "seeded", "grammar"])
 @pytest.mark.parametrize("after", [0, 5])
 @pytest.mark.usefixtures("either")
 def test_an_error_raised_by_the_rounds_evaluation(
-    tmp_path: Path, kind: str, seeded: bool, after: int, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, kind: str, rows: str, after: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     calls = 0
 
@@ -113,9 +122,8 @@ def test_an_error_raised_by_the_rounds_evaluation(
     with pytest.raises(RuntimeError, match="Unable to read"):
         mx.eval(mx.ones((VOCABULARY,)) + truncated(tmp_path, kind))
     decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
-    rows = rows_of(3, seeded=seeded)
     with caplog.at_level(logging.ERROR):
-        decode(decoder, rows)
+        decode(decoder, rows_of(3, kind=rows))
     assert after < calls <= after + K and decoder.draft_failures == 1, "it was not asked again"
     assert [record.exc_info is not None for record in caplog.records] == [True]
     assert "Unable to read" in caplog.text and "adapter 0" in caplog.text
@@ -128,10 +136,10 @@ def test_an_error_raised_by_the_rounds_evaluation(
 
 @pytest.mark.own_process
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
-@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("rows", ["greedy", "seeded", "grammar"])
 @pytest.mark.usefixtures("either")
 def test_an_error_raised_during_verification(
-    tmp_path: Path, kind: str, seeded: bool, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the device is slower than Python, the proposal's error shows after the target's call was launched."""
     monkeypatch.setattr(mx, "async_eval", lambda *arrays: None)
@@ -143,7 +151,7 @@ def test_an_error_raised_during_verification(
         return logits + truncated(tmp_path, kind) if calls == 6 and tokens.shape[1] <= 2 else logits
 
     decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
-    decode(decoder, rows_of(3, seeded=seeded))
+    decode(decoder, rows_of(3, kind=rows))
     assert decoder.draft_failures == 1
 
 
@@ -158,7 +166,10 @@ def test_an_error_of_the_target_is_the_caller_s(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "chosen",
-    ["(greedy and npy) or (seeded and safetensors) or caller", pytest.param("test", marks=pytest.mark.nightly)],
+    [
+        "(greedy and npy) or (seeded and safetensors) or (grammar and npy) or caller",
+        pytest.param("test", marks=pytest.mark.nightly),
+    ],
     ids=["some", "all"],
 )
 def test_errors_of_evaluations(chosen: str) -> None:
