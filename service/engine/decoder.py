@@ -314,8 +314,7 @@ class Decoder:
         return report
 
     def _decide(self, called: Called) -> Step | None:
-        """The round of a call that was launched behind another. None where the draft has failed in it: the next round is planned
-        without."""
+        """The round of a call that was launched behind another. None where the draft has failed in it."""
         try:
             return self.runner.decide(called)
         except Exception as error:
