@@ -44,7 +44,7 @@ Arms = Annotated[str | None, typer.Option(help="Only these, separated by commas;
 Shape = Annotated[
     str | None,
     typer.Option(
-        help="1b, 3b, 8b or 70b: the bundled pair padded to that size, in bfloat16. Instead of --target, --draft."
+        help="135m, 1b, 3b, 8b or 70b: the bundled pair padded to that size, in bfloat16. Instead of --target, --draft."
     ),
 ]
 Bits = Annotated[int | None, typer.Option(min=2, max=8, help="With --shape: quantised to so many bits a weight.")]

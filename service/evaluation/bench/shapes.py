@@ -34,12 +34,13 @@ class Shape:
 
 
 SHAPES = {
+    "135m": Shape(hidden=576, layers=30, heads=9, kv_heads=3, feed_forward=1536),
     "1b": Shape(hidden=1728, layers=30, heads=27, kv_heads=9, feed_forward=5120),
     "3b": Shape(hidden=3072, layers=30, heads=48, kv_heads=16, feed_forward=8192),
     "8b": Shape(hidden=4608, layers=32, heads=72, kv_heads=24, feed_forward=12288),
     "70b": Shape(hidden=8064, layers=80, heads=126, kv_heads=42, feed_forward=28672),
 }
-"""1.1, 3.5, 7.5 and 70 billion parameters."""
+"""135 million parameters (the bundled pair, in bfloat16), 1.1, 3.5, 7.5 and 70 billion."""
 GROUP = 64
 """Weights that share a scale where quantised."""
 
