@@ -30,6 +30,22 @@ Effort = Annotated[Text, Field(min_length=1, max_length=16)]
 """Of reasoning."""
 Schema = dict[str, Any]
 """A JSON schema."""
+NULL = {"type": "null"}
+PLAIN_FORMAT = {"anyOf": [NULL, {"type": "object", "required": ["type"], "properties": {"type": {"const": "text"}}}]}
+"""In the document: a format that leaves the answer free."""
+FREE_CALLS = {"anyOf": [NULL, {"enum": ["auto", "none"]}]}
+"""In the document: a tool choice that forces no call."""
+
+
+def one_of_them(*absent: dict[str, Any]) -> dict[str, Any]:
+    """For the document: a body may have one of several fields. absent: {field: schema that it has where it asks for nothing}
+    of each of them."""
+    rest = [[other for other in absent if other is not given] for given in absent]
+    return {
+        "anyOf": [{"properties": {name: schema for one in others for name, schema in one.items()}} for others in rest]
+    }
+
+
 OptionalStops = Annotated[
     StopStrings | None, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings | None)
 ]

@@ -20,13 +20,13 @@ from tests.support.echo_engine import LIMITS, EchoServer
 FOLDER = Path(__file__).parent
 SECONDS = 300
 """Of a client's script, and of each step that makes its environment."""
-EXAMPLES = 30
+EXAMPLES = 500
 """Requests that schemathesis makes up for each operation; it has a second for each."""
 SETTINGS: dict[str, dict[str, object]] = {
     "training": {"enabled": False},
     "server": {"model_aliases": ["gpt-4o-mini", "claude-opus-4-8"]},
 }
-UNBOUNDED = replace(LIMITS, max_body_bytes=2**20, max_tokens=2**31, max_context=2**32)
+UNBOUNDED = replace(LIMITS, max_body_bytes=2**26, max_tokens=2**31, max_context=2**32)
 """Whatever the document allows is then served: no document can know how long a prompt may be."""
 SCHEMATHESIS = "schemathesis"
 """It asks thousands of times: an engine that repeats its prompt answers it."""

@@ -10,6 +10,7 @@ from service.engine.adapters import Draft, bare
 from service.engine.decoder import Decoder
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.models.text import TextEncoder
+from tests.support.eagle_models import tiny_head
 from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.schemas import complete_answers
 from tests.support.tiny_server import write_pair
@@ -32,6 +33,7 @@ def drafts_of(target: Model, vocabulary: int) -> dict[str, Draft | None]:
         "none": None,
         "model": bare(noisy_copy(target, 1, 0.3)),
         "other": bare(tiny_llama(5, vocabulary=vocabulary)),
+        "head": bare(tiny_head(target, 1)),
     }
 
 
@@ -43,7 +45,7 @@ def drafts_of(target: Model, vocabulary: int) -> dict[str, Draft | None]:
         pytest.param(CUDA, id="CUDA"),
     ],
 )
-@pytest.mark.parametrize("count", [6, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [8, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_every_answer_is_valid_and_the_masked_target_s_own(
     encoder: TextEncoder, target: Model, strategy: Strategy, count: int
 ) -> None:

@@ -7,10 +7,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from service.api.compatible import Ignored, Unserved
-from service.api.parameters import MAX_TOOLS, DraftTokens, Effort, Name, Schema, Temperature, TopP
+from service.api.parameters import (
+    MAX_TOOLS,
+    NULL,
+    DraftTokens,
+    Effort,
+    Name,
+    Schema,
+    Temperature,
+    TopP,
+    one_of_them,
+)
 from service.api.schemas import (
     INTEGRAL,
     MAX_MESSAGES,
@@ -176,6 +186,13 @@ class CountRequest(RequestModel):
 
 class MessagesRequest(CountRequest):
     """The body of POST /v1/messages. max_tokens: lowered to what the context holds."""
+
+    model_config = ConfigDict(
+        json_schema_extra=one_of_them(
+            {"output_config": {"anyOf": [NULL, {"type": "object", "properties": {"format": NULL}}]}},
+            {"tool_choice": {"anyOf": [NULL, {"type": "object", "properties": {"type": {"enum": ["auto", "none"]}}}]}},
+        )
+    )
 
     max_tokens: Tokens
     temperature: Temperature | None = None

@@ -7,12 +7,26 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from service.api.compatible import Ignored, Unserved
 from service.api.openai.answer_schemas import MetricsAnswer, TokenLogprob
 from service.api.openai.schemas import JsonFormat, JsonSchema, Metadata, TextFormat, TopK, TopLogprobs
-from service.api.parameters import MAX_TOOLS, DraftTokens, Effort, MinP, Name, Schema, Seed, Temperature, TopP
+from service.api.parameters import (
+    FREE_CALLS,
+    MAX_TOOLS,
+    NULL,
+    PLAIN_FORMAT,
+    DraftTokens,
+    Effort,
+    MinP,
+    Name,
+    Schema,
+    Seed,
+    Temperature,
+    TopP,
+    one_of_them,
+)
 from service.api.schemas import (
     MAX_MESSAGES,
     Client,
@@ -156,6 +170,13 @@ class TextOptions(RequestModel):
 
 class ResponsesRequest(RequestModel):
     """The body of POST /v1/responses."""
+
+    model_config = ConfigDict(
+        json_schema_extra=one_of_them(
+            {"text": {"anyOf": [NULL, {"type": "object", "properties": {"format": PLAIN_FORMAT}}]}},
+            {"tool_choice": FREE_CALLS},
+        )
+    )
 
     input: Text | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES)]
     model: Text | None = None

@@ -12,7 +12,10 @@ from pydantic import BeforeValidator, ConfigDict, Field
 
 from service.api.compatible import Ignored, Unserved, json_grammar
 from service.api.parameters import (
+    FREE_CALLS,
     MAX_TOOLS,
+    NULL,
+    PLAIN_FORMAT,
     DraftTokens,
     Effort,
     MinP,
@@ -23,6 +26,7 @@ from service.api.parameters import (
     Temperature,
     TopP,
     minus_one_is_none,
+    one_of_them,
 )
 from service.api.schemas import (
     INTEGRAL,
@@ -271,6 +275,10 @@ class NeutralFields(RequestModel):
     n_probs: Zero | None = None
 
 
+NO_FORMAT = {"response_format": PLAIN_FORMAT}
+NO_STRUCTURE = {"structured_outputs": {"anyOf": [NULL, {"type": "object", "additionalProperties": NULL}]}}
+
+
 class CommonRequest(NeutralFields):
     """What the chat and the completion route have in common."""
 
@@ -300,6 +308,8 @@ class CommonRequest(NeutralFields):
 class ChatRequest(CommonRequest):
     """The body of POST /v1/chat/completions."""
 
+    model_config = ConfigDict(json_schema_extra=one_of_them(NO_FORMAT, NO_STRUCTURE, {"tool_choice": FREE_CALLS}))
+
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: UnboundedTokens | None = None
     logprobs: Flag | None = None
@@ -324,6 +334,8 @@ class ChatRequest(CommonRequest):
 
 class CompletionRequest(CommonRequest):
     """The body of POST /v1/completions. prompt: a text or token ids, or several of them."""
+
+    model_config = ConfigDict(json_schema_extra=one_of_them(NO_FORMAT, NO_STRUCTURE))
 
     prompt: (
         FilledText
