@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import fastjsonschema
 import httpx
 import pytest
 
@@ -697,3 +698,42 @@ def test_a_full_queue_is_refused_before_anything_is_encoded(path: str) -> None:
     assert_refused(response, None, 503)
     assert response.json()["error"]["type"] == "overloaded_error"
     assert response.headers["retry-after"] == "7"
+
+
+FORMAT, STRUCTURE = {"type": "json_object"}, {"regex": "a"}
+
+
+@pytest.mark.parametrize(
+    ("route", "name", "asked", "fits"),
+    [
+        (CHAT, "ChatRequest", {"response_format": FORMAT}, True),
+        (CHAT, "ChatRequest", {"structured_outputs": STRUCTURE, "response_format": {"type": "text"}}, True),
+        (CHAT, "ChatRequest", {"structured_outputs": STRUCTURE, "response_format": FORMAT}, False),
+        (CHAT, "ChatRequest", {"structured_outputs": {"regex": None}, "response_format": FORMAT}, True),
+        (CHAT, "ChatRequest", {"tools": [TOOL], "tool_choice": "required"}, True),
+        (CHAT, "ChatRequest", {"tools": [TOOL], "tool_choice": "required", "structured_outputs": STRUCTURE}, False),
+        (CHAT, "ChatRequest", {"tools": [TOOL], "tool_choice": "auto", "structured_outputs": STRUCTURE}, True),
+        (COMPLETIONS, "CompletionRequest", {"structured_outputs": STRUCTURE, "response_format": FORMAT}, False),
+        (COMPLETIONS, "CompletionRequest", {"structured_outputs": None, "response_format": FORMAT}, True),
+        (RESPONSES, "ResponsesRequest", {"tools": [FLAT_TOOL], "tool_choice": "required"}, True),
+        (
+            RESPONSES,
+            "ResponsesRequest",
+            {"tools": [FLAT_TOOL], "tool_choice": "required", "text": {"format": FORMAT}},
+            False,
+        ),
+        (RESPONSES, "ResponsesRequest", {"text": {"format": FORMAT}}, True),
+    ],
+)
+def test_the_document_says_which_fields_exclude_each_other(
+    http: httpx.Client, route: str, name: str, asked: dict[str, Any], fits: bool
+) -> None:
+    body = {CHAT: {"messages": user("a")}, COMPLETIONS: {"prompt": "a"}, RESPONSES: {"input": "a"}}[route] | asked
+    components = http.get("/openapi.json").json()["components"]
+    validate = fastjsonschema.compile({"$ref": f"#/components/schemas/{name}", "components": components})
+    assert http.post(route, json=body).status_code == (200 if fits else 400)
+    if fits:
+        validate(body)
+    else:
+        with pytest.raises(fastjsonschema.JsonSchemaException):
+            validate(body)
