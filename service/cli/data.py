@@ -83,7 +83,7 @@ def purge(
 
 @cases.command()
 def quarantined(config: Config = None) -> None:
-    """Quarantined failure cases: those of adapters that were rolled back, and those that runs crashed over."""
+    """Quarantined texts: what adapters that were rolled back had learnt, and what runs crashed over."""
     from service.app import open_stores
 
     stores = open_stores(settings_from(config))
@@ -100,9 +100,9 @@ def quarantined(config: Config = None) -> None:
 @cases.command()
 def release(
     config: Config = None,
-    run: Annotated[int | None, typer.Option(min=1, help="Only cases that this run was trained on.")] = None,
+    run: Annotated[int | None, typer.Option(min=1, help="Only texts that this run put aside.")] = None,
 ) -> None:
-    """Let runs learn again from quarantined cases."""
+    """Let runs learn again from quarantined texts."""
     from service.app import open_stores
 
     stores = open_stores(settings_from(config))

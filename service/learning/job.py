@@ -1,8 +1,8 @@
 """What the child process does: `python -m service.learning.job`, the job on one line of stdin (see spec).
 
-Messages on stdout are one JSON object a line: progress, candidate, scores, cases, then done, or failed with a reason; either
-ends with status 0, anything else is a crash. stdin carries pause and resume; at its end the child exits at once. Only
-the main thread touches MLX. Nothing is written to the database: rows are the parent's.
+Messages on stdout are one JSON object a line: texts, progress, candidate, scores, cases, then done, or failed with a
+reason; either ends with status 0, anything else is a crash. stdin carries pause and resume; at its end the child exits at
+once. Only the main thread touches MLX. Nothing is written to the database: rows are the parent's.
 """
 
 from __future__ import annotations
@@ -130,6 +130,9 @@ class _Training:
             reservoir=lambda count: old.sample(who, count, job.run),
             seed=job.run,
         )
+        ids, window = {generation.id for generation in chosen}, {generation.id for generation in earlier}
+        replayed = ids - window - {generation.id for generation in fresh}
+        self.channel.send("texts", {"window": sorted(ids & window), "replay": sorted(replayed)})
         scored = with_targets(
             chosen,
             cache=TargetCache(job.cache, who.target),

@@ -59,6 +59,14 @@ class Cases:
 
 
 @dataclass(frozen=True, slots=True)
+class Texts:
+    """Generation ids of what a run learns from besides what it was claimed for."""
+
+    window: tuple[str, ...]
+    replay: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Done:
     """All that was asked has been said."""
 
@@ -78,7 +86,7 @@ class Crashed:
 
 
 Ending: TypeAlias = Done | GaveUp | Crashed
-Message: TypeAlias = Progress | Candidate | Scores | Cases | Ending
+Message: TypeAlias = Progress | Texts | Candidate | Scores | Cases | Ending
 
 
 def parse(message: Mapping[str, object]) -> Message:
@@ -93,6 +101,8 @@ def parse(message: Mapping[str, object]) -> Message:
                 tokens_per_second=_optional(message, "tokens_per_second"),
                 seconds_left=_optional(message, "seconds_left"),
             )
+        case "texts":
+            return Texts(_names(message, "window"), _names(message, "replay"))
         case "candidate":
             return Candidate(
                 folder=Path(_text(message, "folder")),
@@ -218,6 +228,13 @@ def _text(message: Mapping[str, object], name: str) -> str:
     if not isinstance(value, str) or not value:
         raise ValueError(f"{name} is not a text")
     return value
+
+
+def _names(message: Mapping[str, object], name: str) -> tuple[str, ...]:
+    found = _list(message, name)
+    if not all(isinstance(one, str) for one in found):
+        raise ValueError(f"{name} holds something that is not a text")
+    return tuple(str(one) for one in found)
 
 
 def _integer(message: Mapping[str, object], name: str) -> int:

@@ -19,8 +19,9 @@ from service.core import (
     Verdict,
 )
 from service.lifecycle import gate
-from service.lifecycle.children import Candidate, Cases, Child, Crashed, Done, GaveUp, Message, Pause, Scores
+from service.lifecycle.children import Candidate, Cases, Child, Crashed, Done, GaveUp, Message, Pause, Scores, Texts
 from service.lifecycle.parts import Parts
+from service.store.run_texts import Role
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +92,9 @@ class TrainingJob:
             case Progress():
                 runs.progress(run.id, run.fencing, replace(message, paused=self._paused))
                 self._parts.events.training(runs.get(run.id))
+            case Texts(window, replay):
+                runs.learns(run.id, run.fencing, Role.WINDOW, window)
+                runs.learns(run.id, run.fencing, Role.REPLAY, replay)
             case Candidate():
                 self._register(message)
             case Scores():

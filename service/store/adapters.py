@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, exists, insert, or_, select, update
 
 from service.core import (
     ADAPTER_MOVES,
@@ -22,7 +22,8 @@ from service.core import (
 )
 from service.store.database import Database
 from service.store.rows import utc
-from service.store.tables import adapters, evaluations, failure_cases, replay_buffer, training_runs
+from service.store.run_texts import Role, quarantine, texts_of
+from service.store.tables import adapters, evaluations, generations, run_texts, training_runs
 from service.store.verdicts import from_json, to_json
 
 
@@ -113,17 +114,16 @@ class Adapters:
 
     def take_back(self, adapter_id: int, to: int, verdict: Verdict) -> AdapterRef | None:
         """Roll back the active adapter, by the watch's or an operator's word, all in one: `to` (0: the bare draft), or its
-        nearest ancestor that may serve, becomes active; the verdict is kept as the watch's, and the cases it was trained on are
-        quarantined, out of the replay buffer too. Raises NotFound, IllegalMove."""
+        nearest ancestor that may serve, becomes active; the verdict is kept as the watch's, and the texts it learnt from are
+        quarantined, out of the replay buffer too: those that were new to it, and of the others those that no adapter which
+        stands has learnt. Raises NotFound, IllegalMove."""
 
         def work(connection: Connection) -> AdapterRef | None:
             back = _roll_back(connection, adapter_id, to)
             record_evaluation(connection, adapter_id, "watch", verdict)
-            run = _row(connection, adapter_id).run
-            learnt = failure_cases.c.trained_run == run
-            suspects = select(failure_cases.c.seq).where(learnt)
-            connection.execute(delete(replay_buffer).where(replay_buffer.c.seq.in_(suspects)))
-            connection.execute(update(failure_cases).where(learnt).values(quarantined=True))
+            if (run := _row(connection, adapter_id).run) is not None:
+                free = generations.c.quarantined_run.is_(None)
+                quarantine(connection, run, free, texts_of(run), or_(texts_of(run, Role.NEW), ~_stands()))
             return back
 
         return self._db.write(work).result()
@@ -211,6 +211,13 @@ def record_evaluation(connection: Connection, adapter_id: int, kind: str, verdic
             adapter=adapter_id, kind=kind, verdict=to_json(verdict), created_at=datetime.now(UTC)
         )
     )
+
+
+def _stands() -> ColumnElement[bool]:
+    """Whether an adapter that serves, or may serve again, has learnt a generation."""
+    good = (AdapterState.ACTIVE.value, AdapterState.RETIRED.value)
+    learnt = (run_texts.c.seq == generations.c.seq, adapters.c.run == run_texts.c.run, adapters.c.state.in_(good))
+    return exists().where(*learnt).correlate(generations)
 
 
 def _row(connection: Connection, adapter_id: int) -> Row[Any]:

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select, update
 
 from service.core import FailureCase, Generation, Provenance, Round
 from service.store.database import Database
 from service.store.rows import generation_of, rounds_of, target_bytes, text_key, utc, values_of
+from service.store.run_texts import PAGE, Role, had, learnt, texts_of
 from service.store.sampler import Text, text
 from service.store.tables import (
     failure_cases,
@@ -22,9 +23,10 @@ from service.store.tables import (
     grammars,
     replay_buffer,
     replay_domains,
+    run_texts,
     unseen,
 )
-from service.store.unseen import add_cases, had, untried
+from service.store.unseen import add_cases, untried
 
 TRAIN, HELD_OUT, CONSTRAINED = "train", "held_out", "constrained"
 """Where a generation belongs: learnt from, only measured on, or (answers within a grammar) neither."""
@@ -39,7 +41,7 @@ _TEXT = tuple(generations.c[name] for name in ("id", "prompt", "output", "client
 
 @dataclass(frozen=True, slots=True)
 class UntrainedCounts:
-    """cases: failure cases that no run has had, near-ties not counted. tokens, generations: of the texts that hold them."""
+    """Texts with failure cases that no run of the draft has had. cases: near-ties not counted."""
 
     cases: int
     tokens: int
@@ -48,7 +50,8 @@ class UntrainedCounts:
 
 @dataclass(frozen=True, slots=True)
 class CaseStats:
-    """requests: generations recorded, copies of a text among them. generations: distinct ones."""
+    """requests: generations recorded, copies of a text among them. generations: distinct ones. trained, quarantined: cases of
+    texts that a run learnt from as new, and of those that are put aside."""
 
     requests: int
     generations: int
@@ -93,45 +96,38 @@ class Generations:
         return self._db.write(work, urgent=False)
 
     def counts(self, who: Provenance) -> UntrainedCounts:
-        """What the next training run of this pair could learn from: its untrained cases outside the held-out set."""
-        open_cases = (
-            select(failure_cases.c.seq, func.count().label("cases"))
-            .where(_untrained(), failure_cases.c.tie.is_(False))
-            .group_by(failure_cases.c.seq)
-            .subquery()
-        )
+        """What the next training run of this pair could learn from: texts with failure cases, outside the held-out set, that no
+        run of this draft has had."""
         query = select(
-            func.coalesce(func.sum(open_cases.c.cases), 0),
+            func.coalesce(func.sum(generations.c.cases), 0),
             func.coalesce(func.sum(generations.c.output_tokens), 0),
             func.count(),
-        ).join_from(generations, open_cases, open_cases.c.seq == generations.c.seq)
+        ).select_from(generations)
         with self._db.read() as connection:
-            cases, tokens, count = connection.execute(query.where(_of(who), generations.c.split == TRAIN)).one()
+            cases, tokens, count = connection.execute(query.where(_open(who))).one()
         return UntrainedCounts(int(cases), int(tokens), int(count))
 
     def claimed(self, run_id: int) -> list[Generation]:
-        """What a run trains on, newest first."""
-        return self._load(generations.c.seq.in_(_claimed(run_id)), limit=None)
+        """What a run was claimed for, newest first."""
+        return self._load(texts_of(run_id, Role.NEW), limit=None)
 
     def earlier(self, who: Provenance, run_id: int, limit: int) -> list[Generation]:
         """The newest `limit` that a run may learn from beside its own: of this target and tokenizer, none of it held out or put
         aside. Newest first."""
         if limit <= 0:
             return []
-        columns = (generations.c.seq, generations.c.split, generations.c.output_tokens)
+        columns = (generations.c.seq, generations.c.split, generations.c.output_tokens, generations.c.quarantined_run)
         rows = self._newest(LOOKED_THROUGH * limit, *columns)
-        ours = [r.seq for r in rows if r.split == TRAIN and r.output_tokens and _like(r, who)]
-        case, barred = failure_cases.c, set[int]()
-        not_these = or_(case.claimed_run == run_id, case.quarantined.is_(True))
+        fit = [r for r in rows if r.split == TRAIN and r.output_tokens and r.quarantined_run is None]
         with self._db.read() as connection:
-            for start in range(0, len(ours), 500):
-                query = select(case.seq).where(case.seq.in_(ours[start : start + 500]), not_these)
-                barred |= set(connection.execute(query).scalars())
-        return self._load(generations.c.seq.in_([seq for seq in ours if seq not in barred][:limit]), limit=None)
+            query = select(run_texts.c.seq).where(run_texts.c.run == run_id, run_texts.c.role == Role.NEW)
+            own = set(connection.execute(query).scalars())
+        seqs = [r.seq for r in fit if _like(r, who) and r.seq not in own][:limit]
+        return self._load(generations.c.seq.in_(seqs), limit=None)
 
     def claimed_names(self, run_id: int) -> list[tuple[str, str | None]]:
-        """(id, domain) of what a run trains on, newest first."""
-        query = select(generations.c.id, generations.c.domain).where(generations.c.seq.in_(_claimed(run_id)))
+        """(id, domain) of what a run was claimed for, newest first."""
+        query = select(generations.c.id, generations.c.domain).where(texts_of(run_id, Role.NEW))
         with self._db.read() as connection:
             return [(row.id, row.domain) for row in connection.execute(query.order_by(generations.c.seq.desc()))]
 
@@ -207,12 +203,14 @@ class Generations:
                     func.coalesce(func.sum(generations.c.output_tokens), 0),
                 ).select_from(generations)
             ).one()
+            had_by_runs = learnt().with_only_columns(run_texts.c.seq)
+            aside = select(generations.c.seq).where(generations.c.quarantined_run.is_not(None))
             cases, ties, trained, quarantined = connection.execute(
                 select(
                     count(),
                     count(failure_cases.c.tie.is_(True)),
-                    count(failure_cases.c.trained_run.is_not(None)),
-                    count(failure_cases.c.quarantined.is_(True)),
+                    count(failure_cases.c.seq.in_(had_by_runs)),
+                    count(failure_cases.c.seq.in_(aside)),
                 )
             ).one()
             domains = connection.execute(
@@ -274,8 +272,8 @@ class Generations:
             rows = connection.execute(query).all()
             found: dict[int, list[FailureCase]] = {row.seq: [] for row in rows}
             seqs = list(found)
-            for start in range(0, len(seqs), 500):
-                query = select(failure_cases.c.seq, *_CASE).where(failure_cases.c.seq.in_(seqs[start : start + 500]))
+            for start in range(0, len(seqs), PAGE):
+                query = select(failure_cases.c.seq, *_CASE).where(failure_cases.c.seq.in_(seqs[start : start + PAGE]))
                 for seq, *case in connection.execute(query.order_by(failure_cases.c.seq, failure_cases.c.position)):
                     found[seq].append(FailureCase(*case))
         return [generation_of(row, found[row.seq]) for row in rows]
@@ -300,30 +298,20 @@ def _same(row: Row[Any], who: Provenance) -> bool:
     return _like(row, who) and row.draft == who.draft and row.grammar is None
 
 
-def _untrained() -> ColumnElement[bool]:
+def _open(who: Provenance) -> ColumnElement[bool]:
+    """What a run of this pair may be claimed for."""
     return and_(
-        failure_cases.c.trained_run.is_(None),
-        failure_cases.c.claimed_run.is_(None),
-        failure_cases.c.quarantined.is_(False),
+        _of(who),
+        generations.c.split == TRAIN,
+        generations.c.cases > 0,
+        generations.c.quarantined_run.is_(None),
+        ~had(who.draft),
     )
-
-
-def _claimed(run_id: int) -> Any:
-    """Query: seq of the generations that hold a case of this run."""
-    return select(failure_cases.c.seq).where(failure_cases.c.claimed_run == run_id).distinct()
 
 
 def untrained_generations(who: Provenance, limit: int) -> Any:
-    """Query: seq of the newest generations that hold an open, untied case."""
-    # Told by the cases' own seq, which their index has in order: no more is read than the newest that are wanted.
-    return (
-        select(failure_cases.c.seq)
-        .join_from(failure_cases, generations, generations.c.seq == failure_cases.c.seq)
-        .where(_of(who), generations.c.split == TRAIN, _untrained(), failure_cases.c.tie.is_(False))
-        .distinct()
-        .order_by(failure_cases.c.seq.desc())
-        .limit(limit)
-    )
+    """Query: seq of the newest generations that a run of this pair may be claimed for."""
+    return select(generations.c.seq).where(_open(who)).order_by(generations.c.seq.desc()).limit(limit)
 
 
 def _remove(connection: Connection, *where: ColumnElement[bool]) -> int:
@@ -347,8 +335,9 @@ def _counted(connection: Connection, made: Generation) -> bool:
     if seq is None:
         return False
     connection.execute(update(generations).where(generations.c.seq == seq).values(copies=generations.c.copies + 1))
-    waiting = connection.execute(select(unseen.c.seq).where(unseen.c.seq == seq, ~had)).scalar() is not None
-    if waiting and not untried(made):
+    query = select(unseen.c.seq).join_from(unseen, generations, generations.c.seq == unseen.c.seq)
+    free = (generations.c.seq == seq, generations.c.quarantined_run.is_(None), ~had())
+    if not untried(made) and connection.execute(query.where(*free)).scalar() is not None:
         add_cases(connection, seq, made.cases)
         connection.execute(delete(unseen).where(unseen.c.seq == seq))
     return True

@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 from sqlalchemy import ColumnElement, Connection, and_, delete, func, insert, or_, select, update
 
-from service.core import Generation, Provenance
+from service.core import Generation, Provenance, RunState
 from service.store.database import Database
 from service.store.generations import TRAIN, Generations
 from service.store.likeness import content_key, kind, template
 from service.store.reservoir import Item, Reservoir, groups_of
-from service.store.tables import failure_cases, generations, replay_buffer, replay_domains
+from service.store.run_texts import Role, texts_of
+from service.store.tables import failure_cases, generations, replay_buffer, replay_domains, run_texts, training_runs
 
 Place = tuple[str, str]
 """A reservoir's name: the clients' tag, or ("", kind) for prompts that came without one."""
@@ -60,13 +61,16 @@ class Replay:
         and left no case: what a draft does well is as much of the past as what it fails at."""
 
         def work(connection: Connection) -> None:
-            mine = or_(failure_cases.c.claimed_run == run_id, failure_cases.c.trained_run == run_id)
-            claimed = select(failure_cases.c.seq).where(mine).distinct()
-            newest = connection.execute(select(func.max(failure_cases.c.seq)).where(mine)).scalar()
+            new = run_texts.c.role == Role.NEW
+            newest = connection.execute(
+                select(func.max(run_texts.c.seq)).where(new, run_texts.c.run == run_id)
+            ).scalar()
             if newest is None:
                 return
             last = connection.execute(
-                select(func.max(failure_cases.c.seq)).where(failure_cases.c.trained_run < run_id)
+                select(func.max(run_texts.c.seq))
+                .join_from(run_texts, training_runs, training_runs.c.id == run_texts.c.run)
+                .where(new, run_texts.c.run < run_id, training_runs.c.state != RunState.CRASHED)
             ).scalar()
             own = connection.execute(
                 select(generations.c.target, generations.c.tokenizer).where(generations.c.seq == newest)
@@ -80,7 +84,7 @@ class Replay:
                 generations.c.tokenizer == own.tokenizer,
                 ~cases.exists(),
             )
-            query = select(*_TEXT).where(or_(generations.c.seq.in_(claimed), well)).order_by(generations.c.seq)
+            query = select(*_TEXT).where(or_(texts_of(run_id, Role.NEW), well)).order_by(generations.c.seq)
             _offer(connection, None, connection.execute(query).all(), capacity, seed)
 
         self._db.write(work, urgent=False).result()

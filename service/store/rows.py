@@ -71,6 +71,7 @@ def values_of(made: Generation) -> dict[str, Any]:
         "text_key": text_key(made),
         "grammar": grammar_hash(made),
         "copies": 1,
+        "cases": sum(not case.tie for case in made.cases),
         "prompt": prompt,
         "output": id_bytes(made.output),
         "output_tokens": len(made.output),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, func, insert, select, update
 
 from service.core import (
     RUN_MOVES,
@@ -27,11 +27,12 @@ from service.store.adapters import active_id, judge_candidate, retire_active
 from service.store.database import Database
 from service.store.generations import untrained_generations
 from service.store.rows import utc
-from service.store.tables import failure_cases, replay_buffer, training_runs
+from service.store.run_texts import PAGE, Role, crashes, give_back, name_texts, quarantine, texts_of
+from service.store.tables import failure_cases, generations, training_runs
 from service.store.verdicts import from_json, to_json
 
 MAX_CRASHES = 3
-"""Crashes after which a run's cases are suspected of causing them."""
+"""Crashes after which a text is suspected of causing them."""
 CURVE_POINTS = 2000
 
 
@@ -51,7 +52,7 @@ class Runs:
         idempotency_key: str | None = None,
         config: Mapping[str, object] | None = None,
     ) -> TrainingRun | None:
-        """Open a run on the newest `limit` untrained generations and claim their cases, near-ties too.
+        """Open a run on the newest `limit` generations that no run of this draft has had. Its `cases` counts near-ties too.
 
         None when a run is not over yet or nothing is left to train on. A known idempotency key returns its run.
         """
@@ -86,17 +87,12 @@ class Runs:
                 )
             ).inserted_primary_key
             assert made is not None
-            cases = 0
-            for start in range(0, len(seqs), 500):
-                cases += connection.execute(
-                    update(failure_cases)
-                    .where(
-                        failure_cases.c.seq.in_(seqs[start : start + 500]),
-                        failure_cases.c.trained_run.is_(None),
-                        failure_cases.c.quarantined.is_(False),
-                    )
-                    .values(claimed_run=made[0])
-                ).rowcount
+            name_texts(connection, made[0], Role.NEW, seqs)
+            count = select(func.count()).select_from(failure_cases)
+            cases = sum(
+                connection.execute(count.where(failure_cases.c.seq.in_(seqs[start : start + PAGE]))).scalar_one()
+                for start in range(0, len(seqs), PAGE)
+            )
             connection.execute(update(training_runs).where(training_runs.c.id == made[0]).values(cases=cases))
             return _get(connection, made[0])
 
@@ -106,26 +102,17 @@ class Runs:
         self, run_id: int, fencing: int, state: RunState, *, error: str | None = None, blameless: bool = False
     ) -> TrainingRun:
         """Raises IllegalMove, also for PROMOTED and REJECTED: a verdict is given by `promote` or `reject`. FAILED: the run
-        had its say, its cases count as trained. CRASHED: they are given back, and put aside after three crashes, out of the
-        replay buffer too; one that the cases are `blameless` of does not count."""
+        had its say, and its texts. CRASHED: they are free for other runs, and put aside after three crashes, out of the replay
+        buffer too; one that the texts are `blameless` of does not count."""
 
         def work(connection: Connection) -> TrainingRun:
             if state in {RunState.PROMOTED, RunState.REJECTED}:
                 raise IllegalMove(f"run {run_id} cannot be {state.value} without its verdict")
             _move(connection, run_id, fencing, state, error=error)
-            if state is RunState.FAILED:
-                _cases_trained(connection, run_id)
+            if state is RunState.CRASHED and blameless:
+                give_back(connection, run_id)
             elif state is RunState.CRASHED:
-                crashes = failure_cases.c.crashes + (0 if blameless else 1)
-                mine = failure_cases.c.claimed_run == run_id
-                # A text may have been taken into replay before its cases were known.
-                suspects = select(failure_cases.c.seq).where(mine, crashes >= MAX_CRASHES)
-                connection.execute(delete(replay_buffer).where(replay_buffer.c.seq.in_(suspects)))
-                connection.execute(
-                    update(failure_cases)
-                    .where(mine)
-                    .values(claimed_run=None, crashes=crashes, quarantined=crashes >= MAX_CRASHES)
-                )
+                quarantine(connection, run_id, texts_of(run_id, Role.NEW), crashes() >= MAX_CRASHES)
             return _get(connection, run_id)
 
         return self._db.write(work).result()
@@ -158,21 +145,32 @@ class Runs:
 
         return self._db.write(work).result()
 
+    def learns(self, run_id: int, fencing: int, role: Role, names: Sequence[str]) -> None:
+        """Write down what else a run learns from, by generation id. Names that are not in the log (the general set's) are
+        passed over; what the run was claimed for stays NEW. Raises IllegalMove with a stale token."""
+
+        def work(connection: Connection) -> None:
+            _held(connection, run_id, fencing)
+            for start in range(0, len(names), PAGE):
+                query = select(generations.c.seq).where(generations.c.id.in_(names[start : start + PAGE]))
+                name_texts(connection, run_id, role, list(connection.execute(query).scalars()))
+
+        self._db.write(work).result()
+
     def reject(self, run_id: int, fencing: int, adapter_id: int | None, verdict: Verdict) -> TrainingRun:
-        """The candidate lost, or would not load: run and adapter are REJECTED, the cases are trained, all in one."""
+        """The candidate lost, or would not load: run and adapter are REJECTED, in one."""
 
         def work(connection: Connection) -> TrainingRun:
             _move(connection, run_id, fencing, RunState.REJECTED, adapter=adapter_id, verdict=to_json(verdict))
             if adapter_id is not None:
                 judge_candidate(connection, run_id, adapter_id, AdapterState.REJECTED, verdict)
-            _cases_trained(connection, run_id)
             return _get(connection, run_id)
 
         return self._db.write(work).result()
 
     def promote(self, run_id: int, fencing: int, adapter_id: int, verdict: Verdict) -> TrainingRun:
-        """The candidate won: run PROMOTED, adapter ACTIVE, the former one RETIRED, the cases trained, all in one. Raises
-        ParentChanged, with nothing changed, when what it was compared with does not serve any more."""
+        """The candidate won: run PROMOTED, adapter ACTIVE, the former one RETIRED, all in one. Raises ParentChanged, with
+        nothing changed, when what it was compared with does not serve any more."""
 
         def work(connection: Connection) -> TrainingRun:
             row = _move(connection, run_id, fencing, RunState.PROMOTED, adapter=adapter_id, verdict=to_json(verdict))
@@ -180,7 +178,6 @@ class Runs:
                 raise ParentChanged(f"adapter {row.parent}, which it was compared with, no longer serves")
             retire_active(connection, row.draft)
             judge_candidate(connection, run_id, adapter_id, AdapterState.ACTIVE, verdict)
-            _cases_trained(connection, run_id)
             return _get(connection, run_id)
 
         return self._db.write(work).result()
@@ -259,12 +256,6 @@ def _move(connection: Connection, run_id: int, fencing: int, state: RunState, **
         update(training_runs).where(training_runs.c.id == run_id).values(state=state.value, **finished, **values)
     )
     return row
-
-
-def _cases_trained(connection: Connection, run_id: int) -> None:
-    connection.execute(
-        update(failure_cases).where(failure_cases.c.claimed_run == run_id).values(claimed_run=None, trained_run=run_id)
-    )
 
 
 def _get(connection: Connection, run_id: int) -> TrainingRun:

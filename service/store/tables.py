@@ -52,7 +52,9 @@ generations = Table(
     Column("text_key", String(64), nullable=False),
     Column("copies", Integer, nullable=False),
     Column("grammar", String(64)),
-    Index(None, "target", "tokenizer", "split", "seq"),
+    Column("cases", Integer, nullable=False, server_default="0"),
+    Column("quarantined_run", Integer),
+    Index("ix_generations_open", "target", "tokenizer", "split", "seq", "cases", "quarantined_run", "output_tokens"),
     Index(None, "client"),
     Index(None, "domain"),
     Index(None, "text_key"),
@@ -62,7 +64,9 @@ generations = Table(
 )
 """prompt, output: token ids, little-endian uint32. logprobs: float32. text_key: rows.text_key. copies: how often the text was
 generated, this row's own time included. grammar: hash of the grammar that the answer had to follow; its text is in grammars.
-There is no foreign key, which SQLite could add only by writing the table anew."""
+cases: its failure cases, near-ties not counted. quarantined_run: the run that put it aside: its adapter was rolled back, or it
+was the last that crashed over the text. There are no foreign keys for those two, which SQLite could add only by writing the
+table anew."""
 
 grammars = Table(
     "grammars",
@@ -93,13 +97,7 @@ failure_cases = Table(
     Column("q", Float, nullable=False),
     Column("margin", Float, nullable=False),
     Column("tie", Boolean, nullable=False),
-    Column("claimed_run", ForeignKey("training_runs.id", ondelete="SET NULL")),
-    Column("trained_run", ForeignKey("training_runs.id", ondelete="SET NULL")),
-    Column("crashes", Integer, nullable=False, default=0),
-    Column("quarantined", Boolean, nullable=False, default=False),
     UniqueConstraint("seq", "position"),
-    Index(None, "claimed_run"),
-    Index(None, "trained_run", "claimed_run", "quarantined", "tie", "seq"),
 )
 
 unseen = Table(
@@ -165,6 +163,16 @@ training_runs = Table(
     Column("finished_at", DateTime(timezone=True)),
     Index(None, "state"),
 )
+
+run_texts = Table(
+    "run_texts",
+    metadata,
+    Column("run", ForeignKey("training_runs.id"), primary_key=True),
+    Column("seq", ForeignKey("generations.seq", ondelete="CASCADE"), primary_key=True),
+    Column("role", String(16), nullable=False),
+    Index(None, "seq"),
+)
+"""Every text that a run learns from. role: store.run_texts.Role."""
 
 adapters = Table(
     "adapters",

@@ -6,21 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, ScalarSelect, delete, exists, func, insert, or_, select, tuple_
+from sqlalchemy import ColumnElement, Connection, ScalarSelect, and_, delete, func, insert, select, tuple_, update
 
 from service.core import AcceptRule, FailureCase, Generation, Provenance, Source
 from service.store.database import Database
-from service.store.tables import failure_cases, generations, unseen
-
-had = exists().where(
-    failure_cases.c.seq == unseen.c.seq,
-    or_(
-        failure_cases.c.trained_run.is_not(None),
-        failure_cases.c.claimed_run.is_not(None),
-        failure_cases.c.quarantined.is_(True),
-    ),
-)
-"""A run has had the text, or its cases are put aside: it is not to come back by another door."""
+from service.store.run_texts import had, learnt
+from service.store.tables import failure_cases, generations, run_texts, unseen
 
 
 def untried(made: Generation) -> bool:
@@ -41,12 +32,12 @@ class Unseen:
         """Output tokens of those that this very pair made and no run has had."""
         query = select(func.coalesce(func.sum(_of(who, generations.c.output_tokens)), 0)).select_from(unseen)
         with self._db.read() as connection:
-            return int(connection.execute(query.where(~had)).scalar_one())
+            return int(connection.execute(query).scalar_one())
 
     def names(self, who: Provenance, limit: int) -> list[str]:
         """Ids of the newest `limit` of them, newest first."""
         name = _of(who, generations.c.id)
-        query = select(name).select_from(unseen).where(name.is_not(None), ~had).order_by(unseen.c.seq.desc())
+        query = select(name).select_from(unseen).where(name.is_not(None)).order_by(unseen.c.seq.desc())
         with self._db.read() as connection:
             return list(connection.execute(query.limit(limit)).scalars())
 
@@ -58,13 +49,13 @@ class Unseen:
             count = 0
             for name, cases in found.items():
                 query = select(unseen.c.seq).join_from(unseen, generations, generations.c.seq == unseen.c.seq)
-                seq = connection.execute(query.where(generations.c.id == name, ~had)).scalar()
+                seq = connection.execute(query.where(generations.c.id == name, _free())).scalar()
                 if seq is not None:
                     count += add_cases(connection, seq, cases)
                     connection.execute(delete(unseen).where(unseen.c.seq == seq))
             # What a run has learnt from without this would stay for ever.
-            trained = exists().where(failure_cases.c.seq == unseen.c.seq, failure_cases.c.trained_run.is_not(None))
-            connection.execute(delete(unseen).where(trained))
+            gone = learnt().with_only_columns(run_texts.c.seq)
+            connection.execute(delete(unseen).where(unseen.c.seq.in_(gone)))
             return count
 
         return self._db.write(work).result()
@@ -75,7 +66,12 @@ def _of(who: Provenance, what: ColumnElement[Any]) -> ScalarSelect[Any]:
     # Asked for one by one: joined, SQLite would go through all that the pair ever made.
     pair = (generations.c.target, generations.c.tokenizer, generations.c.draft)
     mine = tuple_(*pair) == tuple_(who.target, who.tokenizer, who.draft)
-    return select(what).where(generations.c.seq == unseen.c.seq, mine).correlate(unseen).scalar_subquery()
+    return select(what).where(generations.c.seq == unseen.c.seq, mine, _free()).correlate(unseen).scalar_subquery()
+
+
+def _free() -> ColumnElement[bool]:
+    """No run has had the text, and it is not put aside: it is not to come back by another door."""
+    return and_(generations.c.quarantined_run.is_(None), ~had())
 
 
 def add_cases(connection: Connection, seq: int, cases: Sequence[FailureCase]) -> int:
@@ -85,4 +81,8 @@ def add_cases(connection: Connection, seq: int, cases: Sequence[FailureCase]) ->
     new = [{"seq": seq, **asdict(case)} for case in cases if case.position not in known]
     if new:
         connection.execute(insert(failure_cases), new)
+        untied = sum(not case["tie"] for case in new)
+        connection.execute(
+            update(generations).where(generations.c.seq == seq).values(cases=generations.c.cases + untied)
+        )
     return len(new)

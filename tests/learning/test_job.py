@@ -24,7 +24,7 @@ from service.models import vocabulary
 from service.models.fingerprint import folder_sha256, model_fingerprint, tokenizer_fingerprint
 from service.models.heads import cut
 from service.models.pair import load_model
-from service.store.generations import Generations, split_of
+from service.store.generations import TRAIN, Generations, split_of
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.model_folders import save_model
 from tests.support.oracle import noisy_copy, tiny_llama
@@ -69,7 +69,13 @@ def test_a_run_from_claim_to_scores(home: Home, logged_pair: LoggedPair) -> None
     with child(spec) as running:
         messages = running.read_to_end()
     kinds = [message["type"] for message in messages]
-    assert list(dict.fromkeys(kinds)) == ["progress", "candidate", "scores", "done"]
+    assert list(dict.fromkeys(kinds)) == ["texts", "progress", "candidate", "scores", "done"]
+    (texts,) = of_type(messages, "texts")
+    claimed = {name for name, _ in Generations(home.database).claimed_names(spec["run"])}
+    window, replayed = set(texts["window"]), set(texts["replay"])
+    assert len(claimed) == 30 and window and not window & claimed
+    assert window <= {g.id for g in logged_pair.logged if split_of(g.prompt.first_user) == TRAIN}
+    assert replayed and all(name.startswith("general") for name in replayed), "no run has filled the replay buffer yet"
 
     progress = of_type(messages, "progress")
     steps = progress[0]["steps"]
@@ -261,8 +267,8 @@ def test_a_run_that_was_cancelled_meanwhile_is_not_published(home: Home) -> None
 )
 def test_an_impossible_run_reports_the_reason(home: Home, changes: Message, reason: str) -> None:
     messages = perform(home.spec() | changes)
-    assert [message["type"] for message in messages] == ["failed"]
-    assert reason in messages[0]["reason"]
+    assert [message["type"] for message in messages if message["type"] != "texts"] == ["failed"]
+    assert reason in messages[-1]["reason"]
     assert home.published() == []
 
 

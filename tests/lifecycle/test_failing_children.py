@@ -4,6 +4,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from sqlalchemy import text
 
 from service.core import (
     BARE_DRAFT,
@@ -11,7 +12,7 @@ from service.core import (
     RunState,
     Unavailable,
 )
-from tests.support.lifecycle_server import ENOUGH, WHO, Installation, check_consistent
+from tests.support.lifecycle_server import ENOUGH, WHO, Installation, check_consistent, generation
 
 
 @pytest.fixture
@@ -86,6 +87,19 @@ def test_scores_of_different_texts_fail_the_run(installation: Installation, plan
         server.traffic()
         server.tick_until(server.ended(RunState.FAILED))
         assert "scores" in str(server.runs.latest(1)[0].error)
+        check_consistent(server)
+
+
+def test_what_a_child_learns_from_is_named(installation: Installation) -> None:
+    well = [generation(name, cases=0) for name in ("well", "better")]
+    installation.plan_children(train="learn well better general-1")
+    with installation.server() as server:
+        server.generations.add(well).result(60)
+        server.traffic()
+        server.tick_until(server.ended(RunState.PROMOTED))
+        query = text("select g.id, t.role from run_texts t join generations g on g.seq = t.seq where t.role <> 'new'")
+        with server.db.read() as connection:
+            assert sorted(connection.execute(query).all()) == [("better", "replay"), ("well", "window")]
         check_consistent(server)
 
 

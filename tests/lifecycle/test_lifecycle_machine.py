@@ -33,6 +33,7 @@ from service.store.database import integrity, upgrade
 from service.store.files import folder_sha256
 from service.store.generations import Generations
 from service.store.replay import Replay
+from service.store.run_texts import Role
 from service.store.runs import Runs
 from service.store.tables import (
     adapters,
@@ -40,6 +41,7 @@ from service.store.tables import (
     failure_cases,
     generations,
     replay_buffer,
+    run_texts,
     training_runs,
     unseen,
 )
@@ -145,7 +147,6 @@ class Machine(RuleBasedStateMachine):
         self.busy = False
         self.drifted = False
         self.back: set[int] = set()
-        self.taught: dict[int, int] = {}
         self.states: dict[int, AdapterState] = {}
         self.runs_before = 0
         self.open()
@@ -357,6 +358,8 @@ class Machine(RuleBasedStateMachine):
             replayed = set(connection.execute(select(replay_buffer.c.seq)).scalars())
             judged = connection.execute(select(evaluations)).all()
             waiting = set(connection.execute(select(unseen.c.seq)).scalars())
+            texts = connection.execute(select(generations)).all()
+            had = connection.execute(select(run_texts).where(run_texts.c.role == Role.NEW)).all()
             undrafted_seqs = set(
                 connection.execute(select(generations.c.seq).where(generations.c.id.startswith("undrafted"))).scalars()
             )
@@ -369,12 +372,12 @@ class Machine(RuleBasedStateMachine):
         assert {ref.id for ref in active} <= gated, "an adapter serves without a passed gate"
         assert not {ref.id for ref in active} & self.back, "a rolled-back adapter was activated again by itself"
         self.back |= {ref.id for ref in refs if ref.state == AdapterState.ROLLED_BACK}
-        for case in cases:
-            assert not (case.quarantined and case.claimed_run), "a run has quarantined cases"
-            assert not (case.quarantined and case.seq in replayed), "a quarantined text is replayed"
-            assert not (case.trained_run and case.claimed_run), "a case is trained on twice"
-            before = self.taught.setdefault(case.id, case.trained_run) if case.trained_run else None
-            assert case.trained_run == before, "a case was trained on twice"
+        states = {run.id: RunState(run.state) for run in runs}
+        aside = {row.seq for row in texts if row.quarantined_run is not None}
+        assert not aside & replayed, "a quarantined text is replayed"
+        assert not aside & {row.seq for row in had if not states[row.run].over}, "a run has quarantined texts"
+        stands = Counter(row.seq for row in had if states[row.run] is not RunState.CRASHED)
+        assert set(stands.values()) <= {1}, "two runs had a text as new"
         supplied = Counter(case.seq for case in cases if case.seq in undrafted_seqs)
         assert set(supplied.values()) <= {3}, "cases of one text were supplied twice, or in part"
         assert waiting <= undrafted_seqs and not waiting & supplied.keys(), "a supplied text still waits"
@@ -386,7 +389,7 @@ class Machine(RuleBasedStateMachine):
         for run in runs[self.runs_before :]:
             self.happened[run.trigger] += 1
         self.runs_before = len(runs)
-        self.happened["quarantined"] += sum(case.quarantined and case.trained_run is not None for case in cases)
+        self.happened["quarantined"] += len(aside & stands.keys())
 
 
 @pytest.mark.parametrize(("examples", "steps"), [(5, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])

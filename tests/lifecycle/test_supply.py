@@ -206,9 +206,12 @@ def test_a_generation_that_was_trained_on_is_not_backfilled(installation: Instal
     """A run trains on the whole generation once one of its cases is claimed."""
     with installation.server(**RULES) as server:
         server.undrafted_traffic()
-        change = text("insert into failure_cases (seq, position, drafted, target, p, q, margin, tie, crashes, quarantined)"
-                      " select seq, 1, 2, 3, 0.5, 0.5, 1.0, 0, 0, 0 from generations")  # fmt: skip
-        server.db.write(lambda connection: connection.execute(change)).result(60)
+        change = (
+            "insert into failure_cases (seq, position, drafted, target, p, q, margin, tie)"
+            " select seq, 1, 2, 3, 0.5, 0.5, 1.0, 0 from generations",
+            "update generations set cases = 1",
+        )
+        server.db.write(lambda connection: [connection.execute(text(one)) for one in change]).result(60)
         server.supervisor.request_training(None)
         server.tick_until(server.ended(RunState.PROMOTED))
         server.supervisor.activate(server.adapters.all()[0].id)  # no watch

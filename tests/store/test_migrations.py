@@ -37,7 +37,10 @@ def schema(path: Path) -> set[tuple[str, str]]:
     query = "SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL AND name != 'sqlite_sequence'"
     rows = connection.execute(query).fetchall()
     connection.close()
-    return {(name, " ".join(sql.split())) for name, sql in rows}
+    # Constraints have no order.
+    return {
+        (name, " ".join(sorted(" ".join(sql.split()).removesuffix(" )").split(", CONSTRAINT ")))) for name, sql in rows
+    }
 
 
 def test_there_is_one_head_and_one_way_to_it() -> None:
@@ -156,6 +159,14 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(tmp_path: P
     assert len(keys) == len(tags), "every text has its own key"
     assert {row.pop("copies") for row in after["generations"]} == {1}
     assert {row.pop("grammar") for row in after["generations"]} == {None}
+    assert {(row.pop("cases"), row.pop("quarantined_run")) for row in after["generations"]} == {(1, 1)}
+    before_cases = [(row["claimed_run"], row["trained_run"], row["quarantined"]) for row in before["failure_cases"]]
+    for row in before["failure_cases"]:
+        for name in ("claimed_run", "trained_run", "quarantined", "crashes"):
+            del row[name]
+    with sqlite3.connect(path) as connection:
+        had = connection.execute("SELECT run, seq, role FROM run_texts ORDER BY seq").fetchall()
+    assert had == [(1, seq, "new") for seq in range(7, 11)]
     held = {(row["domain"], row["kind"], row["slot"], row["seq"]) for row in after.pop("replay_buffer")}
     assert held == {("code", "", 7, 7), ("", kind, 8, 8), (kind, "", 9, 9), ("general", "", 10, 10)}
     seen = {(row["domain"], row["kind"]): row["seen"] for row in after.pop("replay_domains")}
@@ -178,6 +189,12 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(tmp_path: P
 
     command.downgrade(configured(url), "0003")
     back = dump(path)
+    assert [
+        (row["claimed_run"], row["trained_run"], row["quarantined"]) for row in back["failure_cases"]
+    ] == before_cases
+    for row in back["failure_cases"]:
+        for name in ("claimed_run", "trained_run", "quarantined", "crashes"):
+            del row[name]
     assert {name: rows for name, rows in back.items() if not name.startswith("replay")} == {
         name: rows for name, rows in before.items() if not name.startswith("replay")
     }

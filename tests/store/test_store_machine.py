@@ -36,8 +36,9 @@ from service.core import (
 from service.store.adapters import Adapters
 from service.store.database import Database, integrity
 from service.store.generations import Generations
+from service.store.run_texts import Role
 from service.store.runs import MAX_CRASHES, Runs
-from service.store.tables import adapters, evaluations, failure_cases, metadata, training_runs
+from service.store.tables import adapters, evaluations, generations, metadata, run_texts, training_runs
 from tests.support.store_rows import LOST, WHO, WON, case, copy_of, generation
 
 T = TypeVar("T")
@@ -63,7 +64,6 @@ class Machine(RuleBasedStateMachine):
         self.chosen: set[int] = set()
         self.lost = set[int]()
         """Runs whose adapter was rolled back."""
-        self.trained: dict[int, int] = {}
         self.run_states: dict[int, RunState] = {}
         self.adapter_states: dict[int, AdapterState] = {}
 
@@ -84,7 +84,7 @@ class Machine(RuleBasedStateMachine):
     def claim(self, limit: int, draft: int, key: str | None) -> Any:
         runs, store = Runs(self.database), Generations(self.database)
         known = runs.by_key(key) if key else None
-        open_now, waiting = runs.current(), store.counts(WHO).generations
+        open_now, waiting = runs.current(), store.counts(DRAFTS[draft]).generations
         parent = Adapters(self.database).active(DRAFTS[draft].draft)
         run = runs.claim(
             trigger=Trigger.CASES,
@@ -250,7 +250,8 @@ class Machine(RuleBasedStateMachine):
         with self.database.read() as connection:
             runs = connection.execute(select(training_runs)).all()
             refs = connection.execute(select(adapters)).all()
-            cases = connection.execute(select(failure_cases)).all()
+            texts = connection.execute(select(generations)).all()
+            had = connection.execute(select(run_texts)).all()
             gated = {
                 row.adapter
                 for row in connection.execute(select(evaluations).where(evaluations.c.kind == "gate"))
@@ -262,15 +263,14 @@ class Machine(RuleBasedStateMachine):
         active = [row for row in refs if row.state == AdapterState.ACTIVE]
         assert len({row.draft for row in active}) == len(active)
         assert {row.id for row in active} <= gated | self.chosen
-        for row in cases:
-            assert row.claimed_run is None or row.claimed_run in open_runs
-            assert row.trained_run is None or row.trained_run not in open_runs
-            assert row.claimed_run is None or (row.trained_run is None and not row.quarantined)
-            assert row.quarantined == (row.crashes >= MAX_CRASHES or row.trained_run in self.lost)
-            if (once := self.trained.get(row.id)) is not None:
-                assert row.trained_run == once
-            elif row.trained_run is not None:
-                self.trained[row.id] = row.trained_run
+        states, drafts = ({row.id: getattr(row, name) for row in runs} for name in ("state", "draft"))
+        for text in texts:
+            new = [row.run for row in had if row.seq == text.seq and row.role == Role.NEW]
+            stands = [run for run in new if states[run] != RunState.CRASHED]
+            assert len({drafts[run] for run in stands}) == len(stands), "a draft has a text once"
+            crashed = len(new) - len(stands)
+            assert (text.quarantined_run is not None) == (crashed >= MAX_CRASHES or bool(self.lost & set(stands)))
+            assert text.quarantined_run is None or text.quarantined_run in new
         self.follow(self.run_states, RUN_MOVES, {row.id: RunState(row.state) for row in runs})
         self.follow(self.adapter_states, ADAPTER_MOVES, {row.id: AdapterState(row.state) for row in refs})
 
@@ -294,8 +294,8 @@ class Machine(RuleBasedStateMachine):
             assert self.rows() == before
             return None
         assert legal
-        if isinstance(done, TrainingRun) and done.state.over:
-            assert Generations(self.database).claimed(done.id) == []
+        if isinstance(done, TrainingRun):
+            assert len(Generations(self.database).claimed(done.id)) == done.generations
         return done
 
     def rows(self) -> dict[str, list[Any]]:

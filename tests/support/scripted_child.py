@@ -56,6 +56,8 @@ def train(job: dict[str, object], act: str) -> None:
             return send("failed", reason="too few examples")
         case "leave":
             sys.exit(0)
+        case _ if act.startswith("learn "):
+            send("texts", window=act.split()[1:2], replay=act.split()[2:])
         case _:
             pass
     out = Path(str(job["out"]))

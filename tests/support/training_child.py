@@ -111,7 +111,9 @@ class Child:
         return found
 
     def until_training(self) -> Message:
-        message = self.message()
+        """Its first progress, which what it learns from comes before."""
+        while (message := self.message())["type"] == "texts":
+            pass
         assert message["type"] == "progress", message
         return message
 

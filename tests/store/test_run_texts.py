@@ -1,0 +1,131 @@
+"""What runs learn from: each draft has a text as new once, and what a rolled-back adapter learnt is put aside."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from sqlalchemy import select
+
+from service.core import AdapterRef, Generation, IllegalMove, Provenance, RunState, TrainingRun, Trigger
+from service.store.adapters import Adapters
+from service.store.database import Database
+from service.store.generations import Generations, UntrainedCounts
+from service.store.quarantine import Held, Quarantine
+from service.store.replay import Replay
+from service.store.run_texts import Role
+from service.store.runs import Runs
+from service.store.tables import generations, run_texts
+from tests.support.store_rows import LOST, WHO, WON, case, generation
+
+OTHER = replace(WHO, draft="e" * 64)
+
+
+class Texts:
+    """The stores of one database."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.log, self.runs, self.adapters = Generations(database), Runs(database), Adapters(database)
+
+    def add(self, count: int = 1, cases: int = 1) -> list[Generation]:
+        made = [generation(cases=[case(i) for i in range(cases)]) for _ in range(count)]
+        self.log.add(made).result()
+        return made
+
+    def claim(self, who: Provenance = WHO) -> TrainingRun:
+        active = self.adapters.active(who.draft)
+        run = self.runs.claim(trigger=Trigger.CASES, who=who, parent=active.id if active else 0, limit=9)
+        assert run is not None
+        return run
+
+    def promote(self, run: TrainingRun) -> AdapterRef:
+        ref = self.adapters.add(
+            run_id=run.id,
+            fencing=run.fencing,
+            folder=Path(f"run-{run.id}"),
+            sha256="",
+            rank=1,
+            scale=1.0,
+            keys=[],
+            draft=WHO.draft,
+            parent=run.parent,
+        )
+        for state in (RunState.TRAINING, RunState.SCORING, RunState.STAGING):
+            self.runs.move(run.id, run.fencing, state)
+        self.runs.promote(run.id, run.fencing, ref.id, WON)
+        return ref
+
+    def of(self, run: TrainingRun) -> dict[str, str]:
+        """Role by generation."""
+        query = select(generations.c.id, run_texts.c.role).join_from(
+            run_texts, generations, generations.c.seq == run_texts.c.seq
+        )
+        with self.database.read() as connection:
+            return {row.id: row.role for row in connection.execute(query.where(run_texts.c.run == run.id))}
+
+
+@pytest.fixture
+def texts(database: Database) -> Texts:
+    return Texts(database)
+
+
+def test_each_draft_has_a_text_as_new_once(texts: Texts) -> None:
+    made = texts.add(2)
+    run = texts.claim()
+    texts.runs.move(run.id, run.fencing, RunState.FAILED)
+    assert texts.log.counts(WHO) == UntrainedCounts(0, 0, 0)
+    assert texts.runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=9) is None
+    assert texts.log.counts(OTHER) == UntrainedCounts(2, 10, 2), "another draft has learnt none of it"
+    other = texts.claim(OTHER)
+    assert texts.of(run) == texts.of(other) == dict.fromkeys([one.id for one in made], "new")
+
+
+def test_all_that_a_run_learns_from_is_named(texts: Texts) -> None:
+    old, new = texts.add(2), texts.add(1)
+    run = texts.claim()
+    texts.runs.move(run.id, run.fencing, RunState.CRASHED, blameless=True)
+    assert texts.of(run) == {}, "a run that was ended from outside had nothing"
+    run = texts.claim()
+    texts.runs.learns(run.id, run.fencing, Role.WINDOW, [new[0].id, "general-5", old[0].id])
+    well = texts.add(2, cases=0)
+    texts.runs.learns(run.id, run.fencing, Role.WINDOW, [well[0].id])
+    texts.runs.learns(run.id, run.fencing, Role.REPLAY, [well[0].id, well[1].id])
+    named = {old[0].id: "new", old[1].id: "new", new[0].id: "new", well[0].id: "window", well[1].id: "replay"}
+    assert texts.of(run) == named
+    with pytest.raises(IllegalMove, match="stale"):
+        texts.runs.learns(run.id, run.fencing + 1, Role.REPLAY, [well[1].id])
+    texts.log.erase(client="ada").result()
+    assert texts.of(run) == {}, "an erased text is named nowhere"
+
+
+def test_a_rollback_puts_aside_what_no_standing_adapter_has_learnt(texts: Texts, database: Database) -> None:
+    first = texts.add(1)
+    promoted = texts.promote(texts.claim())
+    lost = texts.add(1)
+    run = texts.claim()
+    texts.runs.move(run.id, run.fencing, RunState.FAILED)
+    (well,) = texts.add(1, cases=0)
+    second = texts.add(1, cases=2)
+    Replay(database).offer("code", [one.id for one in (*first, *lost, well, *second)], 8, 0)
+    run = texts.claim()
+    texts.runs.learns(run.id, run.fencing, Role.WINDOW, [first[0].id, lost[0].id])
+    texts.runs.learns(run.id, run.fencing, Role.REPLAY, [well.id])
+    bad = texts.promote(run)
+    texts.adapters.take_back(bad.id, promoted.id, LOST)
+    quarantine = Quarantine(database)
+    assert quarantine.held() == [Held(run.id, bad.id, 3, 3)], "the new, and of the others what only it had learnt"
+    assert [one.id for one in Replay(database).sample(WHO, 8, 0)] == [first[0].id]
+    assert [one.id for one in texts.log.earlier(WHO, 0, 9)] == [first[0].id]
+    assert quarantine.release(run.id) == 3
+    # What was new to either run is free for runs again; what was replayed has no case.
+    assert texts.log.counts(WHO) == UntrainedCounts(3, 10, 2)
+
+
+def test_a_text_that_is_new_to_a_run_is_not_counted_for_the_next_while_it_runs(texts: Texts) -> None:
+    texts.add(3)
+    run = texts.claim()
+    assert texts.log.counts(WHO).generations == 0
+    texts.runs.move(run.id, run.fencing, RunState.CRASHED)
+    assert texts.log.counts(WHO).generations == 3
