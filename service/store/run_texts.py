@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
+from typing import Any
 
 from sqlalchemy import (
     ColumnElement,
@@ -55,7 +56,7 @@ def had(draft: str | None = None) -> ColumnElement[bool]:
     return exists().where(*where).correlate(generations)
 
 
-def learnt() -> Select[tuple[int, int]]:
+def learnt() -> Select[Any, Any]:
     """Query: seq and run of what runs that had their say learnt from as new."""
     return (
         select(run_texts.c.seq, run_texts.c.run)
