@@ -21,7 +21,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("run", "seq", name=op.f("pk_run_texts")),
     )
     op.create_index(op.f("ix_run_texts_seq"), "run_texts", ["seq"], unique=False)
-    op.add_column("generations", sa.Column("cases", sa.Integer(), server_default="0", nullable=False))
+    op.add_column("generations", sa.Column("cases", sa.Integer(), nullable=True))
     op.add_column("generations", sa.Column("quarantined_run", sa.Integer(), nullable=True))
     op.execute(
         "INSERT INTO run_texts (run, seq, role) SELECT DISTINCT trained_run, seq, 'new' FROM failure_cases"

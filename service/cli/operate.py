@@ -122,3 +122,45 @@ def export(
             )
         export_fused(ref, draft, folder)
     out.print(f"adapter {adapter} written to {folder}", highlight=False, soft_wrap=True)
+
+
+@adapters.command()
+def push(
+    repo: Annotated[
+        str, typer.Argument(help="Repository on the Hugging Face hub, ORG/NAME; made where there is none.")
+    ],
+    adapter: Annotated[int | None, typer.Option(min=1, help="Version; by default the active one.")] = None,
+    base_model: Annotated[
+        str | None, typer.Option(help="The draft's name on the hub; by default models.draft, where that is one.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="Let everybody see it.")] = False,
+    config: Config = None,
+) -> None:
+    """Upload an adapter with a model card to the hub, as whom `hf auth login` or HF_TOKEN says. It was trained on recorded
+    requests and may reveal what they were about: the repository is private unless --public is given."""
+    import tempfile
+
+    from service.app import open_stores
+    from service.learning import hub
+    from service.models.catalog import hub_name
+
+    settings = settings_from(config)
+    base = base_model or hub_name(settings.models.draft or "")
+    if base is None:
+        raise BadRequest(
+            f"{settings.models.draft or 'the draft'} has no name on the hub: give --base-model", field="base_model"
+        )
+    stores = open_stores(settings)
+    try:
+        ref = stores.adapters.get(adapter) if adapter is not None else stores.adapters.serving()
+        texts = stores.runs.texts(ref.run) if ref.run is not None else 0
+        judged = stores.adapters.evaluations(ref.id, "gate")
+    finally:
+        stores.close()
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made) / "adapter"
+        target, verdict = settings.models.target, judged[-1][1] if judged else None
+        target = hub_name(target) or Path(target).name
+        hub.write_folder(ref, folder, base_model=base, target=target, texts=texts, verdict=verdict)
+        url = hub.push(folder, repo, private=not public, message=f"Adapter {ref.id}")
+    out.print(f"adapter {ref.id} is at {url}", highlight=False, soft_wrap=True)

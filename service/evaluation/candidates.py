@@ -26,7 +26,7 @@ def register(
     """Write what a wrapped draft holds to the folder `final`, and make it the run's candidate. kept: the tokens it may propose,
     None for all. Raises StoreError, IllegalMove."""
     scratch = final.with_name(f".{final.name}.part")
-    lora.save(model, shape, scratch, draft=who.draft, target=who.target)
+    lora.save(model, shape, scratch, draft=who.draft, target=who.target, run=run.id, parent=run.parent)
     if kept is not None:
         vocabulary.write(kept, scratch)
     return adapters.add(

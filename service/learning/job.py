@@ -190,7 +190,8 @@ class _Training:
         final = job.out / f"run-{job.run}-{job.fencing}"
         scratch = job.out / f".{final.name}.part"
         shutil.rmtree(scratch, ignore_errors=True)
-        lora.save(model, shape, scratch, draft=job.provenance.draft, target=job.provenance.target)
+        who = job.provenance
+        lora.save(model, shape, scratch, draft=who.draft, target=who.target, run=job.run, parent=job.parent_id)
         if self.kept is not None:
             vocabulary.write(self.kept, scratch)
         try:

@@ -16,7 +16,7 @@ from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 from mlx_lm.utils import get_total_parameters
 
-from service.core import TrainingFailed
+from service.core import BARE_DRAFT, TrainingFailed
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 _LEAVES = frozenset({"lora_a", "lora_b"})
@@ -104,10 +104,22 @@ def warm_start(model: nn.Module, shape: Shape, parent: Path, draft: str) -> None
     mx.eval(model.trainable_parameters())
 
 
-def save(model: nn.Module, shape: Shape, folder: Path, *, draft: str, target: str) -> None:
-    """Write the adapter folder that mlx-lm loads. `draft` and `target` are the fingerprints it was trained for."""
+def save(
+    model: nn.Module,
+    shape: Shape,
+    folder: Path,
+    *,
+    draft: str,
+    target: str,
+    run: int | None = None,
+    parent: int = BARE_DRAFT,
+) -> None:
+    """Write the adapter folder that mlx-lm loads. draft, target: fingerprints it was trained for. run, parent: the training run
+    that made it, and the adapter it was trained on top of. All of them are in the file's metadata too."""
     folder.mkdir(parents=True, exist_ok=True)
-    mx.save_safetensors(str(folder / WEIGHTS), weights_of(model), metadata={"format": "mlx"})
+    origin = {"draft": draft, "target": target, "rank": shape.rank, "run": run, "parent": parent}
+    metadata = {f"redraft.{name}": str(value) for name, value in origin.items() if value is not None}
+    mx.save_safetensors(str(folder / WEIGHTS), weights_of(model), metadata={"format": "mlx", **metadata})
     config = {
         "fine_tune_type": "lora",
         "num_layers": shape.layers,

@@ -112,6 +112,11 @@ def resolve(
     raise ModelError(f"no model {name}: give a name of the catalogue ({known}), a hub name (org/name), or a folder")
 
 
+def hub_name(name: str) -> str | None:
+    """The model's name on the hub; None for one of the catalogue, or a folder."""
+    return name if _HUB_NAME.fullmatch(name) and not Path(name).expanduser().is_dir() else None
+
+
 def unavailable(name: str, home: Path, *, data: Path = DATA) -> str | None:
     """Why `resolve` would refuse this model, in one sentence; None where it would not, or where only the hub can say. Converts
     and downloads nothing."""

@@ -28,7 +28,7 @@ from service.store.database import Database
 from service.store.generations import untrained_generations
 from service.store.rows import utc
 from service.store.run_texts import PAGE, Role, crashes, give_back, name_texts, quarantine, texts_of
-from service.store.tables import failure_cases, generations, training_runs
+from service.store.tables import failure_cases, generations, run_texts, training_runs
 from service.store.verdicts import from_json, to_json
 
 MAX_CRASHES = 3
@@ -186,6 +186,12 @@ class Runs:
         """The run with this id. Raises NotFound."""
         with self._db.read() as connection:
             return _get(connection, run_id)
+
+    def texts(self, run_id: int) -> int:
+        """How many texts of the log a run learnt from; erased ones are not counted."""
+        query = select(func.count()).select_from(run_texts).where(run_texts.c.run == run_id)
+        with self._db.read() as connection:
+            return connection.execute(query).scalar_one()
 
     def by_key(self, key: str) -> TrainingRun | None:
         """The run that was asked for with this idempotency key; None: there is none."""

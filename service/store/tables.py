@@ -52,7 +52,7 @@ generations = Table(
     Column("text_key", String(64), nullable=False),
     Column("copies", Integer, nullable=False),
     Column("grammar", String(64)),
-    Column("cases", Integer, nullable=False, server_default="0"),
+    Column("cases", Integer),
     Column("quarantined_run", Integer),
     Index("ix_generations_open", "target", "tokenizer", "split", "seq", "cases", "quarantined_run", "output_tokens"),
     Index(None, "client"),
@@ -64,9 +64,9 @@ generations = Table(
 )
 """prompt, output: token ids, little-endian uint32. logprobs: float32. text_key: rows.text_key. copies: how often the text was
 generated, this row's own time included. grammar: hash of the grammar that the answer had to follow; its text is in grammars.
-cases: its failure cases, near-ties not counted. quarantined_run: the run that put it aside: its adapter was rolled back, or it
-was the last that crashed over the text. There are no foreign keys for those two, which SQLite could add only by writing the
-table anew."""
+cases: its failure cases, near-ties not counted; null: not known. quarantined_run: the run that put it aside: its adapter was
+rolled back, or it was the last that crashed over the text. There are no foreign keys for those two, which SQLite could add only
+by writing the table anew."""
 
 grammars = Table(
     "grammars",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -98,6 +99,8 @@ def main(names: Sequence[str], examples: int = EXAMPLES) -> int:
             with served(folder) as addresses:
                 results += [run(name, wanted[name], addresses, folder) for name in real]
         if SCHEMATHESIS in wanted:
+            # It leaves answers unread, of which asyncio warns each time.
+            logging.getLogger("asyncio").setLevel(logging.ERROR)
             with EchoServer(limits=UNBOUNDED).served() as address:
                 arguments = [address, str(examples)]
                 results.append(run(SCHEMATHESIS, wanted[SCHEMATHESIS], arguments, folder, SECONDS + examples))

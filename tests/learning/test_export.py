@@ -1,7 +1,9 @@
 """`redraft adapters export`: mlx-lm loads the result and computes the same as this engine."""
 
 import json
+import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -12,12 +14,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+import yaml
 from mlx_lm import load as load_with_mlx_lm
 from mlx_lm.generate import speculative_generate_step
 
 from service.app import open_stores
 from service.cli import main
-from service.core import BARE_DRAFT, AdapterRef, Prompt, Sampling, Trigger
+from service.core import BARE_DRAFT, AdapterRef, Prompt, Sampling, Trigger, Verdict
 from service.engine.adapters import load
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
@@ -26,6 +29,7 @@ from service.settings import load_settings
 from service.store.files import publish
 from tests.support.batches import decode
 from tests.support.eagle_models import tiny_head
+from tests.support.hub_server import Hub
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.model_folders import save_model
 from tests.support.oracle import naive, tiny_llama
@@ -317,3 +321,60 @@ def test_a_head_is_not_exported_for_mlx_lm(tmp_path: Path, plain_installation: I
     assert status == 1
     assert "mlx-lm cannot draft with a head that reads hidden states" in err
     assert not (tmp_path / "out").exists()
+
+
+Push = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def push(plain_installation: Installation, tmp_path: Path) -> Push:
+    """push(address, *words) -> the ended process of `redraft adapters push`."""
+
+    def run(address: str, *words: str) -> subprocess.CompletedProcess[str]:
+        found = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
+        command = [sys.executable, "-m", "service.cli", "adapters", "push", *words]
+        command += ["--config", str(plain_installation.config)]
+        return subprocess.run(command, env=os.environ | found, capture_output=True, text=True, timeout=120, check=False)
+
+    return run
+
+
+def test_an_adapter_is_pushed_with_a_card_and_loads_from_there(
+    plain_installation: Installation, push: Push, tmp_path: Path
+) -> None:
+    hub, ref = Hub(), plain_installation.ref
+    stores = open_stores(load_settings(plain_installation.config))
+    stores.adapters.record_evaluation(ref.id, "gate", Verdict(True, "better", 40, 4000, 0.1, 0.05, 0.15))
+    learnt_from = stores.runs.texts(ref.run or 0)
+    stores.close()
+    with hub.served() as address:
+        done = push(address, "me/it", "--adapter", str(ref.id), "--base-model", "org/draft")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"adapter {ref.id} is at {address}/me/it\n"
+    (asked,) = hub.repositories
+    assert (asked["organization"], asked["name"], asked["visibility"]) == ("me", "it", "private")
+    assert sorted(hub.files) == ["README.md", "adapter_config.json", "adapters.safetensors"]
+    head, text = hub.files["README.md"].decode().removeprefix("---\n").split("\n---\n", 1)
+    card = yaml.safe_load(head)
+    assert (card["base_model"], card["base_model_relation"], card["library_name"]) == ("org/draft", "adapter", "mlx")
+    assert "+10.0% tokens per second over what served before (90 % interval +5.0% to +15.0%)" in text
+    assert learnt_from > 0 and f"on {learnt_from} recorded texts" in text and str(plain_installation.root) not in text
+    for name, content in hub.files.items():
+        (tmp_path / name).write_bytes(content)
+    assert distance(loaded(plain_installation.draft, str(tmp_path)), plain_installation.version()) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("me/it", "--adapter", "1"), "has no name on the hub: give --base-model"),
+        (("me/it", "--base-model", "org/draft"), "no adapter is active"),
+        (("not a name", "--adapter", "1", "--base-model", "org/draft"), "is no name of a repository"),
+        (("me/it", "--adapter", "1", "--base-model", "org/draft"), "the hub did not take it"),
+    ],
+)
+def test_a_push_that_is_refused_says_why(push: Push, words: tuple[str, ...], reason: str) -> None:
+    with Hub(refusal=403).served() as address:
+        done = push(address, *words)
+    assert done.returncode != 0 and reason in " ".join(done.stderr.split())
+    assert "Traceback" not in done.stderr

@@ -139,6 +139,15 @@ def test_a_four_bit_base_trains_and_stays_four_bit(tmp_path: Path) -> None:
     assert mx.array_equal(loaded(PROBE), model(PROBE)).item()
 
 
+def test_an_adapter_file_says_what_it_is_of(tmp_path: Path) -> None:
+    model = tiny_llama(2)
+    shape = trained(model)
+    lora.save(model, shape, tmp_path, draft=FINGERPRINT, target="t" * 64, run=7, parent=3)
+    _, metadata = mx.load(str(tmp_path / "adapters.safetensors"), return_metadata=True)
+    origin = {"draft": FINGERPRINT, "target": "t" * 64, "rank": str(shape.rank), "run": "7", "parent": "3"}
+    assert metadata == {"format": "mlx"} | {f"redraft.{name}": value for name, value in origin.items()}
+
+
 @pytest.mark.parametrize(("rank", "scale"), [(4, 2.0), (4, 0.5), (16, 2.0), (16, 8.0)])
 def test_a_run_starts_from_its_parents_weights(tmp_path: Path, rank: int, scale: float) -> None:
     parent = written(tmp_path / "parent")

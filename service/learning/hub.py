@@ -1,0 +1,66 @@
+"""An adapter as a repository on the Hugging Face hub: its folder, with a model card that says what it is for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from service.core import AdapterRef, BadRequest, RedraftError, Verdict
+from service.learning.export import export_adapter
+
+CARD = "README.md"
+
+
+def write_folder(
+    ref: AdapterRef, folder: Path, *, base_model: str, target: str, texts: int, verdict: Verdict | None
+) -> None:
+    """Write an adapter as mlx-lm loads it, and its card. base_model: the draft's name on the hub. target: what it drafts for.
+    texts: how many recorded texts its run learnt from. verdict: the gate's. Raises AdapterRefused, BadRequest."""
+    export_adapter(ref, folder)
+    (folder / CARD).write_text(card(ref, base_model, target, texts, verdict), encoding="utf-8")
+
+
+def card(ref: AdapterRef, base_model: str, target: str, texts: int, verdict: Verdict | None) -> str:
+    """The model card: metadata by the hub's names, then text."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=base_model,
+        library_name="mlx",
+        tags=["lora", "redraft", "speculative-decoding"],
+        base_model_relation="adapter",
+    )
+    judged = ""
+    if verdict is not None:
+        gain, low, high = (f"{value:+.1%}" for value in (verdict.gain, verdict.low90, verdict.high90))
+        judged = (
+            f"On {verdict.prompts} held-out texts of that traffic it was predicted to draft {gain} tokens per second over what "
+            f"served before (90 % interval {low} to {high}).\n\n"
+        )
+    return (
+        f"---\n{data.to_yaml()}\n---\n\n"
+        f"# A draft adapter for {target}\n\n"
+        f"LoRA of rank {ref.rank} on the draft `{base_model}`, which proposes tokens for {target} in speculative decoding. It "
+        "changes how many of them are accepted, not what the target says.\n\n"
+        f"Trained by Redraft while it served, on {texts} recorded texts. {judged}"
+        "It was trained on the target's answers to the requests of one server, and may reveal what they were about.\n\n"
+        f"Adapter {ref.id}, on top of {f'adapter {ref.parent}' if ref.parent else 'the bare draft'}; fingerprint of the draft "
+        f"`{ref.draft}`.\n\n"
+        f"    mlx_lm.generate --model {base_model} --adapter-path FOLDER --prompt TEXT\n"
+    )
+
+
+def push(folder: Path, repo: str, *, private: bool, message: str) -> str:
+    """Upload a folder as a model repository, which is made where there is none; its address. Raises BadRequest,
+    RedraftError."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HFValidationError
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    except HFValidationError as error:
+        raise BadRequest(f"{repo} is no name of a repository: {error}", field="repo") from error
+    except Exception as error:  # (its client raises what its HTTP library raises, which changes)
+        raise RedraftError(f"the hub did not take it: {str(error).splitlines()[0]}") from error
+    return str(url)
