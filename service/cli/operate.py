@@ -143,6 +143,7 @@ def push(
     from service.app import open_stores
     from service.learning import hub
     from service.models.catalog import hub_name
+    from service.models.fingerprint import model_fingerprint
 
     settings = settings_from(config)
     base = base_model or hub_name(settings.models.draft or "")
@@ -152,7 +153,13 @@ def push(
         )
     stores = open_stores(settings)
     try:
-        ref = stores.adapters.get(adapter) if adapter is not None else stores.adapters.serving()
+        if adapter is not None:
+            ref = stores.adapters.get(adapter)
+        else:
+            draft = model_folders(settings).draft
+            ref = stores.adapters.active(model_fingerprint(draft)) if draft is not None else None
+        if ref is None:
+            raise RedraftError("no adapter is active")
         texts = stores.runs.texts(ref.run) if ref.run is not None else 0
         judged = stores.adapters.evaluations(ref.id, "gate")
     finally:

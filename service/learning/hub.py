@@ -62,5 +62,7 @@ def push(folder: Path, repo: str, *, private: bool, message: str) -> str:
     except HFValidationError as error:
         raise BadRequest(f"{repo} is no name of a repository: {error}", field="repo") from error
     except Exception as error:  # (its client raises what its HTTP library raises, which changes)
-        raise RedraftError(f"the hub did not take it: {str(error).splitlines()[0]}") from error
+        raise RedraftError(
+            f"the hub did not take it: {(str(error) or type(error).__name__).splitlines()[0]}"
+        ) from error
     return str(url)

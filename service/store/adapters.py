@@ -95,15 +95,6 @@ class Adapters:
             row = _active(connection, draft)
         return None if row is None else _ref(row)
 
-    def serving(self) -> AdapterRef:
-        """The adapter that was made active last, of any draft. Raises NotFound where only bare drafts serve."""
-        query = select(adapters).where(adapters.c.state == AdapterState.ACTIVE.value).order_by(adapters.c.id.desc())
-        with self._db.read() as connection:
-            row = connection.execute(query.limit(1)).one_or_none()
-        if row is None:
-            raise NotFound("no adapter is active")
-        return _ref(row)
-
     def activate(self, adapter_id: int, draft: str) -> AdapterRef | None:
         """Make this adapter (0: none) the active one of its draft, by an operator's word. Raises NotFound, IllegalMove."""
 

@@ -43,14 +43,17 @@ LEARNT = tuple(state.value for state in RunState if state.over and state is not 
 """States of runs that had their say."""
 
 
+_AS_NEW = (
+    run_texts.c.seq == generations.c.seq,
+    run_texts.c.role == Role.NEW,
+    training_runs.c.id == run_texts.c.run,
+)
+"""Of a generation: the runs that had it as new."""
+
+
 def had(draft: str | None = None) -> ColumnElement[bool]:
     """Whether a run has, or had, a generation as new. draft: of that draft alone. Runs that crashed do not count."""
-    where = [
-        run_texts.c.seq == generations.c.seq,
-        run_texts.c.role == Role.NEW,
-        training_runs.c.id == run_texts.c.run,
-        training_runs.c.state != RunState.CRASHED,
-    ]
+    where = [*_AS_NEW, training_runs.c.state != RunState.CRASHED]
     if draft is not None:
         where.append(training_runs.c.draft == draft)
     return exists().where(*where).correlate(generations)
@@ -69,12 +72,7 @@ def crashes() -> ScalarSelect[int]:
     """How many runs crashed that had a generation as new."""
     return (
         select(func.count())
-        .where(
-            run_texts.c.seq == generations.c.seq,
-            run_texts.c.role == Role.NEW,
-            training_runs.c.id == run_texts.c.run,
-            training_runs.c.state == RunState.CRASHED,
-        )
+        .where(*_AS_NEW, training_runs.c.state == RunState.CRASHED)
         .correlate(generations)
         .scalar_subquery()
     )

@@ -30,9 +30,9 @@ def main(address: str, examples: int) -> int:
     half, whole = str((examples + 1) // 2), str(examples)
     others, counting = ("--exclude-path-regex", COUNTING), ("--include-path-regex", COUNTING)
     runs = [
-        ("coverage,fuzzing", *others, "--max-examples", half, "--seed", "1"),
+        ("examples,coverage,fuzzing", *others, "--max-examples", half, "--seed", "1"),
         ("fuzzing", *others, "--max-examples", half, "--seed", "2"),
-        ("coverage", *counting, "--seed", "1"),
+        ("examples,coverage", *counting, "--seed", "1"),
         ("fuzzing", *counting, "--mode", "positive", "--max-examples", whole, "--seed", "1"),
     ]
     with ThreadPoolExecutor(2) as two:

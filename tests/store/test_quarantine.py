@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from service.core import BARE_DRAFT, NotFound, RunState, TrainingRun, Trigger
@@ -10,7 +8,7 @@ from service.store.database import Database
 from service.store.generations import Generations
 from service.store.quarantine import Held, Quarantine
 from service.store.runs import MAX_CRASHES, Runs
-from tests.support.store_rows import LOST, WHO, WON, case, generation
+from tests.support.store_rows import LOST, WHO, case, generation, promote
 
 
 class QuarantineStores:
@@ -29,20 +27,7 @@ class QuarantineStores:
         """A run on new generations of two cases each whose adapter served and was rolled back. Returns run and adapter."""
         self.log.add([generation(cases=[case(0), case(1, tie=True)]) for _ in range(generations)]).result()
         run = self.claim()
-        ref = self.adapters.add(
-            run_id=run.id,
-            fencing=run.fencing,
-            folder=Path(f"run-{run.id}"),
-            sha256="",
-            rank=1,
-            scale=1.0,
-            keys=[],
-            draft=WHO.draft,
-            parent=BARE_DRAFT,
-        )
-        for state in (RunState.TRAINING, RunState.SCORING, RunState.STAGING):
-            self.runs.move(run.id, run.fencing, state)
-        self.runs.promote(run.id, run.fencing, ref.id, WON)
+        ref = promote(self.runs, self.adapters, run)
         self.adapters.take_back(ref.id, BARE_DRAFT, LOST)
         return run.id, ref.id
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from sqlalchemy import select
@@ -17,7 +16,7 @@ from service.store.replay import Replay
 from service.store.run_texts import Role
 from service.store.runs import Runs
 from service.store.tables import generations, run_texts
-from tests.support.store_rows import LOST, WHO, WON, case, generation
+from tests.support.store_rows import LOST, WHO, case, generation, promote
 
 OTHER = replace(WHO, draft="e" * 64)
 
@@ -41,21 +40,7 @@ class Texts:
         return run
 
     def promote(self, run: TrainingRun) -> AdapterRef:
-        ref = self.adapters.add(
-            run_id=run.id,
-            fencing=run.fencing,
-            folder=Path(f"run-{run.id}"),
-            sha256="",
-            rank=1,
-            scale=1.0,
-            keys=[],
-            draft=WHO.draft,
-            parent=run.parent,
-        )
-        for state in (RunState.TRAINING, RunState.SCORING, RunState.STAGING):
-            self.runs.move(run.id, run.fencing, state)
-        self.runs.promote(run.id, run.fencing, ref.id, WON)
-        return ref
+        return promote(self.runs, self.adapters, run)
 
     def of(self, run: TrainingRun) -> dict[str, str]:
         """Role by generation."""

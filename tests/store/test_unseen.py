@@ -14,7 +14,7 @@ from service.store.database import Database
 from service.store.generations import Generations
 from service.store.runs import Runs
 from service.store.unseen import Unseen, untried
-from tests.support.store_rows import HELD_OUT_TEXT, WHO, WON, case, copy_of, generation, targets
+from tests.support.store_rows import HELD_OUT_TEXT, WHO, WON, case, copy_of, generation, promote, targets
 
 GREEDY, SEEDED, UNSEEDED = Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0)
 _numbers = itertools.count()
@@ -134,20 +134,7 @@ def test_quarantined_generations_are_not_backfilled(database: Database, log: Gen
     runs, adapters = Runs(database), Adapters(database)
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=BARE_DRAFT, limit=9)
     assert run is not None
-    ref = adapters.add(
-        run_id=run.id,
-        fencing=run.fencing,
-        folder=Path("a"),
-        sha256="",
-        rank=1,
-        scale=1.0,
-        keys=[],
-        draft=WHO.draft,
-        parent=0,
-    )
-    for state in (RunState.TRAINING, RunState.SCORING, RunState.STAGING):
-        runs.move(run.id, run.fencing, state)
-    runs.promote(run.id, run.fencing, ref.id, WON)
+    ref = promote(runs, adapters, run)
     adapters.take_back(ref.id, BARE_DRAFT, WON)
     assert unseen.names(WHO, 9) == []
     assert unseen.supply({made.id: [case(0)]}) == 0

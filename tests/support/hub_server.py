@@ -12,13 +12,11 @@ from typing import Any
 
 
 class Hub:
-    """repositories: what was made, as it was asked. cards: those whose metadata was to be checked. files: name to content, of
-    the last commit."""
+    """repositories: what was made, as it was asked. files: name to content, of the last commit."""
 
     def __init__(self, refusal: int | None = None) -> None:
         self.refusal = refusal
         self.repositories: list[dict[str, Any]] = []
-        self.cards: list[str] = []
         self.files: dict[str, bytes] = {}
 
     @contextmanager
@@ -44,7 +42,6 @@ class Hub:
                     ]
                     return self.answer({"files": files})
                 if self.path == "/api/validate-yaml":
-                    hub.cards.append(json.loads(body)["content"])
                     return self.answer({"errors": [], "warnings": []})
                 for line in body.decode().splitlines():
                     item = json.loads(line)

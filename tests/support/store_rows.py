@@ -11,8 +11,23 @@ from pathlib import Path
 import numpy as np
 from sqlalchemy import URL
 
-from service.core import FailureCase, FinishReason, Generation, Prompt, Provenance, Round, Sampling, Targets, Verdict
+from service.core import (
+    AdapterRef,
+    FailureCase,
+    FinishReason,
+    Generation,
+    Prompt,
+    Provenance,
+    Round,
+    RunState,
+    Sampling,
+    Targets,
+    TrainingRun,
+    Verdict,
+)
+from service.store.adapters import Adapters
 from service.store.generations import split_of
+from service.store.runs import Runs
 
 WHO = Provenance("t" * 64, "k" * 64, "d" * 64)
 WON = Verdict(True, "better", 40, 4000, 0.1, 0.05, 0.15, {"code": (0.1, 0.05, 0.15)})
@@ -56,6 +71,25 @@ def targets(positions: int, top: int = 4, seed: int = 0) -> Targets:
         logprobs.astype("<f2").tobytes(),
         tail.astype("<f2").tobytes(),
     )
+
+
+def promote(runs: Runs, adapters: Adapters, run: TrainingRun) -> AdapterRef:
+    """The adapter of a claimed run, which serves then."""
+    ref = adapters.add(
+        run_id=run.id,
+        fencing=run.fencing,
+        folder=Path(f"run-{run.id}"),
+        sha256="",
+        rank=1,
+        scale=1.0,
+        keys=[],
+        draft=WHO.draft,
+        parent=run.parent,
+    )
+    for state in (RunState.TRAINING, RunState.SCORING, RunState.STAGING):
+        runs.move(run.id, run.fencing, state)
+    runs.promote(run.id, run.fencing, ref.id, WON)
+    return ref
 
 
 def generation(
