@@ -16,7 +16,6 @@ from service.store.generations import Generations
 from service.store.quarantine import Quarantine
 from service.store.replay import Replay
 from service.store.runs import Runs
-from service.store.unseen import Unseen
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +30,6 @@ class Stores:
     runs: Runs
     adapters: Adapters
     replay: Replay
-    unseen: Unseen
     quarantine: Quarantine
 
     def close(self) -> None:
@@ -51,7 +49,6 @@ def open_stores(settings: Settings, *, create: bool = False) -> Stores:
         runs=Runs(database),
         adapters=Adapters(database),
         replay=Replay(database),
-        unseen=Unseen(database),
         quarantine=Quarantine(database),
     )
 

@@ -125,7 +125,6 @@ class Application:
             adapters=self.stores.adapters,
             generations=self.stores.generations,
             replay=self.stores.replay,
-            unseen=self.stores.unseen,
             switching=Switching(self.engine_thread, self.stores.adapters, serving.pair.provenance.draft, self.metrics),
             launcher=ProcessLauncher(
                 settings.home / TRAINING_LOG,

@@ -1,6 +1,6 @@
 """What the child process does: `python -m service.learning.job`, the job on one line of stdin (see spec).
 
-Messages on stdout are one JSON object a line: texts, progress, candidate, scores, cases, then done, or failed with a
+Messages on stdout are one JSON object a line: cases, texts, progress, candidate, scores, then done, or failed with a
 reason; either ends with status 0, anything else is a crash. stdin carries pause and resume; at its end the child exits at
 once. Only the main thread touches MLX. Nothing is written to the database: rows are the parent's.
 """
@@ -11,15 +11,15 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from service.core import BARE_DRAFT, Progress, RedraftError, Score, TrainingFailed
+from service.core import Generation, Progress, RedraftError, Score, TrainingFailed
 from service.engine.folding import as_served
 from service.engine.profile import step_ratios
 from service.learning import budget, lora
@@ -31,7 +31,7 @@ from service.learning.loading import kept, load_draft, load_target, shared_width
 from service.learning.rescore import TargetCache, with_targets
 from service.learning.rounds import logged
 from service.learning.scoring import held_out, score
-from service.learning.spec import CasesJob, ScoreJob, TrainJob, parse
+from service.learning.spec import ScoreJob, TrainJob, parse
 from service.learning.trainer import TrainReport
 from service.models import vocabulary
 from service.models.pair import Loaded
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 CANDIDATE = "candidate"
 PIECE = 16
-"""Generations whose cases are told in one message."""
+"""Generations whose cases are sent in one message."""
 CACHE_BYTES = 2**30
 """Freed memory MLX may keep for reuse."""
 
@@ -62,10 +62,8 @@ def run(channel: Channel) -> None:
     try:
         if isinstance(job, TrainJob):
             _Training(job, channel, database).run()
-        elif isinstance(job, ScoreJob):
-            _score(job, channel, database)
         else:
-            _cases(job, channel, database)
+            _score(job, channel, database)
     finally:
         database.close()
 
@@ -121,7 +119,7 @@ class _Training:
     def _dataset(self) -> Dataset:
         job, who = self.job, self.job.provenance
         old, stored = Replay(self.database), Generations(self.database)
-        fresh = stored.claimed(job.run)
+        fresh = self._with_cases(stored.claimed(job.run), stored.undrafted_of(job.run))
         earlier = stored.earlier(who, job.run, job.training.window - len(fresh))
         chosen = lesson(
             old.labelled([*fresh, *earlier]),
@@ -159,6 +157,35 @@ class _Training:
         if not data.examples:
             raise TrainingFailed(f"no example to learn from: {data.skipped or 'the run claimed nothing'}")
         return data
+
+    def _with_cases(self, fresh: Sequence[Generation], undrafted: Set[str]) -> list[Generation]:
+        """Give undrafted texts the cases that the parent would have left there. Those that cannot be scored have none."""
+        job = self.job
+        waiting = [generation for generation in fresh if generation.id in undrafted]
+        if not waiting:
+            return list(fresh)
+        draft = load_draft(job)
+        if job.parent is not None:
+            lora.attach(draft.model, job.parent, job.provenance.draft)
+        model, width = as_served(draft.model, kept(job, job.parent)), target_width(job)
+        complete: dict[str, Generation] = {}
+        for start in range(0, len(waiting), PIECE):
+            some = waiting[start : start + PIECE]
+            usable = [g for g in some if g.prompt.tokens and g.targets and g.targets.positions == len(g.output)]
+            drafted = logged(
+                model,
+                usable,
+                k=job.k,
+                adapter=job.parent_id,
+                vocabulary=width,
+                tie_margin=job.tie_margin,
+                between=self.channel.hold,
+            )
+            cases: dict[str, list[dict[str, object]]] = {generation.id: [] for generation in some}
+            cases |= {one.generation.id: [asdict(case) for case in one.generation.cases] for one in drafted}
+            self.channel.send("cases", {"cases": cases})
+            complete |= {one.generation.id: one.generation for one in drafted}
+        return [merged(generation, complete.get(generation.id)) for generation in fresh]
 
     def _check_budget(self, data: Dataset) -> None:
         job = self.job
@@ -241,28 +268,12 @@ def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
     channel.send("scores", {"scores": _plain(scores), "steps": step_ratios(models)})
 
 
-def _cases(job: CasesJob, channel: Channel, database: Database) -> None:
-    """A `cases` job. What cannot be looked at is told too, without cases."""
-    draft = load_draft(job)
-    if job.adapter is not None:
-        lora.attach(draft.model, job.adapter, job.provenance.draft)
-    model, width = as_served(draft.model, kept(job, job.adapter)), target_width(job)
-    for start in range(0, len(job.generations), PIECE):
-        found = Generations(database).by_ids(job.generations[start : start + PIECE])
-        usable = [g for g in found if g.prompt.tokens and g.targets and g.targets.positions == len(g.output)]
-        # Whose rounds they would have been nobody asks: only the cases are told.
-        drafted = logged(
-            model,
-            usable,
-            k=job.k,
-            adapter=BARE_DRAFT,
-            vocabulary=width,
-            tie_margin=job.tie_margin,
-            between=channel.hold,
-        )
-        cases: dict[str, list[dict[str, object]]] = {generation.id: [] for generation in found}
-        cases |= {one.generation.id: [asdict(case) for case in one.generation.cases] for one in drafted}
-        channel.send("cases", {"cases": cases})
+def merged(generation: Generation, drafted: Generation | None) -> Generation:
+    """With the cases of `drafted` at positions that have none."""
+    if drafted is None:
+        return generation
+    cases = {case.position: case for case in (*drafted.cases, *generation.cases)}
+    return replace(generation, cases=tuple(cases[position] for position in sorted(cases)))
 
 
 def _plain(scores: dict[str, list[Score]]) -> dict[str, list[dict[str, object]]]:

@@ -20,7 +20,8 @@ class TrainJob:
 
     url: of the database. fencing: the run's token when the job was started. parent: its adapter folder, None for the
     bare draft (parent_id 0). out: where adapter folders live. general: the general replay set, None where there is
-    none. cache: where re-scored targets are kept. k: longest draft length to score at.
+    none. cache: where re-scored targets are kept. k: longest draft length to score at, and that of the rounds which give
+    undrafted texts their cases; tie_margin: the engine's.
     """
 
     url: str
@@ -36,6 +37,7 @@ class TrainJob:
     training: TrainingSettings
     gate: GateSettings
     k: int
+    tie_margin: float
     provenance: Provenance
 
 
@@ -53,23 +55,7 @@ class ScoreJob:
     provenance: Provenance
 
 
-@dataclass(frozen=True, slots=True)
-class CasesJob:
-    """Work out the cases that the draft with `adapter` (None: bare) would have left on logged generations at draft length
-    `k`. tie_margin: the engine's."""
-
-    url: str
-    target: Path
-    draft: Path
-    adapter: Path | None
-    generations: tuple[str, ...]
-    training: TrainingSettings
-    k: int
-    tie_margin: float
-    provenance: Provenance
-
-
-JobSpec: TypeAlias = TrainJob | ScoreJob | CasesJob
+JobSpec: TypeAlias = TrainJob | ScoreJob
 
 
 def parse(line: str) -> JobSpec:
@@ -97,19 +83,13 @@ def parse(line: str) -> JobSpec:
                 general=_folder(spec["general"]),
                 cache=Path(spec["cache"]),
                 gate=GateSettings(**spec["gate"]),
+                tie_margin=float(spec["tie_margin"]),
             )
         if spec["kind"] == "score":
             return ScoreJob(
                 **common,
                 adapters={str(name): _folder(folder) for name, folder in spec["adapters"].items()},
                 generations=tuple(map(str, spec["generations"])),
-            )
-        if spec["kind"] == "cases":
-            return CasesJob(
-                **common,
-                adapter=_folder(spec["adapter"]),
-                generations=tuple(map(str, spec["generations"])),
-                tie_margin=float(spec["tie_margin"]),
             )
     except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
         raise TrainingFailed(f"the job description is incomplete or wrong: {error!r}") from error

@@ -53,7 +53,7 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class Cases:
-    """by_generation: id to the cases that the draft would have left there."""
+    """by_generation: id of an undrafted text to the cases that the draft would have left there."""
 
     by_generation: Mapping[str, Sequence[FailureCase]]
 

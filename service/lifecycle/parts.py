@@ -16,7 +16,6 @@ from service.store.adapters import Adapters
 from service.store.generations import Generations
 from service.store.replay import Replay
 from service.store.runs import Runs
-from service.store.unseen import Unseen
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,6 @@ class Parts:
     adapters: Adapters
     generations: Generations
     replay: Replay
-    unseen: Unseen
     switching: Switching
     launcher: Launcher
     events: Events
@@ -60,10 +58,11 @@ class Parts:
         """Start a child on the common job description and this. Raises OSError."""
         return Child(self.launcher.launch({**self.rules.spec, **what}), self.now())
 
-    def crash(self, run: TrainingRun, reason: str, *, blameless: bool = False) -> None:
-        """The run came to nothing: its cases are given back. blameless: they cannot have been the cause."""
+    def crash(self, run: TrainingRun, reason: str, *, give_back: bool = False) -> None:
+        """The run came to nothing, and its texts are free. give_back: they cannot be to blame, it is as if it had never had
+        them."""
         if not run.state.over:
-            self.ended(self.runs.move(run.id, run.fencing, RunState.CRASHED, error=reason, blameless=blameless))
+            self.ended(self.runs.move(run.id, run.fencing, RunState.CRASHED, error=reason, give_back=give_back))
         self.discard(reason)
 
     def ended(self, run: TrainingRun) -> None:

@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from enum import StrEnum
 
 from service.core import TrainingRun, Trigger, Verdict
 from service.store.generations import UntrainedCounts
@@ -16,12 +15,6 @@ DRIFT_SHARE = 0.25
 MAX_DOUBLINGS = 5
 ROLLED_BACK = Verdict(False, "an operator rolled it back", 0, 0, 0.0, 0.0, 0.0)
 """The watch's verdict on an adapter that an operator rolled back: lost, though nothing was compared."""
-
-
-class Chore(StrEnum):
-    """SUPPLY: no run yet; first the cases of generations on which no draft was tried are worked out."""
-
-    SUPPLY = "supply"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,19 +44,17 @@ def decide(
     min_cases: int,
     min_tokens: int,
     cooldown_seconds: float,
-    unseen: int = 0,
     enabled: bool = True,
     watching: bool = False,
     drifted: bool = False,
     waiting: Backoff | None = None,
     strain: str | None = None,
-) -> Trigger | Chore | str:
-    """A trigger when a run should start now, a chore that may lead to one, else the reason why not.
+) -> Trigger | str:
+    """A trigger when a run should start now, else the reason why not.
 
-    counts: untied, untrained failure cases and the output tokens of the generations that hold them. unseen: output tokens of
-    generations on which no draft was tried; when they alone are as many as a run needs, it is they that lack cases.
-    last_run: the newest run, over or not. watching: the active adapter is still being compared on live traffic; a run on top
-    of it would be measured against a parent that may be about to go. drifted: the serving draft keeps less than it used to.
+    counts: what a run could learn from; undrafted texts count with the cases that are expected of them. last_run: the newest
+    run, over or not. watching: the active adapter is still being compared on live traffic; a run on top of it would be measured
+    against a parent that may be about to go. drifted: less of what the serving draft proposes is accepted than used to be.
     strain: what the machine cannot spare.
 
     A run that lost at the gate marked its cases trained, so the same thresholds already demand that many new ones; after
@@ -83,17 +74,25 @@ def decide(
         return f"another {left:.0f} s after {waiting.rollbacks} adapters in a row were taken back"
     if strain is not None:
         return strain
-    if counts.cases >= min_cases and counts.tokens >= min_tokens:
+    missing = lacking(counts, Trigger.CASES, min_cases=min_cases, min_tokens=min_tokens)
+    if missing is None:
         return Trigger.CASES
     if drifted:
+        missing = lacking(counts, Trigger.DRIFT, min_cases=min_cases, min_tokens=min_tokens)
+    return missing or Trigger.DRIFT
+
+
+def lacking(counts: UntrainedCounts, trigger: Trigger, *, min_cases: int, min_tokens: int) -> str | None:
+    """What a run of this trigger lacks of failure cases or tokens; None: nothing. A run that was asked for needs one case."""
+    if trigger is Trigger.MANUAL:
+        min_cases = min_tokens = 1
+    elif trigger is Trigger.DRIFT:
         min_cases, min_tokens = math.ceil(min_cases * DRIFT_SHARE), math.ceil(min_tokens * DRIFT_SHARE)
-    if counts.cases < min_cases:
-        lacking = f"{counts.cases} of {min_cases} failure cases"
-    elif counts.tokens < min_tokens:
-        lacking = f"{counts.tokens} of {min_tokens} tokens"
-    else:
-        return Trigger.DRIFT
-    return Chore.SUPPLY if unseen >= min_tokens else lacking
+    if counts.expected_cases < min_cases:
+        return f"{counts.expected_cases:.0f} of {min_cases} failure cases"
+    if counts.expected_tokens < min_tokens:
+        return f"{counts.expected_tokens} of {min_tokens} tokens"
+    return None
 
 
 def _left(now: datetime, since: datetime, seconds: float) -> float:

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import UTC, datetime
 
 from service.core import (
@@ -32,7 +33,6 @@ from service.core import (
 from service.lifecycle import policy, training
 from service.lifecycle.children import Pause
 from service.lifecycle.parts import Job, Parts, Rules
-from service.lifecycle.supply import Supply, SupplyJob
 from service.lifecycle.surroundings import Surroundings
 from service.lifecycle.switching import Events, Switching
 from service.lifecycle.traffic import Traffic
@@ -42,7 +42,6 @@ from service.store.files import sweep
 from service.store.generations import Generations
 from service.store.replay import Replay
 from service.store.runs import Runs
-from service.store.unseen import Unseen
 
 __all__ = ["Rules", "Supervisor"]
 
@@ -69,7 +68,6 @@ class Supervisor:
         adapters: Adapters,
         generations: Generations,
         replay: Replay,
-        unseen: Unseen,
         switching: Switching,
         launcher: Launcher,
         events: Events,
@@ -79,9 +77,8 @@ class Supervisor:
         strain: Callable[[], str | None] | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
-        self._parts = Parts(runs, adapters, generations, replay, unseen, switching, launcher, events, rules, who, now)
+        self._parts = Parts(runs, adapters, generations, replay, switching, launcher, events, rules, who, now)
         self._watch = Watch(self._parts)
-        self._supply = Supply(self._parts)
         self._traffic = Traffic(self._parts)
         self._busy = busy
         self._strain = strain or Surroundings.here(rules.training)
@@ -195,14 +192,17 @@ class Supervisor:
     def _start_if_due(self) -> None:
         rules = self._parts.rules.training
         latest = self._parts.runs.latest(1)
+        counts = self._parts.generations.counts(self._parts.who)
+        if self._parts.rules.spec.get("k") == 0:
+            # The draft is switched off: undrafted texts do not call for a better one.
+            counts = replace(counts, undrafted=0)
         decision = policy.decide(
-            self._parts.generations.counts(self._parts.who),
+            counts,
             latest[0] if latest else None,
             self._parts.now(),
             min_cases=rules.min_cases,
             min_tokens=rules.min_tokens,
             cooldown_seconds=rules.cooldown_seconds,
-            unseen=self._supply.tokens() if rules.enabled else 0,
             enabled=rules.enabled,
             watching=self._watch.pending() is not None,
             drifted=rules.enabled and self._traffic.drift().alarm,
@@ -211,9 +211,7 @@ class Supervisor:
             ),
             strain=self._strain(),
         )
-        if decision is policy.Chore.SUPPLY:
-            self._job = self._supply.begin()
-        elif isinstance(decision, Trigger) and (run := training.claim(self._parts, decision, None)) is not None:
+        if isinstance(decision, Trigger) and (run := training.claim(self._parts, decision, None)) is not None:
             self._begin(run)
 
     def _begin(self, run: TrainingRun) -> None:
@@ -234,7 +232,7 @@ class Supervisor:
     # --------------------------------------------------------------------------------------------- operator's words
 
     def request_training(self, idempotency_key: str | None) -> TrainingRun:
-        """Claim a run and start its child, stopping one that backfills cases. The same key returns the same run.
+        """Claim a run and start its child. The same key returns the same run.
 
         Raises Conflict during a run or comparison, without a draft or after `stop`; BadRequest with nothing to learn.
         """
@@ -244,16 +242,11 @@ class Supervisor:
                 return known
             if self._stopped or not self._parts.who.draft:
                 raise Conflict("shutting down" if self._stopped else "this server runs without a draft model")
-            supplying = self._job if isinstance(self._job, SupplyJob) else None
-            if self._job is not supplying or runs.current() is not None:
+            if self._job is not None or runs.current() is not None:
                 raise Conflict("a training run or a comparison is under way")
             run = training.claim(self._parts, Trigger.MANUAL, idempotency_key)
             if run is None:
                 raise BadRequest("nothing has been recorded yet that a run could learn from")
-            if supplying is not None:
-                self._job = None
-                supplying.child.stop()
-                supplying.abandon("a run was asked for")
             self._begin(run)
             self.pause_child()
             return runs.get(run.id)

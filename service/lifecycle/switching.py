@@ -35,10 +35,6 @@ class Events(Protocol):
         """A run is over, in this state."""
         ...
 
-    def cases_supplied(self, cases: int) -> None:
-        """This many new failure cases were stored by backfill."""
-        ...
-
     def promoted(self) -> None:
         """A candidate has passed the gate and is active."""
         ...

@@ -18,7 +18,7 @@ from service.core import (
     Unavailable,
     Verdict,
 )
-from service.lifecycle import gate
+from service.lifecycle import gate, policy
 from service.lifecycle.children import Candidate, Cases, Child, Crashed, Done, GaveUp, Message, Pause, Scores, Texts
 from service.lifecycle.parts import Parts
 from service.store.run_texts import Role
@@ -68,6 +68,8 @@ class TrainingJob:
         self._candidate: AdapterRef | None = None
         self._scores: Scores | None = None
         self._paused: str | None = None
+        self._cases_added = False
+        self._texts_given_back = False
 
     @property
     def child(self) -> Child:
@@ -88,10 +90,17 @@ class TrainingJob:
     def heed(self, message: Message) -> None:
         """Record progress, candidate or scores; when the child is done the gate decides; a failure ends the run."""
         run, runs = self._run, self._parts.runs
+        if self._texts_given_back:
+            return  # what it sent before it was stopped
         match message:
+            case Cases(found):
+                runs.add_cases(run.id, run.fencing, found)
+                self._cases_added = True
             case Progress():
                 runs.progress(run.id, run.fencing, replace(message, paused=self._paused))
                 self._parts.events.training(runs.get(run.id))
+            case Texts() if reason := self._too_poor():
+                self._give_back(reason)
             case Texts(window, replay):
                 runs.learns(run.id, run.fencing, Role.WINDOW, window)
                 runs.learns(run.id, run.fencing, Role.REPLAY, replay)
@@ -105,12 +114,10 @@ class TrainingJob:
                 self._fail(reason)
             case Crashed(reason):
                 self._parts.crash(runs.get(run.id), reason)
-            case Cases():
-                log.warning("a child that trains has no use for Cases")
 
     def abandon(self, reason: str) -> None:
-        """The run becomes CRASHED; its cases are free for other runs, their count of crashes unchanged."""
-        self._parts.crash(self._parts.runs.get(self._run.id), reason, blameless=True)
+        """The run becomes CRASHED, and its texts are as if it had never had them."""
+        self._parts.crash(self._parts.runs.get(self._run.id), reason, give_back=True)
 
     def _register(self, made: Candidate) -> None:
         run, parts = self._run, self._parts
@@ -154,7 +161,7 @@ class TrainingJob:
             return
         except (Unavailable, TimeoutError) as error:
             # Not the candidate's fault: what it was trained on may be trained on again.
-            parts.crash(parts.runs.get(run.id), f"the engine could not look at the candidate: {error}", blameless=True)
+            parts.crash(parts.runs.get(run.id), f"the engine could not look at the candidate: {error}", give_back=True)
             return
         self._remember()
         try:
@@ -206,6 +213,24 @@ class TrainingJob:
             self._parts.ended(run)
         self._parts.discard(reason)
         log.warning("run %d failed: %s", self._run.id, reason)
+
+    def _too_poor(self) -> str | None:
+        """What the run lacks now that the cases of its undrafted texts are known; None: nothing, or it had no such texts."""
+        if not self._cases_added:
+            return None
+        rules, found = self._parts.rules.training, self._parts.generations.counts_of(self._run.id)
+        return policy.lacking(found, self._run.trigger, min_cases=rules.min_cases, min_tokens=rules.min_tokens)
+
+    def _give_back(self, missing: str) -> None:
+        reason = f"its undrafted texts had fewer cases than expected: {missing}"
+        if not self._parts.runs.get(self._run.id).state.over:
+            moved = self._parts.runs.move(
+                self._run.id, self._run.fencing, RunState.FAILED, error=reason, give_back=True
+            )
+            self._parts.ended(moved)
+        self._texts_given_back = True
+        self._child.stop()
+        log.info("run %d gives its texts back: %s", self._run.id, reason)
 
     def _remember(self) -> None:
         """What this run learnt from is old from now on: the next runs replay some of it."""

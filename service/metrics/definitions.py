@@ -142,8 +142,5 @@ METRICS: tuple[Definition, ...] = (
     _gauge("training_grad_norm", "Latest gradient norm; 0 before the first step."),
     _gauge("training_tokens_per_second", "Training tokens per second; 0 before the first step."),
     _gauge("training_seconds_left", "Estimated rest of the latest run; 0 when unknown."),
-    _counter(
-        "cases_supplied_total", "Failure cases worked out afterwards, from generations on which no draft was tried."
-    ),
     _counter("recorder_dropped_total", "Finished generations that could not be remembered."),
 )

@@ -172,10 +172,6 @@ class Metrics:
         """Count finished generations that could not be stored."""
         self._series("recorder_dropped_total").inc(generations)
 
-    def cases_supplied(self, cases: int) -> None:
-        """Count failure cases that backfill found in undrafted generations."""
-        self._series("cases_supplied_total").inc(cases)
-
     def training(self, run: TrainingRun) -> None:
         """Show the latest run: its state and how far it is."""
         paused = not run.state.over and run.progress.paused is not None

@@ -1,17 +1,39 @@
-"""Failure cases for whoever looks at them."""
+"""Failure cases: of undrafted texts, which get theirs later, and for whoever looks at them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from datetime import datetime
 
-from sqlalchemy import func, select
+from sqlalchemy import Connection, func, insert, select, update
 
-from service.core import FailureCase
+from service.core import AcceptRule, FailureCase, Generation, Source
 from service.store.database import Database
 from service.store.rows import case_of, utc
 from service.store.run_texts import learnt
 from service.store.tables import failure_cases, generations, run_texts
+
+
+def undrafted(made: Generation) -> bool:
+    """Whether the draft proposed fewer than half of the tokens, and its cases can be worked out from the text: it is greedy or
+    seeded, and the target's probabilities were recorded."""
+    proposed = sum(r.emitted for r in made.rounds if r.drafted and r.source is Source.DRAFT)
+    settled = made.prompt.sampling.rule is AcceptRule.MATCH and made.targets is not None
+    return settled and 2 * proposed < len(made.output)
+
+
+def add_cases(connection: Connection, seq: int, cases: Sequence[FailureCase]) -> int:
+    """Add the cases of an undrafted text, which are known from now on; a position that has a case keeps its own. Returns how
+    many were new."""
+    query = select(failure_cases.c.position, failure_cases.c.tie).where(failure_cases.c.seq == seq)
+    known = {row.position: row.tie for row in connection.execute(query)}
+    new = [case for case in cases if case.position not in known]
+    if new:
+        connection.execute(insert(failure_cases), [{"seq": seq, **asdict(case)} for case in new])
+    untied = sum(not tie for tie in (*known.values(), *(case.tie for case in new)))
+    connection.execute(update(generations).where(generations.c.seq == seq).values(cases=untied))
+    return len(new)
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, case, delete, func, insert, or_, select, update
 
 from service.core import FailureCase, Generation, Provenance, Round
+from service.store.cases import add_cases, undrafted
 from service.store.database import Database
 from service.store.rows import generation_of, rounds_of, target_bytes, text_key, utc, values_of
 from service.store.run_texts import PAGE, Role, had, learnt, texts_of
@@ -24,9 +26,7 @@ from service.store.tables import (
     replay_buffer,
     replay_domains,
     run_texts,
-    unseen,
 )
-from service.store.unseen import add_cases, untried
 
 TRAIN, HELD_OUT, CONSTRAINED = "train", "held_out", "constrained"
 """Where a generation belongs: learnt from, only measured on, or (answers within a grammar) neither."""
@@ -34,6 +34,8 @@ LOOKED_THROUGH = 4
 """Generations looked at for each that is wanted."""
 TURNS = 10
 """Turns of a conversation that are looked through for each that is wanted."""
+RATED = 500
+"""Newest texts with failure cases that say how many cases a token has."""
 _CASE = tuple(failure_cases.c[field.name] for field in fields(FailureCase))
 
 _TEXT = tuple(generations.c[name] for name in ("id", "prompt", "output", "client", "first_user"))
@@ -41,11 +43,27 @@ _TEXT = tuple(generations.c[name] for name in ("id", "prompt", "output", "client
 
 @dataclass(frozen=True, slots=True)
 class UntrainedCounts:
-    """Texts with failure cases that no run of the draft has had. cases: near-ties not counted."""
+    """Texts that no run of the draft has had. cases, tokens, generations: near-ties not counted, output tokens and number of
+    the texts that have such cases. undrafted: output tokens of texts whose cases are not known yet. rate: cases per output
+    token of the newest texts that have any; None: there are none."""
 
     cases: int
     tokens: int
     generations: int
+    undrafted: int = 0
+    rate: float | None = None
+
+    @property
+    def expected_cases(self) -> float:
+        """With those that undrafted texts will have at `rate`: as many as it takes where no rate is known."""
+        if not self.undrafted:
+            return self.cases
+        return math.inf if self.rate is None else self.cases + self.rate * self.undrafted
+
+    @property
+    def expected_tokens(self) -> int:
+        """Output tokens, those of undrafted texts included."""
+        return self.tokens + self.undrafted
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,16 +114,32 @@ class Generations:
         return self._db.write(work, urgent=False)
 
     def counts(self, who: Provenance) -> UntrainedCounts:
-        """What the next training run of this pair could learn from: texts with failure cases, outside the held-out set, that no
-        run of this draft has had."""
-        query = select(
-            func.coalesce(func.sum(generations.c.cases), 0),
-            func.coalesce(func.sum(generations.c.output_tokens), 0),
-            func.count(),
-        ).select_from(generations)
+        """What the next training run of this pair could learn from: texts outside the held-out set that no run of this draft
+        has had, with failure cases or undrafted."""
         with self._db.read() as connection:
-            cases, tokens, count = connection.execute(query.where(_open(who))).one()
-        return UntrainedCounts(int(cases), int(tokens), int(count))
+            found = _counts(connection, _open(who))
+            if not found.undrafted:
+                return found
+            newest = (
+                select(generations.c.cases, generations.c.output_tokens)
+                .where(_of(who), generations.c.split == TRAIN, generations.c.cases > 0)
+                .order_by(generations.c.seq.desc())
+                .limit(RATED)
+                .subquery()
+            )
+            cases, tokens = connection.execute(select(func.sum(newest.c.cases), func.sum(newest.c.output_tokens))).one()
+        return replace(found, rate=int(cases) / int(tokens) if tokens else None)
+
+    def counts_of(self, run_id: int) -> UntrainedCounts:
+        """The same of what a run was claimed for."""
+        with self._db.read() as connection:
+            return _counts(connection, texts_of(run_id, Role.NEW))
+
+    def undrafted_of(self, run_id: int) -> set[str]:
+        """Ids of what a run was claimed for of which the cases are not known yet."""
+        query = select(generations.c.id).where(texts_of(run_id, Role.NEW), generations.c.cases.is_(None))
+        with self._db.read() as connection:
+            return set(connection.execute(query).scalars())
 
     def claimed(self, run_id: int) -> list[Generation]:
         """What a run was claimed for, newest first."""
@@ -274,8 +308,8 @@ class Generations:
             seqs = list(found)
             for start in range(0, len(seqs), PAGE):
                 query = select(failure_cases.c.seq, *_CASE).where(failure_cases.c.seq.in_(seqs[start : start + PAGE]))
-                for seq, *case in connection.execute(query.order_by(failure_cases.c.seq, failure_cases.c.position)):
-                    found[seq].append(FailureCase(*case))
+                for seq, *values in connection.execute(query.order_by(failure_cases.c.seq, failure_cases.c.position)):
+                    found[seq].append(FailureCase(*values))
         return [generation_of(row, found[row.seq]) for row in rows]
 
 
@@ -303,10 +337,21 @@ def _open(who: Provenance) -> ColumnElement[bool]:
     return and_(
         _of(who),
         generations.c.split == TRAIN,
-        generations.c.cases > 0,
+        or_(generations.c.cases > 0, generations.c.cases.is_(None)),
         generations.c.quarantined_run.is_(None),
         ~had(who.draft),
     )
+
+
+def _counts(connection: Connection, *where: ColumnElement[bool]) -> UntrainedCounts:
+    cases, tokens = generations.c.cases, generations.c.output_tokens
+    query = select(
+        func.coalesce(func.sum(cases), 0),
+        func.coalesce(func.sum(case((cases > 0, tokens), else_=0)), 0),
+        func.coalesce(func.sum(case((cases > 0, 1), else_=0)), 0),
+        func.coalesce(func.sum(case((cases.is_(None), tokens), else_=0)), 0),
+    )
+    return UntrainedCounts(*map(int, connection.execute(query.select_from(generations).where(*where)).one()))
 
 
 def untrained_generations(who: Provenance, limit: int) -> Any:
@@ -327,19 +372,18 @@ def _remove(connection: Connection, *where: ColumnElement[bool]) -> int:
 
 
 def _counted(connection: Connection, made: Generation) -> bool:
-    """Count a text in the row that it has already; False where it has none. What the row's own draft left no cases of gets the
-    copy's: it was parked the first time."""
+    """Count a text in the row that it has already; False where it has none. An undrafted text gets the cases of a copy that was
+    drafted."""
     same = generations.c.text_key == text_key(made)
     query = select(generations.c.seq).where(same).order_by(generations.c.seq.desc()).limit(1)
     seq = connection.execute(query).scalar()
     if seq is None:
         return False
     connection.execute(update(generations).where(generations.c.seq == seq).values(copies=generations.c.copies + 1))
-    query = select(unseen.c.seq).join_from(unseen, generations, generations.c.seq == unseen.c.seq)
-    free = (generations.c.seq == seq, generations.c.quarantined_run.is_(None), ~had())
-    if not untried(made) and connection.execute(query.where(*free)).scalar() is not None:
+    unknown = (generations.c.cases.is_(None), generations.c.quarantined_run.is_(None), ~had())
+    query = select(generations.c.seq).where(generations.c.seq == seq, *unknown)
+    if not undrafted(made) and connection.execute(query).scalar() is not None:
         add_cases(connection, seq, made.cases)
-        connection.execute(delete(unseen).where(unseen.c.seq == seq))
     return True
 
 
@@ -353,13 +397,13 @@ def _insert(connection: Connection, made: Generation) -> bool:
         known = select(grammars.c.hash).where(grammars.c.hash == values["grammar"])
         if connection.execute(known).scalar() is None:
             connection.execute(insert(grammars).values(hash=values["grammar"], text=constraint.grammar))
+    if split == TRAIN and undrafted(made):
+        values["cases"] = None
     row = connection.execute(insert(generations).values(**values, split=split))
     assert row.inserted_primary_key is not None
     seq = row.inserted_primary_key[0]
     if (targets := made.targets) is not None:
         connection.execute(insert(generation_targets).values(seq=seq, top=targets.top, blob=target_bytes(targets)))
     if made.cases:
-        connection.execute(insert(failure_cases), [{"seq": seq, **asdict(case)} for case in made.cases])
-    if split == TRAIN and untried(made):
-        connection.execute(insert(unseen).values(seq=seq))
+        connection.execute(insert(failure_cases), [{"seq": seq, **asdict(one)} for one in made.cases])
     return True

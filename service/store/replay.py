@@ -82,6 +82,7 @@ class Replay:
                 generations.c.split == TRAIN,
                 generations.c.target == own.target,
                 generations.c.tokenizer == own.tokenizer,
+                generations.c.cases.is_not(None),
                 ~cases.exists(),
             )
             query = select(*_TEXT).where(or_(texts_of(run_id, Role.NEW), well)).order_by(generations.c.seq)

@@ -94,8 +94,8 @@ def name_texts(connection: Connection, run_id: int, role: Role, seqs: Sequence[i
             connection.execute(insert(run_texts), new)
 
 
-def give_back(connection: Connection, run_id: int) -> None:
-    """Forget that the run had any."""
+def free_texts(connection: Connection, run_id: int) -> None:
+    """Its texts are as if the run had never had them."""
     connection.execute(delete(run_texts).where(run_texts.c.run == run_id))
 
 

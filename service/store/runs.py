@@ -13,6 +13,7 @@ from sqlalchemy import Connection, Row, func, insert, select, update
 from service.core import (
     RUN_MOVES,
     AdapterState,
+    FailureCase,
     IllegalMove,
     NotFound,
     ParentChanged,
@@ -24,10 +25,11 @@ from service.core import (
     Verdict,
 )
 from service.store.adapters import active_id, judge_candidate, retire_active
+from service.store.cases import add_cases
 from service.store.database import Database
 from service.store.generations import untrained_generations
 from service.store.rows import utc
-from service.store.run_texts import PAGE, Role, crashes, give_back, name_texts, quarantine, texts_of
+from service.store.run_texts import PAGE, Role, crashes, free_texts, name_texts, quarantine, texts_of
 from service.store.tables import failure_cases, generations, run_texts, training_runs
 from service.store.verdicts import from_json, to_json
 
@@ -52,7 +54,8 @@ class Runs:
         idempotency_key: str | None = None,
         config: Mapping[str, object] | None = None,
     ) -> TrainingRun | None:
-        """Open a run on the newest `limit` generations that no run of this draft has had. Its `cases` counts near-ties too.
+        """Open a run on the newest `limit` generations that no run of this draft has had, with failure cases or undrafted. Its
+        `cases` counts near-ties too, and what `add_cases` adds.
 
         None when a run is not over yet or nothing is left to train on. A known idempotency key returns its run.
         """
@@ -99,18 +102,18 @@ class Runs:
         return self._db.write(work).result()
 
     def move(
-        self, run_id: int, fencing: int, state: RunState, *, error: str | None = None, blameless: bool = False
+        self, run_id: int, fencing: int, state: RunState, *, error: str | None = None, give_back: bool = False
     ) -> TrainingRun:
         """Raises IllegalMove, also for PROMOTED and REJECTED: a verdict is given by `promote` or `reject`. FAILED: the run
-        had its say, and its texts. CRASHED: they are free for other runs, and put aside after three crashes, out of the replay
-        buffer too; one that the texts are `blameless` of does not count."""
+        has had its texts. CRASHED: they are free for other runs, and put aside after three crashes, out of the replay buffer
+        too. give_back: they are free as if the run had never had them."""
 
         def work(connection: Connection) -> TrainingRun:
             if state in {RunState.PROMOTED, RunState.REJECTED}:
                 raise IllegalMove(f"run {run_id} cannot be {state.value} without its verdict")
             _move(connection, run_id, fencing, state, error=error)
-            if state is RunState.CRASHED and blameless:
-                give_back(connection, run_id)
+            if give_back:
+                free_texts(connection, run_id)
             elif state is RunState.CRASHED:
                 quarantine(connection, run_id, texts_of(run_id, Role.NEW), crashes() >= MAX_CRASHES)
             return _get(connection, run_id)
@@ -154,6 +157,23 @@ class Runs:
             for start in range(0, len(names), PAGE):
                 query = select(generations.c.seq).where(generations.c.id.in_(names[start : start + PAGE]))
                 name_texts(connection, run_id, role, list(connection.execute(query).scalars()))
+
+        self._db.write(work).result()
+
+    def add_cases(self, run_id: int, fencing: int, found: Mapping[str, Sequence[FailureCase]]) -> None:
+        """Store the cases of undrafted texts that a run was claimed for, by generation id; they are known from now on, be they
+        none. Other texts, and those whose cases are known, are passed over. Raises IllegalMove with a stale token."""
+
+        def work(connection: Connection) -> None:
+            row = _held(connection, run_id, fencing)
+            unknown = (texts_of(run_id, Role.NEW), generations.c.cases.is_(None))
+            new = 0
+            for name, cases in found.items():
+                query = select(generations.c.seq).where(generations.c.id == name, *unknown)
+                if (seq := connection.execute(query).scalar()) is not None:
+                    new += add_cases(connection, seq, cases)
+            this = update(training_runs).where(training_runs.c.id == run_id)
+            connection.execute(this.values(cases=row.cases + new))
 
         self._db.write(work).result()
 
@@ -214,12 +234,15 @@ class Runs:
             ]
 
     def drift_answered(self, draft: str) -> datetime | None:
-        """When the newest run began that drift had set off and that came to a verdict of its own."""
+        """When the newest run began that drift had set off and that came to a verdict of its own; one that gave its texts back
+        did not."""
         said = [state.value for state in (RunState.PROMOTED, RunState.REJECTED, RunState.FAILED)]
+        texts = select(run_texts.c.run).where(run_texts.c.run == training_runs.c.id)
         query = select(func.max(training_runs.c.created_at)).where(
             training_runs.c.trigger == Trigger.DRIFT.value,
             training_runs.c.draft == draft,
             training_runs.c.state.in_(said),
+            texts.exists(),
         )
         with self._db.read() as connection:
             at = connection.execute(query).scalar()

@@ -64,9 +64,9 @@ generations = Table(
 )
 """prompt, output: token ids, little-endian uint32. logprobs: float32. text_key: rows.text_key. copies: how often the text was
 generated, this row's own time included. grammar: hash of the grammar that the answer had to follow; its text is in grammars.
-cases: its failure cases, near-ties not counted; null: not known. quarantined_run: the run that put it aside: its adapter was
-rolled back, or it was the last that crashed over the text. There are no foreign keys for those two, which SQLite could add only
-by writing the table anew."""
+cases: its failure cases, near-ties not counted; null: not known yet, since hardly any of it was drafted. quarantined_run: the
+run that put it aside: its adapter was rolled back, or it was the last that crashed over the text. There are no foreign keys for
+those two, which SQLite could add only by writing the table anew."""
 
 grammars = Table(
     "grammars",
@@ -99,13 +99,6 @@ failure_cases = Table(
     Column("tie", Boolean, nullable=False),
     UniqueConstraint("seq", "position"),
 )
-
-unseen = Table(
-    "unseen",
-    metadata,
-    Column("seq", ForeignKey("generations.seq", ondelete="CASCADE"), primary_key=True),
-)
-"""Generations on which no draft was tried, until their cases are supplied."""
 
 replay_buffer = Table(
     "replay_buffer",

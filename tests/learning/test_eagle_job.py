@@ -86,7 +86,6 @@ def test_every_kind_of_job_loads_the_target(home: Home, logged_pair: LoggedPair,
     for kind, extra in (
         ("train", {}),
         ("score", {"adapters": {"0": None}, "generations": ["g0"]}),
-        ("cases", {"adapter": None, "generations": ["g0"], "tie_margin": 0.1}),
     ):
         draft = load_draft(parse(json.dumps(spec | extra | {"kind": kind})))
         usable = [g for g in logged_pair.logged[:3] if g.targets is not None]

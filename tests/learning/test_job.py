@@ -17,6 +17,7 @@ from mlx_lm.tuner.utils import load_adapters
 from service.core import AcceptRule, Provenance, RunState, Sampling, Score, TrainingFailed
 from service.learning.buffer import GeneralSet
 from service.learning.channel import ORPHANED
+from service.learning.job import merged
 from service.learning.rounds import logged
 from service.learning.scoring import score
 from service.learning.spec import TrainJob, parse
@@ -25,7 +26,8 @@ from service.models.fingerprint import folder_sha256, model_fingerprint, tokeniz
 from service.models.heads import cut
 from service.models.pair import load_model
 from service.store.generations import TRAIN, Generations, split_of
-from tests.support.logged_texts import VOCABULARY, served
+from tests.support.logged_texts import VOCABULARY, case, served
+from tests.support.logged_texts import generation as logged_generation
 from tests.support.model_folders import save_model
 from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.training_child import TRAINING, Child, Home, LoggedPair, Message, child, of_type, perform
@@ -178,25 +180,50 @@ def test_a_second_run_starts_from_the_first_and_reuses_its_targets(
         expected = score(model, texts, k=3, vocabulary=VOCABULARY)
         assert np.allclose([s["calls"] for s in scored[name]], [s.calls for s in expected], rtol=1e-4)
 
-    # Cases that the first adapter would have had; generations that cannot be scored are reported as empty.
-    settled = [g for g in logged_pair.logged if g.prompt.sampling.rule is AcceptRule.MATCH][:20]
-    ids = [g.id for g in settled]
-    asked = {"kind": "cases", "adapter": first["folder"], "generations": [*ids, "gone"], "tie_margin": 0.5}
-    messages = perform({**job, **asked})
-    assert [message["type"] for message in messages] == ["cases", "cases", "done"]
-    supplied = {name: cases for message in messages[:2] for name, cases in message["cases"].items()}
-    assert supplied.keys() == set(ids)
-    model = load_adapters(load_model(logged_pair.draft).model, first["folder"])
-    cut(model, vocabulary.read(Path(first["folder"])) or [])
-    usable = [g for g in settled if g.targets is not None]
-    assert 0 < len(usable) < len(settled)
-    for one in logged(model, usable, k=3, adapter=0, vocabulary=VOCABULARY, tie_margin=0.5):
-        mine, theirs = one.generation.cases, supplied.pop(one.generation.id)
+
+def test_undrafted_texts_get_the_cases_that_the_parent_would_have_left(home: Home, logged_pair: LoggedPair) -> None:
+    first = home.spec(training={"epochs": 2})
+    parent = of_type(perform(first), "candidate")[0]["folder"]
+    home.runs.move(first["run"], first["fencing"], RunState.CRASHED)
+    # As if every second text had been decoded without the draft; one position of them has a case already.
+    kept = case(0, tie=True)
+    settled = tuple(g.id for g in logged_pair.logged if g.prompt.sampling.rule is AcceptRule.MATCH)
+    change = (
+        "delete from failure_cases where seq % 2",
+        "insert into failure_cases (seq, position, drafted, target, p, q, margin, tie)"
+        f" select seq, 0, {kept.drafted}, {kept.target}, {kept.p}, {kept.q}, {kept.margin}, 1 from generations where seq % 2",
+        f"update generations set cases = null where seq % 2 and split = 'train' and id in {settled}",
+        "delete from generation_targets where seq in (select max(seq) from generations where cases is null)",
+    )
+    home.database.write(lambda connection: [connection.exec_driver_sql(one) for one in change]).result(60)
+    spec = home.spec(training={"epochs": 1}, parent=parent, parent_id=5, tie_margin=0.5)
+    log = Generations(home.database)
+    claimed, names = log.claimed(spec["run"]), log.undrafted_of(spec["run"])
+    assert 5 < len(names) < len(claimed)
+    messages = perform(spec)
+    assert [m["type"] for m in messages if m["type"] != "progress"] == ["cases", "texts", "candidate", "scores", "done"]
+    (message,) = of_type(messages, "cases")
+    assert message["cases"].keys() == names
+    model = load_adapters(load_model(logged_pair.draft).model, parent)
+    cut(model, vocabulary.read(Path(parent)) or [])
+    undrafted = [g for g in claimed if g.id in names]
+    usable = [g for g in undrafted if g.targets is not None]
+    assert 0 < len(usable) < len(undrafted), "some have no targets"
+    for one in logged(model, usable, k=3, adapter=5, vocabulary=VOCABULARY, tie_margin=0.5):
+        mine, theirs = one.generation.cases, message["cases"].pop(one.generation.id)
         assert [(c.position, c.drafted, c.target, c.p, c.margin, c.tie) for c in mine] == [
             tuple(c[name] for name in ("position", "drafted", "target", "p", "margin", "tie")) for c in theirs
         ]
         assert [c["q"] for c in theirs] == pytest.approx([c.q for c in mine], rel=1e-3)
-    assert all(cases == [] for cases in supplied.values())
+    assert message["cases"] and all(cases == [] for cases in message["cases"].values())
+
+
+def test_cases_that_were_logged_stay_where_others_are_worked_out() -> None:
+    own, other = case(2), case(3, tie=True)
+    generation = logged_generation((1, 2), range(9), cases=[own, other])
+    found = replace(generation, rounds=(), cases=(case(1), replace(own, drafted=9), case(8)))
+    assert merged(generation, found).cases == (case(1), own, other, case(8))
+    assert merged(generation, None) == generation
 
 
 def test_the_child_lowers_its_priority_pauses_and_ends_with_its_parent(home: Home) -> None:

@@ -4,8 +4,9 @@ process, so that thousands of steps take seconds."""
 import os
 import shutil
 import tempfile
+import zlib
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -43,9 +44,7 @@ from service.store.tables import (
     replay_buffer,
     run_texts,
     training_runs,
-    unseen,
 )
-from service.store.unseen import Unseen
 from tests.support.drift_traffic import drafted, usual
 from tests.support.failing_database import FailingDatabase, Killed
 from tests.support.lifecycle_server import WHO, FakeEngine, RecordedEvents, generation, undrafted
@@ -60,8 +59,9 @@ LENGTHS = (1.4, 1.2, 1.0)
 class ScriptedJob:
     """core.JobHandle without a process, which sends scripted messages."""
 
-    def __init__(self, spec: Mapping[str, Any]) -> None:
+    def __init__(self, spec: Mapping[str, Any], undrafted_of: Callable[[int], set[str]]) -> None:
         self.spec = spec
+        self.undrafted_of = undrafted_of
         self.pid = os.getpid()
         self.messages: deque[Mapping[str, object]] = deque()
         self.code: int | None = None
@@ -84,16 +84,13 @@ class ScriptedJob:
     def finish(self, quality: str) -> None:
         """Send everything that a successful child sends, and exit."""
         share = CALLS[quality]
-        if self.spec["kind"] == "cases":
-            self.send_cases(self.spec["generations"])
-            self.send("done")
-            self.code = 0
-            return
         if self.spec["kind"] == "score":
             newest = max(self.spec["adapters"], key=int)
             names = self.spec["generations"]
             found = {name: _scores(names, share if name == newest else 1.0) for name in self.spec["adapters"]}
         else:
+            self.send_cases()
+            self.send("texts", window=[], replay=[])
             folder = Path(self.spec["out"]) / f"run-{self.spec['run']}-{self.spec['fencing']}"
             folder.mkdir(parents=True)
             (folder / "adapters.safetensors").write_text(quality)
@@ -105,9 +102,12 @@ class ScriptedJob:
         self.send("done")
         self.code = 0
 
-    def send_cases(self, names: list[str]) -> None:
+    def send_cases(self, part: slice = slice(None)) -> None:
+        """Two in every second of the undrafted texts that its run was claimed for, none in the others."""
         case = {"drafted": 1, "target": 2, "p": 0.5, "q": 0.5, "margin": 1.0, "tie": False}
-        self.send("cases", cases={name: [{"position": 4 * i, **case} for i in range(3)] for name in names})
+        if names := sorted(self.undrafted_of(self.spec["run"])):
+            found = {name: range(2 * (zlib.crc32(name.encode()) % 2)) for name in names[part]}
+            self.send("cases", cases={n: [{"position": 4 * i, **case} for i in some] for n, some in found.items()})
 
 
 def _scores(names: list[str], share: float) -> list[dict[str, object]]:
@@ -126,11 +126,12 @@ def _scores(names: list[str], share: float) -> list[dict[str, object]]:
 class ScriptedLauncher:
     """core.Launcher for scripted jobs."""
 
-    def __init__(self) -> None:
+    def __init__(self, undrafted_of: Callable[[int], set[str]]) -> None:
         self.started: list[ScriptedJob] = []
+        self.undrafted_of = undrafted_of
 
     def launch(self, spec: Mapping[str, object]) -> ScriptedJob:
-        self.started.append(ScriptedJob(spec))
+        self.started.append(ScriptedJob(spec, self.undrafted_of))
         return self.started[-1]
 
 
@@ -155,13 +156,13 @@ class Machine(RuleBasedStateMachine):
         self.db = FailingDatabase(f"sqlite:///{self.home / 'redraft.db'}")
         self.runs, self.adapters = Runs(self.db), Adapters(self.db)
         self.generations = Generations(self.db)
-        self.engine, self.children, self.events = FakeEngine(), ScriptedLauncher(), RecordedEvents()
+        self.engine, self.events = FakeEngine(), RecordedEvents()
+        self.children = ScriptedLauncher(self.generations.undrafted_of)
         self.supervisor = Supervisor(
             runs=self.runs,
             adapters=self.adapters,
             generations=self.generations,
             replay=Replay(self.db),
-            unseen=Unseen(self.db),
             switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
             launcher=self.children,
             events=self.events,
@@ -263,8 +264,8 @@ class Machine(RuleBasedStateMachine):
                 child.code = 0
             case "garbage":
                 child.send("hello")
-            case "half" if child.spec["kind"] == "cases":
-                child.send_cases(child.spec["generations"][::2])
+            case "half" if child.spec["kind"] == "train":
+                child.send_cases(slice(None, None, 2))
                 child.code = -9
             case "silent":
                 child.code = 0
@@ -357,12 +358,8 @@ class Machine(RuleBasedStateMachine):
             cases = connection.execute(select(failure_cases)).all()
             replayed = set(connection.execute(select(replay_buffer.c.seq)).scalars())
             judged = connection.execute(select(evaluations)).all()
-            waiting = set(connection.execute(select(unseen.c.seq)).scalars())
             texts = connection.execute(select(generations)).all()
             had = connection.execute(select(run_texts).where(run_texts.c.role == Role.NEW)).all()
-            undrafted_seqs = set(
-                connection.execute(select(generations.c.seq).where(generations.c.id.startswith("undrafted"))).scalars()
-            )
         under_way = [run for run in runs if not RunState(run.state).over]
         assert len(under_way) <= 1, "two runs under way"
         assert all((run.finished_at is not None) == RunState(run.state).over for run in runs)
@@ -378,10 +375,13 @@ class Machine(RuleBasedStateMachine):
         assert not aside & {row.seq for row in had if not states[row.run].over}, "a run has quarantined texts"
         stands = Counter(row.seq for row in had if states[row.run] is not RunState.CRASHED)
         assert set(stands.values()) <= {1}, "two runs had a text as new"
-        supplied = Counter(case.seq for case in cases if case.seq in undrafted_seqs)
-        assert set(supplied.values()) <= {3}, "cases of one text were supplied twice, or in part"
-        assert waiting <= undrafted_seqs and not waiting & supplied.keys(), "a supplied text still waits"
-        self.happened["supplied"] += len(supplied)
+        found = Counter(case.seq for case in cases if not case.tie)
+        assert all(text.cases in {None, found[text.seq]} for text in texts), "texts do not have the cases that they say"
+        undrafted_texts = [text for text in texts if text.id.startswith("undrafted")]
+        assert all(text.cases is not None for text in texts if text not in undrafted_texts)
+        assert {found[text.seq] for text in undrafted_texts} <= {0, 2}, "cases of one text were added twice, or in part"
+        self.happened["cases added"] += sum(text.cases == 2 for text in undrafted_texts)
+        self.happened["given back"] += sum("fewer cases than expected" in str(run.error) for run in runs)
         for ref in refs:
             if self.states.get(ref.id) != ref.state:
                 self.happened[ref.state] += 1
@@ -410,7 +410,8 @@ def test_any_order_of_events_keeps_the_lifecycle_legal(tmp_path: Path, examples:
         ),
     )
     seen = {AdapterState.ACTIVE, AdapterState.REJECTED, AdapterState.ROLLED_BACK, AdapterState.RETIRED}
-    assert all(Here.happened[what] for what in (*seen, Trigger.CASES, "manual", "kill", "quarantined", "supplied")), (
-        Here.happened
-    )
+    assert all(
+        Here.happened[what]
+        for what in (*seen, Trigger.CASES, "manual", "kill", "quarantined", "cases added", "given back")
+    ), Here.happened
     assert examples < 100 or Here.happened[Trigger.DRIFT], Here.happened

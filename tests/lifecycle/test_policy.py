@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from service.core import Progress, RunState, TrainingRun, Trigger, Verdict
-from service.lifecycle.policy import MAX_DOUBLINGS, Backoff, Chore, backoff, decide
+from service.lifecycle.policy import MAX_DOUBLINGS, Backoff, backoff, decide, lacking
 from service.store.generations import UntrainedCounts
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -100,38 +100,47 @@ NOTHING = UntrainedCounts(0, 0, 0)
 
 
 @pytest.mark.parametrize(
-    ("counts", "unseen", "last", "changes", "due"),
+    ("counts", "drifted", "expected"),
     [
-        (NOTHING, 1000, None, {}, True),
-        (NOTHING, 999, None, {}, False),
-        (replace(ENOUGH, cases=99), 1000, None, {}, True),
-        (replace(ENOUGH, tokens=999), 1000, None, {}, True),
-        # Too few generations wait to be worth a child.
-        (QUARTER, 250, None, {}, False),
-        (replace(QUARTER, cases=24), 250, None, {"drifted": True}, True),
-        (replace(QUARTER, cases=24), 249, None, {"drifted": True}, False),
-        # A run that can start has priority.
-        (ENOUGH, 9999, None, {}, False),
-        (QUARTER, 9999, None, {"drifted": True}, False),
-        # A backfill waits for the same conditions as a run.
-        (NOTHING, 9999, None, {"enabled": False}, False),
-        (NOTHING, 9999, None, {"watching": True}, False),
-        (NOTHING, 9999, None, {"strain": "on battery"}, False),
-        (NOTHING, 9999, None, {"waiting": ago(99, hold=100)}, False),
-        (NOTHING, 9999, run(RunState.TRAINING, None), {}, False),
-        (NOTHING, 9999, run(RunState.REJECTED, 59), {}, False),
-        (NOTHING, 9999, run(RunState.REJECTED, 61), {}, True),
+        # Where no rate of cases is known it takes tokens alone.
+        (replace(NOTHING, undrafted=1000), False, Trigger.CASES),
+        (replace(NOTHING, undrafted=999), False, None),
+        (replace(QUARTER, undrafted=750), False, Trigger.CASES),
+        (replace(QUARTER, undrafted=749), False, None),
+        # Otherwise as many cases as are usual.
+        (replace(QUARTER, undrafted=750, rate=0.1), False, Trigger.CASES),
+        (replace(QUARTER, undrafted=750, rate=0.0999), False, None),
+        (replace(QUARTER, undrafted=9999, rate=0.0), False, None),
+        (replace(NOTHING, undrafted=250, rate=0.1), True, Trigger.DRIFT),
+        (replace(NOTHING, undrafted=250, rate=0.0999), True, None),
+        (replace(NOTHING, undrafted=249, rate=1.0), True, None),
+        (replace(NOTHING, undrafted=1000, rate=1.0), True, Trigger.CASES),
     ],
 )
-def test_a_backfill_starts_where_a_run_lacks_cases(
-    counts: UntrainedCounts, unseen: int, last: TrainingRun | None, changes: dict[str, object], due: bool
+def test_undrafted_texts_count_with_their_expected_cases(
+    counts: UntrainedCounts, drifted: bool, expected: Trigger | None
 ) -> None:
-    settings: dict[str, object] = {"min_cases": 100, "min_tokens": 1000, "cooldown_seconds": 60.0, **changes}
-    decision = decide(counts, last, NOW, unseen=unseen, **settings)  # pyright: ignore[reportArgumentType]
-    assert (decision is Chore.SUPPLY) is due
+    decision = decide(counts, None, NOW, min_cases=100, min_tokens=1000, cooldown_seconds=60.0, drifted=drifted)
+    assert decision is expected if expected else not isinstance(decision, Trigger) and decision
 
 
-def test_the_backfill_reason_names_the_missing_condition() -> None:
+@pytest.mark.parametrize(
+    ("counts", "trigger", "missing"),
+    [
+        (ENOUGH, Trigger.CASES, None),
+        (replace(ENOUGH, cases=99), Trigger.CASES, "99 of 100 failure cases"),
+        (replace(ENOUGH, tokens=999), Trigger.CASES, "999 of 1000 tokens"),
+        (QUARTER, Trigger.DRIFT, None),
+        (replace(QUARTER, cases=24), Trigger.DRIFT, "24 of 25 failure cases"),
+        (UntrainedCounts(1, 5, 1), Trigger.MANUAL, None),
+        (NOTHING, Trigger.MANUAL, "0 of 1 failure cases"),
+    ],
+)
+def test_what_a_run_lacks(counts: UntrainedCounts, trigger: Trigger, missing: str | None) -> None:
+    assert lacking(counts, trigger, min_cases=100, min_tokens=1000) == missing
+
+
+def test_the_reason_names_the_missing_condition() -> None:
     settings = {"min_cases": 100, "min_tokens": 1000, "cooldown_seconds": 60.0}
     taken = decide(ENOUGH, None, NOW, waiting=ago(40, hold=100, rollbacks=3), **settings)  # pyright: ignore
     assert "60 s" in taken and "3 adapters" in taken

@@ -70,7 +70,7 @@ def test_each_draft_has_a_text_as_new_once(texts: Texts) -> None:
 def test_all_that_a_run_learns_from_is_named(texts: Texts) -> None:
     old, new = texts.add(2), texts.add(1)
     run = texts.claim()
-    texts.runs.move(run.id, run.fencing, RunState.CRASHED, blameless=True)
+    texts.runs.move(run.id, run.fencing, RunState.CRASHED, give_back=True)
     assert texts.of(run) == {}, "a run that was ended from outside had nothing"
     run = texts.claim()
     texts.runs.learns(run.id, run.fencing, Role.WINDOW, [new[0].id, "general-5", old[0].id])

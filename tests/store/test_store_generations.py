@@ -16,7 +16,6 @@ from service.store.database import Database
 from service.store.generations import Generations, UntrainedCounts, split_of
 from service.store.replay import Replay
 from service.store.runs import Runs
-from service.store.unseen import Unseen
 from tests.support.store_rows import START, WHO, case, generation, targets, texts
 
 
@@ -261,16 +260,16 @@ def test_different_texts_are_no_copies(database: Database, other: str) -> None:
 
 
 def test_a_text_that_was_not_drafted_gets_the_cases_of_a_copy_that_was(database: Database) -> None:
-    store, unseen = Generations(database), Unseen(database)
+    store = Generations(database)
     plain = tuple(Round(0, at, 0, 0, 1) for at in range(5))
     drafted = generation(output=range(5), cases=[case(2)], collected=targets(5))
     drafted = replace(drafted, prompt=replace(drafted.prompt, sampling=Sampling()), rounds=(Round(0, 0, 5, 4, 5),))
     store.add([replace(drafted, id="parked", rounds=plain, cases=())]).result()
-    assert unseen.names(WHO, 9) == ["parked"]
+    assert store.counts(WHO).undrafted == 5
     store.add([replace(drafted, id="parked again", rounds=plain, cases=())]).result()
-    assert unseen.names(WHO, 9) == ["parked"]
+    assert store.counts(WHO).undrafted == 5
     assert store.add([drafted]).result() == 0
-    assert unseen.names(WHO, 9) == []
+    assert (store.counts(WHO).undrafted, store.counts(WHO).cases) == (0, 1)
     assert store.by_ids(["parked"])[0].cases == drafted.cases
     store.add([replace(drafted, id="once more", cases=(case(3),))]).result()
     assert store.by_ids(["parked"])[0].cases == drafted.cases, "only generations without cases get them"

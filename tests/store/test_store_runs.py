@@ -173,7 +173,7 @@ def test_a_run_ended_from_outside_is_not_held_against_its_cases(database: Databa
     store.add([generation(cases=[case(0)])]).result()
     for _ in range(5):
         run = claim(database)
-        runs.move(run.id, run.fencing, RunState.CRASHED, error="stopped", blameless=True)
+        runs.move(run.id, run.fencing, RunState.CRASHED, error="stopped", give_back=True)
         assert (store.counts(WHO).cases, store.stats().quarantined) == (1, 0)
 
 

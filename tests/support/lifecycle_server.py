@@ -46,7 +46,6 @@ from service.store.files import folder_sha256
 from service.store.generations import Generations, split_of
 from service.store.replay import Replay
 from service.store.runs import Runs
-from service.store.unseen import Unseen
 from tests.support.failing_database import FailingDatabase
 
 T = TypeVar("T")
@@ -57,11 +56,17 @@ ENOUGH = 6
 
 
 def generation(
-    name: str, *, cases: int = 3, store: bool = True, tie: bool = False, domain: str | None = "a"
+    name: str,
+    *,
+    cases: int = 3,
+    tokens: int | None = None,
+    store: bool = True,
+    tie: bool = False,
+    domain: str | None = "a",
 ) -> Generation:
-    """One conversation of the training split, with four output tokens per case."""
+    """One conversation of the training split, with four output tokens per case unless `tokens` says otherwise."""
     asked = (f"question {name} {i}" for i in itertools.count())
-    tokens = 4 * max(cases, 1)
+    tokens = tokens or 4 * max(cases, 1)
     return Generation(
         id=name,
         prompt=Prompt(
@@ -164,7 +169,6 @@ class RecordedEvents:
     over: list[RunState] = field(default_factory=list[RunState])
     promotions: int = 0
     rollbacks: int = 0
-    supplied: int = 0
     serving_now: int = BARE_DRAFT
 
     def training(self, run: TrainingRun) -> None:
@@ -173,9 +177,6 @@ class RecordedEvents:
 
     def training_ended(self, state: RunState) -> None:
         self.over.append(state)
-
-    def cases_supplied(self, cases: int) -> None:
-        self.supplied += cases
 
     def promoted(self) -> None:
         self.promotions += 1
@@ -193,10 +194,12 @@ class RecordedEvents:
 class Server:
     """One run of a server: a supervisor with its engine, on the installation's database."""
 
-    def __init__(self, installation: "Installation", **training: object) -> None:
+    def __init__(
+        self, installation: "Installation", *, spec: Mapping[str, object] | None = None, **training: object
+    ) -> None:
         self.db = FailingDatabase(installation.url)
         self.generations, self.runs, self.adapters = Generations(self.db), Runs(self.db), Adapters(self.db)
-        self.replay, self.unseen = Replay(self.db), Unseen(self.db)
+        self.replay = Replay(self.db)
         self.engine, self.events = FakeEngine(), RecordedEvents()
         self.launcher = Launcher(
             installation.home / "child.log",
@@ -210,7 +213,6 @@ class Server:
             adapters=self.adapters,
             generations=self.generations,
             replay=self.replay,
-            unseen=self.unseen,
             switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
             launcher=self.launcher,
             events=self.events,
@@ -225,7 +227,7 @@ class Server:
                 ),
                 max_generations=installation.keep,
                 adapters=installation.home / "adapters",
-                spec={"out": str(installation.home / "adapters")},
+                spec={"out": str(installation.home / "adapters"), **(spec or {})},
             ),
             who=WHO,
             busy=lambda: self.busy,
@@ -302,13 +304,16 @@ class Installation:
         (home / "redraft.db").write_bytes(empty_database())
         self.plan_children()
 
-    def plan_children(self, train: str = "pass", score: str = "fair", cases: str = "tell") -> None:
-        """Set what the next children do, by the kind of their job."""
-        self.plan.write_text(json.dumps({"train": train, "score": score, "cases": cases}))
+    def plan_children(self, train: str = "pass", score: str = "fair", cases: Mapping[str, int] | None = None) -> None:
+        """Set what the next children do, by the kind of their job. cases: how many failure cases a child that trains finds in
+        undrafted texts, by name."""
+        self.plan.write_text(json.dumps({"train": train, "score": score, "cases": dict(cases or {})}))
 
     @contextmanager
-    def server(self, *, start: bool = True, **training: object) -> Generator[Server]:
-        server = Server(self, **training)
+    def server(
+        self, *, start: bool = True, spec: Mapping[str, object] | None = None, **training: object
+    ) -> Generator[Server]:
+        server = Server(self, spec=spec, **training)
         try:
             if start:
                 server.supervisor.start()

@@ -1,7 +1,8 @@
 """A real child process that follows a plan instead of training: `scripted_child.py PLAN`, with the job on stdin.
 
-PLAN is a JSON file: kind of job -> act. A trained adapter is a folder whose file holds the share of calls that it
-needs and, optionally, the shortest draft length at which it does (1 by default). Scores are computed from that file.
+PLAN is a JSON file: kind of job -> act, and "cases": how many failure cases it finds in undrafted texts, by name. A trained
+adapter is a folder whose file holds the share of calls that it needs and, optionally, the shortest draft length at which it
+does (1 by default). Scores are computed from that file.
 """
 
 import json
@@ -38,7 +39,23 @@ def scores(folder: str | None, names: list[str]) -> list[dict[str, object]]:
     ]
 
 
-def train(job: dict[str, object], act: str) -> None:
+def cases(found: dict[str, int], act: str) -> None:
+    """In two messages, after which half of what is asked about is known, and all."""
+    case = {"drafted": 1, "target": 2, "p": 0.5, "q": 0.5, "margin": 1.0, "tie": False}
+    names = list(found)
+    for part in (names[: len(names) // 2], names[len(names) // 2 :]):
+        send("cases", cases={name: [{"position": 4 * i, **case} for i in range(found[name])] for name in part})
+        if act == "kill half way":
+            die()
+        if act == "hang half way":
+            sys.stdin.read()
+            sys.exit(75)
+    send("texts", window=[], replay=[])
+
+
+def train(job: dict[str, object], act: str, undrafted: dict[str, int]) -> None:
+    if undrafted:
+        cases(undrafted, act)
     send("progress", step=1, steps=2, loss=1.5, grad_norm=0.5, tokens_per_second=100.0, seconds_left=1.0)
     match act:
         case "kill":
@@ -119,35 +136,13 @@ def score(job: dict[str, object], act: str) -> None:
     send("done")
 
 
-def cases(job: dict[str, object], act: str) -> None:
-    """Three cases per generation, in two messages."""
-    if act == "kill":
-        die()
-    if act == "give up":
-        return send("failed", reason="the draft is gone")
-    if act == "hang":
-        sys.stdin.read()
-        sys.exit(75)
-    if act == "wait":
-        assert sys.stdin.readline() == "pause\n"
-        assert sys.stdin.readline() == "resume\n"
-    names: list[str] = job["generations"]  # pyright: ignore[reportAssignmentType]
-    case = {"drafted": 1, "target": 2, "p": 0.5, "q": 0.5, "margin": 1.0, "tie": False}
-    for part in (names[: len(names) // 2], names[len(names) // 2 :]):
-        if act != "silent":
-            send("cases", cases={name: [{"position": 4 * i, **case} for i in range(3)] for name in part})
-        if act == "kill half way":
-            die()
-        if act == "hang half way":
-            sys.stdin.read()
-            sys.exit(75)
-    send("done")
-
-
 def main() -> None:
     job = json.loads(sys.stdin.readline())
-    act = json.loads(Path(sys.argv[1]).read_text())[job["kind"]]
-    {"train": train, "score": score, "cases": cases}[job["kind"]](job, act)
+    plan = json.loads(Path(sys.argv[1]).read_text())
+    if job["kind"] == "train":
+        train(job, plan["train"], plan["cases"])
+    else:
+        score(job, plan["score"])
 
 
 if __name__ == "__main__":

@@ -67,6 +67,7 @@ class Home:
         self.runs.move(run.id, run.fencing, RunState.TRAINING)
         spec: Message = {
             "kind": "train",
+            "tie_margin": 1e-3,
             "url": self.url,
             "run": run.id,
             "fencing": run.fencing,

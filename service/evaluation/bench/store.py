@@ -171,7 +171,7 @@ def _choose(settings: Settings, folder: Path, who: Provenance, turns: int, on_st
             with clock.time(CHOOSING[2]):
                 stores.generations.claimed_names(run.id)
             _read_as_child(clock, settings, folder, who, run.id)
-            stores.runs.move(run.id, run.fencing, RunState.CRASHED, blameless=True)
+            stores.runs.move(run.id, run.fencing, RunState.CRASHED, give_back=True)
     finally:
         stores.close()
     return clock.seconds

@@ -1,0 +1,215 @@
+"""Texts that were hardly drafted: their failure cases are not known until the child of a run works them out."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from service.core import (
+    BARE_DRAFT,
+    Generation,
+    IllegalMove,
+    Provenance,
+    Round,
+    RunState,
+    Sampling,
+    Source,
+    TrainingRun,
+    Trigger,
+)
+from service.store.adapters import Adapters
+from service.store.cases import undrafted
+from service.store.database import Database
+from service.store.generations import Generations, UntrainedCounts
+from service.store.replay import Replay
+from service.store.runs import Runs
+from tests.support.store_rows import HELD_OUT_TEXT, WHO, WON, case, copy_of, generation, promote, targets
+
+GREEDY, SEEDED, UNSEEDED = Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0)
+_numbers = itertools.count()
+PLAIN = tuple(Round(0, at, 0, 0, 1) for at in range(10))
+
+
+def plain(sampling: Sampling = GREEDY, rounds: tuple[Round, ...] = PLAIN, **changes: Any) -> Generation:
+    """A generation of ten tokens decoded without a draft."""
+    output = (*range(9), 100 + next(_numbers))
+    values: dict[str, Any] = {"cases": [], "collected": targets(10), "output": output, **changes}
+    made = generation(**values)
+    return replace(made, prompt=replace(made.prompt, sampling=sampling), rounds=rounds)
+
+
+def drafted(tokens: int, source: Source = Source.DRAFT) -> tuple[Round, ...]:
+    """Rounds in which this many of the ten tokens were proposed for."""
+    return (Round(0, 0, 3, tokens - 1, tokens, source), *(Round(0, at, 0, 0, 1) for at in range(tokens, 10)))
+
+
+@pytest.fixture
+def log(database: Database) -> Generations:
+    return Generations(database)
+
+
+@pytest.fixture
+def runs(database: Database) -> Runs:
+    return Runs(database)
+
+
+def claim(runs: Runs, who: Provenance = WHO) -> TrainingRun:
+    run = runs.claim(trigger=Trigger.CASES, who=who, parent=BARE_DRAFT, limit=9)
+    assert run is not None
+    return run
+
+
+@pytest.mark.parametrize(
+    ("made", "counts"),
+    [
+        (plain(), True),
+        (plain(SEEDED), True),
+        (plain(UNSEEDED), False),
+        (plain(collected=None), False),
+        (plain(output=()), False),
+        (plain(rounds=drafted(4)), True),
+        (plain(rounds=drafted(5)), False),
+        (plain(rounds=drafted(9, Source.LOOKUP)), True),
+        (plain(first_user=HELD_OUT_TEXT), False),
+        # Whatever draft did not draft it, it is a sample of the target.
+        (plain(who=replace(WHO, draft="other")), True),
+        (plain(who=replace(WHO, target="other")), False),
+        (plain(who=replace(WHO, tokenizer="other")), False),
+    ],
+)
+def test_undrafted_texts_count_and_can_be_claimed(made: Generation, counts: bool, log: Generations, runs: Runs) -> None:
+    log.add([made]).result()
+    assert log.counts(WHO) == UntrainedCounts(0, 0, 0, 10 * counts)
+    run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=BARE_DRAFT, limit=9)
+    assert (run is not None) is counts
+    if run is not None:
+        assert log.undrafted_of(run.id) == {made.id} and [g.id for g in log.claimed(run.id)] == [made.id]
+
+
+def test_a_draft_that_proposed_half_of_the_tokens_left_its_cases() -> None:
+    assert [undrafted(plain(rounds=drafted(n))) for n in range(1, 10)] == [True] * 4 + [False] * 5
+
+
+def test_the_rate_is_of_the_newest_texts_that_have_cases(log: Generations, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [
+        plain(rounds=drafted(10), cases=[case(i) for i in range(count)] + [case(9, tie=True)]) for count in (5, 1, 3)
+    ]
+    log.add([*made, plain(rounds=drafted(10)), plain(first_user=HELD_OUT_TEXT, cases=[case(0)])]).result()
+    assert log.counts(WHO).rate is None, "nothing is undrafted"
+    log.add([plain(), plain(cases=[case(7)])]).result()
+    assert log.counts(WHO) == UntrainedCounts(9, 30, 3, 20, rate=9 / 30)
+    monkeypatch.setattr("service.store.generations.RATED", 2)
+    assert log.counts(WHO).rate == 4 / 20
+
+
+def test_expected_cases() -> None:
+    counts = UntrainedCounts(cases=10, tokens=100, generations=5)
+    assert (counts.expected_cases, counts.expected_tokens) == (10, 100)
+    counts = replace(counts, undrafted=200, rate=0.05)
+    assert (counts.expected_cases, counts.expected_tokens) == (20, 300)
+    assert replace(counts, rate=None).expected_cases == float("inf")
+
+
+def test_added_cases_join_those_that_were_logged(log: Generations, runs: Runs) -> None:
+    own = replace(case(2), drafted=77)
+    made, other, unclaimed = plain(cases=[own, case(3, tie=True)]), plain(), plain()
+    log.add([unclaimed, made, other]).result()
+    run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=BARE_DRAFT, limit=2)
+    assert run is not None and run.cases == 2
+    added = [case(0), case(2), case(3), case(7, tie=True)]
+    runs.add_cases(run.id, run.fencing, {made.id: added, "gone": [case(1)], unclaimed.id: [case(1)]})
+    (found,) = log.by_ids([made.id])
+    expected = (case(0), own, case(3, tie=True), case(7, tie=True))
+    assert found == replace(made, cases=expected), "rounds and everything else are unchanged"
+    assert runs.get(run.id).cases == 4, "near-ties too, and none twice"
+    assert log.counts_of(run.id) == UntrainedCounts(2, 10, 1, 10) and log.undrafted_of(run.id) == {other.id}
+    # Once. And none is an answer too.
+    runs.add_cases(run.id, run.fencing, {made.id: [case(5)], other.id: []})
+    assert log.counts_of(run.id) == UntrainedCounts(2, 10, 1) and log.undrafted_of(run.id) == set()
+    assert runs.get(run.id).cases == 4 and not log.by_ids([unclaimed.id])[0].cases
+
+
+def test_only_the_run_itself_adds_cases(log: Generations, runs: Runs) -> None:
+    made = plain()
+    log.add([made]).result()
+    run = claim(runs)
+    with pytest.raises(IllegalMove):
+        runs.add_cases(run.id, run.fencing + 1, {made.id: [case(0)]})
+    runs.move(run.id, run.fencing, RunState.CRASHED)
+    with pytest.raises(IllegalMove):
+        runs.add_cases(run.id, run.fencing, {made.id: [case(0)]})
+    assert log.counts(WHO).undrafted == 10
+
+
+def test_texts_that_are_given_back_are_claimed_again_only_with_cases(log: Generations, runs: Runs) -> None:
+    made, empty = plain(), plain()
+    log.add([made, empty]).result()
+    run = claim(runs)
+    runs.add_cases(run.id, run.fencing, {made.id: [case(0), case(1, tie=True)], empty.id: []})
+    runs.move(run.id, run.fencing, RunState.TRAINING)
+    ended = runs.move(run.id, run.fencing, RunState.FAILED, error="too few", give_back=True)
+    assert (ended.state, ended.error) == (RunState.FAILED, "too few") and runs.texts(run.id) == 0
+    assert log.counts(WHO) == UntrainedCounts(1, 10, 1)
+    assert [g.id for g in log.claimed(claim(runs).id)] == [made.id]
+
+
+def test_a_run_that_gave_its_texts_back_answered_no_drift(log: Generations, runs: Runs) -> None:
+    for give_back in (True, False):
+        log.add([plain()]).result()
+        run = runs.claim(trigger=Trigger.DRIFT, who=WHO, parent=BARE_DRAFT, limit=9)
+        assert run is not None
+        runs.move(run.id, run.fencing, RunState.FAILED, give_back=give_back)
+        assert (runs.drift_answered(WHO.draft) is None) is give_back
+
+
+def test_a_crash_frees_them_and_what_a_run_had_it_keeps(log: Generations, runs: Runs) -> None:
+    made = plain()
+    log.add([made]).result()
+    run = claim(runs)
+    assert log.counts(WHO).undrafted == 0
+    runs.move(run.id, run.fencing, RunState.CRASHED)
+    assert log.counts(WHO).undrafted == 10
+    run = claim(runs)
+    runs.move(run.id, run.fencing, RunState.FAILED)
+    assert log.counts(WHO) == UntrainedCounts(0, 0, 0)
+    log.add([replace(made, id="copy", rounds=drafted(10), cases=(case(0),))]).result()
+    assert not log.by_ids([made.id])[0].cases, "a copy adds none to what a run has had"
+    other = replace(WHO, draft="other")
+    assert log.counts(other).undrafted == 10, "another draft has not had it"
+
+
+def test_quarantined_texts_do_not_come_back(database: Database, log: Generations, runs: Runs) -> None:
+    made = plain()
+    log.add([made]).result()
+    adapters = Adapters(database)
+    ref = promote(runs, adapters, claim(runs))
+    adapters.take_back(ref.id, BARE_DRAFT, WON)
+    log.add([replace(made, id="copy", rounds=drafted(10), cases=(case(0),))]).result()
+    for who in (WHO, replace(WHO, draft="other")):
+        assert log.counts(who) == UntrainedCounts(0, 0, 0)
+    assert not log.by_ids([made.id])[0].cases
+
+
+def test_they_are_not_replayed_as_texts_without_failures(database: Database, log: Generations, runs: Runs) -> None:
+    """A text that was logged between two runs and left no case is offered to the reservoirs; of these nobody knows."""
+    parked, well, failed = plain(), plain(rounds=drafted(10)), plain(rounds=drafted(10), cases=[case(1)])
+    log.add([parked, well, failed]).result()
+    run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=BARE_DRAFT, limit=1)
+    assert run is not None
+    replay = Replay(database)
+    replay.remember(run.id, 8, seed=0)
+    assert {g.id for g in replay.sample(WHO, 9, 0)} == {well.id, failed.id}
+
+
+def test_they_outlive_the_process(template: Path, tmp_path: Path) -> None:
+    url, made = copy_of(template, tmp_path / "redraft.db"), plain()
+    first = Database(url)
+    Generations(first).add([made]).result()
+    first.close()
+    second = Database(url)
+    assert Generations(second).counts(WHO).undrafted == 10
+    second.close()
