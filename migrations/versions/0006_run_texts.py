@@ -42,6 +42,10 @@ def upgrade() -> None:
         " FROM failure_cases c WHERE c.seq = generations.seq AND c.quarantined)"
         " WHERE EXISTS (SELECT 1 FROM failure_cases c WHERE c.seq = generations.seq AND c.quarantined)"
     )
+    # Runs could offer texts for replay and crash then; those that were put aside for it stayed there.
+    op.execute(
+        "DELETE FROM replay_buffer WHERE seq IN (SELECT seq FROM generations WHERE quarantined_run IS NOT NULL)"
+    )
     op.drop_index(op.f("ix_generations_target_tokenizer_split_seq"), table_name="generations")
     op.create_index(
         "ix_generations_open",
