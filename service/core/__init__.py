@@ -22,6 +22,7 @@ from service.core.errors import (
 from service.core.generation import (
     TOP_TARGETS,
     AcceptRule,
+    AnswerGrammar,
     Constraint,
     Delta,
     Event,
@@ -85,6 +86,7 @@ __all__ = [
     "AdapterRef",
     "AdapterRefused",
     "AdapterState",
+    "AnswerGrammar",
     "AnswerReader",
     "BadRequest",
     "Conflict",

@@ -75,12 +75,23 @@ class Grammar:
     field: str
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerGrammar:
+    """What an answer had to follow, as it is stored. text: as llguidance takes it. closing: tokens that end the reasoning
+    before it, which is free; empty: there is none. opening: the token that begins the reasoning, where the model may do
+    without."""
+
+    text: str
+    opening: int | None = None
+    closing: tuple[int, ...] = ()
+
+
 class Constraint(Protocol):
     """Which tokens an answer may have, as it grows. Not thread-safe."""
 
     @property
-    def grammar(self) -> str:
-        """The grammar, as text."""
+    def grammar(self) -> AnswerGrammar:
+        """What the answer has to follow."""
         ...
 
     @property
@@ -211,7 +222,8 @@ class Generation:
     """A finished request, as the recorder gets it.
 
     logprobs: target log-probability of each output token at T = 1. sampled_logprobs: the same after the sampling transform
-    (0.0 when greedy). Both have one entry per output token. targets: None when not collected.
+    (0.0 when greedy). Both have one entry per output token. targets: None when not collected. grammar: what the answer had to
+    follow; all probabilities are over the tokens that it allowed.
     """
 
     id: str
@@ -225,6 +237,7 @@ class Generation:
     targets: Targets | None
     provenance: Provenance
     created_at: datetime
+    grammar: AnswerGrammar | None = None
 
 
 @dataclass(frozen=True, slots=True)

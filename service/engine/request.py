@@ -258,6 +258,7 @@ class Request:
             ),
             provenance=provenance,
             created_at=datetime.now(UTC),
+            grammar=None if self.prompt.constraint is None else self.prompt.constraint.grammar,
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core import TOP_TARGETS, Generation, Targets
+from service.learning.masks import NO_MASKS, AnswerMasks, Masks, stacked
 
 WINDOWS = 2
 """Windows a run learns from for each of its texts, on average, at most: long texts may cost so many times what cutting each of
@@ -27,7 +28,7 @@ class Example:
 
     tokens: (length,) what is fed: of the prompt and all output tokens but the last, those in the window. ids, logprobs:
     (n, top), tail: (n,), the target's distribution, normalised; the target saw the whole text. weight: (n,). before: the
-    tokens of the text that come before the window.
+    tokens of the text that come before the window. masks: of the n positions, where the answer had to follow a grammar.
     """
 
     tokens: Ints
@@ -37,6 +38,7 @@ class Example:
     tail: Floats
     weight: Floats
     before: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    masks: AnswerMasks | None = None
 
     @property
     def positions(self) -> int:
@@ -60,7 +62,8 @@ class Batch:
 
     tokens: (B, L) int32. at: (N,) index into the B x L hidden states that predict. ids, logprobs: (N, top). tail,
     weight: (N,). count: tokens fed, without padding. texts: (B, M) int32, each text from its first token to the end of its
-    window, and offsets: (B,) where the windows begin; None where all begin with the text.
+    window, and offsets: (B,) where the windows begin; None where all begin with the text. masks: (U, W) uint32, see
+    AnswerMasks, and mask: (N,) which of them holds at a position; None where no answer had to follow a grammar.
     """
 
     tokens: mx.array
@@ -72,6 +75,8 @@ class Batch:
     count: int
     texts: mx.array | None = None
     offsets: mx.array | None = None
+    masks: mx.array | None = None
+    mask: mx.array | None = None
 
 
 def unpack(targets: Targets) -> tuple[Ints, Floats, Floats]:
@@ -87,7 +92,13 @@ def unpack(targets: Targets) -> tuple[Ints, Floats, Floats]:
 
 
 def build(
-    generations: Sequence[Generation], *, max_length: int, reject_weight: float, vocabulary: int, seed: int = 0
+    generations: Sequence[Generation],
+    *,
+    max_length: int,
+    reject_weight: float,
+    vocabulary: int,
+    masks: Masks = NO_MASKS,
+    seed: int = 0,
 ) -> Dataset:
     """Examples of at most `max_length` prompt and output tokens. A longer text becomes several windows, which together learn
     every output token once (see `windows`). Where there are more than WINDOWS for each text, every text keeps its first and
@@ -95,12 +106,15 @@ def build(
 
     First rejections that are no near-ties weigh `reject_weight`. vocabulary: the draft's logits' width. Generations
     that have no target distribution, or a damaged one, or not a single output token to learn from, are skipped and
-    counted.
+    counted; so are answers that had to follow a grammar and have no masks.
     """
     cut: list[list[Example]] = []
     skipped: dict[str, int] = {}
     for generation in generations:
-        made = _examples(generation, max_length, reject_weight, vocabulary)
+        if generation.grammar is not None and generation.id not in masks:
+            made = "masks not known"
+        else:
+            made = _examples(generation, masks.get(generation.id), max_length, reject_weight, vocabulary)
         if isinstance(made, str):
             skipped[made] = skipped.get(made, 0) + 1
         else:
@@ -132,7 +146,9 @@ def windows(prompt: int, length: int, size: int) -> list[tuple[int, int, int]]:
     return found
 
 
-def _examples(generation: Generation, max_length: int, reject_weight: float, vocabulary: int) -> list[Example] | str:
+def _examples(
+    generation: Generation, masks: AnswerMasks | None, max_length: int, reject_weight: float, vocabulary: int
+) -> list[Example] | str:
     prompt, output, targets = generation.prompt.tokens, generation.output, generation.targets
     if not prompt or not output:
         return "no response token"
@@ -163,6 +179,7 @@ def _examples(generation: Generation, max_length: int, reject_weight: float, voc
                 tail[here],
                 weight[here],
                 tokens[:start],
+                None if masks is None else masks.part(here),
             )
         )
     return found
@@ -210,9 +227,16 @@ def collate(examples: Sequence[Example]) -> Batch:
         for row, end, example in zip(whole, ends, examples, strict=True):
             row[:end] = [*example.before, *example.tokens]
         texts, offsets = mx.array(whole), mx.array([len(example.before) for example in examples])
+    masks = mask = None
+    if (held := stacked([e.masks for e in examples])) is not None:
+        masks = mx.array(held[0])
+        which = [np.broadcast_to(each, e.positions) for each, e in zip(held[1], examples, strict=True)]
+        mask = mx.array(np.pad(np.concatenate(which).astype(np.int32), (0, spare)))
     return Batch(
         texts=texts,
         offsets=offsets,
+        masks=masks,
+        mask=mask,
         tokens=mx.array(tokens),
         at=mx.array(np.pad(at, (0, spare))),
         ids=mx.array(np.concatenate([*(e.ids for e in examples), ids])),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from service.engine.sampling import fit
 from service.learning.dataset import padded
+from service.learning.masks import AnswerMasks, allowed, stacked
 from service.learning.steps import states
 from service.models.heads import full_head, split, token_limit
 
@@ -41,16 +42,18 @@ def response_logits(
     vocabulary: int,
     between: Callable[[], object] = lambda: None,
     depth: int = 1,
+    masks: Sequence[AnswerMasks | None] | None = None,
 ) -> Iterator[Span]:
     """Walk (prompt, output) pairs, prompts not empty, by length. vocabulary: the target's width, to which the logits are cut
     or extended by -inf, as when the engine drafts. `between` is called before every model call. depth: steps of a round to
-    tell apart (see `steps.depths`).
+    tell apart (see `steps.depths`). masks: of each text, whose logits are -inf where a token is not allowed; None: none has
+    any.
 
     A model whose head is cut proposes the ids it keeps and those its text has shown before the position, as when it serves;
     all others are -inf. (What it cannot propose is never drafted, so what a round of its own shows is no more than this.)
     """
     with full_head(model) as keeps:
-        yield from _walk(model, texts, vocabulary, keeps, between, depth)
+        yield from _walk(model, texts, vocabulary, keeps, between, depth, masks or [None] * len(texts))
 
 
 def _walk(
@@ -60,6 +63,7 @@ def _walk(
     keeps: NDArray[np.bool_] | None,
     between: Callable[[], object],
     depth: int,
+    masks: Sequence[AnswerMasks | None],
 ) -> Iterator[Span]:
     parts, limit = split(model), token_limit(model)
     order = sorted((i for i, (_, output) in enumerate(texts) if output), key=lambda i: _fed(texts[i]))
@@ -76,35 +80,45 @@ def _walk(
         at = mx.array([row * length + len(texts[i][0]) - 1 + j for row, i, j in where])
         found = [each[at] for each in states(model, parts, mx.array(tokens), depth)]
         mx.eval(found)
+        held = stacked([masks[i] for i in group])
         for start in range(0, len(where), POSITIONS):
             chosen = slice(start, start + POSITIONS)
             text, position = [i for _, i, _ in where[chosen]], [j for _, _, j in where[chosen]]
             barred = None
             if keeps is not None:
-                allowed = _allowed(texts, text, position, keeps)
-                barred = mx.array(np.where(allowed, 0.0, -np.inf).astype(np.float32))
+                proposable = _proposable(texts, text, position, keeps)
+                barred = mx.array(np.where(proposable, 0.0, -np.inf).astype(np.float32))
+            legal = None
+            if held is not None:
+                words, at_position = held
+                rows = [at_position[row] for row, _, _ in where[chosen]]
+                which = [each if isinstance(each, int) else each[j] for each, j in zip(rows, position, strict=True)]
+                legal = allowed(mx.array(words[which]), vocabulary)
             for step, each in enumerate(found):
                 logits = each[chosen] if parts is None else parts[1](each[chosen])
                 logits = logits.astype(mx.float32)
-                yield Span(text, position, fit(logits if barred is None else logits + barred, vocabulary), step)
+                logits = fit(logits if barred is None else logits + barred, vocabulary)
+                if legal is not None:
+                    logits = mx.where(legal, logits, -float("inf"))
+                yield Span(text, position, logits, step)
 
 
-def _allowed(
+def _proposable(
     texts: Sequence[tuple[Tokens, Tokens]], text: Sequence[int], position: Sequence[int], keeps: NDArray[np.bool_]
 ) -> NDArray[np.bool_]:
     """(positions, width) what may be proposed there: positions follow one another within a text."""
-    allowed = np.empty((len(text), len(keeps)), dtype=np.bool_)
+    found = np.empty((len(text), len(keeps)), dtype=np.bool_)
     for row, (i, j) in enumerate(zip(text, position, strict=True)):
         prompt, output = texts[i]
         if row and text[row - 1] == i:
-            allowed[row] = allowed[row - 1]
+            found[row] = found[row - 1]
             shown = [output[j - 1]]
         else:
-            allowed[row] = keeps
+            found[row] = keeps
             shown = [*prompt, *output[:j]]
         # A wider target's ids may lie beyond the draft's head.
-        allowed[row, [token for token in shown if token < len(keeps)]] = True
-    return allowed
+        found[row, [token for token in shown if token < len(keeps)]] = True
+    return found
 
 
 def _fed(text: tuple[Tokens, Tokens]) -> int:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Sequence, Set
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import cache, partial
 from pathlib import Path
 
 import mlx.core as mx
@@ -27,7 +28,16 @@ from service.learning.buffer import GeneralSet, lesson
 from service.learning.channel import Channel
 from service.learning.dataset import Dataset, Example, build, padded
 from service.learning.fitting import fit
-from service.learning.loading import kept, load_draft, load_target, shared_width, target_width, training_bytes
+from service.learning.loading import (
+    kept,
+    load_draft,
+    load_grammars,
+    load_target,
+    shared_width,
+    target_width,
+    training_bytes,
+)
+from service.learning.masks import answer_masks, usable
 from service.learning.rescore import TargetCache, with_targets
 from service.learning.rounds import logged
 from service.learning.scoring import held_out, score
@@ -80,6 +90,7 @@ class _Training:
         """What is learnt from."""
         self.kept: list[int] | None = None
         """What the candidate may propose; None: everything."""
+        self.grammars = cache(partial(load_grammars, job))
 
     def run(self) -> None:
         job = self.job
@@ -131,10 +142,12 @@ class _Training:
         ids, window = {generation.id for generation in chosen}, {generation.id for generation in earlier}
         replayed = ids - window - {generation.id for generation in fresh}
         self.channel.send("texts", {"window": sorted(ids & window), "replay": sorted(replayed)})
+        masks = answer_masks(chosen, self.grammars)
         scored = with_targets(
             chosen,
             cache=TargetCache(job.cache, who.target),
             load_target=lambda: load_target(job),
+            masks=masks,
             between=self.channel.hold,
         )
         # Prompts too: answers take up their words.
@@ -144,6 +157,7 @@ class _Training:
             max_length=job.training.max_length,
             reject_weight=job.training.reject_weight,
             vocabulary=shared_width(job),
+            masks=masks,
             seed=job.run,
         )
         log.info(
@@ -171,14 +185,16 @@ class _Training:
         complete: dict[str, Generation] = {}
         for start in range(0, len(waiting), PIECE):
             some = waiting[start : start + PIECE]
-            usable = [g for g in some if g.prompt.tokens and g.targets and g.targets.positions == len(g.output)]
+            masks = answer_masks(some, self.grammars)
+            whole = [g for g in some if g.prompt.tokens and g.targets and g.targets.positions == len(g.output)]
             drafted = logged(
                 model,
-                usable,
+                usable(whole, masks),
                 k=job.k,
                 adapter=job.parent_id,
                 vocabulary=width,
                 tie_margin=job.tie_margin,
+                masks=masks,
                 between=self.channel.hold,
             )
             cases: dict[str, list[dict[str, object]]] = {generation.id: [] for generation in some}
@@ -229,7 +245,9 @@ class _Training:
 
     def _score(self, draft: Loaded) -> None:
         job = self.job
-        logged = held_out(Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run)
+        drawn = held_out(Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run)
+        masks = answer_masks(drawn, self.grammars)
+        logged = usable(drawn, masks)
         golden = self.general.generations(job.provenance, golden=True)[: job.gate.max_prompts] if self.general else []
         width = target_width(job)
         models: dict[str, nn.Module] = {}
@@ -239,7 +257,9 @@ class _Training:
         def scored(name: str, ids: list[int] | None) -> None:
             models[name] = as_served(draft.model, ids)
             for found, texts in ((scores, logged), (guard, golden)):
-                found[name] = score(models[name], texts, k=job.k, vocabulary=width, between=self.channel.hold)
+                found[name] = score(
+                    models[name], texts, k=job.k, vocabulary=width, masks=masks, between=self.channel.hold
+                )
 
         scored(CANDIDATE, self.kept)
         lora.detach(draft.model)
@@ -254,7 +274,8 @@ class _Training:
 def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
     """A `score` job."""
     found = Generations(database).by_ids(job.generations)
-    usable = [generation for generation in found if generation.output and generation.prompt.tokens]
+    masks = answer_masks(found, cache(partial(load_grammars, job)))
+    texts = usable([generation for generation in found if generation.output and generation.prompt.tokens], masks)
     draft = load_draft(job)
     scores: dict[str, list[Score]] = {}
     models: dict[str, nn.Module] = {}
@@ -262,7 +283,9 @@ def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
         if folder is not None:
             lora.attach(draft.model, folder, job.provenance.draft)
         models[name] = as_served(draft.model, kept(job, folder))
-        scores[name] = score(models[name], usable, k=job.k, vocabulary=target_width(job), between=channel.hold)
+        scores[name] = score(
+            models[name], texts, k=job.k, vocabulary=target_width(job), masks=masks, between=channel.hold
+        )
         lora.detach(draft.model)
     channel.hold()
     channel.send("scores", {"scores": _plain(scores), "steps": step_ratios(models)})

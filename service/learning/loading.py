@@ -8,12 +8,14 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.utils import load_config, load_tokenizer
 
 from service.core import TrainingFailed
 from service.learning import budget
 from service.learning.spec import JobSpec
 from service.learning.steps import LEARNT_STEPS
 from service.models import eagle, vocabulary
+from service.models.grammar import Grammars
 from service.models.pair import Loaded, load_model
 from service.models.weights import bytes_in_memory
 
@@ -41,6 +43,12 @@ def load_target(job: JobSpec) -> tuple[nn.Module, int]:
     if target.fingerprint != job.provenance.target:
         raise TrainingFailed(f"the target in {job.target.name} is not the one that serves: its files changed")
     return target.model, target_width(job)
+
+
+def load_grammars(job: JobSpec) -> Grammars:
+    """What compiles grammars for the target, as the server does."""
+    tokenizer = load_tokenizer(job.target, eos_token_ids=load_config(job.target).get("eos_token_id"))
+    return Grammars(tokenizer, target_width(job), tokenizer.eos_token_ids)
 
 
 def training_bytes(target: Path, draft: Path, *, rows: int, length: int) -> int:

@@ -11,7 +11,8 @@ import mlx.nn as nn
 from mlx.nn.utils import checkpoint
 
 from service.learning.dataset import Batch
-from service.learning.objectives import LEARNT, Objective, each, forward_kl
+from service.learning.masks import allowed
+from service.learning.objectives import LEARNT, NEVER, Objective, each, forward_kl
 from service.learning.steps import learnt, window_states
 from service.models.heads import split
 
@@ -90,5 +91,12 @@ class TargetDivergence:
 
     def _each(self, states: mx.array, batch: Batch, chosen: slice) -> mx.array:
         logits = states if self.parts is None else self.parts[1](states)
+        if batch.masks is not None and batch.mask is not None:
+            legal = allowed(batch.masks[batch.mask[chosen]], logits.shape[-1])
+            logits = mx.where(legal, logits.astype(mx.float32), _NOTHING)
         logp = mx.concatenate([batch.logprobs[chosen], batch.tail[chosen][:, None]], axis=-1)
-        return each(self.objective, logp, buckets(logits, batch.ids[chosen]))
+        logq = buckets(logits, batch.ids[chosen])
+        if batch.masks is not None:
+            # The tail of a few allowed tokens is stored as nearly empty, not as empty.
+            logq = mx.maximum(logq, NEVER)
+        return each(self.objective, logp, logq)

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import mlx.core as mx
 
-_NEVER = -60.0
+NEVER = -60.0
 """A log-probability that stands for none: finite, so that differences and their gradients are."""
 _RARE = math.log(1e-8)
 """Least log-probability of the target that reverse KL divides by: a bucket that was stored as empty is only nearly so."""
@@ -47,7 +47,7 @@ def each(objective: Objective, logp: mx.array, logq: mx.array) -> mx.array:
         case Objective.TV:
             return 1.0 - _overlap(logp, logq)
         case Objective.JSD:
-            logp, logq = mx.maximum(logp, _NEVER), mx.maximum(logq, _NEVER)
+            logp, logq = mx.maximum(logp, NEVER), mx.maximum(logq, NEVER)
             middle = mx.logaddexp(logp, logq) - math.log(2.0)
             return 0.5 * (forward_kl(logp, middle) + forward_kl(logq, middle))
         case Objective.LK:

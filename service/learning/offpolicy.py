@@ -24,6 +24,7 @@ from service.core import AcceptRule, Generation, Sampling
 from service.engine.sampling import SamplingBatch, choose, shared_noise, transform
 from service.learning.dataset import unpack
 from service.learning.forced import Span, response_logits
+from service.learning.masks import NO_MASKS, Masks
 from service.learning.steps import UNROLLED, depths
 
 Doubles = NDArray[np.float64]
@@ -99,12 +100,14 @@ def acceptance(
     *,
     vocabulary: int,
     k: int = UNROLLED,
+    masks: Masks = NO_MASKS,
     between: Callable[[], object] = lambda: None,
 ) -> list[Acceptance]:
     """a_t of every output token at every depth of rounds of `k` tokens, from one teacher-forced pass of the draft.
 
     Greedy rows by argmax; seeded rows by the draft's choice under the same Gumbel noise; unseeded rows from the
-    target's stored log-probability after the sampling transform. vocabulary: width of the logits the pair shares.
+    target's stored log-probability after the sampling transform. vocabulary: width of the logits the pair shares. masks: of
+    answers that had to follow a grammar, under which the draft proposes.
     between: called before every model call.
     """
     depth = depths(model, k)
@@ -117,7 +120,8 @@ def acceptance(
     for members in kinds.values():
         alike = [generations[index] for index in members]
         texts = [(generation.prompt.tokens, generation.output) for generation in alike]
-        for span in response_logits(model, texts, vocabulary=vocabulary, between=between, depth=depth):
+        held = [masks.get(generation.id) for generation in alike]
+        for span in response_logits(model, texts, vocabulary=vocabulary, between=between, depth=depth, masks=held):
             kept, argmax = _span(span, alike)
             for text, position, a, same in zip(span.text, span.position, kept, argmax, strict=True):
                 rates[members[text]][span.depth, position] = a

@@ -17,6 +17,8 @@ import numpy as np
 from service.core import Generation, Targets
 from service.engine.top_logprobs import pack, tail_mass, top_logits
 from service.learning.forced import response_logits
+from service.learning.masks import NO_MASKS, Masks, usable
+from service.store.rows import grammar_hash
 
 
 class TargetCache:
@@ -47,7 +49,7 @@ class TargetCache:
         os.replace(file.name, self._file(generation))
 
     def _file(self, generation: Generation) -> Path:
-        digest = hashlib.sha256()
+        digest = hashlib.sha256((grammar_hash(generation) or "").encode())
         for part in (generation.prompt.tokens, generation.output):
             digest.update(len(part).to_bytes(8, "little") + np.array(part, dtype="<u4").tobytes())
         return self.folder / f"{digest.hexdigest()}.npz"
@@ -58,15 +60,18 @@ def with_targets(
     *,
     cache: TargetCache,
     load_target: Callable[[], tuple[nn.Module, int]],
+    masks: Masks = NO_MASKS,
     between: Callable[[], object] = lambda: None,
 ) -> list[Generation]:
     """The same generations, each with targets. The target (a model and the width its logits are cut to) is loaded only
-    when the cache lacks some. Generations without prompt or output stay as they are."""
+    when the cache lacks some. masks: of answers that had to follow a grammar. Generations without prompt or output, and those
+    whose masks are not known, stay as they are."""
     done = [g if g.targets is not None else replace(g, targets=cache.load(g)) for g in generations]
-    missing = [i for i, g in enumerate(done) if g.targets is None and g.prompt.tokens and g.output]
+    able = {generation.id for generation in usable(generations, masks)}
+    missing = [i for i, g in enumerate(done) if g.targets is None and g.prompt.tokens and g.output and g.id in able]
     if missing:
         model, vocabulary = load_target()
-        found = rescore(model, [done[i] for i in missing], vocabulary=vocabulary, between=between)
+        found = rescore(model, [done[i] for i in missing], vocabulary=vocabulary, masks=masks, between=between)
         for i, targets in zip(missing, found, strict=True):
             cache.store(done[i], targets)
             done[i] = replace(done[i], targets=targets)
@@ -78,12 +83,15 @@ def rescore(
     generations: Sequence[Generation],
     *,
     vocabulary: int,
+    masks: Masks = NO_MASKS,
     between: Callable[[], object] = lambda: None,
 ) -> list[Targets]:
-    """Top 32 log-probabilities and tail mass at T = 1 of every output position, in one teacher-forced pass."""
+    """Top 32 log-probabilities and tail mass at T = 1 of every output position, in one teacher-forced pass; over what its masks
+    allow where an answer had to follow a grammar."""
     texts = [(generation.prompt.tokens, generation.output) for generation in generations]
     parts: list[list[tuple[np.ndarray, np.ndarray, np.ndarray]]] = [[] for _ in texts]
-    for span in response_logits(model, texts, vocabulary=vocabulary, between=between):
+    held = [masks.get(generation.id) for generation in generations]
+    for span in response_logits(model, texts, vocabulary=vocabulary, between=between, masks=held):
         ids, values = top_logits(span.logits)
         logprobs = values - mx.logsumexp(span.logits, axis=-1, keepdims=True)
         tail = tail_mass(logprobs)

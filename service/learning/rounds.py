@@ -18,6 +18,7 @@ from service.core import AcceptRule, FailureCase, Generation, Round
 from service.engine.sampling import SamplingBatch, choose, shared_noise, transform
 from service.learning.dataset import unpack
 from service.learning.forced import Span, response_logits
+from service.learning.masks import NO_MASKS, Masks
 from service.learning.steps import depths
 
 
@@ -55,12 +56,13 @@ def logged(
     adapter: int,
     vocabulary: int,
     tie_margin: float = 1e-3,
+    masks: Masks = NO_MASKS,
     between: Callable[[], object] = lambda: None,
 ) -> list[Drafted]:
     """Greedy and seeded generations with targets, as they would be had `model` drafted `k` tokens a round.
 
-    A case's p is 0 where its token is not among the target's stored ones. Raises ValueError for a generation that is sampled
-    without a seed or has no targets.
+    masks: of answers that had to follow a grammar, under which the draft proposes. A case's p is 0 where its token is not among
+    the target's stored ones. Raises ValueError for a generation that is sampled without a seed or has no targets.
     """
     if any(g.prompt.sampling.rule is not AcceptRule.MATCH or g.targets is None for g in generations):
         raise ValueError("only greedy and seeded generations with targets have one course of rounds")
@@ -71,7 +73,8 @@ def logged(
         # Apart: noise over the vocabulary costs more than the rest.
         members = [i for i, g in enumerate(generations) if g.prompt.sampling.greedy is greedy]
         texts = [(generations[i].prompt.tokens, generations[i].output) for i in members]
-        for span in response_logits(model, texts, vocabulary=vocabulary, between=between, depth=depth):
+        held = [masks.get(generations[i].id) for i in members]
+        for span in response_logits(model, texts, vocabulary=vocabulary, between=between, depth=depth, masks=held):
             chosen, q = _choice(span, [generations[members[text]] for text in span.text])
             for text, at, token, mass in zip(span.text, span.position, chosen, q, strict=True):
                 guesses[members[text]][span.depth, at], sure[members[text]][span.depth, at] = token, mass
@@ -79,13 +82,14 @@ def logged(
 
 
 def _choice(span: Span, owners: Sequence[Generation]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """What the draft would have proposed at every position of a span, and its probability at T = 1."""
+    """What the draft would have proposed at every position of a span, and its probability at T = 1; 0 where it may propose no
+    token that is allowed."""
     width = span.logits.shape[-1]
     batch = SamplingBatch.of([owner.prompt.sampling for owner in owners], width)
     law = transform(span.logits[:, None], batch)
     chosen = choose(law, shared_noise(batch, span.position, 1, width))
     taken = mx.take_along_axis(span.logits, chosen, axis=-1)[:, 0]
-    q = mx.exp(taken - mx.logsumexp(span.logits, axis=-1))
+    q = mx.where(mx.isfinite(taken), mx.exp(taken - mx.logsumexp(span.logits, axis=-1)), 0.0)
     mx.eval(chosen, q)
     return np.array(chosen[:, 0], dtype=np.int64), np.array(q)
 
@@ -106,6 +110,8 @@ def _told(
         if accepted == drafted or emitted <= accepted:
             continue
         place = min(accepted, len(guess) - 1), at
+        if g.grammar is not None and q[place] == 0.0:
+            continue  # as in the engine: what a grammar forbids was not the target's to reject
         known = np.flatnonzero(ids[at] == guess[place])
         margin = float(logprobs[at, 0] - logprobs[at, 1]) if ids.shape[1] > 1 else float("inf")
         cases.append(

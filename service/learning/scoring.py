@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import mlx.nn as nn
 
 from service.core import Generation, Provenance, Score
+from service.learning.masks import NO_MASKS, Masks
 from service.learning.offpolicy import acceptance, calls_by_length
 from service.store.generations import Generations
 from service.store.sampler import conversation, sample
@@ -28,10 +29,12 @@ def score(
     *,
     k: int,
     vocabulary: int,
+    masks: Masks = NO_MASKS,
     between: Callable[[], object] = lambda: None,
 ) -> list[Score]:
-    """How `model` would have drafted each generation at draft lengths 1 to k."""
-    found = acceptance(model, generations, vocabulary=vocabulary, k=k, between=between)
+    """How `model` would have drafted each generation at draft lengths 1 to k, under its masks where it had to follow a
+    grammar."""
+    found = acceptance(model, generations, vocabulary=vocabulary, k=k, masks=masks, between=between)
     return [
         Score(
             generation=generation.id,

@@ -15,7 +15,7 @@ from llguidance.hf import from_tokenizer
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from transformers import PreTrainedTokenizerFast
 
-from service.core import BadRequest, Grammar, GrammarKind
+from service.core import AnswerGrammar, BadRequest, Grammar, GrammarKind
 
 MAX_CHARS = 2**17
 """Characters of a grammar or schema."""
@@ -111,15 +111,18 @@ class Grammars:
         empty). Raises BadRequest for a grammar that is too large, or cannot be compiled."""
         if len(grammar.source) > MAX_CHARS:
             raise BadRequest(f"it is longer than {MAX_CHARS} characters", field=grammar.field)
-        text = compiled_text(grammar)
+        return self.of_answer(AnswerGrammar(compiled_text(grammar), opening, tuple(closing)), grammar.field)
+
+    def of_answer(self, grammar: AnswerGrammar, field: str = "grammar") -> TokenConstraint:
+        """The same of a grammar as it is stored. Raises BadRequest when it cannot be compiled."""
         with self._lock:
-            tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer(grammar.field)
-            matcher = self._compiled.pop(text, None) or _compile(tokenizer, text, grammar.field)
-            self._compiled[text] = matcher
+            tokenizer = self._tokenizer = self._tokenizer or self._make_tokenizer(field)
+            matcher = self._compiled.pop(grammar.text, None) or _compile(tokenizer, grammar.text, field)
+            self._compiled[grammar.text] = matcher
             if len(self._compiled) > COMPILED:
                 self._compiled.popitem(last=False)
             copy = matcher.deep_copy()
-        return TokenConstraint(tokenizer, copy, text, self._vocabulary, self._eos, opening, tuple(closing))
+        return TokenConstraint(tokenizer, copy, grammar, self._vocabulary, self._eos)
 
     def _make_tokenizer(self, field: str) -> LLTokenizer:
         inner = getattr(self._source, "_tokenizer", None)
@@ -154,28 +157,26 @@ class _Phase(Enum):
 
 
 class TokenConstraint:
-    """core.Constraint by llguidance. opening, closing: see Grammars.constraint."""
+    """core.Constraint by llguidance."""
 
     def __init__(
         self,
         tokenizer: LLTokenizer,
         matcher: LLMatcher,
-        grammar: str,
+        grammar: AnswerGrammar,
         vocabulary: int,
         eos: frozenset[int],
-        opening: int | None,
-        closing: tuple[int, ...],
     ) -> None:
         self.grammar = grammar
         self._tokenizer = tokenizer
         self._matcher = matcher
         self._bytes = -(-vocabulary // 32) * 4
         self._eos = eos
-        self._opening = opening
-        self._closing = closing
+        self._opening = grammar.opening
+        self._closing = grammar.closing
         self._phase = _Phase.GRAMMAR
-        if closing:
-            self._phase = _Phase.REASONING if opening is None else _Phase.START
+        if grammar.closing:
+            self._phase = _Phase.REASONING if grammar.opening is None else _Phase.START
         self._tail: tuple[int, ...] = ()
         """The last tokens of the reasoning, as many as end it."""
         free = bytearray(b"\xff" * self._bytes)
@@ -192,7 +193,7 @@ class TokenConstraint:
         """See core.Constraint."""
         matcher, width = self._matcher.deep_copy(), self._bytes * 8
         matcher.reset()
-        return TokenConstraint(self._tokenizer, matcher, self.grammar, width, self._eos, self._opening, self._closing)
+        return TokenConstraint(self._tokenizer, matcher, self.grammar, width, self._eos)
 
     @property
     def failed(self) -> bool:

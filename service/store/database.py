@@ -30,7 +30,7 @@ from service.store.files import make_private, private_folder
 
 T = TypeVar("T")
 
-REVISION = "0007"
+REVISION = "0008"
 """The newest migration: the revision this code is written for."""
 BUSY_SECONDS = 5.0
 RETRIES = 5

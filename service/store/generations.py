@@ -15,7 +15,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, case, delete, func,
 from service.core import FailureCase, Generation, Provenance, Round
 from service.store.cases import add_cases, undrafted
 from service.store.database import Database
-from service.store.rows import generation_of, rounds_of, target_bytes, text_key, utc, values_of
+from service.store.rows import generation_of, grammar_values, rounds_of, target_bytes, text_key, utc, values_of
 from service.store.run_texts import PAGE, Role, had, learnt, texts_of
 from service.store.sampler import Text, text
 from service.store.tables import (
@@ -28,8 +28,9 @@ from service.store.tables import (
     run_texts,
 )
 
-TRAIN, HELD_OUT, CONSTRAINED = "train", "held_out", "constrained"
-"""Where a generation belongs: learnt from, only measured on, or (answers within a grammar) neither."""
+TRAIN, HELD_OUT = "train", "held_out"
+"""Where a generation belongs: learnt from, or only measured on. Rows of older releases may be "constrained", and neither:
+answers that had to follow a grammar, of which too little is stored."""
 LOOKED_THROUGH = 4
 """Generations looked at for each that is wanted."""
 TURNS = 10
@@ -210,8 +211,8 @@ class Generations:
         ]
 
     def drafting(self, who: Provenance, limit: int, *, above: int = 0, below: int | None = None) -> list[Drafting]:
-        """How the newest `limit` generations with `seq` between the two were drafted, newest first; those of another pair, and
-        those within a grammar, are without rounds."""
+        """How the newest `limit` generations with `seq` between the two were drafted, newest first; those of another pair are
+        without rounds."""
         where = [generations.c.seq > above, *([generations.c.seq < below] if below is not None else [])]
         columns = (generations.c.seq, generations.c.rounds, generations.c.created_at)
         return [
@@ -289,15 +290,23 @@ class Generations:
     ) -> Sequence[Row[Any]]:
         # Whose they are is looked at outside: asked for one pair's newest, SQLite sorts all that this pair ever made, and
         # asked for those after a moment it reads the whole log to find that there are few.
-        whose = (generations.c.target, generations.c.tokenizer, generations.c.draft, generations.c.grammar)
+        whose = (generations.c.target, generations.c.tokenizer, generations.c.draft)
         query = select(*columns, *whose).where(*where).order_by(generations.c.seq.desc()).limit(limit)
         with self._db.read() as connection:
             return connection.execute(query).all()
 
     def _load(self, where: ColumnElement[bool], limit: int | None) -> list[Generation]:
         query = (
-            select(generations, generation_targets.c.top, generation_targets.c.blob)
+            select(
+                generations,
+                generation_targets.c.top,
+                generation_targets.c.blob,
+                grammars.c.text.label("grammar_text"),
+                grammars.c.opening,
+                grammars.c.closing,
+            )
             .join_from(generations, generation_targets, generation_targets.c.seq == generations.c.seq, isouter=True)
+            .join(grammars, grammars.c.hash == generations.c.grammar, isouter=True)
             .where(where)
             .order_by(generations.c.seq.desc())
             .limit(limit)
@@ -328,8 +337,8 @@ def _like(row: Row[Any], who: Provenance) -> bool:
 
 
 def _same(row: Row[Any], who: Provenance) -> bool:
-    """Whether this very pair made it, without a grammar."""
-    return _like(row, who) and row.draft == who.draft and row.grammar is None
+    """Whether this very pair made it."""
+    return _like(row, who) and row.draft == who.draft
 
 
 def _open(who: Provenance) -> ColumnElement[bool]:
@@ -391,12 +400,10 @@ def _insert(connection: Connection, made: Generation) -> bool:
     """A row of its own; always True."""
     values = values_of(made)
     split = split_of(made.prompt.first_user or values["prompt"].hex())
-    if (constraint := made.prompt.constraint) is not None:
-        # Draft and target would have to be seen under its masks to learn from it, or to measure by it.
-        split = CONSTRAINED
+    if (grammar := made.grammar) is not None:
         known = select(grammars.c.hash).where(grammars.c.hash == values["grammar"])
         if connection.execute(known).scalar() is None:
-            connection.execute(insert(grammars).values(hash=values["grammar"], text=constraint.grammar))
+            connection.execute(insert(grammars).values(hash=values["grammar"], **grammar_values(grammar)))
     if split == TRAIN and undrafted(made):
         values["cases"] = None
     row = connection.execute(insert(generations).values(**values, split=split))

@@ -14,6 +14,7 @@ from sqlalchemy import Row
 
 from service.core import (
     BARE_DRAFT,
+    AnswerGrammar,
     FailureCase,
     FinishReason,
     Generation,
@@ -58,9 +59,20 @@ def text_key(made: Generation) -> str:
 
 
 def grammar_hash(made: Generation) -> str | None:
-    """Of the grammar that the answer had to follow."""
-    constraint = made.prompt.constraint
-    return None if constraint is None else hashlib.sha256(constraint.grammar.encode()).hexdigest()
+    """Hex sha256 of the grammar that the answer had to follow: of its text and, where there are any, of the tokens around the
+    reasoning before it."""
+    if (grammar := made.grammar) is None:
+        return None
+    digest = hashlib.sha256(grammar.text.encode())
+    if grammar.closing:
+        digest.update(f"\0{grammar.opening} {grammar.closing}".encode())
+    return digest.hexdigest()
+
+
+def grammar_values(grammar: AnswerGrammar) -> dict[str, Any]:
+    """Columns of a row of grammars, but for its hash."""
+    closing = id_bytes(grammar.closing) if grammar.closing else None
+    return {"text": grammar.text, "opening": grammar.opening, "closing": closing}
 
 
 def values_of(made: Generation) -> dict[str, Any]:
@@ -94,7 +106,7 @@ def values_of(made: Generation) -> dict[str, Any]:
 
 
 def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
-    """From a row of generations joined with generation_targets."""
+    """From a row of generations joined with generation_targets and (as `grammar_text`, `opening`, `closing`) grammars."""
     sampling: dict[str, Any] = json.loads(row.sampling)
     sampling["stop"] = tuple(sampling["stop"])
     prompt = Prompt(
@@ -116,7 +128,14 @@ def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
         targets=None if row.blob is None else _targets(row.top, row.blob),
         provenance=Provenance(row.target, row.tokenizer, row.draft),
         created_at=utc(row.created_at),
+        grammar=_grammar(row),
     )
+
+
+def _grammar(row: Row[Any]) -> AnswerGrammar | None:
+    if row.grammar_text is None:
+        return None
+    return AnswerGrammar(row.grammar_text, row.opening, _ids(row.closing) if row.closing else ())
 
 
 def rounds_of(stored: str) -> tuple[Round, ...]:

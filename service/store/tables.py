@@ -73,8 +73,10 @@ grammars = Table(
     metadata,
     Column("hash", String(64), primary_key=True),
     Column("text", Text, nullable=False),
+    Column("opening", Integer),
+    Column("closing", LargeBinary),
 )
-"""hash: hex sha256 of the text, as llguidance takes it."""
+"""core.AnswerGrammar. hash: rows.grammar_hash. closing: token ids, little-endian uint32; null: none."""
 
 generation_targets = Table(
     "generation_targets",

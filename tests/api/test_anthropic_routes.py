@@ -155,7 +155,7 @@ def test_one_call_at_a_time() -> None:
 def test_what_an_answer_must_be(server: EchoServer, http: httpx.Client, more: dict[str, Any], grammar: str) -> None:
     assert http.post(MESSAGES, json=body("a", **more)).status_code == 200
     constraint = server.engine.tickets[-1].prompt.constraint
-    assert constraint is not None and constraint.grammar == grammar
+    assert constraint is not None and constraint.grammar.text == grammar
 
 
 def test_max_tokens_is_lowered_to_what_the_context_holds(server: EchoServer, http: httpx.Client) -> None:

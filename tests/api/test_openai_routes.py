@@ -353,7 +353,7 @@ def test_what_an_answer_must_be(
     response = http.post(path, json={**asked[path], **more})
     assert response.status_code == 200, response.text
     constraints = [ticket.prompt.constraint for ticket in server.engine.tickets[-2 if path == CHAT else -1 :]]
-    assert [each.grammar for each in constraints if each is not None] == [grammar] * len(constraints)
+    assert [each.grammar.text for each in constraints if each is not None] == [grammar] * len(constraints)
     assert len({id(each) for each in constraints}) == len(constraints)
 
 

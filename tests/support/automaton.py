@@ -11,7 +11,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from service.core import Constraint, Sampling
+from service.core import AnswerGrammar, Constraint, Sampling
 from tests.support.oracle import filtered_logprobs, read, seeded_noise
 from tests.support.typed import as_int
 
@@ -34,8 +34,8 @@ class Automaton:
         self.tokens: list[int] = []
 
     @property
-    def grammar(self) -> str:
-        return f"automaton {self.seed}"
+    def grammar(self) -> AnswerGrammar:
+        return AnswerGrammar(f"automaton {self.seed}")
 
     @property
     def failed(self) -> bool:

@@ -21,6 +21,7 @@ from service.api import Limits, ModelNames, build_api
 from service.core import (
     AdapterRef,
     AdapterState,
+    AnswerGrammar,
     BadRequest,
     Conflict,
     Delta,
@@ -119,8 +120,12 @@ STATES_WITHOUT_TOOLS = TextStateMachine(
 class NamedGrammar:
     """core.Constraint of an engine that masks nothing."""
 
-    grammar: str
+    text: str
     failed: bool = False
+
+    @property
+    def grammar(self) -> AnswerGrammar:
+        return AnswerGrammar(self.text)
 
     def copy(self) -> NamedGrammar:
         return replace(self)

@@ -1,13 +1,13 @@
 """Generations as the log holds them, made by tiny models."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 
 import mlx.nn as nn
 
-from service.core import FailureCase, FinishReason, Generation, Prompt, Provenance, Sampling, Targets
+from service.core import Constraint, FailureCase, FinishReason, Generation, Prompt, Provenance, Sampling, Targets
 from service.learning.rescore import rescore
 from tests.support.batches import decode
 
@@ -68,11 +68,15 @@ def served(
     seed: int = 0,
     vocabulary: int = VOCABULARY,
     max_rows: int = 32,
+    constraint: Callable[[int], Constraint | None] = lambda row: None,
 ) -> list[Generation]:
-    """The generations that the engine logs when it decodes one random prompt for every sampling."""
+    """The generations that the engine logs when it decodes one random prompt for every sampling. constraint: of each."""
     rng = random.Random(seed)
     prompts = [
-        Prompt(tuple(rng.randrange(vocabulary) for _ in range(rng.randint(2, 20))), sampling) for sampling in samplings
+        Prompt(
+            tuple(rng.randrange(vocabulary) for _ in range(rng.randint(2, 20))), sampling, constraint=constraint(row)
+        )
+        for row, sampling in enumerate(samplings)
     ]
     rows = decode(target, draft, prompts, k=k, vocabulary=vocabulary, collect=True, seed=seed, max_rows=max_rows)
     made = [row.generation(WHO) for row in rows]

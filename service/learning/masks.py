@@ -1,0 +1,97 @@
+"""Which tokens grammars allowed at every position of logged answers, made again from what is stored."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Protocol, TypeAlias
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core import AnswerGrammar, BadRequest, Constraint, Generation
+
+log = logging.getLogger(__name__)
+
+Words = NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerMasks:
+    """words: (U, W) distinct masks: bit i of word w is set where token 32 w + i is allowed. at: (tokens,) which of them holds
+    at each output position."""
+
+    words: Words
+    at: NDArray[np.int32]
+
+    def part(self, chosen: slice) -> AnswerMasks:
+        """Those of some output positions."""
+        used, at = np.unique(self.at[chosen], return_inverse=True)
+        return AnswerMasks(self.words[used], at.astype(np.int32))
+
+
+Masks: TypeAlias = Mapping[str, AnswerMasks]
+"""By generation id."""
+NO_MASKS: Masks = MappingProxyType({})
+
+
+class Compiler(Protocol):
+    """What makes a constraint of a grammar as it is stored (models.grammar.Grammars)."""
+
+    def of_answer(self, grammar: AnswerGrammar) -> Constraint:
+        """Raises BadRequest when it cannot be compiled."""
+        ...
+
+
+def answer_masks(generations: Iterable[Generation], grammars: Callable[[], Compiler]) -> dict[str, AnswerMasks]:
+    """The masks of those that had to follow a grammar. grammars: called only where there are any. One whose grammar no longer
+    compiles, or now forbids what was generated, is left out: llguidance has changed since, or the tokens that end an answer
+    have."""
+    found: dict[str, AnswerMasks] = {}
+    for generation in generations:
+        if generation.grammar is None or not generation.output:
+            continue
+        try:
+            masks = grammars().of_answer(generation.grammar).masks(generation.output)[: len(generation.output)]
+        except BadRequest as error:
+            log.warning("generation %s: its grammar no longer compiles: %s", generation.id, error)
+            continue
+        allowed = (mask[token >> 3] >> (token & 7) & 1 for mask, token in zip(masks, generation.output, strict=False))
+        if len(masks) < len(generation.output) or not all(allowed):
+            log.warning("generation %s: its grammar now forbids what was generated", generation.id)
+            continue
+        number = {mask: i for i, mask in enumerate(dict.fromkeys(masks))}
+        words = np.frombuffer(b"".join(number), dtype="<u4").astype(np.uint32).reshape(len(number), -1)
+        found[generation.id] = AnswerMasks(words, np.array([number[mask] for mask in masks], dtype=np.int32))
+    return found
+
+
+def usable(generations: Sequence[Generation], masks: Masks) -> list[Generation]:
+    """Those that are free, or whose masks are known."""
+    return [generation for generation in generations if generation.grammar is None or generation.id in masks]
+
+
+def stacked(masks: Sequence[AnswerMasks | None]) -> tuple[Words, list[NDArray[np.int32] | int]] | None:
+    """The masks of several answers as one list, whose first allows everything, and for each answer which of them hold at its
+    positions (0: the first at all of them). None where no answer has masks."""
+    held = [each for each in masks if each is not None]
+    if not held:
+        return None
+    words, where, count = [np.full((1, held[0].words.shape[1]), 0xFFFFFFFF, dtype=np.uint32)], [], 1
+    for each in masks:
+        where.append(0 if each is None else each.at + count)
+        if each is not None:
+            words.append(each.words)
+            count += len(each.words)
+    return np.concatenate(words), where
+
+
+def allowed(words: mx.array, width: int) -> mx.array:
+    """(N, width) booleans of masks (N, W): whether a token is allowed. Tokens that the masks do not cover are not."""
+    bits = (
+        ((words[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1).astype(mx.bool_).reshape(len(words), -1)[:, :width]
+    )
+    return mx.pad(bits, [(0, 0), (0, width - bits.shape[1])])
