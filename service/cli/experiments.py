@@ -1,4 +1,4 @@
-"""`eval ablate`, `eval stream` and `eval score`: the measurements behind docs/learning.md."""
+"""`eval stream` and `eval score`: the measurements behind docs/learning.md."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from service.cli.console import progress, stages, table, write_json
-from service.cli.evaluate import MaxTokens, Rows, eval_, test_prompts
+from service.cli.evaluate import MaxTokens, Rows, eval_
 from service.cli.models import pair_and_general, pair_folders
 from service.cli.options import Config, Draft, Json, Target, again, settings_from
 from service.core import BARE_DRAFT, BadRequest
@@ -32,60 +32,6 @@ def tell(
 
     table(title, columns, rows)
     publish(Report(name, title, command, columns, rows, {}, {}), json=None, png=None, markdown=markdown)
-
-
-@eval_.command()
-def ablate(
-    context: typer.Context,
-    train: Annotated[Path, typer.Option(help="Prompts to learn from.")],
-    test: Annotated[
-        list[Path], typer.Option(help="Prompts to measure on; repeat for more. FILE:DOMAIN picks one domain.")
-    ],
-    train_limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many to learn from.")] = None,
-    test_limit: Annotated[int | None, typer.Option(min=1, help="Of each test file, only the first so many.")] = None,
-    cases: Annotated[int, typer.Option(min=1, help="Generations to learn from, where that is not what varies.")] = 200,
-    only: Annotated[str | None, typer.Option(help="Only these tables, separated by commas.")] = None,
-    max_tokens: MaxTokens = 128,
-    rows: Rows = 16,
-    config: Config = None,
-    target: Target = None,
-    draft: Draft = None,
-    json: Json = None,
-    markdown: Annotated[Path | None, typer.Option("--markdown", help="Also put the tables into this document.")] = None,
-) -> None:
-    """The training recipe, one thing varied at a time: loss, positions, rank, rate, replay, targets, cases. A row is written as
-    soon as it is there."""
-    from service.evaluation.ablate import run_ablate
-    from service.evaluation.bench import host
-    from service.evaluation.bench.report import Report, publish
-    from service.evaluation.prompts import read_prompts
-
-    settings = settings_from(config, models__target=target, models__draft=draft)
-    models, general = pair_and_general(settings)
-    names = None if only is None else [name.strip() for name in only.split(",")]
-    command = again(context)
-    head = {"command": command, "machine": host.describe(), "training": settings.training.model_dump()}
-    found: dict[str, dict[str, object]] = {}
-    with stages("ablate") as on_step:
-        for outcome in run_ablate(
-            settings,
-            models,
-            general,
-            read_prompts(train, limit=train_limit),
-            test_prompts(test, test_limit),
-            cases=cases,
-            only=names,
-            max_tokens=max_tokens,
-            rows=rows,
-            on_step=on_step,
-        ):
-            name, title = outcome.table.name, f"{outcome.title} of {train.name.removesuffix('.jsonl')}"
-            found[name] = outcome.plain()
-            write_json(json, head | {"tables": found})
-            report = Report(name, title, command, outcome.columns, outcome.cells(), found[name], {})
-            publish(report, json=None, png=None, markdown=markdown)
-            if outcome.complete:
-                table(title, outcome.columns, outcome.cells())
 
 
 @eval_.command()

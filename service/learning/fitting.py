@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import mlx.core as mx
 import mlx.nn as nn
 
 from service.core import Progress
-from service.learning.dataset import Batch, Example, batches
+from service.learning.dataset import Example, batches
 from service.learning.loss import TargetDivergence
 from service.learning.trainer import Optimiser, TrainReport, number, train, update_count
 from service.settings import TrainingSettings
 
 MAX_VALIDATION, VALIDATION_SHARE = 16, 0.05
 """Examples kept aside to see the loss on, between epochs: so many at most, this share of all."""
-
-Loss = Callable[[nn.Module, Batch], mx.array]
 
 
 def fit(
@@ -25,13 +22,12 @@ def fit(
     training: TrainingSettings,
     *,
     seed: int,
-    loss: Loss | None = None,
     on_progress: Callable[[Progress], None] = lambda progress: None,
     hold: Callable[[], float] = lambda: 0.0,
 ) -> TrainReport:
-    """Train a wrapped model in place. loss: what runs minimise, unless said. hold: called before every batch,
-    of training and of validation, to wait in; returns the seconds that are no part of the run. Raises TrainingFailed."""
-    loss = loss or TargetDivergence(model)
+    """Train a wrapped model in place. hold: called before every batch, of training and of validation, to wait in; returns the
+    seconds that are no part of the run. Raises TrainingFailed."""
+    loss = TargetDivergence(model)
     aside = min(MAX_VALIDATION, int(len(examples) * VALIDATION_SHARE))
     # Spread over all, new and replayed ones.
     step = len(examples) // aside if aside else 0

@@ -1,10 +1,15 @@
-"""The loss over a batch: an objective between the target's stored distribution and the draft's, at response positions alone."""
+"""The loss over a batch: a divergence between the target's stored distribution and the draft's, at response positions alone.
+
+Divergences are in nats, (N,), over the target's most likely tokens and one bucket for all others. logp, logq: (N, top + 1)
+log-probabilities of target and draft, the last column the mass outside the top.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
-from typing import cast
+from typing import TypeAlias, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,28 +17,36 @@ from mlx.nn.utils import checkpoint
 
 from service.learning.dataset import Batch
 from service.learning.masks import allowed
-from service.learning.objectives import LEARNT, NEVER, Objective, each, forward_kl
-from service.learning.steps import learnt, window_states
+from service.learning.steps import learnt
 from service.models.heads import split
 
 CHUNK = 512
 """Positions whose logits exist at once: with a wide vocabulary they are most of a step's memory."""
 _NOTHING = -1e30
 """A logit that has no share in any sum, finite so that a vocabulary inside the top leaves no NaN behind."""
+_NEVER = -60.0
+"""A log-probability that stands for none: finite, so that differences and their gradients are."""
+
+Objective: TypeAlias = Callable[[mx.array, mx.array], mx.array]
 
 
-def divergence(logits: mx.array, ids: mx.array, logprobs: mx.array, tail: mx.array) -> mx.array:
-    """KL(p || q) in nats over the stored tokens and one bucket for all others, (N,).
+def forward_kl(logp: mx.array, logq: mx.array) -> mx.array:
+    """Σ p log(p / q), of which a term is 0 where p is. NaN stays NaN: a poisoned target must not pass for an empty one."""
+    none = logp == -float("inf")
+    safe = mx.where(none, 0.0, logp)
+    return mx.where(none, 0.0, mx.exp(safe) * (safe - mx.where(none, 0.0, logq))).sum(axis=-1)
 
-    logits: (N, V) of the draft. ids, logprobs: (N, top) the target's most likely tokens, distinct, and their
-    log-probabilities. tail: (N,) log of its mass outside them, -inf for none. By the log-sum inequality never above the
-    KL over the whole vocabulary, and equal to it when the stored tokens are all there is.
-    """
-    return forward_kl(mx.concatenate([logprobs, tail[:, None]], axis=-1), buckets(logits, ids))
+
+def jensen_shannon(logp: mx.array, logq: mx.array) -> mx.array:
+    """The mean of both's KL from their mean: what a run minimises (docs/learning.md has the tables)."""
+    logp, logq = mx.maximum(logp, _NEVER), mx.maximum(logq, _NEVER)
+    middle = mx.logaddexp(logp, logq) - math.log(2.0)
+    return 0.5 * (forward_kl(logp, middle) + forward_kl(logq, middle))
 
 
 def buckets(logits: mx.array, ids: mx.array) -> mx.array:
-    """The draft's log-probabilities (N, top + 1) of the stored tokens and of all others together.
+    """The draft's log-probabilities (N, top + 1) of the stored tokens and of all others together. logits: (N, V); ids: (N, top),
+    distinct. By the log-sum inequality a KL over these is never above the KL over the whole vocabulary.
 
     Its mass outside the top is a logsumexp over the other logits, not 1 minus the top's, so value and gradient are sound
     however small it is.
@@ -51,7 +64,7 @@ class TargetDivergence:
     The head, most of a small draft's work, runs on response positions only where the model family can be split exactly.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective = LEARNT) -> None:
+    def __init__(self, model: nn.Module, objective: Objective = jensen_shannon) -> None:
         self.parts = split(model)
         self.objective = objective
 
@@ -74,17 +87,6 @@ class TargetDivergence:
                 total = total + again(states[start:stop])
         return total / mx.maximum(batch.weight.sum(), 1e-6)
 
-    def positions(self, model: nn.Module, batch: Batch) -> mx.array:
-        """The objective at each of the batch's positions, (N,), those that fill up among them; not weighted. In a round's first
-        step."""
-        at_first = window_states(model, self.parts, batch, 1)[0][batch.at]
-        found: list[mx.array] = []
-        for start in range(0, batch.at.shape[0], CHUNK):
-            chosen = slice(start, start + CHUNK)
-            found.append(self._each(at_first[chosen], batch, chosen))
-            mx.eval(found[-1])
-        return mx.concatenate(found)
-
     def _total(self, states: mx.array, batch: Batch, start: int, stop: int) -> mx.array:
         chosen = slice(start, stop)
         return (self._each(states, batch, chosen) * batch.weight[chosen]).sum()
@@ -98,5 +100,5 @@ class TargetDivergence:
         logq = buckets(logits, batch.ids[chosen])
         if batch.masks is not None:
             # The tail of a few allowed tokens is stored as nearly empty, not as empty.
-            logq = mx.maximum(logq, NEVER)
-        return each(self.objective, logp, logq)
+            logq = mx.maximum(logq, _NEVER)
+        return self.objective(logp, logq)

@@ -172,21 +172,12 @@ def test_commands(logged_home: Settings, tmp_path: Path) -> None:
     assert json.loads(files[0].read_text())["scores"][0]["adapter"] == 0
 
     options = ["--max-tokens", 6, "--config", toml, "--json", files[0], "--markdown", files[1]]
-    output = typed("eval", "ablate", "--train", a, "--test", b, "--test", a, "--cases", 10, "--only", "rank", *options)
-    assert "Rank, 10 generations of a" in output
-    found = json.loads(files[0].read_text())
-    assert found["command"] == (
-        "redraft eval ablate --train a.jsonl --test b.jsonl --test a.jsonl --cases 10 --only rank --max-tokens 6 "
-        "--config c.toml"
-    )
-    assert [row["name"] for row in found["tables"]["rank"]["rows"]] == ["untrained", "4", "16", "64"]
-    assert found["machine"]["cores"] >= 1
-
     typed("eval", "stream", f"{a}:20", b, a, "--window", 5, "--png", files[2], *options)
     found = json.loads(files[0].read_text())
     assert found["command"].startswith("redraft eval stream a.jsonl:20 b.jsonl a.jsonl --window 5")
     assert [part["requests"] for part in found["parts"]] == [20, 20, 10]
+    assert found["machine"]["cores"] >= 1
     assert files[2].stat().st_size > 5000
     document = files[1].read_text()
-    assert document.count("## ") == 2
+    assert document.count("## ") == 1
     assert not re.search(r"/\w+/", document.replace("tokens/s", ""))

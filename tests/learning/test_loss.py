@@ -7,11 +7,15 @@ import pytest
 
 from service.learning import lora
 from service.learning.dataset import Batch, build, collate
-from service.learning.loss import TargetDivergence, divergence
-from service.learning.objectives import Objective
+from service.learning.loss import Objective, TargetDivergence, buckets, forward_kl, jensen_shannon
 from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
 from tests.support.oracle import tiny_llama
-from tests.support.typed import layers_of, leaves
+from tests.support.typed import as_float, layers_of, leaves
+
+
+def divergence(logits: mx.array, ids: mx.array, logprobs: mx.array, tail: mx.array) -> mx.array:
+    """Forward KL at each position."""
+    return forward_kl(mx.concatenate([logprobs, tail[:, None]], axis=-1), buckets(logits, ids))
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -131,7 +135,7 @@ def naive_loss(model: nn.Module, batch: Batch) -> float:
 
 
 def test_the_loss_is_the_weighted_mean_over_response_positions(model: nn.Module, batch: Batch) -> None:
-    loss = TargetDivergence(model, Objective.KL)
+    loss = TargetDivergence(model, forward_kl)
     assert loss.parts is not None
     assert loss(model, batch).item() == pytest.approx(naive_loss(model, batch), rel=1e-4)
 
@@ -150,7 +154,7 @@ def test_a_model_that_cannot_be_split_gets_the_same_loss(model: nn.Module, batch
             return layers_of(self.inner)
 
     whole = Whole()
-    loss = TargetDivergence(whole, Objective.KL)
+    loss = TargetDivergence(whole, forward_kl)
     assert loss.parts is None
     assert loss(whole, batch).item() == pytest.approx(naive_loss(model, batch), rel=1e-4)
 
@@ -174,7 +178,7 @@ def counted_rows(model: nn.Module) -> list[int]:
 
 def test_the_head_runs_on_response_positions_only(model: nn.Module, batch: Batch) -> None:
     rows = counted_rows(model)
-    loss = TargetDivergence(model, Objective.KL)
+    loss = TargetDivergence(model, forward_kl)
     rows.clear()
     loss(model, batch)
     assert rows == [batch.at.shape[0]]
@@ -185,7 +189,7 @@ def test_logits_of_many_positions_never_exist_at_once(
     model: nn.Module, batch: Batch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = counted_rows(model)
-    loss = TargetDivergence(model, Objective.KL)
+    loss = TargetDivergence(model, forward_kl)
     rows.clear()
     monkeypatch.setattr("service.learning.loss.CHUNK", 17)
     loss(model, batch)
@@ -198,7 +202,7 @@ def test_many_positions_in_chunks_give_the_same_loss_and_gradients(
 ) -> None:
     lora.wrap(model, rank=4, scale=2.0, seed=0)
     model["lm_head"].unfreeze()
-    loss = TargetDivergence(model, Objective.KL)
+    loss = TargetDivergence(model, forward_kl)
     step = nn.value_and_grad(model, loss)
     value, grads = step(model, batch)
     monkeypatch.setattr("service.learning.loss.CHUNK", 17)
@@ -215,8 +219,37 @@ def test_nothing_to_learn_is_zero_and_not_nan(model: nn.Module, batch: Batch) ->
         batch.tokens, batch.at, batch.ids, batch.logprobs, batch.tail, mx.zeros_like(batch.weight), batch.count
     )
     none = Batch(batch.tokens, batch.at[:0], batch.ids[:0], batch.logprobs[:0], batch.tail[:0], batch.weight[:0], 0)
-    loss = TargetDivergence(model, Objective.KL)
+    loss = TargetDivergence(model, forward_kl)
     for nothing in (empty, none):
         value, grads = nn.value_and_grad(model, loss)(model, nothing)
         assert value.item() == 0.0
         assert all(mx.array_equal(gradient, mx.zeros_like(gradient)).item() for _, gradient in leaves(grads))
+
+
+@pytest.mark.parametrize("objective", [forward_kl, jensen_shannon])
+def test_objectives_by_hand(objective: Objective) -> None:
+    p, q = (3 * np.random.default_rng(seed).normal(size=(50, 9)) for seed in (0, 1))
+    p, q = (each - np.log(np.exp(each).sum(axis=-1, keepdims=True)) for each in (p, q))
+    middle = np.logaddexp(p, q) - np.log(2)
+    by_hand = (np.exp(p) * (p - q)).sum(-1)
+    if objective is jensen_shannon:
+        by_hand = ((np.exp(p) * (p - middle)).sum(-1) + (np.exp(q) * (q - middle)).sum(-1)) / 2
+    logp, logq = mx.array(p.astype(np.float32)), mx.array(q.astype(np.float32))
+    assert np.allclose(np.array(objective(logp, logq)), by_hand, rtol=1e-4, atol=1e-5) and (by_hand > 0).all()
+    assert np.allclose(np.array(objective(logp, logp)), 0, atol=1e-5)
+    poisoned = np.array(objective(mx.where(mx.arange(50)[:, None] == 7, float("nan"), logp), logq))
+    assert np.isnan(poisoned[7]) and np.isfinite(np.delete(poisoned, 7)).all()
+
+
+@pytest.mark.parametrize("tail", [-np.inf, np.log(1e-12), np.log(0.3)])
+@pytest.mark.parametrize("width", [8, 40])
+def test_gradients_are_finite_whatever_the_tail(tail: float, width: int) -> None:
+    """Also for a vocabulary inside the top-k, so that the draft has no mass outside it."""
+    ids = mx.array(np.tile(np.arange(8), (4, 1)))
+    top = 3 * np.random.default_rng(2).normal(size=(4, 8))
+    top = top - np.log(np.exp(top).sum(axis=-1, keepdims=True)) + np.log1p(-np.exp(tail))
+    logp = mx.array(np.concatenate([top, np.full((4, 1), tail)], axis=1).astype(np.float32))
+    logits = mx.array(np.random.default_rng(3).normal(size=(4, width)).astype(np.float32) * 20)
+    value, gradient = mx.value_and_grad(lambda z: jensen_shannon(logp, buckets(z, ids)).sum())(logits)
+    assert mx.isfinite(value).item() and mx.isfinite(gradient).all().item()
+    assert as_float(mx.abs(gradient).max()) > 0
