@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from service.core import Provenance
+from service.lifecycle.parts import Rules
 from service.models.catalog import default_draft, general_set, resolve
 from service.settings import Settings, earlier_home
 from service.store.adapters import Adapters
@@ -88,3 +90,27 @@ def resolve_models(settings: Settings, on_step: Callable[[str], None] = log.info
     name = chosen.draft or default_draft(chosen.target)
     draft = resolve(name, settings.home, on_step=on_step) if name and name != "none" else None
     return Folders(target, draft, general_set(chosen.target))
+
+
+def lifecycle_rules(settings: Settings, folders: Folders, who: Provenance) -> Rules:
+    """What the lifecycle goes by: the settings, and what every training child of this pair is told."""
+    spec: dict[str, object] = {
+        "url": settings.database_url,
+        "target": str(folders.target),
+        "draft": str(folders.draft),
+        "out": str(settings.adapters_dir),
+        "general": str(folders.general) if folders.general else None,
+        "cache": str(settings.home / "targets"),
+        "training": settings.training.model_dump(),
+        "gate": settings.gate.model_dump(),
+        "k": settings.engine.num_draft_tokens,
+        "tie_margin": settings.engine.tie_margin,
+        "provenance": asdict(who),
+    }
+    return Rules(
+        training=settings.training,
+        gate=settings.gate,
+        max_generations=settings.store.max_generations,
+        adapters=settings.adapters_dir,
+        spec=spec,
+    )

@@ -12,13 +12,13 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import Limits, ModelNames, build_api, build_startup_api
-from service.app import Folders, open_stores, resolve_models
+from service.app import Folders, lifecycle_rules, open_stores, resolve_models
 from service.blas import set_blas_threads
 from service.core import ModelError, RedraftError, StoreError, Unavailable
 from service.engine import device
@@ -36,7 +36,7 @@ from service.lifecycle.clock import Clock
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.queue_monitor import QueueMonitor
 from service.lifecycle.recorder import Recorder
-from service.lifecycle.supervisor import Rules, Supervisor
+from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
 from service.metrics import Metrics
 from service.models.generation_config import sampling_defaults
@@ -132,7 +132,7 @@ class Application:
                 share=set_blas_threads,
             ),
             events=self.metrics,
-            rules=self._rules(serving),
+            rules=lifecycle_rules(self.settings, serving.folders, serving.pair.provenance),
             who=serving.pair.provenance,
             # Where requests have to wait for a row, serving needs all there is.
             busy=lambda: queue.busy,
@@ -266,29 +266,6 @@ class Application:
         self.stage, started_at = stage, time.perf_counter()
         yield
         log.info("%s took %.1f s", stage, time.perf_counter() - started_at)
-
-    def _rules(self, serving: Serving) -> Rules:
-        settings, folders = self.settings, serving.folders
-        spec: dict[str, object] = {
-            "url": settings.database_url,
-            "target": str(folders.target),
-            "draft": str(folders.draft),
-            "out": str(settings.adapters_dir),
-            "general": str(folders.general) if folders.general else None,
-            "cache": str(settings.home / "targets"),
-            "training": settings.training.model_dump(),
-            "gate": settings.gate.model_dump(),
-            "k": settings.engine.num_draft_tokens,
-            "tie_margin": settings.engine.tie_margin,
-            "provenance": asdict(serving.pair.provenance),
-        }
-        return Rules(
-            training=settings.training,
-            gate=settings.gate,
-            max_generations=settings.store.max_generations,
-            adapters=settings.adapters_dir,
-            spec=spec,
-        )
 
 
 def _context(asked: int, own: int | None, budget: Budget) -> int:

@@ -1,9 +1,9 @@
 """`redraft eval gate`: does the gate tell apart what a run made better, what it made worse, and what is no different?
 
-Adapters are trained by the settings' recipe on texts that the target wrote once: some on the texts as they are, some on texts
-whose targets were dealt out among all positions anew, so that there is nothing to learn from them. Both are judged against the
-bare draft. Others are the first of the good ones with noise on its weights, judged against that one. What each is worth is
-measured beside, on prompts that neither a run nor the gate sees.
+Candidates are made and judged by the loop itself, each in a log of its own: a run on texts as the target wrote them, or on
+texts whose targets were dealt out among all positions anew, so that there is nothing to learn from them. Both are judged
+against the bare draft. Others are the first of the good ones with noise on its weights, judged against that one as the gate
+would. What each is worth is measured on prompts that neither a run nor the gate sees.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import cache
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from service.core import BadRequest, Generation, Score, Verdict
-from service.engine import profile
-from service.engine.costs import USUALLY_HELD, Load
+from service.core import BARE_DRAFT, BadRequest, Generation, RedraftError, Score, Targets, TrainingRun, Verdict
+from service.engine.costs import Costs
 from service.engine.folding import as_served
-from service.evaluation.courses import adapted, answered, one_run
+from service.evaluation.loop import Loop, answered, measured_costs, round_seconds
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import DRAFTED, Step
 from service.learning import lora
-from service.learning.dataset import Example
-from service.learning.fitting import fit
 from service.learning.job import CACHE_BYTES
-from service.learning.scoring import score
+from service.learning.scoring import held_out, score
 from service.lifecycle import gate
 from service.models import vocabulary
 from service.models.pair import Pair, load_pair
@@ -64,6 +60,10 @@ class Candidate:
     def name(self) -> str:
         """Unique name of the candidate, such as `better-3`."""
         return f"{self.kind.name.lower()}-{self.seed}"
+
+
+FIRST = Candidate(Kind.BETTER, 1)
+"""The one that serves while those with noise are judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,20 +134,18 @@ def run_gate(
     rows: int = 16,
     on_step: Step = lambda stage, done, of: None,
 ) -> Generator[Judged]:
-    """Each candidate as soon as it is judged. models: target and draft folders. folder: keeps the trained adapters and what
-    each is worth; what is there already is taken from there, so that one machine can train and another judge.
-    count: adapters trained of either kind, each on `cases` texts of its own draw. noisy: so many with noise.
+    """Each candidate as soon as it is judged. models: target and draft folders. folder: keeps each candidate's log, adapter and
+    verdict, and what it is worth; what is there already is not made again. count: adapters trained of either kind, each on
+    `cases` texts of its own draw. noisy: so many with noise.
 
     Raises RedraftError.
     """
     mx.set_cache_limit(CACHE_BYTES)
     pair = load_pair(*models)
-    assert pair.draft is not None
-    held = [line for line in learn if split_of(line.prompt) == HELD_OUT][: settings.gate.max_prompts]
+    held = [line for line in learn if split_of(line.prompt) == HELD_OUT]
     learnt = [line for line in learn if split_of(line.prompt) != HELD_OUT]
     if len(learnt) < cases or len(held) < settings.gate.min_prompts:
         raise BadRequest(f"{len(learnt)} prompts to learn from and {len(held)} held out are too few", field="train")
-    costs = profile.measure(pair.target.model, pair.draft.model, rows=[1], most=DRAFTED)
 
     def told(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
         return answered(settings, pair, stage, lines, max_tokens, rows, on_step)
@@ -155,124 +153,139 @@ def run_gate(
     bench = _Bench(
         settings,
         pair,
-        models[1],
+        models,
         general,
         cases,
-        seconds=[costs.round(Load(1, USUALLY_HELD), n) for n in range(1, DRAFTED + 1)],
+        measured_costs(pair),
         held=told("held-out texts", held),
-        texts=cache(lambda: told("texts to learn from", learnt)),
-        other=cache(lambda: told("other prompts", test)),
+        texts=told("texts to learn from", learnt),
+        others=lambda: told("other prompts", test),
         folder=folder,
     )
     trained = [Candidate(kind, seed) for seed in range(1, count + 1) for kind in (Kind.BETTER, Kind.SHUFFLED)]
     order = [*trained, *(Candidate(Kind.NOISY, seed) for seed in range(1, noisy + 1))]
     for i, candidate in enumerate(order):
         on_step(candidate.kind, i, len(order))
-        yield bench.judged(candidate)
+        yield bench.disturbed(candidate) if candidate.kind is Kind.NOISY else bench.trained(candidate)
 
 
-@dataclass(slots=True)
 class _Bench:
-    """The pair, its texts, and where adapters are kept."""
+    """The pair, its texts, and the candidates' folders."""
 
-    settings: Settings
-    pair: Pair
-    draft_folder: Path
-    general: Path | None
-    cases: int
-    seconds: Sequence[float]
-    held: Sequence[Generation]
-    texts: Callable[[], Sequence[Generation]]
-    other: Callable[[], Sequence[Generation]]
-    folder: Path
-    _scores_of: dict[str, list[Score]] = field(default_factory=dict[str, list[Score]])
+    def __init__(
+        self,
+        settings: Settings,
+        pair: Pair,
+        models: tuple[Path, Path],
+        general: Path | None,
+        cases: int,
+        costs: Costs,
+        *,
+        held: Sequence[Generation],
+        texts: Sequence[Generation],
+        others: Callable[[], Sequence[Generation]],
+        folder: Path,
+    ) -> None:
+        self.settings = settings
+        self.pair = pair
+        self.models = models
+        self.general = general
+        self.cases = cases
+        self.costs = costs
+        self.held = held
+        self.texts = texts
+        self._others = others
+        self.folder = folder
 
-    def judged(self, candidate: Candidate) -> Judged:
-        noisy = candidate.kind is Kind.NOISY
-        active = Candidate(Kind.BETTER, 1) if noisy else None
-        if (name := _name(active)) not in self._scores_of:
-            self._scores_of[name] = self._scored(active)
-        verdict = gate.judge(
-            self._scored(candidate),
-            self._scores_of[name],
-            self.settings.gate,
-            seconds=self.seconds,
-            seed=candidate.seed,
-        )
-        return Judged(candidate, verdict, None if noisy else self._per_call(candidate) / self._per_call(None) - 1.0)
+    @cached_property
+    def others(self) -> Sequence[Generation]:
+        """Answers to the separate prompts."""
+        return self._others()
 
-    def _scored(self, candidate: Candidate | None, told: Sequence[Generation] | None = None) -> list[Score]:
-        """Of the held-out texts unless said. None: the bare draft."""
-        assert self.pair.draft is not None
-        with self._wearing(candidate):
-            model = as_served(self.pair.draft.model, vocabulary.read(self.draft_folder))
-            return score(model, told or self.held, k=DRAFTED, vocabulary=self.pair.vocabulary)
+    def trained(self, candidate: Candidate) -> Judged:
+        """Let the loop make and judge it, or read what it said."""
+        loop = self._loop(candidate)
+        try:
+            run = next(iter(loop.stores.runs.latest(1)), None) or self._run(loop, candidate)
+            if run.verdict is None or run.adapter is None:
+                raise RedraftError(f"{candidate.name}: the run {run.state}: {run.error}")
+            worth = self._per_call(candidate.name, loop, run.adapter) / self._per_call("bare", loop, BARE_DRAFT) - 1.0
+        finally:
+            loop.close()
+        return Judged(candidate, run.verdict, worth)
 
-    def _per_call(self, candidate: Candidate | None) -> float:
-        name, known = _name(candidate), self._truths()
+    def disturbed(self, candidate: Candidate) -> Judged:
+        """Judge the first good one with noise against itself, on texts that the gate of a run with its number would draw."""
+        self.trained(FIRST)
+        loop = self._loop(FIRST)
+        try:
+            ref, rules = loop.stores.adapters.all()[0], self.settings.gate
+            drawn = held_out(loop.stores.generations, self.pair.provenance, limit=rules.max_prompts, run=candidate.seed)
+        finally:
+            loop.close()
+        noisy = self._noisy(ref.folder, NOISES[(candidate.seed - 1) % len(NOISES)], candidate.seed)
+        mine, first = (self._scores(model, drawn) for model in (noisy, self._noisy(ref.folder, 0.0, 0)))
+        verdict = gate.judge(mine, first, rules, seconds=round_seconds(self.costs), seed=candidate.seed)
+        return Judged(candidate, verdict, None)
+
+    def _loop(self, candidate: Candidate) -> Loop:
+        # General texts are as the target wrote them: something could be learnt from these.
+        general = None if candidate.kind is Kind.SHUFFLED else self.general
+        folder = self.folder / candidate.name
+        return Loop(self.settings, self.pair, self.models, general, folder, costs=self.costs)
+
+    def _run(self, loop: Loop, candidate: Candidate) -> TrainingRun:
+        fresh = random.Random(candidate.seed).sample(self.texts, self.cases)
+        if candidate.kind is Kind.SHUFFLED:
+            fresh = shuffled(fresh, candidate.seed)
+        loop.log([*(replace(g, id=f"held-out-{g.id}") for g in self.held), *fresh])
+        return loop.train()
+
+    def _scores(self, model: nn.Module, told: Sequence[Generation]) -> list[Score]:
+        return score(model, told, k=DRAFTED, vocabulary=self.pair.vocabulary)
+
+    def _per_call(self, name: str, loop: Loop, adapter: int) -> float:
+        path = self.folder / TRUTHS
+        known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if name not in known:
-            scores = self._scored(candidate, self.other())
+            scores = self._scores(loop.model(adapter), self.others)
             known[name] = sum(s.tokens for s in scores) / sum(s.calls[-1] for s in scores)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            (self.folder / TRUTHS).write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
         return known[name]
 
-    def _truths(self) -> dict[str, float]:
-        path = self.folder / TRUTHS
-        return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-    @contextmanager
-    def _wearing(self, candidate: Candidate | None) -> Generator[None]:
-        """The pair's draft with the candidate on it for a while."""
+    def _noisy(self, adapter: Path, share: float, seed: int) -> nn.Module:
+        """The draft as it would serve with an adapter on whose matrices there is noise of `share` times their own deviation.
+        Drawn by numpy: the same on any machine."""
         assert self.pair.draft is not None
-        worn = Candidate(Kind.BETTER, 1) if candidate and candidate.kind is Kind.NOISY else candidate
-        path = self.folder / worn.name if worn else None
-        if worn and path and not (path / lora.CONFIG).is_file():
-            self._train(worn, path)
-        with adapted(self.pair.draft.model, path, self.pair.provenance.draft) as draft:
-            if candidate and candidate.kind is Kind.NOISY:
-                _disturb(draft, NOISES[(candidate.seed - 1) % len(NOISES)], candidate.seed)
-            yield
-
-    def _train(self, candidate: Candidate, path: Path) -> None:
-        assert self.pair.draft is not None
-        draft, training, who = self.pair.draft.model, self.settings.training, self.pair.provenance
-        fresh = random.Random(candidate.seed).sample(self.texts(), self.cases)
-        examples = one_run(self.settings, self.pair, self.general, fresh, candidate.seed)
-        if candidate.kind is Kind.SHUFFLED:
-            examples = shuffled(examples, candidate.seed)
-        shape = lora.wrap(draft, rank=training.rank, scale=training.scale, seed=candidate.seed)
+        draft, rng = self.pair.draft.model, np.random.default_rng(seed)
+        lora.attach(draft, adapter, self.pair.provenance.draft)
         try:
-            fit(draft, examples, training, seed=candidate.seed)
-            lora.save(draft, shape, path, draft=who.draft, target=who.target)
+            weights: list[tuple[str, mx.array]] = []
+            for name, array in lora.weights_of(draft).items():
+                exact = np.array(array.astype(mx.float32))
+                noise = rng.standard_normal(exact.shape) * share * exact.std()
+                weights.append((name, mx.array((exact + noise).astype(np.float32)).astype(array.dtype)))
+            draft.load_weights(weights, strict=False)
+            return as_served(draft, vocabulary.read(adapter) or vocabulary.read(self.models[1]))
         finally:
             lora.detach(draft)
 
 
-def _name(candidate: Candidate | None) -> str:
-    return candidate.name if candidate else "bare"
-
-
-def shuffled(examples: Sequence[Example], seed: int) -> list[Example]:
-    """The same texts, each position with the target's distribution at some other position of some text."""
-    ids, logprobs, tail = (
-        np.concatenate([getattr(example, name) for example in examples]) for name in ("ids", "logprobs", "tail")
-    )
-    order = np.random.default_rng(seed).permutation(len(tail))
-    ends = np.cumsum([example.positions for example in examples])
-    parts = np.split(order, ends[:-1])
-    return [
-        replace(example, ids=ids[at], logprobs=logprobs[at], tail=tail[at])
-        for example, at in zip(examples, parts, strict=True)
+def shuffled(generations: Sequence[Generation], seed: int) -> list[Generation]:
+    """The same texts, each position with the target's distribution at some other position of some text. All have targets."""
+    stored = [(g, g.targets) for g in generations if g.targets is not None]
+    parts = [
+        (
+            np.frombuffer(targets.ids, dtype="<u4").reshape(-1, targets.top),
+            np.frombuffer(targets.logprobs, dtype="<f2").reshape(-1, targets.top),
+            np.frombuffer(targets.tail, dtype="<f2"),
+        )
+        for _, targets in stored
     ]
-
-
-def _disturb(draft: nn.Module, share: float, seed: int) -> None:
-    """Noise on every matrix of the adapter, of `share` times its own deviation. Drawn by numpy: the same on any machine."""
-    rng = np.random.default_rng(seed)
-    noisy: list[tuple[str, mx.array]] = []
-    for name, array in lora.weights_of(draft).items():
-        held = np.array(array.astype(mx.float32))
-        noise = rng.standard_normal(held.shape) * share * held.std()
-        noisy.append((name, mx.array((held + noise).astype(np.float32)).astype(array.dtype)))
-    draft.load_weights(noisy, strict=False)
+    ids, logprobs, tail = (np.concatenate(each) for each in zip(*parts, strict=True))
+    order = np.random.default_rng(seed).permutation(len(tail))
+    ends = np.cumsum([targets.positions for _, targets in stored])[:-1]
+    return [
+        replace(g, targets=Targets(targets.top, ids[at].tobytes(), logprobs[at].tobytes(), tail[at].tobytes()))
+        for (g, targets), at in zip(stored, np.split(order, ends), strict=True)
+    ]

@@ -1,7 +1,7 @@
 """`redraft eval poison`: what the loop makes of traffic most of which was written to spoil the draft.
 
 Nine in ten requests are hostile: strings of random tokens, one string over and over, or both from a single client. They go
-through the loop as any stream does (see courses). Outputs cannot change, for decoding is lossless whatever drafts; what can be
+through the loop as any stream does (see loop). Outputs cannot change, for decoding is lossless whatever drafts; what can be
 lost is the draft's worth to the others, which is measured on honest prompts that no run sees: of what serves in the end, and of
 every candidate, promoted or not.
 """
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from service.core import BadRequest, Generation
-from service.evaluation.courses import Course, Learner, adapted, answered
+from service.core import BARE_DRAFT, BadRequest, Generation
+from service.evaluation.loop import Course, Loop, answered, measured_costs
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import DRAFTED, Step
 from service.learning.job import CACHE_BYTES
@@ -106,6 +107,7 @@ def run_poison(
     if len(honest) < good:
         raise BadRequest(f"{len(honest)} honest prompts are fewer than the {good} that are needed", field="honest")
     pair = load_pair(*models)
+    costs = measured_costs(pair)
 
     def told(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
         return [_from(g, None) for g in answered(settings, pair, stage, lines, max_tokens, rows, on_step)]
@@ -120,13 +122,13 @@ def run_poison(
         random.Random(i).shuffle(mixed)
         named = [replace(g, id=f"{attack}-{n}") for n, g in enumerate(mixed)]
         with tempfile.TemporaryDirectory(prefix="redraft-poison-") as scratch:
-            learner, course = Learner(settings, pair, Path(scratch), general), Course()
+            loop, course = Loop(settings, pair, models, general, Path(scratch), costs=costs), Course()
             try:
-                learner.take(named, course)
-                made = [ref.folder for ref in learner.adapters.all()]
-                figures = [_worth(settings, pair, folder, unseen) for folder in (None, learner.serving, *made)]
+                loop.take(named, course)
+                made = [ref.id for ref in loop.stores.adapters.all()]
+                figures = [_worth(pair, loop.model(one), unseen) for one in (BARE_DRAFT, loop.drafts.active, *made)]
             finally:
-                learner.close()
+                loop.close()
         yield Poisoned(attack, len(named), course, figures[0], figures[1], figures[2:])
 
 
@@ -135,10 +137,8 @@ def _from(generation: Generation, client: str | None) -> Generation:
     return replace(generation, prompt=replace(generation.prompt, domain=None, client=client))
 
 
-def _worth(settings: Settings, pair: Pair, folder: Path | None, told: Sequence[Generation]) -> tuple[float, float]:
+def _worth(pair: Pair, model: nn.Module, told: Sequence[Generation]) -> tuple[float, float]:
     """Agreement, and accepted over drafted tokens."""
-    assert pair.draft is not None
-    with adapted(pair.draft.model, folder, pair.provenance.draft) as draft:
-        scores = score(draft, told, k=DRAFTED, vocabulary=pair.vocabulary)
+    scores = score(model, told, k=DRAFTED, vocabulary=pair.vocabulary)
     tokens, calls = sum(one.tokens for one in scores), sum(one.calls[-1] for one in scores)
     return sum(one.agreed for one in scores) / tokens, (tokens - calls) / (DRAFTED * calls)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core import BadRequest
-from service.evaluation.courses import Course
+from service.evaluation.loop import Course
 from service.evaluation.prompts import PromptLine, read_prompts
 
 STATIC, ONLINE, NO_REPLAY, UNGUARDED = "static", "online", "no_replay", "unguarded"

@@ -8,18 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from service.core import BadRequest, Generation, Score
+from service.core import BARE_DRAFT, BadRequest, Generation, Score, TrainingFailed
+from service.engine.adapters import served
 from service.evaluation.agreement import paired_low90
-from service.evaluation.courses import Course, Learner, adapted, one_run
+from service.evaluation.loop import Course, Loop, measured_costs, promote_all
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.run import DRAFTED, Step
 from service.evaluation.stream import LEARNING, ONLINE, STATIC, UNGUARDED, Best, Part, Stream
-from service.learning import lora
-from service.learning.fitting import fit
 from service.learning.job import CACHE_BYTES
 from service.learning.rounds import logged
 from service.learning.scoring import score
+from service.lifecycle import gate
 from service.models.pair import Pair, load_pair
 from service.settings import Settings
 from service.store.generations import HELD_OUT, split_of
@@ -75,58 +76,59 @@ def run_stream(
     ]:
         raise BadRequest(f"too few prompts of {short[0]} at first to learn from", field="files")
 
-    def measured(adapter: Path | None) -> dict[str, float]:
-        with adapted(draft, adapter, pair.provenance.draft):
-            return {topic: _agreement(_scores(pair, each)) for topic, each in kept.items()}
+    def measured(model: nn.Module) -> dict[str, float]:
+        return {topic: _agreement(_scores(pair, model, each)) for topic, each in kept.items()}
 
-    draft = pair.draft.model
     on_step("static", 0, 1)
-    plain = Course()
-    for one in logged(draft, told, k=DRAFTED, adapter=0, vocabulary=pair.vocabulary):
+    bare, plain = served(pair.draft).model, Course()
+    for one in logged(bare, told, k=DRAFTED, adapter=BARE_DRAFT, vocabulary=pair.vocabulary):
         plain.add(one)
-    static = measured(None)
+    static = measured(bare)
     courses, after = {STATIC: plain}, {STATIC: [static] * len(parts)}
+    costs = measured_costs(pair)
+    forgetful = settings.training.model_copy(update={"replay": 0.0, "window": 0})
     with tempfile.TemporaryDirectory(prefix="redraft-stream-") as scratch:
         for arm in LEARNING:
-            folder, course = Path(scratch) / arm, Course()
-            learner = Learner(settings, pair, folder, general, forgetful=arm != ONLINE, unguarded=arm == UNGUARDED)
+            course, unguarded = Course(), arm == UNGUARDED
+            chosen = settings if arm == ONLINE else settings.model_copy(update={"training": forgetful})
+            judge = promote_all if unguarded else gate.judge
+            loop = Loop(chosen, pair, models, general, Path(scratch) / arm, costs=costs, judge=judge)
             try:
                 for i, each in enumerate(requests):
                     on_step(f"{arm}: {parts[i].topic}", i, len(parts))
-                    learner.take(each, course)
+                    loop.take(each, course, watched=not unguarded)
+                courses[arm], after[arm] = course, [measured(loop.model(adapter)) for adapter in course.serving]
             finally:
-                learner.close()
-            courses[arm], after[arm] = course, [measured(adapter) for adapter in course.serving]
-    best: list[Best] = []
-    so_far: dict[str, list[Generation]] = {}
-    for i, (part, each) in enumerate(zip(parts, requests, strict=True)):
-        on_step("best", i, len(parts))
-        learnt = so_far.setdefault(part.topic, [])
-        learnt += [g for g in each if split_of(g.prompt.first_user) != HELD_OUT]
-        best.append(_best(settings, pair, general, learnt, kept[part.topic]))
+                loop.close()
+        best: list[Best] = []
+        so_far: dict[str, list[Generation]] = {}
+        for i, (part, each) in enumerate(zip(parts, requests, strict=True)):
+            on_step("best", i, len(parts))
+            learnt = so_far.setdefault(part.topic, [])
+            learnt += [g for g in each if split_of(g.prompt.first_user) != HELD_OUT]
+            whole = settings.training.model_copy(update={"max_generations": len(learnt), "window": 0})
+            chosen = settings.model_copy(update={"training": whole})
+            loop = Loop(chosen, pair, models, general, Path(scratch) / f"best-{i}", judge=promote_all)
+            try:
+                best.append(_best(loop, pair, learnt, kept[part.topic]))
+            finally:
+                loop.close()
     return Stream(tuple(parts), window, courses, best, after)
 
 
-def _best(
-    settings: Settings, pair: Pair, general: Path | None, learnt: Sequence[Generation], kept: Sequence[Generation]
-) -> Best:
+def _best(loop: Loop, pair: Pair, learnt: Sequence[Generation], kept: Sequence[Generation]) -> Best:
     """On `kept`, after one run on all of these at once, from the bare draft."""
-    assert pair.draft is not None
-    draft, training = pair.draft.model, settings.training
-    before = _scores(pair, kept)
-    examples = one_run(settings, pair, general, learnt, seed=1)
-    lora.wrap(draft, rank=training.rank, scale=training.scale, seed=1)
-    try:
-        fit(draft, examples, training, seed=1)
-        after = _scores(pair, kept)
-    finally:
-        lora.detach(draft)
+    before = _scores(pair, loop.drafts.model, kept)
+    loop.log(learnt)
+    run = loop.train()
+    if run.adapter is None:
+        raise TrainingFailed(run.error or "the run made no adapter")
+    after = _scores(pair, loop.model(run.adapter), kept)
     return Best(_agreement(after), _agreement(before), paired_low90(before, after))
 
 
-def _scores(pair: Pair, told: Sequence[Generation]) -> list[Score]:
-    assert pair.draft is not None
-    return score(pair.draft.model, told, k=1, vocabulary=pair.vocabulary)
+def _scores(pair: Pair, model: nn.Module, told: Sequence[Generation]) -> list[Score]:
+    return score(model, told, k=1, vocabulary=pair.vocabulary)
 
 
 def _agreement(scores: Sequence[Score]) -> float:

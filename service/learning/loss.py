@@ -45,8 +45,10 @@ def jensen_shannon(logp: mx.array, logq: mx.array) -> mx.array:
 
 
 def buckets(logits: mx.array, ids: mx.array) -> mx.array:
-    """The draft's log-probabilities (N, top + 1) of the stored tokens and of all others together. logits: (N, V); ids: (N, top),
-    distinct. By the log-sum inequality a KL over these is never above the KL over the whole vocabulary.
+    """The draft's log-probabilities (N, top + 1) of the stored tokens and of all others together.
+
+    logits: (N, V). ids: (N, top), distinct. By the log-sum inequality a KL over these is never above the KL over the whole
+    vocabulary.
 
     Its mass outside the top is a logsumexp over the other logits, not 1 minus the top's, so value and gradient are sound
     however small it is.

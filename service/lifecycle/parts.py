@@ -8,7 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from service.core import BARE_DRAFT, AdapterState, Launcher, Provenance, RunState, TrainingRun
+from service.core import BARE_DRAFT, AdapterState, Launcher, Provenance, RunState, TrainingRun, Verdict
 from service.lifecycle.children import Child, Message
 from service.lifecycle.switching import Events, Switching
 from service.settings import GateSettings, TrainingSettings
@@ -32,7 +32,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """who: the pair that serves. now: the time in UTC."""
+    """who: the pair that serves. now: the time in UTC. judge: decides about candidates, with the arguments of gate.judge."""
 
     runs: Runs
     adapters: Adapters
@@ -44,6 +44,7 @@ class Parts:
     rules: Rules
     who: Provenance
     now: Callable[[], datetime]
+    judge: Callable[..., Verdict]
 
     def serving(self) -> int:
         """The adapter that the rows say serves."""

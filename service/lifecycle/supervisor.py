@@ -29,8 +29,9 @@ from service.core import (
     TrainingRun,
     Trigger,
     Unavailable,
+    Verdict,
 )
-from service.lifecycle import policy, training
+from service.lifecycle import gate, policy, training
 from service.lifecycle.children import Pause
 from service.lifecycle.parts import Job, Parts, Rules
 from service.lifecycle.surroundings import Surroundings
@@ -55,7 +56,8 @@ CLEAN_EVERY = 40
 
 class Supervisor:
     """core.Operator, and the tick. `who` is what serves now; busy: whether serving needs the machine for itself; strain: why
-    the machine cannot spare what training takes (None: as far as the system tells, by the rules).
+    the machine cannot spare what training takes (None: as far as the system tells, by the rules); judge: decides about
+    candidates.
 
     At most one child at a time. A run is this supervisor's own from the moment it claimed it; another's is left alone
     as long as it moves.
@@ -76,8 +78,9 @@ class Supervisor:
         busy: Callable[[], bool] = lambda: False,
         strain: Callable[[], str | None] | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
+        judge: Callable[..., Verdict] = gate.judge,
     ) -> None:
-        self._parts = Parts(runs, adapters, generations, replay, switching, launcher, events, rules, who, now)
+        self._parts = Parts(runs, adapters, generations, replay, switching, launcher, events, rules, who, now, judge)
         self._watch = Watch(self._parts)
         self._traffic = Traffic(self._parts)
         self._busy = busy
@@ -117,6 +120,11 @@ class Supervisor:
                 job.abandon("the server was stopped")
             except StoreError as error:
                 log.warning("the next start has to put the run right: %s", error)
+
+    @property
+    def working(self) -> bool:
+        """Whether a child is under way."""
+        return self._job is not None
 
     def pause_child(self) -> None:
         """Pause the child under way while serving is busy, or let it go on. Called whenever that changes, and by every tick;

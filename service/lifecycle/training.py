@@ -18,7 +18,7 @@ from service.core import (
     Unavailable,
     Verdict,
 )
-from service.lifecycle import gate, policy
+from service.lifecycle import policy
 from service.lifecycle.children import Candidate, Cases, Child, Crashed, Done, GaveUp, Message, Pause, Scores, Texts
 from service.lifecycle.parts import Parts
 from service.store.run_texts import Role
@@ -188,7 +188,7 @@ class TrainingJob:
         except KeyError as error:
             raise ValueError(f"none of {error}") from error
         switching = self._parts.switching
-        verdict = gate.judge(
+        verdict = self._parts.judge(
             candidate,
             compared,
             rules,

@@ -1,18 +1,20 @@
 """The proofs of the gate and of poisoned traffic at toy size."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from service.core import BadRequest
+from service.core import BadRequest, Generation
 from service.evaluation.gating import COLUMNS, NOISES, Kind, cells, run_gate, shuffled
 from service.evaluation.poison import run_poison
-from service.learning.dataset import Example
+from service.learning.dataset import unpack
 from service.learning.lora import WEIGHTS
 from service.settings import EngineSettings, GateSettings, Settings, TrainingSettings
+from tests.support.store_rows import generation, targets
 from tests.support.tiny_server import prompts
 
 
@@ -29,35 +31,25 @@ def quick(settings: Settings) -> Settings:
 
 
 def test_shuffled_targets_are_the_same_ones_elsewhere() -> None:
-    rng = np.random.default_rng(0)
-    examples = [
-        Example(
-            tokens=np.arange(n + 2, dtype=np.int32),
-            start=2,
-            ids=rng.integers(0, 99, (n, 4)).astype(np.int32),
-            logprobs=rng.normal(size=(n, 4)).astype(np.float32),
-            tail=rng.normal(size=n).astype(np.float32),
-            weight=np.ones(n, dtype=np.float32),
-        )
-        for n in (3, 50, 7)
-    ]
-    dealt = shuffled(examples, seed=1)
+    made = [generation(output=range(n), collected=targets(n, seed=n)) for n in (3, 50, 7)]
+    dealt = shuffled(made, seed=1)
 
-    def rows(each: list[Example]) -> list[tuple[float, ...]]:
-        return [(*ids, *p, t) for e in each for ids, p, t in zip(e.ids, e.logprobs, e.tail, strict=True)]
+    def rows(each: Sequence[Generation]) -> list[tuple[float, ...]]:
+        stored = [unpack(g.targets) for g in each if g.targets is not None]
+        return [(*i, *p, t) for ids, logprobs, tail in stored for i, p, t in zip(ids, logprobs, tail, strict=True)]
 
-    assert sorted(rows(dealt)) == sorted(rows(examples))
-    assert rows(dealt) != rows(examples)
-    assert [e.positions for e in dealt] == [3, 50, 7]
-    assert all((a.tokens == b.tokens).all() for a, b in zip(dealt, examples, strict=True))
+    assert sorted(rows(dealt)) == sorted(rows(made))
+    assert rows(dealt) != rows(made)
+    assert [replace(g, targets=None) for g in dealt] == [replace(g, targets=None) for g in made]
+    assert [g.targets and g.targets.positions for g in dealt] == [3, 50, 7]
 
 
 def test_the_gate_on_adapters_of_every_kind(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
     learn, other = list(prompts(60, 1)), list(prompts(30, 2))
-    sizes: dict[str, Any] = {"count": 2, "noisy": len(NOISES), "cases": 30, "max_tokens": 16}
+    sizes: dict[str, Any] = {"count": 1, "noisy": len(NOISES), "cases": 30, "max_tokens": 16}
     found = list(run_gate(quick, models, None, learn, other, tmp_path, **sizes))
     by_kind = {kind: [one for one in found if one.candidate.kind is kind] for kind in Kind}
-    assert [len(each) for each in by_kind.values()] == [2, 2, len(NOISES)]
+    assert [len(each) for each in by_kind.values()] == [1, 1, len(NOISES)]
     assert all(one.verdict.promoted and (one.worth or 0) > 0 for one in by_kind[Kind.BETTER])
     assert not any(one.verdict.promoted for one in by_kind[Kind.SHUFFLED])
     noisy = by_kind[Kind.NOISY]
@@ -65,14 +57,15 @@ def test_the_gate_on_adapters_of_every_kind(quick: Settings, models: tuple[Path,
     assert len({one.verdict.gain for one in noisy}) > 1, "noise of another strength gives another result"
     assert all(len(row) == len(COLUMNS) for row in cells(found))
 
-    # Trained adapters and their scores are reused; costs are measured again.
-    before = (tmp_path / "better-2" / WEIGHTS).stat().st_mtime_ns
+    # Adapters and verdicts are reused.
+    before = [path.stat().st_mtime_ns for path in tmp_path.glob(f"*/adapters/*/{WEIGHTS}")]
+    assert len(before) == 2
     sizes["noisy"] = 0
     again = list(run_gate(quick, models, None, learn, other, tmp_path, **sizes))
     assert [(one.worth, one.verdict.promoted) for one in again] == [
         (one.worth, one.verdict.promoted) for one in found[: len(again)]
     ]
-    assert (tmp_path / "better-2" / WEIGHTS).stat().st_mtime_ns == before
+    assert [path.stat().st_mtime_ns for path in tmp_path.glob(f"*/adapters/*/{WEIGHTS}")] == before
 
 
 def test_the_gate_needs_texts_enough(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:

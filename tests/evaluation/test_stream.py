@@ -1,16 +1,19 @@
-"""A stream at toy size: the loop's own store, policy, training and gate on given texts."""
+"""A stream at toy size: the loop itself on given texts."""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from service.core import BadRequest
+from service.core import AdapterState, BadRequest
 from service.evaluation.chart import draw_lines
-from service.evaluation.courses import Course
+from service.evaluation.loop import Course, Loop, answered
 from service.evaluation.prompts import PromptLine
+from service.evaluation.run import DRAFTED
 from service.evaluation.stream import NO_REPLAY, ONLINE, STATIC, UNGUARDED, Best, Part, Stream, parts_of
 from service.evaluation.streaming import run_stream
+from service.learning.rounds import logged
+from service.models.pair import load_pair
 from service.settings import GateSettings, Settings, TrainingSettings
 from tests.support.tiny_server import prompts
 
@@ -36,7 +39,7 @@ def test_a_file_continues_where_it_stopped(tmp_path: Path) -> None:
 
 
 def arm(agreed: list[int]) -> Course:
-    return Course(agreed=agreed, tokens=[10] * len(agreed), calls=[5] * len(agreed), serving=[None, None, None])
+    return Course(agreed=agreed, tokens=[10] * len(agreed), calls=[5] * len(agreed), serving=[0, 0, 0])
 
 
 def test_the_report_of_a_stream() -> None:
@@ -67,18 +70,39 @@ def test_the_report_of_a_stream() -> None:
     json.dumps(found.plain())
 
 
-@pytest.mark.parametrize(
-    ("tagged", "count", "cases"),
-    [
-        pytest.param(True, 36, 20, marks=pytest.mark.nightly),
-        pytest.param(False, 36, 20, marks=pytest.mark.nightly),
-        (False, 18, 40),
-    ],
-)
+def test_the_loop_learns_from_what_it_is_given(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
+    training = TrainingSettings(min_cases=60, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
+    chosen = settings.model_copy(
+        update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}
+    )
+    pair = load_pair(*models)
+    requests = answered(settings, pair, "", lines(36, 0, "a"), 16, 16, lambda stage, done, of: None)
+    loop, course = Loop(chosen, pair, models, None, tmp_path), Course()
+    try:
+        loop.take(requests, course)
+        (run,) = course.runs
+        assert run.promoted and course.serving == [loop.drafts.active] == [1]
+        plain = logged(loop.model(0), requests, k=DRAFTED, adapter=0, vocabulary=pair.vocabulary)
+        adapted = logged(loop.model(1), requests, k=DRAFTED, adapter=1, vocabulary=pair.vocabulary)
+        assert course.agreed == [one.agreed for one in (*plain[: run.at], *adapted[run.at :])], (
+            "each request is drafted by what served then"
+        )
+        assert sum(one.agreed for one in adapted) > sum(one.agreed for one in plain)
+        assert [g.rounds[0].adapter for g in loop.stores.generations.by_ids([r.id for r in requests])][::-1] == [
+            int(i >= run.at) for i in range(len(requests))
+        ]
+        assert loop.supervisor.adapters()[0].state is AdapterState.ACTIVE
+    finally:
+        loop.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tagged", [True, False])
 def test_a_stream_learns_what_it_sees(
-    settings: Settings, models: tuple[Path, Path], tmp_path: Path, tagged: bool, count: int, cases: int
+    settings: Settings, models: tuple[Path, Path], tmp_path: Path, tagged: bool
 ) -> None:
-    training = TrainingSettings(min_cases=cases, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
+    count = 36
+    training = TrainingSettings(min_cases=20, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
     chosen = settings.model_copy(
         update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}
     )
