@@ -1,8 +1,10 @@
 """A stream at toy size: the loop itself on given texts."""
 
 import json
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from service.core import AdapterState, BadRequest
@@ -13,6 +15,8 @@ from service.evaluation.run import DRAFTED
 from service.evaluation.stream import NO_REPLAY, ONLINE, STATIC, UNGUARDED, Best, Part, Stream, parts_of
 from service.evaluation.streaming import run_stream
 from service.learning.rounds import logged
+from service.models import vocabulary
+from service.models.heads import full_head
 from service.models.pair import load_pair
 from service.settings import GateSettings, Settings, TrainingSettings
 from tests.support.tiny_server import prompts
@@ -75,9 +79,12 @@ def test_the_loop_learns_from_what_it_is_given(settings: Settings, models: tuple
     chosen = settings.model_copy(
         update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}
     )
+    reduced = Path(shutil.copytree(models[1], tmp_path / "draft"))
+    vocabulary.write(range(40, 240), reduced)
+    models = models[0], reduced
     pair = load_pair(*models)
     requests = answered(settings, pair, "", lines(36, 0, "a"), 16, 16, lambda stage, done, of: None)
-    loop, course = Loop(chosen, pair, models, None, tmp_path), Course()
+    loop, course = Loop(chosen, pair, models, None, tmp_path / "loop"), Course()
     try:
         loop.take(requests, course)
         (run,) = course.runs
@@ -91,7 +98,13 @@ def test_the_loop_learns_from_what_it_is_given(settings: Settings, models: tuple
         assert [g.rounds[0].adapter for g in loop.stores.generations.by_ids([r.id for r in requests])][::-1] == [
             int(i >= run.at) for i in range(len(requests))
         ]
-        assert loop.supervisor.adapters()[0].state is AdapterState.ACTIVE
+        (ref,) = loop.supervisor.adapters()
+        assert ref.state is AdapterState.ACTIVE
+        own = vocabulary.read(ref.folder)
+        assert own is not None and own != list(range(40, 240))
+        for model, ids in ((loop.model(0), range(40, 240)), (loop.drafts.model, own)):
+            with full_head(model) as keeps:
+                assert keeps is not None and set(np.flatnonzero(keeps).tolist()) == set(ids), "as it would serve"
     finally:
         loop.close()
 
