@@ -1,4 +1,4 @@
-"""The server's own loop without a server: supervisor, store, gate, watch and training child over answers that are there.
+"""The server's own loop without a server: supervisor, store, gate, watch and training job over answers that are there.
 
 Decoding is lossless, so what a request would have been answered with does not depend on the draft. What a draft would have been
 worth there, and the cases it would have left, one teacher-forced pass tells (learning/rounds.py). No time passes between
@@ -7,8 +7,10 @@ requests: there is no cool-down and no back-off, and a run takes no request's ti
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import io
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -24,9 +26,10 @@ from service.engine.costs import USUALLY_HELD, Costs, Load
 from service.evaluation.outputs import greedy_generations
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import DRAFTED, Step
+from service.learning import job
+from service.learning.channel import Channel
 from service.learning.rounds import Drafted, logged
 from service.lifecycle import gate
-from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
 from service.metrics.registry import Metrics
@@ -35,7 +38,6 @@ from service.settings import Settings
 
 BLOCK = 32
 """Requests that are drafted together; those behind a switch are drafted anew."""
-POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,8 +136,58 @@ def measured_costs(pair: Pair) -> Costs:
     return profile.measure(pair.target.model, served(pair.draft).model, rows=[1], most=DRAFTED)
 
 
+class _LocalChannel(Channel):
+    """A channel without streams: one job in, its messages in a list."""
+
+    def __init__(self, spec: Mapping[str, object]) -> None:
+        super().__init__(-1, io.StringIO())
+        self._job = json.dumps(dict(spec))
+        self.messages: list[Mapping[str, object]] = []
+
+    def first_line(self) -> str:
+        """The job."""
+        return self._job
+
+    def send(self, kind: str, message: Mapping[str, object] | None = None) -> None:
+        """Keep a message as it would come out of a pipe."""
+        self.messages.append(json.loads(json.dumps({"type": kind, **(message or {})})))
+
+
+class _LocalJob:
+    """core.JobHandle of a job that has been done."""
+
+    def __init__(self, messages: list[Mapping[str, object]]) -> None:
+        self.pid = os.getpid()
+        self._messages = messages
+
+    def poll(self) -> list[Mapping[str, object]]:
+        """See core.JobHandle."""
+        found, self._messages = self._messages, []
+        return found
+
+    def exit_code(self) -> int | None:
+        """See core.JobHandle."""
+        return 0
+
+    def pause(self, paused: bool) -> None:
+        """Nothing is left to pause."""
+
+    def stop(self, grace_seconds: float) -> None:
+        """Nothing is left to stop."""
+
+
+class LocalLauncher:
+    """core.Launcher that does the job in this process before it returns: each child would import, load and compile anew."""
+
+    def launch(self, spec: Mapping[str, object]) -> _LocalJob:
+        """Do the job."""
+        channel = _LocalChannel(spec)
+        job.perform(channel)
+        return _LocalJob(channel.messages)
+
+
 class Loop:
-    """The loop of one arm, in a folder of its own, which keeps its database, adapters and the child's log. general: the shipped
+    """The loop of one arm, in a folder of its own, which keeps its database and adapters. general: the shipped
     replay set. judge: decides about candidates, as the gate does unless said."""
 
     def __init__(
@@ -150,7 +202,9 @@ class Loop:
         judge: Callable[..., Verdict] = gate.judge,
     ) -> None:
         self.pair = pair
-        training = settings.training.model_copy(update={"cooldown_seconds": 0.0})
+        # Nobody is served meanwhile.
+        alone = {"cooldown_seconds": 0.0, "niceness": 0, "gpu_share": 1.0}
+        training = settings.training.model_copy(update=alone)
         rules = settings.gate.model_copy(update={"backoff_seconds": 0.0})
         self.settings = settings.model_copy(update={"home": folder, "training": training, "gate": rules})
         self.stores = open_stores(self.settings, create=True)
@@ -164,7 +218,7 @@ class Loop:
             generations=self.stores.generations,
             replay=self.stores.replay,
             switching=Switching(self.drafts, self.stores.adapters, pair.provenance.draft, events),
-            launcher=ProcessLauncher(folder / "training.log"),
+            launcher=LocalLauncher(),
             events=events,
             rules=replace(common, spec=spec),
             who=pair.provenance,
@@ -187,14 +241,12 @@ class Loop:
         """Let the loop do what is due, until nothing is."""
         self.supervisor.tick()
         while self.supervisor.working:
-            time.sleep(POLL_SECONDS)
             self.supervisor.tick()
 
     def train(self) -> TrainingRun:
         """A run that somebody asked for, from its claim to its verdict. Raises Conflict, BadRequest."""
         run = self.supervisor.request_training(None)
         while not self.stores.runs.get(run.id).state.over:
-            time.sleep(POLL_SECONDS)
             self.supervisor.tick()
         return self.stores.runs.get(run.id)
 
