@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,6 +21,7 @@ TOKENS = 2048
 """Tokens of one call, padding included; a longer text is a call of its own."""
 POSITIONS = 256
 """Positions whose logits exist at once."""
+NEVER = 2**31 - 1
 
 Tokens = Sequence[int]
 
@@ -81,43 +83,41 @@ def _walk(
         found = [each[at] for each in states(model, parts, mx.array(tokens), depth)]
         mx.eval(found)
         held = stacked([masks[i] for i in group])
+        shown = None if keeps is None else mx.array(_first_shown(texts, group, len(keeps)))
         for start in range(0, len(where), POSITIONS):
             chosen = slice(start, start + POSITIONS)
             text, position = [i for _, i, _ in where[chosen]], [j for _, _, j in where[chosen]]
-            barred = None
-            if keeps is not None:
-                proposable = _proposable(texts, text, position, keeps)
-                barred = mx.array(np.where(proposable, 0.0, -np.inf).astype(np.float32))
+            proposable = None
+            if shown is not None:
+                rows = mx.array([row for row, _, _ in where[chosen]])
+                before = mx.array([len(texts[i][0]) + j for _, i, j in where[chosen]])
+                proposable = mx.array(cast("Any", keeps)) | (shown[rows] < before[:, None])
             legal = None
             if held is not None:
                 words, at_position = held
-                rows = [at_position[row] for row, _, _ in where[chosen]]
-                which = [each if isinstance(each, int) else each[j] for each, j in zip(rows, position, strict=True)]
+                each_mask = [at_position[row] for row, _, _ in where[chosen]]
+                which = [m if isinstance(m, int) else m[j] for m, j in zip(each_mask, position, strict=True)]
                 legal = allowed(mx.array(words[which]), vocabulary)
             for step, each in enumerate(found):
                 logits = each[chosen] if parts is None else parts[1](each[chosen])
                 logits = logits.astype(mx.float32)
-                logits = fit(logits if barred is None else logits + barred, vocabulary)
+                if proposable is not None:
+                    logits = mx.where(proposable, logits, -float("inf"))
+                logits = fit(logits, vocabulary)
                 if legal is not None:
                     logits = mx.where(legal, logits, -float("inf"))
                 yield Span(text, position, logits, step)
 
 
-def _proposable(
-    texts: Sequence[tuple[Tokens, Tokens]], text: Sequence[int], position: Sequence[int], keeps: NDArray[np.bool_]
-) -> NDArray[np.bool_]:
-    """(positions, width) what may be proposed there: positions follow one another within a text."""
-    found = np.empty((len(text), len(keeps)), dtype=np.bool_)
-    for row, (i, j) in enumerate(zip(text, position, strict=True)):
-        prompt, output = texts[i]
-        if row and text[row - 1] == i:
-            found[row] = found[row - 1]
-            shown = [output[j - 1]]
-        else:
-            found[row] = keeps
-            shown = [*prompt, *output[:j]]
-        # A wider target's ids may lie beyond the draft's head.
-        found[row, [token for token in shown if token < len(keeps)]] = True
+def _first_shown(texts: Sequence[tuple[Tokens, Tokens]], group: Sequence[int], width: int) -> NDArray[np.int32]:
+    """(texts, width): where in its text each token occurs first; NEVER where it does not. Made once a call, since a boolean for
+    every token at every position takes the host longer than an accelerator takes for the model."""
+    found = np.full((len(group), width), NEVER, dtype=np.int32)
+    for row, index in zip(found, group, strict=True):
+        whole = np.array([*texts[index][0], *texts[index][1]], dtype=np.int64)
+        # A wider target's ids may lie beyond the draft's head. Backwards, so that a token's first place is written last.
+        places = np.flatnonzero(whole < width)[::-1]
+        row[whole[places]] = places
     return found
 
 
