@@ -8,9 +8,10 @@ from pathlib import Path
 
 from sqlalchemy import select
 
-from service.core import Generation
+from service.core import Generation, Selection
 from service.store.database import Database, upgrade
 from service.store.generations import Generations
+from service.store.lineage import Lineage
 from service.store.tables import grammars
 from tests.support.echo_engine import NamedGrammar
 from tests.support.store_rows import WHO, generation, url_of
@@ -67,6 +68,6 @@ def test_a_grammar_goes_with_its_last_answer(tmp_path: Path) -> None:
     assert texts(database) == ["new", "old"]
     store.purge(2).result()
     assert texts(database) == ["new"]
-    store.erase(everything=True).result()
+    Lineage(database).erase(Selection(everything=True))
     assert texts(database) == []
     database.close()

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, event
 
-from service.core import BARE_DRAFT, Generation, Round, RunState, Sampling, Source, Trigger
+from service.core import BARE_DRAFT, Generation, Round, RunState, Sampling, Selection, Source, Trigger
 from service.store.adapters import Adapters
 from service.store.database import Database
 from service.store.generations import Generations
+from service.store.lineage import Lineage
 from service.store.runs import Runs
 from service.store.unseen import Unseen, untried
 from tests.support.store_rows import HELD_OUT_TEXT, WHO, WON, case, copy_of, generation, promote, targets
@@ -143,7 +144,7 @@ def test_quarantined_generations_are_not_backfilled(database: Database, log: Gen
 def test_deletions_remove_waiting_generations(database: Database, log: Generations, unseen: Unseen) -> None:
     made = [undrafted(client="ada"), undrafted(client="bob"), undrafted(client="bob")]
     log.add(made).result()
-    log.erase(client="ada").result()
+    Lineage(database).erase(Selection(client="ada"))
     log.purge(1).result()
     assert unseen.names(WHO, 9) == [made[2].id]
     with database.read() as connection:
