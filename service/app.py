@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from service.core import Provenance
+from service.core import Erased, Provenance, Selection
 from service.lifecycle.parts import Rules
 from service.models.catalog import default_draft, general_set, resolve
 from service.settings import Settings, earlier_home
@@ -15,11 +15,15 @@ from service.store.adapters import Adapters
 from service.store.cases import Cases
 from service.store.database import Database, shown, upgrade
 from service.store.generations import Generations
+from service.store.lineage import Lineage
 from service.store.quarantine import Quarantine
 from service.store.replay import Replay
 from service.store.runs import Runs
 
 log = logging.getLogger(__name__)
+
+TARGETS = "targets"
+"""In the home folder: the target's distributions for texts that were logged without them (learning.rescore)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,7 @@ class Stores:
     cases: Cases
     runs: Runs
     adapters: Adapters
+    lineage: Lineage
     replay: Replay
     quarantine: Quarantine
 
@@ -50,9 +55,22 @@ def open_stores(settings: Settings, *, create: bool = False) -> Stores:
         cases=Cases(database),
         runs=Runs(database),
         adapters=Adapters(database),
+        lineage=Lineage(database),
         replay=Replay(database),
         quarantine=Quarantine(database),
     )
+
+
+def erase(stores: Stores, settings: Settings, selection: Selection, *, retire_adapters: bool) -> Erased:
+    """What lifecycle.Supervisor.erase does, where no server runs: files and rows. Raises StoreError, OSError."""
+    # Here alone: they import MLX.
+    from service.engine.kv import prefix_files
+    from service.learning import rescore
+
+    rescore.remove_files(settings.home / TARGETS)
+    if (folder := settings.engine.prefix_cache_dir) is not None:
+        prefix_files.remove_files(folder)
+    return stores.lineage.erase(selection, retire_adapters=retire_adapters)
 
 
 def start_notices(settings: Settings) -> list[str]:
@@ -100,7 +118,7 @@ def lifecycle_rules(settings: Settings, folders: Folders, who: Provenance) -> Ru
         "draft": str(folders.draft),
         "out": str(settings.adapters_dir),
         "general": str(folders.general) if folders.general else None,
-        "cache": str(settings.home / "targets"),
+        "cache": str(settings.home / TARGETS),
         "training": settings.training.model_dump(),
         "gate": settings.gate.model_dump(),
         "k": settings.engine.num_draft_tokens,

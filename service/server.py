@@ -18,9 +18,9 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import Limits, ModelNames, build_api, build_startup_api
-from service.app import Folders, lifecycle_rules, open_stores, resolve_models
+from service.app import TARGETS, Folders, lifecycle_rules, open_stores, resolve_models
 from service.blas import set_blas_threads
-from service.core import ModelError, RedraftError, StoreError, Unavailable
+from service.core import Forget, ModelError, RedraftError, StoreError, Unavailable
 from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
@@ -32,6 +32,7 @@ from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
 from service.engine.thread import EngineThread
 from service.learning.loading import training_bytes
+from service.learning.rescore import remove_files
 from service.lifecycle.clock import Clock
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.queue_monitor import QueueMonitor
@@ -54,6 +55,8 @@ FATAL_EXIT = 70
 FATAL_SECONDS = 5.0
 TRAINING_LOG = "training.log"
 """In the home folder: what training children write to stderr."""
+FORGET_SECONDS = 120.0
+"""Longest wait for the engine to forget between two rounds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Application:
         self.settings = settings
         self.stage = "fetching"
         private_folder(settings.home)
-        make_private(settings.adapters_dir, settings.home / "targets", settings.home / TRAINING_LOG)
+        make_private(settings.adapters_dir, settings.home / TARGETS, settings.home / TRAINING_LOG)
         self.stores = open_stores(settings, create=True)
         self._lease = Lease(self.stores.database)
         try:
@@ -119,10 +122,13 @@ class Application:
         self.engine_thread.start()
         serving = self._serving
         assert serving is not None
+        tokenizer = serving.pair.target.tokenizer
+        encoder = TextEncoder(tokenizer, serving.pair.vocabulary, serving.pair.eos)
         queue = QueueMonitor(lambda: self.engine_thread.status().waiting, lambda: supervisor.pause_child())
         supervisor = Supervisor(
             runs=self.stores.runs,
             adapters=self.stores.adapters,
+            lineage=self.stores.lineage,
             generations=self.stores.generations,
             replay=self.stores.replay,
             switching=Switching(self.engine_thread, self.stores.adapters, serving.pair.provenance.draft, self.metrics),
@@ -136,17 +142,17 @@ class Application:
             who=serving.pair.provenance,
             # Where requests have to wait for a row, serving needs all there is.
             busy=lambda: queue.busy,
+            forget=self.places(encoder),
         )
         supervisor.start()
         queue.start()
         clock = Clock(supervisor.tick, settings.training.tick_seconds)
         clock.start()
         self._supervisor, self._clock, self._queue = supervisor, clock, queue
-        tokenizer = serving.pair.target.tokenizer
         token_bytes = bytes_per_token(tokenizer)
         self._api = build_api(
             service=self.engine_thread,
-            encoder=TextEncoder(tokenizer, serving.pair.vocabulary, serving.pair.eos),
+            encoder=encoder,
             operator=supervisor,
             metrics=self.metrics,
             limits=Limits(
@@ -161,6 +167,16 @@ class Application:
             allowed_hosts=self._allowed_hosts,
             defaults=sampling_defaults(serving.folders.target),
         )
+
+    def places(self, encoder: TextEncoder) -> dict[str, Forget]:
+        """Every place outside the rows that keeps texts when their requests have ended, by its name in docs/privacy.md, and how
+        it forgets. In this order: the engine hands nothing more to the recorder when that one forgets."""
+        return {
+            "engine": lambda selection: self.engine_thread.forget(selection).result(FORGET_SECONDS),
+            "recorder": self.recorder.forget,
+            "encoder": lambda selection: encoder.forget(),
+            "targets": lambda selection: remove_files(self.settings.home / TARGETS),
+        }
 
     def drain(self) -> None:
         """Refuse new requests, let running ones finish within the drain time, end the rest with an error."""

@@ -14,6 +14,7 @@ from service.api.anthropic.messages import messages_routes
 from service.api.asking import Frontend, ModelNames
 from service.api.errors import ErrorAnswer, ErrorBoundary, install
 from service.api.generate import generate_routes
+from service.api.generations import generations_routes
 from service.api.health import health_routes
 from service.api.hosts import HostGuard
 from service.api.limits import BodyLimit, Limits, QueueLimit
@@ -65,6 +66,7 @@ def build_api(
         model_routes(models, limits.max_context),
         training_routes(operator, threads),
         adapter_routes(service, operator, threads),
+        generations_routes(operator, threads),
         health_routes(service.status, metrics),
     ):
         app.include_router(router, responses=ERRORS)

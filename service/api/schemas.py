@@ -6,7 +6,7 @@ import math
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
 from service.core import AdapterState, FinishReason, RunState, Sampling, Timings, Trigger
 
@@ -14,6 +14,7 @@ MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_TAG_CHARS = 128
 MAX_MESSAGES = 1024
+MAX_IDS = 1000
 DEFAULTS = Sampling()
 
 
@@ -26,7 +27,7 @@ Text = Annotated[str, Field(strict=True)]
 Flag = Annotated[bool, Field(strict=True)]
 Tag = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_TAG_CHARS, pattern=r"^[^\x00-\x1f\x7f]+$")]
 Client = Annotated[str, Field(strict=True, min_length=1, max_length=512, pattern=r"^[^\x00-\x1f\x7f]+$")]
-"""A client's name in other servers' routes; see compatible.client_tag."""
+"""A client's name as other servers' routes take it; see compatible.client_tag."""
 Whole = Annotated[int, Field(strict=True)]
 INTEGRAL = BeforeValidator(_whole)
 """Comes last, so that the schema keeps the bounds."""
@@ -44,6 +45,15 @@ def as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
+def _moment(value: object) -> datetime:
+    try:
+        return datetime.fromisoformat(str(value))
+    except ValueError:
+        raise ValueError("is no moment such as 2026-01-31T12:00:00+00:00") from None
+
+
+Moment = Annotated[AwareDatetime, BeforeValidator(_moment, json_schema_input_type=str)]
+"""With an offset from UTC. Pydantic alone would take numbers for seconds since 1970."""
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 Stops = Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings)]
 Finite = Annotated[float | None, BeforeValidator(_finite_or_none)]
@@ -236,6 +246,8 @@ class AdapterAnswer(ResponseModel):
     draft: str
     sha256: str
     created_at: datetime
+    erased_texts: int | None
+    """Texts that it, or a version that it was trained on top of, learnt from and that were erased since; null: none."""
 
 
 class AdaptersAnswer(ResponseModel):
@@ -250,6 +262,33 @@ class SwitchAnswer(ResponseModel):
 
     active: int
     adapter: AdapterAnswer | None
+
+
+class EraseRequest(RequestModel):
+    """The body of DELETE /generations: one or more of `ids`, `client`, `domain` and `before`, all of which must match, or
+    `everything`."""
+
+    ids: (
+        Annotated[list[Annotated[Text, Field(min_length=1, max_length=64)]], Field(min_length=1, max_length=MAX_IDS)]
+        | None
+    ) = None
+    """Ids of answers, of any route; those that are not in the log are passed over."""
+    client: Client | None = None
+    domain: Tag | None = None
+    before: Moment | None = None
+    """Recorded before this moment: ISO 8601, with its offset from UTC."""
+    everything: Flag = False
+    retire_adapters: Flag = False
+    """Adapters that learnt an erased text, of this or an earlier erasure, become `revoked`: they never serve again."""
+
+
+class ErasedAnswer(ResponseModel):
+    """How many generations were deleted. adapters: the versions that learnt one of them, or were trained on top of one that
+    did; revoked: those that may not serve any more since this call."""
+
+    generations: int
+    adapters: list[int]
+    revoked: list[int]
 
 
 class LiveAnswer(ResponseModel):

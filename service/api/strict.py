@@ -72,7 +72,7 @@ class StrictRoute(APIRoute):
         known = {parameter.alias for parameter in self.dependant.query_params}
 
         async def strict(request: Request) -> Response:
-            if request.method != "POST":
+            if request.method not in {"POST", "DELETE"}:
                 return await handle(request)
             request = StrictRequest(request.scope, request.receive)
             for name in request.query_params:

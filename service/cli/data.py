@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import asdict
+from datetime import datetime
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from service.cli.console import out, table
-from service.cli.options import Config, settings_from
+from service.cli.operate import ask
+from service.cli.options import LOCAL, Config, Url, settings_from
+from service.core import DatabaseTaken, Selection
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.app import Stores
 
 cases = typer.Typer(help="What was recorded: failure cases and the generations they belong to.", no_args_is_help=True)
 db = typer.Typer(help="The database.", no_args_is_help=True)
@@ -61,24 +69,78 @@ def stats(config: Config = None) -> None:
 def purge(
     config: Config = None,
     keep: Annotated[int | None, typer.Option(min=0, help="Keep this many newest generations.")] = None,
+    id: Annotated[list[str] | None, typer.Option(help="Erase the generation of this answer; may be repeated.")] = None,
     client: Annotated[str | None, typer.Option(help="Erase the generations of this client.")] = None,
     domain: Annotated[str | None, typer.Option(help="Erase the generations of this domain.")] = None,
+    before: Annotated[
+        datetime | None, typer.Option(help="Erase what was recorded before this moment (local time).")
+    ] = None,
     everything: Annotated[bool, typer.Option("--everything", help="Erase the whole log.")] = False,
+    retire_adapters: Annotated[
+        bool, typer.Option("--retire-adapters", help="Adapters that learnt an erased text never serve again.")
+    ] = False,
+    url: Url = LOCAL,
 ) -> None:
-    """Delete recorded generations with their cases; with secure_delete their bytes are overwritten."""
+    """Delete recorded generations with their cases: all but the newest (--keep), or those that match all that is said. These
+    are erased from every other place that keeps texts too, by the server at --url where one serves from this database."""
+    from service.api.compatible import client_tag
     from service.app import open_stores
 
-    if (keep is not None) + bool(client or domain) + everything != 1:
-        raise typer.BadParameter("say one of --keep N, --client/--domain NAME, --everything")
-    stores = open_stores(settings_from(config))
+    chosen = bool(id or client or domain or before)
+    if (keep is not None) + chosen + everything != 1:
+        raise typer.BadParameter("say one of --keep N, --id/--client/--domain/--before, --everything")
+    settings = settings_from(config)
+    stores = open_stores(settings)
     try:
         if keep is not None:
             gone = stores.generations.purge(keep, spare_replay=False).result()
-        else:
-            gone = stores.generations.erase(client=client, domain=domain, everything=everything).result()
+            out.print(f"{gone} generations deleted")
+            return
+        selection = Selection(
+            ids=frozenset(id) if id else None,
+            client=client_tag(client or None),
+            domain=domain or None,
+            before=before,
+            everything=everything,
+        )
+        erased = _erase(stores, settings, selection, retire_adapters=retire_adapters, url=url)
     finally:
         stores.close()
-    out.print(f"{gone} generations deleted")
+    out.print(f"{erased['generations']} generations deleted")
+    for what, numbers in (("learnt them", erased["adapters"]), ("are revoked", erased["revoked"])):
+        if numbers:
+            out.print(f"adapters that {what}: {', '.join(map(str, numbers))}")
+
+
+def _erase(
+    stores: Stores, settings: Settings, selection: Selection, *, retire_adapters: bool, url: str
+) -> dict[str, Any]:
+    """core.Erased as an object. While nobody serves from the database, no server can start on it before this is done."""
+    from service.app import erase
+    from service.store.lease import Lease
+
+    lease = Lease(stores.database)
+    try:
+        lease.acquire()
+    except DatabaseTaken:
+        return ask(url, "DELETE", "/generations", _body(selection, retire_adapters))
+    try:
+        return asdict(erase(stores, settings, selection, retire_adapters=retire_adapters))
+    finally:
+        lease.release()
+
+
+def _body(selection: Selection, retire_adapters: bool) -> dict[str, object]:
+    given: dict[str, object] = {
+        "ids": None if selection.ids is None else sorted(selection.ids),
+        "client": selection.client,
+        "domain": selection.domain,
+        "before": None if selection.before is None else selection.before.isoformat(),
+    }
+    return {name: value for name, value in given.items() if value is not None} | {
+        "everything": selection.everything,
+        "retire_adapters": retire_adapters,
+    }
 
 
 @cases.command()

@@ -18,10 +18,10 @@ from service.core import BadRequest, RedraftError, RunState, Unavailable
 adapters = typer.Typer(help="Adapter versions of the draft.", no_args_is_help=True)
 
 
-def ask(url: str, method: str, path: str, **headers: str) -> dict[str, Any]:
+def ask(url: str, method: str, path: str, sent: object = None, **headers: str) -> dict[str, Any]:
     """One call to the server's API. Raises RedraftError with the server's own message."""
     try:
-        answer = httpx.request(method, f"{url.rstrip('/')}{path}", headers=headers, timeout=120.0)
+        answer = httpx.request(method, f"{url.rstrip('/')}{path}", headers=headers, json=sent, timeout=120.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unavailable(f"no server answers at {url} ({error}); is `redraft serve` running?") from error
     try:
@@ -64,12 +64,13 @@ def list_adapters(config: Config = None) -> None:
     stores = open_stores(settings_from(config))
     try:
         rows = [
-            (a.id, a.state, a.parent, a.run or "", a.rank, a.sha256[:12], f"{a.created_at:%Y-%m-%d %H:%M}", a.folder)
+            (a.id, a.state, a.parent, a.run or "", a.erased_texts or "", a.rank, a.sha256[:12],
+             f"{a.created_at:%Y-%m-%d %H:%M}", a.folder)
             for a in stores.adapters.all()
-        ]
+        ]  # fmt: skip
     finally:
         stores.close()
-    table("adapters", ("id", "state", "parent", "run", "rank", "sha256", "made", "folder"), rows)
+    table("adapters", ("id", "state", "parent", "run", "erased texts", "rank", "sha256", "made", "folder"), rows)
 
 
 @adapters.command()

@@ -3,6 +3,7 @@
 Imports nothing but the standard library: whoever wants to know what flows through the house reads these files.
 """
 
+from service.core.erasure import Erased, Forget, Selection
 from service.core.errors import (
     AdapterRefused,
     BadRequest,
@@ -96,11 +97,13 @@ __all__ = [
     "DraftSwitch",
     "Encoder",
     "EngineStatus",
+    "Erased",
     "Event",
     "Failed",
     "FailureCase",
     "FinishReason",
     "Finished",
+    "Forget",
     "Generation",
     "GenerationService",
     "GenerationSink",
@@ -128,6 +131,7 @@ __all__ = [
     "RunState",
     "Sampling",
     "Score",
+    "Selection",
     "Sink",
     "Source",
     "Staged",

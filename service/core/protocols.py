@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, Self
 
+from service.core.erasure import Erased, Selection
 from service.core.generation import Constraint, Generation, Grammar, Prompt, Round, Sink
 from service.core.training import AdapterRef, TrainingRun
 
@@ -306,4 +307,10 @@ class Operator(Protocol):
         """Back to the active adapter's parent; None is the bare draft. expected: the version that is to be rolled back. Counts
         as a lost watch: what the adapter learnt from is quarantined and the next run waits. Raises Conflict when the bare draft
         serves, or another version than expected."""
+        ...
+
+    def erase(self, selection: Selection, *, retire_adapters: bool = False) -> Erased:
+        """Delete generations, and have every place forget their texts, before they are written too. A child that may have read
+        one is ended, and its run CRASHED. Adapters that learnt one are marked; retire_adapters: all that are marked never serve
+        again. Raises Conflict after the end, Unavailable, TimeoutError, StoreError."""
         ...

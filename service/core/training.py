@@ -12,7 +12,8 @@ BARE_DRAFT = 0
 
 
 class AdapterState(StrEnum):
-    """What became of an adapter. BROKEN: it cannot be loaded. Which may follow which: ADAPTER_MOVES."""
+    """What became of an adapter. BROKEN: it cannot be loaded. REVOKED: it learnt texts that were erased, and an operator wants
+    it never to serve again. Which may follow which: ADAPTER_MOVES."""
 
     CANDIDATE = "candidate"
     ACTIVE = "active"
@@ -20,15 +21,19 @@ class AdapterState(StrEnum):
     REJECTED = "rejected"
     ROLLED_BACK = "rolled_back"
     BROKEN = "broken"
+    REVOKED = "revoked"
 
 
 ADAPTER_MOVES: Mapping[AdapterState, frozenset[AdapterState]] = {
     AdapterState.CANDIDATE: frozenset({AdapterState.ACTIVE, AdapterState.REJECTED, AdapterState.BROKEN}),
-    AdapterState.ACTIVE: frozenset({AdapterState.RETIRED, AdapterState.ROLLED_BACK, AdapterState.BROKEN}),
-    AdapterState.RETIRED: frozenset({AdapterState.ACTIVE, AdapterState.BROKEN}),
-    AdapterState.ROLLED_BACK: frozenset({AdapterState.ACTIVE, AdapterState.BROKEN}),
+    AdapterState.ACTIVE: frozenset(
+        {AdapterState.RETIRED, AdapterState.ROLLED_BACK, AdapterState.BROKEN, AdapterState.REVOKED}
+    ),
+    AdapterState.RETIRED: frozenset({AdapterState.ACTIVE, AdapterState.BROKEN, AdapterState.REVOKED}),
+    AdapterState.ROLLED_BACK: frozenset({AdapterState.ACTIVE, AdapterState.BROKEN, AdapterState.REVOKED}),
     AdapterState.REJECTED: frozenset(),
     AdapterState.BROKEN: frozenset(),
+    AdapterState.REVOKED: frozenset(),
 }
 """What an adapter may become. A rolled-back adapter returns only by an operator's word."""
 
@@ -49,6 +54,8 @@ class AdapterRef:
     run: int | None
     state: AdapterState
     created_at: datetime
+    erased_texts: int | None = None
+    """Texts that it, or an adapter that it was trained on top of, learnt from and that were erased since; None: none."""
 
 
 class RunState(StrEnum):

@@ -238,6 +238,16 @@ class Decoder:
         for row in self.batch.remove(gone, under_way=under_way, tight=tight):
             if self.lookup is not None and row.prompt.store and row.finish is not None:
                 self.lookup.add_output(row.output)
+        if not self.rows:
+            # Else the last rows' tokens and stop strings would stay until there are others.
+            self.runner.release_rows()
+
+    def forget(self) -> None:
+        """Drop what is stored of texts when their requests have ended: cached prefixes, in memory and in files, and what
+        look-ups are found in. None of it says whose it is."""
+        self.prefixes.forget()
+        if self.lookup is not None:
+            self.lookup.forget()
 
     # ------------------------------------------------------------------------------------------------------- one round
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from service.engine.batch import Batch
 from service.engine.kv.prefix import BLOCK, Owner, copies
-from service.engine.kv.prefix_files import PrefixFiles, Speed
+from service.engine.kv.prefix_files import PrefixFiles, Speed, remove_files
 from service.engine.prefill import Pace
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,8 @@ class Prefixes:
         self._batch = batch
         self._pace = pace
         self._chunk = chunk
+        self._folder: Path | None = None
+        """Where there may be files, also when none is written or read."""
 
     def cached_tokens(self, tokens: Sequence[int]) -> int:
         """Tokens of a text, but its last, that are in the target's prefix cache."""
@@ -33,7 +35,7 @@ class Prefixes:
     def keep(self, folder: Path, cap: int, target: str, draft: str) -> None:
         """Keep the target's in files too, `cap` bytes at most. target, draft: fingerprints of the models. Nothing without a
         prefix cache, or for a model with recurrent layers. Raises OSError where the folder cannot be used."""
-        model = self._batch.target
+        self._folder, model = folder, self._batch.target
         cache = model.cache(1)
         if self._batch.prefix is None or cache.states:
             log.warning("nothing is kept in %s: prefixes are not cached for this model", folder)
@@ -62,6 +64,13 @@ class Prefixes:
             assert prefix is not None
             prefix.files = None
             return False
+
+    def forget(self) -> None:
+        """Drop all of them, in memory and in files. Raises OSError where a file cannot be removed."""
+        if self._batch.prefix is not None:
+            self._batch.prefix.forget()
+        if self._folder is not None:
+            remove_files(self._folder)
 
     @property
     def nbytes(self) -> int:

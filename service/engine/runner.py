@@ -107,6 +107,12 @@ class Runner:
         self._prefill_again(rows)
         return fresh
 
+    def release_rows(self) -> None:
+        """Refer no more to the rows of the last round. Only when none of them goes on."""
+        self._sampling = None
+        if self._batch.drafter is not None:
+            self._batch.drafter.release_rows()
+
     def _sampling_of(self, rows: Sequence[Request]) -> SamplingBatch:
         """The rows' sampling, as arrays that are made anew when rows change."""
         settings = tuple(row.prompt.sampling for row in rows)

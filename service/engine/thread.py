@@ -8,7 +8,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 
 from service import core
 from service.core import (
@@ -21,6 +22,7 @@ from service.core import (
     Prompt,
     RedraftError,
     RoundObserver,
+    Selection,
     Sink,
     Staged,
     Unavailable,
@@ -194,6 +196,31 @@ class EngineThread:
                 return
             engine.decoder.switch(staged)
             future.set_result(None)
+
+        self._command(apply, future)
+        return future
+
+    def forget(self, selection: Selection) -> Future[None]:
+        """Drop all that is stored of ended requests (`Decoder.forget`). Selected requests that wait or run go on as if they had
+        said `store: false`. The future fails with Unavailable once the thread died or is being stopped, with OSError where a
+        file cannot be removed."""
+        future: Future[None] = Future()
+
+        def apply(engine: Engine) -> None:
+            scheduler, now = self._scheduler, datetime.now(UTC)
+            with self._condition:
+                tickets = [*scheduler.waiting, *scheduler.prefilling, *scheduler.running]
+            for ticket in tickets:
+                if selection.covers(ticket.id, ticket.prompt, now):
+                    ticket.prompt = replace(ticket.prompt, store=False)
+                    if ticket.row is not None:
+                        ticket.row.prompt = ticket.prompt
+            try:
+                engine.decoder.forget()
+            except OSError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
         self._command(apply, future)
         return future

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import mlx.nn as nn
 
-from service.app import Folders, lifecycle_rules, open_stores
+from service.app import TARGETS, Folders, lifecycle_rules, open_stores
 from service.core import BARE_DRAFT, AdapterRef, Generation, RunState, Staged, TrainingRun, Verdict
 from service.engine import profile
 from service.engine.adapters import Draft, load, served
@@ -211,10 +211,11 @@ class Loop:
         self.drafts = Drafts(pair, costs)
         events = Metrics(DRAFTED)
         common = lifecycle_rules(self.settings, Folders(*models, general), pair.provenance)
-        spec = {**common.spec, "k": DRAFTED, "cache": str(settings.home / "targets")}
+        spec = {**common.spec, "k": DRAFTED, "cache": str(settings.home / TARGETS)}
         self.supervisor = Supervisor(
             runs=self.stores.runs,
             adapters=self.stores.adapters,
+            lineage=self.stores.lineage,
             generations=self.stores.generations,
             replay=self.stores.replay,
             switching=Switching(self.drafts, self.stores.adapters, pair.provenance.draft, events),

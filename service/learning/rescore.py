@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -46,13 +47,22 @@ class TargetCache:
                 logprobs=np.frombuffer(targets.logprobs, dtype="<f2").reshape(-1, targets.top),
                 tail=np.frombuffer(targets.tail, dtype="<f2"),
             )
-        os.replace(file.name, self._file(generation))
+        # An erasure removes what lies here, of whatever text.
+        with suppress(FileNotFoundError):
+            os.replace(file.name, self._file(generation))
 
     def _file(self, generation: Generation) -> Path:
         digest = hashlib.sha256((grammar_hash(generation) or "").encode())
         for part in (generation.prompt.tokens, generation.output):
             digest.update(len(part).to_bytes(8, "little") + np.array(part, dtype="<u4").tobytes())
         return self.folder / f"{digest.hexdigest()}.npz"
+
+
+def remove_files(root: Path) -> None:
+    """Remove the files of every TargetCache under `root`, whatever text and target they are of. Raises OSError."""
+    for path in root.glob("*/*"):
+        if path.suffix in {".npz", ".part"}:
+            path.unlink(missing_ok=True)
 
 
 def with_targets(

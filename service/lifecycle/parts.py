@@ -14,6 +14,7 @@ from service.lifecycle.switching import Events, Switching
 from service.settings import GateSettings, TrainingSettings
 from service.store.adapters import Adapters
 from service.store.generations import Generations
+from service.store.lineage import Lineage
 from service.store.replay import Replay
 from service.store.runs import Runs
 
@@ -36,6 +37,7 @@ class Parts:
 
     runs: Runs
     adapters: Adapters
+    lineage: Lineage
     generations: Generations
     replay: Replay
     switching: Switching

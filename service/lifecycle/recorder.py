@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from service.core import Generation
+from service.core import Generation, Selection, Unavailable
 from service.store.generations import Generations
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,8 @@ class Recorder:
         self._backoff = backoff_seconds
         self._buffer: deque[Generation] = deque()
         self._in_flight = 0
+        self._batches = 0
+        """Written or given up."""
         self._dropped = 0
         self._closing = threading.Event()
         self._changed = threading.Condition()
@@ -71,6 +73,16 @@ class Recorder:
         with self._changed:
             return self._changed.wait_for(lambda: not self._buffer and not self._in_flight, timeout)
 
+    def forget(self, selection: Selection, timeout: float = 60.0) -> None:
+        """Drop what is selected of the buffer, and wait for the batch that is being written: its rows can be deleted then.
+        Raises Unavailable when that takes longer than `timeout`."""
+        with self._changed:
+            staying = [one for one in self._buffer if not selection.covers(one.id, one.prompt, one.created_at)]
+            self._buffer = deque(staying)
+            number = self._batches
+            if not self._changed.wait_for(lambda: not self._in_flight or self._batches > number, timeout):
+                raise Unavailable("what was recorded last is still being written: the database is busy")
+
     def close(self, timeout: float) -> bool:
         """Refuse new generations and write what is there for at most `timeout` seconds; what is left then is dropped.
 
@@ -99,8 +111,11 @@ class Recorder:
                 self._in_flight = len(batch)
             if not self._write(batch):
                 self._drop(len(batch))
+            # Else it would stay until there is another.
+            del batch
             with self._changed:
                 self._in_flight = 0
+                self._batches += 1
                 self._changed.notify_all()
 
     def _write(self, batch: list[Generation]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -20,11 +20,14 @@ from service.core import (
     AdapterState,
     BadRequest,
     Conflict,
+    Erased,
+    Forget,
     IllegalMove,
     Launcher,
     Progress,
     Provenance,
     RunState,
+    Selection,
     StoreError,
     TrainingRun,
     Trigger,
@@ -41,6 +44,7 @@ from service.lifecycle.watch import Watch
 from service.store.adapters import Adapters
 from service.store.files import sweep
 from service.store.generations import Generations
+from service.store.lineage import Lineage
 from service.store.replay import Replay
 from service.store.runs import Runs
 
@@ -57,7 +61,7 @@ CLEAN_EVERY = 40
 class Supervisor:
     """core.Operator, and the tick. `who` is what serves now; busy: whether serving needs the machine for itself; strain: why
     the machine cannot spare what training takes (None: as far as the system tells, by the rules); judge: decides about
-    candidates.
+    candidates; forget: every place outside the rows that keeps texts when their requests have ended, by name.
 
     At most one child at a time. A run is this supervisor's own from the moment it claimed it; another's is left alone
     as long as it moves.
@@ -68,6 +72,7 @@ class Supervisor:
         *,
         runs: Runs,
         adapters: Adapters,
+        lineage: Lineage,
         generations: Generations,
         replay: Replay,
         switching: Switching,
@@ -77,14 +82,18 @@ class Supervisor:
         who: Provenance,
         busy: Callable[[], bool] = lambda: False,
         strain: Callable[[], str | None] | None = None,
+        forget: Mapping[str, Forget] | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         judge: Callable[..., Verdict] = gate.judge,
     ) -> None:
-        self._parts = Parts(runs, adapters, generations, replay, switching, launcher, events, rules, who, now, judge)
+        self._parts = Parts(
+            runs, adapters, lineage, generations, replay, switching, launcher, events, rules, who, now, judge
+        )
         self._watch = Watch(self._parts)
         self._traffic = Traffic(self._parts)
         self._busy = busy
         self._strain = strain or Surroundings.here(rules.training)
+        self._forget = forget or {}
         self._lock = threading.RLock()
         self._pausing = threading.Lock()
         self._job: Job | None = None
@@ -305,6 +314,52 @@ class Supervisor:
             self._parts.adapters.take_back(ref.id, ref.parent, policy.ROLLED_BACK)
             self._parts.events.rolled_back()
             return self._parts.switching.serve_active()
+
+    def erase(self, selection: Selection, *, retire_adapters: bool = False) -> Erased:
+        """See core.Operator. First all that keeps texts forgets them, so that none comes back, then the rows go. One that
+        raised is to be asked for again: it does what is left."""
+        with self._lock:
+            if self._stopped:
+                raise Conflict("shutting down")
+            # What the child has said by now may name its texts.
+            self._reap()
+            serving = self._parts.serving()
+            job = self._job if self._may_hold(selection) else None
+            if job is not None:
+                self._job = None
+                job.child.stop()
+            try:
+                for forget in self._forget.values():
+                    forget(selection)
+                erased = self._parts.lineage.erase(selection, retire_adapters=retire_adapters)
+            finally:
+                if job is not None:
+                    # Only now: what the run had is deleted by it, which says that its candidate learnt an erased text.
+                    job.abandon("a text that it had read was erased")
+            if self._parts.serving() != serving:
+                self._serve_another()
+            # The folder of a run that was ended.
+            self._clean()
+            return erased
+
+    def _serve_another(self) -> None:
+        """The rows name another adapter: end a run on top of the former one, whose candidate could only be rejected."""
+        if (job := self._job) is not None:
+            self._job = None
+            job.child.stop()
+            job.abandon("the adapter that it was trained on top of was revoked")
+        try:
+            self._parts.switching.serve_active()
+        except (Unavailable, TimeoutError) as error:
+            log.warning("the engine does not serve the active adapter yet: %s", error)
+
+    def _may_hold(self, selection: Selection) -> bool:
+        """Whether the child under way may have read one of these texts. Other jobs than training are short, and begin again by
+        themselves: they are not asked."""
+        lineage = self._parts.lineage
+        if not isinstance(self._job, training.TrainingJob):
+            return True
+        return self._job.may_hold(lineage.runs(selection), held_out=lineage.held_out(selection))
 
 
 def _report(purge: Future[int]) -> None:

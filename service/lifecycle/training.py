@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Collection
 from dataclasses import replace
 
 from service.core import (
@@ -70,6 +71,8 @@ class TrainingJob:
         self._paused: str | None = None
         self._cases_added = False
         self._texts_given_back = False
+        self._named = False
+        """All that it learns from is in run_texts."""
 
     @property
     def child(self) -> Child:
@@ -104,6 +107,7 @@ class TrainingJob:
             case Texts(window, replay):
                 runs.learns(run.id, run.fencing, Role.WINDOW, window)
                 runs.learns(run.id, run.fencing, Role.REPLAY, replay)
+                self._named = True
             case Candidate():
                 self._register(message)
             case Scores():
@@ -114,6 +118,11 @@ class TrainingJob:
                 self._fail(reason)
             case Crashed(reason):
                 self._parts.crash(runs.get(run.id), reason)
+
+    def may_hold(self, runs: Collection[int], *, held_out: bool) -> bool:
+        """Whether the child may have read one of some texts. runs: those that learn from one. held_out: one of them is only
+        measured on."""
+        return not self._named or self._run.id in runs or (held_out and self._candidate is not None)
 
     def abandon(self, reason: str) -> None:
         """The run becomes CRASHED, and its texts are as if it had never had them."""

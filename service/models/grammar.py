@@ -124,6 +124,11 @@ class Grammars:
             copy = matcher.deep_copy()
         return TokenConstraint(tokenizer, copy, grammar, self._vocabulary, self._eos)
 
+    def forget(self) -> None:
+        """Drop what was compiled: schemas and tools are clients' texts."""
+        with self._lock:
+            self._compiled.clear()
+
     def _make_tokenizer(self, field: str) -> LLTokenizer:
         inner = getattr(self._source, "_tokenizer", None)
         if not isinstance(inner, PreTrainedTokenizerFast) or not self._eos:

@@ -130,6 +130,17 @@ class TextEncoder:
         self._states = make_text_state_machine(tokenizer)
         self._states_without_tools = make_text_state_machine(_WithoutTools(tokenizer))
 
+    def forget(self) -> None:
+        """Drop what is stored of requests: compiled grammars, options of templates, and words that the tokenizer remembers with
+        their tokens."""
+        self._grammars.forget()
+        with self._lock:
+            self._generation_prompts.clear()
+            model = getattr(getattr(self._tokenizer, "backend_tokenizer", None), "model", None)
+            # Tokenizers of the BPE and Unigram kinds have such a cache, of 10,000 words.
+            if (clear := getattr(model, "_clear_cache", None)) is not None:
+                clear()
+
     def encode_chat(
         self,
         messages: Sequence[Mapping[str, object]],

@@ -59,6 +59,7 @@ class Adapters:
                 raise IllegalMove(f"run {run_id} is over ({run.state})")
             if run.draft != draft:
                 raise IllegalMove(f"run {run_id} is for another draft")
+            before = select(adapters.c.erased_texts).where(adapters.c.id == parent)
             made = connection.execute(
                 insert(adapters).values(
                     folder=str(folder),
@@ -71,6 +72,7 @@ class Adapters:
                     run=run_id,
                     state=AdapterState.CANDIDATE.value,
                     created_at=datetime.now(UTC),
+                    erased_texts=connection.execute(before).scalar(),
                 )
             ).inserted_primary_key
             assert made is not None
@@ -119,7 +121,8 @@ class Adapters:
         stands has learnt. Raises NotFound, IllegalMove."""
 
         def work(connection: Connection) -> AdapterRef | None:
-            back = _roll_back(connection, adapter_id, to)
+            move_adapter(connection, adapter_id, AdapterState.ROLLED_BACK)
+            back = reinstate(connection, to)
             record_evaluation(connection, adapter_id, "watch", verdict)
             if (run := _row(connection, adapter_id).run) is not None:
                 free = generations.c.quarantined_run.is_(None)
@@ -171,8 +174,8 @@ def move_adapter(connection: Connection, adapter_id: int, state: AdapterState) -
     connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(state=state.value))
 
 
-def _roll_back(connection: Connection, adapter_id: int, ancestor: int) -> AdapterRef | None:
-    move_adapter(connection, adapter_id, AdapterState.ROLLED_BACK)
+def reinstate(connection: Connection, ancestor: int) -> AdapterRef | None:
+    """Make an adapter, or its nearest ancestor that may serve, the active one of its draft. None: the bare draft serves."""
     while ancestor != BARE_DRAFT:
         row = _row(connection, ancestor)
         if AdapterState(row.state) is AdapterState.RETIRED:
@@ -245,4 +248,5 @@ def _ref(row: Row[Any]) -> AdapterRef:
         run=row.run,
         state=AdapterState(row.state),
         created_at=utc(row.created_at),
+        erased_texts=row.erased_texts,
     )

@@ -30,7 +30,7 @@ from service.store.files import make_private, private_folder
 
 T = TypeVar("T")
 
-REVISION = "0008"
+REVISION = "0009"
 """The newest migration: the revision this code is written for."""
 BUSY_SECONDS = 5.0
 RETRIES = 5
@@ -164,8 +164,9 @@ class Database:
     def write(self, work: Callable[[Connection], T], *, urgent: bool = True, scrub: bool = False) -> Future[T]:
         """Run `work` in one write transaction on the writer's thread; it is committed when the future has its result.
 
-        urgent goes ahead of what is not. scrub: what `work` deletes leaves the write-ahead log too, unless a reader keeps
-        it busy for long. What `work` raises comes out of the future, SQL errors as StoreError.
+        urgent goes ahead of what is not. scrub: what `work` deletes leaves the write-ahead log too; StoreError, with the
+        deletion committed, where a reader keeps it busy for too long. What `work` raises comes out of the future, SQL errors as
+        StoreError.
         """
         future: Future[T] = Future()
         with self._gate:
@@ -222,12 +223,17 @@ class Database:
         raise AssertionError("unreachable")
 
     def _empty_log(self) -> None:
-        """The log keeps pages as they were before a deletion, until it is written into the database and cut."""
+        """The log keeps pages as they were before a deletion, until it is written into the database and cut. Raises StoreError
+        where it could not be."""
         if sqlite_path(self.url) is None:
             return
-        # The deletion is committed already, whatever becomes of this.
-        with contextlib.suppress(SQLAlchemyError, sqlite3.Error), self._engine.connect() as connection:
-            connection.connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        try:
+            with self._engine.connect() as connection:
+                ((busy, *_),) = connection.connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(f"deleted, but the write-ahead log could not be cut: {error}") from error
+        if busy:
+            raise StoreError("deleted, but the write-ahead log still holds it, for somebody reads it: delete again")
 
 
 def _write_ahead(path: Path) -> None:

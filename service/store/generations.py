@@ -270,20 +270,9 @@ class Generations:
                 return 0
             held = select(replay_buffer.c.seq).distinct().order_by(replay_buffer.c.seq.desc()).limit(keep)
             spared = [generations.c.seq.not_in(held)] if spare_replay else []
-            return _remove(connection, generations.c.seq <= oldest, *spared)
+            return remove(connection, generations.c.seq <= oldest, *spared)
 
         return self._db.write(work, urgent=False, scrub=True)
-
-    def erase(self, *, client: str | None = None, domain: str | None = None, everything: bool = False) -> Future[int]:
-        """Delete what a client or a domain left (both given: both must match), or everything."""
-        where = [
-            column == value
-            for column, value in ((generations.c.client, client), (generations.c.domain, domain))
-            if value is not None
-        ]
-        if not where and not everything:
-            raise ValueError("name a client or a domain, or say everything")
-        return self._db.write(lambda connection: _remove(connection, *where), scrub=True)
 
     def _newest(
         self, limit: int, *columns: ColumnElement[Any], where: Sequence[ColumnElement[bool]] = ()
@@ -368,7 +357,8 @@ def untrained_generations(who: Provenance, limit: int) -> Any:
     return select(generations.c.seq).where(_open(who)).order_by(generations.c.seq.desc()).limit(limit)
 
 
-def _remove(connection: Connection, *where: ColumnElement[bool]) -> int:
+def remove(connection: Connection, *where: ColumnElement[bool]) -> int:
+    """Delete generations with everything that hangs on them; how many went. No condition: all."""
     gone = connection.execute(delete(generations).where(*where)).rowcount
     # A reservoir that lost all it held begins again, and its domain's name goes with it.
     held = select(replay_buffer.c.slot).where(
@@ -398,19 +388,20 @@ def _counted(connection: Connection, made: Generation) -> bool:
 
 def _insert(connection: Connection, made: Generation) -> bool:
     """A row of its own; always True."""
+    # Texts go as parameters: SQLAlchemy keeps the first statement of a kind, with the values in it, to compile it no more.
     values = values_of(made)
     split = split_of(made.prompt.first_user or values["prompt"].hex())
     if (grammar := made.grammar) is not None:
         known = select(grammars.c.hash).where(grammars.c.hash == values["grammar"])
         if connection.execute(known).scalar() is None:
-            connection.execute(insert(grammars).values(hash=values["grammar"], **grammar_values(grammar)))
+            connection.execute(insert(grammars), {"hash": values["grammar"], **grammar_values(grammar)})
     if split == TRAIN and undrafted(made):
         values["cases"] = None
-    row = connection.execute(insert(generations).values(**values, split=split))
+    row = connection.execute(insert(generations), {**values, "split": split})
     assert row.inserted_primary_key is not None
     seq = row.inserted_primary_key[0]
     if (targets := made.targets) is not None:
-        connection.execute(insert(generation_targets).values(seq=seq, top=targets.top, blob=target_bytes(targets)))
+        connection.execute(insert(generation_targets), {"seq": seq, "top": targets.top, "blob": target_bytes(targets)})
     if made.cases:
         connection.execute(insert(failure_cases), [{"seq": seq, **asdict(one)} for one in made.cases])
     return True

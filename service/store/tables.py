@@ -184,8 +184,10 @@ adapters = Table(
     Column("state", String(16), nullable=False),
     Column("note", Text),
     Column("created_at", DateTime(timezone=True), nullable=False),
+    Column("erased_texts", Integer),
     Index(None, "draft", "state"),
 )
+"""erased_texts: see core.AdapterRef."""
 
 evaluations = Table(
     "evaluations",

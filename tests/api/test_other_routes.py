@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
-from service.core import AdapterRef, AdapterRefused, Progress, RunState, StoreError, Verdict
+from service.api.compatible import client_tag
+from service.core import AdapterRef, AdapterRefused, Progress, RunState, Selection, StoreError, Verdict
 from tests.support.echo_engine import EchoEngine, EchoServer, InMemoryOperator, make_run
 
 
@@ -103,6 +105,49 @@ def test_adapters_are_listed_activated_and_rolled_back(http: httpx.Client) -> No
         assert_shape(http.post(f"/adapters/rollback?expected={wrong}"), 400, "bad_request", "expected")
     assert http.post("/adapters/rollback?expected=3").json() == {"active": 0, "adapter": None}
     assert_shape(http.post("/adapters/rollback"), 409, "conflict")
+
+
+def test_what_is_erased_is_said_field_by_field(http: httpx.Client, server: EchoServer) -> None:
+    def erase(**body: object) -> httpx.Response:
+        return http.request("DELETE", "/generations", json=body)
+
+    assert erase(client="ada").json() == {"generations": 2, "adapters": [3], "revoked": []}
+    assert erase(everything=True, retire_adapters=True).json() == {"generations": 2, "adapters": [3], "revoked": [3]}
+    long = "ada@" + 200 * "x"
+    erase(ids=["chatcmpl-ab", "cmpl-cd", "resp_ef", "msg_01", "23"], client=long, domain="sql")
+    erase(before="2026-01-01T09:00:00+09:00")
+    assert server.operator.erased == [
+        (Selection(client="ada"), False),
+        (Selection(everything=True), True),
+        (Selection(ids=frozenset({"ab", "cd", "ef", "01", "23"}), client=client_tag(long), domain="sql"), False),
+        (Selection(before=datetime(2026, 1, 1, tzinfo=UTC)), False),
+    ]
+    server.operator.erased.clear()
+    for field, wrong in (
+        ("ids", {"ids": []}),
+        ("ids", {"ids": "ab"}),
+        ("ids.0", {"ids": [""]}),
+        ("ids", {"ids": ["a"] * 1001}),
+        ("client", {"client": ""}),
+        ("domain", {"domain": 3}),
+        ("before", {"before": "2026-01-01T00:00:00"}),
+        ("before", {"before": "yesterday"}),
+        ("before", {"before": 1767225600}),
+        ("before", {"before": "1767225600"}),
+        ("before", {"before": "0001-01-01T00:00:00+09:00"}),
+        ("everything", {"everything": 1}),
+        ("retire_adapters", {"client": "ada", "retire_adapters": "yes"}),
+        ("clients", {"clients": "ada"}),
+        (None, {}),
+        (None, {"client": "ada", "everything": True}),
+        (None, {"retire_adapters": True}),
+    ):
+        assert_shape(erase(**wrong), 400, "bad_request", field)
+    assert_shape(http.delete("/generations"), 415, "unsupported_media_type")
+    assert_shape(http.delete("/generations?client=ada"), 400, "bad_request", "client")
+    twice = {"content": b'{"client": "ada", "client": "bob"}', "headers": {"content-type": "application/json"}}
+    assert_shape(http.request("DELETE", "/generations", **twice), 400, "bad_request", "client")  # pyright: ignore[reportArgumentType]
+    assert server.operator.erased == []
 
 
 class RefusingOperator(InMemoryOperator):
@@ -209,6 +254,7 @@ def test_the_schema_names_every_route_and_the_error_shape(http: httpx.Client) ->
         "/adapters/rollback",
         "/adapters/{id}/activate",
         "/generate",
+        "/generations",
         "/health/live",
         "/health/ready",
         "/metrics",

@@ -53,6 +53,7 @@ from service.models.weights import bytes_in_memory
 from service.settings import load_settings
 from service.store.database import REVISION, revision
 from service.store.generations import split_of
+from service.store.lease import Lease
 from service.store.runs import MAX_CRASHES
 from tests.support.oracle import naive
 from tests.support.tiny_server import generate, prompts, register_adapters, tiny_server, write_pair
@@ -323,6 +324,33 @@ def test_quarantined_cases_are_shown_and_released(tmp_path: Path, redraft: Redra
     assert shown() == []
 
 
+def test_without_a_server_files_are_erased_with_the_rows(tmp_path: Path, redraft: Redraft) -> None:
+    config, home, prefixes = tmp_path / "settings.toml", tmp_path / "home", tmp_path / "prefixes"
+    config.write_text(f"home = {json.dumps(str(home))}\n[engine]\nprefix_cache_dir = {json.dumps(str(prefixes))}\n")
+    assert redraft("db", "upgrade", "--config", config).status == 0
+    put_aside(config)
+    targets = home / "targets" / "of a target"
+    files = [targets / "a.npz", targets / "b.part", prefixes / "prefix-a.safetensors"]
+    for path in (*files, prefixes / "notes.txt"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("what somebody said")
+    asked = ("cases", "purge", "--config", config)
+    done = redraft(*asked, "--id", "nobody's", "--id", "question 99")
+    assert (done.status, done.out) == (0, "0 generations deleted\n")
+    assert not any(path.exists() for path in files), "nobody knows whose they are"
+    assert (prefixes / "notes.txt").exists()
+    done = redraft(*asked, "--everything", "--retire-adapters")
+    words = "2 generations deleted\nadapters that learnt them: 1\nadapters that are revoked: 1\n"
+    assert (done.status, done.out) == (0, words)
+    (shown,) = cells(redraft("adapters", "list", "--config", config).out)
+    assert (shown[0], shown[1], shown[4]) == ("1", "revoked", "1")
+    stores = open_stores(load_settings(config))
+    Lease(stores.database).acquire()  # a server may start
+    stores.close()
+    done = redraft(*asked, "--everything", "--url", "http://127.0.0.1:1")
+    assert (done.status, done.out) == (0, "0 generations deleted\n"), "a process that ended serves no more"
+
+
 # ---------------------------------------------------------------------------------------------------- with a tiny server
 
 
@@ -481,17 +509,27 @@ def test_cases_are_listed_and_purged(served: Served, redraft: Redraft) -> None:
     rest = cells(redraft("cases", "list", "--limit", 10_000, "--offset", 5, *config).out)
     assert len(rest) == before["failure cases"] - 5
 
-    done = redraft("cases", "purge", "--client", "someone", *config)
-    assert (done.status, done.out) == (0, "4 generations deleted\n")
+    url = ("--url", served.server.url)
+
+    def deleted(done: Outcome, count: int) -> bool:
+        """Adapters that learnt them may be named below."""
+        return done.status == 0 and done.out.splitlines()[0] == f"{count} generations deleted"
+
+    done = redraft("cases", "purge", "--client", "someone", "--before", "2001-01-01", *config, *url)
+    assert (done.status, done.out) == (0, "0 generations deleted\n")
+    done = redraft("cases", "purge", "--client", "someone", *config, "--url", "http://127.0.0.1:1")
+    assert "no server answers" in done.err and recorded(redraft, served) == before, "a server has the database"
+    done = redraft("cases", "purge", "--client", "someone", *config, *url)
+    assert deleted(done, 4)
     odd = recorded(redraft, served)["generations of odd"]
-    done = redraft("cases", "purge", "--domain", "odd", *config)
-    assert (done.status, done.out) == (0, f"{odd} generations deleted\n")
+    done = redraft("cases", "purge", "--domain", "odd", *config, *url)
+    assert deleted(done, odd)
     left = recorded(redraft, served)
     assert left["generations"] == left["generations of even"] == before["generations"] - 4 - odd
     done = redraft("cases", "purge", "--keep", 1, *config)
     assert (done.status, done.out) == (0, f"{left['generations'] - 1} generations deleted\n")
-    done = redraft("cases", "purge", "--everything", *config)
-    assert (done.status, done.out) == (0, "1 generations deleted\n")
+    done = redraft("cases", "purge", "--everything", *config, *url)
+    assert deleted(done, 1)
     assert set(recorded(redraft, served).values()) == {0}
 
 
@@ -519,7 +557,7 @@ def test_markup_in_a_domain_does_not_break_the_tables(served: Served, redraft: R
             listed = redraft("cases", "list", "--config", served.config)
             assert {row[1] for row in cells(listed.out)} >= {name}
         finally:
-            redraft("cases", "purge", "--client", "brackets", "--config", served.config)
+            redraft("cases", "purge", "--client", "brackets", "--config", served.config, "--url", served.server.url)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -578,6 +616,8 @@ def test_bad_input_is_answered_with_one_sentence(
         (("nonsense",), "No such command"),
         (("cases", "purge"), "say one of --keep"),
         (("cases", "purge", "--keep", "1", "--everything"), "say one of --keep"),
+        (("cases", "purge", "--id", "a", "--everything"), "say one of --keep"),
+        (("cases", "purge", "--before", "yesterday"), "--before"),
         (("cases", "list", "--limit", "0"), "--limit"),
         (("cases", "release", "--run", "0"), "--run"),
         (("adapters", "activate", "x"), "integer"),

@@ -69,6 +69,19 @@ def test_recent_outputs_are_shared_and_old_ones_evicted() -> None:
     assert lookup.find([1, 90, 91, 92, 93], NGramIndex()) is None
 
 
+def test_outputs_that_are_forgotten_are_found_no_more() -> None:
+    lookup = Lookup(3)
+    for start in (80, 90):
+        lookup.add_output([start, *range(INDEX_TOKENS)])  # which makes it the older index
+    lookup.add_output([70, 71, 72, 73, 74])
+    asked = ([80, 0, 1, 2], [90, 0, 1, 2], [70, 71, 72, 73])
+    assert [lookup.find(each, NGramIndex()) is not None for each in asked] == [False, True, True]
+    lookup.forget()
+    assert [lookup.find(each, NGramIndex()) for each in asked] == [None] * 3
+    lookup.add_output([70, 71, 72, 73, 74])
+    assert lookup.find(asked[2], NGramIndex()) == LookupProposal(4, [74])
+
+
 def test_outputs_that_may_not_be_stored_are_not_shared() -> None:
     target = tiny_llama(0)
     prompt = tuple(random.Random(1).randrange(4, VOCABULARY) for _ in range(12))

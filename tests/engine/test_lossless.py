@@ -17,7 +17,8 @@ from service.engine.decoder import Decoder
 from service.engine.request import Request
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.models.heads import cut
-from tests.support.batches import decode
+from tests.support.batches import decode, serve
+from tests.support.heap import holders
 from tests.support.oracle import forced, naive, noisy_copy, tiny_llama
 from tests.support.typed import layers_of
 
@@ -291,3 +292,22 @@ def test_a_cut_draft_serves_a_batch_from_its_first_round() -> None:
         decoder.round()
     assert decoder.draft_failures == 0
     assert sum(round.accepted for row in rows for round in row.rounds) > 0
+
+
+@pytest.mark.parametrize("strategy", [CPU, METAL, CUDA], ids=["cpu", "metal", "cuda"])
+def test_a_decoder_without_rows_refers_to_nothing_of_its_last_ones(strategy: Strategy) -> None:
+    """With a draft of a reduced vocabulary, which follows the tokens of its rows."""
+
+    def secret() -> tuple[int, ...]:
+        return tuple(random.Random(77).randrange(4, VOCABULARY) for _ in range(40))
+
+    def serve_it() -> Decoder:
+        decoder = Decoder(target(), bare(draft("cut")), vocabulary=VOCABULARY, k=3, collect=True)
+        sampling = [Sampling(max_tokens=limit, stop=(f"stop-{number}-9f2c",)) for number, limit in enumerate((5, 20))]
+        serve(decoder, [Prompt(secret(), each) for each in sampling])
+        return decoder
+
+    with using(strategy):
+        decoder = serve_it()
+    assert not decoder.unfinished
+    assert holders(lambda: ([list(secret()[8:16])], ["stop-" + "1-9f2c"])) == []

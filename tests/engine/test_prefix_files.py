@@ -426,31 +426,43 @@ def test_blocks_that_were_evicted_are_not_written(tmp_path: Path) -> None:
 
 @BOTH
 def test_what_is_forgotten_is_gone_from_memory_and_disk(tmp_path: Path) -> None:
-    beginning = text(1, 3 * BLOCK)
-    one, other, third = (*beginning, *text(2, 700)), (*beginning, *text(3, 500)), text(4, 530)
-    written(tmp_path, one, other, who=("a target of the same tokenizer", ""))
-    decoder = start(tmp_path)
-    for each in (one, other, third):
+    one, other = text(1, 700), text(2, 600)
+    written(tmp_path, one, who=("another target", ""))
+    decoder = start(tmp_path, drafts=True)
+    for each in (one, other):
         ask(decoder, each)
     save(decoder)
-    count = len(list(tmp_path.iterdir()))
-    # The middle of a text may be there without its beginning.
-    first, *_ = files_of(decoder).find(one, 0)
-    first.file.path.unlink()
-    decoder = start(tmp_path, drafts=True)
-    ask(decoder, other)
-    prefix_of(decoder).forget([text(9, 600), (), beginning[: BLOCK - 1]])
-    assert prefix_of(decoder).cached_length(Owner.TARGET, other) == whole(len(other))
-    assert len(list(tmp_path.iterdir())) == count - 1
-    ask(decoder, third)
-    prefix_of(decoder).forget([one])
-    for owner in Owner:
-        assert prefix_of(decoder).cached_length(owner, other) == 0
-        assert prefix_of(decoder).cached_length(owner, third) > 0
+    ask(decoder, (*other, *text(3, 100)))
+    (tmp_path / ".prefix-0.part.safetensors").write_bytes(b"of a process that was killed")
+    (tmp_path / "notes.txt").write_text("somebody else's")
+    assert all(prefix_of(decoder).cached_length(owner, each) for owner in Owner for each in (one, other))
+    decoder.forget()
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+    assert prefix_of(decoder).nodes == ()
+    assert (prefix_of(decoder).nbytes, decoder.prefixes.disk_bytes) == (0, 0)
     save(decoder)
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"], "what was not written yet is forgotten too"
+    assert [ask(decoder, each).cached_tokens for each in (one, other)] == [0, 0]
+    save(decoder)
+    assert ask(start(tmp_path), one).cached_tokens == whole(699), "what comes later is written again"
+
+
+def test_files_that_are_no_longer_used_are_forgotten_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = start(tmp_path)
+    ask(decoder, text(1, 600))
+    save(decoder)
+    ask(decoder, text(2, 600))
+
+    def fail(*arguments: object) -> None:
+        raise RuntimeError("no more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files_of(decoder), "write", fail)
+        assert not decoder.prefixes.save()
+    assert prefix_of(decoder).files is None
     assert len(list(tmp_path.iterdir())) == 1
-    assert sum(node.nbytes for node in prefix_of(decoder).nodes) == prefix_of(decoder).nbytes
-    assert [ask(start(tmp_path), each).cached_tokens for each in (one, other, third)] == [0, 0, whole(529)]
+    decoder.forget()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_to_costs_the_files_alone(

@@ -39,6 +39,7 @@ from service.core import (
     Provenance,
     Round,
     Sampling,
+    Selection,
     Ticket,
     Unavailable,
 )
@@ -1144,3 +1145,50 @@ def agrees(generation: Generation, client: Client, end: Finished) -> None:
     for case in generation.cases:
         assert case.target == output[case.position] != case.drafted
         np.testing.assert_allclose(case.p, np.exp(logprobs[case.position, case.drafted]), atol=1e-3)
+
+
+def test_selected_requests_under_way_are_not_recorded_and_all_cached_prefixes_go() -> None:
+    """One of each runs, and two wait for a row."""
+
+    def asked(number: int, client: str) -> Prompt:
+        return replace(long_prompts(8, 20)[number], tokens=prompt(number, 3 * BLOCK + 1).tokens, client=client)
+
+    names = ("ada", "bob", "ada", "bob")
+    forgotten: list[Future[None]] = []
+
+    def forget(client: Client) -> None:
+        if not forgotten:
+            forgotten.append(harness.thread.forget(Selection(client="ada")))
+
+    with EngineHarness(rows=2) as harness:
+        earlier = harness.submit(asked(5, "ada"))
+        earlier.finished()
+        clients = [harness.submit(asked(i, name), forget if i == 0 else lambda _: None) for i, name in enumerate(names)]
+        for client in clients:
+            assert client.finished().timings.cache_n == 0
+        forgotten[0].result(PATIENCE)
+        after = harness.submit(asked(5, "ada"))
+        assert after.finished().timings.cache_n == 0, "its prefix was cached before"
+        # A row leaves the batch, and its blocks go into the cache, before its last event is sent.
+        assert harness.engine is not None
+        prefixes = harness.engine.decoder.prefixes
+        found = [prefixes.cached_tokens(client.prompt.tokens) > 0 for client in (*clients, after)]
+    assert found == [False, True, False, True, True]
+    assert [one.prompt.client for one in harness.generations] == ["ada", "bob", "bob", "ada"]
+
+
+def test_what_fails_to_forget_says_so_and_the_thread_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with EngineHarness() as harness:
+        assert harness.engine is not None
+
+        def fail() -> None:
+            raise PermissionError("the folder cannot be written to")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.engine.decoder, "forget", fail)
+            with pytest.raises(PermissionError):
+                harness.thread.forget(Selection(everything=True)).result(PATIENCE)
+        harness.submit(prompt(1)).finished()
+        harness.thread.forget(Selection(everything=True)).result(PATIENCE)
+    with pytest.raises(Unavailable):
+        harness.thread.forget(Selection(everything=True)).result(PATIENCE)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,7 +12,7 @@ import pytest
 
 from service.core import Sampling
 from service.learning.dataset import unpack
-from service.learning.rescore import TargetCache, rescore, with_targets
+from service.learning.rescore import TargetCache, remove_files, rescore, with_targets
 from tests.support.logged_texts import VOCABULARY, random_texts, served
 from tests.support.oracle import noisy_copy, tiny_llama
 
@@ -108,6 +109,31 @@ def test_a_damaged_file_is_computed_again(tmp_path: Path, loader: Loader, damage
         assert np.abs(mine - theirs).max() < 0.02
     assert with_targets(texts, cache=cache, load_target=loader) == again
     assert loader.loads == 2
+
+
+def test_files_are_removed_under_a_child_that_writes_them(
+    tmp_path: Path, loader: Loader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = random_texts(3, seed=3)
+    caches = [TargetCache(tmp_path, name * 64) for name in "ab"]
+    for cache in caches:
+        with_targets(texts, cache=cache, load_target=loader)
+    (caches[0].folder / "of a child that was killed.part").write_bytes(b"x")
+    write = np.savez
+
+    def write_and_remove(file: BinaryIO, **arrays: np.ndarray) -> None:
+        write(file, **arrays)  # pyright: ignore[reportArgumentType]
+        remove_files(tmp_path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "savez", write_and_remove)
+        (made,) = with_targets(random_texts(1, seed=99), cache=caches[0], load_target=loader)
+    assert made.targets is not None
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    loads = loader.loads
+    with_targets(texts, cache=caches[0], load_target=loader)
+    assert loader.loads == loads + 1
+    assert len(list(caches[0].folder.iterdir())) == 3
 
 
 def test_a_text_without_prompt_or_output_stays_without(tmp_path: Path, loader: Loader) -> None:

@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 )
 from sqlalchemy import select
 
-from service.core import BARE_DRAFT, AdapterState, BadRequest, Conflict, RunState, Trigger
+from service.core import BARE_DRAFT, AdapterState, BadRequest, Conflict, RunState, Selection, Trigger
 from service.lifecycle.supervisor import Rules, Supervisor
 from service.lifecycle.switching import Switching
 from service.settings import GateSettings, TrainingSettings
@@ -33,6 +33,7 @@ from service.store.adapters import Adapters
 from service.store.database import integrity, upgrade
 from service.store.files import folder_sha256
 from service.store.generations import Generations
+from service.store.lineage import Lineage
 from service.store.replay import Replay
 from service.store.run_texts import Role
 from service.store.runs import Runs
@@ -144,10 +145,12 @@ class Machine(RuleBasedStateMachine):
         self.home = Path(tempfile.mkdtemp())
         shutil.copy(self.template, self.home / "redraft.db")
         self.clock_offset = timedelta()
+        self.began = datetime.now(UTC)
         self.strain: str | None = None
         self.busy = False
         self.drifted = False
         self.back: set[int] = set()
+        self.revoked: set[int] = set()
         self.states: dict[int, AdapterState] = {}
         self.runs_before = 0
         self.open()
@@ -161,6 +164,7 @@ class Machine(RuleBasedStateMachine):
         self.supervisor = Supervisor(
             runs=self.runs,
             adapters=self.adapters,
+            lineage=Lineage(self.db),
             generations=self.generations,
             replay=Replay(self.db),
             switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
@@ -314,6 +318,22 @@ class Machine(RuleBasedStateMachine):
         except Conflict:
             return
 
+    @rule(data=st.data(), retire=st.booleans())
+    def operator_erases(self, data: st.DataObject, retire: bool) -> None:
+        names = [one.id for one in self.generations.by_ids(self.generations.names_after(WHO, self.began, 40))]
+        chosen = (
+            frozenset(data.draw(st.lists(st.sampled_from(names), unique=True, max_size=8))) if names else frozenset()
+        )
+        erased = self.supervisor.erase(Selection(ids=chosen), retire_adapters=retire)
+        assert erased.generations == len(chosen)
+        assert not self.generations.by_ids(list(chosen))
+        marked = {ref.id for ref in self.adapters.all() if ref.erased_texts}
+        assert set(erased.adapters) <= marked
+        self.happened["marked"] += len(erased.adapters)
+        self.tick(1)
+        if retire:
+            assert self.engine.active not in marked
+
     @rule(stopping=st.booleans())
     def restart(self, stopping: bool) -> None:
         self.close(stopping=stopping)
@@ -368,6 +388,9 @@ class Machine(RuleBasedStateMachine):
         gated = {row.adapter for row in judged if row.kind == "gate" and '"promoted": true' in row.verdict}
         assert {ref.id for ref in active} <= gated, "an adapter serves without a passed gate"
         assert not {ref.id for ref in active} & self.back, "a rolled-back adapter was activated again by itself"
+        revoked = {ref.id for ref in refs if ref.state == AdapterState.REVOKED}
+        assert self.revoked <= revoked, "a revoked adapter is something else again"
+        self.revoked = revoked
         self.back |= {ref.id for ref in refs if ref.state == AdapterState.ROLLED_BACK}
         states = {run.id: RunState(run.state) for run in runs}
         aside = {row.seq for row in texts if row.quarantined_run is not None}
@@ -392,7 +415,7 @@ class Machine(RuleBasedStateMachine):
         self.happened["quarantined"] += len(aside & stands.keys())
 
 
-@pytest.mark.parametrize(("examples", "steps"), [(5, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("examples", "steps"), [(8, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])
 def test_any_order_of_events_keeps_the_lifecycle_legal(tmp_path: Path, examples: int, steps: int) -> None:
     class Here(Machine):
         pass
@@ -412,6 +435,6 @@ def test_any_order_of_events_keeps_the_lifecycle_legal(tmp_path: Path, examples:
     seen = {AdapterState.ACTIVE, AdapterState.REJECTED, AdapterState.ROLLED_BACK, AdapterState.RETIRED}
     assert all(
         Here.happened[what]
-        for what in (*seen, Trigger.CASES, "manual", "kill", "quarantined", "cases added", "given back")
+        for what in (*seen, Trigger.CASES, "manual", "kill", "quarantined", "cases added", "given back", "marked")
     ), Here.happened
     assert examples < 100 or Here.happened[Trigger.DRIFT], Here.happened

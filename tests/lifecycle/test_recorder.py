@@ -4,14 +4,17 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from service.core import Selection, Unavailable
 from service.lifecycle.recorder import Recorder
 from service.store.database import Database, upgrade
 from service.store.generations import Generations
+from service.store.lineage import Lineage
 from tests.support.lifecycle_server import generation
 
 
@@ -171,6 +174,46 @@ def test_closing_has_a_time_limit(make_log: Callable[..., RecordedLog]) -> None:
     # The batch in progress is written once the lock is released; the rest was counted as dropped.
     assert log.recorder.flush(10)
     assert log.stored + log.recorder.dropped == 100
+
+
+def test_what_is_forgotten_before_it_is_written_does_not_come_back(make_log: Callable[..., RecordedLog]) -> None:
+    log = make_log()
+    selection = Selection(ids=frozenset(f"g{i}" for i in range(0, 100, 3)))
+
+    def erase() -> int:
+        log.recorder.forget(selection)
+        return Lineage(log.database).erase(selection).generations
+
+    with ThreadPoolExecutor(1) as eraser:
+        with log.locked():
+            # What is recorded queues behind it, and whatever is urgent would go before that.
+            log.database.write(lambda connection: None)
+            time.sleep(0.1)
+            log.record(100)
+            while not log.recorder._in_flight:
+                time.sleep(0.01)
+            erased = eraser.submit(erase)
+            time.sleep(0.3)
+            assert not erased.done(), "the first batch was under way"
+        # Of the first batch a third was written; the others were still in the buffer.
+        assert 0 < erased.result(30) < 34
+    assert log.recorder.flush(10)
+    assert log.recorder.dropped == 0
+    assert {one.id for one in log.generations.by_ids([f"g{i}" for i in range(100)])} == {
+        f"g{i}" for i in range(100) if i % 3
+    }
+
+
+def test_forgetting_waits_for_a_batch_only_so_long(make_log: Callable[..., RecordedLog]) -> None:
+    log = make_log()
+    with log.locked():
+        log.record(40)
+        time.sleep(0.1)
+        with pytest.raises(Unavailable, match="busy"):
+            log.recorder.forget(Selection(client="nobody"), timeout=0.2)
+    assert log.recorder.flush(10)
+    log.recorder.forget(Selection(everything=True), timeout=0.0)
+    assert log.stored == 40, "the rows are not its own to delete"
 
 
 def test_many_threads_may_record(make_log: Callable[..., RecordedLog]) -> None:

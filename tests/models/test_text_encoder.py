@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import unicodedata
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from service.core import BadRequest, Grammar, GrammarKind, PieceKind, ToolCall
 from service.models.text import TextEncoder, bytes_per_token
+from tests.support.heap import holders
 
 MakeModel = Callable[..., Path]
 
@@ -190,18 +192,41 @@ ASKED = [
 ]
 
 
+def thinking_encoder() -> TextEncoder:
+    tokenizer = byte_level()
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<think>", "</think>", "<s>", "</s>")])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=THINKING)
+    return TextEncoder(TokenizerWrapper(fast))
+
+
+def test_what_requests_left_is_forgotten() -> None:
+    encoder, words = thinking_encoder(), ["a-note", "a-choice"]
+
+    def use() -> list[bytes]:
+        options = {"ending": "<think></think>", "note": "-".join((words[0], "4b1d"))}
+        source = json.dumps(["-".join((words[1], "4b1d"))])
+        return encoder.constraint(Grammar(GrammarKind.CHOICE, source, "f"), options).masks(())
+
+    def held() -> list[str]:
+        return holders(lambda: ([], ["-".join((word, "4b1d")) for word in words]))
+
+    before = use()
+    assert len(held()) == 2, "by template options, and by grammar"
+    encoder.forget()
+    assert held() == []
+    assert use() == before
+    # What else is cleared is not to be seen from Python.
+    assert callable(getattr(byte_level().model, "_clear_cache"))  # noqa: B009
+
+
 @pytest.mark.parametrize(
     ("ending", "reasoning", "free"), [("<think>", "a", True), ("<think></think>", "", False), ("", "", None)]
 )
 def test_only_the_template_says_whether_the_answer_reasons(
     make_model: MakeModel, ending: str, reasoning: str, free: bool | None
 ) -> None:
-    tokenizer = byte_level()
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(name, special=True) for name in ("<think>", "</think>", "<s>", "</s>")])
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", chat_template=THINKING)
-    encoder = TextEncoder(TokenizerWrapper(fast))
-    options = {"ending": ending}
+    encoder, options = thinking_encoder(), {"ending": ending}
     encoder.encode_chat(ASKED, (), options)
     reader = encoder.answer_reader((), options)
     pieces = [*reader.add("a"), *reader.finish(cut=False)]

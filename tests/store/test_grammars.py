@@ -7,9 +7,10 @@ from datetime import timedelta
 
 from sqlalchemy import select
 
-from service.core import AnswerGrammar, Generation, Trigger
+from service.core import AnswerGrammar, Generation, Selection, Trigger
 from service.store.database import Database
 from service.store.generations import Generations
+from service.store.lineage import Lineage
 from service.store.runs import Runs
 from service.store.tables import grammars
 from tests.support.store_rows import HELD_OUT_TEXT, WHO, case, generation
@@ -66,5 +67,5 @@ def test_a_grammar_goes_with_its_last_answer(database: Database) -> None:
     assert texts(database) == ["new", "old"]
     store.purge(2).result()
     assert texts(database) == ["new"]
-    store.erase(everything=True).result()
+    Lineage(database).erase(Selection(everything=True))
     assert texts(database) == []

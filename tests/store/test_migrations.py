@@ -164,6 +164,7 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(tmp_path: P
     assert len(keys) == len(tags), "every text has its own key"
     assert {row.pop("copies") for row in after["generations"]} == {1}
     assert {row.pop("grammar") for row in after["generations"]} == {None}
+    assert {row.pop("erased_texts") for row in after["adapters"]} == {None}
     known = {row["seq"]: row.pop("cases") for row in after["generations"]}
     assert known == {7: None, 8: 1, 9: 1, 10: 1, bad: 1}, "the cases of an undrafted text are not known"
     aside = [(row["seq"], run) for row in after["generations"] if (run := row.pop("quarantined_run")) is not None]
@@ -209,6 +210,19 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(tmp_path: P
     }
     assert len(back["replay_buffer"]) == 4
     assert len(back["replay_domains"]) == 5
+
+
+def test_a_revoked_adapter_does_not_serve_an_earlier_version(tmp_path: Path) -> None:
+    path = tmp_path / "new.db"
+    upgrade(url_of(path))
+    with sqlite3.connect(path) as connection:
+        connection.execute(
+            "INSERT INTO adapters (folder, sha256, rank, scale, keys, draft, parent, state, created_at, erased_texts)"
+            " VALUES ('f', 's', 4, 2.0, '[]', 'd', 0, 'revoked', '2026-01-01 00:00:00', 3)"
+        )
+    connection.close()
+    command.downgrade(configured(url_of(path)), "0006")
+    assert [row["state"] for row in dump(path)["adapters"]] == ["broken"]
 
 
 def test_a_newer_database_is_not_touched(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 from scipy.stats import chi2
 
+from service.core import Selection
 from service.store.database import Database
 from service.store.generations import Generations
+from service.store.lineage import Lineage
 from service.store.replay import Replay
 from tests.support.store_rows import WHO, copy_of, generation, texts
 
@@ -69,7 +71,7 @@ def test_a_removed_generation_frees_its_slot(database: Database, capacity: int) 
     store.add(made).result()
     replay.offer("code", [g.id for g in made], capacity, 0)
     assert replay.sizes() == {("code", ""): capacity}
-    store.erase(everything=True).result()
+    Lineage(database).erase(Selection(everything=True))
     assert replay.sizes() == {}
     assert replay.sample(WHO, 5, 0) == []
     later = [generation() for _ in range(400)]

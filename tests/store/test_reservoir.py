@@ -6,8 +6,10 @@ import pytest
 from scipy import stats
 from sqlalchemy import text
 
+from service.core import Selection
 from service.store.database import Database
 from service.store.generations import Generations
+from service.store.lineage import Lineage
 from service.store.replay import Replay
 from tests.support.store_rows import HELD_OUT_TEXT, WHO, generation
 
@@ -67,8 +69,10 @@ def test_samples_are_uniform_within_a_domain(database: Database) -> None:
 def test_an_emptied_reservoir_fills_again(database: Database, way: str) -> None:
     store, replay = Generations(database), Replay(database)
     replay.offer("code", stored(database, 300), 16, seed=0)
-    gone = store.purge(keep=0) if way == "purge" else store.erase(domain="code")
-    assert gone.result() == 300
+    if way == "purge":
+        assert store.purge(keep=0).result() == 300
+    else:
+        assert Lineage(database).erase(Selection(domain="code")).generations == 300
     assert replay.sizes() == {}
     with database.read() as connection:
         assert connection.execute(text("SELECT count(*) FROM replay_domains")).scalar() == 0
@@ -78,10 +82,10 @@ def test_an_emptied_reservoir_fills_again(database: Database, way: str) -> None:
 
 
 def test_slots_that_a_deletion_emptied_are_filled_first(database: Database) -> None:
-    store, replay = Generations(database), Replay(database)
+    replay = Replay(database)
     replay.offer("code", [*stored(database, 200, client="leaves"), *stored(database, 200, client="stays")], 32, seed=0)
     before = held(database, "code")
-    store.erase(client="leaves").result()
+    Lineage(database).erase(Selection(client="leaves"))
     left = held(database, "code")
     assert 0 < len(left) < len(before)
     fresh = stored(database, 32 - len(left))

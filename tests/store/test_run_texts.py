@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from sqlalchemy import select
 
-from service.core import AdapterRef, Generation, IllegalMove, Provenance, RunState, TrainingRun, Trigger
+from service.core import AdapterRef, Generation, IllegalMove, Provenance, RunState, Selection, TrainingRun, Trigger
 from service.store.adapters import Adapters
 from service.store.database import Database
 from service.store.generations import Generations, UntrainedCounts
+from service.store.lineage import Lineage
 from service.store.quarantine import Held, Quarantine
 from service.store.replay import Replay
 from service.store.run_texts import Role
@@ -81,7 +82,7 @@ def test_all_that_a_run_learns_from_is_named(texts: Texts) -> None:
     assert texts.of(run) == named
     with pytest.raises(IllegalMove, match="stale"):
         texts.runs.learns(run.id, run.fencing + 1, Role.REPLAY, [well[1].id])
-    texts.log.erase(client="ada").result()
+    Lineage(texts.database).erase(Selection(client="ada"))
     assert texts.of(run) == {}, "an erased text is named nowhere"
 
 

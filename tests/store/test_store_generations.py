@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -11,9 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from service.core import Provenance, Round, RunState, Sampling, Trigger
+from service.core import BadRequest, Erased, Provenance, Round, RunState, Sampling, Selection, Trigger
 from service.store.database import Database
 from service.store.generations import Generations, UntrainedCounts, split_of
+from service.store.lineage import Lineage
 from service.store.replay import Replay
 from service.store.runs import Runs
 from tests.support.store_rows import START, WHO, case, generation, targets, texts
@@ -154,24 +154,19 @@ CANARY_TEXT = "canary-7f3a-" + "q" * 3000
 CANARY_TOKENS = [0xC0FFEE, 0xBADCAB, 0xFACADE] * 700
 
 
-def erase_client(store: Generations) -> int:
-    return store.erase(client="mallory").result()
-
-
-def erase_domain(store: Generations) -> int:
-    return store.erase(domain="secret").result()
-
-
-def erase_both(store: Generations) -> int:
-    return store.erase(client="mallory", domain="secret").result()
-
-
-def purge(store: Generations) -> int:
-    return store.purge(keep=20, spare_replay=False).result()
-
-
-@pytest.mark.parametrize("remove", [erase_client, erase_domain, erase_both, purge])
-def test_removed_texts_leave_no_bytes(database: Database, tmp_path: Path, remove: Callable[[Generations], int]) -> None:
+@pytest.mark.parametrize(
+    "selection",
+    [
+        Selection(client="mallory"),
+        Selection(domain="secret"),
+        Selection(client="mallory", domain="secret"),
+        Selection(ids=frozenset({"secret0", "secret1", "secret2", "unknown"})),
+        Selection(before=START),
+        None,
+    ],
+    ids=["client", "domain", "both", "ids", "before", "purge"],
+)
+def test_removed_texts_leave_no_bytes(database: Database, tmp_path: Path, selection: Selection | None) -> None:
     store, replay = Generations(database), Replay(database)
     secrets = [
         generation(
@@ -182,6 +177,7 @@ def test_removed_texts_leave_no_bytes(database: Database, tmp_path: Path, remove
             client="mallory",
             domain="secret",
             collected=targets(2100),
+            created=START - timedelta(seconds=i + 1),
         )
         for i in range(3)
     ]
@@ -194,7 +190,10 @@ def test_removed_texts_leave_no_bytes(database: Database, tmp_path: Path, remove
         return b"".join(path.read_bytes() for path in tmp_path.glob("redraft.db*"))
 
     assert all(canary in on_disk() for canary in canaries)
-    assert remove(store) == 3
+    if selection is None:
+        assert store.purge(keep=20, spare_replay=False).result() == 3
+    else:
+        assert Lineage(database).erase(selection) == Erased(3, (), ())
     assert not any(canary in on_disk() for canary in canaries)
     assert set(store.names_after(WHO, START - timedelta(days=1), 100)) == {g.id for g in open_ones}
     assert store.stats().cases == len(open_ones)
@@ -204,11 +203,13 @@ def test_removed_texts_leave_no_bytes(database: Database, tmp_path: Path, remove
 def test_erasing_needs_a_selection(database: Database) -> None:
     store = Generations(database)
     store.add([generation(client="ada"), generation(client="bob")]).result()
-    with pytest.raises(ValueError, match="client"):
-        store.erase()
-    assert store.erase(client="nobody").result() == 0
-    assert store.erase(client="ada", domain="elsewhere").result() == 0
-    assert store.erase(everything=True).result() == 2
+    for wrong in ({}, {"client": "ada", "everything": True}):
+        with pytest.raises(BadRequest, match="everything"):
+            Selection(**wrong)  # pyright: ignore[reportArgumentType]
+    lineage = Lineage(database)
+    assert lineage.erase(Selection(client="nobody")).generations == 0
+    assert lineage.erase(Selection(client="ada", domain="elsewhere")).generations == 0
+    assert lineage.erase(Selection(everything=True)).generations == 2
     assert store.stats().generations == 0
 
 
@@ -279,7 +280,7 @@ def test_numbers_are_never_used_again(database: Database) -> None:
     store = Generations(database)
     store.add([generation() for _ in range(3)]).result()
     last = max(drafting.seq for drafting in store.drafting(WHO, 10))
-    store.erase(everything=True).result()
+    Lineage(database).erase(Selection(everything=True))
     store.add([generation()]).result()
     assert [drafting.seq for drafting in store.drafting(WHO, 10)] == [last + 1]
 

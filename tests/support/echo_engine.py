@@ -26,6 +26,7 @@ from service.core import (
     Conflict,
     Delta,
     EngineStatus,
+    Erased,
     Event,
     Failed,
     Finished,
@@ -38,6 +39,7 @@ from service.core import (
     Prompt,
     RunState,
     Sampling,
+    Selection,
     Sink,
     Timings,
     TokenLogprobs,
@@ -265,6 +267,7 @@ class InMemoryOperator:
     def __init__(self) -> None:
         self.runs: list[TrainingRun] = []
         self.keys: dict[str, int] = {}
+        self.erased: list[tuple[Selection, bool]] = []
         self.known = [make_adapter(3, AdapterState.ACTIVE), make_adapter(2, AdapterState.RETIRED)]
 
     def request_training(self, idempotency_key: str | None) -> TrainingRun:
@@ -298,6 +301,10 @@ class InMemoryOperator:
             raise Conflict("the bare draft serves already")
         self.known.clear()
         return None
+
+    def erase(self, selection: Selection, *, retire_adapters: bool = False) -> Erased:
+        self.erased.append((selection, retire_adapters))
+        return Erased(2, (3,), (3,) if retire_adapters else ())
 
 
 LIMITS = Limits(max_body_bytes=20_000, request_timeout=20.0, keepalive_seconds=5.0, max_tokens=1_000, max_context=4_000)

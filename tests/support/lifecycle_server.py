@@ -25,6 +25,7 @@ from service.core import (
     AdapterState,
     FailureCase,
     FinishReason,
+    Forget,
     Generation,
     Prompt,
     Provenance,
@@ -44,6 +45,7 @@ from service.store.adapters import Adapters
 from service.store.database import integrity, upgrade
 from service.store.files import folder_sha256
 from service.store.generations import Generations, split_of
+from service.store.lineage import Lineage
 from service.store.replay import Replay
 from service.store.runs import Runs
 from tests.support.failing_database import FailingDatabase
@@ -211,6 +213,7 @@ class Server:
         self.supervisor = Supervisor(
             runs=self.runs,
             adapters=self.adapters,
+            lineage=Lineage(self.db),
             generations=self.generations,
             replay=self.replay,
             switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
@@ -232,6 +235,7 @@ class Server:
             who=WHO,
             busy=lambda: self.busy,
             strain=lambda: self.strain,
+            forget=installation.forget,
             now=lambda: datetime.now(UTC) + installation.clock_offset,
         )
 
@@ -301,6 +305,7 @@ class Installation:
         self.clock_offset = timedelta()
         self.keep = 10_000
         self.watch, self.backoff = ENOUGH, 0.0
+        self.forget: dict[str, Forget] = {}
         (home / "redraft.db").write_bytes(empty_database())
         self.plan_children()
 

@@ -54,8 +54,12 @@ def cases(found: dict[str, int], act: str) -> None:
 
 
 def train(job: dict[str, object], act: str, undrafted: dict[str, int]) -> None:
+    """An act that begins with "name" says first what else is learnt from, as a real child does: "name A B: hang"."""
     if undrafted:
         cases(undrafted, act)
+    if act.startswith("name "):
+        names, act = act.removeprefix("name ").split(": ")
+        send("texts", window=names.split(), replay=[])
     send("progress", step=1, steps=2, loss=1.5, grad_norm=0.5, tokens_per_second=100.0, seconds_left=1.0)
     match act:
         case "kill":
@@ -92,6 +96,9 @@ def train(job: dict[str, object], act: str, undrafted: dict[str, int]) -> None:
     send("candidate", folder=str(final), sha256=sha256, rank=4, scale=2.0, keys=["self_attn.q_proj"], trainable=1)
     if act == "kill after the candidate":
         die()
+    if act == "hang after the candidate":
+        sys.stdin.read()
+        sys.exit(75)
     if act == "broken":
         (final / "adapters.safetensors").write_text("0.7")
     names = [f"held-out-{i}" for i in range(8)]

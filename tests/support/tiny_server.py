@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from service.app import open_stores
-from service.core import BARE_DRAFT, AdapterRef, RunState, Trigger
+from service.core import BARE_DRAFT, AdapterRef, RunState, Selection, Trigger
 from service.evaluation.prompts import PromptLine
 from service.evaluation.server import LocalServer
 from service.learning import lora
@@ -190,6 +190,6 @@ def register_adapters(server: LocalServer, pair: tuple[Path, Path], count: int) 
         stores.adapters.activate(ref.id, who.draft)
         made.append(ref)
     stores.runs.move(run.id, run.fencing, RunState.CRASHED)
-    stores.generations.erase(everything=True).result(60)
+    stores.lineage.erase(Selection(everything=True))
     stores.close()
     return made

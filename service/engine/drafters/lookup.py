@@ -126,6 +126,10 @@ class Lookup:
                 return LookupProposal(length, list(text[end : end + self.max_tokens]))
         return None
 
+    def forget(self) -> None:
+        """Drop the shared index, whose outputs are nobody's in particular."""
+        self._newer, self._older, self._newer_tokens = {}, {}, 0
+
     def add_output(self, output: Sequence[int]) -> None:
         """Add a finished output to the shared index. Only outputs that may be stored belong there."""
         for end in range(MIN_SHARED_MATCH, len(output)):

@@ -159,6 +159,10 @@ class ModelDrafter:
         """Each row's tokens that are not in the cache."""
         return [len(row) - length for row, length in zip(rows, self.cache.lengths.host, strict=True)]
 
+    def release_rows(self) -> None:
+        """Refer no more to the rows that it proposed for. Only when none of them goes on."""
+        self._extra = {}
+
     def _extra_ids(self, rows: Sequence[Sequence[int]], head: CutHead) -> NDArray[np.int32]:
         """Extra ids (B, n) of each row, of which only new tokens are read: rows keep their list of tokens while they grow."""
         before = [self._extra.get(id(row)) for row in rows]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
@@ -218,17 +218,13 @@ class PrefixCache:
         for node in path[first:]:
             node.file = file
 
-    def forget(self, texts: Iterable[Sequence[int]]) -> None:
-        """Drop every block of these texts and all that hangs behind it, of all owners, in memory and in files: whatever begins
-        with the same block. A text shorter than a block has none."""
-        for tokens in texts:
-            if len(tokens) < BLOCK:
-                continue
-            for root in self._roots.values():
-                if (node := root.children.pop(tuple(tokens[:BLOCK]), None)) is not None:
-                    self._drop_all([node])
-            if self.files is not None:
-                self.files.forget(tokens)
+    def forget(self) -> None:
+        """Drop every block of all owners, in memory and in files: texts that begin alike share blocks, and no block says whose
+        it is."""
+        for owner in Owner:
+            self.clear(owner)
+        if self.files is not None:
+            self.files.forget()
 
     def reclaim(self, pool: Pool) -> bool:
         """Take the least recently used block in a pool's pages out. False where there is none."""

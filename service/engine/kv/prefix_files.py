@@ -29,7 +29,7 @@ from service.engine.strategy import PAGE
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Of the files. Those of another are not read."""
 FILE_BLOCKS = 64
 """Blocks of a file, at most. It is read or written between two rounds, like a prefill chunk of as many positions."""
@@ -64,13 +64,12 @@ class Speed:
 
 @dataclass(slots=True, eq=False)
 class File:
-    """A file in the folder. size: bytes. used: nanoseconds, its time of modification. root: the hash of the first block of the
-    text that it is of. before: of all tokens before its own. sums: by block, of each of its arrays."""
+    """A file in the folder. size: bytes. used: nanoseconds, its time of modification. before: the hash of all tokens before its
+    own. sums: by block, of each of its arrays."""
 
     path: Path
     size: int
     used: int
-    root: str
     before: str
     tokens: bytes
     sums: list[list[int]]
@@ -198,7 +197,6 @@ class PrefixFiles:
         cut = len(text) - len(blocks) * ITEM
         metadata = {
             "key": self._key,
-            "root": sha256(text[:ITEM]).hexdigest(),
             "before": sha256(text[:cut]).hexdigest(),
             "tokens": base64.b64encode(text[cut:]).decode(),
             "sums": json.dumps(_sums(blocks)),
@@ -240,17 +238,16 @@ class PrefixFiles:
             with suppress(OSError):
                 os.utime(file.path, ns=(file.used, file.used))
 
-    def forget(self, tokens: Sequence[int]) -> None:
-        """Remove all files of texts that begin with the same block as this one, those of other models with this tokenizer
-        too."""
-        root = sha256(_bytes(tokens[:PAGE])).hexdigest()
-        for file in [file for file in self._files.values() if file.root == root]:
-            self._remove(file)
+    def forget(self) -> None:
+        """Remove every file in the folder, those of other models too. Raises OSError."""
+        for file in list(self._files.values()):
+            self._discard(file)
+        remove_files(self.folder)
 
     def _add(self, path: Path, metadata: dict[str, str]) -> File:
         status = path.stat()
         tokens, sums = base64.b64decode(metadata["tokens"]), cast("list[list[int]]", json.loads(metadata["sums"]))
-        file = File(path, status.st_size, status.st_mtime_ns, metadata["root"], metadata["before"], tokens, sums)
+        file = File(path, status.st_size, status.st_mtime_ns, metadata["before"], tokens, sums)
         if path in self._files:
             self._discard(self._files[path])
         self._files[path] = file
@@ -283,6 +280,13 @@ class PrefixFiles:
                 del self._ours[file.before]
 
 
+def remove_files(folder: Path) -> None:
+    """Remove all cached prefixes in a folder, whatever model they are of. Raises OSError."""
+    for pattern in (NAMES, f".*{PART}"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
+
+
 def _bytes(tokens: Sequence[int]) -> bytes:
     return array("i", tokens).tobytes()
 
@@ -304,7 +308,7 @@ def _sums(blocks: Sequence[Block]) -> list[list[int]]:
 
 def _name(metadata: dict[str, str]) -> str:
     """Of a file with these metadata: one whose tokens or sums were damaged has another."""
-    digest = sha256("\n".join(metadata[name] for name in ("key", "root", "before", "tokens", "sums")).encode())
+    digest = sha256("\n".join(metadata[name] for name in ("key", "before", "tokens", "sums")).encode())
     return f"prefix-{digest.hexdigest()}.safetensors"
 
 

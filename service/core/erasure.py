@@ -1,0 +1,66 @@
+"""What an operator may have erased, and what came of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TypeAlias
+
+from service.core.errors import BadRequest
+from service.core.generation import Prompt
+
+_PREFIX = re.compile(r"^(chatcmpl-|cmpl-|resp_|msg_)")
+"""Of ids in answers of OpenAI's and Anthropic's routes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Generations to erase: those that match all that is given, or everything. ids: of generations, also with the prefix that
+    they have in a route's answers. before: created before this moment, of local time where it names no other. Raises BadRequest
+    where nothing is given, or something besides `everything`."""
+
+    ids: frozenset[str] | None = None
+    client: str | None = None
+    domain: str | None = None
+    before: datetime | None = None
+    everything: bool = False
+
+    def __post_init__(self) -> None:
+        given = any(each is not None for each in (self.ids, self.client, self.domain, self.before))
+        if given is self.everything:
+            raise BadRequest("say which generations to erase (ids, client, domain, before), or everything, not both")
+        if self.ids is not None:
+            object.__setattr__(self, "ids", frozenset(_PREFIX.sub("", name) for name in self.ids))
+        if self.before is not None:
+            try:
+                # SQLite would compare the digits and pass over the time zone.
+                object.__setattr__(self, "before", self.before.astimezone(UTC))
+            except (OverflowError, ValueError):
+                raise BadRequest("there is no such moment in UTC", field="before") from None
+
+    def covers(self, id: str, prompt: Prompt, created: datetime) -> bool:
+        """Whether a generation of this prompt is selected that is not in the log yet. created: when it ended; for a request
+        under way, now."""
+        return (
+            (self.ids is None or id in self.ids)
+            and (self.client is None or prompt.client == self.client)
+            and (self.domain is None or prompt.domain == self.domain)
+            and (self.before is None or created < self.before)
+        )
+
+
+Forget: TypeAlias = Callable[[Selection], object]
+"""Has one place forget the texts of a selection; when it returns they are gone from there and do not come back. A place that
+cannot tell whose texts it keeps forgets all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Erased:
+    """generations: how many were deleted. adapters: those that learnt one of them, or were trained on top of one that did.
+    revoked: those that may not serve any more since now. Both by id, ascending."""
+
+    generations: int
+    adapters: tuple[int, ...]
+    revoked: tuple[int, ...]
