@@ -1,7 +1,6 @@
 """Backfill: generations decoded while speculation was parked get their cases later, exactly once, despite failures."""
 
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +9,6 @@ from sqlalchemy import text
 from service.core import RunState, StoreError, Trigger
 from service.lifecycle.supply import ATTEMPTS
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation
-
-
-@pytest.fixture
-def installation(tmp_path: Path) -> Installation:
-    return Installation(tmp_path)
-
 
 RULES: dict[str, Any] = {"min_cases": 3 * ENOUGH, "min_tokens": 12 * ENOUGH}
 HALF: dict[str, Any] = RULES | {"min_tokens": 12 * ENOUGH // 2}
@@ -208,7 +201,7 @@ def test_a_generation_that_was_trained_on_is_not_backfilled(installation: Instal
         server.undrafted_traffic()
         change = (
             "insert into failure_cases (seq, position, drafted, target, p, q, margin, tie)"
-            " select seq, 1, 2, 3, 0.5, 0.5, 1.0, 0 from generations",
+            " select seq, 1, 2, 3, 0.5, 0.5, 1.0, false from generations",
             "update generations set cases = 1",
         )
         server.db.write(lambda connection: [connection.execute(text(one)) for one in change]).result(60)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 from sqlalchemy import select
 
 from service.core import Generation
-from service.store.database import Database, upgrade
+from service.store.database import Database
 from service.store.generations import Generations
 from service.store.tables import grammars
 from tests.support.echo_engine import NamedGrammar
-from tests.support.store_rows import WHO, generation, url_of
+from tests.support.store_rows import WHO, generation
 
 
 def within(made: Generation, grammar: str) -> Generation:
@@ -25,9 +24,7 @@ def texts(database: Database) -> list[str]:
         return list(connection.execute(select(grammars.c.text).order_by(grammars.c.text)).scalars())
 
 
-def test_they_are_kept_apart_from_free_answers(tmp_path: Path) -> None:
-    upgrade(url_of(tmp_path / "a.db"))
-    database = Database(url_of(tmp_path / "a.db"))
+def test_they_are_kept_apart_from_free_answers(database: Database) -> None:
     store = Generations(database)
     free = [generation(first_user=f"question {i}") for i in range(30)]
     store.add(free).result()
@@ -45,23 +42,17 @@ def test_they_are_kept_apart_from_free_answers(tmp_path: Path) -> None:
     assert [each.rounds for each in store.drafting(WHO, 30)] == [()] * 30
     assert store.by_ids([bound[0].id])[0].output == bound[0].output
     assert texts(database) == ["g", "h"]
-    database.close()
 
 
-def test_the_same_text_with_and_without_a_grammar_is_two_rows(tmp_path: Path) -> None:
-    upgrade(url_of(tmp_path / "a.db"))
-    database = Database(url_of(tmp_path / "a.db"))
+def test_the_same_text_with_and_without_a_grammar_is_two_rows(database: Database) -> None:
     store = Generations(database)
     made = generation(output=(1, 2, 3))
     for number, each in enumerate((made, within(made, "g"), within(made, "h"), within(made, "g"))):
         store.add([replace(each, id=f"n{number}")]).result()
     assert (store.stats().requests, store.stats().generations) == (4, 3)
-    database.close()
 
 
-def test_a_grammar_goes_with_its_last_answer(tmp_path: Path) -> None:
-    upgrade(url_of(tmp_path / "a.db"))
-    database = Database(url_of(tmp_path / "a.db"))
+def test_a_grammar_goes_with_its_last_answer(database: Database) -> None:
     store = Generations(database)
     store.add([within(generation(), "old"), within(generation(), "new"), generation()]).result()
     assert texts(database) == ["new", "old"]
@@ -69,4 +60,3 @@ def test_a_grammar_goes_with_its_last_answer(tmp_path: Path) -> None:
     assert texts(database) == ["new"]
     store.erase(everything=True).result()
     assert texts(database) == []
-    database.close()

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,8 @@ from service.store.database import Database
 from service.store.generations import Generations
 from service.store.runs import Runs
 from service.store.unseen import Unseen, untried
-from tests.support.store_rows import HELD_OUT_TEXT, WHO, WON, case, copy_of, generation, promote, targets
+from tests.support.databases import SQLITE
+from tests.support.store_rows import HELD_OUT_TEXT, WHO, WON, case, generation, promote, targets
 
 GREEDY, SEEDED, UNSEEDED = Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0)
 _numbers = itertools.count()
@@ -150,8 +150,8 @@ def test_deletions_remove_waiting_generations(database: Database, log: Generatio
         assert connection.exec_driver_sql("select count(*) from unseen").scalar() == 1
 
 
-def test_the_queue_outlives_the_process(template: Path, tmp_path: Path) -> None:
-    url, made = copy_of(template, tmp_path / "redraft.db"), undrafted()
+def test_the_queue_outlives_the_process(url: str) -> None:
+    made = undrafted()
     first = Database(url)
     Generations(first).add([made]).result()
     first.close()
@@ -160,6 +160,7 @@ def test_the_queue_outlives_the_process(template: Path, tmp_path: Path) -> None:
     second.close()
 
 
+@SQLITE
 def test_only_waiting_generations_are_read(database: Database, unseen: Unseen) -> None:
     """Independent of the total number of generations of the pair."""
     asked: list[tuple[str, Any]] = []
