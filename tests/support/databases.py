@@ -28,10 +28,9 @@ BOTH = pytest.mark.parametrize("databases", ["sqlite", "postgres"], indirect=Tru
 
 
 def lent(request: pytest.FixtureRequest) -> Iterator[Databases]:
-    """Body of a fixture whose parameter says which."""
-    found: Databases = request.getfixturevalue(
-        {"sqlite": "sqlite_files", "postgres": "postgres_databases"}[request.param]
-    )
+    """Body of a fixture whose parameter says which; SQLite without one."""
+    kind = getattr(request, "param", "sqlite")
+    found: Databases = request.getfixturevalue("postgres_databases" if kind == "postgres" else "sqlite_files")
     yield found
     found.clear()
 
