@@ -43,7 +43,7 @@ def run() -> None:
             )
             with context.begin_transaction():
                 if not sqlite:
-                    postgres.lock_for_migration(connection)
+                    postgres.begin_migration(connection)
                 context.run_migrations()
     finally:
         engine.dispose()

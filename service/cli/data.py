@@ -65,7 +65,7 @@ def purge(
     domain: Annotated[str | None, typer.Option(help="Erase the generations of this domain.")] = None,
     everything: Annotated[bool, typer.Option("--everything", help="Erase the whole log.")] = False,
 ) -> None:
-    """Delete recorded generations with their cases; with secure_delete their bytes are overwritten."""
+    """Delete recorded generations with their cases. SQLite overwrites their bytes; PostgreSQL frees them by VACUUM."""
     from service.app import open_stores
 
     if (keep is not None) + bool(client or domain) + everything != 1:

@@ -163,8 +163,7 @@ class Database:
         `work` runs again where nothing of it was committed and it may do better: it met other writers, or the connection was
         lost. It changes nothing but the database. urgent goes ahead of what is not. scrub: what `work` deletes leaves SQLite's
         write-ahead log too, unless a reader keeps it busy for long. shared: other processes may do such writes meanwhile; all
-        others are alone. What `work` raises comes out of the future, SQL errors as
-        StoreError.
+        others are alone. What `work` raises comes out of the future, SQL errors as StoreError.
         """
         future: Future[T] = Future()
         with self._gate:

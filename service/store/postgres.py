@@ -1,6 +1,6 @@
 """PostgreSQL, through psycopg 3: a server that others use too, and whose connections break.
 
-Writes look before they write, and were written for one writer. So each transaction holds an advisory lock of the database,
+Writes read before they write, and were written for one writer. So each transaction holds an advisory lock of the database,
 alone; those of recorders, which only add generations, share it.
 """
 
@@ -34,10 +34,10 @@ CONFLICTS = {"40001", "40P01", "55P03"}
 """SQLSTATEs of transactions that were ended for another's sake: serialization_failure, deadlock_detected,
 lock_not_available."""
 TAKEN = "23505"
-"""SQLSTATE unique_violation. All that could violate one looks first, so that another writer came between: once more, it sees
+"""SQLSTATE unique_violation. All that could violate one reads first, so another writer came between: once more, it sees
 what that one wrote."""
-MIGRATING, WRITING = 0x7265647261667421, 0x7265647261667422
-"""Advisory locks: of whoever migrates the database, and of whoever writes."""
+WRITING = 0x7265647261667421
+"""The advisory lock of whoever writes or migrates the database."""
 
 
 class Postgres:
@@ -52,10 +52,7 @@ class Postgres:
     def begin(self, connection: Connection, shared: bool) -> None:
         """Take the lock, which the end of the transaction frees."""
         lock = "pg_advisory_xact_lock_shared" if shared else "pg_advisory_xact_lock"
-        # For this transaction alone, as poolers want it.
-        limits = f"set_config('lock_timeout', '{LOCK_SECONDS}s', true), "
-        limits += f"set_config('idle_in_transaction_session_timeout', '{IDLE_SECONDS}s', true), "
-        connection.execute(text(f"SELECT {limits} {lock}(:key)"), {"key": WRITING})
+        _take(connection, lock, lock_timeout=LOCK_SECONDS, idle_in_transaction_session_timeout=IDLE_SECONDS)
 
     def pause(self, error: DBAPIError, attempt: int, waited: float) -> float | None:
         """Conflicts with other writers, and lost connections."""
@@ -144,9 +141,15 @@ def check(url: str) -> None:
         raise StoreError(f"the database's encoding is {encoding}: make one with CREATE DATABASE ... ENCODING 'UTF8'")
 
 
-def lock_for_migration(connection: Connection) -> None:
-    """Wait for whoever migrates the database; held until the end of the transaction."""
-    connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATING})
+def begin_migration(connection: Connection) -> None:
+    """Wait, however long it takes, for whoever migrates the database or writes, and then be alone."""
+    _take(connection, "pg_advisory_xact_lock", idle_in_transaction_session_timeout=IDLE_SECONDS)
+
+
+def _take(connection: Connection, lock: str, **seconds: float) -> None:
+    """Take the lock for this transaction, with limits for this transaction, as poolers want it."""
+    limits = "".join(f"set_config('{name}', '{value}s', true), " for name, value in seconds.items())
+    connection.execute(text(f"SELECT {limits}{lock}(:key)"), {"key": WRITING})
 
 
 def _state(error: DBAPIError) -> str | None:

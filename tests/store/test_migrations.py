@@ -107,7 +107,7 @@ def test_migrations_and_tables_say_the_same(bare: str) -> None:
 
 
 def test_tables_and_migrations_make_the_same_partial_indexes(bare: str) -> None:
-    """Which the comparison of both does not look at."""
+    """Which the comparison of both leaves out."""
     upgrade(bare)
     names = {"uq_training_runs_open", "uq_adapters_active"}
     made = {each for each in schema(bare) if each[0] in names}

@@ -68,14 +68,14 @@ def test_writers_that_meet_leave_what_they_would_have_left_one_after_the_other(u
 def test_recorders_do_not_wait_for_each_other_and_everybody_else_does(url: str) -> None:
     run_sql(url, COUNTER)
     several = [Database(url) for _ in range(3)]
-    begun, go = threading.Event(), threading.Event()
+    started, go = threading.Event(), threading.Event()
 
     def slow(connection: Connection) -> None:
-        begun.set()
+        started.set()
         assert go.wait(20)
 
     first = several[0].write(slow, shared=True)
-    assert begun.wait(10)
+    assert started.wait(10)
     assert Generations(several[1]).add([generation()]).result(10) == 1
     alone = several[1].write(add)
     time.sleep(0.3)
@@ -111,16 +111,16 @@ def test_whoever_says_nothing_loses_the_lock(url: str, monkeypatch: pytest.Monke
     monkeypatch.setattr(postgres, "IDLE_SECONDS", 0.3)
     run_sql(url, COUNTER)
     several = [Database(url) for _ in range(2)]
-    begun, go, tries = threading.Event(), threading.Event(), list[int]()
+    started, go, tries = threading.Event(), threading.Event(), list[int]()
 
     def stuck(connection: Connection) -> int:
         tries.append(add(connection))
-        begun.set()
+        started.set()
         assert go.wait(20)
         return add(connection)
 
     first = several[0].write(stuck)
-    assert begun.wait(10)
+    assert started.wait(10)
     assert several[1].write(add).result(20) == 1
     go.set()
     assert first.result(20) == 3, "it runs again on what the other left"
@@ -158,7 +158,7 @@ def test_a_deadlock_is_run_again(url: str) -> None:
 
 
 def test_whoever_claims_second_gets_no_run(url: str) -> None:
-    """The other's row is committed while this transaction waits for it: the index refuses what the look before allowed."""
+    """The other's row is committed while this transaction waits for it: the index refuses what was free when it was read."""
     database = Database(url)
     Generations(database).add([generation(), generation()]).result()
     columns = (

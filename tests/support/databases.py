@@ -58,7 +58,7 @@ class Databases(Protocol):
 
 
 def run_sql(url: str, *statements: str) -> None:
-    """Run statements in one transaction, beside whoever has the database open."""
+    """Run statements in one transaction, while others may have the database open."""
     engine = create_engine(url, poolclass=NullPool)
     with engine.begin() as connection:
         for statement in statements:

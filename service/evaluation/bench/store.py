@@ -1,5 +1,5 @@
 """`redraft bench store`: a log of a million failure cases, generations recorded there, a training batch chosen from it, and
-/metrics beside it."""
+/metrics meanwhile."""
 
 from __future__ import annotations
 
