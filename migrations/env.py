@@ -1,18 +1,24 @@
-"""How Alembic reaches the database: the URL comes from the caller's Config, nothing from files or the environment."""
+"""How Alembic reaches the database: the URL comes from the caller's Config, nothing from files or the environment.
+
+An upgrade is one transaction, tables and all: killed at any moment it leaves the old revision, and a second one that was
+started meanwhile waits and then finds nothing to do.
+"""
 
 import sqlite3
 
 from alembic import context
 from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.pool import NullPool
 
+from service.store import postgres
+from service.store.backend import sqlite_path
 from service.store.tables import metadata
 
 config = context.config
 
 
 def begin_at_once(engine: Engine) -> None:
-    """An upgrade is one transaction, tables and all: killed at any moment it leaves the old revision, and a second one that
-    was started meanwhile waits and then finds nothing to do. SQLite's driver would commit every table by itself."""
+    """SQLite's driver would commit every table by itself."""
 
     @event.listens_for(engine, "connect")
     def leave_transactions_to_us(connection: sqlite3.Connection, record: object) -> None:
@@ -24,8 +30,10 @@ def begin_at_once(engine: Engine) -> None:
 
 
 def run() -> None:
-    engine = create_engine(config.get_main_option("sqlalchemy.url") or "")
-    if engine.dialect.name == "sqlite":
+    url = config.get_main_option("sqlalchemy.url") or ""
+    sqlite = sqlite_path(url) is not None
+    engine = create_engine(url) if sqlite else postgres.make_engine(url, NullPool)
+    if sqlite:
         begin_at_once(engine)
     try:
         with engine.connect() as connection:
@@ -34,6 +42,8 @@ def run() -> None:
                 connection=connection, target_metadata=metadata, render_as_batch=True, transactional_ddl=True
             )
             with context.begin_transaction():
+                if not sqlite:
+                    postgres.begin_migration(connection)
                 context.run_migrations()
     finally:
         engine.dispose()

@@ -12,8 +12,9 @@ from service.lifecycle.parts import Rules
 from service.models.catalog import default_draft, general_set, resolve
 from service.settings import Settings, earlier_home
 from service.store.adapters import Adapters
+from service.store.backend import shown
 from service.store.cases import Cases
-from service.store.database import Database, shown, upgrade
+from service.store.database import Database, upgrade
 from service.store.generations import Generations
 from service.store.lineage import Lineage
 from service.store.quarantine import Quarantine

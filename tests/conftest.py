@@ -1,11 +1,14 @@
 """Set-up of every test process: the fast BLAS, one BLAS thread per worker, and none of the caller's settings."""
 
+from __future__ import annotations
+
 import atexit
 import os
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -25,6 +28,9 @@ elif sys.dont_write_bytecode and sys.pycache_prefix is None:
 # Must come first: the service loads the fast BLAS before it imports mlx.
 from service.engine import profile
 
+if TYPE_CHECKING:
+    from tests.support.databases import PostgresDatabases, SqliteFiles
+
 # The environment's settings do not apply to the tests.
 for name in [name for name in os.environ if name.startswith("REDRAFT_") and name != "REDRAFT_BLAS"]:
     del os.environ[name]
@@ -43,6 +49,30 @@ def brief_costs(pytestconfig: pytest.Config) -> Iterator[None]:
         if pytestconfig.getoption("markexpr") != "bench":
             patch.setattr(profile, "SHORT_SECONDS", 0.02)
         yield
+
+
+# Imported in here: most workers need no database.
+@pytest.fixture(scope="session")
+def sqlite_files(tmp_path_factory: pytest.TempPathFactory) -> SqliteFiles:
+    from tests.support.databases import SqliteFiles
+
+    return SqliteFiles(tmp_path_factory.mktemp("template") / "empty.db")
+
+
+@pytest.fixture(scope="session")
+def postgres_databases() -> Iterator[PostgresDatabases]:
+    """A PostgreSQL of this worker's own."""
+    from tests.support.databases import PostgresDatabases
+    from tests.support.postgres import PostgresServer, missing
+
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    server = PostgresServer()
+    try:
+        server.start()
+        yield PostgresDatabases(server)
+    finally:
+        server.close()
 
 
 SLOWEST_FIRST = ("server", "cli", "evaluation", "learning", "models", "engine", "lifecycle")

@@ -7,18 +7,22 @@ from alembic import op
 revision = "0001"
 down_revision = None
 
+SERIAL = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+# service.store.columns.FreeText
+TAG = sa.String(length=128).with_variant(sa.Text(), "postgresql")
+
 
 def upgrade() -> None:
     op.create_table(
         "generations",
-        sa.Column("seq", sa.Integer(), autoincrement=True, nullable=False),
+        sa.Column("seq", SERIAL, autoincrement=True, nullable=False),
         sa.Column("id", sa.String(length=64), nullable=False),
         sa.Column("prompt", sa.LargeBinary(), nullable=False),
         sa.Column("output", sa.LargeBinary(), nullable=False),
         sa.Column("output_tokens", sa.Integer(), nullable=False),
         sa.Column("sampling", sa.Text(), nullable=False),
-        sa.Column("domain", sa.String(length=128), nullable=True),
-        sa.Column("client", sa.String(length=128), nullable=True),
+        sa.Column("domain", TAG, nullable=True),
+        sa.Column("client", TAG, nullable=True),
         sa.Column("first_user", sa.Text(), nullable=False),
         sa.Column("finish", sa.String(length=16), nullable=False),
         sa.Column("rounds", sa.Text(), nullable=False),
@@ -44,7 +48,7 @@ def upgrade() -> None:
 
     op.create_table(
         "replay_domains",
-        sa.Column("domain", sa.String(length=128), nullable=False),
+        sa.Column("domain", TAG, nullable=False),
         sa.Column("seen", sa.Integer(), nullable=False),
         sa.PrimaryKeyConstraint("domain", name=op.f("pk_replay_domains")),
     )
@@ -98,8 +102,8 @@ def upgrade() -> None:
 
     op.create_table(
         "failure_cases",
-        sa.Column("id", sa.Integer(), autoincrement=True, nullable=False),
-        sa.Column("seq", sa.Integer(), nullable=False),
+        sa.Column("id", SERIAL, autoincrement=True, nullable=False),
+        sa.Column("seq", SERIAL, nullable=False),
         sa.Column("position", sa.Integer(), nullable=False),
         sa.Column("drafted", sa.Integer(), nullable=False),
         sa.Column("target", sa.Integer(), nullable=False),
@@ -139,7 +143,7 @@ def upgrade() -> None:
 
     op.create_table(
         "generation_targets",
-        sa.Column("seq", sa.Integer(), nullable=False),
+        sa.Column("seq", SERIAL, nullable=False),
         sa.Column("top", sa.Integer(), nullable=False),
         sa.Column("blob", sa.LargeBinary(), nullable=False),
         sa.ForeignKeyConstraint(
@@ -149,9 +153,9 @@ def upgrade() -> None:
     )
     op.create_table(
         "replay_buffer",
-        sa.Column("domain", sa.String(length=128), nullable=False),
+        sa.Column("domain", TAG, nullable=False),
         sa.Column("slot", sa.Integer(), nullable=False),
-        sa.Column("seq", sa.Integer(), nullable=False),
+        sa.Column("seq", SERIAL, nullable=False),
         sa.ForeignKeyConstraint(
             ["seq"], ["generations.seq"], name=op.f("fk_replay_buffer_seq_generations"), ondelete="CASCADE"
         ),

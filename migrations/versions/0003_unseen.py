@@ -7,11 +7,13 @@ from alembic import op
 revision = "0003"
 down_revision = "0002"
 
+SERIAL = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
 
 def upgrade() -> None:
     op.create_table(
         "unseen",
-        sa.Column("seq", sa.Integer(), nullable=False),
+        sa.Column("seq", SERIAL, nullable=False),
         sa.ForeignKeyConstraint(
             ["seq"], ["generations.seq"], name=op.f("fk_unseen_seq_generations"), ondelete="CASCADE"
         ),

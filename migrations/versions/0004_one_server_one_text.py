@@ -11,6 +11,9 @@ from alembic import op
 revision = "0004"
 down_revision = "0003"
 
+SERIAL = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+# service.store.columns.FreeText
+TAG = sa.String(length=128).with_variant(sa.Text(), "postgresql")
 CLUSTER = re.compile(r"cluster:[0-9a-f]{16}")
 
 
@@ -104,9 +107,9 @@ def _make_replay(name: tuple[str, ...], buffer_rows: list[dict], reservoirs: lis
     op.drop_table("replay_domains")
     held = op.create_table(
         "replay_buffer",
-        *(sa.Column(column, sa.String(length=128), nullable=False) for column in name),
+        *(sa.Column(column, TAG if column == "domain" else sa.String(length=128), nullable=False) for column in name),
         sa.Column("slot", sa.Integer(), nullable=False),
-        sa.Column("seq", sa.Integer(), nullable=False),
+        sa.Column("seq", SERIAL, nullable=False),
         sa.ForeignKeyConstraint(
             ["seq"], ["generations.seq"], name=op.f("fk_replay_buffer_seq_generations"), ondelete="CASCADE"
         ),
@@ -115,7 +118,7 @@ def _make_replay(name: tuple[str, ...], buffer_rows: list[dict], reservoirs: lis
     op.create_index(op.f("ix_replay_buffer_seq"), "replay_buffer", ["seq"], unique=False)
     domains = op.create_table(
         "replay_domains",
-        *(sa.Column(column, sa.String(length=128), nullable=False) for column in name),
+        *(sa.Column(column, TAG if column == "domain" else sa.String(length=128), nullable=False) for column in name),
         sa.Column("seen", sa.Integer(), nullable=False),
         sa.PrimaryKeyConstraint(*name, name=op.f("pk_replay_domains")),
     )

@@ -7,12 +7,14 @@ from alembic import op
 revision = "0006"
 down_revision = "0005"
 
+SERIAL = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
 
 def upgrade() -> None:
     op.create_table(
         "run_texts",
         sa.Column("run", sa.Integer(), nullable=False),
-        sa.Column("seq", sa.Integer(), nullable=False),
+        sa.Column("seq", SERIAL, nullable=False),
         sa.Column("role", sa.String(length=16), nullable=False),
         sa.ForeignKeyConstraint(["run"], ["training_runs.id"], name=op.f("fk_run_texts_run_training_runs")),
         sa.ForeignKeyConstraint(

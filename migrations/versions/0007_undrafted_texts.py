@@ -7,6 +7,8 @@ from alembic import op
 revision = "0007"
 down_revision = "0006"
 
+SERIAL = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
+
 
 def upgrade() -> None:
     op.execute("UPDATE generations SET cases = NULL WHERE seq IN (SELECT seq FROM unseen)")
@@ -16,7 +18,7 @@ def upgrade() -> None:
 def downgrade() -> None:
     op.create_table(
         "unseen",
-        sa.Column("seq", sa.Integer(), nullable=False),
+        sa.Column("seq", SERIAL, nullable=False),
         sa.ForeignKeyConstraint(
             ["seq"], ["generations.seq"], name=op.f("fk_unseen_seq_generations"), ondelete="CASCADE"
         ),

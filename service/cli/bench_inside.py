@@ -76,6 +76,7 @@ def store(
     turns: Annotated[int, typer.Option(min=1, help="Training batches chosen.")] = 7,
     scrapes: Annotated[int, typer.Option(min=2, help="Reads of /metrics, idle and as many busy.")] = 300,
     keep: Annotated[Path | None, typer.Option(help="Leave the database here (0.8 GB for a million cases).")] = None,
+    url: Annotated[str | None, typer.Option(help="Fill this empty database (postgresql://...) instead.")] = None,
     config: Config = None,
     target: Target = None,
     draft: Draft = None,
@@ -83,11 +84,13 @@ def store(
     png: Png = None,
     markdown: Markdown = None,
 ) -> None:
-    """How long choosing a training batch and reading /metrics take with a full log."""
+    """How long choosing a training batch, recording and reading /metrics take with a full log."""
     from service.evaluation.bench.store import run_store
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     models = pair_folders(settings)
     with stages("bench store") as on_step:
-        found = run_store(settings, models, cases=cases, turns=turns, scrapes=scrapes, keep=keep, on_step=on_step)
+        found = run_store(
+            settings, models, cases=cases, turns=turns, scrapes=scrapes, keep=keep, url=url, on_step=on_step
+        )
     show(found, json, png, markdown)

@@ -13,7 +13,7 @@ import typer
 
 from service.cli.console import err, out, stages, table, write_json
 from service.cli.options import Config, Draft, Json, Target, settings_from
-from service.core import RedraftError
+from service.core import RedraftError, StoreError
 from service.settings import Settings
 
 models = typer.Typer(help="Models: what has a name here, and getting one.", no_args_is_help=True)
@@ -75,20 +75,26 @@ def doctor(
 ) -> None:
     """Show device, precision, speed, versions, memory and disk, and what is wrong.
 
-    Exits with 1 when something keeps `redraft serve` from working (no MLX, a package too old, a model that is not there or
-    does not fit into memory). What only costs speed is a warning. Of models that are at hand it says, without loading them,
-    what they take of memory, and how long requests can be. With --speed: what target calls and draft steps cost, and from
-    which acceptance rate drafts pay (docs/tuning.md).
+    Exits with 1 when something keeps `redraft serve` from working (no MLX, a package too old, a database that does not answer,
+    a model that is not there or does not fit into memory). What only costs speed is a warning. Of models that are at hand it
+    says, without loading them, what they take of memory, and how long requests can be. With --speed: what target calls and
+    draft steps cost, and from which acceptance rate drafts pay (docs/tuning.md).
     """
     from dataclasses import asdict
 
     from service.models.catalog import default_draft
     from service.models.machine import examine
+    from service.store.database import describe
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     drafting = settings.models.draft or default_draft(settings.models.target)
     names = [settings.models.target, *([drafting] if drafting and drafting != "none" else [])]
     found = examine(settings.home, names)
+    try:
+        database = describe(settings.database_url)
+    except StoreError as error:
+        database = "cannot be used"
+        found.problems.append(str(error))
     gib = 2**30
     products = "not measured" if found.gflops is None else f"{found.gflops:.0f} GFLOP/s (float32 matrix product)"
     if found.slow_gflops is not None:
@@ -104,6 +110,7 @@ def doctor(
         ("memory free", f"{found.host_memory_free / gib:.1f} GiB"),
         ("models need", "not on disk yet" if found.needed is None else f"{found.needed / gib:.2f} GiB"),
         ("disk free", f"{found.disk_free / gib:.1f} GiB"),
+        ("database", database),
         *((f"version of {name}", version) for name, version in found.versions.items()),
     ]
     table("redraft doctor", ("what", "here"), rows)
@@ -115,7 +122,7 @@ def doctor(
         out.print("nothing is wrong", style="green")
     memory = None if found.device_memory_free is None else _memory(settings, names, found.device_memory_free)
     timed = _speed(settings) if speed and not found.problems else None
-    more = {"memory": memory, "speed": timed}
+    more = {"database": database, "memory": memory, "speed": timed}
     write_json(json, asdict(found) | {name: each for name, each in more.items() if each is not None})
     if found.problems:
         raise typer.Exit(1)

@@ -90,9 +90,11 @@ class ServerProcess:
 
 
 class LocalServer(ServerProcess):
-    """`redraft serve` with its state (database, adapters, log) in `folder`."""
+    """`redraft serve` with its state (database, adapters, log) in `folder`. url: of a database elsewhere."""
 
-    def __init__(self, folder: Path, settings: Mapping[str, Mapping[str, object]], home: Path) -> None:
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Mapping[str, object]], home: Path, url: str | None = None
+    ) -> None:
         self.config = folder / "server.toml"
         super().__init__(
             folder,
@@ -101,12 +103,15 @@ class LocalServer(ServerProcess):
         )
         tree: dict[str, dict[str, object]] = {section: dict(values) for section, values in settings.items()}
         tree.setdefault("server", {}).update(host="127.0.0.1", port=self.port)
-        tree.setdefault("store", {}).update(url=sqlite_url(folder / "redraft.db"), adapters=str(folder / "adapters"))
+        url = url or sqlite_url(folder / "redraft.db")
+        tree.setdefault("store", {}).update(url=url, adapters=str(folder / "adapters"))
         lines = [f"home = {json.dumps(str(home))}"]
         for section, values in tree.items():
             # TOML has no word for None, which is what a setting is that is left out.
             given = {name: value for name, value in values.items() if value is not None}
             lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in given.items())]
+        # The URL may hold a password.
+        self.config.touch(mode=0o600)
         self.config.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     def get(self, path: str) -> dict[str, Any]:

@@ -108,7 +108,8 @@ class Supervisor:
     def start(self) -> None:
         """Put right what an earlier process left, and serve what the rows say."""
         with self._lock:
-            if (run := self._parts.runs.current()) is not None:
+            # Of any pair: one server a database, so nobody runs them.
+            for run in self._parts.runs.unfinished():
                 self._parts.crash(run, "the server ended while it ran")
             self._clean()
             if self._parts.who.draft:
@@ -193,7 +194,7 @@ class Supervisor:
     def _take_over(self) -> None:
         """A run that is under way without a child of ours: our own lost its child before it had one (an error in
         between); another's is given up when nothing about it has changed for as long as a run may take."""
-        run = self._parts.runs.current()
+        run = self._parts.runs.current(self._parts.who)
         if run is None:
             self._stranger = None
             return
@@ -239,7 +240,7 @@ class Supervisor:
         """Old generations, and what crashed runs left. Folders only while nobody trains: one may be about to be
         named."""
         self._parts.generations.purge(self._parts.rules.max_generations).add_done_callback(_report)
-        if self._job is not None or self._parts.runs.current() is not None:
+        if self._job is not None or self._parts.runs.unfinished():
             return
         self._parts.discard("its run ended without a verdict")
         gone = sweep(self._parts.rules.adapters, [ref.folder for ref in self._parts.adapters.all()])
@@ -259,7 +260,7 @@ class Supervisor:
                 return known
             if self._stopped or not self._parts.who.draft:
                 raise Conflict("shutting down" if self._stopped else "this server runs without a draft model")
-            if self._job is not None or runs.current() is not None:
+            if self._job is not None or runs.current(self._parts.who) is not None:
                 raise Conflict("a training run or a comparison is under way")
             run = training.claim(self._parts, Trigger.MANUAL, idempotency_key)
             if run is None:

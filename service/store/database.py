@@ -1,8 +1,6 @@
 """One database: many readers, one writer.
 
-"database is locked" is not cured by WAL and a timeout alone: a transaction that reads and then writes fails at once. Here
-all writing of the process goes through one thread, every write transaction begins IMMEDIATE, and what the lifecycle writes
-goes ahead of what the recorder writes.
+All writing of the process goes through one thread, and what the lifecycle writes goes ahead of what the recorder writes.
 """
 
 from __future__ import annotations
@@ -20,21 +18,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, OperationalError, SQLAlchemyError
-from sqlalchemy.pool import QueuePool
+from sqlalchemy import Connection, create_engine, inspect, text
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
+from sqlalchemy.pool import NullPool
 
 from service.core import RedraftError, StoreError
+from service.store import postgres
+from service.store.backend import Backend, plain, shown, sqlite_path
 from service.store.files import make_private, private_folder
+from service.store.postgres import Postgres
+from service.store.sqlite import Sqlite
 
 T = TypeVar("T")
 
-REVISION = "0009"
+REVISION = "0010"
 """The newest migration: the revision this code is written for."""
-BUSY_SECONDS = 5.0
-RETRIES = 5
-WAL_PAUSE = 0.05
 
 
 def migrations() -> Path:
@@ -45,8 +43,8 @@ def migrations() -> Path:
 
 
 def upgrade(url: str) -> None:
-    """Create the database where there is none and bring it to the newest revision; SQLite's files are this user's alone
-    (0600). Raises StoreError."""
+    """Bring a database to the newest revision. SQLite's is created where there is none, its files this user's alone (0600); in
+    PostgreSQL the database has to be there. Several processes may do so at once. Raises StoreError."""
     path = sqlite_path(url)
     try:
         if path is not None:
@@ -54,10 +52,12 @@ def upgrade(url: str) -> None:
             os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
             # SQLite gives the log and the shared memory beside a database the database's own permissions.
             make_private(path, path.with_name(f"{path.name}-wal"), path.with_name(f"{path.name}-shm"))
+        else:
+            postgres.check(url)
         if revision(url) != REVISION:
             _migrate(url)
     except (SQLAlchemyError, sqlite3.Error, OSError, ImportError) as error:
-        raise StoreError(f"the database cannot be brought up to date: {_plain(error)}") from error
+        raise StoreError(f"the database cannot be brought up to date: {plain(error)}") from error
 
 
 def _migrate(url: str) -> None:
@@ -73,49 +73,38 @@ def _migrate(url: str) -> None:
     try:
         command.upgrade(config, "head")
     except CommandError as error:
-        raise StoreError(f"the database is of another, probably newer version: {_plain(error)}") from error
+        raise StoreError(f"the database is of another, probably newer version: {plain(error)}") from error
 
 
 def revision(url: str) -> str | None:
-    """The database's revision, None where it has none yet."""
-    if (path := sqlite_path(url)) is not None and not path.is_file():
+    """The database's revision, None where it has none yet. Raises StoreError."""
+    path = sqlite_path(url)
+    if path is not None and not path.is_file():
         return None
     try:
-        engine = create_engine(url)
+        engine = postgres.make_engine(url, NullPool) if path is None else create_engine(url)
     except (SQLAlchemyError, ImportError) as error:
-        raise StoreError(f"the database cannot be opened: {_plain(error)}") from error
+        raise StoreError(f"the database cannot be opened: {plain(error)}") from error
     try:
         with engine.connect() as connection:
             if not inspect(connection).has_table("alembic_version"):
                 return None
             return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
     except SQLAlchemyError as error:
-        raise StoreError(f"the database cannot be read: {_plain(error)}") from error
+        raise StoreError(f"the database cannot be read: {plain(error)}") from error
     finally:
         engine.dispose()
 
 
-def shown(url: str) -> str:
-    """The database as it may be shown: a file's path, or the URL without its password. Raises StoreError."""
-    path = sqlite_path(url)
-    return str(path) if path is not None else make_url(url).render_as_string(hide_password=True)
-
-
-def sqlite_path(url: str) -> Path | None:
-    """The file of an SQLite database, None for other kinds. Raises StoreError."""
+def describe(url: str) -> str:
+    """The database and its revision, to be shown. Raises StoreError where it cannot be used."""
     try:
-        parsed = make_url(url)
-    except ArgumentError as error:
-        raise StoreError("the database's URL (store.url) is not one, such as sqlite:////folder/redraft.db") from error
-    if parsed.get_backend_name() != "sqlite":
-        return None
-    if not parsed.database or parsed.database == ":memory:":
-        raise StoreError("the database must be a file: several processes read it")
-    return Path(parsed.database)
-
-
-def _plain(error: BaseException) -> str:
-    return str(getattr(error, "orig", None) or error).splitlines()[0]
+        if sqlite_path(url) is None:
+            postgres.check(url)
+    except SQLAlchemyError as error:
+        raise StoreError(f"the database cannot be read: {plain(error)}") from error
+    found = revision(url)
+    return f"{shown(url)}, {'not set up yet' if found is None else f'at revision {found}'}"
 
 
 @dataclass(order=True)
@@ -125,6 +114,7 @@ class _Job:
     work: Callable[[Connection], Any] = field(compare=False)
     future: Future[Any] = field(compare=False)
     scrub: bool = field(compare=False, default=False)
+    shared: bool = field(compare=False, default=False)
 
 
 class Database:
@@ -140,9 +130,11 @@ class Database:
             raise StoreError(f"the database {state}: run `redraft db upgrade`")
         self.url = url
         self.read_only = read_only
-        if not read_only and (path := sqlite_path(url)) is not None:
-            _write_ahead(path)
-        self._engine = _engine(url, read_only)
+        path = sqlite_path(url)
+        self.kind = "SQLite" if path is not None else "PostgreSQL"
+        self.backend: Backend = (
+            Postgres(url, read_only=read_only) if path is None else Sqlite(path, read_only=read_only)
+        )
         self._jobs: queue.PriorityQueue[_Job] = queue.PriorityQueue()
         self._order = itertools.count()
         self._closed = False
@@ -154,18 +146,24 @@ class Database:
 
     @contextlib.contextmanager
     def read(self) -> Generator[Connection]:
-        """A short read transaction, from any thread. Raises StoreError."""
+        """A short read transaction on one snapshot, from any thread. Raises StoreError."""
+        if self._closed:
+            raise StoreError("the database is closed")
         try:
-            with self._engine.connect() as connection:
+            with self.backend.readers.connect() as connection:
                 yield connection
         except SQLAlchemyError as error:
-            raise StoreError(f"reading the database failed: {_plain(error)}") from error
+            raise StoreError(f"reading the database failed: {plain(error)}") from error
 
-    def write(self, work: Callable[[Connection], T], *, urgent: bool = True, scrub: bool = False) -> Future[T]:
+    def write(
+        self, work: Callable[[Connection], T], *, urgent: bool = True, scrub: bool = False, shared: bool = False
+    ) -> Future[T]:
         """Run `work` in one write transaction on the writer's thread; it is committed when the future has its result.
 
-        urgent goes ahead of what is not. scrub: what `work` deletes leaves the write-ahead log too; StoreError, with the
-        deletion committed, where a reader keeps it busy for too long. What `work` raises comes out of the future, SQL errors as
+        `work` runs again where nothing of it was committed and it may do better: it met other writers, or the connection was
+        lost. It changes nothing but the database. urgent goes ahead of what is not. scrub: what `work` deletes leaves SQLite's
+        write-ahead log too; StoreError, with the deletion committed, where a reader keeps that busy for too long. shared: other
+        processes may do such writes meanwhile; all others are alone. What `work` raises comes out of the future, SQL errors as
         StoreError.
         """
         future: Future[T] = Future()
@@ -175,7 +173,7 @@ class Database:
                     StoreError("the database is closed" if self._closed else "opened for reading only")
                 )
                 return future
-            self._jobs.put(_Job(0 if urgent else 1, next(self._order), work, future, scrub))
+            self._jobs.put(_Job(0 if urgent else 1, next(self._order), work, future, scrub, shared))
         return future
 
     def close(self) -> None:
@@ -188,7 +186,7 @@ class Database:
                 self._jobs.put(_Job(2, next(self._order), lambda connection: None, Future()))
         if self._writer is not None:
             self._writer.join()
-        self._engine.dispose()
+        self.backend.close()
 
     def _run(self) -> None:
         while True:
@@ -198,95 +196,48 @@ class Database:
             if not job.future.set_running_or_notify_cancel():
                 continue
             try:
-                result = self._transact(job.work)
+                result = self._transact(job)
                 if job.scrub and result:
-                    self._empty_log()
+                    self.backend.scrub()
             except RedraftError as error:
                 job.future.set_exception(error)
             except SQLAlchemyError as error:
-                job.future.set_exception(StoreError(f"writing to the database failed: {_plain(error)}"))
+                job.future.set_exception(StoreError(f"writing to the database failed: {plain(error)}"))
             except Exception as error:  # noqa: BLE001  (who waits for the write gets it)
                 job.future.set_exception(error)
             else:
                 job.future.set_result(result)
 
-    def _transact(self, work: Callable[[Connection], T]) -> T:
-        for attempt in range(RETRIES):
-            try:
-                with self._engine.connect().execution_options(redraft_write=True) as connection, connection.begin():
-                    return work(connection)
-            except OperationalError as error:
-                # Another process may hold the lock for longer than the timeout (a backup, a shell).
-                if "locked" not in str(error.orig) or attempt == RETRIES - 1:
-                    raise
-                time.sleep(0.05 * 2**attempt)
-        raise AssertionError("unreachable")
-
-    def _empty_log(self) -> None:
-        """The log keeps pages as they were before a deletion, until it is written into the database and cut. Raises StoreError
-        where it could not be."""
-        if sqlite_path(self.url) is None:
-            return
-        try:
-            with self._engine.connect() as connection:
-                ((busy, *_),) = connection.connection.cursor().execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
-        except sqlite3.Error as error:
-            raise StoreError(f"deleted, but the write-ahead log could not be cut: {error}") from error
-        if busy:
-            raise StoreError("deleted, but the write-ahead log still holds it, for somebody reads it: delete again")
-
-
-def _write_ahead(path: Path) -> None:
-    """Make it a WAL database, which it then stays. SQLite does not wait for a lock here, whatever the timeout: whoever
-    holds one (a backup, a shell) is waited for by hand. Raises StoreError."""
-    connection = sqlite3.connect(path, timeout=0.0)
-    try:
+    def _transact(self, job: _Job) -> Any:
+        begun = time.monotonic()
         for attempt in itertools.count():
+            sent: tuple[str, Any] | None = None
             try:
-                connection.execute("PRAGMA journal_mode=WAL")
-                return
-            except sqlite3.Error as error:
-                if "locked" not in str(error) or attempt * WAL_PAUSE >= BUSY_SECONDS:
-                    raise StoreError(f"the database cannot be opened for writing: {_plain(error)}") from error
-                time.sleep(WAL_PAUSE)
-    finally:
-        connection.close()
-
-
-def _engine(url: str, read_only: bool) -> Engine:
-    path = sqlite_path(url)
-    if path is None:
-        return create_engine(url, pool_pre_ping=True)
-
-    def connect() -> sqlite3.Connection:
-        mode = "ro" if read_only else "rw"
-        return sqlite3.connect(
-            f"{path.resolve().as_uri()}?mode={mode}",
-            uri=True,
-            timeout=BUSY_SECONDS,
-            isolation_level=None,
-            check_same_thread=False,
-        )
-
-    engine = create_engine("sqlite://", creator=connect, poolclass=QueuePool, pool_size=8, max_overflow=8)
-
-    @event.listens_for(engine, "connect")
-    def configure(connection: Any, record: object) -> None:
-        for pragma in ("foreign_keys=ON", "synchronous=NORMAL", "secure_delete=ON"):
-            connection.execute(f"PRAGMA {pragma}")
-
-    @event.listens_for(engine, "begin")
-    def begin(connection: Connection) -> None:
-        # The driver's own transaction handling is off (isolation_level None): a writer takes its lock before it reads.
-        writing = connection.get_execution_options().get("redraft_write", False)
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writing else "BEGIN")
-
-    return engine
+                with self.backend.writers.connect() as connection, connection.begin() as transaction:
+                    self.backend.begin(connection, job.shared)
+                    result = job.work(connection)
+                    if (name := self.backend.transaction(connection)) is not None:
+                        sent = name, result
+                    transaction.commit()
+                    return result
+            except DBAPIError as error:
+                # What became of a COMMIT that nothing answered is asked for: it must not run twice.
+                if sent is not None and error.connection_invalidated and self.backend.committed(sent[0]):
+                    return sent[1]
+                pause = self.backend.pause(error, attempt, time.monotonic() - begun)
+                if pause is None:
+                    raise
+                time.sleep(pause)
+        raise AssertionError("unreachable")
 
 
 def integrity(database: Database) -> str:
-    """SQLite's own check: "ok", or what is wrong. Other databases: that they answer."""
+    """`ok`, or what is wrong: with SQLite's pages, or with PostgreSQL's answer."""
     with database.read() as connection:
-        if connection.dialect.name != "sqlite":
-            return "ok" if connection.execute(text("SELECT 1")).scalar() == 1 else "no answer"
-        return "; ".join(str(row[0]) for row in connection.execute(text("PRAGMA integrity_check")))
+        return database.backend.integrity(connection)
+
+
+def size_bytes(database: Database) -> int:
+    """What it takes on disk."""
+    with database.read() as connection:
+        return database.backend.size(connection)

@@ -112,7 +112,7 @@ class Generations:
             new = {g.id: g for g in batch if g.id not in known and g.prompt.store}
             return sum(not _counted(connection, made) and _insert(connection, made) for made in new.values())
 
-        return self._db.write(work, urgent=False)
+        return self._db.write(work, urgent=False, shared=True)
 
     def counts(self, who: Provenance) -> UntrainedCounts:
         """What the next training run of this pair could learn from: texts outside the held-out set that no run of this draft
@@ -306,7 +306,8 @@ class Generations:
             seqs = list(found)
             for start in range(0, len(seqs), PAGE):
                 query = select(failure_cases.c.seq, *_CASE).where(failure_cases.c.seq.in_(seqs[start : start + PAGE]))
-                for seq, *values in connection.execute(query.order_by(failure_cases.c.seq, failure_cases.c.position)):
+                query = query.order_by(failure_cases.c.seq, failure_cases.c.position)
+                for seq, *values in connection.execute(query).all():
                     found[seq].append(FailureCase(*values))
         return [generation_of(row, found[row.seq]) for row in rows]
 

@@ -154,8 +154,8 @@ def case_of(row: Row[Any]) -> FailureCase:
 
 
 def utc(moment: datetime) -> datetime:
-    """SQLite forgets time zones; everything stored is UTC."""
-    return moment if moment.tzinfo else moment.replace(tzinfo=UTC)
+    """SQLite forgets time zones, PostgreSQL uses the session's; everything stored is UTC."""
+    return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
 
 
 def _ids(blob: bytes) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ class Runs:
         """Open a run on the newest `limit` generations that no run of this draft has had, with failure cases or undrafted. Its
         `cases` counts near-ties too, and what `add_cases` adds.
 
-        None when a run is not over yet or nothing is left to train on. A known idempotency key returns its run.
+        None when a run of this pair is not over yet or nothing is left to train on. A known idempotency key returns its run.
         """
 
         def work(connection: Connection) -> TrainingRun | None:
@@ -65,7 +65,7 @@ class Runs:
                 query = select(training_runs).where(training_runs.c.idempotency_key == idempotency_key)
                 if (row := connection.execute(query).one_or_none()) is not None:
                     return _run(row)
-            if _open(connection) is not None:
+            if _open(connection, who) is not None:
                 return None
             seqs = list(connection.execute(untrained_generations(who, limit)).scalars())
             if not seqs:
@@ -219,11 +219,17 @@ class Runs:
             row = connection.execute(select(training_runs).where(training_runs.c.idempotency_key == key)).one_or_none()
         return None if row is None else _run(row)
 
-    def current(self) -> TrainingRun | None:
-        """The run that is not over."""
+    def current(self, who: Provenance) -> TrainingRun | None:
+        """The run of this pair that is not over."""
         with self._db.read() as connection:
-            row = _open(connection)
+            row = _open(connection, who)
         return None if row is None else _run(row)
+
+    def unfinished(self) -> list[TrainingRun]:
+        """The runs of any pair that are not over, newest first."""
+        query = select(training_runs).where(_UNFINISHED).order_by(training_runs.c.id.desc())
+        with self._db.read() as connection:
+            return [_run(row) for row in connection.execute(query)]
 
     def latest(self, limit: int) -> list[TrainingRun]:
         """The newest `limit` runs, newest first."""
@@ -259,10 +265,16 @@ class Runs:
         return [(int(step), float(loss)) for step, loss in json.loads(curve)]
 
 
-def _open(connection: Connection) -> Row[Any] | None:
-    over = [state.value for state in RunState if state.over]
-    query = select(training_runs).where(training_runs.c.state.not_in(over)).order_by(training_runs.c.id.desc())
-    return connection.execute(query.limit(1)).one_or_none()
+_UNFINISHED = training_runs.c.state.not_in([state.value for state in RunState if state.over])
+
+
+def _open(connection: Connection, who: Provenance) -> Row[Any] | None:
+    pair = (
+        training_runs.c.target == who.target,
+        training_runs.c.tokenizer == who.tokenizer,
+        training_runs.c.draft == who.draft,
+    )
+    return connection.execute(select(training_runs).where(_UNFINISHED, *pair)).one_or_none()
 
 
 def _held(connection: Connection, run_id: int, fencing: int) -> Row[Any]:

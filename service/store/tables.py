@@ -16,7 +16,11 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
+
+from service.core import AdapterState, RunState
+from service.store.columns import FreeText, Serial
 
 NAMING = {
     "ix": "ix_%(table_name)s_%(column_0_N_name)s",
@@ -26,19 +30,23 @@ NAMING = {
 }
 metadata = MetaData(naming_convention=NAMING)
 
+_over = "', '".join(state for state in RunState if state.over)
+OPEN_RUN = text(f"state NOT IN ('{_over}')")
+ACTIVE = text(f"state = '{AdapterState.ACTIVE}'")
+
 
 generations = Table(
     "generations",
     metadata,
-    Column("seq", Integer, primary_key=True, autoincrement=True),
+    Column("seq", Serial, primary_key=True, autoincrement=True),
     Column("id", String(64), nullable=False, unique=True),
     Column("prompt", LargeBinary, nullable=False),
     Column("output", LargeBinary, nullable=False),
     Column("output_tokens", Integer, nullable=False),
     Column("sampling", Text, nullable=False),
-    Column("domain", String(128)),
-    Column("client", String(128)),
-    Column("first_user", Text, nullable=False),
+    Column("domain", FreeText(128)),
+    Column("client", FreeText(128)),
+    Column("first_user", FreeText, nullable=False),
     Column("finish", String(16), nullable=False),
     Column("rounds", Text, nullable=False),
     Column("logprobs", LargeBinary, nullable=False),
@@ -72,7 +80,7 @@ grammars = Table(
     "grammars",
     metadata,
     Column("hash", String(64), primary_key=True),
-    Column("text", Text, nullable=False),
+    Column("text", FreeText, nullable=False),
     Column("opening", Integer),
     Column("closing", LargeBinary),
 )
@@ -90,7 +98,7 @@ generation_targets = Table(
 failure_cases = Table(
     "failure_cases",
     metadata,
-    Column("id", Integer, primary_key=True, autoincrement=True),
+    Column("id", Serial, primary_key=True, autoincrement=True),
     Column("seq", ForeignKey("generations.seq", ondelete="CASCADE"), nullable=False),
     Column("position", Integer, nullable=False),
     Column("drafted", Integer, nullable=False),
@@ -105,7 +113,7 @@ failure_cases = Table(
 replay_buffer = Table(
     "replay_buffer",
     metadata,
-    Column("domain", String(128), primary_key=True),
+    Column("domain", FreeText(128), primary_key=True),
     Column("kind", String(128), primary_key=True),
     Column("slot", Integer, primary_key=True),
     Column("seq", ForeignKey("generations.seq", ondelete="CASCADE"), nullable=False),
@@ -116,7 +124,7 @@ replay_buffer = Table(
 replay_domains = Table(
     "replay_domains",
     metadata,
-    Column("domain", String(128), primary_key=True),
+    Column("domain", FreeText(128), primary_key=True),
     Column("kind", String(128), primary_key=True),
     Column("seen", Integer, nullable=False),
 )
@@ -153,10 +161,20 @@ training_runs = Table(
     Column("loss_curve", Text, nullable=False),
     Column("adapter", Integer),
     Column("verdict", Text),
-    Column("error", Text),
+    Column("error", FreeText),
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("finished_at", DateTime(timezone=True)),
     Index(None, "state"),
+    # One open run a pair.
+    Index(
+        "uq_training_runs_open",
+        "target",
+        "tokenizer",
+        "draft",
+        unique=True,
+        sqlite_where=OPEN_RUN,
+        postgresql_where=OPEN_RUN,
+    ),
 )
 
 run_texts = Table(
@@ -182,10 +200,12 @@ adapters = Table(
     Column("parent", Integer, nullable=False),
     Column("run", ForeignKey("training_runs.id")),
     Column("state", String(16), nullable=False),
-    Column("note", Text),
+    Column("note", FreeText),
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("erased_texts", Integer),
     Index(None, "draft", "state"),
+    # One active adapter a draft.
+    Index("uq_adapters_active", "draft", unique=True, sqlite_where=ACTIVE, postgresql_where=ACTIVE),
 )
 """erased_texts: see core.AdapterRef."""
 

@@ -55,6 +55,7 @@ from service.store.database import REVISION, revision
 from service.store.generations import split_of
 from service.store.lease import Lease
 from service.store.runs import MAX_CRASHES
+from tests.support.databases import PostgresDatabases
 from tests.support.oracle import naive
 from tests.support.tiny_server import generate, prompts, register_adapters, tiny_server, write_pair
 from tests.support.typed import layers_of
@@ -157,6 +158,7 @@ def test_doctor_describes_this_machine(tmp_path: Path, redraft: Redraft) -> None
     for name in ("redraft", "mlx", "mlx-lm"):
         assert shown[f"version of {name}"] == found["versions"][name] == version(name)
     assert shown["cores"] == str(os.cpu_count())
+    assert shown["database"] == found["database"] == f"{tmp_path / 'home' / 'redraft.db'}, not set up yet"
     assert (done.status == 0) == (found["problems"] == [])
     assert ("nothing is wrong" in done.out) == (found["problems"] == found["warnings"] == [])
     assert not (tmp_path / "home").exists(), "looking changes nothing"
@@ -239,6 +241,46 @@ def test_the_catalogue_is_listed(redraft: Redraft) -> None:
     assert rows.keys() == {entry.name for entry in entries()}
     for entry in entries():
         assert rows[entry.name][1:4] == ["yes" if entry.installed else "no", entry.source, entry.draft or ""]
+
+
+def on_postgres(tmp_path: Path, url: str) -> Path:
+    """Settings with a password in the URL."""
+    config = tmp_path / "settings.toml"
+    url = url.replace("postgresql+psycopg://redraft@", "postgres://redraft:s3cr-t@")
+    config.write_text(f"home = {json.dumps(str(tmp_path))}\n[store]\nurl = {json.dumps(url)}\n")
+    return config
+
+
+def test_a_database_in_postgresql_is_set_up_and_used(
+    tmp_path: Path, redraft: Redraft, postgres_databases: PostgresDatabases
+) -> None:
+    url = postgres_databases.server.tcp_url(postgres_databases.bare(tmp_path))
+    config = on_postgres(tmp_path, url)
+    before = redraft("cases", "stats", "--config", config)
+    assert (before.status, before.err) == (1, "redraft: the database has not been set up: run `redraft db upgrade`\n")
+    for _ in range(2):
+        done = redraft("db", "upgrade", "--config", config)
+        assert (done.status, done.out) == (0, f"the database is at revision {REVISION}\n")
+    shown = {row[0]: row[1] for row in cells(redraft("doctor", "--config", config).out)}["database"]
+    assert shown == f"{url.replace('redraft@', 'redraft:***@')}, at revision {REVISION}"
+    put_aside(config)
+    assert cells(redraft("cases", "stats", "--config", config).out)[0] == ["requests recorded", "2"]
+    assert [row[0] for row in cells(redraft("cases", "quarantined", "--config", config).out)] == [
+        "adapter 1 rolled back",
+        "crashes",
+    ]
+    assert redraft("cases", "purge", "--everything", "--config", config).out == "2 generations deleted\n"
+    postgres_databases.clear()
+
+
+def test_a_database_that_does_not_answer_is_a_problem(tmp_path: Path, redraft: Redraft) -> None:
+    config = on_postgres(tmp_path, "postgresql+psycopg://redraft@127.0.0.1:1/redraft")
+    done = redraft("doctor", "--config", config)
+    assert done.status == 1
+    assert "! the database cannot be read: " in done.out and "refused" in done.out
+    refused = redraft("db", "upgrade", "--config", config)
+    one_sentence(refused)
+    assert "s3cr-t" not in done.out + done.err + refused.err
 
 
 def test_the_database_is_created_once(tmp_path: Path, redraft: Redraft) -> None:

@@ -26,6 +26,7 @@ from service.models.fingerprint import folder_sha256, model_fingerprint, tokeniz
 from service.models.heads import cut
 from service.models.pair import load_model
 from service.store.generations import TRAIN, Generations, split_of
+from tests.support.databases import BY_NIGHT
 from tests.support.logged_texts import VOCABULARY, case, served
 from tests.support.logged_texts import generation as logged_generation
 from tests.support.model_folders import save_model
@@ -66,6 +67,7 @@ def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
     return LoggedPair(root, *folders, root / "general.npz", who, logged)
 
 
+@BY_NIGHT
 def test_a_run_from_claim_to_scores(home: Home, logged_pair: LoggedPair) -> None:
     spec = home.spec()
     with child(spec) as running:

@@ -3,21 +3,16 @@
 import threading
 import time
 from datetime import timedelta
-from pathlib import Path
-
-import pytest
 
 from service.core import (
     AdapterState,
     RunState,
 )
 from service.lifecycle.clock import Clock
-from tests.support.lifecycle_server import Installation, check_consistent
+from tests.support.databases import BOTH
+from tests.support.lifecycle_server import WHO, Installation, check_consistent
 
-
-@pytest.fixture
-def installation(tmp_path: Path) -> Installation:
-    return Installation(tmp_path)
+pytestmark = BOTH
 
 
 def test_ticks_from_many_threads_start_one_run(installation: Installation) -> None:
@@ -65,10 +60,10 @@ def test_a_run_of_a_dead_supervisor_expires(installation: Installation) -> None:
     installation.plan_children(train="hang")
     with installation.server() as gone, installation.server(timeout_seconds=60.0, cooldown_seconds=300.0) as other:
         gone.traffic()
-        gone.tick_until(lambda: gone.runs.current() is not None)
+        gone.tick_until(lambda: gone.runs.current(WHO) is not None)
         for _ in range(3):
             other.supervisor.tick()
-        assert other.runs.current() is not None
+        assert other.runs.current(WHO) is not None
         installation.clock_offset = timedelta(seconds=61)
         other.supervisor.tick()
         assert [run.state for run in other.runs.latest(10)] == [RunState.CRASHED]
@@ -81,8 +76,8 @@ def test_a_run_of_a_dead_supervisor_expires(installation: Installation) -> None:
 def test_a_supervisor_that_lost_its_run_ends_its_child(installation: Installation) -> None:
     with installation.server() as server:
         server.traffic()
-        server.tick_until(lambda: server.runs.current() is not None)
-        run = server.runs.current()
+        server.tick_until(lambda: server.runs.current(WHO) is not None)
+        run = server.runs.current(WHO)
         assert run is not None
         server.runs.move(run.id, run.fencing, RunState.CRASHED, error="taken")
         installation.plan_children(train="hang")

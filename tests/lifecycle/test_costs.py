@@ -1,7 +1,5 @@
 """Measured costs decide at which draft lengths the gate and the watch compare adapters."""
 
-from pathlib import Path
-
 import pytest
 
 from service.core import RunState
@@ -9,9 +7,8 @@ from tests.support.lifecycle_server import Installation, check_consistent
 
 
 @pytest.fixture
-def installation(tmp_path: Path) -> Installation:
+def installation(installation: Installation) -> Installation:
     """Children train adapters that need a fifth fewer calls, but only at a draft length of three."""
-    installation = Installation(tmp_path)
     installation.plan_children(train="long")
     return installation
 
@@ -60,9 +57,8 @@ def test_the_watch_uses_costs_too(installation: Installation) -> None:
         assert "at K = 1," in verdict.reason
 
 
-def test_a_candidate_whose_draft_steps_cost_more_is_refused(tmp_path: Path) -> None:
+def test_a_candidate_whose_draft_steps_cost_more_is_refused(installation: Installation) -> None:
     """A fifth fewer calls at any draft length, a gain of 25 %, but draft steps that take twice the time."""
-    installation = Installation(tmp_path)
     installation.plan_children(train="slow steps")
     with installation.server() as server:
         server.engine.costs, server.engine.draft_step = (1.0, 1.3, 1.6), 0.3

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -129,11 +128,6 @@ def test_a_real_fall_is_found_soon(fallen: float, within: int, half: int) -> Non
 
 
 # ------------------------------------------------------------------------------------------------------- from rows
-
-
-@pytest.fixture
-def installation(tmp_path: Path) -> Installation:
-    return Installation(tmp_path)
 
 
 def follower(server: Server) -> Drift:

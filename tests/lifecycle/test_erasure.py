@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import psutil
 import pytest
@@ -25,11 +24,6 @@ from tests.support.store_rows import HELD_OUT_TEXT
 REASON = "a text that it had read was erased"
 
 
-@pytest.fixture
-def installation(tmp_path: Path) -> Installation:
-    return Installation(tmp_path)
-
-
 def of(*names: str) -> Selection:
     return Selection(ids=frozenset(names))
 
@@ -47,11 +41,11 @@ def started(server: Server, *, state: RunState = RunState.TRAINING) -> TrainingR
     add(server, [f"new{i}" for i in range(ENOUGH)])
 
     def under_way() -> bool:
-        run = server.runs.current()
+        run = server.runs.current(WHO)
         return run is not None and run.state is state and run.progress.step > 0
 
     server.tick_until(under_way)
-    run = server.runs.current()
+    run = server.runs.current(WHO)
     assert run is not None
     return run
 

@@ -1,7 +1,6 @@
 """After failures of children, engines and candidates the old adapter serves and all rows are consistent."""
 
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -13,11 +12,6 @@ from service.core import (
     Unavailable,
 )
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, check_consistent, generation
-
-
-@pytest.fixture
-def installation(tmp_path: Path) -> Installation:
-    return Installation(tmp_path)
 
 
 @pytest.mark.parametrize("plan", ["kill", "garbage", "leave", "kill before publishing", "kill after the candidate"])
@@ -52,7 +46,7 @@ def test_the_folder_of_a_running_child_is_never_removed(installation: Installati
     installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
-        server.tick_until(lambda: server.runs.current() is not None)
+        server.tick_until(lambda: server.runs.current(WHO) is not None)
         (installation.home / "adapters" / ".run-1.part").mkdir(parents=True)
         for _ in range(41):
             server.supervisor.tick()
@@ -170,7 +164,7 @@ def test_the_child_pauses_while_serving_is_busy(installation: Installation) -> N
     installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
-        server.tick_until(lambda: server.runs.current() is not None)
+        server.tick_until(lambda: server.runs.current(WHO) is not None)
         pauses: list[bool] = []
         process, pause = server.launcher.started[0], server.launcher.started[0].pause
         process.pause = lambda paused: (pauses.append(paused), pause(paused))[0]  # pyright: ignore

@@ -30,7 +30,7 @@ from service.lifecycle.supervisor import Rules, Supervisor
 from service.lifecycle.switching import Switching
 from service.settings import GateSettings, TrainingSettings
 from service.store.adapters import Adapters
-from service.store.database import integrity, upgrade
+from service.store.database import integrity
 from service.store.files import folder_sha256
 from service.store.generations import Generations
 from service.store.lineage import Lineage
@@ -46,6 +46,7 @@ from service.store.tables import (
     run_texts,
     training_runs,
 )
+from tests.support.databases import Databases
 from tests.support.drift_traffic import drafted, usual
 from tests.support.failing_database import FailingDatabase, Killed
 from tests.support.lifecycle_server import WHO, FakeEngine, RecordedEvents, generation, undrafted
@@ -137,13 +138,13 @@ class ScriptedLauncher:
 
 
 class Machine(RuleBasedStateMachine):
-    template: Path
+    databases: Databases
     happened: Counter[str]
 
     @initialize()
     def begin(self) -> None:
         self.home = Path(tempfile.mkdtemp())
-        shutil.copy(self.template, self.home / "redraft.db")
+        self.url = self.databases.empty(self.home)
         self.clock_offset = timedelta()
         self.began = datetime.now(UTC)
         self.strain: str | None = None
@@ -156,7 +157,7 @@ class Machine(RuleBasedStateMachine):
         self.open()
 
     def open(self) -> None:
-        self.db = FailingDatabase(f"sqlite:///{self.home / 'redraft.db'}")
+        self.db = FailingDatabase(self.url)
         self.runs, self.adapters = Runs(self.db), Adapters(self.db)
         self.generations = Generations(self.db)
         self.engine, self.events = FakeEngine(), RecordedEvents()
@@ -185,7 +186,7 @@ class Machine(RuleBasedStateMachine):
             now=lambda: datetime.now(UTC) + self.clock_offset,
         )
         self.supervisor.start()
-        assert self.runs.current() is None, "a start leaves no run open"
+        assert self.runs.current(WHO) is None, "a start leaves no run open"
 
     def close(self, *, stopping: bool) -> None:
         if stopping:
@@ -203,9 +204,10 @@ class Machine(RuleBasedStateMachine):
             if self.child is not None:
                 self.child.finish("same")
             self.supervisor.tick()
-        assert self.runs.current() is None or self.child is not None
+        assert self.runs.current(WHO) is None or self.child is not None
         assert integrity(self.db) == "ok"
         self.close(stopping=True)
+        self.databases.give_back(self.url)
         shutil.rmtree(self.home)
 
     @property
@@ -289,7 +291,7 @@ class Machine(RuleBasedStateMachine):
     def surroundings_change(self, strain: str | None, busy: bool) -> None:
         self.strain, self.busy = strain, busy
         self.tick(2)  # the first may be the one that starts the child
-        run = self.runs.current()
+        run = self.runs.current(WHO)
         if run is not None and self.child is not None:
             waits = strain if run.trigger is not Trigger.MANUAL else None
             assert run.progress.paused == (waits or ("serving is busy" if busy else None))
@@ -416,12 +418,13 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(("examples", "steps"), [(8, 30), pytest.param(300, 50, marks=pytest.mark.nightly)])
-def test_any_order_of_events_keeps_the_lifecycle_legal(tmp_path: Path, examples: int, steps: int) -> None:
+def test_any_order_of_events_keeps_the_lifecycle_legal(databases: Databases, examples: int, steps: int) -> None:
     class Here(Machine):
         pass
 
-    upgrade(f"sqlite:///{tmp_path / 'empty.db'}")
-    Here.template, Here.happened = tmp_path / "empty.db", Counter()
+    Here.databases, Here.happened = databases, Counter()
+    if databases.kind == "postgres" and examples > 100:  # three times as long
+        examples //= 3
     run_state_machine_as_test(
         Here,
         settings=settings(

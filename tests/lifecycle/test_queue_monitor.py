@@ -17,7 +17,7 @@ from service.engine.thread import EngineThread
 from service.lifecycle.children import Child, Pause
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.queue_monitor import QueueMonitor
-from tests.support.lifecycle_server import Installation
+from tests.support.lifecycle_server import WHO, Installation
 from tests.support.oracle import noisy_copy, tiny_llama
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -168,13 +168,12 @@ def test_a_child_pauses_while_there_is_any_reason(setup: QueueSetup) -> None:
     assert pauses == [True, False]
 
 
-def test_the_supervisor_waits_for_no_tick(tmp_path: Path) -> None:
+def test_the_supervisor_waits_for_no_tick(installation: Installation) -> None:
     """A long tick, staging an adapter for example, holds the supervisor's lock."""
-    installation = Installation(tmp_path)
     installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
-        server.tick_until(lambda: server.runs.current() is not None)
+        server.tick_until(lambda: server.runs.current(WHO) is not None)
         process, pauses = server.launcher.started[0], list[bool]()
         process.pause = lambda paused: pauses.append(paused)
         with ThreadPoolExecutor(1) as other, server.supervisor._lock:
@@ -184,12 +183,11 @@ def test_the_supervisor_waits_for_no_tick(tmp_path: Path) -> None:
         assert pauses == [True, False]
 
 
-def test_a_child_that_starts_while_serving_is_busy_pauses_at_once(tmp_path: Path) -> None:
-    installation = Installation(tmp_path)
+def test_a_child_that_starts_while_serving_is_busy_pauses_at_once(installation: Installation) -> None:
     installation.plan_children(train="hang")
     with installation.server() as server:
         server.busy = True
         server.traffic()
-        server.tick_until(lambda: server.runs.current() is not None)
+        server.tick_until(lambda: server.runs.current(WHO) is not None)
         assert server.supervisor._job is not None
         assert server.supervisor._job.child._reasons == {Pause.BUSY}

@@ -1,6 +1,5 @@
 """The recorder neither delays nor breaks decoding, whatever happens to the database."""
 
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -9,22 +8,25 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.pool import NullPool
 
 from service.core import Selection, Unavailable
 from service.lifecycle.recorder import Recorder
-from service.store.database import Database, upgrade
+from service.store.database import Database
 from service.store.generations import Generations
 from service.store.lineage import Lineage
+from tests.support.databases import BOTH, Databases, run_sql
 from tests.support.lifecycle_server import generation
+
+pytestmark = BOTH
 
 
 class RecordedLog:
     """A recorder on a real database, and a second connection that can lock it or make writes fail."""
 
-    def __init__(self, path: Path, **changes: float) -> None:
-        self.path = path
-        url = f"sqlite:///{path}"
-        upgrade(url)
+    def __init__(self, url: str, **changes: float) -> None:
+        self.url, self.sqlite = url, url.startswith("sqlite")
         self.database = Database(url)
         self.generations = Generations(self.database)
         self.reported: list[int] = []
@@ -32,24 +34,31 @@ class RecordedLog:
 
     @contextmanager
     def locked(self) -> Generator[None]:
-        other = sqlite3.connect(self.path, isolation_level=None)
-        other.execute("BEGIN EXCLUSIVE")
-        try:
-            yield
-        finally:
-            other.execute("ROLLBACK")
-            other.close()
+        engine = create_engine(self.url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+        with engine.connect() as other:
+            for statement in ("BEGIN EXCLUSIVE",) if self.sqlite else ("BEGIN", "LOCK TABLE generations"):
+                other.execute(text(statement))
+            try:
+                yield
+            finally:
+                other.execute(text("ROLLBACK"))
 
     @contextmanager
     def broken(self) -> Generator[None]:
         """Every write fails at once."""
-        other = sqlite3.connect(self.path, isolation_level=None)
-        other.execute("CREATE TRIGGER no BEFORE INSERT ON generations BEGIN SELECT RAISE(ABORT, 'disk full'); END")
+        if self.sqlite:
+            make = "CREATE TRIGGER no BEFORE INSERT ON generations BEGIN SELECT RAISE(ABORT, 'disk full'); END"
+            undo = "DROP TRIGGER no"
+        else:
+            make, undo = (
+                "ALTER TABLE generations ADD CONSTRAINT no CHECK (false)",
+                "ALTER TABLE generations DROP CONSTRAINT no",
+            )
+        run_sql(self.url, make)
         try:
             yield
         finally:
-            other.execute("DROP TRIGGER no")
-            other.close()
+            run_sql(self.url, undo)
 
     def record(self, count: int, prefix: str = "g") -> float:
         """The longest time that one call took."""
@@ -67,11 +76,11 @@ class RecordedLog:
 
 
 @pytest.fixture
-def make_log(tmp_path: Path) -> Iterator[Callable[..., RecordedLog]]:
+def make_log(tmp_path: Path, databases: Databases) -> Iterator[Callable[..., RecordedLog]]:
     made: list[RecordedLog] = []
 
     def make(**changes: float) -> RecordedLog:
-        made.append(RecordedLog(tmp_path / "log.db", **changes))
+        made.append(RecordedLog(databases.empty(tmp_path), **changes))
         return made[-1]
 
     yield make

@@ -2,18 +2,13 @@
 
 import time
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 
 from service.core import BARE_DRAFT, AdapterState, RunState, StoreError
+from tests.support.databases import BOTH, POSTGRES, PostgresDatabases
 from tests.support.failing_database import Killed
 from tests.support.lifecycle_server import WHO, Installation, Server, check_consistent
-
-
-@pytest.fixture
-def installation(tmp_path: Path) -> Installation:
-    return Installation(tmp_path)
 
 
 def live(server: Server, writes: int, *, after: bool) -> bool:
@@ -34,6 +29,7 @@ def live(server: Server, writes: int, *, after: bool) -> bool:
     return True
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("after", "score", "first"),
     [
@@ -78,7 +74,7 @@ def test_the_same_server_recovers_from_a_failed_write(installation: Installation
             for _ in range(1000):
                 with suppress(StoreError):
                     server.supervisor.tick()
-                if len(server.runs.latest(100)) > runs and server.runs.current() is None:
+                if len(server.runs.latest(100)) > runs and server.runs.current(WHO) is None:
                     break
                 time.sleep(0.01)
             failed = server.db.writes_left is not None and server.db.writes_left <= 0
@@ -91,11 +87,12 @@ def test_the_same_server_recovers_from_a_failed_write(installation: Installation
     assert failures >= 8
 
 
+@BOTH
 def test_a_server_killed_while_its_child_trains(installation: Installation) -> None:
     installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
-        server.tick_until(lambda: server.runs.current() is not None)
+        server.tick_until(lambda: server.runs.current(WHO) is not None)
         cases = server.runs.latest(1)[0].cases
         server.kill()
     installation.plan_children()
@@ -106,11 +103,12 @@ def test_a_server_killed_while_its_child_trains(installation: Installation) -> N
         successor.tick_until(successor.ended(RunState.PROMOTED))
 
 
+@BOTH
 def test_a_child_that_lost_its_server_ends(installation: Installation) -> None:
     installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
-        server.tick_until(lambda: server.runs.current() is not None)
+        server.tick_until(lambda: server.runs.current(WHO) is not None)
         process = server.launcher.started[0]
         process.stop(5.0)
         assert process.exit_code() == 75, "by itself, at the end of its line"
@@ -121,27 +119,29 @@ def test_stopping_servers_during_training_quarantines_nothing(installation: Inst
     for _ in range(4):
         with installation.server() as server:
             server.traffic()
-            server.tick_until(lambda server=server: server.runs.current() is not None)
+            server.tick_until(lambda server=server: server.runs.current(WHO) is not None)
             server.supervisor.stop()
             assert server.runs.latest(1)[0].state is RunState.CRASHED
             assert server.generations.stats().quarantined == 0
 
 
+@BOTH
 def test_stopping_ends_the_child_and_frees_its_cases(installation: Installation) -> None:
     installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
-        server.tick_until(lambda: server.runs.current() is not None)
+        server.tick_until(lambda: server.runs.current(WHO) is not None)
         server.supervisor.stop()
         assert server.launcher.started[0].exit_code() is not None
         assert server.runs.latest(1)[0].state is RunState.CRASHED
         assert server.generations.counts(WHO).cases > 0
         server.supervisor.stop()
         server.supervisor.tick()
-        assert server.runs.current() is None, "no tick after the end"
+        assert server.runs.current(WHO) is None, "no tick after the end"
         check_consistent(server)
 
 
+@BOTH
 def test_the_next_server_serves_the_active_adapter_and_finishes_its_watch(installation: Installation) -> None:
     with installation.server() as server:
         ref = server.promote()
@@ -187,6 +187,7 @@ def test_an_active_adapter_that_will_not_load_falls_back_to_its_parent_and_in_th
         check_consistent(server)
 
 
+@BOTH
 def test_an_engine_that_does_not_answer_at_the_start_follows_later(installation: Installation) -> None:
     with installation.server() as server:
         ref = server.promote()
@@ -198,3 +199,28 @@ def test_an_engine_that_does_not_answer_at_the_start_follows_later(installation:
         successor.supervisor.tick()
         assert successor.engine.active == ref.id
         assert successor.adapters.get(ref.id).state is AdapterState.ACTIVE
+
+
+@POSTGRES
+def test_a_run_outlives_a_restart_of_the_database(
+    installation: Installation, databases: PostgresDatabases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ticks fail meanwhile, and the child's messages wait."""
+    monkeypatch.setattr("service.store.postgres.RETRY_SECONDS", 0.1)
+    with installation.server() as server:
+        for after in (RunState.CLAIMED, RunState.TRAINING, RunState.SCORING):
+            runs = len(server.runs.latest(100))
+            server.traffic()
+            server.tick_until(lambda runs=runs: len(server.runs.latest(100)) > runs)
+            while server.runs.latest(1)[0].state is not after and not server.runs.latest(1)[0].state.over:
+                server.supervisor.tick()
+            with databases.server.away():
+                for _ in range(3):
+                    with pytest.raises(StoreError):
+                        server.supervisor.tick()
+            server.tick_until(lambda: server.runs.latest(1)[0].state.over)
+            server.supervisor.activate(server.engine.active)
+        # Scores say the same of every candidate: the first is better than the bare draft, the others as good as the first.
+        ends = [RunState.REJECTED, RunState.REJECTED, RunState.PROMOTED]
+        assert [run.state for run in server.runs.latest(9)] == ends
+        check_consistent(server)

@@ -2,7 +2,6 @@
 
 from concurrent.futures import Future
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
@@ -15,11 +14,6 @@ from service.core import (
     Trigger,
 )
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, check_consistent
-
-
-@pytest.fixture
-def installation(tmp_path: Path) -> Installation:
-    return Installation(tmp_path)
 
 
 def test_enough_traffic_leads_to_a_better_adapter_that_serves(installation: Installation) -> None:

@@ -22,7 +22,7 @@ from service.lifecycle.surroundings import (
 )
 from service.metrics import Metrics
 from service.settings import TrainingSettings
-from tests.support.lifecycle_server import Installation
+from tests.support.lifecycle_server import WHO, Installation
 
 BATTERY = {"type": "Battery", "status": "Discharging"}
 MOUSE = {"type": "Battery", "status": "Discharging", "scope": "Device"}
@@ -176,11 +176,6 @@ def test_the_system_is_asked_now_and_then() -> None:
 # ----------------------------------------------------------------------------------------------- effect on runs
 
 
-@pytest.fixture
-def installation(tmp_path: Path) -> Installation:
-    return Installation(tmp_path)
-
-
 def test_on_battery_only_requested_runs_start(installation: Installation) -> None:
     with installation.server() as server:
         server.strain = "on battery"
@@ -214,7 +209,7 @@ def test_a_paused_run_reports_the_reason_and_its_time_limit_pauses(installation:
         server.busy, server.strain = False, None
         assert paused() is None
         installation.clock_offset += timedelta(seconds=50)
-        assert paused() is None and server.runs.current() is not None
+        assert paused() is None and server.runs.current(WHO) is not None
         assert server.runs.loss_curve(1) == [(1, 1.5)], "pausing is no step"
         installation.clock_offset += timedelta(seconds=20)
         server.tick_until(server.ended(RunState.CRASHED))
@@ -242,7 +237,7 @@ def test_latencies_during_a_run_are_reported_separately(installation: Installati
     installation.plan_children(train="hang")
     with installation.server() as server:
         server.traffic()
-        server.tick_until(lambda: server.runs.current() is not None)
+        server.tick_until(lambda: server.runs.current(WHO) is not None)
         metrics = Metrics(3)
         run = server.runs.latest(1)[0]
         paused = replace(run, progress=replace(run.progress, paused="on battery"))

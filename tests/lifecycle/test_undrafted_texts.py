@@ -1,6 +1,5 @@
 """Undrafted texts count towards a run with the cases that are expected of them; its child works these out first."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,12 +7,6 @@ from sqlalchemy import text
 
 from service.core import RunState, StoreError, Trigger
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation
-
-
-@pytest.fixture
-def installation(tmp_path: Path) -> Installation:
-    return Installation(tmp_path)
-
 
 RULES: dict[str, Any] = {"min_cases": 3 * ENOUGH, "min_tokens": 12 * ENOUGH}
 

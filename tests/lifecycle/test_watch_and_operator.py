@@ -3,7 +3,6 @@
 import time
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 from sqlalchemy import text
@@ -23,11 +22,6 @@ from service.core import (
 )
 from service.store.files import folder_sha256
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation
-
-
-@pytest.fixture
-def installation(tmp_path: Path) -> Installation:
-    return Installation(tmp_path)
 
 
 def test_a_promotion_that_turns_out_worse_is_rolled_back(installation: Installation) -> None:
@@ -168,7 +162,7 @@ def test_a_candidate_is_promoted_only_over_the_adapter_it_was_compared_with(inst
         first = server.promote()
         server.supervisor.activate(first.id)
         server.traffic()
-        server.tick_until(lambda: server.runs.current() is not None)
+        server.tick_until(lambda: server.runs.current(WHO) is not None)
         server.supervisor.activate(BARE_DRAFT)
         server.tick_until(server.ended(RunState.REJECTED))
         verdict = server.runs.latest(1)[0].verdict

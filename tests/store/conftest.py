@@ -5,21 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from service.store.database import Database, upgrade
-from tests.support.store_rows import copy_of, url_of
+from service.store.database import Database
+from tests.support.databases import Databases, lent
 
 
-@pytest.fixture(scope="session")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty migrated database, which is copied because migrating again is slower."""
-    path = tmp_path_factory.mktemp("template") / "empty.db"
-    upgrade(url_of(path))
-    return path
+@pytest.fixture(params=["sqlite", "postgres"])
+def databases(request: pytest.FixtureRequest) -> Iterator[Databases]:
+    yield from lent(request)
 
 
 @pytest.fixture
-def url(template: Path, tmp_path: Path) -> str:
-    return copy_of(template, tmp_path / "redraft.db")
+def url(databases: Databases, tmp_path: Path) -> str:
+    return databases.empty(tmp_path)
 
 
 @pytest.fixture

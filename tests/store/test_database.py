@@ -18,14 +18,14 @@ from sqlalchemy import Connection, text
 from service.core import IllegalMove, StoreError
 from service.store.database import Database, integrity, upgrade
 from service.store.generations import Generations
-from tests.support.store_rows import copy_of, generation, url_of
+from tests.support.databases import SQLITE, Databases, run_sql
+from tests.support.store_rows import generation, url_of
 
 ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("deaths", [2, pytest.param(5, marks=pytest.mark.nightly)])
-def test_every_acknowledged_row_survives_kill_9(template: Path, tmp_path: Path, deaths: int) -> None:
-    url = copy_of(template, tmp_path / "redraft.db")
+def test_every_acknowledged_row_survives_kill_9(url: str, databases: Databases, deaths: int) -> None:
     rng = random.Random(11)
     acknowledged: set[str] = set()
     for attempt in range(deaths):
@@ -47,7 +47,8 @@ def test_every_acknowledged_row_survives_kill_9(template: Path, tmp_path: Path, 
         assert integrity(database) == "ok"
         with database.read() as connection:
             stored = set(connection.execute(text("SELECT id FROM generations")).scalars())
-            orphans = connection.execute(text("PRAGMA foreign_key_check")).all()
+            check = "PRAGMA foreign_key_check" if databases.kind == "sqlite" else "SELECT 1 WHERE false"
+            orphans = connection.execute(text(check)).all()
             cases = connection.execute(text("SELECT count(*) FROM failure_cases")).scalar()
         database.close()
         assert acknowledged <= stored
@@ -113,6 +114,7 @@ def holding_the_lock(path: Path) -> Generator[None]:
         assert holder.wait(10) == 0
 
 
+@SQLITE
 def test_a_write_waits_for_another_process(database: Database, tmp_path: Path) -> None:
     with holding_the_lock(tmp_path / "redraft.db"):
         futures = [Generations(database).add([generation()]) for _ in range(3)]
@@ -122,6 +124,7 @@ def test_a_write_waits_for_another_process(database: Database, tmp_path: Path) -
         assert [future.result(60) for future in futures] == [1, 1, 1]
 
 
+@SQLITE
 def test_opening_waits_for_another_process(url: str, tmp_path: Path) -> None:
     # A new database is not in WAL mode yet, and SQLite does not wait for the lock to change the mode.
     with holding_the_lock(tmp_path / "redraft.db"):
@@ -130,10 +133,11 @@ def test_opening_waits_for_another_process(url: str, tmp_path: Path) -> None:
         database.close()
 
 
+@SQLITE
 def test_a_lock_longer_than_one_timeout_is_waited_out(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.store.database.BUSY_SECONDS", 0.02)
+    monkeypatch.setattr("service.store.sqlite.BUSY_SECONDS", 0.02)
     other = sqlite3.connect(tmp_path / "redraft.db", isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     timer = threading.Timer(0.3, lambda: other.execute("COMMIT"))
@@ -168,7 +172,7 @@ def test_a_failed_write_leaves_nothing_and_the_next_one_works(database: Database
 
     with pytest.raises(IllegalMove):
         database.write(half).result()
-    with pytest.raises(StoreError, match="no such table"):
+    with pytest.raises(StoreError, match="absent"):
         database.write(lambda connection: connection.execute(text("DELETE FROM absent"))).result()
     with pytest.raises(ZeroDivisionError):
         database.write(lambda connection: 1 // 0).result()
@@ -200,7 +204,7 @@ def test_a_reader_follows_the_writer_and_cannot_write(database: Database) -> Non
         assert seen.stats().generations == count
     with pytest.raises(StoreError, match="reading only"):
         seen.add([generation()]).result(0)
-    with pytest.raises(StoreError, match="readonly"), reader.read() as connection:
+    with pytest.raises(StoreError, match=r"read-?only"), reader.read() as connection:
         connection.execute(text("DELETE FROM generations"))
     assert store.stats().generations == 5
     reader.close()
@@ -217,19 +221,19 @@ def test_a_long_read_does_not_block_writes_and_sees_one_snapshot(database: Datab
 
 
 @pytest.mark.parametrize("read_only", [False, True])
-def test_a_wrong_revision_names_the_remedy(url: str, tmp_path: Path, read_only: bool) -> None:
-    with sqlite3.connect(tmp_path / "redraft.db") as other:
-        other.execute("UPDATE alembic_version SET version_num = '0000'")
-    other.close()
+def test_a_wrong_revision_names_the_remedy(tmp_path: Path, databases: Databases, read_only: bool) -> None:
+    url = databases.bare(tmp_path)
+    upgrade(url)
+    run_sql(url, "UPDATE alembic_version SET version_num = '0000'")
     with pytest.raises(StoreError, match="redraft db upgrade") as refused:
         Database(url, read_only=read_only)
     assert "0000" in str(refused.value)
 
 
-def test_a_missing_database_names_the_remedy(tmp_path: Path) -> None:
+def test_a_database_without_tables_names_the_remedy(tmp_path: Path, databases: Databases) -> None:
     with pytest.raises(StoreError, match="redraft db upgrade"):
-        Database(url_of(tmp_path / "none.db"))
-    assert not (tmp_path / "none.db").exists()
+        Database(databases.bare(tmp_path))
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_is_no_database_is_a_store_error(tmp_path: Path) -> None:
@@ -253,6 +257,7 @@ def test_a_name_with_odd_characters_is_a_file_like_any_other(tmp_path: Path) -> 
     assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*.db")] == ["a b%20#c?e=f/ü%d.db"]
 
 
+@SQLITE
 def test_a_full_disk_is_an_error_of_that_write_alone(database: Database) -> None:
     store = Generations(database)
     store.add([generation(id="before")]).result()

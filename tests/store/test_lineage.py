@@ -20,13 +20,14 @@ from service.core import (
     StoreError,
     Trigger,
 )
-from service.store import database as database_module
+from service.store import sqlite
 from service.store.adapters import Adapters
 from service.store.database import Database
 from service.store.generations import Generations
 from service.store.lineage import Lineage
 from service.store.run_texts import Role
 from service.store.runs import Runs
+from tests.support.databases import SQLITE
 from tests.support.store_rows import HELD_OUT_TEXT, LOST, START, WHO, case, generation, promote
 
 
@@ -180,10 +181,11 @@ def test_runs_and_held_out_texts_are_found(house: House) -> None:
     assert not house.lineage.held_out(of("a", "b"))
 
 
+@SQLITE
 def test_bytes_that_cannot_leave_the_log_are_said_and_go_with_the_next_erasure(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(database_module, "BUSY_SECONDS", 0.1)
+    monkeypatch.setattr(sqlite, "BUSY_SECONDS", 0.1)
     database = Database(url)
     house = House(database)
     house.log.add([generation(id="a", client="canary-7f3a")]).result()

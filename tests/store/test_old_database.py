@@ -186,7 +186,7 @@ def test_runs_are_as_they_were(database: Database) -> None:
     assert runs.latest(100) == EXPECTED.runs
     assert [runs.loss_curve(run.id) for run in EXPECTED.runs] == EXPECTED.curves
     assert {run.state for run in EXPECTED.runs} > {state for state in RunState if state.over}
-    assert runs.current() == runs.by_key("evening of the 2nd") == EXPECTED.runs[0] == runs.get(15)
+    assert runs.current(WHO) == runs.by_key("evening of the 2nd") == EXPECTED.runs[0] == runs.get(15)
     assert runs.drift_answered("draft") == runs.get(14).created_at
 
 
@@ -322,10 +322,10 @@ def write_adapters(folder: Path) -> None:
 
 
 def test_the_lifecycle_goes_on(tmp_path: Path) -> None:
-    house = Installation(tmp_path)
-    (tmp_path / "redraft.db").unlink()
     write_adapters(tmp_path / "adapters")
-    upgrade(load(tmp_path / "redraft.db", tmp_path / "adapters"))
+    url = load(tmp_path / "redraft.db", tmp_path / "adapters")
+    upgrade(url)
+    house = Installation(tmp_path, url)
     with house.server(min_cases=1) as server:
         crashed = server.runs.get(15)
         assert (crashed.state, crashed.error) == (RunState.CRASHED, "the server ended while it ran")

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from scipy.stats import chi2
 
@@ -10,13 +8,14 @@ from service.store.database import Database
 from service.store.generations import Generations
 from service.store.lineage import Lineage
 from service.store.replay import Replay
-from tests.support.store_rows import WHO, copy_of, generation, texts
+from tests.support.databases import BY_NIGHT
+from tests.support.store_rows import WHO, generation, texts
 
 
+@BY_NIGHT
 @pytest.mark.parametrize("trials", [100, pytest.param(400, marks=pytest.mark.nightly)])
-def test_every_offer_is_held_with_the_same_probability(template: Path, tmp_path: Path, trials: int) -> None:
+def test_every_offer_is_held_with_the_same_probability(database: Database, trials: int) -> None:
     offers, capacity = 30, 6
-    database = Database(copy_of(template, tmp_path / "redraft.db"))
     replay, names = Replay(database), [f"g{i}" for i in range(offers)]
     Generations(database).add([generation(id=name) for name in names]).result()
     held = dict.fromkeys(names, 0)
@@ -29,7 +28,6 @@ def test_every_offer_is_held_with_the_same_probability(template: Path, tmp_path:
     with database.read() as connection:
         for (name,) in connection.exec_driver_sql("SELECT id FROM replay_buffer JOIN generations USING (seq)"):
             held[name] += 1
-    database.close()
     expected = trials * capacity / offers
     # Drawing without replacement varies less than a multinomial: with the factor below the statistic is chi-square
     # with offers - 1 degrees of freedom.
@@ -64,6 +62,7 @@ def test_small_domains_are_sampled_like_large_ones(database: Database) -> None:
     assert replay.sample(WHO, 0, seed=3) == []
 
 
+@BY_NIGHT
 @pytest.mark.parametrize("capacity", [1, 4])
 def test_a_removed_generation_frees_its_slot(database: Database, capacity: int) -> None:
     store, replay = Generations(database), Replay(database)

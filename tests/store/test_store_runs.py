@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from sqlalchemy import insert, literal, select
 
 from service.core import (
     RUN_MOVES,
@@ -14,6 +17,7 @@ from service.core import (
     ParentChanged,
     Progress,
     RunState,
+    StoreError,
     TrainingRun,
     Trigger,
 )
@@ -22,7 +26,8 @@ from service.store.database import Database
 from service.store.generations import Generations, UntrainedCounts
 from service.store.replay import Replay
 from service.store.runs import Runs
-from tests.support.store_rows import LOST, WHO, WON, case, copy_of, generation
+from service.store.tables import adapters, training_runs
+from tests.support.store_rows import LOST, START, WHO, WON, case, generation, promote
 
 PATHS = {
     RunState.CLAIMED: [],
@@ -79,14 +84,14 @@ def test_a_claim_takes_the_newest_and_their_ties(database: Database) -> None:
     assert (run.state, run.generations, run.cases, run.parent) == (RunState.CLAIMED, 3, 6, 0)
     assert [g.id for g in store.claimed(run.id)] == [g.id for g in reversed(made[2:])]
     assert store.counts(WHO) == UntrainedCounts(2, 10, 2)
-    assert runs.current() == run == runs.get(run.id)
+    assert runs.current(WHO) == run == runs.get(run.id)
     assert runs.claim(trigger=Trigger.MANUAL, who=WHO, parent=0, limit=9) is None
 
 
 def test_nothing_to_train_on_is_no_run(database: Database) -> None:
     Generations(database).add([generation(cases=[case(0, tie=True)]), generation(cases=[])]).result()
     assert Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=9) is None
-    assert Runs(database).current() is None
+    assert Runs(database).current(WHO) is None
 
 
 def test_promotion_is_one_step_for_run_adapters_and_cases(database: Database) -> None:
@@ -102,7 +107,7 @@ def test_promotion_is_one_step_for_run_adapters_and_cases(database: Database) ->
     assert [verdict for _, verdict in adapters.evaluations(second.id, "gate")] == [WON]
     assert (store.counts(WHO).cases, store.stats().trained) == (0, 2)
     assert len(store.claimed(run.id)) == 1, "what it learnt from stays known"
-    assert runs.current() is None
+    assert runs.current(WHO) is None
 
 
 @pytest.mark.parametrize("word", ["an adapter", "the bare draft"])
@@ -271,9 +276,8 @@ def test_unknown_ids_are_not_found(database: Database) -> None:
         runs.move(99, 1, RunState.TRAINING)
 
 
-def test_eight_claims_at_once_make_one_run(template: Path, tmp_path: Path) -> None:
-    databases = [Database(copy_of(template, tmp_path / "redraft.db"))]
-    databases.append(Database(databases[0].url))  # another process' writer is another thread to SQLite
+def test_eight_claims_at_once_make_one_run(url: str) -> None:
+    databases = [Database(url) for _ in range(2)]  # another process' writer is another thread to SQLite
     Generations(databases[0]).add([generation() for _ in range(5)]).result()
     barrier = threading.Barrier(8)
     claimed: list[TrainingRun | None] = []
@@ -292,6 +296,49 @@ def test_eight_claims_at_once_make_one_run(template: Path, tmp_path: Path) -> No
     assert len(Runs(databases[0]).latest(10)) == 1
     for database in databases:
         database.close()
+
+
+def test_each_pair_has_one_open_run(database: Database) -> None:
+    runs = Runs(database)
+    pairs = [WHO, replace(WHO, draft="e" * 64), replace(WHO, target="u" * 64), replace(WHO, tokenizer="l" * 64)]
+    Generations(database).add([generation(who=who) for who in pairs for _ in range(2)]).result()
+    opened = [runs.claim(trigger=Trigger.CASES, who=who, parent=0, limit=1) for who in pairs]
+    assert [runs.current(who) for who in pairs] == opened
+    assert None not in opened and runs.unfinished() == opened[::-1]
+    assert not any(runs.claim(trigger=Trigger.CASES, who=who, parent=0, limit=1) for who in pairs)
+    first = runs.unfinished()[-1]
+    runs.move(first.id, first.fencing, RunState.FAILED)
+    assert runs.current(WHO) is None and len(runs.unfinished()) == 3
+    assert runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=1) is not None
+
+
+@pytest.mark.parametrize("state", list(RunState))
+def test_the_database_itself_allows_one_open_run_of_a_pair(database: Database, state: RunState) -> None:
+    run = at(database, RunState.CLAIMED)
+    columns = [column.name for column in training_runs.columns if column.name not in {"id", "state"}]
+    twin = insert(training_runs).from_select(
+        ["state", *columns], select(literal(state.value), *(training_runs.c[name] for name in columns))
+    )
+    with pytest.raises(StoreError, match=r"(?i)unique") if not state.over else nullcontext():
+        database.write(lambda connection: connection.execute(twin)).result()
+    assert Runs(database).unfinished() == [run]
+
+
+def test_the_database_itself_allows_one_active_adapter_of_a_draft(database: Database) -> None:
+    Generations(database).add([generation()]).result()
+    ref = promote(Runs(database), Adapters(database), claim(database))
+    twin = {"folder": "other", "sha256": "", "rank": 1, "scale": 1.0, "keys": "[]", "parent": 0, "created_at": START}
+
+    def add(draft: str, state: AdapterState) -> None:
+        values = twin | {"folder": f"{draft} {state}", "draft": draft, "state": state.value}
+        database.write(lambda connection: connection.execute(insert(adapters).values(**values))).result()
+
+    with pytest.raises(StoreError, match=r"(?i)unique"):
+        add(WHO.draft, AdapterState.ACTIVE)
+    add(WHO.draft, AdapterState.RETIRED)
+    add("other", AdapterState.ACTIVE)
+    active = Adapters(database).active(WHO.draft)
+    assert active is not None and active.id == ref.id
 
 
 def test_a_key_names_one_run_for_ever(database: Database) -> None:

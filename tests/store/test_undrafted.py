@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +26,7 @@ from service.store.database import Database
 from service.store.generations import Generations, UntrainedCounts
 from service.store.replay import Replay
 from service.store.runs import Runs
-from tests.support.store_rows import HELD_OUT_TEXT, WHO, WON, case, copy_of, generation, promote, targets
+from tests.support.store_rows import HELD_OUT_TEXT, WHO, WON, case, generation, promote, targets
 
 GREEDY, SEEDED, UNSEEDED = Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0)
 _numbers = itertools.count()
@@ -205,8 +204,8 @@ def test_they_are_not_replayed_as_texts_without_failures(database: Database, log
     assert {g.id for g in replay.sample(WHO, 9, 0)} == {well.id, failed.id}
 
 
-def test_they_outlive_the_process(template: Path, tmp_path: Path) -> None:
-    url, made = copy_of(template, tmp_path / "redraft.db"), plain()
+def test_they_outlive_the_process(url: str) -> None:
+    made = plain()
     first = Database(url)
     Generations(first).add([made]).result()
     first.close()

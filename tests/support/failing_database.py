@@ -25,11 +25,13 @@ class FailingDatabase(Database):
     def arm(self, writes: int, *, after: bool = False, error: BaseException | None = None) -> None:
         self.writes_left, self.after, self.error = writes, after, error or Killed()
 
-    def write(self, work: Callable[[Connection], T], *, urgent: bool = True, scrub: bool = False) -> Future[T]:
+    def write(
+        self, work: Callable[[Connection], T], *, urgent: bool = True, scrub: bool = False, shared: bool = False
+    ) -> Future[T]:
         if self.writes_left is not None and not scrub:  # when purges run depends on the time
             self.writes_left -= 1
             if self.writes_left == 0:
                 if self.after:
-                    super().write(work, urgent=urgent, scrub=scrub).result()
+                    super().write(work, urgent=urgent, scrub=scrub, shared=shared).result()
                 raise self.error
-        return super().write(work, urgent=urgent, scrub=scrub)
+        return super().write(work, urgent=urgent, scrub=scrub, shared=shared)

@@ -4,7 +4,6 @@ import itertools
 import json
 import os
 import signal
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Generator, Mapping
@@ -12,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -42,7 +40,7 @@ from service.lifecycle.supervisor import Rules, Supervisor
 from service.lifecycle.switching import Switching
 from service.settings import GateSettings, TrainingSettings
 from service.store.adapters import Adapters
-from service.store.database import integrity, upgrade
+from service.store.database import integrity
 from service.store.files import folder_sha256
 from service.store.generations import Generations, split_of
 from service.store.lineage import Lineage
@@ -286,27 +284,16 @@ class Server:
         self.kill()
 
 
-@cache
-def empty_database() -> bytes:
-    """A migrated database; made once per process, because migrating takes longer than copying."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "empty.db"
-        upgrade(f"sqlite:///{path}")
-        return path.read_bytes()
-
-
 class Installation:
     """What a server leaves to the next one: the home folder with its database, and the clock."""
 
-    def __init__(self, home: Path) -> None:
-        self.home = home
-        self.url = f"sqlite:///{home / 'redraft.db'}"
+    def __init__(self, home: Path, url: str) -> None:
+        self.home, self.url = home, url
         self.plan = home / "plan.json"
         self.clock_offset = timedelta()
         self.keep = 10_000
         self.watch, self.backoff = ENOUGH, 0.0
         self.forget: dict[str, Forget] = {}
-        (home / "redraft.db").write_bytes(empty_database())
         self.plan_children()
 
     def plan_children(self, train: str = "pass", score: str = "fair", cases: Mapping[str, int] | None = None) -> None:
@@ -336,7 +323,7 @@ def check_consistent(server: Server) -> None:
         twice = connection.execute(
             text(
                 "select count(*) from (select 1 from run_texts t join training_runs r on r.id = t.run"
-                " where t.role = 'new' and r.state <> 'crashed' group by t.seq, r.draft having count(*) > 1)"
+                " where t.role = 'new' and r.state <> 'crashed' group by t.seq, r.draft having count(*) > 1) as twice"
             )
         ).scalar()
     assert running == 0

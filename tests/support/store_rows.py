@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -39,12 +38,6 @@ _counter = itertools.count()
 
 def url_of(path: Path) -> str:
     return URL.create("sqlite", database=str(path)).render_as_string()
-
-
-def copy_of(template: Path, path: Path) -> str:
-    """A fresh, empty database at the newest revision."""
-    shutil.copy(template, path)
-    return url_of(path)
 
 
 def texts(split: str, count: int, tag: str = "question") -> list[str]:

@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -20,7 +19,7 @@ from service.core import Generation, Provenance, RunState, Trigger
 from service.learning import job
 from service.learning.channel import Channel
 from service.settings import GateSettings, TrainingSettings
-from service.store.database import Database, upgrade
+from service.store.database import Database
 from service.store.generations import Generations
 from service.store.runs import Runs
 
@@ -42,22 +41,16 @@ class LoggedPair:
 
 
 class Home:
-    """A home folder: a copy of the database that holds the logged generations, and a folder for adapters."""
+    """A database that holds the logged generations, and a folder for adapters. url: of an empty one."""
 
-    def __init__(self, logged_pair: LoggedPair, root: Path) -> None:
+    def __init__(self, logged_pair: LoggedPair, root: Path, url: str) -> None:
         self.logged_pair = logged_pair
         self.out = root / "adapters"
         self.out.mkdir()
         self.cache = root / "targets"
-        self.url = f"sqlite:///{root / 'redraft.db'}"
-        template = logged_pair.root / "redraft.db"
-        if not template.exists():
-            upgrade(f"sqlite:///{template}")
-            database = Database(f"sqlite:///{template}")
-            Generations(database).add(logged_pair.logged).result(60)
-            database.close()
-        shutil.copy(template, root)
-        self.database = Database(self.url)
+        self.url = url
+        self.database = Database(url)
+        Generations(self.database).add(logged_pair.logged).result(60)
         self.runs = Runs(self.database)
 
     def spec(self, *, training: Message | None = None, gate: Message | None = None, **changes: object) -> Message:

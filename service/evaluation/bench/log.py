@@ -40,10 +40,9 @@ def fill(
     One in five is held out by its prompt's hash, as always. Targets are of full size (12 KB) and alike.
     """
     count = -(-cases // CASES)
-    targets = _targets()
     waiting: Future[int] | None = None
     for start in range(0, count, BATCH):
-        made = [_generation(i, who, targets) for i in range(start, min(start + BATCH, count))]
+        made = generated(who, start, min(start + BATCH, count))
         if waiting is not None:
             waiting.result()
             on_step(start * CASES, cases)
@@ -51,6 +50,12 @@ def fill(
     if waiting is not None:
         waiting.result()
     return count
+
+
+def generated(who: Provenance, first: int, end: int) -> list[Generation]:
+    """The generations with these numbers, always the same."""
+    targets = _targets()
+    return [_generation(number, who, targets) for number in range(first, end)]
 
 
 def _generation(number: int, who: Provenance, targets: Targets) -> Generation:

@@ -1,4 +1,5 @@
-"""`redraft bench store`: a log of a million failure cases, a training batch chosen from it, and /metrics beside it."""
+"""`redraft bench store`: a log of a million failure cases, generations recorded there, a training batch chosen from it, and
+/metrics meanwhile."""
 
 from __future__ import annotations
 
@@ -15,22 +16,24 @@ import httpx
 
 from service.app import open_stores
 from service.core import BARE_DRAFT, Provenance, RedraftError, RunState, Trigger
-from service.evaluation.bench.log import CASES, DOMAINS, fill
+from service.evaluation.bench.log import CASES, DOMAINS, fill, generated
 from service.evaluation.bench.report import Report, Spread, spread
 from service.evaluation.server import LocalServer
 from service.evaluation.templates import traffic
 from service.evaluation.traffic import Traffic
 from service.learning.buffer import replay_count
+from service.lifecycle.recorder import BATCH
 from service.lifecycle.training import RESERVOIR
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint
 from service.settings import Settings, sqlite_url
-from service.store.database import Database
+from service.store.backend import shown
+from service.store.database import Database, size_bytes
 from service.store.generations import Generations
 from service.store.replay import Replay
 from service.store.runs import Runs
 
-CHOOSE_SECONDS, SCRAPE_SECONDS = 1.0, 0.05
-"""What is promised of a million cases: choosing a batch takes less than the one, a scrape less than the other."""
+CHOOSE_SECONDS, RECORD_SECONDS, SCRAPE_SECONDS = 1.0, 1.0, 0.05
+"""What is promised of a million cases: choosing a batch, recording one, and a scrape take less."""
 CHOOSING = ("count open cases", "claim a run", "name its texts", "read its texts", "sample the replay")
 ASIDE = "read the held out"
 """What the same child reads for the gate: no part of choosing what to train on."""
@@ -63,32 +66,42 @@ def run_store(
     scrapes: int = 300,
     streams: int = 4,
     keep: Path | None = None,
+    url: str | None = None,
     on_step: Step = lambda stage, done, of: None,
 ) -> Report:
     """models: folders of target and draft. scrapes: reads of /metrics, once while the server is idle and once while
-    `streams` clients are answered. keep: folder to leave the database in (0.8 GB for a million cases). Raises RedraftError.
+    `streams` clients are answered. keep: folder to leave the database in (0.8 GB for a million cases). url: an empty database
+    to fill instead of SQLite in a folder; it stays full. Raises RedraftError.
     """
     who = Provenance(model_fingerprint(models[0]), tokenizer_fingerprint(models[0]), model_fingerprint(models[1]))
     with tempfile.TemporaryDirectory(prefix="redraft-bench-") as scratch:
         folder = keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        made = _log(settings, folder, who, cases, on_step)
-        chosen = _choose(settings, folder, who, turns, on_step)
+        place = settings.store.model_copy(update={"url": url or sqlite_url(folder / "redraft.db")})
+        settings = settings.model_copy(update={"store": place})
+        made = _log(settings, who, cases, on_step)
+        recorded = _record(settings, who, made, turns, on_step)
+        chosen = _choose(settings, who, turns, on_step)
         scraped = _scrape(settings, folder, made, scrapes, streams, on_step)
-        size = (folder / "redraft.db").stat().st_size
+        database = Database(settings.database_url, read_only=True)
+        size, kind = size_bytes(database), database.kind
+        database.close()
     whole = [sum(parts) for parts in zip(*(chosen[step] for step in CHOOSING), strict=True)]
-    spreads = {"choose": spread(whole)} | {name: spread(values) for name, values in scraped.items()}
+    spreads = {"choose": spread(whole), "record": spread(recorded)} | {
+        name: spread(values) for name, values in scraped.items()
+    }
     steps = {step: spread(values) for step, values in chosen.items()}
-    limits = {"choose": CHOOSE_SECONDS} | dict.fromkeys(scraped, SCRAPE_SECONDS)
+    limits = {"choose": CHOOSE_SECONDS, "record": RECORD_SECONDS} | dict.fromkeys(scraped, SCRAPE_SECONDS)
     return Report(
         name="store",
-        title=f"{made * CASES:,} stored failure cases",
-        command=f"redraft bench store --cases {cases}",
+        title=f"{made * CASES:,} stored failure cases{'' if url is None else f' in {kind}'}",
+        command=f"redraft bench store --cases {cases}{'' if url is None else ' --url postgresql://...'}",
         columns=("what", "median (90 %), ms", "slowest of 100, ms", "promised, ms"),
         rows=(
             ("choosing a training batch", _ms(spreads["choose"]), "", f"< {1000 * CHOOSE_SECONDS:.0f}"),
             *((f"  {step}", _ms(steps[step]), "", "") for step in CHOOSING),
             (f"(the gate's: {ASIDE})", _ms(steps[ASIDE]), "", ""),
+            (f"recording {BATCH} generations", _ms(spreads["record"]), "", f"< {1000 * RECORD_SECONDS:.0f}"),
             *(
                 (
                     f"/metrics, {name}",
@@ -113,6 +126,7 @@ def run_store(
             "settings": {
                 "cases": made * CASES,
                 "generations": made,
+                "database": kind,
                 "database_bytes": size,
                 "turns": turns,
                 "scrapes": scrapes,
@@ -136,12 +150,12 @@ def _p99(values: list[float]) -> float:
     return quantiles(values, n=100, method="inclusive")[98]
 
 
-def _log(settings: Settings, folder: Path, who: Provenance, cases: int, on_step: Step) -> int:
+def _log(settings: Settings, who: Provenance, cases: int, on_step: Step) -> int:
     """The database with a full log and a full replay reservoir; how many generations it holds."""
-    stores = open_stores(_on(settings, folder), create=True)
+    stores = open_stores(settings, create=True)
     try:
         if stores.generations.stats().generations:
-            raise RedraftError(f"{folder} holds a database already: name a folder without one")
+            raise RedraftError(f"{shown(settings.database_url)} holds generations already: name an empty database")
         made = fill(stores.generations, who, cases, lambda done, of: on_step("writing the log", done, of))
         for domain in DOMAINS:
             held = [f"{i:032x}" for i in range(made) if DOMAINS[i % len(DOMAINS)] == domain]
@@ -152,11 +166,28 @@ def _log(settings: Settings, folder: Path, who: Provenance, cases: int, on_step:
     return made
 
 
-def _choose(settings: Settings, folder: Path, who: Provenance, turns: int, on_step: Step) -> dict[str, list[float]]:
+def _record(settings: Settings, who: Provenance, made: int, turns: int, on_step: Step) -> list[float]:
+    """Seconds of writing a batch as the recorder does, behind the others."""
+    seconds: list[float] = []
+    stores = open_stores(settings)
+    try:
+        for turn in range(turns):
+            on_step("recording", turn, turns)
+            first = made + turn * BATCH
+            batch = generated(who, first, first + BATCH)
+            begun = time.perf_counter()
+            stores.generations.add(batch).result()
+            seconds.append(time.perf_counter() - begun)
+    finally:
+        stores.close()
+    return seconds
+
+
+def _choose(settings: Settings, who: Provenance, turns: int, on_step: Step) -> dict[str, list[float]]:
     """Seconds of every step in which a run comes by its batch: the server's until the child is started, then the child's,
     which opens the database anew. The run is then given up, so that every turn finds the same."""
     clock, training = Clock(), settings.training
-    stores = open_stores(_on(settings, folder))
+    stores = open_stores(settings)
     try:
         for turn in range(turns):
             on_step("choosing a training batch", turn, turns)
@@ -170,16 +201,16 @@ def _choose(settings: Settings, folder: Path, who: Provenance, turns: int, on_st
                 raise RedraftError("nothing to train on: the log holds too few cases")
             with clock.time(CHOOSING[2]):
                 stores.generations.claimed_names(run.id)
-            _read_as_child(clock, settings, folder, who, run.id)
+            _read_as_child(clock, settings, who, run.id)
             stores.runs.move(run.id, run.fencing, RunState.CRASHED, give_back=True)
     finally:
         stores.close()
     return clock.seconds
 
 
-def _read_as_child(clock: Clock, settings: Settings, folder: Path, who: Provenance, run: int) -> None:
+def _read_as_child(clock: Clock, settings: Settings, who: Provenance, run: int) -> None:
     with clock.time(CHOOSING[3]):
-        database = Database(_on(settings, folder).database_url, read_only=True)
+        database = Database(settings.database_url, read_only=True)
         Runs(database).get(run)
         fresh = Generations(database).claimed(run)
     try:
@@ -191,12 +222,6 @@ def _read_as_child(clock: Clock, settings: Settings, folder: Path, who: Provenan
         database.close()
 
 
-def _on(settings: Settings, folder: Path) -> Settings:
-    """The same settings over the benchmark's own database."""
-    store = settings.store.model_copy(update={"url": sqlite_url(folder / "redraft.db")})
-    return settings.model_copy(update={"store": store})
-
-
 def _scrape(
     settings: Settings, folder: Path, made: int, scrapes: int, streams: int, on_step: Step
 ) -> dict[str, list[float]]:
@@ -204,7 +229,8 @@ def _scrape(
     training = settings.training.model_dump() | {"enabled": False, "tick_seconds": TICK_SECONDS}
     store = {"max_generations": max(settings.store.max_generations, 2 * made)}
     sections = {"models": settings.models.model_dump(exclude_none=True), "engine": settings.engine.model_dump()}
-    server = LocalServer(folder, sections | {"training": training, "store": store}, settings.home)
+    sections |= {"training": training, "store": store}
+    server = LocalServer(folder, sections, settings.home, settings.database_url)
     found: dict[str, list[float]] = {}
     server.start()
     try:
