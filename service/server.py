@@ -41,6 +41,7 @@ from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
 from service.metrics import Metrics
 from service.models.generation_config import sampling_defaults
+from service.models.machine import machine_kind
 from service.models.memory import device_free_bytes
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
@@ -143,6 +144,7 @@ class Application:
             # Where requests have to wait for a row, serving needs all there is.
             busy=lambda: queue.busy,
             forget=self.places(encoder),
+            machine=machine_kind(),
         )
         supervisor.start()
         queue.start()

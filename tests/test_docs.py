@@ -145,3 +145,10 @@ def test_files_that_are_named_exist(name: str) -> None:
 def test_nothing_speaks_of_one_machine_s_folders(name: str) -> None:
     text = TEXT.get(name, DEFAULTS)
     assert not re.findall(r"(?<![\w.])/(?:home|Users|root|work|tmp|mnt|opt|usr|var|private)/[\w.-]+", text)
+
+
+def test_the_way_of_a_failure_case_names_functions_that_exist() -> None:
+    rows = re.findall(r"^\| (\d+) \| `(\w+)` \| `([\w/]+\.py)` \|", TEXT["docs/structure.md"], re.MULTILINE)
+    assert [int(number) for number, *_ in rows] == list(range(1, 13)), "twelve at most, or it is no way to follow"
+    for _, function, file in rows:
+        assert f"def {function}(" in (ROOT / "service" / file).read_text(encoding="utf-8"), (file, function)

@@ -214,6 +214,8 @@ class VerdictAnswer(ResponseModel):
     low90: Finite
     high90: Finite
     domains: dict[str, tuple[Finite, Finite, Finite]]
+    measured_on: list[str]
+    """Kinds of machines whose measured costs had a say."""
 
 
 class RunAnswer(ResponseModel):
@@ -248,6 +250,10 @@ class AdapterAnswer(ResponseModel):
     created_at: datetime
     erased_texts: int | None
     """Texts that it, or a version that it was trained on top of, learnt from and that were erased since; null: none."""
+    learnt_from: int
+    """Texts of the log that its run learnt from: new, from the window before them, and replayed."""
+    measured_on: list[str]
+    """Kinds of machines whose measured costs had a say in the gate's verdict."""
 
 
 class AdaptersAnswer(ResponseModel):

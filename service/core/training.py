@@ -56,6 +56,10 @@ class AdapterRef:
     created_at: datetime
     erased_texts: int | None = None
     """Texts that it, or an adapter that it was trained on top of, learnt from and that were erased since; None: none."""
+    learnt_from: int = field(default=0, compare=False)
+    """Texts of the log that its run learnt from: new ones, those of the window and replayed ones; erased ones not counted."""
+    measured_on: tuple[str, ...] = field(default=(), compare=False)
+    """Kinds of machines whose measured costs had a say in the gate's verdict; empty: none was measured, or there is none."""
 
 
 class RunState(StrEnum):
@@ -155,7 +159,7 @@ class Score:
 class Verdict:
     """What the gate, or a watch, said. gain: relative change of predicted tokens per second while drafting, candidate over
     active (watched over what it is compared with), with its two-sided 90 % bootstrap interval over prompts. domains: the same
-    per domain."""
+    per domain. measured_on: kinds of machines whose measured costs had a say."""
 
     promoted: bool
     reason: str
@@ -165,3 +169,4 @@ class Verdict:
     low90: float
     high90: float
     domains: Mapping[str, tuple[float, float, float]] = field(default_factory=dict[str, tuple[float, float, float]])
+    measured_on: tuple[str, ...] = ()

@@ -33,6 +33,7 @@ from service.lifecycle import gate
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
 from service.metrics.registry import Metrics
+from service.models.machine import machine_kind
 from service.models.pair import Pair
 from service.settings import Settings
 
@@ -225,6 +226,7 @@ class Loop:
             who=pair.provenance,
             strain=lambda: None,
             judge=judge,
+            machine=machine_kind(),
         )
         self.supervisor.start()
 

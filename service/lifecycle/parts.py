@@ -33,7 +33,8 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """who: the pair that serves. now: the time in UTC. judge: decides about candidates, with the arguments of gate.judge."""
+    """who: the pair that serves. now: the time in UTC. judge: decides about candidates, with the arguments of gate.judge.
+    machine: the kind of machine that this is, on which the engine's costs are measured."""
 
     runs: Runs
     adapters: Adapters
@@ -47,6 +48,7 @@ class Parts:
     who: Provenance
     now: Callable[[], datetime]
     judge: Callable[..., Verdict]
+    machine: str
 
     def serving(self) -> int:
         """The adapter that the rows say serves."""

@@ -61,7 +61,8 @@ CLEAN_EVERY = 40
 class Supervisor:
     """core.Operator, and the tick. `who` is what serves now; busy: whether serving needs the machine for itself; strain: why
     the machine cannot spare what training takes (None: as far as the system tells, by the rules); judge: decides about
-    candidates; forget: every place outside the rows that keeps texts when their requests have ended, by name.
+    candidates; machine: the kind of machine that this is; forget: every place outside the rows that keeps texts when their
+    requests have ended, by name.
 
     At most one child at a time. A run is this supervisor's own from the moment it claimed it; another's is left alone
     as long as it moves.
@@ -85,9 +86,10 @@ class Supervisor:
         forget: Mapping[str, Forget] | None = None,
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
         judge: Callable[..., Verdict] = gate.judge,
+        machine: str = "",
     ) -> None:
         self._parts = Parts(
-            runs, adapters, lineage, generations, replay, switching, launcher, events, rules, who, now, judge
+            runs, adapters, lineage, generations, replay, switching, launcher, events, rules, who, now, judge, machine
         )
         self._watch = Watch(self._parts)
         self._traffic = Traffic(self._parts)

@@ -206,6 +206,8 @@ class TrainingJob:
             active_seconds=switching.round_seconds(),
             seed=self._run.id,
         )
+        if switching.round_seconds() is not None and self._parts.machine:
+            verdict = replace(verdict, measured_on=(self._parts.machine,))
         if self._parts.serving() != parent:
             reason = f"adapter {parent}, which it was compared with, no longer serves"
             verdict = replace(verdict, promoted=False, reason=reason)

@@ -111,6 +111,15 @@ def examine(home: Path, models: Sequence[str] = ()) -> Machine:
     )
 
 
+def machine_kind() -> str:
+    """What measured costs hold for: the accelerator's name, or the processor's architecture and cores."""
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.cpu:
+        return f"{platform.machine()}, {os.cpu_count() or 1} cores"
+    return str(mx.device_info().get("device_name", "unknown"))
+
+
 def outdated(versions: dict[str, str]) -> list[str]:
     """One sentence for every package that is absent or below its floor."""
     found: list[str] = []

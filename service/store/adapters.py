@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, exists, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, exists, func, insert, or_, select, update
 
 from service.core import (
     ADAPTER_MOVES,
@@ -89,7 +89,7 @@ class Adapters:
     def all(self) -> list[AdapterRef]:
         """Newest first."""
         with self._db.read() as connection:
-            return [_ref(row) for row in connection.execute(select(adapters).order_by(adapters.c.id.desc()))]
+            return [_ref(row) for row in connection.execute(_known().order_by(adapters.c.id.desc()))]
 
     def active(self, draft: str) -> AdapterRef | None:
         """The adapter that serves this draft; None when it serves bare."""
@@ -224,7 +224,7 @@ def _stands() -> ColumnElement[bool]:
 
 
 def _row(connection: Connection, adapter_id: int) -> Row[Any]:
-    row = connection.execute(select(adapters).where(adapters.c.id == adapter_id)).one_or_none()
+    row = connection.execute(_known().where(adapters.c.id == adapter_id)).one_or_none()
     if row is None:
         raise NotFound(f"no adapter {adapter_id}")
     return row
@@ -232,7 +232,15 @@ def _row(connection: Connection, adapter_id: int) -> Row[Any]:
 
 def _active(connection: Connection, draft: str) -> Row[Any] | None:
     where = (adapters.c.draft == draft, adapters.c.state == AdapterState.ACTIVE.value)
-    return connection.execute(select(adapters).where(*where)).one_or_none()
+    return connection.execute(_known().where(*where)).one_or_none()
+
+
+def _known() -> Select[Any]:
+    """Adapters with how many texts their runs learnt from, and the gate's verdict."""
+    texts = select(func.count()).where(run_texts.c.run == adapters.c.run).correlate(adapters)
+    gate = select(evaluations.c.verdict).where(evaluations.c.adapter == adapters.c.id, evaluations.c.kind == "gate")
+    newest = gate.order_by(evaluations.c.id.desc()).limit(1).correlate(adapters)
+    return select(adapters, texts.scalar_subquery().label("learnt_from"), newest.scalar_subquery().label("gate"))
 
 
 def _ref(row: Row[Any]) -> AdapterRef:
@@ -249,4 +257,6 @@ def _ref(row: Row[Any]) -> AdapterRef:
         state=AdapterState(row.state),
         created_at=utc(row.created_at),
         erased_texts=row.erased_texts,
+        learnt_from=row.learnt_from,
+        measured_on=() if row.gate is None else from_json(row.gate).measured_on,
     )

@@ -17,4 +17,4 @@ def from_json(stored: str) -> Verdict:
     """A verdict from the JSON that `to_json` wrote."""
     item = json.loads(stored)
     domains = {name: (float(a), float(b), float(c)) for name, (a, b, c) in item.pop("domains").items()}
-    return Verdict(**item, domains=domains)
+    return Verdict(**item | {"domains": domains, "measured_on": tuple(item.get("measured_on", ()))})

@@ -3,7 +3,7 @@
 import pytest
 
 from service.core import RunState
-from tests.support.lifecycle_server import Installation, check_consistent
+from tests.support.lifecycle_server import ENOUGH, Installation, check_consistent
 
 
 @pytest.fixture
@@ -35,6 +35,9 @@ def test_a_candidate_that_is_better_at_three_serves_where_three_pay(
         assert verdict is not None
         assert verdict.gain == pytest.approx(gain)
         assert message in verdict.reason
+        (ref,) = server.adapters.all()
+        assert verdict.measured_on == ref.measured_on == (() if costs is None else ("a test's machine",))
+        assert ref.learnt_from == ENOUGH
         check_consistent(server)
 
 

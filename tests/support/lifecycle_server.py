@@ -235,6 +235,7 @@ class Server:
             strain=lambda: self.strain,
             forget=installation.forget,
             now=lambda: datetime.now(UTC) + installation.clock_offset,
+            machine="a test's machine",
         )
 
     def traffic(self, count: int = ENOUGH, *, cases: int = 3) -> None:
