@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from datetime import datetime
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -270,9 +270,22 @@ class SwitchAnswer(ResponseModel):
     adapter: AdapterAnswer | None
 
 
+_SELECTING = ("ids", "client", "domain", "before")
+_EVERYTHING: dict[str, Any] = {
+    "properties": {"everything": {"const": True}, **{name: {"type": "null"} for name in _SELECTING}},
+    "required": ["everything"],
+}
+_SELECTED: list[dict[str, Any]] = [
+    {"properties": {"everything": {"const": False}, name: {"not": {"type": "null"}}}, "required": [name]}
+    for name in _SELECTING
+]
+
+
 class EraseRequest(RequestModel):
     """The body of DELETE /generations: one or more of `ids`, `client`, `domain` and `before`, all of which must match, or
     `everything`."""
+
+    model_config = ConfigDict(json_schema_extra=cast("dict[str, Any]", {"anyOf": [_EVERYTHING, *_SELECTED]}))
 
     ids: (
         Annotated[list[Annotated[Text, Field(min_length=1, max_length=64)]], Field(min_length=1, max_length=MAX_IDS)]
