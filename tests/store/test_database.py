@@ -189,6 +189,8 @@ def test_closing_writes_the_queue_then_refuses(url: str) -> None:
     assert [future.result(0) for future in futures] == [1] * 30
     with pytest.raises(StoreError, match="closed"):
         store.add([generation()]).result(0)
+    with pytest.raises(StoreError, match="closed"):
+        store.stats()
     database.close()
     again = Database(url)
     assert Generations(again).stats().generations == 30
