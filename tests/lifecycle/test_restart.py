@@ -2,13 +2,14 @@
 
 import time
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
-from service.core import BARE_DRAFT, AdapterState, RunState, StoreError
+from service.core import BARE_DRAFT, AdapterState, RunState, StoreError, Trigger
 from tests.support.databases import BOTH, POSTGRES, PostgresDatabases
 from tests.support.failing_database import Killed
-from tests.support.lifecycle_server import WHO, Installation, Server, check_consistent
+from tests.support.lifecycle_server import WHO, Installation, Server, check_consistent, generation
 
 
 def live(server: Server, writes: int, *, after: bool) -> bool:
@@ -101,6 +102,20 @@ def test_a_server_killed_while_its_child_trains(installation: Installation) -> N
         assert successor.runs.latest(1)[0].state is RunState.CRASHED
         assert successor.generations.counts(WHO).cases == cases
         successor.tick_until(successor.ended(RunState.PROMOTED))
+
+
+@BOTH
+def test_a_start_ends_the_open_runs_of_every_pair(installation: Installation) -> None:
+    """Another target may have been served before: its run would be open for ever."""
+    other = replace(WHO, target="other")
+    with installation.server() as server:
+        server.generations.add([replace(generation("theirs"), provenance=other)]).result(60)
+        run = server.runs.claim(trigger=Trigger.MANUAL, who=other, parent=0, limit=1)
+        assert run is not None and server.runs.unfinished() == [run]
+    with installation.server() as successor:
+        assert successor.runs.unfinished() == []
+        assert successor.runs.get(run.id).state is RunState.CRASHED
+        check_consistent(successor)
 
 
 @BOTH
