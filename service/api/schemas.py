@@ -52,7 +52,10 @@ def _moment(value: object) -> datetime:
         raise ValueError("is no moment such as 2026-01-31T12:00:00+00:00") from None
 
 
-Moment = Annotated[AwareDatetime, BeforeValidator(_moment, json_schema_input_type=str)]
+Moment = Annotated[
+    AwareDatetime,
+    BeforeValidator(_moment, json_schema_input_type=Annotated[str, Field(json_schema_extra={"format": "date-time"})]),
+]
 """With an offset from UTC. Pydantic alone would take numbers for seconds since 1970."""
 StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 Stops = Annotated[StopStrings, BeforeValidator(as_list, json_schema_input_type=StopString | StopStrings)]
@@ -270,14 +273,14 @@ class SwitchAnswer(ResponseModel):
     adapter: AdapterAnswer | None
 
 
-_SELECTING = ("ids", "client", "domain", "before")
+_SELECTING = {"ids": "array", "client": "string", "domain": "string", "before": "string"}
 _EVERYTHING: dict[str, Any] = {
     "properties": {"everything": {"const": True}, **{name: {"type": "null"} for name in _SELECTING}},
     "required": ["everything"],
 }
 _SELECTED: list[dict[str, Any]] = [
-    {"properties": {"everything": {"const": False}, name: {"not": {"type": "null"}}}, "required": [name]}
-    for name in _SELECTING
+    {"properties": {"everything": {"const": False}, name: {"type": kind}}, "required": [name]}
+    for name, kind in _SELECTING.items()
 ]
 
 

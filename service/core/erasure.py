@@ -38,7 +38,9 @@ class Selection:
                 # SQLite would compare the digits and pass over the time zone.
                 object.__setattr__(self, "before", self.before.astimezone(UTC))
             except (OverflowError, ValueError):
-                raise BadRequest("there is no such moment in UTC", field="before") from None
+                # Beyond the years that have numbers: before all that was recorded, or after it.
+                end = datetime.min if self.before.year == 1 else datetime.max
+                object.__setattr__(self, "before", end.replace(tzinfo=UTC))
 
     def covers(self, id: str, prompt: Prompt, created: datetime) -> bool:
         """Whether a generation of this prompt is selected that is not in the log yet. created: when it ended; for a request

@@ -134,7 +134,6 @@ def test_what_is_erased_is_said_field_by_field(http: httpx.Client, server: EchoS
         ("before", {"before": "yesterday"}),
         ("before", {"before": 1767225600}),
         ("before", {"before": "1767225600"}),
-        ("before", {"before": "0001-01-01T00:00:00+09:00"}),
         ("everything", {"everything": 1}),
         ("retire_adapters", {"client": "ada", "retire_adapters": "yes"}),
         ("clients", {"clients": "ada"}),

@@ -206,3 +206,11 @@ def test_bytes_that_cannot_leave_the_log_are_said_and_go_with_the_next_erasure(
     house.lineage.erase(of("a"))
     assert b"canary-7f3a" not in on_disk()
     database.close()
+
+
+@pytest.mark.parametrize(("before", "gone"), [("0001-01-01T00:00:00+09:00", 0), ("9999-12-31T23:59:59-09:00", 1)])
+def test_a_moment_beyond_the_years_that_have_numbers_is_before_or_after_all(
+    house: House, before: str, gone: int
+) -> None:
+    house.log.add([generation()]).result()
+    assert house.lineage.erase(Selection(before=datetime.fromisoformat(before))).generations == gone
