@@ -269,7 +269,8 @@ def test_a_database_in_postgresql_is_set_up_and_used(
         "adapter 1 rolled back",
         "crashes",
     ]
-    assert redraft("cases", "purge", "--everything", "--config", config).out == "2 generations deleted\n"
+    purged = redraft("cases", "purge", "--everything", "--config", config).out
+    assert purged == "2 generations deleted\nadapters that learnt them: 1\n"
     postgres_databases.clear()
 
 

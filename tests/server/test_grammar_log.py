@@ -3,6 +3,8 @@
 import time
 from pathlib import Path
 
+import pytest
+
 from service.app import open_stores
 from service.core import RunState
 from service.settings import load_settings
@@ -11,6 +13,7 @@ from tests.support.tiny_server import in_process_server, write_pair
 WORD = "[a-f]{20,60}"
 
 
+@pytest.mark.nightly
 def test_answers_within_grammars_are_learnt_from_and_measured_on(tmp_path: Path) -> None:
     server = in_process_server(tmp_path, write_pair(tmp_path))
     server.start()
