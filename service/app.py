@@ -112,7 +112,7 @@ def resolve_models(settings: Settings, on_step: Callable[[str], None] = log.info
 
 
 def lifecycle_rules(settings: Settings, folders: Folders, who: Provenance) -> Rules:
-    """What the lifecycle goes by: the settings, and what every training child of this pair is told."""
+    """What the lifecycle goes by: the settings, and what every training child of this pair gets."""
     spec: dict[str, object] = {
         "url": settings.database_url,
         "target": str(folders.target),

@@ -45,6 +45,13 @@ def allow(logits: mx.array, bits: mx.array | None) -> mx.array:
     are allowed."""
     if bits is None:
         return logits
-    allowed = (bits[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
-    allowed = allowed.reshape(*bits.shape[:2], -1)[..., : logits.shape[-1]]
-    return mx.where(allowed.astype(mx.bool_), logits, mx.array(-float("inf"), dtype=logits.dtype))
+    return mx.where(allowed(bits, logits.shape[-1]), logits, mx.array(-float("inf"), dtype=logits.dtype))
+
+
+def allowed(bits: mx.array, width: int) -> mx.array:
+    """(..., width) booleans of masks (..., words): whether a token is allowed. Tokens that the masks do not cover are not."""
+    found = (bits[..., None] >> mx.arange(32, dtype=mx.uint32)) & 1
+    found = found.reshape(*bits.shape[:-1], -1)[..., :width].astype(mx.bool_)
+    if (missing := width - found.shape[-1]) > 0:
+        found = mx.concatenate([found, mx.zeros((*found.shape[:-1], missing), dtype=mx.bool_)], axis=-1)
+    return found

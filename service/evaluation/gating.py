@@ -147,7 +147,7 @@ def run_gate(
     if len(learnt) < cases or len(held) < settings.gate.min_prompts:
         raise BadRequest(f"{len(learnt)} prompts to learn from and {len(held)} held out are too few", field="train")
 
-    def told(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
+    def answers(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
         return answered(settings, pair, stage, lines, max_tokens, rows, on_step)
 
     bench = _Bench(
@@ -157,9 +157,9 @@ def run_gate(
         general,
         cases,
         measured_costs(pair),
-        held=told("held-out texts", held),
-        texts=told("texts to learn from", learnt),
-        others=lambda: told("other prompts", test),
+        held=answers("held-out texts", held),
+        texts=answers("texts to learn from", learnt),
+        others=lambda: answers("other prompts", test),
         folder=folder,
     )
     trained = [Candidate(kind, seed) for seed in range(1, count + 1) for kind in (Kind.BETTER, Kind.SHUFFLED)]
@@ -241,8 +241,8 @@ class _Bench:
         loop.log([*(replace(g, id=f"held-out-{g.id}") for g in self.held), *fresh])
         return loop.train()
 
-    def _scores(self, model: nn.Module, told: Sequence[Generation]) -> list[Score]:
-        return score(model, told, k=DRAFTED, vocabulary=self.pair.vocabulary)
+    def _scores(self, model: nn.Module, generations: Sequence[Generation]) -> list[Score]:
+        return score(model, generations, k=DRAFTED, vocabulary=self.pair.vocabulary)
 
     def _per_call(self, name: str, loop: Loop, adapter: int) -> float:
         path = self.folder / TRUTHS

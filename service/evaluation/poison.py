@@ -137,8 +137,8 @@ def _from(generation: Generation, client: str | None) -> Generation:
     return replace(generation, prompt=replace(generation.prompt, domain=None, client=client))
 
 
-def _worth(pair: Pair, model: nn.Module, told: Sequence[Generation]) -> tuple[float, float]:
+def _worth(pair: Pair, model: nn.Module, generations: Sequence[Generation]) -> tuple[float, float]:
     """Agreement, and accepted over drafted tokens."""
-    scores = score(model, told, k=DRAFTED, vocabulary=pair.vocabulary)
+    scores = score(model, generations, k=DRAFTED, vocabulary=pair.vocabulary)
     tokens, calls = sum(one.tokens for one in scores), sum(one.calls[-1] for one in scores)
     return sum(one.agreed for one in scores) / tokens, (tokens - calls) / (DRAFTED * calls)

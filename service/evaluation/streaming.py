@@ -127,8 +127,8 @@ def _best(loop: Loop, pair: Pair, learnt: Sequence[Generation], kept: Sequence[G
     return Best(_agreement(after), _agreement(before), paired_low90(before, after))
 
 
-def _scores(pair: Pair, model: nn.Module, told: Sequence[Generation]) -> list[Score]:
-    return score(model, told, k=1, vocabulary=pair.vocabulary)
+def _scores(pair: Pair, model: nn.Module, generations: Sequence[Generation]) -> list[Score]:
+    return score(model, generations, k=1, vocabulary=pair.vocabulary)
 
 
 def _agreement(scores: Sequence[Score]) -> float:

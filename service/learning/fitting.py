@@ -1,4 +1,4 @@
-"""One run's fit of an adapter, by a run's own settings: what the child process does and what offline experiments repeat."""
+"""One run's fit of an adapter, by the run's settings."""
 
 from __future__ import annotations
 

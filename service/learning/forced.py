@@ -11,9 +11,10 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+from service.engine.masks import allowed
 from service.engine.sampling import fit
 from service.learning.dataset import padded
-from service.learning.masks import AnswerMasks, allowed, stacked
+from service.learning.masks import AnswerMasks, stacked
 from service.learning.steps import states
 from service.models.heads import full_head, split, token_limit
 

@@ -15,8 +15,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.nn.utils import checkpoint
 
+from service.engine.masks import allowed
 from service.learning.dataset import Batch
-from service.learning.masks import allowed
 from service.learning.steps import learnt
 from service.models.heads import split
 

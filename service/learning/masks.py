@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
-import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
@@ -87,11 +86,3 @@ def stacked(masks: Sequence[AnswerMasks | None]) -> tuple[Words, list[NDArray[np
             words.append(each.words)
             count += len(each.words)
     return np.concatenate(words), where
-
-
-def allowed(words: mx.array, width: int) -> mx.array:
-    """(N, width) booleans of masks (N, W): whether a token is allowed. Tokens that the masks do not cover are not."""
-    bits = (
-        ((words[:, :, None] >> mx.arange(32, dtype=mx.uint32)) & 1).astype(mx.bool_).reshape(len(words), -1)[:, :width]
-    )
-    return mx.pad(bits, [(0, 0), (0, width - bits.shape[1])])

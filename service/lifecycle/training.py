@@ -197,16 +197,17 @@ class TrainingJob:
         except KeyError as error:
             raise ValueError(f"none of {error}") from error
         switching = self._parts.switching
+        seconds = switching.round_seconds()
         verdict = self._parts.judge(
             candidate,
             compared,
             rules,
             golden=golden,
             seconds=switching.round_seconds(scores.step(CANDIDATE, relative_to=str(parent))),
-            active_seconds=switching.round_seconds(),
+            active_seconds=seconds,
             seed=self._run.id,
         )
-        if switching.round_seconds() is not None and self._parts.machine:
+        if seconds is not None and self._parts.machine:
             verdict = replace(verdict, measured_on=(self._parts.machine,))
         if self._parts.serving() != parent:
             reason = f"adapter {parent}, which it was compared with, no longer serves"

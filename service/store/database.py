@@ -209,7 +209,7 @@ class Database:
                 job.future.set_result(result)
 
     def _transact(self, job: _Job) -> Any:
-        begun = time.monotonic()
+        started_at = time.monotonic()
         for attempt in itertools.count():
             sent: tuple[str, Any] | None = None
             try:
@@ -224,7 +224,7 @@ class Database:
                 # What became of a COMMIT that nothing answered is asked for: it must not run twice.
                 if sent is not None and error.connection_invalidated and self.backend.committed(sent[0]):
                     return sent[1]
-                pause = self.backend.pause(error, attempt, time.monotonic() - begun)
+                pause = self.backend.pause(error, attempt, time.monotonic() - started_at)
                 if pause is None:
                     raise
                 time.sleep(pause)

@@ -47,8 +47,8 @@ class Sqlite:
         return None
 
     def committed(self, transaction: str) -> bool:
-        """Never asked."""
-        raise NotImplementedError
+        """Never asked: `transaction` names none."""
+        raise AssertionError("unreachable")
 
     def scrub(self) -> None:
         """The log keeps pages as they were before a deletion, until it is written into the database and cut. Raises StoreError

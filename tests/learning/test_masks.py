@@ -13,9 +13,10 @@ import pytest
 from mlx_lm.models.llama import Model
 
 from service.core import AnswerGrammar, BadRequest, Constraint, FinishReason, Generation, Sampling
+from service.engine.masks import allowed
 from service.learning.dataset import build, collate, unpack
 from service.learning.loss import Objective, TargetDivergence, forward_kl, jensen_shannon
-from service.learning.masks import AnswerMasks, allowed, answer_masks, stacked, usable
+from service.learning.masks import AnswerMasks, answer_masks, stacked, usable
 from service.learning.offpolicy import acceptance
 from service.learning.rescore import TargetCache, rescore, with_targets
 from service.learning.rounds import logged
