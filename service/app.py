@@ -15,10 +15,12 @@ from service.store.adapters import Adapters
 from service.store.backend import shown
 from service.store.cases import Cases
 from service.store.database import Database, upgrade
+from service.store.erasures import Erasures
 from service.store.generations import Generations
 from service.store.lineage import Lineage
 from service.store.quarantine import Quarantine
 from service.store.replay import Replay
+from service.store.round_costs import MeasuredCosts
 from service.store.runs import Runs
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ class Stores:
     lineage: Lineage
     replay: Replay
     quarantine: Quarantine
+    costs: MeasuredCosts
+    erasures: Erasures
 
     def close(self) -> None:
         """Write what is queued, then close the database."""
@@ -50,16 +54,21 @@ def open_stores(settings: Settings, *, create: bool = False) -> Stores:
     if create:
         upgrade(settings.database_url)
     database = Database(settings.database_url)
-    return Stores(
+    stores = Stores(
         database=database,
         generations=Generations(database),
         cases=Cases(database),
         runs=Runs(database),
-        adapters=Adapters(database),
+        adapters=Adapters(database, settings.adapters_dir),
         lineage=Lineage(database),
         replay=Replay(database),
         quarantine=Quarantine(database),
+        costs=MeasuredCosts(database),
+        erasures=Erasures(database),
     )
+    if create:
+        stores.adapters.adopt()
+    return stores
 
 
 def erase(stores: Stores, settings: Settings, selection: Selection, *, retire_adapters: bool) -> Erased:

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from service.api import Limits, ModelNames, build_api, build_startup_api
 from service.app import TARGETS, Folders, lifecycle_rules, open_stores, resolve_models
 from service.blas import set_blas_threads
-from service.core import Forget, ModelError, RedraftError, StoreError, Unavailable
+from service.core import Forget, ModelError, Outdated, RedraftError, StoreError, Unavailable
 from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
@@ -47,7 +47,7 @@ from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.settings import Settings
 from service.store.files import make_private, private_folder
-from service.store.lease import RENEW_SECONDS, Lease
+from service.store.members import FOLLOW_SECONDS, RENEW_SECONDS, Members
 
 log = logging.getLogger(__name__)
 
@@ -80,16 +80,18 @@ class Application:
         private_folder(settings.home)
         make_private(settings.adapters_dir, settings.home / TARGETS, settings.home / TRAINING_LOG)
         self.stores = open_stores(settings, create=True)
-        self._lease = Lease(self.stores.database)
+        self._members = Members(self.stores.database)
         try:
-            self._lease.acquire()
+            self._members.join()
         except RedraftError:
             self.stores.close()
             raise
         self._on_fatal = on_fatal
+        self._supervisor: Supervisor | None = None
+        self._clocks: list[Clock] = []
         # Not the supervisor's clock: loading models and long ticks must not let the lease run out.
-        self._lease_clock = Clock(self._renew_lease, RENEW_SECONDS)
-        self._lease_clock.start()
+        self._heartbeat = Clock(lambda: self._renew(), RENEW_SECONDS)
+        self._heartbeat.start()
         self.metrics = Metrics(max(settings.engine.num_draft_tokens, settings.engine.num_lookup_tokens))
         self.recorder = Recorder(self.stores.generations, on_drop=self.metrics.recorder_dropped)
         self.engine_thread = EngineThread(
@@ -108,8 +110,6 @@ class Application:
             stage=lambda: self.stage, metrics=self.metrics, allowed_hosts=self._allowed_hosts
         )
         self._serving: Serving | None = None
-        self._supervisor: Supervisor | None = None
-        self._clock: Clock | None = None
         self._queue: QueueMonitor | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,11 +127,14 @@ class Application:
         encoder = TextEncoder(tokenizer, serving.pair.vocabulary, serving.pair.eos)
         queue = QueueMonitor(lambda: self.engine_thread.status().waiting, lambda: supervisor.pause_child())
         supervisor = Supervisor(
+            members=self._members,
             runs=self.stores.runs,
             adapters=self.stores.adapters,
             lineage=self.stores.lineage,
             generations=self.stores.generations,
             replay=self.stores.replay,
+            costs=self.stores.costs,
+            erasures=self.stores.erasures,
             switching=Switching(self.engine_thread, self.stores.adapters, serving.pair.provenance.draft, self.metrics),
             launcher=ProcessLauncher(
                 settings.home / TRAINING_LOG,
@@ -148,9 +151,13 @@ class Application:
         )
         supervisor.start()
         queue.start()
-        clock = Clock(supervisor.tick, settings.training.tick_seconds)
-        clock.start()
-        self._supervisor, self._clock, self._queue = supervisor, clock, queue
+        self._clocks = [
+            Clock(supervisor.tick, settings.training.tick_seconds),
+            Clock(supervisor.follow, FOLLOW_SECONDS),
+        ]
+        for clock in self._clocks:
+            clock.start()
+        self._supervisor, self._queue = supervisor, queue
         token_bytes = bytes_per_token(tokenizer)
         self._api = build_api(
             service=self.engine_thread,
@@ -187,22 +194,41 @@ class Application:
 
     def stop(self) -> None:
         """In the order in which things depend on each other; whatever was recorded is written."""
-        if self._clock is not None:
-            self._clock.stop()
+        for clock in self._clocks:
+            clock.stop()
         if self._queue is not None:
             self._queue.stop()
         if self._supervisor is not None:
             self._supervisor.stop()
         self.engine_thread.stop()
         self.recorder.close(timeout=10.0)
-        self._lease_clock.stop()
+        self._heartbeat.stop()
         with suppress(StoreError):
-            self._lease.release()
+            self._members.leave()
         self.stores.close()
 
-    def _renew_lease(self) -> None:
-        if not self._lease.renew():
+    def _renew(self) -> None:
+        try:
+            if self._members.renew():
+                return
+        except Outdated as error:
+            self._stop_learning(error)
+            return
+        if not self._members.shared:
             self._on_fatal("another server has taken over the database")
+        elif self._supervisor is not None:
+            self._supervisor.rejoin()
+        else:
+            self._members.join()
+
+    def _stop_learning(self, reason: Outdated) -> None:
+        """Serve on with the draft as it is, without the database."""
+        log.critical("%s. Requests are served on; nothing is recorded or trained any more", reason)
+        self._heartbeat.stop(wait=False)
+        for clock in self._clocks:
+            clock.stop()
+        if self._supervisor is not None:
+            self._supervisor.stop()
 
     def _notify_wait(self) -> None:
         if self._queue is not None:

@@ -122,6 +122,8 @@ class TrainingSettings(Section):
     """When and how the draft's adapter is trained. Defaults: docs/decisions.md."""
 
     enabled: bool = True
+    run_here: bool = True
+    """Do runs in children of this server; false leaves them to other processes of the same database (`redraft trainer`)."""
     tick_seconds: float = Field(default=15.0, gt=0)
     min_cases: int = Field(default=400, ge=1)
     """Untrained, untied failure cases needed before a run starts by itself."""

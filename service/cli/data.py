@@ -117,17 +117,17 @@ def _erase(
 ) -> dict[str, Any]:
     """core.Erased as an object. While nobody serves from the database, no server can start on it before this is done."""
     from service.app import erase
-    from service.store.lease import Lease
+    from service.store.members import Members, Role
 
-    lease = Lease(stores.database)
+    members = Members(stores.database, Role.COMMAND)
     try:
-        lease.acquire()
+        members.join()
     except DatabaseTaken:
         return ask(url, "DELETE", "/generations", _body(selection, retire_adapters))
     try:
         return asdict(erase(stores, settings, selection, retire_adapters=retire_adapters))
     finally:
-        lease.release()
+        members.leave()
 
 
 def _body(selection: Selection, retire_adapters: bool) -> dict[str, object]:

@@ -82,6 +82,12 @@ class StoreError(RedraftError):
     code = "store_error"
 
 
+class Outdated(StoreError):
+    """A newer version has upgraded the database: this one does not write it any more."""
+
+    code = "outdated"
+
+
 class DatabaseTaken(StoreError):
     """Another server owns the database; the message names its process and host."""
 

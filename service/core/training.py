@@ -134,6 +134,21 @@ class TrainingRun:
     error: str | None
     created_at: datetime
     finished_at: datetime | None
+    owner: str | None = None
+    """The process that does it (store.members); None: a claimed run waits for one."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundCosts:
+    """What rounds of one request cost on a kind of machine. seconds: of rounds that draft 1, 2, ... tokens. more: what each
+    takes beyond that for a draft whose steps cost once more."""
+
+    seconds: tuple[float, ...]
+    more: tuple[float, ...]
+
+    def scaled(self, step: float) -> tuple[float, ...]:
+        """With a draft whose steps cost `step` times as much as those that were measured."""
+        return tuple(cost + (step - 1.0) * more for cost, more in zip(self.seconds, self.more, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

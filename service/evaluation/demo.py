@@ -316,7 +316,7 @@ def _active(folder: Path, pair: Pair) -> Draft:
     assert pair.draft is not None
     database = Database(sqlite_url(folder / "redraft.db"))
     try:
-        ref = Adapters(database).active(pair.provenance.draft)
+        ref = Adapters(database, folder / "adapters").active(pair.provenance.draft)
     finally:
         database.close()
     static = served(pair.draft)

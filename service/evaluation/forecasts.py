@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +108,7 @@ def _model(pair: Pair, stores: Stores, version: int, kept: int | None, told: Seq
         uncut(model)
         return model
     measured_on = {g.id for g in told}
-    names = stores.generations.names_after(pair.provenance, datetime.fromtimestamp(0, UTC), _TEXTS)
+    names = stores.generations.names_after(pair.provenance, 0, _TEXTS)
     others = stores.generations.by_ids([name for name in names if name not in measured_on])
     texts = ((*g.prompt.tokens, *g.output) for g in others)
     always = [*sorted(pair.eos), *(ranked or ())]

@@ -36,6 +36,7 @@ from service.metrics.registry import Metrics
 from service.models.machine import machine_kind
 from service.models.pair import Pair
 from service.settings import Settings
+from service.store.members import Members
 
 BLOCK = 32
 """Requests that are drafted together; those behind a switch are drafted anew."""
@@ -209,16 +210,21 @@ class Loop:
         rules = settings.gate.model_copy(update={"backoff_seconds": 0.0})
         self.settings = settings.model_copy(update={"home": folder, "training": training, "gate": rules})
         self.stores = open_stores(self.settings, create=True)
+        self._members = Members(self.stores.database)
+        self._members.join()
         self.drafts = Drafts(pair, costs)
         events = Metrics(DRAFTED)
         common = lifecycle_rules(self.settings, Folders(*models, general), pair.provenance)
         spec = {**common.spec, "k": DRAFTED, "cache": str(settings.home / TARGETS)}
         self.supervisor = Supervisor(
+            members=self._members,
             runs=self.stores.runs,
             adapters=self.stores.adapters,
             lineage=self.stores.lineage,
             generations=self.stores.generations,
             replay=self.stores.replay,
+            costs=self.stores.costs,
+            erasures=self.stores.erasures,
             switching=Switching(self.drafts, self.stores.adapters, pair.provenance.draft, events),
             launcher=LocalLauncher(),
             events=events,

@@ -90,7 +90,7 @@ def serve_and_train(
         raise RedraftError(f"the run {run['state']}: {run['error']}")
     database = Database(sqlite_url(folder / "redraft.db"))
     try:
-        return run, Adapters(database).get(run["adapter"])
+        return run, Adapters(database, folder / "adapters").get(run["adapter"])
     finally:
         database.close()
 

@@ -31,7 +31,7 @@ class Clock:
         """The first tick comes at once."""
         self._scheduler.start()
 
-    def stop(self) -> None:
-        """No tick after this; waits for one under way. Idempotent."""
+    def stop(self, *, wait: bool = True) -> None:
+        """No tick after this; wait: for one under way, unless a tick itself calls this. Idempotent."""
         if self._scheduler.running:
-            self._scheduler.shutdown(wait=True)
+            self._scheduler.shutdown(wait=wait)

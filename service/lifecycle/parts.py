@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from service.core import BARE_DRAFT, AdapterState, Launcher, Provenance, RunState, TrainingRun, Verdict
+from service.core import (
+    BARE_DRAFT,
+    AdapterState,
+    Launcher,
+    Provenance,
+    RoundCosts,
+    RunState,
+    TrainingRun,
+    Verdict,
+)
 from service.lifecycle.children import Child, Message
 from service.lifecycle.switching import Events, Switching
 from service.settings import GateSettings, TrainingSettings
 from service.store.adapters import Adapters
+from service.store.erasures import Erasures
 from service.store.generations import Generations
 from service.store.lineage import Lineage
+from service.store.members import Members
 from service.store.replay import Replay
+from service.store.round_costs import MeasuredCosts
 from service.store.runs import Runs
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,14 +48,18 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """who: the pair that serves. now: the time in UTC. judge: decides about candidates, with the arguments of gate.judge.
-    machine: the kind of machine that this is, on which the engine's costs are measured."""
+    """members: this process among those of the database. who: the pair that it serves. now: this machine's time in UTC, for its
+    children; what rows are dated by is members.now. judge: decides about candidates, with the arguments of gate.judge. machine:
+    the kind of machine that this is, on which the engine's costs are measured."""
 
+    members: Members
     runs: Runs
     adapters: Adapters
     lineage: Lineage
     generations: Generations
     replay: Replay
+    costs: MeasuredCosts
+    erasures: Erasures
     switching: Switching
     launcher: Launcher
     events: Events
@@ -59,6 +78,19 @@ class Parts:
         """An adapter's folder as a child is told it; None: the bare draft."""
         return None if adapter == BARE_DRAFT else str(self.adapters.get(adapter).folder)
 
+    def record_costs(self) -> None:
+        """Say what rounds cost here, where that was measured, for gates that decide elsewhere."""
+        base, twice = self.switching.round_seconds(), self.switching.round_seconds(2.0)
+        if base and twice:
+            more = tuple(b - a for a, b in zip(base, twice, strict=True))
+            self.costs.record(self.who, self.machine, RoundCosts(base, more))
+
+    def own_costs(self) -> RoundCosts | None:
+        """What rounds cost on this kind of machine, or on the one where it was measured last; None: on none within a day."""
+        self.record_costs()
+        kinds = self.costs.recent(self.who)
+        return kinds.get(self.machine) or next(iter(kinds.values()), None)
+
     def launch(self, **what: object) -> Child:
         """Start a child on the common job description and this. Raises OSError."""
         return Child(self.launcher.launch({**self.rules.spec, **what}), self.now())
@@ -69,6 +101,12 @@ class Parts:
         if not run.state.over:
             self.ended(self.runs.move(run.id, run.fencing, RunState.CRASHED, error=reason, give_back=give_back))
         self.discard(reason)
+
+    def give_up(self, run: TrainingRun) -> None:
+        """End a run whose process was given up."""
+        if (ended := self.runs.give_up(run, "its process ended while it ran")) is not None:
+            self.ended(ended)
+            log.warning("run %d is given up: its process has ended", run.id)
 
     def ended(self, run: TrainingRun) -> None:
         """Report to `events` that this run is over, with its last state."""

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from service.core import Generation, Selection, Unavailable
+from service.core import Generation, Outdated, Selection, Unavailable
 from service.store.generations import Generations
 
 log = logging.getLogger(__name__)
@@ -123,6 +123,8 @@ class Recorder:
             try:
                 self._generations.add(batch).result()
                 return True
+            except Outdated:
+                return False  # whoever renews this process's row says so once
             except Exception as error:  # noqa: BLE001  (whatever the store does, this thread lives)
                 log.warning("could not record %d generations: %s", len(batch), type(error).__name__)
             if self._closing.wait(self._backoff * 2**attempt):

@@ -32,14 +32,16 @@ BUSY = "serving is busy"
 CANDIDATE = "candidate"
 
 
-def claim(parts: Parts, trigger: Trigger, key: str | None) -> TrainingRun | None:
-    """Open a run on top of what serves; None when one is under way or there is nothing to train on."""
+def claim(parts: Parts, trigger: Trigger, key: str | None, *, here: bool = True) -> TrainingRun | None:
+    """Open a run on top of what serves; None when one is under way or there is nothing to train on. here: False leaves it to
+    the process that leads."""
     training = parts.rules.training
     return parts.runs.claim(
         trigger=trigger,
         who=parts.who,
         parent=parts.serving(),
         limit=training.max_generations,
+        owner=parts.members.token if here else None,
         idempotency_key=key,
         config=training.model_dump(),
     )
@@ -196,19 +198,28 @@ class TrainingJob:
             golden = (scores.golden[CANDIDATE], scores.golden[str(parent)]) if scores.golden else ((), ())
         except KeyError as error:
             raise ValueError(f"none of {error}") from error
-        switching = self._parts.switching
-        seconds = switching.round_seconds()
-        verdict = self._parts.judge(
-            candidate,
-            compared,
-            rules,
-            golden=golden,
-            seconds=switching.round_seconds(scores.step(CANDIDATE, relative_to=str(parent))),
-            active_seconds=seconds,
-            seed=self._run.id,
-        )
-        if seconds is not None and self._parts.machine:
-            verdict = replace(verdict, measured_on=(self._parts.machine,))
+        self._parts.record_costs()
+        step = scores.step(CANDIDATE, relative_to=str(parent))
+        kinds = self._parts.costs.recent(self._parts.who)
+        # A server that drafts fewer tokens at most measures fewer lengths.
+        longest = max((len(score.calls) for score in candidate), default=0)
+        kinds = {name: costs for name, costs in kinds.items() if len(costs.seconds) == longest} or kinds
+        verdicts = [
+            self._parts.judge(
+                candidate,
+                compared,
+                rules,
+                golden=golden,
+                seconds=costs.scaled(step) if costs is not None else None,
+                active_seconds=costs.seconds if costs is not None else None,
+                seed=self._run.id,
+            )
+            for costs in kinds.values() or [None]
+        ]
+        # A draft serves everywhere: where it is least good decides.
+        verdict = min(verdicts, key=lambda one: (one.promoted, one.gain))
+        if kinds:
+            verdict = replace(verdict, measured_on=tuple(sorted(kinds)))
         if self._parts.serving() != parent:
             reason = f"adapter {parent}, which it was compared with, no longer serves"
             verdict = replace(verdict, promoted=False, reason=reason)

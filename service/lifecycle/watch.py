@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from service.core import BARE_DRAFT, AdapterRef, AdapterState, Verdict
+from service.core import BARE_DRAFT, AdapterRef, AdapterState, IllegalMove, Verdict
 from service.lifecycle.children import Child, Crashed, Done, GaveUp, Message, Scores
 from service.lifecycle.looks import look, looks
 from service.lifecycle.parts import Parts
@@ -45,7 +45,7 @@ class Watch:
         if ref is None:
             return None
         adapters, due = self._parts.adapters, looks(self._parts.rules.gate.watch_generations)
-        promoted, _ = adapters.evaluations(ref.id, "gate")[-1]
+        promoted = adapters.serves_since(self._parts.who.draft)
         done = len(adapters.evaluations(ref.id, "look"))
         wanted = due[min(done, len(due) - 1)]
         logged, who = self._parts.generations, self._parts.who
@@ -69,7 +69,7 @@ class Watch:
         except OSError as error:
             self.failed(ref, f"the child could not be started: {error}")
             return None
-        return WatchJob(self._parts, self, ref, child, last=last)
+        return WatchJob(self._parts, self, ref, child, done=done, last=last)
 
     def failed(self, ref: AdapterRef, reason: str) -> None:
         """No comparison this time."""
@@ -85,13 +85,15 @@ class Watch:
 
 
 class WatchJob:
-    """A child that scores the watched adapter, its parent and the bare draft. last: there will be no other look."""
+    """A child that scores the watched adapter, its parent and the bare draft. done: looks before this one. last: there will be
+    no other look."""
 
-    def __init__(self, parts: Parts, watch: Watch, ref: AdapterRef, child: Child, *, last: bool) -> None:
+    def __init__(self, parts: Parts, watch: Watch, ref: AdapterRef, child: Child, *, done: int, last: bool) -> None:
         self._parts = parts
         self._watch = watch
         self._ref = ref
         self._child = child
+        self._done = done
         self._last = last
         self._scores: Scores | None = None
 
@@ -126,18 +128,17 @@ class WatchJob:
             return  # an operator chose it meanwhile
         said = self._scores or Scores({}, golden={})
         scores = said.by_adapter
-        switching, opponents = self._parts.switching, (ref.parent, BARE_DRAFT)
-        costs: dict[int, tuple[float, ...]] = {}
-        for other in opponents:
-            # What the engine measured is what rounds cost with the adapter that serves.
-            if seconds := switching.round_seconds(said.step(str(other), relative_to=str(ref.id))):
-                costs[other] = seconds
+        opponents, costs = (ref.parent, BARE_DRAFT), self._parts.own_costs()
+        steps = {other: said.step(str(other), relative_to=str(ref.id)) for other in opponents}
         try:
             found = look(
                 scores.get(str(ref.id), ()),
                 {other: scores.get(str(other), ()) for other in opponents},
-                seconds=switching.round_seconds(),
-                others_seconds=costs,
+                # What engines measure is what rounds cost with the adapter that serves.
+                seconds=costs.seconds if costs is not None else None,
+                others_seconds={other: costs.scaled(step) for other, step in steps.items()}
+                if costs is not None
+                else None,
                 parent=ref.parent,
                 count=len(looks(rules.watch_generations)),
                 last=self._last,
@@ -148,8 +149,13 @@ class WatchJob:
             self._watch.failed(ref, f"its scores cannot be judged: {error}")
             return
         if found.back_to is not None and adapters.get(ref.id).state is AdapterState.ACTIVE:
-            adapters.take_back(ref.id, found.back_to, found.verdict)
+            try:
+                adapters.take_back(ref.id, found.back_to, found.verdict, looks=self._done)
+            except IllegalMove as error:
+                log.warning("adapter %d is not taken back: %s", ref.id, error)
+                return
             self._parts.events.rolled_back()
-        else:
-            adapters.record_evaluation(ref.id, "watch" if found.over else "look", found.verdict)
+        elif not adapters.record_evaluation(ref.id, "watch" if found.over else "look", found.verdict, looks=self._done):
+            log.warning("adapter %d has been looked at by another process meanwhile", ref.id)
+            return
         log.info("adapter %d %s", ref.id, found.verdict.reason)

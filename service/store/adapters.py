@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from collections.abc import Sequence
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +20,28 @@ from service.core import (
     IllegalMove,
     NotFound,
     RunState,
+    StoreError,
     Verdict,
 )
 from service.store.database import Database
-from service.store.rows import utc
+from service.store.files import publish
+from service.store.generations import log_end
+from service.store.members import is_member
+from service.store.rows import time_of, utc
 from service.store.run_texts import Role, quarantine, texts_of
 from service.store.tables import adapters, evaluations, generations, run_texts, training_runs
 from service.store.verdicts import from_json, to_json
 
+log = logging.getLogger(__name__)
+
 
 class Adapters:
-    """The adapter versions of a database and their verdicts. Writes wait until they are committed."""
+    """The adapter versions of a database and their verdicts. root: where their folders are; rows hold names below it. Writes
+    wait until they are committed."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: Database, root: Path) -> None:
         self._db = database
+        self.root = root
 
     def add(
         self,
@@ -46,8 +56,10 @@ class Adapters:
         draft: str,
         parent: int,
     ) -> AdapterRef:
-        """Register a run's candidate. Raises IllegalMove when the fencing token is stale, the run is over, or it is a run
-        for another draft."""
+        """Register a run's candidate. Raises IllegalMove when the fencing token is stale, the run is over or its process was
+        given up, or it is a run for another draft; StoreError when the folder is not right below the root."""
+        if folder.parent != self.root:
+            raise StoreError(f"adapter folder {folder} is not in {self.root}")
 
         def work(connection: Connection) -> AdapterRef:
             run = connection.execute(select(training_runs).where(training_runs.c.id == run_id)).one_or_none()
@@ -57,12 +69,14 @@ class Adapters:
                 raise IllegalMove(f"run {run_id}: fencing token {fencing} is stale, the run's is {run.fencing}")
             if RunState(run.state).over:
                 raise IllegalMove(f"run {run_id} is over ({run.state})")
+            if run.owner is not None and not is_member(connection, run.owner):
+                raise IllegalMove(f"run {run_id}: its process was given up")
             if run.draft != draft:
                 raise IllegalMove(f"run {run_id} is for another draft")
             before = select(adapters.c.erased_texts).where(adapters.c.id == parent)
             made = connection.execute(
                 insert(adapters).values(
-                    folder=str(folder),
+                    folder=folder.name,
                     sha256=sha256,
                     rank=rank,
                     scale=scale,
@@ -71,31 +85,60 @@ class Adapters:
                     parent=parent,
                     run=run_id,
                     state=AdapterState.CANDIDATE.value,
-                    created_at=datetime.now(UTC),
+                    created_at=time_of(connection),
                     erased_texts=connection.execute(before).scalar(),
                 )
             ).inserted_primary_key
             assert made is not None
             connection.execute(update(training_runs).where(training_runs.c.id == run_id).values(adapter=made[0]))
-            return _ref(_row(connection, made[0]))
+            return self._ref(_row(connection, made[0]))
 
         return self._db.write(work).result()
 
     def get(self, adapter_id: int) -> AdapterRef:
         """The adapter with this id. Raises NotFound."""
         with self._db.read() as connection:
-            return _ref(_row(connection, adapter_id))
+            return self._ref(_row(connection, adapter_id))
 
     def all(self) -> list[AdapterRef]:
         """Newest first."""
         with self._db.read() as connection:
-            return [_ref(row) for row in connection.execute(_known().order_by(adapters.c.id.desc()))]
+            return [self._ref(row) for row in connection.execute(_known().order_by(adapters.c.id.desc()))]
 
     def active(self, draft: str) -> AdapterRef | None:
         """The adapter that serves this draft; None when it serves bare."""
         with self._db.read() as connection:
             row = _active(connection, draft)
-        return None if row is None else _ref(row)
+        return None if row is None else self._ref(row)
+
+    def serves_since(self, draft: str) -> int:
+        """The newest generation (seq) when what serves this draft, an adapter or none, began to. 0: that is not known."""
+        ended = adapters.c.state.not_in([AdapterState.CANDIDATE.value, AdapterState.REJECTED.value])
+        with self._db.read() as connection:
+            row = _active(connection, draft)
+            if row is not None:
+                return row.log_end or 0
+            query = select(func.max(adapters.c.log_end)).where(adapters.c.draft == draft, ended)
+            return connection.execute(query).scalar() or 0
+
+    def adopt(self) -> None:
+        """Rows of older releases hold absolute paths: from now on they hold names below the root, where folders that lie
+        elsewhere are copied to first. Those that are not there any more stay as they are."""
+        with self._db.read() as connection:
+            query = select(adapters.c.id, adapters.c.folder).where(adapters.c.folder.like("%/%"))
+            rows = connection.execute(query).all()
+        for row in rows:
+            old, new = Path(row.folder), self.root / Path(row.folder).name
+            if old.parent.resolve() != self.root.resolve():
+                if not old.is_dir():
+                    log.warning("adapter %d: %s is not there", row.id, old)
+                    continue
+                scratch = new.with_name(f".{new.name}.part")
+                shutil.rmtree(scratch, ignore_errors=True)
+                shutil.copytree(old, scratch)
+                publish(scratch, new)
+            named = update(adapters).where(adapters.c.id == row.id).values(folder=new.name)
+            self._db.write(lambda connection, named=named: connection.execute(named)).result()
 
     def activate(self, adapter_id: int, draft: str) -> AdapterRef | None:
         """Make this adapter (0: none) the active one of its draft, by an operator's word. Raises NotFound, IllegalMove."""
@@ -110,24 +153,26 @@ class Adapters:
             if AdapterState(row.state) is not AdapterState.ACTIVE:
                 retire_active(connection, draft)
                 move_adapter(connection, adapter_id, AdapterState.ACTIVE)
-            return _ref(_row(connection, adapter_id))
+            return self._ref(_row(connection, adapter_id))
 
         return self._db.write(work).result()
 
-    def take_back(self, adapter_id: int, to: int, verdict: Verdict) -> AdapterRef | None:
+    def take_back(self, adapter_id: int, to: int, verdict: Verdict, *, looks: int | None = None) -> AdapterRef | None:
         """Roll back the active adapter, by the watch's or an operator's word, all in one: `to` (0: the bare draft), or its
         nearest ancestor that may serve, becomes active; the verdict is kept as the watch's, and the texts it learnt from are
         quarantined, out of the replay buffer too: those that were new to it, and of the others those that no adapter which
-        stands has learnt. Raises NotFound, IllegalMove."""
+        stands has learnt. looks: as `record_evaluation` has it. Raises NotFound, IllegalMove."""
 
         def work(connection: Connection) -> AdapterRef | None:
+            if looks is not None and _looked(connection, adapter_id) != looks:
+                raise IllegalMove(f"adapter {adapter_id} has been looked at by another process meanwhile")
             move_adapter(connection, adapter_id, AdapterState.ROLLED_BACK)
             back = reinstate(connection, to)
             record_evaluation(connection, adapter_id, "watch", verdict)
             if (run := _row(connection, adapter_id).run) is not None:
                 free = generations.c.quarantined_run.is_(None)
                 quarantine(connection, run, free, texts_of(run), or_(texts_of(run, Role.NEW), ~_stands()))
-            return back
+            return self._ref(_row(connection, back)) if back != BARE_DRAFT else None
 
         return self._db.write(work).result()
 
@@ -140,9 +185,17 @@ class Adapters:
 
         self._db.write(work).result()
 
-    def record_evaluation(self, adapter_id: int, kind: str, verdict: Verdict) -> None:
-        """Store a verdict on an adapter. kind: whose it is, "gate" or "watch"."""
-        self._db.write(lambda connection: record_evaluation(connection, adapter_id, kind, verdict)).result()
+    def record_evaluation(self, adapter_id: int, kind: str, verdict: Verdict, *, looks: int | None = None) -> bool:
+        """Store a verdict on an adapter. kind: whose it is, "gate", "look" or "watch". looks: how many looks it takes into
+        account; False, and nothing stored, where there have been others meanwhile or the watch is over."""
+
+        def work(connection: Connection) -> bool:
+            if looks is not None and _looked(connection, adapter_id) != looks:
+                return False
+            record_evaluation(connection, adapter_id, kind, verdict)
+            return True
+
+        return self._db.write(work).result()
 
     def evaluations(self, adapter_id: int, kind: str) -> list[tuple[datetime, Verdict]]:
         """Verdicts of one kind, oldest first."""
@@ -165,24 +218,44 @@ class Adapters:
         with self._db.read() as connection:
             return [(utc(row.created_at), from_json(row.verdict)) for row in connection.execute(query)]
 
+    def _ref(self, row: Row[Any]) -> AdapterRef:
+        return AdapterRef(
+            id=row.id,
+            folder=self.root / row.folder,
+            sha256=row.sha256,
+            rank=row.rank,
+            scale=row.scale,
+            keys=tuple(json.loads(row.keys)),
+            draft=row.draft,
+            parent=row.parent,
+            run=row.run,
+            state=AdapterState(row.state),
+            created_at=utc(row.created_at),
+            erased_texts=row.erased_texts,
+            learnt_from=row.learnt_from,
+            measured_on=() if row.gate is None else from_json(row.gate).measured_on,
+        )
+
 
 def move_adapter(connection: Connection, adapter_id: int, state: AdapterState) -> None:
     """Raises IllegalMove unless ADAPTER_MOVES allows it."""
     row = _row(connection, adapter_id)
     if state not in ADAPTER_MOVES[AdapterState(row.state)]:
         raise IllegalMove(f"adapter {adapter_id} cannot go from {row.state} to {state.value}")
-    connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(state=state.value))
+    where = {"log_end": log_end(connection)} if AdapterState.ACTIVE in {state, row.state} else {}
+    connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(state=state.value, **where))
 
 
-def reinstate(connection: Connection, ancestor: int) -> AdapterRef | None:
-    """Make an adapter, or its nearest ancestor that may serve, the active one of its draft. None: the bare draft serves."""
+def reinstate(connection: Connection, ancestor: int) -> int:
+    """Make an adapter, or its nearest ancestor that may serve, the active one of its draft. Returns its id; BARE_DRAFT: the
+    bare draft serves."""
     while ancestor != BARE_DRAFT:
         row = _row(connection, ancestor)
         if AdapterState(row.state) is AdapterState.RETIRED:
             move_adapter(connection, ancestor, AdapterState.ACTIVE)
-            return _ref(_row(connection, ancestor))
+            return ancestor
         ancestor = row.parent
-    return None
+    return BARE_DRAFT
 
 
 def judge_candidate(
@@ -211,9 +284,16 @@ def record_evaluation(connection: Connection, adapter_id: int, kind: str, verdic
     """Insert a verdict on an adapter, dated now. kind: whose it is, "gate" or "watch"."""
     connection.execute(
         insert(evaluations).values(
-            adapter=adapter_id, kind=kind, verdict=to_json(verdict), created_at=datetime.now(UTC)
+            adapter=adapter_id, kind=kind, verdict=to_json(verdict), created_at=time_of(connection)
         )
     )
+
+
+def _looked(connection: Connection, adapter_id: int) -> int | None:
+    """How often the watch has looked at an adapter; None: it is over."""
+    query = select(evaluations.c.kind).where(evaluations.c.adapter == adapter_id)
+    kinds = list(connection.execute(query).scalars())
+    return None if "watch" in kinds else kinds.count("look")
 
 
 def _stands() -> ColumnElement[bool]:
@@ -241,22 +321,3 @@ def _known() -> Select[Any]:
     gate = select(evaluations.c.verdict).where(evaluations.c.adapter == adapters.c.id, evaluations.c.kind == "gate")
     newest = gate.order_by(evaluations.c.id.desc()).limit(1).correlate(adapters)
     return select(adapters, texts.scalar_subquery().label("learnt_from"), newest.scalar_subquery().label("gate"))
-
-
-def _ref(row: Row[Any]) -> AdapterRef:
-    return AdapterRef(
-        id=row.id,
-        folder=Path(row.folder),
-        sha256=row.sha256,
-        rank=row.rank,
-        scale=row.scale,
-        keys=tuple(json.loads(row.keys)),
-        draft=row.draft,
-        parent=row.parent,
-        run=row.run,
-        state=AdapterState(row.state),
-        created_at=utc(row.created_at),
-        erased_texts=row.erased_texts,
-        learnt_from=row.learnt_from,
-        measured_on=() if row.gate is None else from_json(row.gate).measured_on,
-    )

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, create_engine, inspect, text
 from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
-from service.core import RedraftError, StoreError
+from service.core import Outdated, RedraftError, StoreError
 from service.store import postgres
 from service.store.backend import Backend, plain, shown, sqlite_path
 from service.store.files import make_private, private_folder
@@ -31,7 +31,7 @@ from service.store.sqlite import Sqlite
 
 T = TypeVar("T")
 
-REVISION = "0010"
+REVISION = "0011"
 """The newest migration: the revision this code is written for."""
 
 
@@ -115,12 +115,14 @@ class _Job:
     future: Future[Any] = field(compare=False)
     scrub: bool = field(compare=False, default=False)
     shared: bool = field(compare=False, default=False)
+    by_member: bool = field(compare=False, default=True)
 
 
 class Database:
     """An open database at the revision this code knows. Raises StoreError otherwise.
 
-    read_only: another process writes it (the training child); `write` is refused.
+    read_only: another process writes it (the training child); `write` is refused. member: the token of this process
+    (store.members), once it has joined those that share the database.
     """
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:
@@ -130,6 +132,7 @@ class Database:
             raise StoreError(f"the database {state}: run `redraft db upgrade`")
         self.url = url
         self.read_only = read_only
+        self.member: str | None = None
         path = sqlite_path(url)
         self.kind = "SQLite" if path is not None else "PostgreSQL"
         self.backend: Backend = (
@@ -156,15 +159,22 @@ class Database:
             raise StoreError(f"reading the database failed: {plain(error)}") from error
 
     def write(
-        self, work: Callable[[Connection], T], *, urgent: bool = True, scrub: bool = False, shared: bool = False
+        self,
+        work: Callable[[Connection], T],
+        *,
+        urgent: bool = True,
+        scrub: bool = False,
+        shared: bool = False,
+        by_member: bool = True,
     ) -> Future[T]:
         """Run `work` in one write transaction on the writer's thread; it is committed when the future has its result.
 
         `work` runs again where nothing of it was committed and it may do better: it met other writers, or the connection was
         lost. It changes nothing but the database. urgent goes ahead of what is not. scrub: what `work` deletes leaves SQLite's
         write-ahead log too; StoreError, with the deletion committed, where a reader keeps that busy for too long. shared: other
-        processes may do such writes meanwhile; all others are alone. What `work` raises comes out of the future, SQL errors as
-        StoreError.
+        processes may do such writes meanwhile; all others are alone. by_member: refused once this process, which had joined,
+        was given up. What `work` raises comes out of the future, SQL errors as StoreError; Outdated where a newer version has
+        upgraded the database meanwhile.
         """
         future: Future[T] = Future()
         with self._gate:
@@ -173,7 +183,7 @@ class Database:
                     StoreError("the database is closed" if self._closed else "opened for reading only")
                 )
                 return future
-            self._jobs.put(_Job(0 if urgent else 1, next(self._order), work, future, scrub, shared))
+            self._jobs.put(_Job(0 if urgent else 1, next(self._order), work, future, scrub, shared, by_member))
         return future
 
     def close(self) -> None:
@@ -215,6 +225,7 @@ class Database:
             try:
                 with self.backend.writers.connect() as connection, connection.begin() as transaction:
                     self.backend.begin(connection, job.shared)
+                    self._check(connection, by_member=job.by_member)
                     result = job.work(connection)
                     if (name := self.backend.transaction(connection)) is not None:
                         sent = name, result
@@ -229,6 +240,22 @@ class Database:
                     raise
                 time.sleep(pause)
         raise AssertionError("unreachable")
+
+    def _check(self, connection: Connection, *, by_member: bool) -> None:
+        """Raises Outdated, StoreError where this process may not write."""
+        token = self.member if by_member else None
+        found, joined = connection.execute(_MAY_WRITE, {"token": token}).one()
+        if found != REVISION:
+            raise Outdated(
+                f"the database was upgraded to revision {found}, this version knows {REVISION}: restart with that"
+            )
+        if token is not None and not joined:
+            raise StoreError("this process did not answer for too long, and others of the database have given it up")
+
+
+_MAY_WRITE = text(
+    "SELECT version_num, EXISTS (SELECT 1 FROM members WHERE token = CAST(:token AS VARCHAR(32))) FROM alembic_version"
+)
 
 
 def integrity(database: Database) -> str:

@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 import shutil
+import time
 from collections.abc import Collection
 from pathlib import Path
 
@@ -44,11 +45,15 @@ def make_private(*paths: Path) -> None:
 def publish(scratch: Path, final: Path) -> str:
     """Make everything in `scratch` durable and give it its final name; returns the folder's sha256.
 
-    After a crash at any moment there is the whole folder under its final name, or none. Raises StoreError when the name is
-    taken.
+    After a crash at any moment there is the whole folder under its final name, or none. A folder that is there already with the
+    same content stays, and `scratch` goes; raises StoreError where the content is another.
     """
     if final.exists():
-        raise StoreError(f"{final.name} exists already: adapters are never overwritten")
+        digest = folder_sha256(scratch)
+        if not final.is_dir() or folder_sha256(final) != digest:
+            raise StoreError(f"{final.name} exists already: adapters are never overwritten")
+        shutil.rmtree(scratch)
+        return digest
     final.parent.mkdir(parents=True, exist_ok=True)
     for path in sorted(scratch.rglob("*")):
         _sync(path)
@@ -59,12 +64,15 @@ def publish(scratch: Path, final: Path) -> str:
     return digest
 
 
-def sweep(root: Path, known: Collection[Path]) -> list[Path]:
-    """Remove the adapter folders in `root` that no row knows, and half-written ones; returns them. Whatever else lies there
-    is somebody else's and stays."""
+def sweep(root: Path, known: Collection[Path], grace_seconds: float = 0.0) -> list[Path]:
+    """Remove the adapter folders in `root` that no row knows, and half-written ones; returns them. Whatever else lies there is
+    somebody else's and stays. grace_seconds: what has changed since then stays too: another process may be about to name it."""
     kept = {path.resolve() for path in known}
     found = sorted(root.iterdir()) if root.is_dir() else []
-    gone = [path for path in found if path.resolve() not in kept and _left_over(path)]
+    newest = time.time() - grace_seconds
+    gone = [
+        path for path in found if path.resolve() not in kept and _left_over(path) and path.stat().st_mtime <= newest
+    ]
     for path in gone:
         doomed = path
         if path.suffix not in UNFINISHED:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields, replace
-from datetime import datetime
 from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Row, and_, case, delete, func, insert, or_, select, update
@@ -15,7 +14,7 @@ from sqlalchemy import ColumnElement, Connection, Row, and_, case, delete, func,
 from service.core import FailureCase, Generation, Provenance, Round
 from service.store.cases import add_cases, undrafted
 from service.store.database import Database
-from service.store.rows import generation_of, grammar_values, rounds_of, target_bytes, text_key, utc, values_of
+from service.store.rows import generation_of, grammar_values, rounds_of, target_bytes, text_key, values_of
 from service.store.run_texts import PAGE, Role, had, learnt, texts_of
 from service.store.sampler import Text, text
 from service.store.tables import (
@@ -88,7 +87,6 @@ class Drafting:
 
     seq: int
     rounds: tuple[Round, ...]
-    created_at: datetime
 
 
 def split_of(first_user: str) -> str:
@@ -193,30 +191,24 @@ class Generations:
                     found.append(one)
         return found
 
-    def texts_after(self, who: Provenance, created: datetime, limit: int) -> list[Text]:
-        """Of the newest `limit` generations, those that this pair made after a moment, newest first."""
-        return [
-            _text(row)
-            for row in self._newest(limit, *_TEXT, generations.c.output_tokens, generations.c.created_at)
-            if _same(row, who) and row.output_tokens > 0 and utc(row.created_at) > created
-        ]
+    def texts_after(self, who: Provenance, seq: int, limit: int) -> list[Text]:
+        """Of the newest `limit` generations, those of this pair that were recorded after one, newest first."""
+        rows = self._newest(limit, *_TEXT, generations.c.output_tokens, where=[generations.c.seq > seq])
+        return [_text(row) for row in rows if _same(row, who) and row.output_tokens > 0]
 
-    def names_after(self, who: Provenance, created: datetime, limit: int) -> list[str]:
-        """Of the newest `limit` generations, the ids of those that this pair made after a moment, newest first."""
-        columns = (generations.c.id, generations.c.output_tokens, generations.c.created_at)
-        return [
-            row.id
-            for row in self._newest(limit, *columns)
-            if _same(row, who) and row.output_tokens > 0 and utc(row.created_at) > created
-        ]
+    def names_after(self, who: Provenance, seq: int, limit: int) -> list[str]:
+        """Of the newest `limit` generations, the ids of those of this pair that were recorded after one, newest first."""
+        columns = (generations.c.id, generations.c.output_tokens)
+        rows = self._newest(limit, *columns, where=[generations.c.seq > seq])
+        return [row.id for row in rows if _same(row, who) and row.output_tokens > 0]
 
     def drafting(self, who: Provenance, limit: int, *, above: int = 0, below: int | None = None) -> list[Drafting]:
         """How the newest `limit` generations with `seq` between the two were drafted, newest first; those of another pair are
         without rounds."""
         where = [generations.c.seq > above, *([generations.c.seq < below] if below is not None else [])]
-        columns = (generations.c.seq, generations.c.rounds, generations.c.created_at)
+        columns = (generations.c.seq, generations.c.rounds)
         return [
-            Drafting(row.seq, rounds_of(row.rounds) if _same(row, who) else (), utc(row.created_at))
+            Drafting(row.seq, rounds_of(row.rounds) if _same(row, who) else ())
             for row in self._newest(limit, *columns, where=where)
         ]
 
@@ -356,6 +348,11 @@ def _counts(connection: Connection, *where: ColumnElement[bool]) -> UntrainedCou
 def untrained_generations(who: Provenance, limit: int) -> Any:
     """Query: seq of the newest generations that a run of this pair may be claimed for."""
     return select(generations.c.seq).where(_open(who)).order_by(generations.c.seq.desc()).limit(limit)
+
+
+def log_end(connection: Connection) -> int:
+    """The newest generation's seq; 0 in an empty log."""
+    return connection.execute(select(func.max(generations.c.seq))).scalar() or 0
 
 
 def remove(connection: Connection, *where: ColumnElement[bool]) -> int:

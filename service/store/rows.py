@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Row
+from sqlalchemy import Connection, Row, func, select
 
 from service.core import (
     BARE_DRAFT,
@@ -156,6 +156,13 @@ def case_of(row: Row[Any]) -> FailureCase:
 def utc(moment: datetime) -> datetime:
     """SQLite forgets time zones, PostgreSQL uses the session's; everything stored is UTC."""
     return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def time_of(connection: Connection) -> datetime:
+    """The database's time: PostgreSQL's own, SQLite has this machine's."""
+    if connection.dialect.name == "postgresql":
+        return connection.execute(select(func.clock_timestamp())).scalar_one().astimezone(UTC)
+    return datetime.now(UTC)
 
 
 def _ids(blob: bytes) -> tuple[int, ...]:

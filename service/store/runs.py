@@ -1,14 +1,14 @@
-"""Training runs: claimed once, moved only along RUN_MOVES, and only by whoever holds the row's fencing token."""
+"""Training runs: claimed once, moved only along RUN_MOVES, and only by the process that holds the row's fencing token, while
+others have not given it up."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import Connection, Row, func, insert, select, update
+from sqlalchemy import Connection, Row, and_, func, insert, or_, select, update
 
 from service.core import (
     RUN_MOVES,
@@ -27,10 +27,11 @@ from service.core import (
 from service.store.adapters import active_id, judge_candidate, retire_active
 from service.store.cases import add_cases
 from service.store.database import Database
-from service.store.generations import untrained_generations
-from service.store.rows import utc
+from service.store.generations import log_end, untrained_generations
+from service.store.members import is_member
+from service.store.rows import time_of, utc
 from service.store.run_texts import PAGE, Role, crashes, free_texts, name_texts, quarantine, texts_of
-from service.store.tables import failure_cases, generations, run_texts, training_runs
+from service.store.tables import failure_cases, generations, members, run_texts, training_runs
 from service.store.verdicts import from_json, to_json
 
 MAX_CRASHES = 3
@@ -51,11 +52,13 @@ class Runs:
         who: Provenance,
         parent: int,
         limit: int,
+        owner: str | None = None,
         idempotency_key: str | None = None,
         config: Mapping[str, object] | None = None,
     ) -> TrainingRun | None:
         """Open a run on the newest `limit` generations that no run of this draft has had, with failure cases or undrafted. Its
-        `cases` counts near-ties too, and what `add_cases` adds.
+        `cases` counts near-ties too, and what `add_cases` adds. owner: the process that does it (store.members); None: it
+        waits for one that takes it.
 
         None when a run of this pair is not over yet or nothing is left to train on. A known idempotency key returns its run.
         """
@@ -70,12 +73,13 @@ class Runs:
             seqs = list(connection.execute(untrained_generations(who, limit)).scalars())
             if not seqs:
                 return None
-            fencing = (connection.execute(select(func.max(training_runs.c.fencing))).scalar() or 0) + 1
             made = connection.execute(
                 insert(training_runs).values(
                     state=RunState.CLAIMED.value,
                     trigger=trigger.value,
-                    fencing=fencing,
+                    fencing=_next_fencing(connection),
+                    owner=owner,
+                    log_end=log_end(connection),
                     idempotency_key=idempotency_key,
                     target=who.target,
                     tokenizer=who.tokenizer,
@@ -86,7 +90,7 @@ class Runs:
                     config=json.dumps(dict(config or {})),
                     progress=json.dumps(asdict(Progress())),
                     loss_curve="[]",
-                    created_at=datetime.now(UTC),
+                    created_at=time_of(connection),
                 )
             ).inserted_primary_key
             assert made is not None
@@ -101,6 +105,29 @@ class Runs:
 
         return self._db.write(work).result()
 
+    def take(self, run_id: int, owner: str) -> TrainingRun | None:
+        """Become the owner of a claimed run that waits for one, under a new fencing token. None when another was faster."""
+
+        def work(connection: Connection) -> TrainingRun | None:
+            this = update(training_runs).where(training_runs.c.id == run_id, _WAITING)
+            taken = connection.execute(this.values(owner=owner, fencing=_next_fencing(connection))).rowcount
+            return _get(connection, run_id) if taken else None
+
+        return self._db.write(work).result()
+
+    def give_up(self, run: TrainingRun, reason: str) -> TrainingRun | None:
+        """CRASHED, for its process was given up. None when it is over, or another's by now."""
+
+        def work(connection: Connection) -> TrainingRun | None:
+            same = (training_runs.c.id == run.id, training_runs.c.fencing == run.fencing)
+            row = connection.execute(select(training_runs).where(*same, _UNFINISHED, _ORPHANED)).one_or_none()
+            if row is None:
+                return None
+            _end(connection, row, RunState.CRASHED, reason)
+            return _get(connection, run.id)
+
+        return self._db.write(work).result()
+
     def move(
         self, run_id: int, fencing: int, state: RunState, *, error: str | None = None, give_back: bool = False
     ) -> TrainingRun:
@@ -111,11 +138,11 @@ class Runs:
         def work(connection: Connection) -> TrainingRun:
             if state in {RunState.PROMOTED, RunState.REJECTED}:
                 raise IllegalMove(f"run {run_id} cannot be {state.value} without its verdict")
-            _move(connection, run_id, fencing, state, error=error)
-            if give_back:
-                free_texts(connection, run_id)
-            elif state is RunState.CRASHED:
-                quarantine(connection, run_id, texts_of(run_id, Role.NEW), crashes() >= MAX_CRASHES)
+            row = _held(connection, run_id, fencing)
+            if state.over:
+                _end(connection, row, state, error, give_back=give_back)
+            else:
+                _move(connection, row, state)
             return _get(connection, run_id)
 
         return self._db.write(work).result()
@@ -140,9 +167,9 @@ class Runs:
         """Why the run holds still; None: it goes on. Raises IllegalMove with a stale token."""
 
         def work(connection: Connection) -> TrainingRun:
-            told = json.loads(_held(connection, run_id, fencing).progress) | {"paused": reason}
+            said = json.loads(_held(connection, run_id, fencing).progress) | {"paused": reason}
             connection.execute(
-                update(training_runs).where(training_runs.c.id == run_id).values(progress=json.dumps(told))
+                update(training_runs).where(training_runs.c.id == run_id).values(progress=json.dumps(said))
             )
             return _get(connection, run_id)
 
@@ -181,7 +208,8 @@ class Runs:
         """The candidate lost, or would not load: run and adapter are REJECTED, in one."""
 
         def work(connection: Connection) -> TrainingRun:
-            _move(connection, run_id, fencing, RunState.REJECTED, adapter=adapter_id, verdict=to_json(verdict))
+            row = _held(connection, run_id, fencing)
+            _move(connection, row, RunState.REJECTED, adapter=adapter_id, verdict=to_json(verdict))
             if adapter_id is not None:
                 judge_candidate(connection, run_id, adapter_id, AdapterState.REJECTED, verdict)
             return _get(connection, run_id)
@@ -193,7 +221,8 @@ class Runs:
         nothing changed, when what it was compared with does not serve any more."""
 
         def work(connection: Connection) -> TrainingRun:
-            row = _move(connection, run_id, fencing, RunState.PROMOTED, adapter=adapter_id, verdict=to_json(verdict))
+            row = _held(connection, run_id, fencing)
+            _move(connection, row, RunState.PROMOTED, adapter=adapter_id, verdict=to_json(verdict))
             if active_id(connection, row.draft) != row.parent:
                 raise ParentChanged(f"adapter {row.parent}, which it was compared with, no longer serves")
             retire_active(connection, row.draft)
@@ -231,6 +260,12 @@ class Runs:
         with self._db.read() as connection:
             return [_run(row) for row in connection.execute(query)]
 
+    def orphaned(self) -> list[TrainingRun]:
+        """Those of them whose process was given up."""
+        query = select(training_runs).where(_UNFINISHED, _ORPHANED)
+        with self._db.read() as connection:
+            return [_run(row) for row in connection.execute(query)]
+
     def latest(self, limit: int) -> list[TrainingRun]:
         """The newest `limit` runs, newest first."""
         with self._db.read() as connection:
@@ -239,20 +274,19 @@ class Runs:
                 for row in connection.execute(select(training_runs).order_by(training_runs.c.id.desc()).limit(limit))
             ]
 
-    def drift_answered(self, draft: str) -> datetime | None:
-        """When the newest run began that drift had set off and that came to a verdict of its own; one that gave its texts back
-        did not."""
+    def drift_answered(self, draft: str) -> int:
+        """The newest generation (seq) when the newest run was claimed that drift had set off and that came to a verdict of its
+        own; one that gave its texts back did not. 0: there is none."""
         said = [state.value for state in (RunState.PROMOTED, RunState.REJECTED, RunState.FAILED)]
         texts = select(run_texts.c.run).where(run_texts.c.run == training_runs.c.id)
-        query = select(func.max(training_runs.c.created_at)).where(
+        query = select(func.max(training_runs.c.log_end)).where(
             training_runs.c.trigger == Trigger.DRIFT.value,
             training_runs.c.draft == draft,
             training_runs.c.state.in_(said),
             texts.exists(),
         )
         with self._db.read() as connection:
-            at = connection.execute(query).scalar()
-        return None if at is None else utc(at)
+            return connection.execute(query).scalar() or 0
 
     def loss_curve(self, run_id: int) -> list[tuple[int, float]]:
         """(step, nats per response position)."""
@@ -265,7 +299,10 @@ class Runs:
         return [(int(step), float(loss)) for step, loss in json.loads(curve)]
 
 
+_of_a_member = select(members.c.id).where(members.c.token == training_runs.c.owner).exists()
 _UNFINISHED = training_runs.c.state.not_in([state.value for state in RunState if state.over])
+_WAITING = and_(training_runs.c.state == RunState.CLAIMED.value, training_runs.c.owner.is_(None))
+_ORPHANED = and_(~_WAITING, or_(training_runs.c.owner.is_(None), ~_of_a_member))
 
 
 def _open(connection: Connection, who: Provenance) -> Row[Any] | None:
@@ -278,6 +315,7 @@ def _open(connection: Connection, who: Provenance) -> Row[Any] | None:
 
 
 def _held(connection: Connection, run_id: int, fencing: int) -> Row[Any]:
+    """The run, for whoever holds it. Raises IllegalMove for anybody else."""
     row = connection.execute(select(training_runs).where(training_runs.c.id == run_id)).one_or_none()
     if row is None:
         raise NotFound(f"no training run {run_id}")
@@ -285,18 +323,30 @@ def _held(connection: Connection, run_id: int, fencing: int) -> Row[Any]:
         raise IllegalMove(f"run {run_id}: fencing token {fencing} is stale, the run's is {row.fencing}")
     if RunState(row.state).over:
         raise IllegalMove(f"run {run_id} is over ({row.state})")
+    if row.owner is not None and not is_member(connection, row.owner):
+        raise IllegalMove(f"run {run_id}: its process was given up")
     return row
 
 
-def _move(connection: Connection, run_id: int, fencing: int, state: RunState, **values: object) -> Row[Any]:
-    row = _held(connection, run_id, fencing)
+def _move(connection: Connection, row: Row[Any], state: RunState, **values: object) -> None:
     if state not in RUN_MOVES[RunState(row.state)]:
-        raise IllegalMove(f"run {run_id} cannot go from {row.state} to {state.value}")
-    finished = {"finished_at": datetime.now(UTC)} if state.over else {}
+        raise IllegalMove(f"run {row.id} cannot go from {row.state} to {state.value}")
+    finished = {"finished_at": time_of(connection)} if state.over else {}
     connection.execute(
-        update(training_runs).where(training_runs.c.id == run_id).values(state=state.value, **finished, **values)
+        update(training_runs).where(training_runs.c.id == row.id).values(state=state.value, **finished, **values)
     )
-    return row
+
+
+def _end(connection: Connection, row: Row[Any], state: RunState, error: str | None, *, give_back: bool = False) -> None:
+    _move(connection, row, state, error=error)
+    if give_back:
+        free_texts(connection, row.id)
+    elif state is RunState.CRASHED:
+        quarantine(connection, row.id, texts_of(row.id, Role.NEW), crashes() >= MAX_CRASHES)
+
+
+def _next_fencing(connection: Connection) -> int:
+    return (connection.execute(select(func.max(training_runs.c.fencing))).scalar() or 0) + 1
 
 
 def _get(connection: Connection, run_id: int) -> TrainingRun:
@@ -321,4 +371,5 @@ def _run(row: Row[Any]) -> TrainingRun:
         error=row.error,
         created_at=utc(row.created_at),
         finished_at=None if row.finished_at is None else utc(row.finished_at),
+        owner=row.owner,
     )

@@ -130,17 +130,48 @@ replay_domains = Table(
 )
 """One row a reservoir. seen: texts offered to it so far."""
 
-server_lease = Table(
-    "server_lease",
+members = Table(
+    "members",
     metadata,
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("token", String(32)),
-    Column("host", String(256)),
-    Column("machine", String(256)),
-    Column("pid", Integer),
-    Column("renewed_at", DateTime(timezone=True)),
+    Column("id", Serial, primary_key=True, autoincrement=True),
+    Column("token", String(32), nullable=False, unique=True),
+    Column("role", String(16), nullable=False),
+    Column("host", String(256), nullable=False),
+    Column("machine", String(256), nullable=False),
+    Column("pid", Integer, nullable=False),
+    Column("target", String(64)),
+    Column("tokenizer", String(64)),
+    Column("draft", String(64)),
+    Column("trains", Boolean, nullable=False),
+    Column("erased", Serial, nullable=False),
+    Column("renewed_at", DateTime(timezone=True), nullable=False),
+    sqlite_autoincrement=True,
 )
-"""One row: the server that owns this database, or nulls (store.lease). machine: tells equal host names apart."""
+"""The processes that share this database (store.members). machine: tells equal host names apart. target, tokenizer, draft: what
+it serves or trains; null until that is loaded. trains: it does training runs. erased: the newest erasure that it has carried
+out."""
+
+erasures = Table(
+    "erasures",
+    metadata,
+    Column("id", Serial, primary_key=True, autoincrement=True),
+    Column("selection", FreeText, nullable=False),
+    sqlite_autoincrement=True,
+)
+"""Erasures under way, which every process carries out in its memory before the rows go. selection: core.Selection as JSON."""
+
+round_costs = Table(
+    "round_costs",
+    metadata,
+    Column("target", String(64), primary_key=True),
+    Column("tokenizer", String(64), primary_key=True),
+    Column("draft", String(64), primary_key=True),
+    Column("machine", String(256), primary_key=True),
+    Column("seconds", Text, nullable=False),
+    Column("more", Text, nullable=False),
+    Column("measured_at", DateTime(timezone=True), nullable=False),
+)
+"""What rounds of a pair cost on a kind of machine: core.RoundCosts."""
 
 training_runs = Table(
     "training_runs",
@@ -149,6 +180,8 @@ training_runs = Table(
     Column("state", String(16), nullable=False),
     Column("trigger", String(16), nullable=False),
     Column("fencing", Integer, nullable=False),
+    Column("owner", String(32)),
+    Column("log_end", Serial),
     Column("idempotency_key", String(256), unique=True),
     Column("target", String(64), nullable=False),
     Column("tokenizer", String(64), nullable=False),
@@ -177,6 +210,9 @@ training_runs = Table(
     ),
 )
 
+"""owner: token of the process that does the run; null: a claimed run waits for one. log_end: the newest generation's seq when
+it was claimed, 0 in an empty log; null in rows of older releases."""
+
 run_texts = Table(
     "run_texts",
     metadata,
@@ -203,11 +239,13 @@ adapters = Table(
     Column("note", FreeText),
     Column("created_at", DateTime(timezone=True), nullable=False),
     Column("erased_texts", Integer),
+    Column("log_end", Serial),
     Index(None, "draft", "state"),
     # One active adapter a draft.
     Index("uq_adapters_active", "draft", unique=True, sqlite_where=ACTIVE, postgresql_where=ACTIVE),
 )
-"""erased_texts: see core.AdapterRef."""
+"""folder: its name below the root of all adapters. erased_texts: see core.AdapterRef. log_end: the newest generation's seq when
+it last became or ceased to be the active one; null: never."""
 
 evaluations = Table(
     "evaluations",

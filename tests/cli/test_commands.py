@@ -53,7 +53,7 @@ from service.models.weights import bytes_in_memory
 from service.settings import load_settings
 from service.store.database import REVISION, revision
 from service.store.generations import split_of
-from service.store.lease import Lease
+from service.store.members import Members
 from service.store.runs import MAX_CRASHES
 from tests.support.databases import PostgresDatabases
 from tests.support.oracle import naive
@@ -321,7 +321,7 @@ def put_aside(config: Path) -> int:
     ref = stores.adapters.add(
         run_id=learnt.id,
         fencing=learnt.fencing,
-        folder=Path("a"),
+        folder=stores.adapters.root / "a",
         sha256="",
         rank=1,
         scale=1.0,
@@ -388,7 +388,7 @@ def test_without_a_server_files_are_erased_with_the_rows(tmp_path: Path, redraft
     (shown,) = cells(redraft("adapters", "list", "--config", config).out)
     assert (shown[0], shown[1], shown[4]) == ("1", "revoked", "1")
     stores = open_stores(load_settings(config))
-    Lease(stores.database).acquire()  # a server may start
+    Members(stores.database).join()  # a server may start
     stores.close()
     done = redraft(*asked, "--everything", "--url", "http://127.0.0.1:1")
     assert (done.status, done.out) == (0, "0 generations deleted\n"), "a process that ended serves no more"

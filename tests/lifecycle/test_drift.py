@@ -164,11 +164,23 @@ def test_a_swap_restarts_the_detector_and_requests_across_it_are_ignored(install
 
 
 def test_a_swap_there_and_back_between_two_ticks_restarts_the_detector(installation: Installation) -> None:
-    with installation.server(enabled=False) as server:
+    with installation.server() as server:
+        ref = server.promote()
+        server.supervisor.activate(BARE_DRAFT)
         record(server, *[drafted(0.65) for _ in range(30)])
         assert follower(server).seen == 30
-        record(server, *[drafted(0.65, 7) for _ in range(3)], drafted(0.65))
+        server.supervisor.activate(ref.id)
+        server.supervisor.activate(BARE_DRAFT)
+        record(server, drafted(0.65))
         assert follower(server).seen == 1
+
+
+def test_a_process_that_still_drafts_with_another_version_changes_nothing(installation: Installation) -> None:
+    with installation.server(enabled=False) as server:
+        record(server, *[drafted(0.65) for _ in range(30)], *[drafted(0.1, 7) for _ in range(3)])
+        assert follower(server).seen == 30
+        record(server, drafted(0.1, 7), drafted(0.65), drafted(0.1, 7))
+        assert follower(server).seen == 31
 
 
 def test_generations_of_another_draft_are_ignored(installation: Installation) -> None:

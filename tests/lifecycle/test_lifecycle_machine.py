@@ -31,10 +31,13 @@ from service.lifecycle.switching import Switching
 from service.settings import GateSettings, TrainingSettings
 from service.store.adapters import Adapters
 from service.store.database import integrity
+from service.store.erasures import Erasures
 from service.store.files import folder_sha256
 from service.store.generations import Generations
 from service.store.lineage import Lineage
+from service.store.members import Members
 from service.store.replay import Replay
+from service.store.round_costs import MeasuredCosts
 from service.store.run_texts import Role
 from service.store.runs import Runs
 from service.store.tables import (
@@ -146,7 +149,6 @@ class Machine(RuleBasedStateMachine):
         self.home = Path(tempfile.mkdtemp())
         self.url = self.databases.empty(self.home)
         self.clock_offset = timedelta()
-        self.began = datetime.now(UTC)
         self.strain: str | None = None
         self.busy = False
         self.drifted = False
@@ -158,16 +160,21 @@ class Machine(RuleBasedStateMachine):
 
     def open(self) -> None:
         self.db = FailingDatabase(self.url)
-        self.runs, self.adapters = Runs(self.db), Adapters(self.db)
+        self.members = Members(self.db)
+        self.members.join()
+        self.runs, self.adapters = Runs(self.db), Adapters(self.db, self.home / "adapters")
         self.generations = Generations(self.db)
         self.engine, self.events = FakeEngine(), RecordedEvents()
         self.children = ScriptedLauncher(self.generations.undrafted_of)
         self.supervisor = Supervisor(
+            members=self.members,
             runs=self.runs,
             adapters=self.adapters,
             lineage=Lineage(self.db),
             generations=self.generations,
             replay=Replay(self.db),
+            costs=MeasuredCosts(self.db),
+            erasures=Erasures(self.db),
             switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
             launcher=self.children,
             events=self.events,
@@ -322,7 +329,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data(), retire=st.booleans())
     def operator_erases(self, data: st.DataObject, retire: bool) -> None:
-        names = [one.id for one in self.generations.by_ids(self.generations.names_after(WHO, self.began, 40))]
+        names = [one.id for one in self.generations.by_ids(self.generations.names_after(WHO, 0, 40))]
         chosen = (
             frozenset(data.draw(st.lists(st.sampled_from(names), unique=True, max_size=8))) if names else frozenset()
         )

@@ -110,7 +110,7 @@ def test_a_start_ends_the_open_runs_of_every_pair(installation: Installation) ->
     other = replace(WHO, target="other")
     with installation.server() as server:
         server.generations.add([replace(generation("theirs"), provenance=other)]).result(60)
-        run = server.runs.claim(trigger=Trigger.MANUAL, who=other, parent=0, limit=1)
+        run = server.runs.claim(trigger=Trigger.MANUAL, who=other, parent=0, limit=1, owner=server.members.token)
         assert run is not None and server.runs.unfinished() == [run]
     with installation.server() as successor:
         assert successor.runs.unfinished() == []

@@ -6,6 +6,7 @@ import pytest
 from sqlalchemy import text
 
 from service.core import RunState, StoreError, Trigger
+from tests.support.databases import POSTGRES
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation
 
 RULES: dict[str, Any] = {"min_cases": 3 * ENOUGH, "min_tokens": 12 * ENOUGH}
@@ -158,8 +159,9 @@ def test_a_failed_write_gives_a_poor_claim_back_all_the_same(installation: Insta
         check_consistent(server)
 
 
+@POSTGRES
 def test_two_servers_on_one_database_learn_from_them_once(installation: Installation) -> None:
-    with installation.server(**RULES) as one, installation.server(start=False, **RULES) as other:
+    with installation.server(**RULES) as one, installation.server(**RULES) as other:
         names = one.undrafted_traffic()
         installation.plan_children(cases=dict.fromkeys(names, 3))
         one.supervisor.tick()

@@ -12,7 +12,6 @@ from array import array
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,7 @@ def keep_targets(server: InProcessServer, root: Path) -> list[int]:
     assert application is not None
     generations = application.stores.generations
     who = application._serving.pair.provenance  # pyright: ignore[reportOptionalMemberAccess]
-    for made in generations.by_ids(generations.names_after(who, datetime.min.replace(tzinfo=UTC), 9)):
+    for made in generations.by_ids(generations.names_after(who, 0, 9)):
         assert made.targets is not None
         TargetCache(root / "home" / "targets", who.target).store(made, made.targets)
     return []

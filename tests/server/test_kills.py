@@ -40,7 +40,7 @@ def check_rows(server: LocalServer, stored: set[str]) -> None:
     try:
         assert integrity(database) == "ok"
         assert not stored - generation_ids(server)
-        adapters = Adapters(database).all()
+        adapters = Adapters(database, server.folder / "adapters").all()
         assert sum(ref.state is AdapterState.ACTIVE for ref in adapters) <= 1
         for ref in adapters:
             if ref.state in {AdapterState.ACTIVE, AdapterState.RETIRED}:
@@ -110,7 +110,9 @@ def check_restart(server: LocalServer, settled: set[str]) -> None:
     database = Database(f"sqlite:///{server.folder / 'redraft.db'}")
     try:
         assert all(run.state.over for run in Runs(database).latest(100))
-        known = {ref.id for ref in Adapters(database).all() if ref.state is AdapterState.ACTIVE}
+        known = {
+            ref.id for ref in Adapters(database, server.folder / "adapters").all() if ref.state is AdapterState.ACTIVE
+        }
         assert known == ({active} if active else set())
     finally:
         database.close()

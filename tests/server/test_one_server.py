@@ -16,7 +16,7 @@ from service.cli.root import app
 from service.core import DatabaseTaken, Unavailable
 from service.evaluation.server import LocalServer
 from service.settings import load_settings
-from service.store.lease import Lease, Owner
+from service.store.members import HostProcess, Members
 from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
 
 LONG = {"epochs": 500, "tick_seconds": 600.0}
@@ -77,7 +77,7 @@ def test_a_second_server_on_the_same_database_is_refused(
         assert second.stop() == 0
         # A stopped server frees the database for the next one.
         stores = open_stores(load_settings(first.config))
-        Lease(stores.database, Owner("elsewhere", "elsewhere", 1)).acquire()
+        Members(stores.database, process=HostProcess("elsewhere", "elsewhere", 1)).join()
         stores.close()
     finally:
         first.stop()

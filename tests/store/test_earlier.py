@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from service.core import RunState, Trigger
 from service.store.adapters import Adapters
 from service.store.database import Database
 from service.store.generations import Generations
 from service.store.runs import Runs
-from tests.support.store_rows import HELD_OUT_TEXT, LOST, WHO, WON, case, generation
+from tests.support.store_rows import ADAPTERS, HELD_OUT_TEXT, LOST, WHO, WON, case, generation
 
 
 def run_on_all(database: Database) -> int:
@@ -20,14 +19,14 @@ def run_on_all(database: Database) -> int:
 
 
 def ended(database: Database, run_id: int, *, taken_back: bool) -> None:
-    runs, adapters = Runs(database), Adapters(database)
+    runs, adapters = Runs(database), Adapters(database, ADAPTERS)
     run = runs.get(run_id)
     for state in (RunState.TRAINING, RunState.SCORING):
         runs.move(run.id, run.fencing, state)
     ref = adapters.add(
         run_id=run.id,
         fencing=run.fencing,
-        folder=Path(f"/adapters/{run.id}"),
+        folder=ADAPTERS / f"{run.id}",
         sha256="5" * 64,
         rank=8,
         scale=2.0,

@@ -28,14 +28,14 @@ from service.store.lineage import Lineage
 from service.store.run_texts import Role
 from service.store.runs import Runs
 from tests.support.databases import SQLITE
-from tests.support.store_rows import HELD_OUT_TEXT, LOST, START, WHO, case, generation, promote
+from tests.support.store_rows import ADAPTERS, HELD_OUT_TEXT, LOST, START, WHO, case, generation, promote
 
 
 class House:
     """The stores of one database, and runs that learn from named texts."""
 
     def __init__(self, database: Database) -> None:
-        self.log, self.runs, self.adapters = Generations(database), Runs(database), Adapters(database)
+        self.log, self.runs, self.adapters = Generations(database), Runs(database), Adapters(database, ADAPTERS)
         self.lineage = Lineage(database)
 
     def add(self, *names: str, client: str = "ada", who: Provenance = WHO, new: bool = False) -> None:
@@ -155,7 +155,7 @@ def test_what_never_served_stays_what_it_is(house: House) -> None:
     ref = house.adapters.add(
         run_id=run.id,
         fencing=run.fencing,
-        folder=Path("lost"),
+        folder=ADAPTERS / "lost",
         sha256="",
         rank=1,
         scale=1.0,

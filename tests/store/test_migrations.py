@@ -7,7 +7,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from service.store.generations import Generations
 from service.store.runs import Runs
 from service.store.tables import metadata
 from tests.support.databases import POSTGRES, SQLITE, Databases, run_sql
-from tests.support.store_rows import WHO, generation, targets, url_of
+from tests.support.store_rows import ADAPTERS, WHO, generation, targets, url_of
 
 ROOT = Path(__file__).parent.parent.parent
 NEW_YEAR = datetime(2026, 1, 1, tzinfo=UTC)
@@ -238,6 +238,9 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(bare: str) 
     assert {row.pop("copies") for row in after["generations"]} == {1}
     assert {row.pop("grammar") for row in after["generations"]} == {None}
     assert {row.pop("erased_texts") for row in after["adapters"]} == {None}
+    for row in (*after["adapters"], *after["training_runs"]):
+        del row["log_end"]
+    assert {row.pop("owner") for row in after["training_runs"]} == {None}
     known = {row["seq"]: row.pop("cases") for row in after["generations"]}
     assert known == {7: None, 8: 1, 9: 1, 10: 1, bad: 1}, "the cases of an undrafted text are not known"
     aside = [(row["seq"], run) for row in after["generations"] if (run := row.pop("quarantined_run")) is not None]
@@ -309,10 +312,46 @@ def test_of_two_open_runs_and_two_active_adapters_the_newer_one_stays(bare: str)
     ]  # fmt: skip
     assert runs[2].finished_at is not None and "another run" in str(runs[2].error)
     assert [Runs(database).texts(i) for i in range(1, 7)] == [1, 0, 0, 1, 1, 1], "they did not crash over their texts"
-    assert [ref.state.value for ref in Adapters(database).all()] == ["active", "retired", "active", "retired"]
+    assert [ref.state.value for ref in Adapters(database, ADAPTERS).all()] == ["active", "retired", "active", "retired"]
     current = Runs(database).current(Provenance("t", "k", "d"))
     assert current is not None and current.state is RunState.SCORING
     database.close()
+
+
+def test_places_in_the_log_are_found_by_when_its_texts_were_made(bare: str) -> None:
+    command.upgrade(configured(bare), "0010")
+    made = {"prompt": b"1234", "output": b"1234", "text_key": "k", "copies": 1}
+    hours = [NEW_YEAR + timedelta(hours=i) for i in range(6)]
+    put(
+        bare,
+        "generations",
+        *({"seq": i, "id": f"g{i}", **made, "created_at": hours[i]} for i in range(1, 6)),
+    )
+    triggers = ((1, "drift", 2), (2, "cases", 3))
+    put(
+        bare,
+        "training_runs",
+        *({"id": i, "trigger": trigger, "state": "failed", "created_at": hours[at]} for i, trigger, at in triggers),
+    )
+    states = ((1, "active", "d"), (2, "retired", "d"), (3, "active", "never judged"))
+    put(bare, "adapters", *({"id": i, "folder": f"f{i}", "state": state, "draft": d} for i, state, d in states))
+    gates = ((1, 1, "gate", 4), (2, 2, "gate", 2), (3, 1, "watch", 5))
+    put(
+        bare,
+        "evaluations",
+        *(
+            {"id": i, "adapter": adapter, "kind": kind, "verdict": "{}", "created_at": hours[at]}
+            for i, adapter, kind, at in gates
+        ),
+    )
+    run_sql(
+        bare,
+        "UPDATE server_lease SET token = 'they', host = 'h', machine = 'm', pid = 7, renewed_at = CURRENT_TIMESTAMP",
+    )
+    upgrade(bare)
+    assert ask(bare, text("SELECT id, log_end FROM training_runs ORDER BY id")) == [(1, 2), (2, None)]
+    assert ask(bare, text("SELECT id, log_end FROM adapters ORDER BY id")) == [(1, 4), (2, None), (3, None)]
+    assert ask(bare, text("SELECT token, role, pid FROM members")) == [("they", "server", 7)], "it may still be at work"
 
 
 def test_a_revoked_adapter_does_not_serve_an_earlier_version(bare: str) -> None:

@@ -44,12 +44,12 @@ from service.store.cases import CaseRow, Cases
 from service.store.database import Database, integrity, upgrade
 from service.store.files import folder_sha256
 from service.store.generations import CaseStats, Generations, UntrainedCounts
-from service.store.lease import Lease, Owner
+from service.store.members import HostProcess, Members
 from service.store.quarantine import Held, Quarantine
 from service.store.replay import Replay
 from service.store.runs import Runs
 from tests.support.lifecycle_server import WHO, Installation
-from tests.support.store_rows import url_of
+from tests.support.store_rows import ADAPTERS, url_of
 
 DATA = Path(__file__).parent / "data"
 SQL = (DATA / "release_1d3be14.sql").read_text(encoding="utf-8")
@@ -187,7 +187,13 @@ def test_runs_are_as_they_were(database: Database) -> None:
     assert [runs.loss_curve(run.id) for run in EXPECTED.runs] == EXPECTED.curves
     assert {run.state for run in EXPECTED.runs} > {state for state in RunState if state.over}
     assert runs.current(WHO) == runs.by_key("evening of the 2nd") == EXPECTED.runs[0] == runs.get(15)
-    assert runs.drift_answered("draft") == runs.get(14).created_at
+    recorded = {one.id for one in GENERATIONS if one.created_at <= runs.get(14).created_at}
+    assert 0 < len(recorded) < len(GENERATIONS)
+    newest = runs.drift_answered("draft")
+    later = set(Generations(database).names_after(WHO, newest, 100))
+    assert not later & recorded and later | recorded >= {
+        one.id for one in GENERATIONS if one.provenance == WHO and one.output
+    }
 
 
 def test_runs_have_the_texts_that_they_had(database: Database) -> None:
@@ -201,7 +207,7 @@ def test_runs_have_the_texts_that_they_had(database: Database) -> None:
 
 
 def test_adapters_and_verdicts_are_as_they_were(database: Database) -> None:
-    adapters = Adapters(database)
+    adapters = Adapters(database, ADAPTERS)
     assert adapters.all() == EXPECTED.adapters
     assert {ref.state for ref in EXPECTED.adapters} == set(AdapterState) - {AdapterState.REVOKED}, (
         "that release had no others"
@@ -306,9 +312,9 @@ def test_copies_of_old_texts_are_counted_in_their_rows(database: Database) -> No
 
 
 def test_one_server_at_a_time_owns_it(database: Database) -> None:
-    Lease(database).acquire()
+    Members(database).join()
     with pytest.raises(DatabaseTaken):
-        Lease(database, Owner("elsewhere", "another", 1)).acquire()
+        Members(database, process=HostProcess("elsewhere", "another", 1)).join()
 
 
 def write_adapters(folder: Path) -> None:
@@ -328,7 +334,7 @@ def test_the_lifecycle_goes_on(tmp_path: Path) -> None:
     house = Installation(tmp_path, url)
     with house.server(min_cases=1) as server:
         crashed = server.runs.get(15)
-        assert (crashed.state, crashed.error) == (RunState.CRASHED, "the server ended while it ran")
+        assert (crashed.state, crashed.error) == (RunState.CRASHED, "its process ended while it ran")
         assert server.adapters.get(9).state is AdapterState.BROKEN
         assert server.engine.active == 8
         assert server.generations.counts(WHO) == UntrainedCounts(18, 84, 10, 41, rate=56 / 267)

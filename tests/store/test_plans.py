@@ -15,7 +15,7 @@ from service.store.generations import Generations, untrained_generations
 from service.store.runs import Runs
 from service.store.tables import generations
 from tests.support.databases import POSTGRES, SQLITE, run_sql
-from tests.support.store_rows import START, WHO, case, generation
+from tests.support.store_rows import WHO, case, generation
 
 
 def plan(database: Database, query: Any) -> str:
@@ -45,7 +45,7 @@ def test_a_run_takes_the_newest_and_all_their_cases(database: Database) -> None:
 def test_the_newest_are_read_from_the_end_without_sorting(database: Database) -> None:
     store = Generations(database)
     with asked() as found:
-        store.names_after(WHO, START, 200)
+        store.names_after(WHO, 0, 200)
         store.drafting(WHO, 500, above=7, below=9)
     wanted = [statement for statement, _ in found if "FROM generations" in statement]
     assert len(wanted) == 2
@@ -91,7 +91,7 @@ def test_a_full_log_in_postgresql_is_read_by_its_indexes(database: Database) -> 
     full(database)
     store = Generations(database)
     with asked() as found:
-        store.names_after(WHO, START, 200)
+        store.names_after(WHO, 0, 200)
         store.drafting(WHO, 500, above=7, below=9000)
         store.by_ids(["n7", "n8"])
         store.add([generation(output=[1, 2])]).result()

@@ -8,14 +8,14 @@ from service.store.database import Database
 from service.store.generations import Generations
 from service.store.quarantine import Held, Quarantine
 from service.store.runs import MAX_CRASHES, Runs
-from tests.support.store_rows import LOST, WHO, case, generation, promote
+from tests.support.store_rows import ADAPTERS, LOST, WHO, case, generation, promote
 
 
 class QuarantineStores:
     """The stores of one database, and helpers that put cases into quarantine."""
 
     def __init__(self, database: Database) -> None:
-        self.log, self.runs, self.adapters = Generations(database), Runs(database), Adapters(database)
+        self.log, self.runs, self.adapters = Generations(database), Runs(database), Adapters(database, ADAPTERS)
         self.quarantine = Quarantine(database)
 
     def claim(self) -> TrainingRun:

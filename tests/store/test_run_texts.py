@@ -17,7 +17,7 @@ from service.store.replay import Replay
 from service.store.run_texts import Role
 from service.store.runs import Runs
 from service.store.tables import generations, run_texts
-from tests.support.store_rows import LOST, WHO, case, generation, promote
+from tests.support.store_rows import ADAPTERS, LOST, WHO, case, generation, promote
 
 OTHER = replace(WHO, draft="e" * 64)
 
@@ -27,7 +27,7 @@ class Texts:
 
     def __init__(self, database: Database) -> None:
         self.database = database
-        self.log, self.runs, self.adapters = Generations(database), Runs(database), Adapters(database)
+        self.log, self.runs, self.adapters = Generations(database), Runs(database), Adapters(database, ADAPTERS)
 
     def add(self, count: int = 1, cases: int = 1) -> list[Generation]:
         made = [generation(cases=[case(i) for i in range(cases)]) for _ in range(count)]

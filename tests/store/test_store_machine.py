@@ -40,7 +40,7 @@ from service.store.run_texts import Role
 from service.store.runs import MAX_CRASHES, Runs
 from service.store.tables import adapters, evaluations, generations, metadata, run_texts, training_runs
 from tests.support.databases import Databases
-from tests.support.store_rows import LOST, WHO, WON, case, generation
+from tests.support.store_rows import ADAPTERS, LOST, WHO, WON, case, generation
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class Machine(RuleBasedStateMachine):
         runs, store = Runs(self.database), Generations(self.database)
         known = runs.by_key(key) if key else None
         open_now, waiting = runs.current(DRAFTS[draft]), store.counts(DRAFTS[draft]).generations
-        parent = Adapters(self.database).active(DRAFTS[draft].draft)
+        parent = Adapters(self.database, ADAPTERS).active(DRAFTS[draft].draft)
         run = runs.claim(
             trigger=Trigger.CASES,
             who=DRAFTS[draft],
@@ -132,10 +132,10 @@ class Machine(RuleBasedStateMachine):
         legal = offset == 0 and not self.run_states[run].over
         made = self.attempt(
             legal,
-            lambda: Adapters(self.database).add(
+            lambda: Adapters(self.database, ADAPTERS).add(
                 run_id=run,
                 fencing=self.tokens[run] + offset,
-                folder=Path(f"/adapters/{len(self.owner)}"),
+                folder=ADAPTERS / f"{len(self.owner)}",
                 sha256="5" * 64,
                 rank=8,
                 scale=2.0,
@@ -162,7 +162,7 @@ class Machine(RuleBasedStateMachine):
         )
         done = self.attempt(legal, lambda: Runs(self.database).promote(run, self.tokens[run] + offset, adapter, WON))
         if done is not None:
-            active = Adapters(self.database).active(self.drafts[run])
+            active = Adapters(self.database, ADAPTERS).active(self.drafts[run])
             assert active is not None
             assert (active.id, done.adapter, done.state) == (adapter, adapter, RunState.PROMOTED)
 
@@ -181,17 +181,20 @@ class Machine(RuleBasedStateMachine):
     def activate(self, adapter: int, draft: int) -> None:
         state, mine = self.adapter_states[adapter], self.drafts[self.owner[adapter]] == DRAFTS[draft].draft
         legal = mine and (state is AdapterState.ACTIVE or AdapterState.ACTIVE in ADAPTER_MOVES[state])
-        if self.attempt(legal, lambda: Adapters(self.database).activate(adapter, DRAFTS[draft].draft)) is not None:
+        if (
+            self.attempt(legal, lambda: Adapters(self.database, ADAPTERS).activate(adapter, DRAFTS[draft].draft))
+            is not None
+        ):
             self.chosen.add(adapter)
 
     @rule(draft=st.integers(0, 1))
     def serve_bare(self, draft: int) -> None:
-        assert Adapters(self.database).activate(0, DRAFTS[draft].draft) is None
-        assert Adapters(self.database).active(DRAFTS[draft].draft) is None
+        assert Adapters(self.database, ADAPTERS).activate(0, DRAFTS[draft].draft) is None
+        assert Adapters(self.database, ADAPTERS).active(DRAFTS[draft].draft) is None
 
     @rule(adapter=adapters_made)
     def roll_back(self, adapter: int) -> None:
-        store = Adapters(self.database)
+        store = Adapters(self.database, ADAPTERS)
         legal = self.adapter_states[adapter] is AdapterState.ACTIVE
         wanted, ancestor = None, store.get(adapter).parent
         while wanted is None and ancestor:
@@ -234,7 +237,7 @@ class Machine(RuleBasedStateMachine):
     @rule(adapter=consumes(adapters_made))
     def breaks(self, adapter: int) -> None:
         legal = AdapterState.BROKEN in ADAPTER_MOVES[self.adapter_states[adapter]]
-        self.attempt(legal, lambda: Adapters(self.database).broken(adapter, "cannot be read"))
+        self.attempt(legal, lambda: Adapters(self.database, ADAPTERS).broken(adapter, "cannot be read"))
 
     @rule()
     def reopen(self) -> None:
@@ -283,7 +286,7 @@ class Machine(RuleBasedStateMachine):
         before.update(after)
 
     def serving(self, draft: str) -> int:
-        active = Adapters(self.database).active(draft)
+        active = Adapters(self.database, ADAPTERS).active(draft)
         return active.id if active else 0
 
     def attempt(self, legal: bool, act: Callable[[], T]) -> T | None:

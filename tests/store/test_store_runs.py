@@ -3,7 +3,6 @@ from __future__ import annotations
 import threading
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from sqlalchemy import insert, literal, select
@@ -27,7 +26,7 @@ from service.store.generations import Generations, UntrainedCounts
 from service.store.replay import Replay
 from service.store.runs import Runs
 from service.store.tables import adapters, training_runs
-from tests.support.store_rows import LOST, START, WHO, WON, case, generation, promote
+from tests.support.store_rows import ADAPTERS, LOST, START, WHO, WON, case, generation, promote
 
 PATHS = {
     RunState.CLAIMED: [],
@@ -39,7 +38,7 @@ OPEN = list(PATHS)
 
 
 def claim(database: Database, key: str | None = None, limit: int = 100) -> TrainingRun:
-    active = Adapters(database).active(WHO.draft)
+    active = Adapters(database, ADAPTERS).active(WHO.draft)
     parent = active.id if active is not None else 0
     run = Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=parent, limit=limit, idempotency_key=key)
     assert run is not None
@@ -56,10 +55,10 @@ def at(database: Database, state: RunState) -> TrainingRun:
 
 
 def candidate(database: Database, run: TrainingRun, parent: int = 0) -> AdapterRef:
-    return Adapters(database).add(
+    return Adapters(database, ADAPTERS).add(
         run_id=run.id,
         fencing=run.fencing,
-        folder=Path(f"/adapters/{run.id}"),
+        folder=ADAPTERS / f"{run.id}",
         sha256="5" * 64,
         rank=8,
         scale=2.0,
@@ -73,7 +72,7 @@ def promoted(database: Database, parent: int = 0) -> AdapterRef:
     run = at(database, RunState.STAGING)
     ref = candidate(database, run, parent)
     Runs(database).promote(run.id, run.fencing, ref.id, WON)
-    return Adapters(database).get(ref.id)
+    return Adapters(database, ADAPTERS).get(ref.id)
 
 
 def test_a_claim_takes_the_newest_and_their_ties(database: Database) -> None:
@@ -95,7 +94,7 @@ def test_nothing_to_train_on_is_no_run(database: Database) -> None:
 
 
 def test_promotion_is_one_step_for_run_adapters_and_cases(database: Database) -> None:
-    store, adapters, runs = Generations(database), Adapters(database), Runs(database)
+    store, adapters, runs = Generations(database), Adapters(database, ADAPTERS), Runs(database)
     first = promoted(database)
     second = promoted(database, parent=first.id)
     assert adapters.get(first.id).state is AdapterState.RETIRED
@@ -112,7 +111,7 @@ def test_promotion_is_one_step_for_run_adapters_and_cases(database: Database) ->
 
 @pytest.mark.parametrize("word", ["an adapter", "the bare draft"])
 def test_a_candidate_is_promoted_only_over_what_it_was_compared_with(database: Database, word: str) -> None:
-    adapters, runs = Adapters(database), Runs(database)
+    adapters, runs = Adapters(database, ADAPTERS), Runs(database)
     old, parent = promoted(database), promoted(database, parent=1)
     run = at(database, RunState.STAGING)
     ref = candidate(database, run, parent.id)
@@ -132,8 +131,8 @@ def test_a_lost_gate_uses_up_the_cases(database: Database) -> None:
     ref = candidate(database, run)
     lost = Runs(database).reject(run.id, run.fencing, ref.id, LOST)
     assert (lost.state, lost.verdict) == (RunState.REJECTED, LOST)
-    assert Adapters(database).get(ref.id).state is AdapterState.REJECTED
-    assert Adapters(database).active(WHO.draft) is None
+    assert Adapters(database, ADAPTERS).get(ref.id).state is AdapterState.REJECTED
+    assert Adapters(database, ADAPTERS).active(WHO.draft) is None
     assert Generations(database).stats().trained == 1
     assert Generations(database).counts(WHO).cases == 0
 
@@ -193,7 +192,7 @@ def test_only_legal_moves_are_made(database: Database, state: RunState) -> None:
     if RunState.PROMOTED not in RUN_MOVES[state]:
         with pytest.raises(IllegalMove):
             runs.promote(run.id, run.fencing, candidate(database, run).id, WON)
-        assert Adapters(database).active(WHO.draft) is None
+        assert Adapters(database, ADAPTERS).active(WHO.draft) is None
     assert runs.get(run.id).state is state
 
 
@@ -213,10 +212,10 @@ def test_a_finished_run_stays_finished(database: Database, end: RunState) -> Non
     with pytest.raises(IllegalMove):
         runs.reject(run.id, run.fencing, ref.id, LOST)
     with pytest.raises(IllegalMove):
-        Adapters(database).add(
+        Adapters(database, ADAPTERS).add(
             run_id=run.id,
             fencing=run.fencing,
-            folder=Path("/adapters/late"),
+            folder=ADAPTERS / "late",
             sha256="6" * 64,
             rank=8,
             scale=2.0,
@@ -225,12 +224,12 @@ def test_a_finished_run_stays_finished(database: Database, end: RunState) -> Non
             parent=0,
         )
     assert runs.get(run.id) == over
-    assert Adapters(database).get(ref.id).state is AdapterState.CANDIDATE
+    assert Adapters(database, ADAPTERS).get(ref.id).state is AdapterState.CANDIDATE
 
 
 @pytest.mark.parametrize("offset", [-1, 1])
 def test_a_stale_token_moves_nothing(database: Database, offset: int) -> None:
-    runs, adapters = Runs(database), Adapters(database)
+    runs, adapters = Runs(database), Adapters(database, ADAPTERS)
     first = at(database, RunState.CLAIMED)
     runs.move(first.id, first.fencing, RunState.CRASHED)
     run = at(database, RunState.SCORING)
@@ -249,7 +248,7 @@ def test_a_stale_token_moves_nothing(database: Database, offset: int) -> None:
         adapters.add(
             run_id=run.id,
             fencing=stale,
-            folder=Path("/adapters/stale"),
+            folder=ADAPTERS / "stale",
             sha256="6" * 64,
             rank=8,
             scale=2.0,
@@ -262,7 +261,7 @@ def test_a_stale_token_moves_nothing(database: Database, offset: int) -> None:
 
 
 def test_unknown_ids_are_not_found(database: Database) -> None:
-    runs, adapters = Runs(database), Adapters(database)
+    runs, adapters = Runs(database), Adapters(database, ADAPTERS)
     for ask in (
         runs.get,
         runs.loss_curve,
@@ -326,7 +325,7 @@ def test_the_database_itself_allows_one_open_run_of_a_pair(database: Database, s
 
 def test_the_database_itself_allows_one_active_adapter_of_a_draft(database: Database) -> None:
     Generations(database).add([generation()]).result()
-    ref = promote(Runs(database), Adapters(database), claim(database))
+    ref = promote(Runs(database), Adapters(database, ADAPTERS), claim(database))
     twin = {"folder": "other", "sha256": "", "rank": 1, "scale": 1.0, "keys": "[]", "parent": 0, "created_at": START}
 
     def add(draft: str, state: AdapterState) -> None:
@@ -337,7 +336,7 @@ def test_the_database_itself_allows_one_active_adapter_of_a_draft(database: Data
         add(WHO.draft, AdapterState.ACTIVE)
     add(WHO.draft, AdapterState.RETIRED)
     add("other", AdapterState.ACTIVE)
-    active = Adapters(database).active(WHO.draft)
+    active = Adapters(database, ADAPTERS).active(WHO.draft)
     assert active is not None and active.id == ref.id
 
 
@@ -364,7 +363,7 @@ def test_progress_becomes_a_curve(database: Database) -> None:
 
 
 def test_a_rollback_reaches_the_nearest_servable_ancestor(database: Database) -> None:
-    adapters = Adapters(database)
+    adapters = Adapters(database, ADAPTERS)
     first = promoted(database)
     second = promoted(database, parent=first.id)
     third = promoted(database, parent=second.id)
@@ -380,7 +379,7 @@ def test_a_rollback_reaches_the_nearest_servable_ancestor(database: Database) ->
 
 
 def test_a_rolled_back_ancestor_returns_only_by_an_operators_choice(database: Database) -> None:
-    adapters = Adapters(database)
+    adapters = Adapters(database, ADAPTERS)
     first = promoted(database)
     second = promoted(database, parent=first.id)
     assert adapters.take_back(second.id, second.parent, LOST) == adapters.get(first.id)
@@ -392,7 +391,7 @@ def test_a_rolled_back_ancestor_returns_only_by_an_operators_choice(database: Da
 
 
 def test_an_operator_may_choose_only_adapters_that_served_before(database: Database) -> None:
-    adapters = Adapters(database)
+    adapters = Adapters(database, ADAPTERS)
     first = promoted(database)
     second = promoted(database, parent=first.id)
     adapters.activate(first.id, WHO.draft)
@@ -416,7 +415,7 @@ def test_an_operator_may_choose_only_adapters_that_served_before(database: Datab
 
 
 def test_a_run_is_judged_by_its_own_adapter(database: Database) -> None:
-    runs, adapters = Runs(database), Adapters(database)
+    runs, adapters = Runs(database), Adapters(database, ADAPTERS)
     earlier = promoted(database)
     adapters.activate(0, WHO.draft)
     run = at(database, RunState.STAGING)
@@ -424,7 +423,7 @@ def test_a_run_is_judged_by_its_own_adapter(database: Database) -> None:
         adapters.add(
             run_id=run.id,
             fencing=run.fencing,
-            folder=Path("/adapters/foreign"),
+            folder=ADAPTERS / "foreign",
             sha256="6" * 64,
             rank=8,
             scale=2.0,
@@ -454,7 +453,7 @@ def test_a_pause_is_recorded_without_changing_other_progress(database: Database)
 
 
 def test_a_rollback_quarantines_cases_and_empties_their_replay(database: Database) -> None:
-    store, adapters, replay = Generations(database), Adapters(database), Replay(database)
+    store, adapters, replay = Generations(database), Adapters(database, ADAPTERS), Replay(database)
     good = generation(cases=[case(0)])
     store.add([good]).result()
     first = promoted(database)  # claims everything there is
@@ -477,7 +476,7 @@ def test_a_rollback_quarantines_cases_and_empties_their_replay(database: Databas
 
 
 def test_taking_back_may_mean_the_bare_draft(database: Database) -> None:
-    adapters = Adapters(database)
+    adapters = Adapters(database, ADAPTERS)
     first = promoted(database)
     second = promoted(database, parent=first.id)
     assert adapters.take_back(second.id, 0, LOST) is None
@@ -489,7 +488,7 @@ def test_taking_back_may_mean_the_bare_draft(database: Database) -> None:
 
 
 def test_watches_are_listed_newest_first(database: Database) -> None:
-    adapters = Adapters(database)
+    adapters = Adapters(database, ADAPTERS)
     first = promoted(database)
     adapters.record_evaluation(first.id, "look", WON)
     adapters.record_evaluation(first.id, "watch", WON)
@@ -508,15 +507,17 @@ def test_drift_is_answered_by_a_verdict_alone(database: Database) -> None:
         assert run is not None
         return run
 
-    assert runs.drift_answered(WHO.draft) is None
+    assert runs.drift_answered(WHO.draft) == 0
     run = drifted()
-    assert runs.drift_answered(WHO.draft) is None
+    assert runs.drift_answered(WHO.draft) == 0
     runs.move(run.id, run.fencing, RunState.CRASHED)
-    assert runs.drift_answered(WHO.draft) is None
+    assert runs.drift_answered(WHO.draft) == 0
     usual = claim(database)
     runs.move(usual.id, usual.fencing, RunState.FAILED, error="x")
-    assert runs.drift_answered(WHO.draft) is None, "not those started by drift"
+    assert runs.drift_answered(WHO.draft) == 0, "not those started by drift"
     run = drifted()
     runs.move(run.id, run.fencing, RunState.FAILED, error="x")
-    assert runs.drift_answered(WHO.draft) == run.created_at
-    assert runs.drift_answered("another") is None
+    store.add([generation()]).result()
+    newest = store.drafting(WHO, 2)
+    assert runs.drift_answered(WHO.draft) == newest[1].seq, "the newest text when it was claimed"
+    assert runs.drift_answered("another") == 0

@@ -19,7 +19,7 @@ from service.store.lineage import Lineage
 from service.store.replay import Replay
 from service.store.runs import Runs
 from service.store.tables import adapters, grammars
-from tests.support.store_rows import WHO, generation, promote
+from tests.support.store_rows import ADAPTERS, WHO, generation, promote
 
 ODD = ["a\0b", "\x10", "\x100", "\x10\x10\0", "\0" * 128, "\x7f\u0085\u2028\ufeff", "🦔" * 128, "'; --\\x00 %s :x"]
 
@@ -57,8 +57,8 @@ def test_why_an_adapter_is_broken_is_stored_in_full(database: Database) -> None:
     runs = Runs(database)
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=1)
     assert run is not None
-    ref = promote(runs, Adapters(database), run)
-    Adapters(database).broken(ref.id, "a\0b\x10")
+    ref = promote(runs, Adapters(database, ADAPTERS), run)
+    Adapters(database, ADAPTERS).broken(ref.id, "a\0b\x10")
     with database.read() as connection:
         assert connection.execute(select(adapters.c.note)).scalar() == "a\0b\x10"
 

@@ -26,7 +26,7 @@ from service.store.database import Database
 from service.store.generations import Generations, UntrainedCounts
 from service.store.replay import Replay
 from service.store.runs import Runs
-from tests.support.store_rows import HELD_OUT_TEXT, WHO, WON, case, generation, promote, targets
+from tests.support.store_rows import ADAPTERS, HELD_OUT_TEXT, WHO, WON, case, generation, promote, targets
 
 GREEDY, SEEDED, UNSEEDED = Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0)
 _numbers = itertools.count()
@@ -162,7 +162,7 @@ def test_a_run_that_gave_its_texts_back_answered_no_drift(log: Generations, runs
         run = runs.claim(trigger=Trigger.DRIFT, who=WHO, parent=BARE_DRAFT, limit=9)
         assert run is not None
         runs.move(run.id, run.fencing, RunState.FAILED, give_back=give_back)
-        assert (runs.drift_answered(WHO.draft) is None) is give_back
+        assert (runs.drift_answered(WHO.draft) == 0) is give_back
 
 
 def test_a_crash_frees_them_and_what_a_run_had_it_keeps(log: Generations, runs: Runs) -> None:
@@ -184,7 +184,7 @@ def test_a_crash_frees_them_and_what_a_run_had_it_keeps(log: Generations, runs: 
 def test_quarantined_texts_do_not_come_back(database: Database, log: Generations, runs: Runs) -> None:
     made = plain()
     log.add([made]).result()
-    adapters = Adapters(database)
+    adapters = Adapters(database, ADAPTERS)
     ref = promote(runs, adapters, claim(runs))
     adapters.take_back(ref.id, BARE_DRAFT, WON)
     log.add([replace(made, id="copy", rounds=drafted(10), cases=(case(0),))]).result()

@@ -136,6 +136,5 @@ class PostgresDatabases:
         statements = (
             *(f"DELETE FROM {table}" for table in tables),
             "SELECT setval(oid, 1, false) FROM pg_class WHERE relkind = 'S'",
-            "INSERT INTO server_lease (id) VALUES (1)",
         )
         self.server.execute(";".join(statements), database=name)

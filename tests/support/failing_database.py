@@ -26,12 +26,23 @@ class FailingDatabase(Database):
         self.writes_left, self.after, self.error = writes, after, error or Killed()
 
     def write(
-        self, work: Callable[[Connection], T], *, urgent: bool = True, scrub: bool = False, shared: bool = False
+        self,
+        work: Callable[[Connection], T],
+        *,
+        urgent: bool = True,
+        scrub: bool = False,
+        shared: bool = False,
+        by_member: bool = True,
     ) -> Future[T]:
+        def write() -> Future[T]:
+            return super(FailingDatabase, self).write(
+                work, urgent=urgent, scrub=scrub, shared=shared, by_member=by_member
+            )
+
         if self.writes_left is not None and not scrub:  # when purges run depends on the time
             self.writes_left -= 1
             if self.writes_left == 0:
                 if self.after:
-                    super().write(work, urgent=urgent, scrub=scrub, shared=shared).result()
+                    write().result()
                 raise self.error
-        return super().write(work, urgent=urgent, scrub=scrub, shared=shared)
+        return write()

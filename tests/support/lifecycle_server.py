@@ -41,16 +41,22 @@ from service.lifecycle.switching import Switching
 from service.settings import GateSettings, TrainingSettings
 from service.store.adapters import Adapters
 from service.store.database import integrity
+from service.store.erasures import Erasures
 from service.store.files import folder_sha256
 from service.store.generations import Generations, split_of
 from service.store.lineage import Lineage
+from service.store.members import HostProcess, Members
 from service.store.replay import Replay
+from service.store.round_costs import MeasuredCosts
 from service.store.runs import Runs
+from tests.support.databases import run_sql
 from tests.support.failing_database import FailingDatabase
 
 T = TypeVar("T")
 
 WHO = Provenance("target", "tokenizer", "draft")
+HERE = HostProcess.here()
+_numbers = itertools.count()
 ENOUGH = 6
 """Generations that start a run, and that end a watch."""
 
@@ -197,9 +203,15 @@ class Server:
     def __init__(
         self, installation: "Installation", *, spec: Mapping[str, object] | None = None, **training: object
     ) -> None:
+        self.installation = installation
         self.db = FailingDatabase(installation.url)
-        self.generations, self.runs, self.adapters = Generations(self.db), Runs(self.db), Adapters(self.db)
+        root = installation.home / "adapters"
+        self.generations, self.runs, self.adapters = Generations(self.db), Runs(self.db), Adapters(self.db, root)
         self.replay = Replay(self.db)
+        # Processes of one machine each, but for SQLite, where each takes the place of the one before.
+        machine = HERE.machine if self.db.kind == "SQLite" else f"machine {next(_numbers)}"
+        self.members = Members(self.db, process=replace(HERE, machine=machine))
+        self.members.join()
         self.engine, self.events = FakeEngine(), RecordedEvents()
         self.launcher = Launcher(
             installation.home / "child.log",
@@ -209,11 +221,14 @@ class Server:
         self.strain: str | None = None
         settings = {"min_cases": 3 * ENOUGH, "min_tokens": 10, "cooldown_seconds": 0.0, **training}
         self.supervisor = Supervisor(
+            members=self.members,
             runs=self.runs,
             adapters=self.adapters,
             lineage=Lineage(self.db),
             generations=self.generations,
             replay=self.replay,
+            costs=MeasuredCosts(self.db),
+            erasures=Erasures(self.db),
             switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
             launcher=self.launcher,
             events=self.events,
@@ -227,8 +242,8 @@ class Server:
                     backoff_seconds=installation.backoff,
                 ),
                 max_generations=installation.keep,
-                adapters=installation.home / "adapters",
-                spec={"out": str(installation.home / "adapters"), **(spec or {})},
+                adapters=root,
+                spec={"out": str(root), **(spec or {})},
             ),
             who=WHO,
             busy=lambda: self.busy,
@@ -271,7 +286,8 @@ class Server:
         return ref
 
     def kill(self) -> None:
-        """As after kill -9: the child and the writer of the database end, and nothing is cleaned up."""
+        """As after kill -9: the child and the writer of the database end, and nothing is cleaned up. Others of its machine see
+        that its process has ended."""
         for process in self.launcher.started:
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGKILL)
@@ -279,10 +295,16 @@ class Server:
         self.db.writes_left = None
         self.db.close()
         self.engine.close()
+        lapse(self.installation.url, self.members.token)
 
     def close(self) -> None:
         self.supervisor.stop()
         self.kill()
+
+
+def lapse(url: str, token: str) -> None:
+    """As if a process had not renewed its row for longer than its lease."""
+    run_sql(url, f"UPDATE members SET renewed_at = '2026-01-01 00:00:00.000000' WHERE token = '{token}'")
 
 
 class Installation:

@@ -31,6 +31,7 @@ from service.store.runs import Runs
 WHO = Provenance("t" * 64, "k" * 64, "d" * 64)
 WON = Verdict(True, "better", 40, 4000, 0.1, 0.05, 0.15, {"code": (0.1, 0.05, 0.15)})
 LOST = Verdict(False, "not proven better", 40, 4000, 0.0, -0.05, 0.05)
+ADAPTERS = Path("adapters")
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 _counter = itertools.count()
@@ -71,7 +72,7 @@ def promote(runs: Runs, adapters: Adapters, run: TrainingRun) -> AdapterRef:
     ref = adapters.add(
         run_id=run.id,
         fencing=run.fencing,
-        folder=Path(f"run-{run.id}"),
+        folder=ADAPTERS / f"run-{run.id}",
         sha256="",
         rank=1,
         scale=1.0,
