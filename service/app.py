@@ -12,7 +12,7 @@ from service.lifecycle.parts import Rules
 from service.models.catalog import default_draft, general_set, resolve
 from service.settings import Settings, earlier_home
 from service.store.adapters import Adapters
-from service.store.backend import shown
+from service.store.backend import shown, sqlite_path
 from service.store.cases import Cases
 from service.store.database import Database, upgrade
 from service.store.erasures import Erasures
@@ -93,9 +93,15 @@ def start_notices(settings: Settings) -> list[str]:
         kept = [f"kept for the next start: tokens of prompts and answers, in {folder} (engine.prefix_cache_dir)"]
     if not settings.store.record:
         return [home, "recorded: nothing (store.record is false)", *kept]
+    shared: list[str] = []
+    if sqlite_path(settings.database_url) is None:
+        shared = [
+            f"servers of the same database share adapters: {settings.adapters_dir} has to be one folder for all of them"
+        ]
     return [
         home,
         *kept,
+        *shared,
         f"recorded for training: prompts, answers and their tokens' probabilities, in {shown(settings.database_url)}; "
         f"adapters in {settings.adapters_dir}",
         'to record nothing: store.record = false with training.enabled = false, or "store": false in a request',

@@ -11,16 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import Limits, ModelNames, build_api, build_startup_api
-from service.app import TARGETS, Folders, lifecycle_rules, open_stores, resolve_models
-from service.blas import set_blas_threads
-from service.core import Forget, ModelError, Outdated, RedraftError, StoreError, Unavailable
+from service.app import TARGETS, Folders, resolve_models
+from service.core import Forget, ModelError, Unavailable
 from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
@@ -33,12 +32,10 @@ from service.engine.preflight import check_rows
 from service.engine.thread import EngineThread
 from service.learning.loading import training_bytes
 from service.learning.rescore import remove_files
-from service.lifecycle.clock import Clock
-from service.lifecycle.launcher import ProcessLauncher
+from service.learning_loop import TRAINING_LOG, LearningLoop, Place
 from service.lifecycle.queue_monitor import QueueMonitor
 from service.lifecycle.recorder import Recorder
 from service.lifecycle.supervisor import Supervisor
-from service.lifecycle.switching import Switching
 from service.metrics import Metrics
 from service.models.generation_config import sampling_defaults
 from service.models.machine import machine_kind
@@ -47,15 +44,13 @@ from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.settings import Settings
 from service.store.files import make_private, private_folder
-from service.store.members import FOLLOW_SECONDS, RENEW_SECONDS, Members
+from service.store.members import Role
 
 log = logging.getLogger(__name__)
 
 FATAL_EXIT = 70
 """Exit status after the engine died or hung (EX_SOFTWARE): whoever supervises this process starts it again."""
 FATAL_SECONDS = 5.0
-TRAINING_LOG = "training.log"
-"""In the home folder: what training children write to stderr."""
 FORGET_SECONDS = 120.0
 """Longest wait for the engine to forget between two rounds."""
 
@@ -79,19 +74,8 @@ class Application:
         self.stage = "fetching"
         private_folder(settings.home)
         make_private(settings.adapters_dir, settings.home / TARGETS, settings.home / TRAINING_LOG)
-        self.stores = open_stores(settings, create=True)
-        self._members = Members(self.stores.database)
-        try:
-            self._members.join()
-        except RedraftError:
-            self.stores.close()
-            raise
-        self._on_fatal = on_fatal
-        self._supervisor: Supervisor | None = None
-        self._clocks: list[Clock] = []
-        # Not the supervisor's clock: loading models and long ticks must not let the lease run out.
-        self._heartbeat = Clock(lambda: self._renew(), RENEW_SECONDS)
-        self._heartbeat.start()
+        self.learning = LearningLoop(settings, Role.SERVER, on_fatal)
+        self.stores = self.learning.stores
         self.metrics = Metrics(max(settings.engine.num_draft_tokens, settings.engine.num_lookup_tokens))
         self.recorder = Recorder(self.stores.generations, on_drop=self.metrics.recorder_dropped)
         self.engine_thread = EngineThread(
@@ -110,6 +94,7 @@ class Application:
             stage=lambda: self.stage, metrics=self.metrics, allowed_hosts=self._allowed_hosts
         )
         self._serving: Serving | None = None
+        self._supervisor: Supervisor | None = None
         self._queue: QueueMonitor | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,39 +110,17 @@ class Application:
         assert serving is not None
         tokenizer = serving.pair.target.tokenizer
         encoder = TextEncoder(tokenizer, serving.pair.vocabulary, serving.pair.eos)
-        queue = QueueMonitor(lambda: self.engine_thread.status().waiting, lambda: supervisor.pause_child())
-        supervisor = Supervisor(
-            members=self._members,
-            runs=self.stores.runs,
-            adapters=self.stores.adapters,
-            lineage=self.stores.lineage,
-            generations=self.stores.generations,
-            replay=self.stores.replay,
-            costs=self.stores.costs,
-            erasures=self.stores.erasures,
-            switching=Switching(self.engine_thread, self.stores.adapters, serving.pair.provenance.draft, self.metrics),
-            launcher=ProcessLauncher(
-                settings.home / TRAINING_LOG,
-                settings.training.threads,
-                share=set_blas_threads,
-            ),
-            events=self.metrics,
-            rules=lifecycle_rules(self.settings, serving.folders, serving.pair.provenance),
-            who=serving.pair.provenance,
+        queue = QueueMonitor(lambda: self.engine_thread.status().waiting, self._pause_training)
+        supervisor = self._supervisor = self.learning.start(
+            Place(serving.folders, serving.pair.provenance, machine_kind()),
+            self.engine_thread,
+            self.metrics,
             # Where requests have to wait for a row, serving needs all there is.
             busy=lambda: queue.busy,
             forget=self.places(encoder),
-            machine=machine_kind(),
         )
-        supervisor.start()
         queue.start()
-        self._clocks = [
-            Clock(supervisor.tick, settings.training.tick_seconds),
-            Clock(supervisor.follow, FOLLOW_SECONDS),
-        ]
-        for clock in self._clocks:
-            clock.start()
-        self._supervisor, self._queue = supervisor, queue
+        self._queue = queue
         token_bytes = bytes_per_token(tokenizer)
         self._api = build_api(
             service=self.engine_thread,
@@ -194,41 +157,16 @@ class Application:
 
     def stop(self) -> None:
         """In the order in which things depend on each other; whatever was recorded is written."""
-        for clock in self._clocks:
-            clock.stop()
         if self._queue is not None:
             self._queue.stop()
-        if self._supervisor is not None:
-            self._supervisor.stop()
+        self.learning.stop()
         self.engine_thread.stop()
         self.recorder.close(timeout=10.0)
-        self._heartbeat.stop()
-        with suppress(StoreError):
-            self._members.leave()
-        self.stores.close()
+        self.learning.close()
 
-    def _renew(self) -> None:
-        try:
-            if self._members.renew():
-                return
-        except Outdated as error:
-            self._stop_learning(error)
-            return
-        if not self._members.shared:
-            self._on_fatal("another server has taken over the database")
-        elif self._supervisor is not None:
-            self._supervisor.rejoin()
-        else:
-            self._members.join()
-
-    def _stop_learning(self, reason: Outdated) -> None:
-        """Serve on with the draft as it is, without the database."""
-        log.critical("%s. Requests are served on; nothing is recorded or trained any more", reason)
-        self._heartbeat.stop(wait=False)
-        for clock in self._clocks:
-            clock.stop()
+    def _pause_training(self) -> None:
         if self._supervisor is not None:
-            self._supervisor.stop()
+            self._supervisor.pause_child()
 
     def _notify_wait(self) -> None:
         if self._queue is not None:

@@ -14,6 +14,10 @@ from service.settings import Settings, load_settings
 Config = Annotated[Path | None, typer.Option("--config", help="A TOML file of settings; see configs/.")]
 Target = Annotated[str | None, typer.Option("--target", help="Target model: catalogue name, hub name, or folder.")]
 Draft = Annotated[str | None, typer.Option("--draft", help='Draft model, or "none"; by default the one that ships.')]
+Database = Annotated[
+    str | None,
+    typer.Option("--database", help="URL of the database (store.url); by default SQLite in the home folder."),
+]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
 Url = Annotated[str, typer.Option("--url", help="Where the server is.", envvar="REDRAFT_URL")]
 LOCAL = "http://127.0.0.1:8321"

@@ -14,6 +14,7 @@ app = typer.Typer(
     add_completion=False,
 )
 app.command()(serving.serve)
+app.command()(serving.trainer)
 app.command()(evaluate.demo)
 app.command()(serving.doctor)
 app.add_typer(serving.models, name="models")

@@ -7,12 +7,12 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from service.cli.console import err, out, stages, table, write_json
-from service.cli.options import Config, Draft, Json, Target, settings_from
+from service.cli.options import Config, Database, Draft, Json, Target, settings_from
 from service.core import RedraftError, StoreError
 from service.settings import Settings
 
@@ -26,14 +26,17 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 picks a free one.")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="Tokens drafted per round; 0: no speculation.")] = None,
+    database: Database = None,
+    train: Annotated[
+        bool,
+        typer.Option("--train/--no-train", help="Train here, or leave it to other processes of the same database."),
+    ] = True,
 ) -> None:
     """Serve POST /generate, and keep improving the draft while doing so."""
     from service.app import start_notices
     from service.server import run_server
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # It logs every tick, and every tick that found the last one still at work.
-    logging.getLogger("apscheduler").setLevel(logging.ERROR)
+    _log()
     settings = settings_from(
         config,
         models__target=target,
@@ -41,6 +44,8 @@ def serve(
         server__host=host,
         server__port=port,
         engine__num_draft_tokens=num_draft_tokens,
+        store__url=database,
+        training__run_here=None if train else False,
     )
     for notice in start_notices(settings):
         err.print(notice, highlight=False, soft_wrap=True)
@@ -52,7 +57,32 @@ def serve(
         gc.freeze()
         err.print(f"redraft serves at {url}", highlight=False)
 
-    status = run_server(settings, ready)
+    _exit(run_server(settings, ready))
+
+
+def trainer(
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    database: Database = None,
+) -> None:
+    """Train for the servers of a PostgreSQL database, on a machine of its own. Give it the settings of the servers: the same
+    pair, and the same folder of adapters (store.adapters), shared by all. Servers that are started with --no-train leave all
+    runs to it; others do so while it is there."""
+    from service.trainer import run_trainer
+
+    _log()
+    settings = settings_from(config, models__target=target, models__draft=draft, store__url=database)
+    _exit(run_trainer(settings, lambda: err.print("redraft trains", highlight=False)))
+
+
+def _log() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # It logs every tick, and every tick that found the last one still at work.
+    logging.getLogger("apscheduler").setLevel(logging.ERROR)
+
+
+def _exit(status: int) -> NoReturn:
     # Everything is written and closed. MLX's CUDA back end aborts while the interpreter is taken down (MLX 0.32.4 on an H200:
     # a clean stop ended with SIGABRT), which a process supervisor would take for a crash.
     logging.shutdown()

@@ -132,6 +132,8 @@ class Supervisor:
         """The newest erasure that has been carried out here."""
         self._parked: dict[int, tuple[Job, float]] = {}
         """Jobs that were ended for an erasure, by its number, and until when their runs wait for its end."""
+        self._not_served = ""
+        """Why the active adapter was not served last time."""
         self._costs_at = -math.inf
         self._ticks = 0
         self._stopped = False
@@ -191,10 +193,11 @@ class Supervisor:
             if self._parts.who.draft:
                 self._say_costs()
                 if self._parts.switching.behind():
-                    self._parts.switching.serve_active()
+                    self._serve_active()
                 if self._job is None:
                     self._end_own_run()
-                if leads and self._trains:
+                # On top of what serves: where that cannot be loaded nothing is trained.
+                if leads and self._trains and not self._parts.switching.behind():
                     self._work()
                 # A child that was just started, when serving was busy already.
                 self.pause_child()
@@ -301,8 +304,12 @@ class Supervisor:
     def _serve_active(self) -> None:
         try:
             self._parts.switching.serve_active()
+            self._not_served = ""
         except (Unavailable, TimeoutError) as error:
-            log.warning("the engine does not serve the active adapter yet: %s", error)
+            # It is tried again and again: said once.
+            if self._not_served != str(error):
+                log.warning("the engine does not serve the active adapter yet: %s", error)
+            self._not_served = str(error)
 
     def _carry_out_erasures(self) -> None:
         """Forget what other processes erase, and let the runs go whose texts are erased by now."""

@@ -15,6 +15,7 @@ from service.core import (
     RunState,
     Staged,
     TrainingRun,
+    Unavailable,
 )
 from service.store.adapters import Adapters
 
@@ -53,16 +54,24 @@ class Events(Protocol):
 
 
 class Switching:
-    """Stage, then switch; `draft` is the fingerprint of the bare draft that serves."""
+    """Stage, then switch; `draft` is the fingerprint of the bare draft that serves. shared: others serve the same adapters from
+    the same folders: one that is not there may be missing here alone."""
 
-    def __init__(self, engine: DraftSwitch, adapters: Adapters, draft: str, events: Events) -> None:
+    def __init__(
+        self, engine: DraftSwitch, adapters: Adapters, draft: str, events: Events, *, shared: bool = False
+    ) -> None:
         self._engine = engine
         self._adapters = adapters
         self._draft = draft
         self._events = events
+        self._shared = shared
 
     def stage(self, ref: AdapterRef | None) -> Staged:
         """Load and check aside. Raises AdapterRefused, Unavailable, TimeoutError."""
+        if self._shared and ref is not None and not ref.folder.is_dir():
+            raise Unavailable(
+                f"adapter {ref.id}: {ref.folder} is not there; store.adapters has to be the same folder everywhere"
+            )
         return self._engine.stage(ref).result(STAGE_SECONDS)
 
     def switch(self, staged: Staged, ref: AdapterRef | None, begun: float) -> None:

@@ -116,13 +116,22 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
     if min(widths) < needed:
         role = "target" if widths[0] < needed else "draft"
         raise PairError(f"the {role}'s logits cover {min(widths)} tokens, but the tokenizer has {needed}")
-    provenance = Provenance(
-        target=target_model.fingerprint,
-        tokenizer=tokenizer_fingerprint(target),
-        draft=draft_model.fingerprint if draft_model else "",
-    )
     return Pair(
-        target_model, draft_model, provenance, widths[0], min(widths), frozenset(target_model.tokenizer.eos_token_ids)
+        target_model,
+        draft_model,
+        provenance_of(target, draft),
+        widths[0],
+        min(widths),
+        frozenset(target_model.tokenizer.eos_token_ids),
+    )
+
+
+def provenance_of(target: Path, draft: Path | None) -> Provenance:
+    """What names a pair in the log, by its folders alone. Raises ModelError."""
+    return Provenance(
+        target=model_fingerprint(target),
+        tokenizer=tokenizer_fingerprint(target),
+        draft=model_fingerprint(draft) if draft is not None else "",
     )
 
 

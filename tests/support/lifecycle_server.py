@@ -219,6 +219,8 @@ class Server:
         )
         self.busy = False
         self.strain: str | None = None
+        self.behind = installation.behind
+        self.costs = MeasuredCosts(self.db)
         settings = {"min_cases": 3 * ENOUGH, "min_tokens": 10, "cooldown_seconds": 0.0, **training}
         self.supervisor = Supervisor(
             members=self.members,
@@ -227,7 +229,7 @@ class Server:
             lineage=Lineage(self.db),
             generations=self.generations,
             replay=self.replay,
-            costs=MeasuredCosts(self.db),
+            costs=self.costs,
             erasures=Erasures(self.db),
             switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
             launcher=self.launcher,
@@ -249,13 +251,14 @@ class Server:
             busy=lambda: self.busy,
             strain=lambda: self.strain,
             forget=installation.forget,
-            now=lambda: datetime.now(UTC) + installation.clock_offset,
+            now=None if self.behind else lambda: datetime.now(UTC) + installation.clock_offset,
             machine="a test's machine",
         )
 
     def traffic(self, count: int = ENOUGH, *, cases: int = 3) -> None:
         """Add drafted generations; without cases they only feed a watch."""
-        self.generations.add([generation(os.urandom(8).hex(), cases=cases) for _ in range(count)]).result(60)
+        made = [generation(os.urandom(8).hex(), cases=cases) for _ in range(count)]
+        self.generations.add([replace(one, created_at=one.created_at - self.behind) for one in made]).result(60)
 
     def undrafted_traffic(self, count: int = ENOUGH) -> list[str]:
         """Add undrafted generations; returns their names."""
@@ -308,12 +311,14 @@ def lapse(url: str, token: str) -> None:
 
 
 class Installation:
-    """What a server leaves to the next one: the home folder with its database, and the clock."""
+    """What a server leaves to the next one: the home folder with its database, and the clock. behind: how much that of the
+    machine of the next server is, of which it must not depend."""
 
     def __init__(self, home: Path, url: str) -> None:
         self.home, self.url = home, url
         self.plan = home / "plan.json"
         self.clock_offset = timedelta()
+        self.behind = timedelta()
         self.keep = 10_000
         self.watch, self.backoff = ENOUGH, 0.0
         self.forget: dict[str, Forget] = {}

@@ -172,7 +172,7 @@ def register_adapters(server: LocalServer, pair: tuple[Path, Path], count: int) 
             if name.endswith("lora_b")
         ]
         model.load_weights(noisy, strict=False)
-        final = server.folder / "adapters" / f"made-{i}"
+        final = stores.adapters.root / f"made-{i}"
         scratch = server.folder / f"made-{i}.part"
         lora.save(model, shape, scratch, draft=who.draft, target=who.target)
         digest = publish(scratch, final)
