@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from service.core import python_command
 from service.evaluation.server import LocalServer
+from tests.support.postgres import PostgresServer
 from tests.support.tiny_server import generate, prompts, settings_of, write_pair
 
 TRAINING = {"enabled": False, "epochs": 1, "cooldown_seconds": 0.0}
@@ -68,11 +72,15 @@ class TrainerProcess:
         assert self._process is not None
         return self._process.pid
 
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int | None:
         if self._process is None:
             return None
         if self._process.poll() is None:
-            self._process.send_signal(number)
+            self.send(number)
         return self._process.wait(60.0)
 
 
@@ -122,6 +130,33 @@ def until(holds: Callable[[], object], said: Callable[[], object] = str, seconds
     return time.monotonic() - begun
 
 
-def pgbouncer() -> str | None:
-    """Its path, None where there is none."""
-    return shutil.which("pgbouncer") or next(iter(map(str, Path("/usr/sbin").glob("pgbouncer"))), None)
+class Pooler:
+    """PgBouncer in transaction mode in front of a server. Skips the test where there is none."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        found = shutil.which("pgbouncer", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+        if found is None:
+            pytest.skip("no PgBouncer here: install Debian's package pgbouncer")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        config = server.folder / "pgbouncer.ini"
+        config.write_text(
+            f"""[databases]
+* = host={server.folder} port={server.port} user=redraft
+[pgbouncer]
+listen_addr = 127.0.0.1
+listen_port = {self.port}
+auth_type = any
+pool_mode = transaction
+default_pool_size = 10
+max_client_conn = 500
+unix_socket_dir =
+"""
+        )
+        command = [found, "-q", *(["-u", "postgres"] if os.geteuid() == 0 else []), str(config)]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.wait(10)

@@ -1,0 +1,1 @@
+"""A folder for a PYTHONPATH; see sitecustomize.py."""
