@@ -94,6 +94,7 @@ def test_a_switch_is_live_everywhere_within_two_seconds(tmp_path: Path, url: str
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(1200)
 def test_servers_and_a_trainer_outlive_kills_of_any_of_them(tmp_path: Path, url: str) -> None:
     """One of five is killed again and again, mostly in the middle of a run. The others answer all the time, the run of a
     process that was killed is given up in time, and the last run of all is done as the first."""
