@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from service.cli import bench_round, data, drafts, evaluate, operate, proofs, serving, talk
+from service.cli import bench_round, data, drafts, evaluate, operate, proofs, runs, serving, talk
 
 app = typer.Typer(
     name="redraft",
@@ -26,4 +26,5 @@ app.add_typer(proofs.eval_, name="eval")
 app.add_typer(bench_round.bench, name="bench")
 app.add_typer(data.cases, name="cases")
 app.add_typer(operate.adapters, name="adapters")
+app.add_typer(runs.runs, name="runs")
 app.add_typer(data.db, name="db")

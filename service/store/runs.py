@@ -274,6 +274,21 @@ class Runs:
                 for row in connection.execute(select(training_runs).order_by(training_runs.c.id.desc()).limit(limit))
             ]
 
+    def ended(self) -> list[TrainingRun]:
+        """The runs of any pair that are over, oldest first."""
+        query = select(training_runs).where(~_UNFINISHED).order_by(training_runs.c.id)
+        with self._db.read() as connection:
+            return [_run(row) for row in connection.execute(query)]
+
+    def recipe(self, run_id: int) -> tuple[Provenance, dict[str, Any]]:
+        """The pair that a run trains for, and the settings (`training.*`) that it was claimed with. Raises NotFound."""
+        columns = (training_runs.c.target, training_runs.c.tokenizer, training_runs.c.draft, training_runs.c.config)
+        with self._db.read() as connection:
+            row = connection.execute(select(*columns).where(training_runs.c.id == run_id)).one_or_none()
+        if row is None:
+            raise NotFound(f"no training run {run_id}")
+        return Provenance(row.target, row.tokenizer, row.draft), json.loads(row.config)
+
     def drift_answered(self, draft: str) -> int:
         """The newest generation (seq) when the newest run was claimed that drift had set off and that came to a verdict of its
         own; one that gave its texts back did not. 0: there is none."""

@@ -87,6 +87,24 @@ def test_a_claim_takes_the_newest_and_their_ties(database: Database) -> None:
     assert runs.claim(trigger=Trigger.MANUAL, who=WHO, parent=0, limit=9) is None
 
 
+def test_runs_that_are_over_are_listed_with_what_they_were_given(database: Database) -> None:
+    runs, other = Runs(database), replace(WHO, draft="e" * 64)
+    first = promoted(database)
+    Generations(database).add([generation(who=other)]).result()
+    given = {"rank": 4, "learning_rate": 0.001, "pause_when_hot": True}
+    second = runs.claim(trigger=Trigger.MANUAL, who=other, parent=0, limit=9, config=given)
+    assert second is not None
+    under_way = at(database, RunState.TRAINING)
+    assert [run.id for run in runs.ended()] == [first.run]
+    runs.move(second.id, second.fencing, RunState.FAILED, error="NaN")
+    assert runs.ended() == [runs.get(first.run or 0), runs.get(second.id)]
+    assert runs.recipe(first.run or 0) == (WHO, {})
+    assert runs.recipe(second.id) == (other, given)
+    assert runs.recipe(under_way.id) == (WHO, {})
+    with pytest.raises(NotFound):
+        runs.recipe(99)
+
+
 def test_nothing_to_train_on_is_no_run(database: Database) -> None:
     Generations(database).add([generation(cases=[case(0, tie=True)]), generation(cases=[])]).result()
     assert Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=9) is None
