@@ -62,7 +62,9 @@ def _things(owners: Sequence[object]) -> Iterator[object]:
             if isinstance(owner, dict):
                 # Of keys that are texts the collector knows nothing. Not list(owner): a subclass may import what it lists.
                 queue += dict.keys(cast("dict[object, object]", owner))
-        owners = list({id(thing): thing for thing in queue if type(thing) in KINDS and not gc.is_tracked(thing)}.values())
+        owners = list(
+            {id(thing): thing for thing in queue if type(thing) in KINDS and not gc.is_tracked(thing)}.values()
+        )
         yield from owners
 
 
