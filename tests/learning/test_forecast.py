@@ -106,9 +106,7 @@ def test_greedy_and_seeded_positions_are_predicted_exactly(
 @pytest.mark.parametrize(
     ("kind", "texts"), [("top-p", 80), *(pytest.param(kind, 150, marks=pytest.mark.nightly) for kind in UNSEEDED)]
 )
-def test_unseeded_positions_are_predicted_on_average(
-    models: tuple[Model, Model, Model], kind: str, texts: int
-) -> None:
+def test_unseeded_positions_are_predicted_on_average(models: tuple[Model, Model, Model], kind: str, texts: int) -> None:
     k, (target, logger, other) = 3, models
     samplings = [Sampling(**UNSEEDED[kind], max_tokens=24)] * texts  # pyright: ignore[reportArgumentType]
     logged = served(target, logger, samplings, k=2, seed=1)
