@@ -11,7 +11,6 @@ from tests.support.databases import BOTH, POSTGRES, PostgresDatabases
 from tests.support.failing_database import Killed
 from tests.support.lifecycle_server import WHO, Installation, Server, check_consistent, generation
 
-
 KILLED_DAILY = (("sqlite", False, "fair", 1), ("postgres", True, "worse", 8))
 
 
