@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -18,12 +16,11 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 elif sys.dont_write_bytecode and sys.pycache_prefix is None:
     # PYTHONDONTWRITEBYTECODE, which images of containers set: each worker, server and child would compile all that it imports,
-    # which takes as long as the rest of its start. What they compile goes into a folder that is gone after the run.
-    sys.pycache_prefix = tempfile.mkdtemp(prefix="redraft-bytecode-")
+    # which takes as long as the rest of its start. What they compile goes into pytest's folder, where the next run finds it.
+    sys.pycache_prefix = str(Path(__file__).parents[1] / ".pytest_cache" / "bytecode")
     sys.dont_write_bytecode = False
     os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-    atexit.register(shutil.rmtree, sys.pycache_prefix, ignore_errors=True)
 
 # Must come first: the service loads the fast BLAS before it imports mlx.
 from service.engine import profile

@@ -148,6 +148,7 @@ class Members:
         """No member any more."""
         mine = delete(members).where(members.c.token == self._token)
         self._db.write(lambda connection: connection.execute(mine), by_member=False).result()
+        self._db.member = None
 
     def give_up_the_dead(self) -> int:
         """Give up members that have ended; how many."""

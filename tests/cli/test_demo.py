@@ -1,6 +1,6 @@
 """`redraft demo` on a tiny random pair: its output, and that every failure gives a reason and a non-zero status.
 
-The server of the first test and its training child are real processes.
+The training child of the first test is a real process, and by night the server too.
 """
 
 import itertools
@@ -19,6 +19,7 @@ from service.cli import evaluate, main
 from service.evaluation import demo
 from service.evaluation.check import naive_greedy
 from service.evaluation.prompts import PromptLine
+from service.evaluation.server import LocalServer
 from service.evaluation.traffic import Answer, Traffic
 from service.models.pair import load_pair
 from service.models.text import TextEncoder
@@ -51,7 +52,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 class Demo:
-    """`redraft demo` with its own traffic, run in this process; its server is a process of its own."""
+    """`redraft demo` with its own traffic, run in this process."""
 
     def __init__(self, root: Path, pair: tuple[Path, Path]) -> None:
         self.png = root / "pictures" / "demo.png"
@@ -90,13 +91,15 @@ def in_turn(texts: list[str]) -> list[str]:
     return [text for i, one in enumerate(held) for text in (*learnt[2 * i : 2 * i + 2], one)]
 
 
+@pytest.mark.parametrize("kind", [InProcessServer, pytest.param(LocalServer, marks=pytest.mark.nightly)])
 def test_it_trains_and_swaps_and_reports_each_step(
-    shown: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: type[LocalServer], shown: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(demo, "LocalServer", kind)
     shown.write(in_turn([line.prompt for line in prompts(300)]))
     # A tiny adapter trains within a second.
     monkeypatch.setattr("service.cli.console.HEARTBEAT_SECONDS", 0.02)
-    monkeypatch.setattr(demo, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(demo, "POLL_SECONDS", 0.05)
     assert shown.run(monkeypatch) == 0
     captured = capsys.readouterr()
     found = json.loads(shown.json.read_text())

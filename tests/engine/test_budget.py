@@ -107,6 +107,9 @@ def greedy_and_seeded(count: int, tokens: int) -> list[Prompt]:
     return asked
 
 
+DAILY = ((CPU, False, unchanged), (CUDA, True, None))
+
+
 @pytest.mark.usefixtures("short_sighted")
 @pytest.mark.parametrize(
     ("way", "store", "draft"),
@@ -116,13 +119,9 @@ def greedy_and_seeded(count: int, tokens: int) -> list[Prompt]:
             store,
             draft,
             id=f"{name}-{store}-{draft and 'unchanged'}",
-            marks=() if (store, draft) == kept or (way, store, draft) == (CUDA, False, None) else pytest.mark.nightly,
+            marks=() if (way, store, draft) in DAILY else pytest.mark.nightly,
         )
-        for way, name, kept in (
-            (CPU, "cpu", (False, unchanged)),
-            (METAL, "metal", (True, None)),
-            (CUDA, "cuda", (True, unchanged)),
-        )
+        for way, name in ((CPU, "cpu"), (METAL, "metal"), (CUDA, "cuda"))
         for store in (True, False)
         for draft in (unchanged, None)
     ],
@@ -149,7 +148,11 @@ def test_the_youngest_go_back_to_the_queue_and_every_text_is_the_targets_own(dra
         ]
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "way",
+    [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.nightly)],
+    indirect=True,
+)
 @pytest.mark.usefixtures("way", "short_sighted")
 def test_the_oldest_runs_through(monkeypatch: pytest.MonkeyPatch) -> None:
     sent_back: list[Ticket] = []
@@ -222,7 +225,7 @@ def test_a_request_waits_for_memory_and_smaller_ones_do_not_pass_it() -> None:
         pytest.param(CPU, unchanged, id="unchanged-cpu"),
         pytest.param(CPU, None, id="None-cpu", marks=pytest.mark.nightly),
         pytest.param(CUDA, unchanged, id="unchanged-cuda", marks=pytest.mark.nightly),
-        pytest.param(CUDA, None, id="None-cuda"),
+        pytest.param(CUDA, None, id="None-cuda", marks=pytest.mark.nightly),
     ],
     indirect=["way"],
 )

@@ -73,7 +73,7 @@ def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
     # The last prompt has no match, so its drafts share rounds with the others' look-ups.
     prompts = [repeating(seed) for seed in range(3)] + [tuple(range(4, 60))]
     rows = [
-        Request(str(i), Prompt(prompt, Sampling(max_tokens=30)), frozenset(), None) for i, prompt in enumerate(prompts)
+        Request(str(i), Prompt(prompt, Sampling(max_tokens=20)), frozenset(), None) for i, prompt in enumerate(prompts)
     ]
     for row in rows:
         decoder.admit(row)

@@ -184,7 +184,7 @@ class StopsAtLowConfidence(Planner):
         return DraftSteps(3, [Calibration()] * load.rows, lambda drafted, reach: reach[0] > Calibration().rate(0.15))
 
 
-@pytest.mark.parametrize("draws", [200, pytest.param(2000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("draws", [120, pytest.param(2000, marks=pytest.mark.nightly)])
 def test_a_draft_that_stops_by_its_own_samples_keeps_the_distribution(draws: int) -> None:
     """The joint distribution of both tokens of an answer: whether the second is drafted depends on the first."""
     target, sampling = tiny_llama(4), Sampling(temperature=1.0, top_k=3, max_tokens=2)

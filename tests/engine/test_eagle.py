@@ -109,10 +109,15 @@ def prompts(rng: random.Random, count: int) -> list[Prompt]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "count"),
-    [(1, 6), (5, 8), *(pytest.param(rows, 12, marks=pytest.mark.nightly) for rows in (1, 5))],
+    ("strategy", "rows", "count"),
+    [
+        pytest.param(
+            strategy, rows, count, id=f"{name}-{rows}-{count}", marks=() if count == daily else pytest.mark.nightly
+        )
+        for strategy, name, daily in ((CPU, "CPU", 8), (METAL, "Metal", 6), (CUDA, "CUDA", 8))
+        for rows, count in ((1, 6), (5, 8), (1, 12), (5, 12))
+    ],
 )
-@STRATEGIES
 def test_every_proposal_equals_that_of_the_row_alone(
     strategy: Strategy, rows: int, count: int, proposals: list[tuple[list[int], list[int]]]
 ) -> None:

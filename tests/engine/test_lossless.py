@@ -172,7 +172,7 @@ def test_any_draft_any_batch_at_length(
 
 @pytest.mark.parametrize(
     ("count", "prompts_each", "stepwise"),
-    [(400, 3, False), pytest.param(20_000, 8, True, marks=pytest.mark.nightly)],
+    [(300, 2, False), pytest.param(20_000, 8, True, marks=pytest.mark.nightly)],
     ids=["one pass", "20,000 stepwise"],
 )
 @pytest.mark.parametrize(

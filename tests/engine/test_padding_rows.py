@@ -260,7 +260,7 @@ def test_after_one_turn_nothing_is_traced_any_more(target: Model, draft: nn.Modu
             Prompt(
                 tuple(rng.randrange(4, V) for _ in range(rng.randint(2, 60))), Sampling(max_tokens=rng.randint(20, 60))
             )
-            for _ in range(16)
+            for _ in range(12)
         ]
         serve(decoder, asked, max_rows=8, seed=turn)
         most = before if turn else 8
@@ -311,7 +311,7 @@ def test_prompts_are_prefilled_in_calls_of_few_shapes(
     monkeypatch.setattr(Target, "__call__", recorded)
     decoder = Decoder(target, bare(draft), vocabulary=V, k=K, prefix=PrefixCache(2**24))
     rng = random.Random(0)
-    for _ in range(12):
+    for _ in range(8):
         rows = [Request("", each, frozenset(), None) for each in prompts(rng.randint(1, 7), rng.randint(0, 99))]
         admit(decoder, rows, room=512)
         while decoder.unfinished:

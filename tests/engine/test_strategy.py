@@ -110,9 +110,21 @@ def test_leaving_and_joining_wait_once_more_at_most(target: Model, draft: nn.Mod
             assert row.output == forced(target, row.prompt.tokens, row.output, row.prompt.sampling)
 
 
-@pytest.mark.parametrize("seeded", [False, True], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("k", [0, K], ids=["plain", "drafted"])
-@ACCELERATORS
+@pytest.mark.parametrize(
+    ("strategy", "k", "seeded"),
+    [
+        pytest.param(
+            strategy,
+            k,
+            seeded,
+            id=f"{name}-{'drafted' if k else 'plain'}-{'seeded' if seeded else 'greedy'}",
+            marks=() if (i + bool(k) + seeded) % 2 else pytest.mark.nightly,
+        )
+        for i, (strategy, name) in enumerate([(METAL, "Metal"), (CUDA, "CUDA")])
+        for k in (0, K)
+        for seeded in (False, True)
+    ],
+)
 def test_rows_end_anywhere_in_the_pipeline(
     target: Model, draft: nn.Module, strategy: Strategy, k: int, seeded: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,7 +203,9 @@ def test_rounds_without_a_draft_are_timed_between_drafted_ones(target: Model, st
 
 @ONE_ACCELERATOR
 @pytest.mark.usefixtures("exact_costs")
-@pytest.mark.parametrize("seeded", [False, True], ids=["grammar", "seeds"])
+@pytest.mark.parametrize(
+    "seeded", [pytest.param(False, id="grammar", marks=pytest.mark.nightly), pytest.param(True, id="seeds")]
+)
 def test_plain_rounds_are_timed_where_drafted_ones_are_by_themselves(
     target: Model, strategy: Strategy, seeded: bool
 ) -> None:
@@ -421,7 +435,7 @@ def test_cudas_attention_shapes_repeat(
     assert made["whole"] <= 3 * count < made["exact"]
 
 
-@ACCELERATORS
+@ONE_ACCELERATOR
 def test_joins_swaps_look_ups_and_prefixes_keep_the_targets_tokens(
     target: Model, draft: nn.Module, strategy: Strategy
 ) -> None:

@@ -18,7 +18,7 @@ from service.engine.adapters import served
 from service.engine.strategy import CPU, CUDA, METAL, using
 from service.evaluation.bench.bare import BareArm
 from service.evaluation.bench.calls import WARM, Calls, queued
-from service.evaluation.bench.round import KINDS, Mode, measure, modes, run_round, strategy_named
+from service.evaluation.bench.round import KINDS, ROUNDS, Mode, measure, modes, run_round, strategy_named
 from service.evaluation.bench.speed import pays_from
 from service.learning.sprout import sprout
 from service.models import vocabulary
@@ -67,6 +67,9 @@ Bench = Callable[..., tuple[int, str, str]]
 def bench(files: RoundFiles, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Bench:
     """bench(…) -> exit status, stdout, stderr of `redraft bench round … --config`."""
     monkeypatch.delenv("REDRAFT_BLAS", raising=False)
+    # What is counted is the same in every round; 50 of them are for the median of times.
+    assert run_round.__kwdefaults__["rounds"] == ROUNDS
+    monkeypatch.setitem(run_round.__kwdefaults__, "rounds", 12)
 
     def run(*words: object) -> tuple[int, str, str]:
         asked = ["redraft", "bench", "round", *map(str, words), "--config", str(files.config)]

@@ -13,7 +13,7 @@ from service.evaluation.prompts import PromptLine
 from service.evaluation.server import LocalServer
 from service.evaluation.traffic import Answer
 from service.settings import EngineSettings, Settings
-from tests.support.tiny_server import prompts, write_pair
+from tests.support.tiny_server import InProcessServer, prompts, write_pair
 
 TOKENS = 10
 
@@ -40,13 +40,18 @@ def test_the_rate_is_of_all_streams_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("turns", "names"),
+    ("kind", "turns", "names"),
     [
-        (1, ["plain", "mlx_lm_server"]),
-        pytest.param(2, ["plain", "static", "mlx_lm_server", "mlx_lm_server_draft"], marks=pytest.mark.nightly),
+        (InProcessServer, 1, ["plain", "mlx_lm_server"]),
+        pytest.param(
+            LocalServer, 2, ["plain", "static", "mlx_lm_server", "mlx_lm_server_draft"], marks=pytest.mark.nightly
+        ),
     ],
 )
-def test_all_servers_say_the_same(tmp_path: Path, turns: int, names: list[str]) -> None:
+def test_all_servers_say_the_same(
+    kind: type[LocalServer], tmp_path: Path, turns: int, names: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.evaluation.bench.houses.LocalServer", kind)
     pair = write_pair(tmp_path)
     load = Load(list(prompts(3 * turns)), clients=[1, 2], turns=turns, max_tokens=TOKENS)
     # Always drafts, because whether drafting pays for so small a pair depends on timing noise.

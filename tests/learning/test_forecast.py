@@ -104,11 +104,11 @@ def test_greedy_and_seeded_positions_are_predicted_exactly(
 
 
 @pytest.mark.parametrize(
-    "kind", [kind if kind == "top-p" else pytest.param(kind, marks=pytest.mark.nightly) for kind in UNSEEDED]
+    ("kind", "texts"), [("top-p", 80), *(pytest.param(kind, 150, marks=pytest.mark.nightly) for kind in UNSEEDED)]
 )
-def test_unseeded_positions_are_predicted_on_average(models: tuple[Model, Model, Model], kind: str) -> None:
+def test_unseeded_positions_are_predicted_on_average(models: tuple[Model, Model, Model], kind: str, texts: int) -> None:
     k, (target, logger, other) = 3, models
-    samplings = [Sampling(**UNSEEDED[kind], max_tokens=24)] * 150  # pyright: ignore[reportArgumentType]
+    samplings = [Sampling(**UNSEEDED[kind], max_tokens=24)] * texts  # pyright: ignore[reportArgumentType]
     logged = served(target, logger, samplings, k=2, seed=1)
     found = forecast(acceptance(other, logged, vocabulary=VOCABULARY), k)
     tested, accepted = by_position(served(target, other, samplings, k=k, seed=2), k)

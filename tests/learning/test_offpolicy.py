@@ -115,10 +115,11 @@ def test_greedy_and_seeded_scores_equal_decoding(k: int) -> None:
     assert 0.1 < accepted.mean() < 0.95
 
 
-def test_unseeded_scores_equal_decoding_on_average() -> None:
+@pytest.mark.parametrize("texts", [80, pytest.param(160, marks=pytest.mark.nightly)])
+def test_unseeded_scores_equal_decoding_on_average(texts: int) -> None:
     target = tiny_llama(1)
     draft = noisy_copy(target, 2, 0.35)
-    samplings = [Sampling(**FILTERS[i % 4], max_tokens=20) for i in range(160)]  # pyright: ignore[reportArgumentType]
+    samplings = [Sampling(**FILTERS[i % 4], max_tokens=20) for i in range(texts)]  # pyright: ignore[reportArgumentType]
     logged = served(target, draft, samplings, k=3)
     found = acceptance(draft, logged, vocabulary=VOCABULARY)
     expected = np.array([expected_calls(result.rates, 3) for result in found])

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from service.cli import main
+from service.learning.making import Recipe, _text
 from service.learning.ranks import Ranks
 from service.learning.trainer import number
 from service.learning.writing import ANSWER, FORCED
+from service.models.pair import load_model
 from tests.support.model_folders import save_model
 from tests.support.oracle import tiny_llama
 
@@ -51,15 +53,15 @@ def command(out: Path, *words: str) -> list[str]:
     return ["make-draft", "--target", str(target), "--out", str(out), *settings, *words]
 
 
-def launch(folder: Path, ranks: int, *commands: list[str]) -> list[str]:
-    """The commands one after the other in several processes, as mlx.launch starts them. Returns the output of each."""
+def launch(folder: Path, ranks: int, script: str, *words: str) -> list[str]:
+    """The script in several processes, as mlx.launch starts them. Returns the output of each."""
     folder.mkdir()
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(ranks)]))
     env = os.environ | {"REDRAFT_HOME": str(folder / "home"), "MLX_HOSTFILE": str(hosts)}
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", IN_TURN, json.dumps(commands)],
+            [sys.executable, "-c", script, *words],
             env=env | {"MLX_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -115,7 +117,8 @@ def launched(root: Path) -> Callable[[str], list[str]]:
         folder = root / f"two-{kind}"
         learn = ("--kind", kind, *LEARN, "--batch", str(ROWS), "--text", str(root / "shared.npz"))
         write = (*WRITE, "--text", str(root / f"{kind}.npz"))
-        return launch(folder, 2, command(folder / "draft", *learn), command(folder / "other", *write))
+        commands = command(folder / "draft", *learn), command(folder / "other", *write)
+        return launch(folder, 2, IN_TURN, json.dumps(commands))
 
     return run
 
@@ -156,12 +159,38 @@ def test_two_processes_train_like_one_on_all_texts(
     assert sorted(path.name for path in (root / f"two-{kind}").iterdir()) == ["draft", "hosts.json", "other"]
 
 
-def test_each_process_writes_its_own_texts(root: Path, launched: Callable[[str], list[str]]) -> None:
-    launched("layers")
-    shares = [np.load(root / f"layers-{rank}.npz")["tokens"] for rank in range(2)]
+def assert_own(shares: list[np.ndarray]) -> None:
     assert [share.shape for share in shares] == [(2 * ROWS, LENGTH)] * 2
     rows = {tuple(row) for share in shares for row in share.tolist()}
     assert len(rows) == 4 * ROWS
+
+
+@pytest.mark.nightly
+def test_each_process_writes_its_own_texts(root: Path, launched: Callable[[str], list[str]]) -> None:
+    launched("layers")
+    assert_own([np.load(root / f"layers-{rank}.npz")["tokens"] for rank in range(2)])
+
+
+def test_each_rank_writes_its_own_texts(root: Path) -> None:
+    recipe = Recipe(layers=(0, 2), tokens=4 * ROWS * LENGTH, length=LENGTH, rows=ROWS)
+    target = load_model(root / "target")
+    for rank in range(2):
+        _text(target, recipe, root / "here.npz", Ranks(rank, 2), lambda stage, done, of, note: None)
+    assert_own([np.load(root / f"here-{rank}.npz")["tokens"] for rank in range(2)])
+
+
+JOINED = """
+import mlx.core as mx
+from service.learning.ranks import Ranks
+ranks = Ranks.join()
+mean, gradients = ranks.mean(mx.array(1.0 + ranks.index), {"weight": mx.full((3,), 4.0 * ranks.index)})
+print(ranks.index, ranks.count, ranks.gather(7 + ranks.index), mean.item(), gradients["weight"].tolist())
+"""
+
+
+def test_processes_gather_and_average(tmp_path: Path) -> None:
+    outputs = launch(tmp_path / "ring", 2, JOINED)
+    assert outputs == [f"{rank} 2 [7, 8] 1.5 [2.0, 2.0, 2.0]\n" for rank in range(2)]
 
 
 def test_a_single_process_sends_nothing() -> None:

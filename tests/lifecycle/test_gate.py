@@ -226,7 +226,7 @@ def test_of_100_candidates_that_are_only_noise_ten_at_most_are_promoted(
         pytest.param(0.04, None, 100, marks=pytest.mark.nightly),
         pytest.param(0.1, None, 100, marks=pytest.mark.nightly),
         pytest.param(0.1, LEVEL, 100, marks=pytest.mark.nightly),
-        (0.1, LEVEL, 40),
+        (0.1, LEVEL, 20),
     ],
 )
 def test_of_20_candidates_that_are_truly_two_per_cent_better_19_pass(

@@ -140,7 +140,7 @@ def run_watch(
     [
         pytest.param(None, 120, id="calls", marks=pytest.mark.nightly),
         pytest.param(LEVEL, 120, id="costs", marks=pytest.mark.nightly),
-        pytest.param(LEVEL, 60, id="fewer"),
+        pytest.param(LEVEL, 40, id="fewer"),
     ],
 )
 def test_repeated_interim_checks_rarely_roll_back_an_equal_adapter(costs: Sequence[float] | None, trials: int) -> None:

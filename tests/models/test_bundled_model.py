@@ -168,7 +168,7 @@ def test_shipped_drafts_are_accepted_often_and_keep_the_output(with_draft: Calla
     assert pair.draft is not None
     asked = TextEncoder(pair.target.tokenizer).encode_chat([{"role": "user", "content": "Count from one to twenty."}])
     decoder = Decoder(pair.target.model, served(pair.draft), vocabulary=pair.vocabulary, k=3)
-    row = Request("0", Prompt(asked, Sampling(max_tokens=32)), pair.eos, None)
+    row = Request("0", Prompt(asked, Sampling(max_tokens=20)), pair.eos, None)
     decoder.admit(row)
     while decoder.rows:
         decoder.round()

@@ -16,7 +16,7 @@ from service.evaluation.server import LocalServer
 from service.store.adapters import Adapters
 from service.store.database import Database, integrity
 from service.store.runs import Runs
-from tests.support.tiny_server import generate, prompts, tiny_server, write_pair
+from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
 
 SETTLED_SECONDS = 1.0
 """Seconds after which an answer that a client has received must survive a kill."""
@@ -120,7 +120,8 @@ def check_restart(server: LocalServer, settled: set[str]) -> None:
 
 def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> None:
     """Each is killed once, at a random moment of a run."""
-    server = tiny_server(tmp_path, write_pair(tmp_path), training={"epochs": 200})
+    pair = write_pair(tmp_path)
+    server = tiny_server(tmp_path, pair, training={"epochs": 200})
     rng = random.Random(1)
     server.start()
     try:
@@ -147,7 +148,7 @@ def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> Non
     assert orphans and settled
     check_rows(server, settled)
     ended(orphans)
-    check_restart(server, settled)
+    check_restart(in_process_server(tmp_path, pair), settled)
 
 
 @pytest.mark.nightly

@@ -34,7 +34,7 @@ def test_what_can_never_fit_is_refused_by_name_and_what_fits_is_answered(
     large.start()
     try:
         unbounded = longest(large)
-        expected = [generate(large, text, max_tokens=60)["tokens"] for text in texts]
+        expected = [generate(large, text, max_tokens=24)["tokens"] for text in texts]
     finally:
         large.stop()
     (tmp_path / "small").mkdir()
@@ -49,7 +49,7 @@ def test_what_can_never_fit_is_refused_by_name_and_what_fits_is_answered(
         error = refused.json()["error"]
         assert error["code"] == "context_length_exceeded" and str(most) in error["message"]
         with ThreadPoolExecutor(4) as clients:
-            answers = list(clients.map(lambda text: generate(server, text, max_tokens=60)["tokens"], texts))
+            answers = list(clients.map(lambda text: generate(server, text, max_tokens=24)["tokens"], texts))
         assert answers == expected
         shown = server.request("GET", "/metrics").text
         for kind in ("weights", "prefix"):

@@ -5,6 +5,7 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,12 @@ from typer.testing import CliRunner
 
 from service.app import open_stores
 from service.cli.root import app
-from service.core import DatabaseTaken, Unavailable
+from service.core import BARE_DRAFT, DatabaseTaken, RunState, Trigger, Unavailable
 from service.evaluation.server import LocalServer
+from service.models.pair import load_pair
 from service.settings import load_settings
 from service.store.members import HostProcess, Members
+from tests.support.store_rows import generation
 from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
 
 LONG = {"epochs": 500, "tick_seconds": 600.0}
@@ -40,7 +43,42 @@ def train(server: LocalServer) -> dict[str, Any]:
             time.sleep(0.1)
 
 
-@pytest.mark.parametrize("make", [in_process_server, pytest.param(tiny_server, marks=pytest.mark.nightly)])
+def test_a_server_is_refused_until_the_database_is_free(tmp_path: Path) -> None:
+    """The database is this test's parent process's."""
+    pair = write_pair(tmp_path)
+    server = in_process_server(tmp_path, pair)
+    who = load_pair(*pair).provenance
+    stores = open_stores(load_settings(server.config), create=True)
+    stores.generations.add([generation(who=who)]).result(60)
+    other = replace(HostProcess.here(), pid=os.getppid())
+    members = Members(stores.database, process=other)
+    members.join()
+    run = stores.runs.claim(trigger=Trigger.MANUAL, who=who, parent=BARE_DRAFT, limit=1, owner=members.token)
+    assert run is not None
+    try:
+        with pytest.raises(DatabaseTaken, match=f"process {other.pid} on host .* already serves from this database"):
+            server.start()
+        server.stop()
+        assert stores.runs.get(run.id).state is RunState.CLAIMED, "its run goes on"
+        # Commands work while a server runs, including those that write.
+        stats = CliRunner().invoke(app, ["cases", "stats", "--config", str(server.config)])
+        assert stats.exit_code == 0 and "requests recorded" in stats.output
+        assert stores.quarantine.release() == 0 and stores.adapters.all() == []
+        members.leave()
+        server.start()
+        try:
+            assert generate(server, "hello")["tokens"]
+            assert server.get(f"/train/{run.id}")["state"] == "crashed"
+        finally:
+            assert server.stop() == 0
+        # A stopped server frees the database for the next one.
+        Members(stores.database, process=HostProcess("elsewhere", "elsewhere", 1)).join()
+    finally:
+        stores.close()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("make", [in_process_server, tiny_server])
 def test_a_second_server_on_the_same_database_is_refused(
     tmp_path: Path, make: Callable[[Path, tuple[Path, Path]], LocalServer]
 ) -> None:

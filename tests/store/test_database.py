@@ -18,12 +18,13 @@ from sqlalchemy import Connection, text
 from service.core import IllegalMove, StoreError
 from service.store.database import Database, integrity, upgrade
 from service.store.generations import Generations
-from tests.support.databases import SQLITE, Databases, run_sql
+from tests.support.databases import BY_NIGHT, SQLITE, Databases, run_sql
 from tests.support.store_rows import generation, url_of
 
 ROOT = Path(__file__).parents[2]
 
 
+@BY_NIGHT
 @pytest.mark.parametrize("deaths", [2, pytest.param(5, marks=pytest.mark.nightly)])
 def test_every_acknowledged_row_survives_kill_9(url: str, databases: Databases, deaths: int) -> None:
     rng = random.Random(11)

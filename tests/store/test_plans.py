@@ -87,8 +87,14 @@ def full(database: Database) -> None:
 
 
 @POSTGRES
-def test_a_full_log_in_postgresql_is_read_by_its_indexes(database: Database) -> None:
+def test_a_full_log_in_postgresql_is_read_by_its_indexes_and_in_order(database: Database) -> None:
     full(database)
+    with database.read() as connection:
+        statement = untrained_generations(WHO, 400).compile(connection, compile_kwargs={"literal_binds": True})
+        steps = [row[0] for row in connection.execute(text(f"EXPLAIN {statement}"))]
+        seqs = connection.execute(untrained_generations(WHO, 400)).scalars().all()
+    assert not [step for step in steps if "Sort Key: generations" in step or "Seq Scan on generations" in step], steps
+    assert len(seqs) == 400 and seqs[0] < 20_001 - 400 + 1
     store = Generations(database)
     with asked() as found:
         store.names_after(WHO, 0, 200)
@@ -105,14 +111,3 @@ def test_a_full_log_in_postgresql_is_read_by_its_indexes(database: Database) -> 
             assert not large, (statement, steps)
             # One that has the newest of all at its end need not sort.
             assert "WHERE" in statement or not [step for step in steps if "Sort" in step], (statement, steps)
-
-
-@POSTGRES
-def test_what_is_open_in_postgresql_is_found_in_order(database: Database) -> None:
-    full(database)
-    with database.read() as connection:
-        statement = untrained_generations(WHO, 400).compile(connection, compile_kwargs={"literal_binds": True})
-        steps = [row[0] for row in connection.execute(text(f"EXPLAIN {statement}"))]
-        seqs = connection.execute(untrained_generations(WHO, 400)).scalars().all()
-    assert not [step for step in steps if "Sort Key: generations" in step or "Seq Scan on generations" in step], steps
-    assert len(seqs) == 400 and seqs[0] < 20_001 - 400 + 1

@@ -10,6 +10,7 @@ from service.store.generations import Generations
 from service.store.likeness import KINDS
 from service.store.replay import Replay
 from service.store.runs import Runs
+from tests.support.databases import BY_NIGHT
 from tests.support.store_rows import HELD_OUT_TEXT, TRAIN_TEXT, WHO, case, generation, texts
 
 CAPACITY = 32
@@ -56,6 +57,7 @@ def test_equal_texts_take_one_slot(database: Database) -> None:
     assert Replay(database).sizes() == {("code", ""): 1}
 
 
+@BY_NIGHT
 def test_untagged_prompts_are_stored_by_kind(database: Database) -> None:
     rng = random.Random(0)
     leads = [[rng.randrange(50_000) for _ in range(47)] for _ in range(3)]
@@ -89,6 +91,7 @@ def test_untagged_prompts_are_stored_by_kind(database: Database) -> None:
     assert replay.labelled([tagged]) == [tagged]
 
 
+@BY_NIGHT
 def test_a_flooding_client_leaves_room_for_others(database: Database) -> None:
     store = Generations(database)
     named = texts("train", 300)

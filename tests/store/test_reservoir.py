@@ -11,6 +11,7 @@ from service.store.database import Database
 from service.store.generations import Generations
 from service.store.lineage import Lineage
 from service.store.replay import Replay
+from tests.support.databases import BY_NIGHT
 from tests.support.store_rows import HELD_OUT_TEXT, WHO, generation
 
 
@@ -37,6 +38,7 @@ def test_offers_in_one_go_or_one_by_one_fill_alike(database: Database) -> None:
     assert replay.sizes() == {("at once", ""): 5, ("one by one", ""): 5}
 
 
+@BY_NIGHT
 def test_the_same_seed_holds_the_same(database: Database) -> None:
     replay, ids = Replay(database), stored(database, 60)
     replay.offer("a", ids, 8, seed=5)
@@ -58,6 +60,7 @@ def test_held_out_unknown_and_known_texts_are_skipped(database: Database) -> Non
     assert sorted(g.id for g in replay.sample(WHO, 1000, 0)) == sorted(ids)
 
 
+@BY_NIGHT
 def test_samples_are_uniform_within_a_domain(database: Database) -> None:
     replay, ids = Replay(database), stored(database, 10)
     replay.offer("code", ids, 10, seed=0)
@@ -81,6 +84,7 @@ def test_an_emptied_reservoir_fills_again(database: Database, way: str) -> None:
     assert held(database, "code") == ids
 
 
+@BY_NIGHT
 def test_slots_that_a_deletion_emptied_are_filled_first(database: Database) -> None:
     replay = Replay(database)
     replay.offer("code", [*stored(database, 200, client="leaves"), *stored(database, 200, client="stays")], 32, seed=0)

@@ -10,6 +10,7 @@ from service.store.database import Database
 from service.store.generations import Generations
 from service.store.rows import id_bytes
 from service.store.sampler import LEAST, Text, conversation, sample, text
+from tests.support.databases import BY_NIGHT
 from tests.support.store_rows import WHO, generation, texts
 
 
@@ -59,6 +60,7 @@ def store(database: Database) -> Generations:
     return found
 
 
+@BY_NIGHT
 def test_successive_gates_share_about_half_of_their_held_out_texts(store: Generations) -> None:
     pool = store.held_out_texts(WHO, 400)
     assert len(pool) == len({one.conversation for one in pool}) == 400, "the newest"
@@ -69,6 +71,7 @@ def test_successive_gates_share_about_half_of_their_held_out_texts(store: Genera
     assert {one.id for one in sample(store.held_out_texts(WHO, 400), 200, 3)} == gates[2], "one gate is reproducible"
 
 
+@BY_NIGHT
 def test_a_conversation_brings_all_of_its_turns_to_the_pool(store: Generations) -> None:
     pool = store.held_out_texts(WHO, 551)
     assert len(pool) == 600

@@ -18,6 +18,7 @@ from service.store.lineage import Lineage
 from service.store.replay import Replay
 from service.store.runs import Runs
 from service.store.tables import metadata
+from tests.support.databases import BY_NIGHT
 from tests.support.store_rows import START, WHO, case, generation, targets, texts
 
 
@@ -232,6 +233,7 @@ def test_purge_keeps_the_newest(database: Database) -> None:
     assert store.purge(keep=0).result() == 4
 
 
+@BY_NIGHT
 def test_eight_hundred_copies_count_once(database: Database) -> None:
     store, runs = Generations(database), Runs(database)
     first = generation(tokens=[1, 2], output=[3, 4, 5], cases=[case(0), case(1)])

@@ -39,7 +39,7 @@ from service.store.generations import Generations
 from service.store.run_texts import Role
 from service.store.runs import MAX_CRASHES, Runs
 from service.store.tables import adapters, evaluations, generations, metadata, run_texts, training_runs
-from tests.support.databases import Databases
+from tests.support.databases import BY_NIGHT, Databases
 from tests.support.store_rows import ADAPTERS, LOST, WHO, WON, case, generation
 
 T = TypeVar("T")
@@ -308,6 +308,7 @@ class Machine(RuleBasedStateMachine):
             return {table.name: list(connection.execute(select(table))) for table in metadata.sorted_tables}
 
 
+@BY_NIGHT
 @pytest.mark.parametrize("examples", [6, pytest.param(100, marks=pytest.mark.nightly)])
 def test_any_order_of_events_keeps_runs_and_adapters_legal(databases: Databases, examples: int) -> None:
     class Here(Machine):

@@ -1,6 +1,7 @@
 """A tiny model of every architecture in mlx-lm, and which of them are served."""
 
 import importlib
+import inspect
 import math
 from typing import Any
 
@@ -293,8 +294,13 @@ def build(name: str, needs: dict[str, Any]) -> Any:
     family = family_of(name)
     config = SMALL | {"model_type": family} | needs
     module = importlib.import_module(f"mlx_lm.models.{family}")
+    arguments, given = module.ModelArgs, config | {"text_config": config}
+    if "from_dict" not in vars(arguments):
+        # mlx-lm's own from_dict inspects the class once a name.
+        known = inspect.signature(arguments).parameters
+        given = {each: value for each, value in given.items() if each in known}
     mx.random.seed(0)
-    model = module.Model(module.ModelArgs.from_dict(config | {"text_config": config}))
+    model = module.Model(arguments.from_dict(given))
     model.update(tree_unflatten([(name, with_noise(array)) for name, array in floating(model)]))
     model.eval()
     mx.eval(model.parameters())

@@ -2,10 +2,12 @@
 
 import json
 import random
+import tempfile
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,10 @@ from service.learning import lora
 from service.models.pair import load_model, load_pair
 from service.server import FATAL_EXIT, Application, Server
 from service.settings import load_settings
+from service.store.database import upgrade
 from service.store.files import publish
 from tests.support.oracle import noisy_copy, tiny_llama
-from tests.support.store_rows import generation
+from tests.support.store_rows import generation, url_of
 from tests.support.typed import leaves
 
 TEMPLATE = (
@@ -136,7 +139,19 @@ class InProcessServer(LocalServer):
 
 
 def in_process_server(root: Path, pair: tuple[Path, Path], **sections: Mapping[str, object]) -> InProcessServer:
-    return InProcessServer(root / "state", settings_of(pair, **sections), root / "home")
+    server = InProcessServer(root / "state", settings_of(pair, **sections), root / "home")
+    database = server.folder / "redraft.db"
+    if not database.exists():
+        database.write_bytes(migrated())
+    return server
+
+
+@cache
+def migrated() -> bytes:
+    """A database without rows: each server would migrate its own for 0.2 s."""
+    with tempfile.TemporaryDirectory() as folder:
+        upgrade(url_of(Path(folder) / "empty.db"))
+        return (Path(folder) / "empty.db").read_bytes()
 
 
 def prompts(count: int, seed: int = 0) -> Iterator[PromptLine]:
