@@ -153,3 +153,5 @@ class WatchJob:
         else:
             adapters.record_evaluation(ref.id, "watch" if found.over else "look", found.verdict)
         log.info("adapter %d %s", ref.id, found.verdict.reason)
+        if found.short:
+            log.warning("adapter %d: the engine accepts less of its drafts than its scores say", ref.id)
