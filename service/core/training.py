@@ -160,6 +160,8 @@ class Score:
     one round in which a prompt of a single token joins: nobody in the batch drafts then.
     agreed: positions where the draft's argmax is the emitted token. domain: the request's tag, empty without one. conversation:
     equal for turns of one conversation, which are resampled together; empty: one of its own.
+    rounds: logged rounds that this adapter drafted, where the pass says exactly what is accepted. accepted: draft tokens that
+    were accepted in them; predicted: what the pass says of them, from the same starts at the same draft lengths.
     """
 
     generation: str
@@ -168,6 +170,9 @@ class Score:
     agreed: int
     calls: tuple[float, ...]
     conversation: str = ""
+    rounds: int = 0
+    accepted: int = 0
+    predicted: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -229,8 +229,9 @@ class Batch:
             cache.truncate(cache.lengths.host)
 
     def _truncate_draft(self, cache: RowCache, plan: Plan, before: Sequence[int], finite: Sequence[bool]) -> None:
-        """The draft wrote its own proposal into its cache, but for the last token. The accepted part stays; where a look-up
-        took its place nothing of it does, for those were other tokens."""
+        """The draft wrote its own proposal into its cache, but for the last token. The accepted part stays, unless the draft
+        reads it again; where a look-up took its place nothing of it does, for those were other tokens."""
+        assert self.drafter is not None
         limits, fed = list[int](), plan.choice.drafted - 1
         rows, visible = plan.rows, [len(tokens) for tokens in plan.visible]
         # Some may have become padding since.
@@ -242,7 +243,7 @@ class Batch:
                 # A recurrent state cannot be rewound to before the round's first step; those are the row's own tokens.
                 limits.append(seen if cache.states else seen - 1)
             else:
-                fed_own = finite[i] and source is Source.DRAFT
+                fed_own = finite[i] and source is Source.DRAFT and not self.drafter.rereads
                 limits.append(min(old + fed if fed_own else old, len(row.tokens) - 1))
         cache.truncate(limits)
         for index, row in enumerate(rows):

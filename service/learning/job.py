@@ -284,7 +284,13 @@ def _score(job: ScoreJob, channel: Channel, database: Database) -> None:
             lora.attach(draft.model, folder, job.provenance.draft)
         models[name] = as_served(draft.model, kept(job, folder))
         scores[name] = score(
-            models[name], texts, k=job.k, vocabulary=target_width(job), masks=masks, between=channel.hold
+            models[name],
+            texts,
+            k=job.k,
+            vocabulary=target_width(job),
+            masks=masks,
+            adapter=int(name),
+            between=channel.hold,
         )
         lora.detach(draft.model)
     channel.hold()

@@ -20,7 +20,7 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core import AcceptRule, Generation, Sampling
+from service.core import AcceptRule, Generation, Round, Sampling, Source
 from service.engine.sampling import SamplingBatch, choose, shared_noise, transform
 from service.learning.dataset import unpack
 from service.learning.forced import Span, response_logits
@@ -69,6 +69,29 @@ def expected_positions(rates: Rates, k: int) -> tuple[Doubles, Doubles]:
         reach = reach * a[min(i, len(a) - 1), i : i + len(reach)]
         kept[i] = reach.sum()
     return tested, kept
+
+
+def predictable_rounds(generation: Generation, adapter: int) -> list[Round]:
+    """The rounds that `adapter` drafted, where its rates say exactly what is accepted in them. None of a text that
+
+    - is sampled without a seed: how many tokens a round drafts depends on proposed ones, of which the text does not tell;
+    - had to follow a grammar: on a GPU later tokens of a proposal are drafted without its mask;
+    - another adapter began, whose keys and values the row keeps.
+    """
+    exact = generation.prompt.sampling.rule is AcceptRule.MATCH and generation.grammar is None
+    if not exact or any(round.adapter != adapter for round in generation.rounds):
+        return []
+    return [round for round in generation.rounds if round.drafted and round.source is Source.DRAFT]
+
+
+def expected_accepted(rates: Rates, rounds: Sequence[Round]) -> float:
+    """Draft tokens that are expected to be accepted in these rounds, each from its start at its draft length."""
+    a = _by_depth(rates)
+    depth, count = a.shape
+    return sum(
+        float(np.cumprod([a[min(i - at, depth - 1), i] for i in range(at, min(at + drafted, count))]).sum())
+        for at, drafted in ((round.start, round.drafted) for round in rounds)
+    )
 
 
 def _by_depth(rates: Rates) -> Doubles:

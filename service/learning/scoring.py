@@ -8,7 +8,7 @@ import mlx.nn as nn
 
 from service.core import Generation, Provenance, Score
 from service.learning.masks import NO_MASKS, Masks
-from service.learning.offpolicy import acceptance, calls_by_length
+from service.learning.offpolicy import acceptance, calls_by_length, expected_accepted, predictable_rounds
 from service.store.generations import Generations
 from service.store.sampler import conversation, sample
 
@@ -30,11 +30,13 @@ def score(
     k: int,
     vocabulary: int,
     masks: Masks = NO_MASKS,
+    adapter: int | None = None,
     between: Callable[[], object] = lambda: None,
 ) -> list[Score]:
     """How `model` would have drafted each generation at draft lengths 1 to k, under its masks where it had to follow a
-    grammar."""
+    grammar. adapter: its id, to compare rounds that it drafted with what is expected of them; None: it drafted none."""
     found = acceptance(model, generations, vocabulary=vocabulary, k=k, masks=masks, between=between)
+    drafted = [[] if adapter is None else predictable_rounds(generation, adapter) for generation in generations]
     return [
         Score(
             generation=generation.id,
@@ -44,6 +46,9 @@ def score(
             agreed=result.agreed,
             calls=calls_by_length(result.rates, k),
             conversation=conversation(generation.prompt),
+            rounds=len(rounds),
+            accepted=sum(round.accepted for round in rounds),
+            predicted=expected_accepted(result.rates, rounds),
         )
-        for generation, result in zip(generations, found, strict=True)
+        for generation, result, rounds in zip(generations, found, drafted, strict=True)
     ]

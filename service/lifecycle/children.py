@@ -286,6 +286,9 @@ def _score(value: object) -> Score:
         agreed=_integer(item, "agreed"),
         calls=tuple(_finite(each, "calls") for each in _list(item, "calls")),
         conversation=conversation,
+        rounds=_integer(item, "rounds"),
+        accepted=_integer(item, "accepted"),
+        predicted=_number(item, "predicted"),
     )
 
 

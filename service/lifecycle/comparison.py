@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -35,6 +35,8 @@ FEW = 20
 """Effective number of conversations below which a bootstrap alone is too short (docs/decisions.md has the coverage)."""
 TAIL = 0.05
 """What lies beyond either end of a two-sided 90 % interval."""
+SHORTFALL = 0.05
+"""Share of its predicted tokens a call that an adapter may lack before its scores count as wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +148,38 @@ class Comparison:
         calls = np.zeros((owner.max() + 1, *each.shape[1:]))
         np.add.at(calls, owner, each)
         return calls[:, :, -1:] if self._seconds is None else calls * np.array(self._seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Realised:
+    """Tokens a call of the rounds that an adapter drafted, the bonus token included, and those that its scores predict for the
+    same rounds. high: upper end of the two-sided 90 % interval of the first's change against the second."""
+
+    tokens_per_call: float
+    predicted: float
+    high: float
+
+    @property
+    def short(self) -> bool:
+        """Whether the engine surely accepts less than the scores say, by more than SHORTFALL."""
+        return self.high < -SHORTFALL
+
+    def __str__(self) -> str:
+        return f"realised {self.tokens_per_call:.2f} tokens a call, predicted {self.predicted:.2f}"
+
+
+def realised(scores: Sequence[Score], resamples: int, seed: int) -> Realised | None:
+    """What an adapter's logged rounds say of its scores; None where too few conversations have any."""
+    drafted = [score for score in scores if score.rounds]
+    rounds = sum(score.rounds for score in drafted)
+    # The ratio of their sums over whole conversations, as a comparison estimates that of calls.
+    predicted = [replace(score, calls=(score.rounds + score.predicted,)) for score in drafted]
+    logged = [replace(score, calls=(score.rounds + float(score.accepted),)) for score in drafted]
+    both = Comparison(predicted, logged)
+    if both.conversations < MIN_SPEAKERS:
+        return None
+    tokens, expected = (sum(score.calls[0] for score in each) / rounds for each in (logged, predicted))
+    return Realised(tokens, expected, both.gain(resamples, seed).high)
 
 
 def _conversation(score: Score) -> str:

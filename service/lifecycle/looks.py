@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from service.core import BARE_DRAFT, Score, Verdict
-from service.lifecycle.comparison import MIN_SPEAKERS, Comparison
+from service.lifecycle.comparison import MIN_SPEAKERS, Comparison, realised
 
 ALPHA = 0.05
 
@@ -25,11 +25,13 @@ def looks(generations: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What one look says. over: the watch ends with it. back_to: what shall serve instead (verdict.promoted is False)."""
+    """What one look says. over: the watch ends with it. back_to: what shall serve instead (verdict.promoted is False). short:
+    the engine accepts less than the scores say (Realised.short)."""
 
     verdict: Verdict
     over: bool
     back_to: int | None = None
+    short: bool = False
 
 
 def look(
@@ -50,6 +52,8 @@ def look(
     It goes as soon as its whole interval against one of them lies below 0, back to the best of those. It has proven itself
     as soon as every interval lies above 0; after the `last` of `count` looks it stays. The verdict holds the two-sided 90 %
     interval of the comparison that decided, else of that with its parent. Raises ValueError like gate.judge.
+
+    Its own rounds say whether the scores hold for this engine. Where they surely fall short, nothing is proven by them.
     """
     costs = others_seconds or {}
     both = {other: Comparison(serving, scores, seconds, costs.get(other)) for other, scores in others.items()}
@@ -65,13 +69,17 @@ def look(
     opponent = parent if back_to is None else back_to
     name = "the bare draft" if opponent == BARE_DRAFT else f"adapter {opponent}"
     whole = both[opponent].gain(resamples, seed)
-    proven = all(gain.low > 0 for gain in strict.values())
+    drafted = realised(serving, resamples, seed)
+    short = drafted is not None and drafted.short
+    proven = not short and all(gain.low > 0 for gain in strict.values())
     if back_to is not None:
         reason = f"worse than {name}: {whole}"
     elif proven:
         reason = f"stays: proven better than {name}: {whole}"
     else:
         reason = f"{'stays' if last else 'undecided'}: against {name} {whole}"
+    if drafted is not None:
+        reason = f"{reason}; {drafted}"
     domains = {domain: each.gain(resamples, seed).interval for domain, each in both[opponent].domains().items()}
     verdict = Verdict(back_to is None, reason, generations, tokens, *whole.interval, domains=domains)
-    return Look(verdict, back_to is not None or proven or last, back_to)
+    return Look(verdict, back_to is not None or proven or last, back_to, short)

@@ -159,3 +159,5 @@ class WatchJob:
             log.warning("adapter %d has been looked at by another process meanwhile", ref.id)
             return
         log.info("adapter %d %s", ref.id, found.verdict.reason)
+        if found.short:
+            log.warning("adapter %d: the engine accepts less of its drafts than its scores say", ref.id)

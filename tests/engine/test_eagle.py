@@ -20,6 +20,7 @@ from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.models.eagle import Model, ModelArgs
 from service.models.heads import cut, shallow_copy
 from tests.support.batches import decode, serve
+from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.oracle import forced, tiny_llama
 
 VOCABULARY, K = 97, 3
@@ -138,6 +139,18 @@ def test_every_proposal_equals_that_of_the_row_alone(
     assert all(is_proposal_of_row_alone(head(), tokens, guesses) for tokens, guesses in proposals)
     # The check can fail: the target's hidden states matter.
     assert not all(is_proposal_of_row_alone(head(2), tokens, guesses) for tokens, guesses in proposals)
+
+
+def test_accepted_tokens_are_read_again_with_the_targets_hidden_states(
+    proposals: list[tuple[list[int], list[int]]],
+) -> None:
+    followed = plain_llama(1)
+    model, rng = tiny_head(followed, 2), random.Random(8)
+    asked = [Prompt(tuple(rng.randrange(4, VOCABULARY) for _ in range(9)), Sampling(max_tokens=30)) for _ in range(6)]
+    with using(CPU):
+        rows = decode(followed, model, asked, k=K, vocabulary=VOCABULARY, max_rows=3)
+    assert sum(each.accepted > 1 for row in rows for each in row.rounds) > 10
+    assert all(is_proposal_of_row_alone(model, tokens, guesses) for tokens, guesses in proposals)
 
 
 def test_cached_prefixes_bring_their_hidden_states(proposals: list[tuple[list[int], list[int]]]) -> None:

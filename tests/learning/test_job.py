@@ -175,6 +175,7 @@ def test_a_second_run_starts_from_the_first_and_reuses_its_targets(
     assert scored.keys() == adapters.keys()
     for name, folder in adapters.items():
         assert {s["generation"] for s in scored[name]} == set(ids)
+        assert any(s["rounds"] for s in scored[name]) is (name == "0"), "the bare draft drafted these texts"
         model = load_model(logged_pair.draft).model
         model = load_adapters(model, folder) if folder else model
         cut(model, vocabulary.read(Path(folder)) or [] if folder else REDUCED)

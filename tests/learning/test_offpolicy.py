@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.core import Generation, Sampling
+from service.core import AnswerGrammar, Generation, Round, Sampling, Source
 from service.learning.dataset import unpack
-from service.learning.offpolicy import acceptance, calls_by_length, expected_calls, expected_positions, overlap
+from service.learning.offpolicy import (
+    acceptance,
+    calls_by_length,
+    expected_accepted,
+    expected_calls,
+    expected_positions,
+    overlap,
+    predictable_rounds,
+)
 from tests.support.logged_texts import VOCABULARY, generation, random_texts, served, with_targets
 from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.typed import as_int
@@ -50,6 +58,26 @@ def enumerated(rates: list[float] | np.ndarray, k: int, start: int = 0) -> float
 @given(st.lists(st.floats(0, 1), max_size=9), st.integers(0, 6))
 def test_calls_equal_the_enumeration_of_all_outcomes(rates: list[float], k: int) -> None:
     assert expected_calls(rates, k) == pytest.approx(enumerated(rates, k), rel=1e-9)
+
+
+def test_rounds_expect_what_is_accepted_from_their_starts() -> None:
+    by_depth = np.array([[0.5, 1.0, 0.5, 1.0, 0.0], [1.0, 0.5, 1.0, 0.25, 1.0]])
+    rounds = [Round(7, 0, 2, 1, 2), Round(7, 2, 0, 0, 1), Round(7, 3, 4, 0, 1)]
+    assert expected_accepted(by_depth, rounds[:1]) == 0.5 + 0.5 * 0.5
+    assert expected_accepted(by_depth, rounds[1:2]) == 0.0
+    # No further than the text goes.
+    assert expected_accepted(by_depth, rounds[2:]) == 1.0 + 1.0
+    assert expected_accepted(by_depth[0], rounds) == 0.5 + 0.5 + 1.0
+
+
+def test_rounds_are_predictable_where_the_text_settles_them() -> None:
+    rounds = (Round(7, 0, 2, 1, 2), Round(7, 2, 0, 0, 1), Round(7, 3, 4, 4, 5, Source.LOOKUP), Round(7, 8, 1, 0, 1))
+    text = replace(generation((1, 2), range(9), sampling=SEEDED), rounds=rounds)
+    assert predictable_rounds(text, 7) == [rounds[0], rounds[3]]
+    assert predictable_rounds(text, 0) == []
+    assert predictable_rounds(replace(text, rounds=(replace(rounds[0], adapter=6), *rounds[1:])), 7) == []
+    assert predictable_rounds(replace(text, prompt=replace(text.prompt, sampling=UNSEEDED)), 7) == []
+    assert predictable_rounds(replace(text, grammar=AnswerGrammar("start: /a+/")), 7) == []
 
 
 @settings(max_examples=100, deadline=None)

@@ -3,7 +3,7 @@
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -219,6 +219,27 @@ def test_rounds_of_another_draft_are_predicted_exactly(
     assert 0.1 < mean < 0.95
     ours = score(drafts.logger, logged, k=k, vocabulary=VOCABULARY)
     assert [s.calls for s in scores] != [s.calls for s in ours]
+
+
+@pytest.mark.parametrize("kind", list(SAMPLINGS))
+@pytest.mark.parametrize("version", ["adapter", "a cut head"])
+def test_logged_rounds_accept_what_the_scores_of_their_draft_predict(
+    drafts: LoggedDrafts, kind: str, version: str
+) -> None:
+    chosen, adapter = drafts.versions[version], drafts.versions[version].served.adapter
+    prompts = [replace(p, num_draft_tokens=i % 7) for i, p in enumerate(asked(SAMPLINGS[kind][:18], seed=11))]
+    logged = generations(drafts.target, chosen.served, prompts, k=6, eos=EOS)
+    assert {r.drafted for g in logged for r in g.rounds} == set(range(7))
+    ours = score(chosen.scored, logged, k=6, vocabulary=VOCABULARY, adapter=adapter)
+    same = [s for g, s in zip(logged, ours, strict=True) if clear(drafts.target, g) and clear(chosen.scored, g)]
+    assert len(same) >= 0.9 * len(prompts)
+    assert [s.accepted for s in same] == [s.predicted for s in same]
+    assert sum(s.rounds for s in same) > 50 and sum(s.accepted for s in same) > 10
+    # Another draft's scores do not fit, and of another adapter there are no rounds.
+    others = score(drafts.logger, logged, k=6, vocabulary=VOCABULARY, adapter=adapter)
+    assert sum(s.predicted for s in others) != sum(s.accepted for s in others)
+    assert not any(s.rounds for s in score(chosen.scored, logged, k=6, vocabulary=VOCABULARY, adapter=adapter + 1))
+    assert not any(s.rounds for s in score(chosen.scored, logged, k=6, vocabulary=VOCABULARY))
 
 
 @ROWS

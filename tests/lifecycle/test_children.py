@@ -12,7 +12,8 @@ from service.core import FailureCase, Progress, Score
 from service.lifecycle.children import Candidate, Cases, Child, Crashed, Done, GaveUp, Scores, parse
 from service.lifecycle.launcher import Process, ProcessLauncher
 
-SCORE = {"generation": "g", "domain": "", "tokens": 40, "agreed": 20, "calls": [30, 20]}
+ROUNDS = {"rounds": 3, "accepted": 5, "predicted": 4.5}
+SCORE = {"generation": "g", "domain": "", "tokens": 40, "agreed": 20, "calls": [30, 20], **ROUNDS}
 CANDIDATE = {"type": "candidate", "folder": "/a/b", "sha256": "ff", "rank": 4, "scale": 2, "keys": ["q"], "frozen": 9}
 CASE = {"position": 3, "drafted": 5, "target": 6, "p": 0.25, "q": 0.5, "margin": 1.5, "tie": True}
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
@@ -22,7 +23,7 @@ def test_every_message_of_the_protocol_is_understood() -> None:
     assert parse({"type": "progress", "step": 1, "steps": 2, "loss": 0.5}) == Progress(1, 2, 0.5)
     assert parse({"type": "progress", "step": 1, "steps": 2, "grad_norm": float("inf")}) == Progress(1, 2)
     assert parse(CANDIDATE) == Candidate(Path("/a/b"), "ff", 4, 2.0, ("q",))
-    score = Score("g", "", 40, 20, (30.0, 20.0))
+    score = Score("g", "", 40, 20, (30.0, 20.0), rounds=3, accepted=5, predicted=4.5)
     assert parse({"type": "scores", "scores": {"0": [SCORE]}}) == Scores({"0": (score,)}, {})
     chat = {"0": [SCORE | {"conversation": "c"}]}
     assert parse({"type": "scores", "scores": chat, "golden": {"0": [SCORE]}}) == Scores(

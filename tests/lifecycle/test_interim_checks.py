@@ -103,6 +103,45 @@ def test_costs_decide_which_draft_lengths_are_compared(
     assert message in found.verdict.reason
 
 
+def with_rounds(serving: Sequence[Score], accepted: Sequence[int], predicted: float) -> list[Score]:
+    """With ten logged rounds of each text. predicted: draft tokens that are accepted in them by the scores."""
+    return [
+        replace(score, rounds=10, accepted=count, predicted=predicted)
+        for score, count in zip(serving, accepted, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "short", "message"),
+    [
+        ([20] * 20, False, "; realised 3.00 tokens a call, predicted 3.00"),
+        ([19] * 20, False, "; realised 2.90 tokens a call, predicted 3.00"),
+        # 7 % less on average, but not surely 5.
+        ([10, 26] * 10, False, "; realised 2.80 tokens a call, predicted 3.00"),
+        ([17, 19] * 10, True, "; realised 2.80 tokens a call, predicted 3.00"),
+        ([40] * 20, False, "; realised 5.00 tokens a call, predicted 3.00"),
+    ],
+)
+def test_scores_that_the_engine_surely_falls_short_of_prove_nothing(
+    accepted: list[int], short: bool, message: str
+) -> None:
+    serving = with_rounds(SAME, accepted, 20.0)
+    better = check_at(serving, {PARENT: MORE, BARE_DRAFT: MORE})
+    assert (better.short, better.over, better.back_to) == (short, not short, None)
+    assert better.verdict.reason.startswith("undecided" if short else "stays: proven")
+    assert better.verdict.reason.endswith(message)
+    # What is worse by its scores goes all the same.
+    worse = check_at(serving, {PARENT: LESS, BARE_DRAFT: LESS})
+    assert (worse.short, worse.back_to) == (short, PARENT)
+    assert worse.verdict.reason.endswith(message)
+
+
+def test_rounds_of_few_conversations_prove_nothing() -> None:
+    serving = [*with_rounds(SAME[:4], [0] * 4, 20.0), *SAME[4:]]
+    found = check_at(serving, {PARENT: SAME, BARE_DRAFT: SAME})
+    assert not found.short and "realised" not in found.verdict.reason
+
+
 def test_scores_without_draft_lengths_decide_nothing() -> None:
     none = by_length([()] * 20)
     assert check_at(none, {PARENT: none, BARE_DRAFT: none}).back_to is None

@@ -65,6 +65,24 @@ def test_a_forced_bad_promotion_is_rolled_back_to_its_parent(installation: Insta
         check_consistent(server)
 
 
+@pytest.mark.parametrize(("score", "warnings"), [("fair", 0), ("short", 1)])
+def test_scores_that_the_engine_falls_short_of_are_warned_of(
+    installation: Installation, caplog: pytest.LogCaptureFixture, score: str, warnings: int
+) -> None:
+    installation.plan_children(score=score)
+    with installation.server() as server:
+        ref = server.promote()
+        server.traffic(cases=0)
+        server.tick_until(server.watched(ref.id))
+        (_, verdict) = server.adapters.evaluations(ref.id, "watch")[0]
+        assert f"realised 3.00 tokens a call, predicted {3.4 if warnings else 3:.2f}" in verdict.reason
+        assert ("proven" in verdict.reason) is not bool(warnings)
+        assert server.engine.active == ref.id
+        levels = [record.levelname for record in caplog.records if record.name == "service.lifecycle.watch"]
+        assert levels.count("WARNING") == warnings
+        check_consistent(server)
+
+
 def test_a_watch_that_cannot_compare_ends_and_keeps_the_adapter(installation: Installation) -> None:
     installation.plan_children(score="kill")
     with installation.server() as server:

@@ -52,6 +52,12 @@ class EagleDrafter(ModelDrafter):
         return calls.head(out)
 
     @property
+    def rereads(self) -> bool:
+        """See ModelDrafter: the target's features are there now, for which its own hidden states stood in. Not where the first
+        step of a round feeds as many tokens of every row (docs/decisions.md)."""
+        return not self._feeds_alike
+
+    @property
     def _model(self) -> eagle.Model:
         return cast("eagle.Model", self.draft.model)
 

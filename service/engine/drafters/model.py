@@ -155,6 +155,11 @@ class ModelDrafter:
         one of an accepted proposal was not fed, or MAX_LAG. Some may be in the cache already."""
         return self.strategy.launch_ahead and not self.cache.states
 
+    @property
+    def rereads(self) -> bool:
+        """Whether it reads its own accepted tokens again: it knows more of them than when it proposed them."""
+        return False
+
     def _missing(self, rows: Sequence[Sequence[int]]) -> list[int]:
         """Each row's tokens that are not in the cache."""
         return [len(row) - length for row, length in zip(rows, self.cache.lengths.host, strict=True)]
