@@ -31,7 +31,7 @@ pytestmark = POSTGRES
 
 LATE = 30.0
 """Seconds after which others have taken over from a process that ended or fell silent."""
-KILLS = 50
+KILLS = 10
 SWITCHES = 100
 
 
@@ -94,11 +94,11 @@ def test_a_switch_is_live_everywhere_within_two_seconds(tmp_path: Path, url: str
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(1200)
-def test_servers_and_a_trainer_outlive_kills_of_any_of_them(tmp_path: Path, url: str) -> None:
+@pytest.mark.parametrize("seed", range(5))
+def test_servers_and_a_trainer_outlive_kills_of_any_of_them(tmp_path: Path, url: str, seed: int) -> None:
     """One of five is killed again and again, mostly in the middle of a run. The others answer all the time, the run of a
     process that was killed is given up in time, and the last run of all is done as the first."""
-    rng = random.Random(0)
+    rng = random.Random(seed)
     with Fleet(tmp_path, url, 4) as fleet:
         fleet.start()
         fleet.trainer.start()
@@ -124,7 +124,7 @@ def test_servers_and_a_trainer_outlive_kills_of_any_of_them(tmp_path: Path, url:
             took.append(until(lambda pid=victim: pid not in pids(database) and not runs.orphaned(), seconds=LATE))
             lost += bool(runs.latest(1)) and runs.latest(1)[0].state is RunState.CRASHED
             restart()
-        assert lost > 5, "kills that hit no run show little"
+        assert lost > 0, "kills that hit no run show little"
         until(lambda: runs.unfinished() == [], lambda: runs.latest(3))
         fleet.traffic(8, seed=KILLS)
         run = fleet.servers[1].post("/train")
