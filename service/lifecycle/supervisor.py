@@ -187,9 +187,7 @@ class Supervisor:
                 return
             self._reap()
             self._carry_out_erasures()
-            leads = self._parts.members.leads()
-            if leads:
-                self._give_up_the_dead()
+            self._give_up_the_dead()
             if self._parts.who.draft:
                 self._say_costs()
                 if self._parts.switching.behind():
@@ -197,7 +195,7 @@ class Supervisor:
                 if self._job is None:
                     self._end_own_run()
                 # On top of what serves: where that cannot be loaded nothing is trained.
-                if leads and self._trains and not self._parts.switching.behind():
+                if self._trains and self._parts.members.leads() and not self._parts.switching.behind():
                     self._work()
                 # A child that was just started, when serving was busy already.
                 self.pause_child()
@@ -208,14 +206,15 @@ class Supervisor:
             self._lock.release()
 
     def follow(self) -> None:
-        """Do at once what other processes of the database have decided: forget what they erase, serve what they promote. Called
-        more often than `tick`; does nothing while that is at work."""
+        """Do at once what other processes of the database have decided: forget what they erase, serve what they promote; and
+        give up those that have ended. Called more often than `tick`; does nothing while that is at work."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             if self._stopped:
                 return
             self._carry_out_erasures()
+            self._give_up_the_dead()
             if self._parts.who.draft and self._parts.switching.behind():
                 self._serve_active()
         finally:

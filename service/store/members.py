@@ -26,7 +26,7 @@ from service.store.tables import erasures, members
 RENEW_SECONDS = 5.0
 FOLLOW_SECONDS = 0.5
 """How often a process looks for what others have decided."""
-LEASE_SECONDS = 30.0
+LEASE_SECONDS = 25.0
 """A process that has not renewed its row for so long is given up."""
 
 

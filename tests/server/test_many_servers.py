@@ -149,8 +149,7 @@ def test_a_trainer_that_is_stopped_beyond_its_lease_publishes_nothing_stale(tmp_
         until(lambda: fleet.servers[0].get(f"/train/{first}")["progress"]["step"] > 0)
         fleet.trainer.send(signal.SIGSTOP)
         took = until(lambda: over(fleet, first), seconds=2 * LATE)
-        # Its lease, and the tick of the one that leads then.
-        assert took < LATE + 5
+        assert took < LATE
         second = fleet.servers[1].post("/train")["id"]
         until(lambda: over(fleet, second))
         done = fleet.servers[0].get(f"/train/{second}")
