@@ -31,6 +31,7 @@ def held(database: Database) -> set[str]:
     return {g.id for g in Replay(database).sample(WHO, 10_000, 0)}
 
 
+@BY_NIGHT
 def test_failures_and_successes_are_remembered_once(database: Database) -> None:
     store, replay = Generations(database), Replay(database)
     well = [generation(cases=[]) for _ in range(4)]

@@ -68,6 +68,7 @@ def test_samples_are_uniform_within_a_domain(database: Database) -> None:
     assert stats.chisquare([counts[name] for name in ids]).pvalue > 1e-6
 
 
+@BY_NIGHT
 @pytest.mark.parametrize("way", ["purge", "erase"])
 def test_an_emptied_reservoir_fills_again(database: Database, way: str) -> None:
     store, replay = Generations(database), Replay(database)

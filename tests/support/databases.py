@@ -131,10 +131,11 @@ class PostgresDatabases:
     def _emptied(self, url: str) -> None:
         name = make_url(url).database or ""
         # A test that failed may have left a transaction open, for which this would wait.
-        self.server.execute(f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = '{name}'")
+        others = "datname = current_database() AND pid <> pg_backend_pid()"
+        end_others = f"SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE {others}"
         tables = [table.name for table in reversed(metadata.sorted_tables)]
         statements = (
             *(f"DELETE FROM {table}" for table in tables),
             "SELECT setval(oid, 1, false) FROM pg_class WHERE relkind = 'S'",
         )
-        self.server.execute(";".join(statements), database=name)
+        self.server.execute(end_others, ";".join(statements), database=name)
