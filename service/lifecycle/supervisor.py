@@ -338,14 +338,13 @@ class Supervisor:
 
     def _start_if_due(self) -> None:
         rules = self._parts.rules.training
-        latest = self._parts.runs.latest(1)
         counts = self._parts.generations.counts(self._parts.who)
         if self._parts.rules.spec.get("k") == 0:
             # The draft is switched off: undrafted texts do not call for a better one.
             counts = replace(counts, undrafted=0)
         decision = policy.decide(
             counts,
-            latest[0] if latest else None,
+            self._parts.runs.newest(self._parts.who),
             self._rows_now(),
             min_cases=rules.min_cases,
             min_tokens=rules.min_tokens,

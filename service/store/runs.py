@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, func, insert, or_, select, update
 
 from service.core import (
     RUN_MOVES,
@@ -266,6 +266,13 @@ class Runs:
         with self._db.read() as connection:
             return [_run(row) for row in connection.execute(query)]
 
+    def newest(self, who: Provenance) -> TrainingRun | None:
+        """The newest run of this pair, over or not; None: there is none."""
+        query = select(training_runs).where(*_pair(who)).order_by(training_runs.c.id.desc()).limit(1)
+        with self._db.read() as connection:
+            row = connection.execute(query).one_or_none()
+        return None if row is None else _run(row)
+
     def latest(self, limit: int) -> list[TrainingRun]:
         """The newest `limit` runs, newest first."""
         with self._db.read() as connection:
@@ -321,12 +328,15 @@ _ORPHANED = and_(~_WAITING, or_(training_runs.c.owner.is_(None), ~_of_a_member))
 
 
 def _open(connection: Connection, who: Provenance) -> Row[Any] | None:
-    pair = (
+    return connection.execute(select(training_runs).where(_UNFINISHED, *_pair(who))).one_or_none()
+
+
+def _pair(who: Provenance) -> tuple[ColumnElement[bool], ...]:
+    return (
         training_runs.c.target == who.target,
         training_runs.c.tokenizer == who.tokenizer,
         training_runs.c.draft == who.draft,
     )
-    return connection.execute(select(training_runs).where(_UNFINISHED, *pair)).one_or_none()
 
 
 def _held(connection: Connection, run_id: int, fencing: int) -> Row[Any]:

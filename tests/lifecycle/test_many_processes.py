@@ -6,14 +6,25 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
 
-from service.core import BARE_DRAFT, AdapterState, Conflict, RoundCosts, RunState, Selection, StoreError, Unavailable
+from service.core import (
+    BARE_DRAFT,
+    AdapterState,
+    Conflict,
+    RoundCosts,
+    RunState,
+    Selection,
+    StoreError,
+    Trigger,
+    Unavailable,
+)
 from service.lifecycle import supervisor
 from tests.support.databases import POSTGRES
-from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, lapse
+from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation, lapse
 
 pytestmark = POSTGRES
 
@@ -112,6 +123,19 @@ def test_clocks_that_differ_by_an_hour_change_nothing(installation: Installation
             second.traffic()
             time.sleep(0.1)
             first.tick_until(lambda: len(first.runs.latest(9)) == 2)
+
+
+def test_runs_of_another_pair_hold_nobody_up(installation: Installation) -> None:
+    other = replace(WHO, target="other")
+    with installation.server(cooldown_seconds=300.0) as server:
+        server.generations.add([replace(generation("theirs"), provenance=other)]).result(60)
+        theirs = server.runs.claim(
+            trigger=Trigger.MANUAL, who=other, parent=BARE_DRAFT, limit=1, owner=server.members.token
+        )
+        assert theirs is not None
+        server.traffic()
+        server.tick_until(server.ended(RunState.PROMOTED))
+        assert not server.runs.get(theirs.id).state.over
 
 
 def test_costs_of_every_kind_of_machine_have_a_say(installation: Installation) -> None:

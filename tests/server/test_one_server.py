@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import create_engine, text
 from typer.testing import CliRunner
 
+from service import learning_loop
 from service.app import open_stores
 from service.cli.root import app
 from service.core import BARE_DRAFT, DatabaseTaken, RunState, Trigger, Unavailable
@@ -19,6 +21,7 @@ from service.evaluation.server import LocalServer
 from service.models.pair import load_pair
 from service.settings import load_settings
 from service.store.members import HostProcess, Members
+from tests.support.databases import run_sql
 from tests.support.store_rows import generation
 from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
 
@@ -30,6 +33,14 @@ def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+def asked(url: str, question: str) -> object:
+    engine = create_engine(url)
+    with engine.connect() as connection:
+        found = connection.execute(text(question)).scalar()
+    engine.dispose()
+    return found
 
 
 def train(server: LocalServer) -> dict[str, Any]:
@@ -75,6 +86,27 @@ def test_a_server_is_refused_until_the_database_is_free(tmp_path: Path) -> None:
         Members(stores.database, process=HostProcess("elsewhere", "elsewhere", 1)).join()
     finally:
         stores.close()
+
+
+def test_an_upgrade_by_a_newer_version_ends_recording_and_not_serving(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(learning_loop, "RENEW_SECONDS", 0.1)
+    server = in_process_server(tmp_path, write_pair(tmp_path))
+    server.start()
+    try:
+        assert generate(server, "recorded")["tokens"]
+        url = f"sqlite:///{server.folder / 'redraft.db'}"
+        until(lambda: asked(url, "SELECT count(*) FROM generations") == 1)
+        run_sql(url, "UPDATE alembic_version SET version_num = '9999'")
+        until(lambda: "Nothing is recorded or trained any more" in caplog.text)
+        assert generate(server, "served all the same")["tokens"]
+        until(lambda: "redraft:recorder_dropped_total 1.0" in server.request("GET", "/metrics").text)
+        assert server.request("POST", "/train").status_code == 409
+    finally:
+        assert server.stop() == 0
+    assert asked(url, "SELECT count(*) FROM generations") == 1
+    assert caplog.text.count("Nothing is recorded") == 1
 
 
 @pytest.mark.nightly
