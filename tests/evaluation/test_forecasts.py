@@ -74,8 +74,8 @@ def adapter(stores: Stores, pair: Pair, draft: Path, folder: Path) -> AdapterRef
     ref = stores.adapters.add(
         run_id=run.id,
         fencing=run.fencing,
-        folder=folder / "made",
-        sha256=publish(folder / "made.part", folder / "made"),
+        folder=stores.adapters.root / "made",
+        sha256=publish(folder / "made.part", stores.adapters.root / "made"),
         rank=shape.rank,
         scale=shape.scale,
         keys=shape.keys,

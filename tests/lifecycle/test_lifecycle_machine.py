@@ -123,6 +123,9 @@ def _scores(names: list[str], share: float) -> list[dict[str, object]]:
             "tokens": 40,
             "agreed": 20,
             "calls": [(20 + i % 3) * share * more for more in LENGTHS],
+            "rounds": 0,
+            "accepted": 0,
+            "predicted": 0.0,
         }
         for i, n in enumerate(names)
     ]
