@@ -15,7 +15,7 @@ from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, BadRequest, Sta
 from service.learning.rescore import remove_files
 from service.learning_loop import LearningLoop, Place
 from service.metrics import Metrics
-from service.models.fingerprint import folder_sha256
+from service.models.fingerprint import is_unaltered
 from service.models.machine import machine_kind
 from service.models.pair import provenance_of
 from service.settings import Settings
@@ -41,7 +41,7 @@ class Unserved:
     def stage(self, ref: AdapterRef | None) -> Future[Staged]:
         """See core.DraftSwitch."""
         future: Future[Staged] = Future()
-        if ref is not None and (not ref.folder.is_dir() or folder_sha256(ref.folder) != ref.sha256):
+        if ref is not None and not is_unaltered(ref.folder, ref.sha256):
             future.set_exception(AdapterRefused(f"adapter {ref.id}: its files are not the ones that were registered"))
         else:
             future.set_result(_Checked(ref.id if ref is not None else BARE_DRAFT))

@@ -123,24 +123,11 @@ def _erase(
     try:
         members.join()
     except DatabaseTaken:
-        return ask(url, "DELETE", "/generations", _body(selection, retire_adapters))
+        return ask(url, "DELETE", "/generations", selection.given() | {"retire_adapters": retire_adapters})
     try:
         return asdict(erase(stores, settings, selection, retire_adapters=retire_adapters))
     finally:
         members.leave()
-
-
-def _body(selection: Selection, retire_adapters: bool) -> dict[str, object]:
-    given: dict[str, object] = {
-        "ids": None if selection.ids is None else sorted(selection.ids),
-        "client": selection.client,
-        "domain": selection.domain,
-        "before": None if selection.before is None else selection.before.isoformat(),
-    }
-    return {name: value for name, value in given.items() if value is not None} | {
-        "everything": selection.everything,
-        "retire_adapters": retire_adapters,
-    }
 
 
 @cases.command()

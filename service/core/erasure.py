@@ -42,6 +42,16 @@ class Selection:
                 end = datetime.min if self.before.year == 1 else datetime.max
                 object.__setattr__(self, "before", end.replace(tzinfo=UTC))
 
+    def given(self) -> dict[str, object]:
+        """What says which generations, by name, as JSON can hold it; `everything` always."""
+        said: dict[str, object] = {
+            "ids": None if self.ids is None else sorted(self.ids),
+            "client": self.client,
+            "domain": self.domain,
+            "before": None if self.before is None else self.before.isoformat(),
+        }
+        return {name: value for name, value in said.items() if value is not None} | {"everything": self.everything}
+
     def covers(self, id: str, prompt: Prompt, created: datetime) -> bool:
         """Whether a generation of this prompt is selected that is not in the log yet. created: when it ended; for a request
         under way, now."""

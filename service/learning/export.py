@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 from service.core import AdapterRef, AdapterRefused, BadRequest
 from service.learning.prune import save
-from service.models.fingerprint import folder_sha256
+from service.models.fingerprint import is_unaltered
 from service.models.pair import load_model
 
 
@@ -43,7 +43,7 @@ def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
 
 
 def _unaltered(ref: AdapterRef) -> None:
-    if not ref.folder.is_dir() or folder_sha256(ref.folder) != ref.sha256:
+    if not is_unaltered(ref.folder, ref.sha256):
         raise AdapterRefused(f"adapter {ref.id}: its files are gone or not the ones that were registered")
 
 

@@ -21,7 +21,7 @@ from service.core import (
     RunState,
     TrainingRun,
 )
-from service.models.fingerprint import folder_sha256
+from service.models.fingerprint import is_unaltered
 from service.store.adapters import Adapters
 from service.store.runs import Runs
 
@@ -218,9 +218,7 @@ def _domain(tag: str) -> str:
 
 def _sendable(ref: AdapterRef) -> bool:
     """Whether an adapter's files are there, are those that were registered, and may be copied."""
-    if ref.state is AdapterState.REVOKED or not ref.folder.is_dir():
-        return False
-    return folder_sha256(ref.folder) == ref.sha256
+    return ref.state is not AdapterState.REVOKED and is_unaltered(ref.folder, ref.sha256)
 
 
 def _milliseconds(moment: datetime) -> int:

@@ -85,10 +85,14 @@ class Parts:
             more = tuple(b - a for a, b in zip(base, twice, strict=True))
             self.costs.record(self.who, self.machine, RoundCosts(base, more))
 
+    def measured_costs(self) -> Mapping[str, RoundCosts]:
+        """What rounds cost, by kind of machine where that was measured within a day: this one's as of now."""
+        self.record_costs()
+        return self.costs.recent(self.who)
+
     def own_costs(self) -> RoundCosts | None:
         """What rounds cost on this kind of machine, or on the one where it was measured last; None: on none within a day."""
-        self.record_costs()
-        kinds = self.costs.recent(self.who)
+        kinds = self.measured_costs()
         return kinds.get(self.machine) or next(iter(kinds.values()), None)
 
     def launch(self, **what: object) -> Child:
@@ -104,9 +108,11 @@ class Parts:
 
     def give_up(self, run: TrainingRun) -> None:
         """End a run whose process was given up."""
-        if (ended := self.runs.give_up(run, "its process ended while it ran")) is not None:
+        reason = "its process ended while it ran"
+        if (ended := self.runs.give_up(run, reason)) is not None:
             self.ended(ended)
             log.warning("run %d is given up: its process has ended", run.id)
+        self.discard(reason)
 
     def ended(self, run: TrainingRun) -> None:
         """Report to `events` that this run is over, with its last state."""

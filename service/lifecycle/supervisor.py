@@ -153,11 +153,9 @@ class Supervisor:
         """End a child under way; its run becomes CRASHED and its cases are free again. Idempotent."""
         with self._lock:
             self._stopped = True
-            job, self._job = self._job, None
             jobs = [parked for parked, _ in self._parked.values()]
             self._parked.clear()
-            if job is not None:
-                job.child.stop()
+            if (job := self._end_child()) is not None:
                 jobs.append(job)
             try:
                 for each in jobs:
@@ -217,6 +215,9 @@ class Supervisor:
             self._give_up_the_dead()
             if self._parts.who.draft and self._parts.switching.behind():
                 self._serve_active()
+        except StoreError:
+            # Ticks say so, which are fewer.
+            pass
         finally:
             self._lock.release()
 
@@ -229,9 +230,7 @@ class Supervisor:
             log.warning(
                 "others of the database gave this process up: its run is lost, and it forgets what it remembers"
             )
-            if (job := self._job) is not None:
-                self._job = None
-                job.child.stop()
+            self._end_child()
             self._parked.clear()
             for forget in self._forget.values():
                 forget(Selection(everything=True))
@@ -277,7 +276,6 @@ class Supervisor:
         self._parts.members.give_up_the_dead()
         for run in self._parts.runs.orphaned():
             self._parts.give_up(run)
-            self._parts.discard("its process ended while it ran")
 
     def _work(self) -> None:
         """Begin what is to be done by one process of the pair."""
@@ -331,10 +329,15 @@ class Supervisor:
         """End the child where it may have read a text that is erased; its run ends with the erasure."""
         # What the child has said by now may name its texts.
         self._reap()
-        if (job := self._job) is not None and self._may_hold(selection):
-            self._job = None
-            job.child.stop()
+        if self._may_hold(selection) and (job := self._end_child()) is not None:
             self._parked[number] = (job, time.monotonic() + ERASE_SECONDS)
+
+    def _end_child(self) -> Job | None:
+        """End the child under way; its job, of which no row says yet what became."""
+        job, self._job = self._job, None
+        if job is not None:
+            job.child.stop()
+        return job
 
     def _start_if_due(self) -> None:
         rules = self._parts.rules.training
@@ -487,9 +490,7 @@ class Supervisor:
 
     def _serve_another(self) -> None:
         """The rows name another adapter: end a run on top of the former one, whose candidate could only be rejected."""
-        if (job := self._job) is not None:
-            self._job = None
-            job.child.stop()
+        if (job := self._end_child()) is not None:
             job.abandon("the adapter that it was trained on top of was revoked")
         self._serve_active()
 

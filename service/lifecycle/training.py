@@ -198,9 +198,8 @@ class TrainingJob:
             golden = (scores.golden[CANDIDATE], scores.golden[str(parent)]) if scores.golden else ((), ())
         except KeyError as error:
             raise ValueError(f"none of {error}") from error
-        self._parts.record_costs()
         step = scores.step(CANDIDATE, relative_to=str(parent))
-        kinds = self._parts.costs.recent(self._parts.who)
+        kinds = self._parts.measured_costs()
         # A server that drafts fewer tokens at most measures fewer lengths.
         longest = max((len(score.calls) for score in candidate), default=0)
         kinds = {name: costs for name, costs in kinds.items() if len(costs.seconds) == longest} or kinds

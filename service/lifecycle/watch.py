@@ -152,7 +152,7 @@ class WatchJob:
             try:
                 adapters.take_back(ref.id, found.back_to, found.verdict, looks=self._done)
             except IllegalMove as error:
-                log.warning("adapter %d is not taken back: %s", ref.id, error)
+                log.warning("adapter %d is not rolled back: %s", ref.id, error)
                 return
             self._parts.events.rolled_back()
         elif not adapters.record_evaluation(ref.id, "watch" if found.over else "look", found.verdict, looks=self._done):

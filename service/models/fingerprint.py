@@ -84,6 +84,11 @@ def folder_sha256(folder: Path) -> str:
     return digest.hexdigest()
 
 
+def is_unaltered(folder: Path, sha256: str) -> bool:
+    """Whether a folder is there, with the content of this hash. Raises OSError."""
+    return folder.is_dir() and folder_sha256(folder) == sha256
+
+
 def _canonical(path: Path) -> bytes:
     try:
         content = cast("object", json.loads(path.read_text(encoding="utf-8")))

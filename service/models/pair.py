@@ -116,10 +116,16 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
     if min(widths) < needed:
         role = "target" if widths[0] < needed else "draft"
         raise PairError(f"the {role}'s logits cover {min(widths)} tokens, but the tokenizer has {needed}")
+    # As provenance_of has it, whose fingerprints were taken when they were loaded.
+    provenance = Provenance(
+        target=target_model.fingerprint,
+        tokenizer=tokenizer_fingerprint(target),
+        draft=draft_model.fingerprint if draft_model else "",
+    )
     return Pair(
         target_model,
         draft_model,
-        provenance_of(target, draft),
+        provenance,
         widths[0],
         min(widths),
         frozenset(target_model.tokenizer.eos_token_ids),

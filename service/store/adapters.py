@@ -19,14 +19,13 @@ from service.core import (
     AdapterState,
     IllegalMove,
     NotFound,
-    RunState,
     StoreError,
     Verdict,
 )
 from service.store.database import Database
+from service.store.fencing import held_run
 from service.store.files import publish
 from service.store.generations import log_end
-from service.store.members import is_member
 from service.store.rows import time_of, utc
 from service.store.run_texts import Role, quarantine, texts_of
 from service.store.tables import adapters, evaluations, generations, run_texts, training_runs
@@ -56,22 +55,13 @@ class Adapters:
         draft: str,
         parent: int,
     ) -> AdapterRef:
-        """Register a run's candidate. Raises IllegalMove when the fencing token is stale, the run is over or its process was
-        given up, or it is a run for another draft; StoreError when the folder is not right below the root."""
+        """Register a run's candidate. Raises NotFound, IllegalMove as `held_run`, also for a run of another draft; StoreError
+        when the folder is not right below the root."""
         if folder.parent != self.root:
             raise StoreError(f"adapter folder {folder} is not in {self.root}")
 
         def work(connection: Connection) -> AdapterRef:
-            run = connection.execute(select(training_runs).where(training_runs.c.id == run_id)).one_or_none()
-            if run is None:
-                raise NotFound(f"no training run {run_id}")
-            if run.fencing != fencing:
-                raise IllegalMove(f"run {run_id}: fencing token {fencing} is stale, the run's is {run.fencing}")
-            if RunState(run.state).over:
-                raise IllegalMove(f"run {run_id} is over ({run.state})")
-            if run.owner is not None and not is_member(connection, run.owner):
-                raise IllegalMove(f"run {run_id}: its process was given up")
-            if run.draft != draft:
+            if held_run(connection, run_id, fencing).draft != draft:
                 raise IllegalMove(f"run {run_id} is for another draft")
             before = select(adapters.c.erased_texts).where(adapters.c.id == parent)
             made = connection.execute(

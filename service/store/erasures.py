@@ -23,17 +23,19 @@ class Erasures:
         """Ask all processes to forget these texts; the number of the erasure, larger than any before."""
 
         def work(connection: Connection) -> int:
-            made = connection.execute(insert(erasures).values(selection=_to_json(selection))).inserted_primary_key
+            made = connection.execute(
+                insert(erasures).values(selection=json.dumps(selection.given()))
+            ).inserted_primary_key
             assert made is not None
             return made[0]
 
         return self._db.write(work).result()
 
-    def asked(self, after: int = 0) -> Sequence[tuple[int, Selection]]:
-        """Those with higher numbers that are not over, in order."""
-        query = select(erasures).where(erasures.c.id > after).order_by(erasures.c.id)
+    def asked(self) -> Sequence[tuple[int, Selection]]:
+        """In the order of their numbers."""
         with self._db.read() as connection:
-            return [(row.id, _from_json(row.selection)) for row in connection.execute(query)]
+            rows = connection.execute(select(erasures).order_by(erasures.c.id)).all()
+        return [(row.id, _from_json(row.selection)) for row in rows]
 
     def end(self, number: int) -> None:
         """It is over: what it selected is not named any more either."""
@@ -41,24 +43,13 @@ class Erasures:
         self._db.write(lambda connection: connection.execute(this).rowcount, scrub=True).result()
 
 
-def _to_json(selection: Selection) -> str:
-    return json.dumps(
-        {
-            "ids": None if selection.ids is None else sorted(selection.ids),
-            "client": selection.client,
-            "domain": selection.domain,
-            "before": None if selection.before is None else selection.before.isoformat(),
-            "everything": selection.everything,
-        }
-    )
-
-
 def _from_json(text: str) -> Selection:
-    said = json.loads(text)
+    given = json.loads(text)
+    before = given.get("before")
     return Selection(
-        ids=None if said["ids"] is None else frozenset(said["ids"]),
-        client=said["client"],
-        domain=said["domain"],
-        before=None if said["before"] is None else datetime.fromisoformat(said["before"]),
-        everything=said["everything"],
+        ids=frozenset(given["ids"]) if "ids" in given else None,
+        client=given.get("client"),
+        domain=given.get("domain"),
+        before=datetime.fromisoformat(before) if before is not None else None,
+        everything=given["everything"],
     )

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from service.core import StoreError
-from service.models.fingerprint import folder_sha256
+from service.models.fingerprint import folder_sha256, is_unaltered
 
 __all__ = ["folder_sha256", "make_private", "private_folder", "publish", "sweep"]
 
@@ -50,7 +50,7 @@ def publish(scratch: Path, final: Path) -> str:
     """
     if final.exists():
         digest = folder_sha256(scratch)
-        if not final.is_dir() or folder_sha256(final) != digest:
+        if not is_unaltered(final, digest):
             raise StoreError(f"{final.name} exists already: adapters are never overwritten")
         shutil.rmtree(scratch)
         return digest

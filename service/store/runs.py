@@ -27,8 +27,8 @@ from service.core import (
 from service.store.adapters import active_id, judge_candidate, retire_active
 from service.store.cases import add_cases
 from service.store.database import Database
+from service.store.fencing import held_run
 from service.store.generations import log_end, untrained_generations
-from service.store.members import is_member
 from service.store.rows import time_of, utc
 from service.store.run_texts import PAGE, Role, crashes, free_texts, name_texts, quarantine, texts_of
 from service.store.tables import failure_cases, generations, members, run_texts, training_runs
@@ -138,7 +138,7 @@ class Runs:
         def work(connection: Connection) -> TrainingRun:
             if state in {RunState.PROMOTED, RunState.REJECTED}:
                 raise IllegalMove(f"run {run_id} cannot be {state.value} without its verdict")
-            row = _held(connection, run_id, fencing)
+            row = held_run(connection, run_id, fencing)
             if state.over:
                 _end(connection, row, state, error, give_back=give_back)
             else:
@@ -151,7 +151,7 @@ class Runs:
         """Where the run is; with a loss it becomes a point of the loss curve. Raises IllegalMove with a stale token."""
 
         def work(connection: Connection) -> None:
-            row = _held(connection, run_id, fencing)
+            row = held_run(connection, run_id, fencing)
             curve = json.loads(row.loss_curve)
             if progress.loss is not None and len(curve) < CURVE_POINTS:
                 curve.append([progress.step, progress.loss])
@@ -167,7 +167,7 @@ class Runs:
         """Why the run holds still; None: it goes on. Raises IllegalMove with a stale token."""
 
         def work(connection: Connection) -> TrainingRun:
-            said = json.loads(_held(connection, run_id, fencing).progress) | {"paused": reason}
+            said = json.loads(held_run(connection, run_id, fencing).progress) | {"paused": reason}
             connection.execute(
                 update(training_runs).where(training_runs.c.id == run_id).values(progress=json.dumps(said))
             )
@@ -180,7 +180,7 @@ class Runs:
         passed over; what the run was claimed for stays NEW. Raises IllegalMove with a stale token."""
 
         def work(connection: Connection) -> None:
-            _held(connection, run_id, fencing)
+            held_run(connection, run_id, fencing)
             for start in range(0, len(names), PAGE):
                 query = select(generations.c.seq).where(generations.c.id.in_(names[start : start + PAGE]))
                 name_texts(connection, run_id, role, list(connection.execute(query).scalars()))
@@ -192,7 +192,7 @@ class Runs:
         none. Other texts, and those whose cases are known, are passed over. Raises IllegalMove with a stale token."""
 
         def work(connection: Connection) -> None:
-            row = _held(connection, run_id, fencing)
+            row = held_run(connection, run_id, fencing)
             unknown = (texts_of(run_id, Role.NEW), generations.c.cases.is_(None))
             new = 0
             for name, cases in found.items():
@@ -208,7 +208,7 @@ class Runs:
         """The candidate lost, or would not load: run and adapter are REJECTED, in one."""
 
         def work(connection: Connection) -> TrainingRun:
-            row = _held(connection, run_id, fencing)
+            row = held_run(connection, run_id, fencing)
             _move(connection, row, RunState.REJECTED, adapter=adapter_id, verdict=to_json(verdict))
             if adapter_id is not None:
                 judge_candidate(connection, run_id, adapter_id, AdapterState.REJECTED, verdict)
@@ -221,7 +221,7 @@ class Runs:
         nothing changed, when what it was compared with does not serve any more."""
 
         def work(connection: Connection) -> TrainingRun:
-            row = _held(connection, run_id, fencing)
+            row = held_run(connection, run_id, fencing)
             _move(connection, row, RunState.PROMOTED, adapter=adapter_id, verdict=to_json(verdict))
             if active_id(connection, row.draft) != row.parent:
                 raise ParentChanged(f"adapter {row.parent}, which it was compared with, no longer serves")
@@ -337,20 +337,6 @@ def _pair(who: Provenance) -> tuple[ColumnElement[bool], ...]:
         training_runs.c.tokenizer == who.tokenizer,
         training_runs.c.draft == who.draft,
     )
-
-
-def _held(connection: Connection, run_id: int, fencing: int) -> Row[Any]:
-    """The run, for whoever holds it. Raises IllegalMove for anybody else."""
-    row = connection.execute(select(training_runs).where(training_runs.c.id == run_id)).one_or_none()
-    if row is None:
-        raise NotFound(f"no training run {run_id}")
-    if row.fencing != fencing:
-        raise IllegalMove(f"run {run_id}: fencing token {fencing} is stale, the run's is {row.fencing}")
-    if RunState(row.state).over:
-        raise IllegalMove(f"run {run_id} is over ({row.state})")
-    if row.owner is not None and not is_member(connection, row.owner):
-        raise IllegalMove(f"run {run_id}: its process was given up")
-    return row
 
 
 def _move(connection: Connection, row: Row[Any], state: RunState, **values: object) -> None:
