@@ -10,8 +10,8 @@ from alembic import context
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.pool import NullPool
 
-from service.store import postgres
-from service.store.backend import sqlite_path
+from service.store.backends import postgres
+from service.store.backends.backend import sqlite_path
 from service.store.tables import metadata
 
 config = context.config

@@ -8,67 +8,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from service.core import Erased, Provenance, Selection
-from service.lifecycle.parts import Rules
+from service.lifecycle.context import Rules
 from service.models.catalog import default_draft, general_set, resolve
 from service.settings import Settings, earlier_home
-from service.store.adapters import Adapters
-from service.store.backend import shown, sqlite_path
-from service.store.cases import Cases
-from service.store.database import Database, upgrade
-from service.store.erasures import Erasures
-from service.store.generations import Generations
-from service.store.lineage import Lineage
-from service.store.quarantine import Quarantine
-from service.store.replay import Replay
-from service.store.round_costs import MeasuredCosts
-from service.store.runs import Runs
+from service.store.backends.backend import shown, sqlite_path
+from service.store.stores import Stores
 
 log = logging.getLogger(__name__)
 
 TARGETS = "targets"
 """In the home folder: the target's distributions for texts that were logged without them (learning.rescore)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stores:
-    """The database and what reads it: all that commands without a model need."""
-
-    database: Database
-    generations: Generations
-    cases: Cases
-    runs: Runs
-    adapters: Adapters
-    lineage: Lineage
-    replay: Replay
-    quarantine: Quarantine
-    costs: MeasuredCosts
-    erasures: Erasures
-
-    def close(self) -> None:
-        """Write what is queued, then close the database."""
-        self.database.close()
-
-
-def open_stores(settings: Settings, *, create: bool = False) -> Stores:
-    """Open the database of these settings; create: set it up, or bring it up to date, first. Raises StoreError."""
-    if create:
-        upgrade(settings.database_url)
-    database = Database(settings.database_url)
-    stores = Stores(
-        database=database,
-        generations=Generations(database),
-        cases=Cases(database),
-        runs=Runs(database),
-        adapters=Adapters(database, settings.adapters_dir),
-        lineage=Lineage(database),
-        replay=Replay(database),
-        quarantine=Quarantine(database),
-        costs=MeasuredCosts(database),
-        erasures=Erasures(database),
-    )
-    if create:
-        stores.adapters.adopt()
-    return stores
 
 
 def erase(stores: Stores, settings: Settings, selection: Selection, *, retire_adapters: bool) -> Erased:

@@ -7,15 +7,17 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from service.app import Folders, lifecycle_rules, open_stores
+from service.app import Folders, lifecycle_rules
 from service.blas import set_blas_threads
 from service.core import DraftSwitch, Forget, Outdated, Provenance, RedraftError, StoreError
 from service.lifecycle.clock import Clock
+from service.lifecycle.context import LifecycleContext
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Events, Switching
 from service.settings import Settings
-from service.store.members import FOLLOW_SECONDS, RENEW_SECONDS, Members, Role
+from service.store.processes.members import FOLLOW_SECONDS, RENEW_SECONDS, Members, Role
+from service.store.stores import open_stores
 
 log = logging.getLogger(__name__)
 
@@ -65,24 +67,17 @@ class LearningLoop:
     ) -> Supervisor:
         """Serve the adapter that the database says is active, and begin to tick. busy, forget: as Supervisor has them."""
         settings, stores = self._settings, self.stores
-        supervisor = Supervisor(
+        context = LifecycleContext(
+            stores=stores,
             members=self._members,
-            runs=stores.runs,
-            adapters=stores.adapters,
-            lineage=stores.lineage,
-            generations=stores.generations,
-            replay=stores.replay,
-            costs=stores.costs,
-            erasures=stores.erasures,
             switching=Switching(engine, stores.adapters, place.who.draft, events, shared=self._members.shared),
             launcher=ProcessLauncher(settings.home / TRAINING_LOG, settings.training.threads, share=set_blas_threads),
             events=events,
             rules=lifecycle_rules(settings, place.folders, place.who),
             who=place.who,
-            busy=busy,
-            forget=forget,
             machine=place.machine,
         )
+        supervisor = Supervisor(context, busy=busy, forget=forget)
         supervisor.start()
         self._clocks = [
             Clock(supervisor.tick, settings.training.tick_seconds),

@@ -43,8 +43,8 @@ from service.models.memory import device_free_bytes
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.settings import Settings
-from service.store.files import make_private, private_folder
-from service.store.members import Role
+from service.store.private import make_private, private_folder
+from service.store.processes.members import Role
 
 log = logging.getLogger(__name__)
 

@@ -180,7 +180,7 @@ class GateSettings(Section):
     """New generations after a promotion on which the adapter is compared with its parent and the bare draft: after a quarter,
     a half and all of them, until it is decided."""
     backoff_seconds: float = Field(default=1800.0, ge=0)
-    """No run starts by itself for so long after an adapter was taken back; twice as long after each one more in a row, at most
+    """No run starts by itself for so long after an adapter was rolled back; twice as long after each one more in a row, at most
     32 times."""
 
 

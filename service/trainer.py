@@ -19,8 +19,8 @@ from service.models.fingerprint import is_unaltered
 from service.models.machine import machine_kind
 from service.models.pair import provenance_of
 from service.settings import Settings
-from service.store.files import private_folder
-from service.store.members import Role
+from service.store.private import private_folder
+from service.store.processes.members import Role
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from service.core import DatabaseTaken, Selection
 from service.settings import Settings
 
 if TYPE_CHECKING:
-    from service.app import Stores
+    from service.store.stores import Stores
 
 cases = typer.Typer(help="What was recorded: failure cases and the generations they belong to.", no_args_is_help=True)
 db = typer.Typer(help="The database.", no_args_is_help=True)
@@ -28,7 +28,7 @@ def list_cases(
     offset: Annotated[int, typer.Option(min=0)] = 0,
 ) -> None:
     """Where the draft was rejected."""
-    from service.app import open_stores
+    from service.store.stores import open_stores
 
     stores = open_stores(settings_from(config))
     try:
@@ -45,7 +45,7 @@ def list_cases(
 @cases.command()
 def stats(config: Config = None) -> None:
     """Counts."""
-    from service.app import open_stores
+    from service.store.stores import open_stores
 
     stores = open_stores(settings_from(config))
     try:
@@ -84,7 +84,7 @@ def purge(
     """Delete recorded generations with their cases: all but the newest (--keep), or those that match all that is said. These
     are erased from every other place that keeps texts too, by the server at --url where one serves from this database."""
     from service.api.compatible import client_tag
-    from service.app import open_stores
+    from service.store.stores import open_stores
 
     chosen = bool(id or client or domain or before)
     if (keep is not None) + chosen + everything != 1:
@@ -117,7 +117,7 @@ def _erase(
 ) -> dict[str, Any]:
     """core.Erased as an object. While nobody serves from the database, no server can start on it before this is done."""
     from service.app import erase
-    from service.store.members import Members, Role
+    from service.store.processes.members import Members, Role
 
     members = Members(stores.database, Role.COMMAND)
     try:
@@ -133,7 +133,7 @@ def _erase(
 @cases.command()
 def quarantined(config: Config = None) -> None:
     """Quarantined texts: what adapters that were rolled back had learnt, and what runs crashed over."""
-    from service.app import open_stores
+    from service.store.stores import open_stores
 
     stores = open_stores(settings_from(config))
     try:
@@ -152,7 +152,7 @@ def release(
     run: Annotated[int | None, typer.Option(min=1, help="Only texts that this run put aside.")] = None,
 ) -> None:
     """Let runs learn again from quarantined texts."""
-    from service.app import open_stores
+    from service.store.stores import open_stores
 
     stores = open_stores(settings_from(config))
     try:

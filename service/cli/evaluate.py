@@ -112,12 +112,12 @@ def agreement(
     json: Json = None,
 ) -> None:
     """How well the draft predicts the target's greedy text (128 tokens a prompt, decoded once and cached)."""
-    from service.app import open_stores
     from service.engine.adapters import load, served
     from service.evaluation.agreement import measure
     from service.evaluation.outputs import greedy_generations
     from service.evaluation.prompts import read_prompts
     from service.models.pair import load_pair
+    from service.store.stores import open_stores
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     lines = read_prompts(prompts, domain=domain, limit=limit)

@@ -14,7 +14,7 @@ from service.cli.options import Config, Draft, Json, Target, again, settings_fro
 from service.core import BARE_DRAFT, BadRequest
 
 if TYPE_CHECKING:
-    from service.app import Stores
+    from service.store.stores import Stores
 
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
 
@@ -105,8 +105,8 @@ def score(
     json: Json = None,
 ) -> None:
     """Estimate adapters on the logged traffic, by draft length and sampling setting. Reads only."""
-    from service.app import open_stores
     from service.evaluation.forecasts import run_score
+    from service.store.stores import open_stores
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     models = pair_folders(settings)

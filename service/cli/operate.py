@@ -59,7 +59,7 @@ def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the 
 @adapters.command("list")
 def list_adapters(config: Config = None) -> None:
     """Every adapter version, newest first."""
-    from service.app import open_stores
+    from service.store.stores import open_stores
 
     stores = open_stores(settings_from(config))
     try:
@@ -101,9 +101,9 @@ def export(
     config: Config = None,
 ) -> None:
     """Write an adapter for mlx-lm: for `--adapter-path`, or with --fuse for `--draft-model`."""
-    from service.app import open_stores
     from service.learning.export import export_adapter, export_fused
     from service.models.pair import mlx_lm_runs
+    from service.store.stores import open_stores
 
     settings = settings_from(config)
     stores = open_stores(settings)
@@ -141,10 +141,11 @@ def push(
     requests and may reveal what they were about: the repository is private unless --public is given."""
     import tempfile
 
-    from service.app import open_stores
     from service.learning import hub
     from service.models.catalog import hub_name
     from service.models.fingerprint import model_fingerprint
+    from service.store.registry.adapters import EvaluationKind
+    from service.store.stores import open_stores
 
     settings = settings_from(config)
     base = base_model or hub_name(settings.models.draft or "")
@@ -162,7 +163,7 @@ def push(
         if ref is None:
             raise RedraftError("no adapter is active")
         texts = stores.runs.texts(ref.run) if ref.run is not None else 0
-        judged = stores.adapters.evaluations(ref.id, "gate")
+        judged = stores.adapters.evaluations(ref.id, EvaluationKind.GATE)
     finally:
         stores.close()
     with tempfile.TemporaryDirectory() as made:

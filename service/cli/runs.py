@@ -34,8 +34,8 @@ def export(
 ) -> None:
     """Export training runs to MLflow, where that is installed (pip install mlflow-skinny, or mlflow). What was exported before
     is left as it is; no text of a request is sent."""
-    from service.app import open_stores
     from service.learning.mlflow_export import export_runs
+    from service.store.stores import open_stores
 
     stores = open_stores(settings_from(config))
     try:

@@ -25,7 +25,6 @@ class Talker(NamedTuple):
 
 
 def _load(config: Config, target: str | None, draft: str | None, k: int | None) -> Talker:
-    from service.app import open_stores
     from service.core import StoreError
     from service.engine.adapters import load, served
     from service.engine.decoder import Decoder
@@ -35,6 +34,7 @@ def _load(config: Config, target: str | None, draft: str | None, k: int | None) 
     from service.models.memory import device_free_bytes
     from service.models.pair import load_pair
     from service.models.text import TextEncoder
+    from service.store.stores import open_stores
 
     settings = settings_from(config, models__target=target, models__draft=draft, engine__num_draft_tokens=k)
     folders = model_folders(settings)

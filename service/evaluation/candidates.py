@@ -10,8 +10,8 @@ import mlx.nn as nn
 from service.core import AdapterRef, Provenance, TrainingRun
 from service.learning import lora
 from service.models import vocabulary
-from service.store.adapters import Adapters
-from service.store.files import publish
+from service.store.artifacts import publish
+from service.store.registry.adapters import Adapters
 
 
 def register(

@@ -27,9 +27,9 @@ from service.evaluation.traffic import Answer, Traffic, longest_gap_ms
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
 from service.settings import EngineSettings, Settings, sqlite_url
-from service.store.adapters import Adapters
 from service.store.database import Database
-from service.store.generations import Generations
+from service.store.log.generations import Generations
+from service.store.registry.adapters import Adapters
 
 
 @dataclass(frozen=True, slots=True)

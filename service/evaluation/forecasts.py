@@ -9,7 +9,6 @@ from typing import Any
 
 import mlx.nn as nn
 
-from service.app import Stores
 from service.core import BARE_DRAFT, BadRequest, Generation, RedraftError, Sampling
 from service.engine import profile
 from service.engine.adapters import load, served
@@ -19,6 +18,7 @@ from service.learning.offpolicy import acceptance
 from service.models import vocabulary
 from service.models.heads import cut, shallow_copy, uncut
 from service.models.pair import Pair, load_pair
+from service.store.stores import Stores
 
 ALL = "all"
 _MOST = 16

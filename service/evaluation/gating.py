@@ -34,7 +34,7 @@ from service.lifecycle import gate
 from service.models import vocabulary
 from service.models.pair import Pair, load_pair
 from service.settings import Settings
-from service.store.generations import HELD_OUT, split_of
+from service.store.log.generations import HELD_OUT, split_of
 
 NOISES = (0.01, 0.02, 0.05, 0.1)
 """Standard deviations of the noise, of each weight matrix's own; the noisy ones take them in turn."""

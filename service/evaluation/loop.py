@@ -18,7 +18,7 @@ from pathlib import Path
 
 import mlx.nn as nn
 
-from service.app import TARGETS, Folders, lifecycle_rules, open_stores
+from service.app import TARGETS, Folders, lifecycle_rules
 from service.core import BARE_DRAFT, AdapterRef, Generation, RunState, Staged, TrainingRun, Verdict
 from service.engine import profile
 from service.engine.adapters import Draft, load, served
@@ -30,13 +30,15 @@ from service.learning import job
 from service.learning.channel import Channel
 from service.learning.rounds import Drafted, logged
 from service.lifecycle import gate
+from service.lifecycle.context import LifecycleContext
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
 from service.metrics.registry import Metrics
 from service.models.machine import machine_kind
 from service.models.pair import Pair
 from service.settings import Settings
-from service.store.members import Members
+from service.store.processes.members import Members
+from service.store.stores import open_stores
 
 BLOCK = 32
 """Requests that are drafted together; those behind a switch are drafted anew."""
@@ -216,24 +218,18 @@ class Loop:
         events = Metrics(DRAFTED)
         common = lifecycle_rules(self.settings, Folders(*models, general), pair.provenance)
         spec = {**common.spec, "k": DRAFTED, "cache": str(settings.home / TARGETS)}
-        self.supervisor = Supervisor(
+        context = LifecycleContext(
+            stores=self.stores,
             members=self._members,
-            runs=self.stores.runs,
-            adapters=self.stores.adapters,
-            lineage=self.stores.lineage,
-            generations=self.stores.generations,
-            replay=self.stores.replay,
-            costs=self.stores.costs,
-            erasures=self.stores.erasures,
             switching=Switching(self.drafts, self.stores.adapters, pair.provenance.draft, events),
             launcher=LocalLauncher(),
             events=events,
             rules=replace(common, spec=spec),
             who=pair.provenance,
-            strain=lambda: None,
-            judge=judge,
             machine=machine_kind(),
+            judge=judge,
         )
+        self.supervisor = Supervisor(context, strain=lambda: None)
         self.supervisor.start()
 
     def close(self) -> None:

@@ -13,8 +13,8 @@ from service.evaluation.prompts import PromptLine
 from service.evaluation.server import LocalServer
 from service.evaluation.traffic import Traffic
 from service.settings import Settings, sqlite_url
-from service.store.adapters import Adapters
 from service.store.database import Database
+from service.store.registry.adapters import Adapters
 
 CLIENTS = 16
 DRAFTED = 3

@@ -23,7 +23,7 @@ from service.learning.scoring import score
 from service.lifecycle import gate
 from service.models.pair import Pair, load_pair
 from service.settings import Settings
-from service.store.generations import HELD_OUT, split_of
+from service.store.log.generations import HELD_OUT, split_of
 
 
 def run_stream(

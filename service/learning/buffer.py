@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from service.core import FinishReason, Generation, Prompt, Provenance, Sampling, TrainingFailed
-from service.store.rows import id_bytes
-from service.store.sampler import Text, capped, text
+from service.store.log.rows import id_bytes
+from service.store.log.sampler import Text, capped, text
 
 GENERAL = "general"
 """Kind of the general set's texts."""

@@ -45,11 +45,12 @@ from service.learning.spec import ScoreJob, TrainJob, parse
 from service.learning.trainer import TrainReport
 from service.models import vocabulary
 from service.models.pair import Loaded
+from service.store.artifacts import publish
 from service.store.database import Database
-from service.store.files import publish
-from service.store.generations import Generations
-from service.store.replay import Replay
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.log.training_texts import TrainingTexts
+from service.store.registry.runs import Runs
+from service.store.replay.buffer import Replay
 
 log = logging.getLogger(__name__)
 
@@ -129,9 +130,9 @@ class _Training:
 
     def _dataset(self) -> Dataset:
         job, who = self.job, self.job.provenance
-        old, stored = Replay(self.database), Generations(self.database)
-        fresh = self._with_cases(stored.claimed(job.run), stored.undrafted_of(job.run))
-        earlier = stored.earlier(who, job.run, job.training.window - len(fresh))
+        old, texts = Replay(self.database), TrainingTexts(self.database)
+        fresh = self._with_cases(texts.claimed(job.run), texts.undrafted(job.run))
+        earlier = texts.window(who, job.run, job.training.window - len(fresh))
         chosen = lesson(
             old.labelled([*fresh, *earlier]),
             share=job.training.replay,

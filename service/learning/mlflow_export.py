@@ -22,8 +22,8 @@ from service.core import (
     TrainingRun,
 )
 from service.models.fingerprint import is_unaltered
-from service.store.adapters import Adapters
-from service.store.runs import Runs
+from service.store.registry.adapters import Adapters
+from service.store.registry.runs import Runs
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -19,7 +19,7 @@ from service.core import Generation, Targets
 from service.engine.top_logprobs import pack, tail_mass, top_logits
 from service.learning.forced import response_logits
 from service.learning.masks import NO_MASKS, Masks, usable
-from service.store.rows import grammar_hash
+from service.store.log.rows import grammar_hash
 
 
 class TargetCache:

@@ -9,8 +9,8 @@ import mlx.nn as nn
 from service.core import Generation, Provenance, Score
 from service.learning.masks import NO_MASKS, Masks
 from service.learning.offpolicy import acceptance, calls_by_length, expected_accepted, predictable_rounds
-from service.store.generations import Generations
-from service.store.sampler import conversation, sample
+from service.store.log.generations import Generations
+from service.store.log.sampler import conversation, sample
 
 POOL = 2
 """Conversations drawn from, for each text of a gate: so that successive gates share about half of their texts."""

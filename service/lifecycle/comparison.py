@@ -1,20 +1,9 @@
-"""Two adapters by predicted tokens per second, from scores on the same generations. Pure functions of values.
+"""Compares two adapters by predicted tokens per second, from scores on the same generations. Pure functions of values.
 
-The engine drafts as many tokens as pay, so each adapter is taken at the draft length that is best for it on these texts, by
-what the engine measured that rounds cost; without such costs, at the longest, where a target call costs the same whoever
-drafted and the ratio of calls is the ratio of tokens per second. Costs are those of one row: a verdict must not hang on how
-many requests happened to run when it was asked for, nor the watch's differ from the gate's for that. Look-ups, which are the
-same for both, are left out.
-
-Not drafting at all is no choice here. Where a draft does not pay it rests, whichever adapter it is, and no candidate would
-ever be better; but loads pass, and only a better draft makes drafting pay. So they are compared as they would draft.
-
-Intervals are percentile intervals of a paired bootstrap over conversations (Efron & Tibshirani 1993, ch. 13; clusters: Cameron,
-Gelbach & Miller 2008): a resample draws whole conversations with replacement, because turns of one are alike, and takes both
-adapters' calls on them, so what makes one text easier than another cancels out. The best lengths are chosen anew in each, since
-that choice is part of what is estimated. They are expanded as Hesterberg (2015, sec. 3.3) has it, because plain ones are too
-short where there are few conversations, which would let chance decide more often than is said. Where they are very few no
-resample reaches far enough; there the interval is at least Student's, of the linearised ratio.
+Each adapter is taken at the draft length that is best for it on these texts, by the measured costs of rounds over one row, or
+at the longest where there are no costs. Intervals are percentile intervals of a paired bootstrap over conversations (Efron &
+Tibshirani 1993, ch. 13; Cameron, Gelbach & Miller 2008), expanded for few conversations (Hesterberg 2015, sec. 3.3). Why it is
+done so, with the simulated coverage: docs/decisions.md, "Store and lifecycle".
 """
 
 from __future__ import annotations
@@ -29,8 +18,8 @@ from numpy.typing import NDArray
 
 from service.core import Score
 
-MIN_SPEAKERS = 5
-"""Fewer conversations than this have no interval worth the name."""
+MIN_CONVERSATIONS = 5
+"""Fewer conversations than this give no usable interval."""
 FEW = 20
 """Effective number of conversations below which a bootstrap alone is too short (docs/decisions.md has the coverage)."""
 TAIL = 0.05
@@ -118,16 +107,16 @@ class Comparison:
             ours.append(new)
             theirs.append(old)
         parts = {name: Comparison(*both, *(self._seconds or ())) for name, both in groups.items()}
-        return {name: part for name, part in parts.items() if part.conversations >= MIN_SPEAKERS}
+        return {name: part for name, part in parts.items() if part.conversations >= MIN_CONVERSATIONS}
 
     def gain(self, resamples: int, seed: int, tail: float = TAIL) -> Gain:
         """Of all these texts together, which must not be empty. tail: share beyond either end of the interval."""
-        spent = self._spent()
-        count = len(spent)
+        costs = self._costs()
+        count = len(costs)
         draws = np.random.default_rng(seed).multinomial(count, np.full(count, 1.0 / count), size=resamples)
-        least = np.tensordot(draws.astype(np.float64), spent, axes=1).min(axis=2)
-        whole = spent.sum(axis=0)
-        new, old = (spent[:, adapter, whole[adapter].argmin()] for adapter in (0, 1))
+        least = np.tensordot(draws.astype(np.float64), costs, axes=1).min(axis=2)
+        whole = costs.sum(axis=0)
+        new, old = (costs[:, adapter, whole[adapter].argmin()] for adapter in (0, 1))
         gain = float(old.sum() / new.sum() - 1.0)
         # Long conversations weigh more: as many of equal weight would say as much (Kish 1965).
         effective = float(old.sum() ** 2 / (old @ old))
@@ -141,7 +130,7 @@ class Comparison:
         lengths = (first + int(whole[0].argmin()), first + int(whole[1].argmin()))
         return Gain(gain, float(low), float(high), lengths)
 
-    def _spent(self) -> NDArray[np.float64]:
+    def _costs(self) -> NDArray[np.float64]:
         """Seconds, or calls, of (conversation, adapter, draft length)."""
         each = np.array([[new.calls, old.calls] for new, old in self._pairs], dtype=np.float64)
         _, owner = np.unique([_conversation(score) for score, _ in self._pairs], return_inverse=True)
@@ -176,7 +165,7 @@ def realised(scores: Sequence[Score], resamples: int, seed: int) -> Realised | N
     predicted = [replace(score, calls=(score.rounds + score.predicted,)) for score in drafted]
     logged = [replace(score, calls=(score.rounds + float(score.accepted),)) for score in drafted]
     both = Comparison(predicted, logged)
-    if both.conversations < MIN_SPEAKERS:
+    if both.conversations < MIN_CONVERSATIONS:
         return None
     tokens, expected = (sum(score.calls[0] for score in each) / rounds for each in (logged, predicted))
     return Realised(tokens, expected, both.gain(resamples, seed).high)

@@ -1,10 +1,10 @@
 """Whether the traffic has moved away from what the serving draft is good at. Pure functions of values.
 
-A one-sided CUSUM (Page 1954) of each request's acceptance: the share of tested draft tokens that were kept, standardised by
+A one-sided CUSUM (Page 1954) of each request's acceptance: the share of tested draft tokens that were accepted, standardised by
 mean and deviation of the first BASELINE requests of the draft that serves. With z_i = (mean - rate_i) / deviation the sum
 S_i = max(0, S_{i-1} + z_i - SLACK) stays near 0 while all is as it was and climbs by about (shift - SLACK) a request once
 acceptance has fallen. An alarm takes S >= LIMIT, and a mean since S was last 0 that lies FIRM standard errors below the
-baseline's, whose own uncertainty counts: what was a lucky baseline must not look like drift for ever.
+baseline's, whose own uncertainty counts: a lucky baseline must not look like drift for ever.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from dataclasses import dataclass
 from service.core import Round, Source
 
 BASELINE = 200
-"""Requests that say what is usual. There is no alarm before."""
-LEAST_TESTED = 8
-"""Tested tokens below which a request says too little."""
+"""Requests that the baseline is made of. There is no alarm before."""
+MIN_TESTED = 8
+"""A request with fewer tested tokens has no rate."""
 SLACK = 0.25
 """Half of the shift (in deviations of one request) that is to be found soonest."""
 LIMIT = 25.0
 FIRM = 3.0
 OUTLIER = 3.0
-"""A single request counts for so many deviations at most."""
-LEAST_DEVIATION = 0.02
-"""Requests that were all alike have no deviation to measure by."""
+"""Deviations that a single request counts for at most."""
+MIN_DEVIATION = 0.02
+"""Floor of the deviation: requests may all be alike."""
 
 
 def rate(rounds: Iterable[Round], adapter: int) -> float | None:
-    """Share of the tested tokens of this adapter's own drafts that were kept; None when too few were tested.
+    """Share of the tested tokens of this adapter's own drafts that were accepted; None when too few were tested.
 
     Tested are the tokens up to and with the first rejection: unlike the share of all drafted ones it depends little on how many
-    are drafted at a time (a draft goes on where it is sure, so that of what is tested then somewhat more is kept)."""
+    are drafted at a time (a draft goes on where it is sure, so that of what is tested then somewhat more is accepted)."""
     own = [r for r in rounds if r.adapter == adapter and r.source is Source.DRAFT]
     tested = sum(min(r.drafted, r.accepted + 1) for r in own)
-    return sum(r.accepted for r in own) / tested if tested >= LEAST_TESTED else None
+    return sum(r.accepted for r in own) / tested if tested >= MIN_TESTED else None
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """What has been seen of one draft since it was switched in. seen: requests, of which at most BASELINE make `mean` and
+    """The detector's state for one draft since it was switched in. seen: requests, of which at most BASELINE make `mean` and
     `squares` (sum of squared distances from it). climb: the CUSUM; since: requests, and `fallen` the sum of their z,
     since it was 0."""
 
@@ -68,7 +68,7 @@ class Drift:
     @property
     def deviation(self) -> float:
         """Standard deviation of one request of the baseline."""
-        return max(math.sqrt(self.squares / max(min(self.seen, BASELINE) - 1, 1)), LEAST_DEVIATION)
+        return max(math.sqrt(self.squares / max(min(self.seen, BASELINE) - 1, 1)), MIN_DEVIATION)
 
     @property
     def z(self) -> float:
@@ -82,7 +82,7 @@ class Drift:
 
 
 def follow(rates: Iterable[float], drift: Drift | None = None) -> Drift:
-    """What those requests, oldest first, add to what was known."""
+    """The state after these requests, oldest first."""
     drift = drift or Drift()
     for value in rates:
         drift = drift.observe(value)

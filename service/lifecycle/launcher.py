@@ -61,7 +61,7 @@ class Process:
         """None while the child runs, else its exit code; waits up to 5 s for its last messages to be read."""
         code = self._process.poll()
         if code is not None:
-            # What it said last may still be in the pipe.
+            # Its last messages may still be in the pipe.
             self._reader.join(timeout=5.0)
         return code
 
@@ -91,7 +91,7 @@ class Process:
                 self._process.stdin.write(line + "\n")
                 self._process.stdin.flush()
         except (OSError, ValueError):
-            # It is gone: exit_code says so.
+            # It has ended: exit_code shows it.
             pass
 
     def _read(self) -> None:
@@ -109,7 +109,7 @@ class Process:
 class ProcessLauncher:
     """core.Launcher. log: where the child's stderr goes. threads: BLAS threads of the child, 0 for half of the cores.
 
-    share: told how many cores are left for this process while a child runs, and all of them when it is gone. Two BLAS
+    share: called with the number of cores left for this process while a child runs, and with all when it has ended. Two BLAS
     libraries that each use every core wait for each other's threads: on 2 cores both ran ten times slower.
     """
 

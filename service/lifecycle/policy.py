@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from service.core import TrainingRun, Trigger, Verdict
-from service.store.generations import UntrainedCounts
+from service.store.log.training_texts import UntrainedCounts
 
 DRIFT_SHARE = 0.25
 """After drift this share of the usual cases and tokens is enough: what is new has to be learnt soon, but not from nothing."""
@@ -19,7 +19,7 @@ ROLLED_BACK = Verdict(False, "an operator rolled it back", 0, 0, 0.0, 0.0, 0.0)
 
 @dataclass(frozen=True, slots=True)
 class Backoff:
-    """No run by itself for `seconds` after `since`, when the newest of `rollbacks` adapters in a row was taken back."""
+    """No run by itself for `seconds` after `since`, when the newest of `rollbacks` adapters in a row was rolled back."""
 
     since: datetime
     seconds: float
@@ -27,13 +27,13 @@ class Backoff:
 
 
 def backoff(watches: Sequence[tuple[datetime, Verdict]], seconds: float) -> Backoff | None:
-    """After adapters were taken back: `seconds`, doubled with each one more in a row, at most MAX_DOUBLINGS times. None when
+    """After adapters were rolled back: `seconds`, doubled with each one more in a row, at most MAX_DOUBLINGS times. None when
     the last one stayed. watches: verdicts of the watch, newest first; of those that compared nothing only rollbacks count."""
-    spoken = [(at, verdict.promoted) for at, verdict in watches if verdict.prompts or not verdict.promoted]
-    rollbacks = next((i for i, (_, stayed) in enumerate(spoken) if stayed), len(spoken))
+    decided = [(at, verdict.promoted) for at, verdict in watches if verdict.prompts or not verdict.promoted]
+    rollbacks = next((i for i, (_, stayed) in enumerate(decided) if stayed), len(decided))
     if not rollbacks:
         return None
-    return Backoff(spoken[0][0], seconds * 2.0 ** min(rollbacks - 1, MAX_DOUBLINGS), rollbacks)
+    return Backoff(decided[0][0], seconds * 2.0 ** min(rollbacks - 1, MAX_DOUBLINGS), rollbacks)
 
 
 def decide(
@@ -57,8 +57,7 @@ def decide(
     against a parent that may be about to go. drifted: less of what the serving draft proposes is accepted than used to be.
     strain: what the machine cannot spare.
 
-    A run that lost at the gate marked its cases trained, so the same thresholds already demand that many new ones; after
-    drift it takes fewer.
+    A run that was rejected has had its texts, so the same thresholds demand that many new ones; after drift it takes fewer.
     """
     if not enabled:
         return "training is switched off"
@@ -71,7 +70,7 @@ def decide(
         if left > 0:
             return f"cooling down for another {left:.0f} s"
     if waiting is not None and (left := _left(now, waiting.since, waiting.seconds)) > 0:
-        return f"another {left:.0f} s after {waiting.rollbacks} adapters in a row were taken back"
+        return f"another {left:.0f} s after {waiting.rollbacks} adapters in a row were rolled back"
     if strain is not None:
         return strain
     missing = lacking(counts, Trigger.CASES, min_cases=min_cases, min_tokens=min_tokens)

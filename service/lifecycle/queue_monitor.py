@@ -1,4 +1,4 @@
-"""Whether requests wait for a row, said at once: serving needs the whole machine then, and a child has to pause."""
+"""Notices at once that requests wait for a row: serving needs the whole machine then, and a child has to pause."""
 
 from __future__ import annotations
 

@@ -8,13 +8,13 @@ from collections import deque
 from collections.abc import Callable
 
 from service.core import Generation, Outdated, Selection, Unavailable
-from service.store.generations import Generations
+from service.store.log.generations import Generations
 
 log = logging.getLogger(__name__)
 
 BATCH = 32
 ATTEMPTS = 5
-"""Tries of one batch before it is given up: a batch that can never be written must not dam up those behind it."""
+"""Tries of one batch before it is dropped: a batch that can never be written must not block those behind it."""
 
 
 class Recorder:
@@ -22,8 +22,8 @@ class Recorder:
 
     `record` only appends to a buffer of `capacity` generations. One thread of its own hands batches to the store and
     waits for each, so that at most one batch is ever queued there. When the store is slow or gone the buffer fills,
-    and then the oldest generations go (the newest are what training wants); every loss is counted and told to
-    `on_drop`, which is called from the engine's or the recorder's thread and must return at once.
+    and then the oldest generations go (the newest are what training wants); every loss is counted and reported
+    to `on_drop`, which is called from the engine's or the recorder's thread and must return at once.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Recorder:
         return self._dropped
 
     def record(self, generation: Generation) -> None:
-        """Keep a generation for writing, unless its request said not to store it. Returns at once, never raises."""
+        """Buffer a generation for writing, unless its request set `store` to false. Returns at once, never raises."""
         if not generation.prompt.store:
             return
         with self._changed:
@@ -124,7 +124,7 @@ class Recorder:
                 self._generations.add(batch).result()
                 return True
             except Outdated:
-                return False  # whoever renews this process's row says so once
+                return False  # reported once, where this process's lease is renewed
             except Exception as error:  # noqa: BLE001  (whatever the store does, this thread lives)
                 log.warning("could not record %d generations: %s", len(batch), type(error).__name__)
             if self._closing.wait(self._backoff * 2**attempt):

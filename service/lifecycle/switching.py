@@ -1,4 +1,4 @@
-"""Getting an adapter from its row into the engine, and falling back when it will not go."""
+"""Gets an adapter from its row into the engine, and falls back to an ancestor when it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from service.core import (
     TrainingRun,
     Unavailable,
 )
-from service.store.adapters import Adapters
+from service.store.registry.adapters import Adapters
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ STAGE_SECONDS = 120.0
 
 
 class Events(Protocol):
-    """What the lifecycle tells whoever counts (metrics)."""
+    """What the lifecycle reports to the metrics."""
 
     def training(self, run: TrainingRun) -> None:
         """A run has changed its state, its progress or its pause."""
@@ -74,10 +74,10 @@ class Switching:
             )
         return self._engine.stage(ref).result(STAGE_SECONDS)
 
-    def switch(self, staged: Staged, ref: AdapterRef | None, begun: float) -> None:
-        """Serve with it. begun: time.perf_counter() when staging began."""
+    def switch(self, staged: Staged, ref: AdapterRef | None, started: float) -> None:
+        """Serve with it. started: time.perf_counter() when staging began."""
         self._engine.switch(staged).result(STAGE_SECONDS)
-        self._events.swapped(time.perf_counter() - begun)
+        self._events.swapped(time.perf_counter() - started)
         self._events.serving(ref)
 
     def round_seconds(self, step: float = 1.0) -> tuple[float, ...] | None:
@@ -85,27 +85,27 @@ class Switching:
         return self._engine.round_seconds(step)
 
     def behind(self) -> bool:
-        """Whether the engine serves something else than the rows say."""
+        """Whether the engine serves another adapter than the active one."""
         ref = self._adapters.active(self._draft)
         return self._engine.active != (ref.id if ref else BARE_DRAFT)
 
     def serve_active(self) -> AdapterRef | None:
-        """Make the engine serve what the rows say; an adapter that will not load is marked broken and its nearest
+        """Make the engine serve the active adapter; one that cannot be loaded is marked broken and its nearest
         usable ancestor takes its place, in the end the bare draft. Returns what serves."""
         while True:
             ref = self._adapters.active(self._draft)
-            begun = time.perf_counter()
+            started = time.perf_counter()
             try:
                 staged = self.stage(ref)
             except AdapterRefused as error:
                 if ref is None:
                     raise
                 log.error("adapter %d will not load: %s", ref.id, error)
-                self._adapters.broken(ref.id, str(error))
+                self._adapters.mark_broken(ref.id, str(error))
                 self._reinstate(ref.parent)
                 continue
             if self._engine.active != (ref.id if ref else BARE_DRAFT):
-                self.switch(staged, ref, begun)
+                self.switch(staged, ref, started)
             else:
                 self._events.serving(ref)
             return ref

@@ -130,7 +130,7 @@ METRICS: tuple[Definition, ...] = (
     _gauge("adapter_active", "Version of the adapter that drafts now; 0: the bare draft."),
     _gauge("adapter_info", "1 for the adapter that drafts now.", "adapter", "parent", "rank", "sha256"),
     _counter("adapter_promotions_total", "Adapters that passed the gate and were switched in."),
-    _counter("adapter_rollbacks_total", "Adapters taken back, by the watch or by an operator."),
+    _counter("adapter_rollbacks_total", "Adapters rolled back, by the watch or by an operator."),
     _histogram("adapter_swap_seconds", "From staging a draft to its first round.", SLOW),
     _gauge("training_active", "1 while a training run is under way."),
     _gauge("training_paused", "1 while the run under way holds still; GET /train/{id} says why."),

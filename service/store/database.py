@@ -23,15 +23,15 @@ from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 from sqlalchemy.pool import NullPool
 
 from service.core import Outdated, RedraftError, StoreError
-from service.store import postgres
-from service.store.backend import Backend, plain, shown, sqlite_path
-from service.store.files import make_private, private_folder
-from service.store.postgres import Postgres
-from service.store.sqlite import Sqlite
+from service.store.backends import postgres
+from service.store.backends.backend import Backend, plain, shown, sqlite_path
+from service.store.backends.postgres import Postgres
+from service.store.backends.sqlite import Sqlite
+from service.store.private import make_private, private_folder
 
 T = TypeVar("T")
 
-REVISION = "0011"
+REVISION = "0012"
 """The newest migration: the revision this code is written for."""
 
 

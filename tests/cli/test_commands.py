@@ -26,7 +26,6 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from service.app import open_stores
 from service.cli import console, main
 from service.cli.root import app
 from service.core import (
@@ -52,9 +51,10 @@ from service.models.text import TextEncoder
 from service.models.weights import bytes_in_memory
 from service.settings import load_settings
 from service.store.database import REVISION, revision
-from service.store.generations import split_of
-from service.store.members import Members
-from service.store.runs import MAX_CRASHES
+from service.store.log.generations import split_of
+from service.store.processes.members import Members
+from service.store.registry.runs import MAX_CRASHES
+from service.store.stores import open_stores
 from tests.support.databases import PostgresDatabases
 from tests.support.oracle import naive
 from tests.support.tiny_server import generate, prompts, register_adapters, tiny_server, write_pair
@@ -333,7 +333,7 @@ def put_aside(config: Path) -> int:
         runs.move(learnt.id, learnt.fencing, state)
     verdict = Verdict(True, "", 9, 9, 0.1, 0.1, 0.1)
     runs.promote(learnt.id, learnt.fencing, ref.id, verdict)
-    stores.adapters.take_back(ref.id, BARE_DRAFT, verdict)
+    stores.adapters.roll_back(ref.id, BARE_DRAFT, verdict)
     run = claimed(1)
     for _ in range(MAX_CRASHES):
         runs.move(run.id, run.fencing, RunState.CRASHED)

@@ -24,7 +24,7 @@ from service.evaluation.traffic import Answer, Traffic
 from service.models.pair import load_pair
 from service.models.text import TextEncoder
 from service.settings import Settings
-from service.store.generations import HELD_OUT, split_of
+from service.store.log.generations import HELD_OUT, split_of
 from tests.support.rounding import shape_dependent
 from tests.support.tiny_server import InProcessServer, prompts, register_adapters, settings_of, write_pair
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from service.app import Stores, open_stores
 from service.cli.root import app
 from service.core import (
     BARE_DRAFT,
@@ -31,6 +30,7 @@ from service.core import (
 from service.learning import mlflow_export
 from service.models.fingerprint import folder_sha256
 from service.settings import TrainingSettings, load_settings
+from service.store.stores import Stores, open_stores
 from tests.support.databases import run_sql
 from tests.support.store_rows import LOST, WHO, generation, texts
 
@@ -245,7 +245,7 @@ def test_what_was_exported_stays_and_what_is_new_is_added(
     assert log.export(tracking).stdout == f"1 runs exported to {tracking.experiment}, 1 were there\n"
     tracking.client.set_tag(tracking.runs()["1"].info.run_id, "redraft.reason", "a note of mine")
     before = tracking.content()
-    log.stores.adapters.take_back(first.id, BARE_DRAFT, LOST)
+    log.stores.adapters.roll_back(first.id, BARE_DRAFT, LOST)
     assert log.export(tracking).stdout == f"0 runs exported to {tracking.experiment}, 2 were there\n"
     assert tracking.content() == before
     log.rejected()

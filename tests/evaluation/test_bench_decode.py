@@ -26,7 +26,7 @@ from service.models import vocabulary
 from service.models.pair import Pair, load_model, load_pair
 from service.models.text import TextEncoder
 from service.settings import EngineSettings
-from service.store.files import publish
+from service.store.artifacts import publish
 from tests.support.oracle import naive
 from tests.support.rounding import shape_dependent
 from tests.support.tiny_server import prompts, write_pair

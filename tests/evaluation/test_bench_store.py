@@ -8,7 +8,7 @@ from service.core import RedraftError
 from service.evaluation.bench.store import CHOOSING, run_store
 from service.settings import Settings, sqlite_url
 from service.store.database import Database, integrity
-from service.store.generations import Generations
+from service.store.log.generations import Generations
 from tests.support.published import check_published
 
 

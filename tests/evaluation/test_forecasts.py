@@ -10,7 +10,6 @@ import mlx.core as mx
 import pytest
 from typer.testing import CliRunner
 
-from service.app import Stores, open_stores
 from service.cli.root import app
 from service.core import AdapterRef, BadRequest, Generation, RedraftError, RunState, Trigger
 from service.evaluation.forecasts import ALL, run_score
@@ -20,7 +19,8 @@ from service.learning.offpolicy import acceptance, expected_calls
 from service.learning.rounds import logged
 from service.models.pair import Pair, load_model, load_pair
 from service.settings import Settings
-from service.store.files import publish
+from service.store.artifacts import publish
+from service.store.stores import Stores, open_stores
 from tests.support.tiny_server import prompts
 from tests.support.typed import leaves
 

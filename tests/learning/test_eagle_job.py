@@ -19,7 +19,7 @@ from service.learning.spec import parse
 from service.models.fingerprint import folder_sha256, model_fingerprint, tokenizer_fingerprint
 from service.models.pair import load_pair, mlx_lm_runs
 from service.models.weights import bytes_in_memory
-from service.store.generations import Generations
+from service.store.log.generations import Generations
 from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.model_folders import save_model

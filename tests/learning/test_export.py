@@ -18,7 +18,6 @@ import yaml
 from mlx_lm import load as load_with_mlx_lm
 from mlx_lm.generate import speculative_generate_step
 
-from service.app import open_stores
 from service.cli import main
 from service.core import BARE_DRAFT, AdapterRef, Prompt, Sampling, Trigger, Verdict
 from service.engine.adapters import load
@@ -26,7 +25,9 @@ from service.learning import lora
 from service.models.fingerprint import folder_sha256
 from service.models.pair import load_model, load_pair
 from service.settings import load_settings
-from service.store.files import publish
+from service.store.artifacts import publish
+from service.store.registry.adapters import EvaluationKind
+from service.store.stores import open_stores
 from tests.support.batches import decode
 from tests.support.eagle_models import tiny_head
 from tests.support.hub_server import Hub
@@ -360,7 +361,7 @@ def test_an_adapter_is_pushed_with_a_card_and_loads_from_there(
 ) -> None:
     hub, ref = Hub(), plain_installation.ref
     stores = open_stores(load_settings(plain_installation.config))
-    stores.adapters.record_evaluation(ref.id, "gate", Verdict(True, "better", 40, 4000, 0.1, 0.05, 0.15))
+    stores.adapters.record_evaluation(ref.id, EvaluationKind.GATE, Verdict(True, "better", 40, 4000, 0.1, 0.05, 0.15))
     learnt_from = stores.runs.texts(ref.run or 0)
     stores.close()
     with hub.served() as address:

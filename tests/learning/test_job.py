@@ -25,7 +25,8 @@ from service.models import vocabulary
 from service.models.fingerprint import folder_sha256, model_fingerprint, tokenizer_fingerprint
 from service.models.heads import cut
 from service.models.pair import load_model
-from service.store.generations import TRAIN, Generations, split_of
+from service.store.log.generations import TRAIN, Generations, split_of
+from service.store.log.training_texts import TrainingTexts
 from tests.support.databases import BY_NIGHT
 from tests.support.logged_texts import VOCABULARY, case, served
 from tests.support.logged_texts import generation as logged_generation
@@ -75,7 +76,7 @@ def test_a_run_from_claim_to_scores(home: Home, logged_pair: LoggedPair) -> None
     kinds = [message["type"] for message in messages]
     assert list(dict.fromkeys(kinds)) == ["texts", "progress", "candidate", "scores", "done"]
     (texts,) = of_type(messages, "texts")
-    claimed = {name for name, _ in Generations(home.database).claimed_names(spec["run"])}
+    claimed = {name for name, _ in TrainingTexts(home.database).claimed_names(spec["run"])}
     window, replayed = set(texts["window"]), set(texts["replay"])
     assert len(claimed) == 30 and window and not window & claimed
     assert window <= {g.id for g in logged_pair.logged if split_of(g.prompt.first_user) == TRAIN}
@@ -123,9 +124,9 @@ def test_a_run_from_claim_to_scores(home: Home, logged_pair: LoggedPair) -> None
     # Only the parent process updates the rows.
     assert home.runs.get(spec["run"]).state is RunState.TRAINING
     # Targets were computed only where they were missing: for replayed general texts and some logged ones.
-    claimed = Generations(home.database).claimed(spec["run"])
+    claimed = TrainingTexts(home.database).claimed(spec["run"])
     cached = len(list((home.cache / logged_pair.who.target).iterdir()))
-    learnt = [*claimed, *Generations(home.database).earlier(logged_pair.who, spec["run"], 350 - len(claimed))]
+    learnt = [*claimed, *TrainingTexts(home.database).window(logged_pair.who, spec["run"], 350 - len(claimed))]
     assert len(learnt) > len(claimed)
     assert cached == round(len(learnt) / 3) + sum(g.targets is None for g in learnt)
 
@@ -200,8 +201,8 @@ def test_undrafted_texts_get_the_cases_that_the_parent_would_have_left(home: Hom
     )
     home.database.write(lambda connection: [connection.exec_driver_sql(one) for one in change]).result(60)
     spec = home.spec(training={"epochs": 1}, parent=parent, parent_id=5, tie_margin=0.5)
-    log = Generations(home.database)
-    claimed, names = log.claimed(spec["run"]), log.undrafted_of(spec["run"])
+    texts = TrainingTexts(home.database)
+    claimed, names = texts.claimed(spec["run"]), texts.undrafted(spec["run"])
     assert 5 < len(names) < len(claimed)
     messages = perform(spec)
     assert [m["type"] for m in messages if m["type"] != "progress"] == ["cases", "texts", "candidate", "scores", "done"]

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from service.core import Generation
 from service.learning.buffer import lesson, limited
-from service.store.likeness import template
-from service.store.reservoir import SHARE
-from service.store.sampler import HARDLY, LEAST
+from service.store.log.likeness import SHARE, template
+from service.store.log.sampler import FEW_OTHERS, MIN_TEXTS
 from tests.support.logged_texts import generation
 
 
@@ -70,7 +69,7 @@ def test_replay_is_limited_too() -> None:
 
 def test_a_small_group_is_never_limited() -> None:
     texts = [text(0), *(text(i, "a") for i in range(1, 100))]
-    assert by_client(limited(texts[:49])) == {None: 1, "a": LEAST}
+    assert by_client(limited(texts[:49])) == {None: 1, "a": MIN_TEXTS}
     assert by_client(limited(texts)) == {None: 1, "a": 99}, "one in a hundred counts as none"
 
 
@@ -89,4 +88,4 @@ def test_shares_hold_for_every_client_and_template(drawn: list[tuple[str | None,
     named.pop(None, None)
     for counts in (named, alike):
         for held in counts.values():
-            assert held <= max(SHARE * len(selected), LEAST) or len(selected) - held < HARDLY * len(selected)
+            assert held <= max(SHARE * len(selected), MIN_TEXTS) or len(selected) - held < FEW_OTHERS * len(selected)

@@ -3,6 +3,7 @@
 import pytest
 
 from service.core import RunState
+from service.store.registry.adapters import EvaluationKind
 from tests.support.lifecycle_server import ENOUGH, Installation, check_consistent
 
 
@@ -55,7 +56,7 @@ def test_the_watch_uses_costs_too(installation: Installation) -> None:
         server.engine.costs = (1.0, 2.0, 3.0)
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
-        ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
+        ((_, verdict),) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)
         assert verdict.promoted and verdict.gain == 0.0
         assert "at K = 1," in verdict.reason
 
@@ -82,7 +83,7 @@ def test_the_watch_rolls_back_an_adapter_that_costs_more_than_it_saves(installat
         server.engine.costs, server.engine.draft_step = (2.0, 2.9, 3.8), 0.9
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
-        ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
+        ((_, verdict),) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)
         assert not verdict.promoted
         # Both at K = 1: 1.4 x 0.8 calls of 2 against 1.4 calls of 2 - 0.45.
         assert verdict.gain == pytest.approx(1.55 / (0.8 * 2.0) - 1)

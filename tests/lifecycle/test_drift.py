@@ -8,6 +8,7 @@ import pytest
 
 from service.core import BARE_DRAFT, Round, RunState, Source, Trigger, Verdict
 from service.lifecycle.drift import BASELINE, LIMIT, SLACK, Drift, follow, rate
+from service.store.registry.adapters import EvaluationKind
 from tests.support.drift_traffic import drafted, record, usual
 from tests.support.lifecycle_server import WHO, Installation, Server
 from tests.support.simulated_scores import requests
@@ -131,7 +132,7 @@ def test_a_real_fall_is_found_soon(fallen: float, within: int, half: int) -> Non
 
 
 def follower(server: Server) -> Drift:
-    return server.supervisor._traffic.drift()
+    return server.supervisor._drift.update()
 
 
 def test_a_restart_restores_the_detector_from_the_rows(installation: Installation) -> None:
@@ -220,7 +221,7 @@ def test_a_crashed_run_leaves_the_drift_open(installation: Installation) -> None
         assert {run.trigger for run in server.runs.latest(9)} == {Trigger.DRIFT}
         ref = server.adapters.active(WHO.draft)
         assert ref is not None
-        server.adapters.record_evaluation(ref.id, "watch", Verdict(True, "fine", 9, 9, 0.1, 0.0, 0.2))
+        server.adapters.record_evaluation(ref.id, EvaluationKind.WATCH, Verdict(True, "fine", 9, 9, 0.1, 0.0, 0.2))
         record(server, *[drafted(0.3, ref.id, cases=4) for _ in range(30)])
         for _ in range(3):
             server.supervisor.tick()

@@ -68,14 +68,14 @@ def test_a_run_that_learns_from_an_erased_text_is_ended_and_its_other_texts_are_
         ended = server.runs.get(run.id)
         assert (ended.state, ended.error) == (RunState.CRASHED, REASON)
         assert not alive(server)
-        assert server.generations.counts(WHO).generations == ENOUGH - 1, "free for other runs"
+        assert server.training_texts.untrained(WHO).generations == ENOUGH - 1, "free for other runs"
         # A second and a third such run count as no crash over the texts that are left.
         for name in ("old", "new1"):
             again = server.supervisor.request_training(None)
             server.tick_until(lambda id=again.id: server.runs.get(id).progress.step > 0)
             server.supervisor.erase(of(name))
             assert server.runs.get(again.id).error == REASON, name
-        assert server.generations.counts(WHO).generations == ENOUGH - 2
+        assert server.training_texts.untrained(WHO).generations == ENOUGH - 2
         check_consistent(server)
 
 
@@ -168,7 +168,7 @@ def test_a_run_on_top_of_an_adapter_that_is_retired_is_ended(installation: Insta
         ref = server.promote()
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
-        (learnt, *_) = server.generations.claimed_names(server.runs.latest(1)[0].id)
+        (learnt, *_) = server.training_texts.claimed_names(server.runs.latest(1)[0].id)
         installation.plan_children(train="name old: hang")
         run = started(server)
         assert run.parent == ref.id
@@ -178,7 +178,7 @@ def test_a_run_on_top_of_an_adapter_that_is_retired_is_ended(installation: Insta
             RunState.CRASHED,
             "the adapter that it was trained on top of was revoked",
         )
-        assert server.generations.counts(WHO).generations == ENOUGH
+        assert server.training_texts.untrained(WHO).generations == ENOUGH
         assert server.engine.active == BARE_DRAFT
         check_consistent(server)
 

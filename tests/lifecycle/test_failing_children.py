@@ -18,10 +18,10 @@ def test_a_crashed_child_frees_its_cases(installation: Installation, plan: str) 
     installation.plan_children(train=plan)
     with installation.server(cooldown_seconds=300.0) as server:
         server.traffic()
-        cases = server.generations.counts(WHO).cases
+        cases = server.training_texts.untrained(WHO).cases
         server.tick_until(server.ended(RunState.CRASHED))
         assert server.runs.latest(1)[0].error
-        assert server.generations.counts(WHO).cases == cases
+        assert server.training_texts.untrained(WHO).cases == cases
         assert server.engine.active == BARE_DRAFT
         assert server.launcher.started[0].exit_code() is not None
         check_consistent(server)
@@ -69,7 +69,7 @@ def test_a_failed_run_reports_the_reason_and_uses_up_its_cases(installation: Ins
         server.traffic()
         server.tick_until(server.ended(RunState.FAILED))
         assert server.runs.latest(1)[0].error == "too few examples"
-        assert server.generations.counts(WHO).cases == 0
+        assert server.training_texts.untrained(WHO).cases == 0
         check_consistent(server)
 
 
@@ -138,7 +138,7 @@ def test_a_dead_engine_loses_the_candidate_but_not_its_cases(installation: Insta
         server.engine.dead = True
         server.traffic()
         server.tick_until(server.ended(RunState.CRASHED))
-        assert server.generations.counts(WHO).cases == 3 * ENOUGH
+        assert server.training_texts.untrained(WHO).cases == 3 * ENOUGH
         server.engine.dead = False
         check_consistent(server)
         installation.clock_offset = timedelta(seconds=301)

@@ -8,7 +8,7 @@ import pytest
 from scipy import stats
 
 from service.core import BARE_DRAFT, Score
-from service.lifecycle.looks import ALPHA, Look, look, looks
+from service.lifecycle.interim_check import ALPHA, CheckResult, check_schedule, interim_check
 from tests.support.simulated_scores import LEVEL, by_length, pair, scores
 
 PARENT = 4
@@ -26,7 +26,7 @@ PARENT = 4
     ],
 )
 def test_interim_checks_come_at_a_quarter_a_half_and_all(generations: int, expected: tuple[int, ...]) -> None:
-    assert looks(generations) == expected
+    assert check_schedule(generations) == expected
 
 
 def check_at(
@@ -36,8 +36,8 @@ def check_at(
     costs: Sequence[float] | None = None,
     last: bool = False,
     resamples: int = 400,
-) -> Look:
-    return look(serving, others, seconds=costs, parent=PARENT, count=3, last=last, resamples=resamples, seed=1)
+) -> CheckResult:
+    return interim_check(serving, others, seconds=costs, parent=PARENT, count=3, last=last, resamples=resamples, seed=1)
 
 
 HALF, LESS, SAME, MORE = (scores([calls] * 20) for calls in (20, 36, 40, 44))
@@ -63,7 +63,7 @@ def test_decisions_of_an_interim_check(
     parent: list[Score], bare: list[Score], last: bool, over: bool, back_to: int | None, message: str
 ) -> None:
     found = check_at(SAME, {PARENT: parent, BARE_DRAFT: bare}, last=last)
-    assert (found.over, found.back_to, found.verdict.promoted) == (over, back_to, back_to is None)
+    assert (found.over, found.roll_back_to, found.verdict.promoted) == (over, back_to, back_to is None)
     assert message in found.verdict.reason
     assert found.verdict.prompts == 20
     if back_to is not None:
@@ -71,17 +71,19 @@ def test_decisions_of_an_interim_check(
 
 
 def test_the_bare_draft_may_be_the_parent() -> None:
-    found = look(SAME, {BARE_DRAFT: LESS}, parent=BARE_DRAFT, count=3, last=False, resamples=400, seed=1)
-    assert found.back_to == BARE_DRAFT
-    assert not look(SAME, {BARE_DRAFT: MORE}, parent=BARE_DRAFT, count=3, last=False, resamples=400, seed=1).back_to
+    found = interim_check(SAME, {BARE_DRAFT: LESS}, parent=BARE_DRAFT, count=3, last=False, resamples=400, seed=1)
+    assert found.roll_back_to == BARE_DRAFT
+    assert not interim_check(
+        SAME, {BARE_DRAFT: MORE}, parent=BARE_DRAFT, count=3, last=False, resamples=400, seed=1
+    ).roll_back_to
 
 
 @pytest.mark.parametrize("last", [False, True])
 def test_too_few_generations_decide_nothing(last: bool) -> None:
     few = check_at(scores([80] * 4), {PARENT: scores([40] * 4), BARE_DRAFT: scores([40] * 4)}, last=last)
-    assert few.verdict.promoted and few.over is last and few.back_to is None
+    assert few.verdict.promoted and few.over is last and few.roll_back_to is None
     assert check_at([], {PARENT: [], BARE_DRAFT: []}).verdict.promoted
-    assert check_at(scores([80] * 5), {PARENT: scores([40] * 5), BARE_DRAFT: scores([40] * 5)}).back_to == PARENT
+    assert check_at(scores([80] * 5), {PARENT: scores([40] * 5), BARE_DRAFT: scores([40] * 5)}).roll_back_to == PARENT
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_costs_decide_which_draft_lengths_are_compared(
     serving = by_length([(50, 49, 48)] * 20)
     parent, bare = by_length([(55, 48, 40)] * 20), by_length([(60, 60, 60)] * 20)
     found = check_at(serving, {PARENT: parent, BARE_DRAFT: bare}, costs=costs)
-    assert (found.over, found.back_to) == (over, back_to)
+    assert (found.over, found.roll_back_to) == (over, back_to)
     assert message in found.verdict.reason
 
 
@@ -127,12 +129,12 @@ def test_scores_that_the_engine_surely_falls_short_of_prove_nothing(
 ) -> None:
     serving = with_rounds(SAME, accepted, 20.0)
     better = check_at(serving, {PARENT: MORE, BARE_DRAFT: MORE})
-    assert (better.short, better.over, better.back_to) == (short, not short, None)
+    assert (better.short, better.over, better.roll_back_to) == (short, not short, None)
     assert better.verdict.reason.startswith("undecided" if short else "stays: proven")
     assert better.verdict.reason.endswith(message)
     # What is worse by its scores goes all the same.
     worse = check_at(serving, {PARENT: LESS, BARE_DRAFT: LESS})
-    assert (worse.short, worse.back_to) == (short, PARENT)
+    assert (worse.short, worse.roll_back_to) == (short, PARENT)
     assert worse.verdict.reason.endswith(message)
 
 
@@ -144,7 +146,7 @@ def test_rounds_of_few_conversations_prove_nothing() -> None:
 
 def test_scores_without_draft_lengths_decide_nothing() -> None:
     none = by_length([()] * 20)
-    assert check_at(none, {PARENT: none, BARE_DRAFT: none}).back_to is None
+    assert check_at(none, {PARENT: none, BARE_DRAFT: none}).roll_back_to is None
 
 
 def test_scores_of_other_texts_are_an_error() -> None:
@@ -156,7 +158,7 @@ def test_scores_of_other_texts_are_an_error() -> None:
 
 def run_watch(
     rng: np.random.Generator, better: float, differ: float, costs: Sequence[float] | None = None
-) -> tuple[Look, int]:
+) -> tuple[CheckResult, int]:
     """The whole watch of one adapter against a parent and a bare draft of equal acceptance."""
     serving, parent = pair(rng, 200, better=better, differ=differ)
     # The bare draft's calls vary around the parent's from text to text.
@@ -165,7 +167,7 @@ def run_watch(
         replace(score, calls=tuple(calls * float(n) for calls in score.calls))
         for score, n in zip(parent, noise, strict=True)
     ]
-    due = looks(200)
+    due = check_schedule(200)
     for number, count in enumerate(due, start=1):
         others = {PARENT: parent[:count], BARE_DRAFT: bare[:count]}
         found = check_at(serving[:count], others, costs=costs, last=number == len(due), resamples=600)
@@ -186,7 +188,9 @@ def test_repeated_interim_checks_rarely_roll_back_an_equal_adapter(costs: Sequen
     """Of 1,000 such watches 38 ended with a rollback by calls."""
     rng = np.random.default_rng(21)
     back = sum(
-        run_watch(rng, 0.0, differ, costs)[0].back_to is not None for differ in (0.03, 0.12) for _ in range(trials // 2)
+        run_watch(rng, 0.0, differ, costs)[0].roll_back_to is not None
+        for differ in (0.03, 0.12)
+        for _ in range(trials // 2)
     )
     # Six checks of plain 90 % intervals would roll back 20 % of them.
     assert back <= stats.binom.ppf(0.99, trials, ALPHA)
@@ -197,11 +201,11 @@ def test_a_worse_adapter_is_rolled_back_within_200_generations(worse: float, wit
     """-0.03 of acceptance costs 4 % of the tokens per call, -0.015 costs 2 %."""
     rng = np.random.default_rng(22)
     found = [run_watch(rng, worse, 0.08) for _ in range(40)]
-    assert sum(one.back_to is not None and count <= within for one, count in found) >= 38
+    assert sum(one.roll_back_to is not None and count <= within for one, count in found) >= 38
 
 
 def test_the_watch_of_a_better_adapter_ends_early() -> None:
     rng = np.random.default_rng(23)
     found = [run_watch(rng, 0.04, 0.12) for _ in range(40)]
-    assert all(one.back_to is None for one, _ in found)
+    assert all(one.roll_back_to is None for one, _ in found)
     assert np.mean([count for _, count in found]) < 100

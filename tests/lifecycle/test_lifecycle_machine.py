@@ -26,20 +26,15 @@ from hypothesis.stateful import (
 from sqlalchemy import select
 
 from service.core import BARE_DRAFT, AdapterState, BadRequest, Conflict, RunState, Selection, Trigger
-from service.lifecycle.supervisor import Rules, Supervisor
+from service.lifecycle.context import LifecycleContext, Rules
+from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
+from service.models.fingerprint import folder_sha256
 from service.settings import GateSettings, TrainingSettings
-from service.store.adapters import Adapters
 from service.store.database import integrity
-from service.store.erasures import Erasures
-from service.store.files import folder_sha256
-from service.store.generations import Generations
-from service.store.lineage import Lineage
-from service.store.members import Members
-from service.store.replay import Replay
-from service.store.round_costs import MeasuredCosts
-from service.store.run_texts import Role
-from service.store.runs import Runs
+from service.store.log.run_texts import Role
+from service.store.processes.members import Members
+from service.store.stores import Stores
 from service.store.tables import (
     adapters,
     evaluations,
@@ -165,19 +160,13 @@ class Machine(RuleBasedStateMachine):
         self.db = FailingDatabase(self.url)
         self.members = Members(self.db)
         self.members.join()
-        self.runs, self.adapters = Runs(self.db), Adapters(self.db, self.home / "adapters")
-        self.generations = Generations(self.db)
+        stores = Stores.of(self.db, self.home / "adapters")
+        self.runs, self.adapters, self.generations = stores.runs, stores.adapters, stores.generations
         self.engine, self.events = FakeEngine(), RecordedEvents()
-        self.children = ScriptedLauncher(self.generations.undrafted_of)
-        self.supervisor = Supervisor(
+        self.children = ScriptedLauncher(stores.training_texts.undrafted)
+        context = LifecycleContext(
+            stores=stores,
             members=self.members,
-            runs=self.runs,
-            adapters=self.adapters,
-            lineage=Lineage(self.db),
-            generations=self.generations,
-            replay=Replay(self.db),
-            costs=MeasuredCosts(self.db),
-            erasures=Erasures(self.db),
             switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
             launcher=self.children,
             events=self.events,
@@ -191,10 +180,10 @@ class Machine(RuleBasedStateMachine):
                 spec={"out": str(self.home / "adapters")},
             ),
             who=WHO,
-            busy=lambda: self.busy,
-            strain=lambda: self.strain,
-            now=lambda: datetime.now(UTC) + self.clock_offset,
+            machine="a test's machine",
+            clock=lambda: datetime.now(UTC) + self.clock_offset,
         )
+        self.supervisor = Supervisor(context, busy=lambda: self.busy, strain=lambda: self.strain)
         self.supervisor.start()
         assert self.runs.current(WHO) is None, "a start leaves no run open"
 

@@ -22,7 +22,7 @@ from service.core import (
     Trigger,
     Unavailable,
 )
-from service.lifecycle import supervisor
+from service.lifecycle import erasing
 from tests.support.databases import POSTGRES
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation, lapse
 
@@ -191,7 +191,7 @@ def test_two_that_erase_at_once_wait_for_each_other(installation: Installation) 
 def test_who_does_not_answer_keeps_the_rows_until_it_is_given_up(
     installation: Installation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "ERASE_SECONDS", 0.2)
+    monkeypatch.setattr(erasing, "WAIT_SECONDS", 0.2)
     with installation.server() as first, installation.server() as silent:
         first.traffic()
         with pytest.raises(Unavailable, match="has not forgotten"):

@@ -5,7 +5,7 @@ import pytest
 
 from service.core import Progress, RunState, TrainingRun, Trigger, Verdict
 from service.lifecycle.policy import MAX_DOUBLINGS, Backoff, backoff, decide, lacking
-from service.store.generations import UntrainedCounts
+from service.store.log.training_texts import UntrainedCounts
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ENOUGH = UntrainedCounts(cases=100, tokens=1000, generations=20)

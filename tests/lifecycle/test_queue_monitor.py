@@ -14,7 +14,7 @@ from service.engine.adapters import bare
 from service.engine.decoder import Decoder
 from service.engine.engine import Engine
 from service.engine.thread import EngineThread
-from service.lifecycle.children import Child, Pause
+from service.lifecycle.child import Child, Pause
 from service.lifecycle.launcher import ProcessLauncher
 from service.lifecycle.queue_monitor import QueueMonitor
 from tests.support.lifecycle_server import WHO, Installation
@@ -189,5 +189,5 @@ def test_a_child_that_starts_while_serving_is_busy_pauses_at_once(installation: 
         server.busy = True
         server.traffic()
         server.tick_until(lambda: server.runs.current(WHO) is not None)
-        assert server.supervisor._job is not None
-        assert server.supervisor._job.child._reasons == {Pause.BUSY}
+        assert server.supervisor._jobs.job is not None
+        assert server.supervisor._jobs.job.child._reasons == {Pause.BUSY}

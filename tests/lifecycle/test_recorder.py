@@ -14,8 +14,8 @@ from sqlalchemy.pool import NullPool
 from service.core import Selection, Unavailable
 from service.lifecycle.recorder import Recorder
 from service.store.database import Database
-from service.store.generations import Generations
-from service.store.lineage import Lineage
+from service.store.log.generations import Generations
+from service.store.registry.lineage import Lineage
 from tests.support.databases import BOTH, Databases, run_sql
 from tests.support.lifecycle_server import generation
 

@@ -104,7 +104,7 @@ def test_a_server_killed_while_its_child_trains(installation: Installation) -> N
     with installation.server() as successor:
         check_consistent(successor)
         assert successor.runs.latest(1)[0].state is RunState.CRASHED
-        assert successor.generations.counts(WHO).cases == cases
+        assert successor.training_texts.untrained(WHO).cases == cases
         successor.tick_until(successor.ended(RunState.PROMOTED))
 
 
@@ -153,7 +153,7 @@ def test_stopping_ends_the_child_and_frees_its_cases(installation: Installation)
         server.supervisor.stop()
         assert server.launcher.started[0].exit_code() is not None
         assert server.runs.latest(1)[0].state is RunState.CRASHED
-        assert server.generations.counts(WHO).cases > 0
+        assert server.training_texts.untrained(WHO).cases > 0
         server.supervisor.stop()
         server.supervisor.tick()
         assert server.runs.current(WHO) is None, "no tick after the end"
@@ -225,7 +225,7 @@ def test_a_run_outlives_a_restart_of_the_database(
     installation: Installation, databases: PostgresDatabases, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ticks fail meanwhile, and the child's messages wait."""
-    monkeypatch.setattr("service.store.postgres.RETRY_SECONDS", 0.1)
+    monkeypatch.setattr("service.store.backends.postgres.RETRY_SECONDS", 0.1)
     with installation.server() as server:
         for after in (RunState.CLAIMED, RunState.TRAINING, RunState.SCORING):
             runs = len(server.runs.latest(100))

@@ -33,7 +33,7 @@ def test_enough_traffic_leads_to_a_better_adapter_that_serves(installation: Inst
         assert server.events.over == [RunState.PROMOTED]
         assert server.events.states[0] is RunState.TRAINING
         assert server.events.serving_now == ref.id
-        assert server.generations.counts(WHO).cases == 0, "each case is used once"
+        assert server.training_texts.untrained(WHO).cases == 0, "each case is used once"
         assert server.replay.sizes() == {("a", ""): ENOUGH}
 
         server.traffic(cases=0)
@@ -66,7 +66,7 @@ def test_a_rejected_run_uses_up_its_cases_and_changes_nothing_else(installation:
         (ref,) = server.adapters.all()
         assert ref.state is AdapterState.REJECTED
         assert server.engine.active == BARE_DRAFT
-        assert server.generations.counts(WHO).cases == 0
+        assert server.training_texts.untrained(WHO).cases == 0
         for _ in range(5):
             server.supervisor.tick()
         assert len(server.runs.latest(10)) == 1, "no new run without new cases"

@@ -20,7 +20,7 @@ def cases_each(server: Server) -> list[int]:
 
 
 def undrafted_tokens(server: Server) -> int:
-    return server.generations.counts(WHO).undrafted
+    return server.training_texts.untrained(WHO).undrafted
 
 
 def test_a_run_works_out_the_cases_of_undrafted_texts_and_learns_from_them(installation: Installation) -> None:
@@ -54,7 +54,7 @@ def test_they_count_at_the_last_known_rate_of_cases(installation: Installation, 
     with installation.server(min_cases=4 * ENOUGH, min_tokens=1) as server:
         server.undrafted_traffic()
         server.generations.add([generation(f"{i}", cases=cases, tokens=12) for i in range(ENOUGH)]).result(60)
-        assert server.generations.counts(WHO).rate == cases / 12
+        assert server.training_texts.untrained(WHO).rate == cases / 12
         for _ in range(3):
             server.supervisor.tick()
         assert bool(server.launcher.started) is starts
@@ -72,7 +72,7 @@ def test_a_claim_that_turns_out_too_poor_is_given_back(installation: Installatio
         for _ in range(5):
             server.supervisor.tick()
         assert len(server.launcher.started) == 1, "what is known to be too little starts nothing"
-        assert server.generations.counts(WHO).cases == 15 and not undrafted_tokens(server)
+        assert server.training_texts.untrained(WHO).cases == 15 and not undrafted_tokens(server)
         installation.plan_children()
         server.traffic(1)
         server.tick_until(server.ended(RunState.PROMOTED))
@@ -101,7 +101,7 @@ def test_a_child_that_always_crashes_is_started_three_times(installation: Instal
         later = server.undrafted_traffic()
         installation.plan_children(cases=dict.fromkeys(later, 3))
         server.tick_until(server.ended(RunState.PROMOTED))
-        assert {g.id for g in server.generations.claimed(server.runs.latest(1)[0].id)} == set(later)
+        assert {g.id for g in server.training_texts.claimed(server.runs.latest(1)[0].id)} == set(later)
         check_consistent(server)
 
 
@@ -155,7 +155,7 @@ def test_a_failed_write_gives_a_poor_claim_back_all_the_same(installation: Insta
             server.tick_until(lambda: False)
         server.tick_until(server.ended(RunState.FAILED))
         assert server.events.over.count(RunState.FAILED) == (0 if after else 1)
-        assert server.generations.counts(WHO).cases == ENOUGH
+        assert server.training_texts.untrained(WHO).cases == ENOUGH
         check_consistent(server)
 
 

@@ -20,7 +20,8 @@ from service.core import (
     Trigger,
     Verdict,
 )
-from service.store.files import folder_sha256
+from service.models.fingerprint import folder_sha256
+from service.store.registry.adapters import EvaluationKind
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation
 
 
@@ -31,7 +32,7 @@ def test_a_promotion_that_turns_out_worse_is_rolled_back(installation: Installat
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
         server.supervisor.tick()
-        (_, verdict) = server.adapters.evaluations(ref.id, "watch")[0]
+        (_, verdict) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)[0]
         assert not verdict.promoted and verdict.high90 < 0
         assert server.adapters.get(ref.id).state is AdapterState.ROLLED_BACK
         assert server.engine.active == BARE_DRAFT
@@ -55,7 +56,7 @@ def test_a_forced_bad_promotion_is_rolled_back_to_its_parent(installation: Insta
         force = text("update adapters set state = 'retired' where id = :id").bindparams(id=bad.id)
         server.db.write(lambda connection: connection.execute(force)).result(60)
         server.adapters.activate(bad.id, WHO.draft)
-        server.adapters.record_evaluation(bad.id, "gate", Verdict(True, "forced", 0, 0, 0.0, 0.0, 0.0))
+        server.adapters.record_evaluation(bad.id, EvaluationKind.GATE, Verdict(True, "forced", 0, 0, 0.0, 0.0, 0.0))
         server.supervisor.tick()
         assert server.engine.active == bad.id
         server.traffic(cases=0)
@@ -74,7 +75,7 @@ def test_scores_that_the_engine_falls_short_of_are_warned_of(
         ref = server.promote()
         server.traffic(cases=0)
         server.tick_until(server.watched(ref.id))
-        (_, verdict) = server.adapters.evaluations(ref.id, "watch")[0]
+        (_, verdict) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)[0]
         assert f"realised 3.00 tokens a call, predicted {3.4 if warnings else 3:.2f}" in verdict.reason
         assert ("proven" in verdict.reason) is not bool(warnings)
         assert server.engine.active == ref.id
@@ -105,7 +106,7 @@ def test_an_operators_choice_ends_the_watch(installation: Installation) -> None:
             server.supervisor.tick()
             time.sleep(0.01)
         assert server.engine.active == ref.id
-        assert len(server.adapters.evaluations(ref.id, "watch")) == 1
+        assert len(server.adapters.evaluations(ref.id, EvaluationKind.WATCH)) == 1
         check_consistent(server)
 
 
@@ -204,7 +205,7 @@ def force(server: Server, share: float) -> AdapterRef:
     ):
         server.db.write(lambda connection, change=change: connection.execute(change)).result(60)
     server.adapters.activate(ref.id, WHO.draft)
-    server.adapters.record_evaluation(ref.id, "gate", Verdict(True, "forced", 0, 0, 0.0, 0.0, 0.0))
+    server.adapters.record_evaluation(ref.id, EvaluationKind.GATE, Verdict(True, "forced", 0, 0, 0.0, 0.0, 0.0))
     server.supervisor.tick()
     assert server.engine.active == ref.id
     return ref
@@ -263,7 +264,7 @@ def test_an_adapter_worse_than_the_bare_draft_is_rolled_back_to_it(installation:
         server.tick_until(server.watched(ref.id))
         server.supervisor.tick()
         assert server.adapters.active(WHO.draft) is None and server.engine.active == BARE_DRAFT
-        ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
+        ((_, verdict),) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)
         assert "the bare draft" in verdict.reason
         assert server.adapters.get(parent.id).state is AdapterState.RETIRED
     with installation.server() as successor:
@@ -278,7 +279,7 @@ def test_an_undecided_watch_checks_again_also_after_a_restart(installation: Inst
         server.tick_until(server.ended(RunState.REJECTED))
         ref = force(server, 1.0)  # as good as the bare draft: never decided before the last check
         server.traffic(10, cases=0)
-        server.tick_until(lambda: len(server.adapters.evaluations(ref.id, "look")) == 1)
+        server.tick_until(lambda: len(server.adapters.evaluations(ref.id, EvaluationKind.INTERIM)) == 1)
         for _ in range(3):
             server.supervisor.tick()
         assert len(server.launcher.started) == 2, "the next check waits for its generations"
@@ -287,10 +288,10 @@ def test_an_undecided_watch_checks_again_also_after_a_restart(installation: Inst
             successor.supervisor.tick()
         assert not successor.launcher.started
         successor.traffic(10, cases=0)
-        successor.tick_until(lambda: len(successor.adapters.evaluations(ref.id, "look")) == 2)
+        successor.tick_until(lambda: len(successor.adapters.evaluations(ref.id, EvaluationKind.INTERIM)) == 2)
         successor.traffic(20, cases=0)
         successor.tick_until(successor.watched(ref.id))
-        ((_, verdict),) = successor.adapters.evaluations(ref.id, "watch")
+        ((_, verdict),) = successor.adapters.evaluations(ref.id, EvaluationKind.WATCH)
         assert verdict.promoted and verdict.prompts == 40
         assert successor.engine.active == ref.id
         check_consistent(successor)
@@ -320,7 +321,7 @@ def test_an_operators_rollback_is_a_lost_watch(installation: Installation) -> No
     with installation.server() as server:
         ref = server.promote()
         assert server.supervisor.rollback() is None
-        ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
+        ((_, verdict),) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)
         assert not verdict.promoted and "operator" in verdict.reason
         assert server.events.rollbacks == 1
         assert quarantined_and_replayable(server) == (3 * ENOUGH, 0), "its training cases are quarantined"
@@ -372,7 +373,7 @@ def with_health_checks(
     with installation.server() as server:
         ref = server.promote()
         served = honest = 0
-        while not server.adapters.evaluations(ref.id, "watch"):
+        while not server.adapters.evaluations(ref.id, EvaluationKind.WATCH):
             assert served < 3000
             for _ in range(10):
                 many = [checked(served + i) for i in range(each)]
@@ -405,13 +406,13 @@ def test_a_watch_on_traffic_that_is_one_text_comes_to_an_end(installation: Insta
         ref = server.promote()
         made = [checked(i) for i in range(200)]
         server.generations.add(made[:199]).result(60)
-        server.tick_until(lambda: len(server.adapters.evaluations(ref.id, "look")) == 2)
+        server.tick_until(lambda: len(server.adapters.evaluations(ref.id, EvaluationKind.INTERIM)) == 2)
         for _ in range(3):
             server.supervisor.tick()
         assert len(server.launcher.started) == 3, "the last check waits"
         server.generations.add(made[199:]).result(60)
         server.tick_until(server.watched(ref.id))
-        ((_, verdict),) = server.adapters.evaluations(ref.id, "watch")
+        ((_, verdict),) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)
         assert verdict.promoted and "1 conversations" in verdict.reason
         check_consistent(server)
 

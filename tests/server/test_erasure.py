@@ -20,7 +20,7 @@ import pytest
 from service.core import RunState
 from service.engine.drafters.lookup import NGramIndex
 from service.learning.rescore import TargetCache
-from service.store.generations import TRAIN, split_of
+from service.store.log.generations import TRAIN, split_of
 from tests.support.heap import holders
 from tests.support.tiny_server import InProcessServer, in_process_server, write_pair
 
@@ -218,7 +218,9 @@ def check(
 
     assert application._supervisor is not None
     described = re.findall(r"^\|.*\| `(\w+)` \|$", PRIVACY.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {"rows", "child", *application._supervisor._forget} == set(described), "docs/privacy.md names every place"
+    assert {"rows", "child", *application._supervisor._eraser._forget} == set(described), (
+        "docs/privacy.md names every place"
+    )
 
     # The canary goes wherever a text can go.
     canary.output = [~token for token in the_same("mallory")["tokens"]]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from service.app import open_stores
 from service.core import RunState
 from service.settings import load_settings
+from service.store.stores import open_stores
 from tests.support.tiny_server import in_process_server, write_pair
 
 WORD = "[a-f]{20,60}"
@@ -31,7 +31,7 @@ def test_answers_within_grammars_are_learnt_from_and_measured_on(tmp_path: Path)
     finally:
         server.stop()
     assert run.state in {RunState.PROMOTED, RunState.REJECTED}, run.error
-    learnt = stores.generations.claimed(run.id)
+    learnt = stores.training_texts.claimed(run.id)
     assert learnt and all(g.grammar is not None and "[a-f]{20,60}" in g.grammar.text for g in learnt)
     held = stores.generations.held_out(learnt[0].provenance, 99)
     assert run.verdict is not None and run.verdict.prompts == len(held) > 1

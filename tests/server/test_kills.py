@@ -13,9 +13,9 @@ import pytest
 
 from service.core import AdapterState, RunState
 from service.evaluation.server import LocalServer
-from service.store.adapters import Adapters
 from service.store.database import Database, integrity
-from service.store.runs import Runs
+from service.store.registry.adapters import Adapters
+from service.store.registry.runs import Runs
 from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
 
 SETTLED_SECONDS = 1.0

@@ -17,9 +17,9 @@ from alembic import command
 from sqlalchemy import select
 
 from service.core import BARE_DRAFT, AdapterState, RunState, Unavailable
-from service.store.adapters import Adapters
 from service.store.database import Database
-from service.store.runs import Runs
+from service.store.registry.adapters import Adapters
+from service.store.registry.runs import Runs
 from service.store.tables import members
 from tests.store.test_migrations import configured
 from tests.support import skewed

@@ -14,13 +14,13 @@ from sqlalchemy import create_engine, text
 from typer.testing import CliRunner
 
 from service import learning_loop
-from service.app import open_stores
 from service.cli.root import app
 from service.core import BARE_DRAFT, DatabaseTaken, RunState, Trigger, Unavailable
 from service.evaluation.server import LocalServer
 from service.models.pair import load_pair
 from service.settings import load_settings
-from service.store.members import HostProcess, Members
+from service.store.processes.members import HostProcess, Members
+from service.store.stores import open_stores
 from tests.support.databases import run_sql
 from tests.support.store_rows import generation
 from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from service.app import open_stores
 from service.core import FailureCase, Prompt, Sampling
 from service.learning.rounds import logged
 from service.models.pair import load_pair
 from service.settings import load_settings
+from service.store.stores import open_stores
 from tests.support.batches import decode
 from tests.support.tiny_server import tiny_server, write_pair
 
@@ -53,7 +53,7 @@ def test_undrafted_generations_are_learnt_from(tmp_path: Path) -> None:
     server = tiny_server(tmp_path, folders, training=rules)
     stores = open_stores(load_settings(server.config), create=True)
     stores.generations.add(generations).result()
-    undrafted_tokens = stores.generations.counts(pair.provenance).undrafted
+    undrafted_tokens = stores.training_texts.untrained(pair.provenance).undrafted
     assert undrafted_tokens > 25 * 24 - 100, "the training split, greedy and seeded"
 
     server.start()
@@ -67,7 +67,7 @@ def test_undrafted_generations_are_learnt_from(tmp_path: Path) -> None:
 
     (run,) = stores.runs.latest(9)
     assert run.error is None, run.error
-    waiting = {g.id for g in stores.generations.claimed(run.id)}
+    waiting = {g.id for g in stores.training_texts.claimed(run.id)}
     assert sum(len(g.output) for g in generations if g.id in waiting) == undrafted_tokens
     found = {g.id: g for g in stores.generations.by_ids([g.id for g in generations])}
     expected = logged(

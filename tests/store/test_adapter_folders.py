@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from service.core import StoreError
-from service.store.files import folder_sha256, publish, sweep
+from service.models.fingerprint import folder_sha256
+from service.store.artifacts import publish, sweep
 
 FILES = {"adapters.safetensors": b"weights" * 100, "adapter_config.json": b"{}", "deep/er/notes.txt": b""}
 

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, text
 
 from service.core import IllegalMove, StoreError
 from service.store.database import Database, integrity, upgrade
-from service.store.generations import Generations
+from service.store.log.generations import Generations
 from tests.support.databases import BY_NIGHT, SQLITE, Databases, run_sql
 from tests.support.store_rows import generation, url_of
 
@@ -138,7 +138,7 @@ def test_opening_waits_for_another_process(url: str, tmp_path: Path) -> None:
 def test_a_lock_longer_than_one_timeout_is_waited_out(
     database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.store.sqlite.BUSY_SECONDS", 0.02)
+    monkeypatch.setattr("service.store.backends.sqlite.BUSY_SECONDS", 0.02)
     other = sqlite3.connect(tmp_path / "redraft.db", isolation_level=None, check_same_thread=False)
     other.execute("BEGIN IMMEDIATE")
     timer = threading.Timer(0.3, lambda: other.execute("COMMIT"))

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from service.core import StoreError
-from service.store.files import folder_sha256, publish, sweep
+from service.models.fingerprint import folder_sha256
+from service.store.artifacts import publish, sweep
 
 ROOT = Path(__file__).parents[2]
 FILES = {"adapters.safetensors": b"\x00\x01" * 5000, "adapter_config.json": b'{"rank": 8}'}

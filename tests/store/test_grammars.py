@@ -8,9 +8,10 @@ from sqlalchemy import select
 
 from service.core import AnswerGrammar, Generation, Selection, Trigger
 from service.store.database import Database
-from service.store.generations import Generations
-from service.store.lineage import Lineage
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.log.training_texts import TrainingTexts
+from service.store.registry.lineage import Lineage
+from service.store.registry.runs import Runs
 from service.store.tables import grammars
 from tests.support.store_rows import HELD_OUT_TEXT, WHO, case, generation
 
@@ -30,14 +31,14 @@ def test_they_are_learnt_from_and_measured_on_like_free_answers(database: Databa
     store = Generations(database)
     learnt, held = bound(generation(cases=[case(0)]), "g"), bound(generation(first_user=HELD_OUT_TEXT), REASONING)
     store.add([learnt, held]).result()
-    assert store.counts(WHO).cases == 1
+    assert TrainingTexts(database).untrained(WHO).cases == 1
     assert store.held_out(WHO, 9) == [held], "with all that its masks are made of"
     assert [text.id for text in store.held_out_texts(WHO, 9)] == [held.id]
     assert set(store.names_after(WHO, 0, 9)) == {learnt.id, held.id}
     assert {text.id for text in store.texts_after(WHO, 0, 9)} == {learnt.id, held.id}
     assert [each.rounds for each in store.drafting(WHO, 9)] == [held.rounds, learnt.rounds]
     run = Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=9)
-    assert run is not None and store.claimed(run.id) == [learnt]
+    assert run is not None and TrainingTexts(database).claimed(run.id) == [learnt]
 
 
 def test_the_same_text_with_and_without_a_grammar_is_two_rows(database: Database) -> None:

@@ -7,9 +7,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from service.store.likeness import KINDS, content_key, kind, simhash, template
-from service.store.reservoir import SHARE, Item, Reservoir, groups_of
-from service.store.rows import id_bytes
+from service.store.log.likeness import KINDS, SHARE, content_key, groups_of, kind, simhash, template
+from service.store.log.rows import id_bytes
+from service.store.replay.reservoir import Item, Reservoir
 
 tokens = st.lists(st.integers(0, 50_000), max_size=60)
 

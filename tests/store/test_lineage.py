@@ -20,13 +20,13 @@ from service.core import (
     StoreError,
     Trigger,
 )
-from service.store import sqlite
-from service.store.adapters import Adapters
+from service.store.backends import sqlite
 from service.store.database import Database
-from service.store.generations import Generations
-from service.store.lineage import Lineage
-from service.store.run_texts import Role
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.log.run_texts import Role
+from service.store.registry.adapters import Adapters
+from service.store.registry.lineage import Lineage
+from service.store.registry.runs import Runs
 from tests.support.databases import SQLITE
 from tests.support.store_rows import ADAPTERS, HELD_OUT_TEXT, LOST, START, WHO, case, generation, promote
 
@@ -73,7 +73,7 @@ def test_an_adapter_learnt_what_its_run_and_its_ancestors_runs_had_in_any_role(h
     house.add("old", "older")
     first = house.learn("a")
     second = house.learn("b", window=("a", "old"))
-    house.adapters.take_back(second.id, first.id, LOST)
+    house.adapters.roll_back(second.id, first.id, LOST)
     third = house.learn("c", replay=("older",))
     find = house.lineage.adapters
     assert find(of("a")) == {first.id: 1, second.id: 1, third.id: 1}, "an ancestor learnt it"
@@ -88,10 +88,10 @@ def test_an_adapter_learnt_what_its_run_and_its_ancestors_runs_had_in_any_role(h
 
 
 def test_what_was_released_was_learnt_all_the_same(house: House, database: Database) -> None:
-    from service.store.quarantine import Quarantine
+    from service.store.log.quarantine import Quarantine
 
     bad = house.learn("a")
-    house.adapters.take_back(bad.id, BARE_DRAFT, LOST)
+    house.adapters.roll_back(bad.id, BARE_DRAFT, LOST)
     assert Quarantine(database).release() == 1
     assert house.lineage.adapters(of("a")) == {bad.id: 1}
 
@@ -133,7 +133,7 @@ def test_retired_adapters_give_way_to_their_nearest_ancestor_that_learnt_none_of
         with pytest.raises(IllegalMove, match="revoked"):
             house.adapters.activate(ref.id, WHO.draft)
     fourth = house.learn("d")
-    assert house.adapters.take_back(fourth.id, third.id, LOST), "back to what is left of its ancestors"
+    assert house.adapters.roll_back(fourth.id, third.id, LOST), "back to what is left of its ancestors"
     assert house.states()[first.id] is AdapterState.ACTIVE
     assert house.states()[second.id] is house.states()[third.id] is revoked
 

@@ -12,12 +12,12 @@ import pytest
 from sqlalchemy import Connection, select
 
 from service.core import DatabaseTaken, IllegalMove, Outdated, Progress, RunState, StoreError, Trigger
-from service.store.database import Database
-from service.store.generations import Generations
-from service.store.members import LEASE_SECONDS, HostProcess, Members, Role
-from service.store.rows import time_of
-from service.store.runs import Runs
+from service.store.database import REVISION, Database
+from service.store.log.generations import Generations
+from service.store.processes.members import LEASE_SECONDS, HostProcess, Members, Role
+from service.store.registry.runs import Runs
 from service.store.tables import members
+from service.store.times import time_of
 from tests.support.databases import BOTH, POSTGRES, SQLITE, run_sql
 from tests.support.store_rows import WHO, generation
 
@@ -171,5 +171,5 @@ def test_after_an_upgrade_by_a_newer_version_nothing_is_written(database: Databa
         with pytest.raises(Outdated, match="revision 9999"):
             write()
     assert Generations(database).stats().generations == 0, "what is there can still be read"
-    run_sql(database.url, "UPDATE alembic_version SET version_num = '0011'")
+    run_sql(database.url, f"UPDATE alembic_version SET version_num = '{REVISION}'")
     assert mine.renew()

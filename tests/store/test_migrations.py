@@ -21,10 +21,11 @@ from sqlalchemy import MetaData, Table, create_engine, insert, select, text
 from sqlalchemy.pool import NullPool
 
 from service.core import Provenance, Round, RunState, StoreError
-from service.store.adapters import Adapters
 from service.store.database import REVISION, Database, migrations, revision, upgrade
-from service.store.generations import Generations
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.log.training_texts import TrainingTexts
+from service.store.registry.adapters import Adapters
+from service.store.registry.runs import Runs
 from service.store.tables import metadata
 from tests.support.databases import POSTGRES, SQLITE, Databases, run_sql
 from tests.support.store_rows import ADAPTERS, WHO, generation, targets, url_of
@@ -157,7 +158,7 @@ def test_rows_live_through_every_migration(bare: str) -> None:
     upgrade(bare)
     database = Database(bare)
     assert Generations(database).by_ids([made.id]) == [made]
-    assert Generations(database).counts(WHO).cases == 1
+    assert TrainingTexts(database).untrained(WHO).cases == 1
     database.close()
 
 

@@ -39,15 +39,16 @@ from service.core import (
     TrainingRun,
     Verdict,
 )
-from service.store.adapters import Adapters
-from service.store.cases import CaseRow, Cases
+from service.models.fingerprint import folder_sha256
 from service.store.database import Database, integrity, upgrade
-from service.store.files import folder_sha256
-from service.store.generations import CaseStats, Generations, UntrainedCounts
-from service.store.members import HostProcess, Members
-from service.store.quarantine import Held, Quarantine
-from service.store.replay import Replay
-from service.store.runs import Runs
+from service.store.log.cases import CaseRow, Cases
+from service.store.log.generations import CaseStats, Generations
+from service.store.log.quarantine import Held, Quarantine
+from service.store.log.training_texts import TrainingTexts, UntrainedCounts
+from service.store.processes.members import HostProcess, Members
+from service.store.registry.adapters import Adapters, EvaluationKind
+from service.store.registry.runs import Runs
+from service.store.replay.buffer import Replay
 from tests.support.lifecycle_server import WHO, Installation
 from tests.support.store_rows import ADAPTERS, url_of
 
@@ -197,9 +198,9 @@ def test_runs_are_as_they_were(database: Database) -> None:
 
 
 def test_runs_have_the_texts_that_they_had(database: Database) -> None:
-    store, runs = Generations(database), Runs(database)
+    runs = Runs(database)
     assert {
-        run.id: [name for name, _ in store.claimed_names(run.id)] for run in reversed(EXPECTED.runs)
+        run.id: [name for name, _ in TrainingTexts(database).claimed_names(run.id)] for run in reversed(EXPECTED.runs)
     } == TEXTS_OF_RUNS
     assert {run.id: runs.texts(run.id) for run in EXPECTED.runs} == {
         run: len(texts) for run, texts in TEXTS_OF_RUNS.items()
@@ -215,24 +216,26 @@ def test_adapters_and_verdicts_are_as_they_were(database: Database) -> None:
     assert [
         (ref.id, kind, *found)
         for ref in EXPECTED.adapters
-        for kind in ("gate", "look", "watch")
+        for kind in EvaluationKind
         for found in adapters.evaluations(ref.id, kind)
-    ] == EXPECTED.evaluations
+    ] == [(ref, "interim" if kind == "look" else kind, at, verdict) for ref, kind, at, verdict in EXPECTED.evaluations]
     assert adapters.watched("draft", 100) == EXPECTED.watched
     serving = [adapters.active(draft) for draft in ("draft", "other-draft", "none")]
     assert [None if ref is None else ref.id for ref in serving] == [8, 7, None]
 
 
 def test_what_is_free_quarantined_and_undrafted_stays_so(database: Database) -> None:
-    store = Generations(database)
     assert Quarantine(database).held() == HELD
     free = UntrainedCounts(cases=12, tokens=57, generations=7, undrafted=41, rate=56 / 267)
-    assert free.generations + len(UNDRAFTED) == len(FREE) and store.counts(WHO) == free
-    assert store.counts(OTHER_TARGET) == UntrainedCounts(cases=2, tokens=9, generations=1)
+    assert free.generations + len(UNDRAFTED) == len(FREE) and TrainingTexts(database).untrained(WHO) == free
+    assert TrainingTexts(database).untrained(OTHER_TARGET) == UntrainedCounts(cases=2, tokens=9, generations=1)
     assert undrafted(database) == [*UNDRAFTED, "last-half", "bad-unseen"], "a run has had the last but one"
     assert Quarantine(database).release(2) == 5
     assert Quarantine(database).release() == 7
-    assert (store.counts(WHO).generations, store.counts(WHO).undrafted) == (7 + 6, 41 + 14)
+    assert (TrainingTexts(database).untrained(WHO).generations, TrainingTexts(database).untrained(WHO).undrafted) == (
+        7 + 6,
+        41 + 14,
+    )
 
 
 def test_reservoirs_hold_what_they_held_but_for_quarantined_texts(database: Database) -> None:
@@ -288,10 +291,14 @@ def test_every_column_that_stays_has_its_values(tmp_path: Path) -> None:
         for table, names in known.items()
         if table not in moved
     }
-    assert rows(path, both) == {
-        table: sorted((tuple(row[known[table].index(name)] for name in both[table]) for row in before[table]), key=repr)
-        for table in both
+    expected = {
+        table: [tuple(row[known[table].index(name)] for name in both[table]) for row in before[table]] for table in both
     }
+    # That release called interim checks so.
+    expected["evaluations"] = [
+        tuple("interim" if value == "look" else value for value in row) for row in expected["evaluations"]
+    ]
+    assert rows(path, both) == {table: sorted(found, key=repr) for table, found in expected.items()}
     with closing(sqlite3.connect(path)) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
@@ -337,13 +344,13 @@ def test_the_lifecycle_goes_on(tmp_path: Path) -> None:
         assert (crashed.state, crashed.error) == (RunState.CRASHED, "its process ended while it ran")
         assert server.adapters.get(9).state is AdapterState.BROKEN
         assert server.engine.active == 8
-        assert server.generations.counts(WHO) == UntrainedCounts(18, 84, 10, 41, rate=56 / 267)
+        assert server.training_texts.untrained(WHO) == UntrainedCounts(18, 84, 10, 41, rate=56 / 267)
         assert Quarantine(server.db).held() == HELD
         server.tick_until(server.ended(RunState.PROMOTED, 7))
         run = server.runs.get(16)
         assert (run.state, run.parent, run.fencing) == (RunState.PROMOTED, 8, 16)
-        assert [name for name, _ in server.generations.claimed_names(16)] == FREE_AFTER_START
+        assert [name for name, _ in server.training_texts.claimed_names(16)] == FREE_AFTER_START
         assert server.engine.active == run.adapter == 10
         assert server.adapters.get(8).state is AdapterState.RETIRED
-        assert server.generations.counts(WHO) == UntrainedCounts(0, 0, 0)
+        assert server.training_texts.untrained(WHO) == UntrainedCounts(0, 0, 0)
         assert integrity(server.db) == "ok"

@@ -11,8 +11,9 @@ from sqlalchemy import Engine, event, text
 
 from service.core import Trigger
 from service.store.database import Database
-from service.store.generations import Generations, untrained_generations
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.log.training_texts import TrainingTexts, untrained_generations
+from service.store.registry.runs import Runs
 from service.store.tables import generations
 from tests.support.databases import POSTGRES, SQLITE, run_sql
 from tests.support.store_rows import WHO, case, generation
@@ -37,8 +38,8 @@ def test_a_run_takes_the_newest_and_all_their_cases(database: Database) -> None:
     store.add([*made, generation(cases=[case(0, tie=True)]), generation(cases=[])]).result()
     run = Runs(database).claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=2)
     assert run is not None and run.cases == 6
-    assert [g.id for g in store.claimed(run.id)] == [made[4].id, made[3].id]
-    assert store.claimed(run.id) == [made[4], made[3]]
+    assert [g.id for g in TrainingTexts(database).claimed(run.id)] == [made[4].id, made[3].id]
+    assert TrainingTexts(database).claimed(run.id) == [made[4], made[3]]
 
 
 @SQLITE

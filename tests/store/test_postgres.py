@@ -13,10 +13,10 @@ from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.pool import NullPool
 
 from service.core import RunState, StoreError, TrainingRun, Trigger
-from service.store import postgres
+from service.store.backends import postgres
 from service.store.database import Database, revision, size_bytes, upgrade
-from service.store.generations import Generations
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.registry.runs import Runs
 from tests.support.databases import POSTGRES, PostgresDatabases, run_sql
 from tests.support.postgres import GUARDED, Wire
 from tests.support.store_rows import WHO, generation

@@ -3,11 +3,12 @@ from __future__ import annotations
 import pytest
 
 from service.core import BARE_DRAFT, NotFound, RunState, TrainingRun, Trigger
-from service.store.adapters import Adapters
 from service.store.database import Database
-from service.store.generations import Generations
-from service.store.quarantine import Held, Quarantine
-from service.store.runs import MAX_CRASHES, Runs
+from service.store.log.generations import Generations
+from service.store.log.quarantine import Held, Quarantine
+from service.store.log.training_texts import TrainingTexts
+from service.store.registry.adapters import Adapters
+from service.store.registry.runs import MAX_CRASHES, Runs
 from tests.support.store_rows import ADAPTERS, LOST, WHO, case, generation, promote
 
 
@@ -16,6 +17,7 @@ class QuarantineStores:
 
     def __init__(self, database: Database) -> None:
         self.log, self.runs, self.adapters = Generations(database), Runs(database), Adapters(database, ADAPTERS)
+        self.training_texts = TrainingTexts(database)
         self.quarantine = Quarantine(database)
 
     def claim(self) -> TrainingRun:
@@ -28,7 +30,7 @@ class QuarantineStores:
         self.log.add([generation(cases=[case(0), case(1, tie=True)]) for _ in range(generations)]).result()
         run = self.claim()
         ref = promote(self.runs, self.adapters, run)
-        self.adapters.take_back(ref.id, BARE_DRAFT, LOST)
+        self.adapters.roll_back(ref.id, BARE_DRAFT, LOST)
         return run.id, ref.id
 
     def crash_out(self) -> None:
@@ -54,9 +56,9 @@ def test_quarantined_cases_are_listed_by_their_reason(stores: QuarantineStores) 
 def test_released_cases_can_be_trained_on_again(stores: QuarantineStores) -> None:
     first, second = stores.roll_back_one(2), stores.roll_back_one(3)
     stores.crash_out()
-    assert stores.log.counts(WHO).cases == 0
+    assert stores.training_texts.untrained(WHO).cases == 0
     assert stores.quarantine.release(first[0]) == 4
-    assert stores.log.counts(WHO).cases == 2
+    assert stores.training_texts.untrained(WHO).cases == 2
     assert stores.quarantine.held() == [Held(*second, 6, 3), Held(None, None, 1, 1)]
     assert stores.quarantine.release() == 7
     assert stores.quarantine.held() == []
@@ -87,7 +89,7 @@ def test_nothing_else_is_touched(stores: QuarantineStores) -> None:
     assert stores.quarantine.release() == 0
     assert stores.quarantine.release(failed.id) == 0
     assert stores.log.stats().trained == 1
-    assert len(stores.log.claimed(running.id)) == 1
+    assert len(stores.training_texts.claimed(running.id)) == 1
 
 
 def test_a_run_that_is_not_there_is_named(stores: QuarantineStores) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from service.store.database import Database
-from service.store.generations import Generations
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.registry.runs import Runs
 from tests.support.databases import POSTGRES, PostgresDatabases
 from tests.support.store_rows import generation
 

@@ -5,9 +5,9 @@ from scipy.stats import chi2
 
 from service.core import Selection
 from service.store.database import Database
-from service.store.generations import Generations
-from service.store.lineage import Lineage
-from service.store.replay import Replay
+from service.store.log.generations import Generations
+from service.store.registry.lineage import Lineage
+from service.store.replay.buffer import Replay
 from tests.support.databases import BY_NIGHT
 from tests.support.store_rows import WHO, generation, texts
 

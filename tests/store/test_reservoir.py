@@ -8,9 +8,9 @@ from sqlalchemy import text
 
 from service.core import Selection
 from service.store.database import Database
-from service.store.generations import Generations
-from service.store.lineage import Lineage
-from service.store.replay import Replay
+from service.store.log.generations import Generations
+from service.store.registry.lineage import Lineage
+from service.store.replay.buffer import Replay
 from tests.support.databases import BY_NIGHT
 from tests.support.store_rows import HELD_OUT_TEXT, WHO, generation
 

@@ -8,14 +8,15 @@ import pytest
 from sqlalchemy import select
 
 from service.core import AdapterRef, Generation, IllegalMove, Provenance, RunState, Selection, TrainingRun, Trigger
-from service.store.adapters import Adapters
 from service.store.database import Database
-from service.store.generations import Generations, UntrainedCounts
-from service.store.lineage import Lineage
-from service.store.quarantine import Held, Quarantine
-from service.store.replay import Replay
-from service.store.run_texts import Role
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.log.quarantine import Held, Quarantine
+from service.store.log.run_texts import Role
+from service.store.log.training_texts import TrainingTexts, UntrainedCounts
+from service.store.registry.adapters import Adapters
+from service.store.registry.lineage import Lineage
+from service.store.registry.runs import Runs
+from service.store.replay.buffer import Replay
 from service.store.tables import generations, run_texts
 from tests.support.store_rows import ADAPTERS, LOST, WHO, case, generation, promote
 
@@ -28,6 +29,7 @@ class Texts:
     def __init__(self, database: Database) -> None:
         self.database = database
         self.log, self.runs, self.adapters = Generations(database), Runs(database), Adapters(database, ADAPTERS)
+        self.training_texts = TrainingTexts(database)
 
     def add(self, count: int = 1, cases: int = 1) -> list[Generation]:
         made = [generation(cases=[case(i) for i in range(cases)]) for _ in range(count)]
@@ -61,9 +63,9 @@ def test_each_draft_has_a_text_as_new_once(texts: Texts) -> None:
     made = texts.add(2)
     run = texts.claim()
     texts.runs.move(run.id, run.fencing, RunState.FAILED)
-    assert texts.log.counts(WHO) == UntrainedCounts(0, 0, 0)
+    assert texts.training_texts.untrained(WHO) == UntrainedCounts(0, 0, 0)
     assert texts.runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=9) is None
-    assert texts.log.counts(OTHER) == UntrainedCounts(2, 10, 2), "another draft has learnt none of it"
+    assert texts.training_texts.untrained(OTHER) == UntrainedCounts(2, 10, 2), "another draft has learnt none of it"
     other = texts.claim(OTHER)
     assert texts.of(run) == texts.of(other) == dict.fromkeys([one.id for one in made], "new")
 
@@ -99,19 +101,19 @@ def test_a_rollback_puts_aside_what_no_standing_adapter_has_learnt(texts: Texts,
     texts.runs.learns(run.id, run.fencing, Role.WINDOW, [first[0].id, lost[0].id])
     texts.runs.learns(run.id, run.fencing, Role.REPLAY, [well.id])
     bad = texts.promote(run)
-    texts.adapters.take_back(bad.id, promoted.id, LOST)
+    texts.adapters.roll_back(bad.id, promoted.id, LOST)
     quarantine = Quarantine(database)
     assert quarantine.held() == [Held(run.id, bad.id, 3, 3)], "the new, and of the others what only it had learnt"
     assert [one.id for one in Replay(database).sample(WHO, 8, 0)] == [first[0].id]
-    assert [one.id for one in texts.log.earlier(WHO, 0, 9)] == [first[0].id]
+    assert [one.id for one in texts.training_texts.window(WHO, 0, 9)] == [first[0].id]
     assert quarantine.release(run.id) == 3
     # What was new to either run is free for runs again; what was replayed has no case.
-    assert texts.log.counts(WHO) == UntrainedCounts(3, 10, 2)
+    assert texts.training_texts.untrained(WHO) == UntrainedCounts(3, 10, 2)
 
 
 def test_a_text_that_is_new_to_a_run_is_not_counted_for_the_next_while_it_runs(texts: Texts) -> None:
     texts.add(3)
     run = texts.claim()
-    assert texts.log.counts(WHO).generations == 0
+    assert texts.training_texts.untrained(WHO).generations == 0
     texts.runs.move(run.id, run.fencing, RunState.CRASHED)
-    assert texts.log.counts(WHO).generations == 3
+    assert texts.training_texts.untrained(WHO).generations == 3

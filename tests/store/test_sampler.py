@@ -7,9 +7,9 @@ import pytest
 
 from service.core import Prompt, Sampling
 from service.store.database import Database
-from service.store.generations import Generations
-from service.store.rows import id_bytes
-from service.store.sampler import LEAST, Text, conversation, sample, text
+from service.store.log.generations import Generations
+from service.store.log.rows import id_bytes
+from service.store.log.sampler import MIN_TEXTS, Text, conversation, sample, text
 from tests.support.databases import BY_NIGHT
 from tests.support.store_rows import WHO, generation, texts
 
@@ -27,7 +27,7 @@ def test_equal_texts_are_drawn_once_and_no_client_has_more_than_half() -> None:
     assert {one.id for one in honest} <= {one.id for one in drawn}
     assert sum(one in flood for one in drawn) == 21
     few = sample([*checks, honest[0], *flood], 100, 1)
-    assert sum(one in flood for one in few) == LEAST
+    assert sum(one in flood for one in few) == MIN_TEXTS
 
 
 def test_one_health_check_does_not_cut_the_only_client() -> None:

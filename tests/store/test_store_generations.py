@@ -13,10 +13,11 @@ from sqlalchemy import select
 
 from service.core import BadRequest, Erased, Provenance, Round, RunState, Sampling, Selection, Trigger
 from service.store.database import Database
-from service.store.generations import Generations, UntrainedCounts, split_of
-from service.store.lineage import Lineage
-from service.store.replay import Replay
-from service.store.runs import Runs
+from service.store.log.generations import Generations, split_of
+from service.store.log.training_texts import TrainingTexts, UntrainedCounts
+from service.store.registry.lineage import Lineage
+from service.store.registry.runs import Runs
+from service.store.replay.buffer import Replay
 from service.store.tables import metadata
 from tests.support.databases import BY_NIGHT
 from tests.support.store_rows import START, WHO, case, generation, targets, texts
@@ -58,14 +59,14 @@ def test_rows_of_another_target_or_tokenizer_never_mix(database: Database) -> No
     for who in strangers:
         store.add([generation(who=who), generation(who=who), generation(first_user=held, who=who)]).result()
     for who in strangers:
-        assert store.counts(who) == UntrainedCounts(2, 10, 2)
-    assert store.counts(WHO) == UntrainedCounts(1, 5, 1)
+        assert TrainingTexts(database).untrained(who) == UntrainedCounts(2, 10, 2)
+    assert TrainingTexts(database).untrained(WHO) == UntrainedCounts(1, 5, 1)
     assert [g.id for g in store.held_out(WHO, 10)] == [mine[1].id]
     assert set(store.names_after(WHO, 0, 10)) == {g.id for g in mine}
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=10)
     assert run is not None
-    assert [g.id for g in store.claimed(run.id)] == [mine[0].id]
-    assert store.claimed_names(run.id) == [(mine[0].id, mine[0].prompt.domain)]
+    assert [g.id for g in TrainingTexts(database).claimed(run.id)] == [mine[0].id]
+    assert TrainingTexts(database).claimed_names(run.id) == [(mine[0].id, mine[0].prompt.domain)]
     replay = Replay(database)
     replay.offer("code", store.names_after(strangers[0], 0, 10), 10, 0)
     assert replay.sample(WHO, 10, 0) == []
@@ -74,7 +75,7 @@ def test_rows_of_another_target_or_tokenizer_never_mix(database: Database) -> No
 def test_another_draft_of_the_same_target_is_a_sample_all_the_same(database: Database) -> None:
     store = Generations(database)
     store.add([generation(who=Provenance(WHO.target, WHO.tokenizer, "e" * 64))]).result()
-    assert store.counts(WHO).cases == 1
+    assert TrainingTexts(database).untrained(WHO).cases == 1
 
 
 def test_adding_twice_changes_nothing(database: Database) -> None:
@@ -102,7 +103,7 @@ def test_counts_leave_out_ties_and_the_held_out(database: Database) -> None:
             generation(first_user=texts("held_out", 1)[0]),
         ]
     ).result()
-    assert store.counts(WHO) == UntrainedCounts(2, 5, 1)
+    assert TrainingTexts(database).untrained(WHO) == UntrainedCounts(2, 5, 1)
 
 
 def test_held_out_gives_the_newest_of_every_prompt(database: Database) -> None:
@@ -241,7 +242,7 @@ def test_eight_hundred_copies_count_once(database: Database) -> None:
     store.add([first, *copies]).result()
     other = generation()
     assert store.add([other]).result() == 1
-    assert store.counts(WHO) == UntrainedCounts(cases=3, tokens=8, generations=2)
+    assert TrainingTexts(database).untrained(WHO) == UntrainedCounts(cases=3, tokens=8, generations=2)
     stats = store.stats()
     assert (stats.requests, stats.generations, stats.cases) == (801, 2, 3)
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=10)
@@ -249,7 +250,7 @@ def test_eight_hundred_copies_count_once(database: Database) -> None:
     runs.move(run.id, run.fencing, RunState.FAILED)
     # A run has claimed the text, so copies of it are not new while the same adapter serves.
     store.add([replace(first, id="later")]).result()
-    assert store.counts(WHO).cases == 0
+    assert TrainingTexts(database).untrained(WHO).cases == 0
 
 
 @pytest.mark.parametrize("other", ["prompt", "output", "split", "adapter", "draft", "target"])
@@ -277,11 +278,11 @@ def test_a_text_that_was_not_drafted_gets_the_cases_of_a_copy_that_was(database:
     drafted = generation(output=range(5), cases=[case(2)], collected=targets(5))
     drafted = replace(drafted, prompt=replace(drafted.prompt, sampling=Sampling()), rounds=(Round(0, 0, 5, 4, 5),))
     store.add([replace(drafted, id="parked", rounds=plain, cases=())]).result()
-    assert store.counts(WHO).undrafted == 5
+    assert TrainingTexts(database).untrained(WHO).undrafted == 5
     store.add([replace(drafted, id="parked again", rounds=plain, cases=())]).result()
-    assert store.counts(WHO).undrafted == 5
+    assert TrainingTexts(database).untrained(WHO).undrafted == 5
     assert store.add([drafted]).result() == 0
-    assert (store.counts(WHO).undrafted, store.counts(WHO).cases) == (0, 1)
+    assert (TrainingTexts(database).untrained(WHO).undrafted, TrainingTexts(database).untrained(WHO).cases) == (0, 1)
     assert store.by_ids(["parked"])[0].cases == drafted.cases
     store.add([replace(drafted, id="once more", cases=(case(3),))]).result()
     assert store.by_ids(["parked"])[0].cases == drafted.cases, "only generations without cases get them"

@@ -33,11 +33,12 @@ from service.core import (
     TrainingRun,
     Trigger,
 )
-from service.store.adapters import Adapters
 from service.store.database import Database, integrity
-from service.store.generations import Generations
-from service.store.run_texts import Role
-from service.store.runs import MAX_CRASHES, Runs
+from service.store.log.generations import Generations
+from service.store.log.run_texts import Role
+from service.store.log.training_texts import TrainingTexts
+from service.store.registry.adapters import Adapters
+from service.store.registry.runs import MAX_CRASHES, Runs
 from service.store.tables import adapters, evaluations, generations, metadata, run_texts, training_runs
 from tests.support.databases import BY_NIGHT, Databases
 from tests.support.store_rows import ADAPTERS, LOST, WHO, WON, case, generation
@@ -84,9 +85,9 @@ class Machine(RuleBasedStateMachine):
 
     @rule(target=runs_made, limit=st.integers(1, 3), draft=st.integers(0, 1), key=st.sampled_from([None, "x", "y"]))
     def claim(self, limit: int, draft: int, key: str | None) -> Any:
-        runs, store = Runs(self.database), Generations(self.database)
+        runs, texts = Runs(self.database), TrainingTexts(self.database)
         known = runs.by_key(key) if key else None
-        open_now, waiting = runs.current(DRAFTS[draft]), store.counts(DRAFTS[draft]).generations
+        open_now, waiting = runs.current(DRAFTS[draft]), texts.untrained(DRAFTS[draft]).generations
         parent = Adapters(self.database, ADAPTERS).active(DRAFTS[draft].draft)
         run = runs.claim(
             trigger=Trigger.CASES,
@@ -102,7 +103,7 @@ class Machine(RuleBasedStateMachine):
             assert run is None
             return multiple()
         assert run is not None
-        assert run.generations == min(limit, waiting) == len(store.claimed(run.id))
+        assert run.generations == min(limit, waiting) == len(texts.claimed(run.id))
         assert run.fencing > max(self.tokens.values(), default=0)
         self.tokens[run.id], self.drafts[run.id] = run.fencing, DRAFTS[draft].draft
         return run.id
@@ -200,7 +201,7 @@ class Machine(RuleBasedStateMachine):
         while wanted is None and ancestor:
             wanted = ancestor if self.adapter_states[ancestor] is AdapterState.RETIRED else None
             ancestor = store.get(ancestor).parent
-        back = self.attempt(legal, lambda: store.take_back(adapter, store.get(adapter).parent, LOST))
+        back = self.attempt(legal, lambda: store.roll_back(adapter, store.get(adapter).parent, LOST))
         if legal:
             self.lost.add(self.owner[adapter])
             assert (back.id if back else None) == wanted
@@ -237,7 +238,7 @@ class Machine(RuleBasedStateMachine):
     @rule(adapter=consumes(adapters_made))
     def breaks(self, adapter: int) -> None:
         legal = AdapterState.BROKEN in ADAPTER_MOVES[self.adapter_states[adapter]]
-        self.attempt(legal, lambda: Adapters(self.database, ADAPTERS).broken(adapter, "cannot be read"))
+        self.attempt(legal, lambda: Adapters(self.database, ADAPTERS).mark_broken(adapter, "cannot be read"))
 
     @rule()
     def reopen(self) -> None:
@@ -300,7 +301,7 @@ class Machine(RuleBasedStateMachine):
             return None
         assert legal
         if isinstance(done, TrainingRun):
-            assert len(Generations(self.database).claimed(done.id)) == done.generations
+            assert len(TrainingTexts(self.database).claimed(done.id)) == done.generations
         return done
 
     def rows(self) -> dict[str, list[Any]]:

@@ -20,11 +20,12 @@ from service.core import (
     TrainingRun,
     Trigger,
 )
-from service.store.adapters import Adapters
 from service.store.database import Database
-from service.store.generations import Generations, UntrainedCounts
-from service.store.replay import Replay
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.log.training_texts import TrainingTexts, UntrainedCounts
+from service.store.registry.adapters import Adapters, EvaluationKind
+from service.store.registry.runs import Runs
+from service.store.replay.buffer import Replay
 from service.store.tables import adapters, training_runs
 from tests.support.store_rows import ADAPTERS, LOST, START, WHO, WON, case, generation, promote
 
@@ -81,8 +82,8 @@ def test_a_claim_takes_the_newest_and_their_ties(database: Database) -> None:
     store.add(made).result()
     run = claim(database, limit=3)
     assert (run.state, run.generations, run.cases, run.parent) == (RunState.CLAIMED, 3, 6, 0)
-    assert [g.id for g in store.claimed(run.id)] == [g.id for g in reversed(made[2:])]
-    assert store.counts(WHO) == UntrainedCounts(2, 10, 2)
+    assert [g.id for g in TrainingTexts(database).claimed(run.id)] == [g.id for g in reversed(made[2:])]
+    assert TrainingTexts(database).untrained(WHO) == UntrainedCounts(2, 10, 2)
     assert runs.current(WHO) == run == runs.get(run.id)
     assert runs.claim(trigger=Trigger.MANUAL, who=WHO, parent=0, limit=9) is None
 
@@ -121,9 +122,9 @@ def test_promotion_is_one_step_for_run_adapters_and_cases(database: Database) ->
     run = runs.get(second.run or 0)
     assert (run.state, run.adapter, run.verdict) == (RunState.PROMOTED, second.id, WON)
     assert run.finished_at is not None
-    assert [verdict for _, verdict in adapters.evaluations(second.id, "gate")] == [WON]
-    assert (store.counts(WHO).cases, store.stats().trained) == (0, 2)
-    assert len(store.claimed(run.id)) == 1, "what it learnt from stays known"
+    assert [verdict for _, verdict in adapters.evaluations(second.id, EvaluationKind.GATE)] == [WON]
+    assert (TrainingTexts(database).untrained(WHO).cases, store.stats().trained) == (0, 2)
+    assert len(TrainingTexts(database).claimed(run.id)) == 1, "what it learnt from stays known"
     assert runs.current(WHO) is None
 
 
@@ -152,7 +153,7 @@ def test_a_lost_gate_uses_up_the_cases(database: Database) -> None:
     assert Adapters(database, ADAPTERS).get(ref.id).state is AdapterState.REJECTED
     assert Adapters(database, ADAPTERS).active(WHO.draft) is None
     assert Generations(database).stats().trained == 1
-    assert Generations(database).counts(WHO).cases == 0
+    assert TrainingTexts(database).untrained(WHO).cases == 0
 
 
 def test_a_failed_run_uses_up_its_cases_and_records_the_reason(database: Database) -> None:
@@ -160,7 +161,7 @@ def test_a_failed_run_uses_up_its_cases_and_records_the_reason(database: Databas
     failed = Runs(database).move(run.id, run.fencing, RunState.FAILED, error="the loss is not a number")
     assert (failed.state, failed.error) == (RunState.FAILED, "the loss is not a number")
     assert Generations(database).stats().trained == 1
-    assert Generations(database).counts(WHO).cases == 0
+    assert TrainingTexts(database).untrained(WHO).cases == 0
 
 
 def test_three_crashes_quarantine_the_cases(database: Database) -> None:
@@ -170,12 +171,12 @@ def test_three_crashes_quarantine_the_cases(database: Database) -> None:
         run = claim(database)
         assert run.fencing == crashes
         runs.move(run.id, run.fencing, RunState.CRASHED, error="gone")
-        assert store.counts(WHO).cases == (1 if crashes < 3 else 0)
+        assert TrainingTexts(database).untrained(WHO).cases == (1 if crashes < 3 else 0)
         assert store.stats().quarantined == (0 if crashes < 3 else 2)
     assert runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=9) is None
     fresh = generation()
     store.add([fresh]).result()
-    assert [g.id for g in store.claimed(claim(database).id)] == [fresh.id]
+    assert [g.id for g in TrainingTexts(database).claimed(claim(database).id)] == [fresh.id]
 
 
 def test_quarantine_after_crashes_leaves_the_replay_buffer(database: Database) -> None:
@@ -196,7 +197,7 @@ def test_a_run_ended_from_outside_is_not_held_against_its_cases(database: Databa
     for _ in range(5):
         run = claim(database)
         runs.move(run.id, run.fencing, RunState.CRASHED, error="stopped", give_back=True)
-        assert (store.counts(WHO).cases, store.stats().quarantined) == (1, 0)
+        assert (TrainingTexts(database).untrained(WHO).cases, store.stats().quarantined) == (1, 0)
 
 
 @pytest.mark.parametrize("state", OPEN)
@@ -285,7 +286,7 @@ def test_unknown_ids_are_not_found(database: Database) -> None:
         runs.loss_curve,
         adapters.get,
         lambda i: adapters.activate(i, WHO.draft),
-        lambda i: adapters.take_back(i, 0, LOST),
+        lambda i: adapters.roll_back(i, 0, LOST),
     ):
         with pytest.raises(NotFound):
             ask(99)
@@ -385,25 +386,25 @@ def test_a_rollback_reaches_the_nearest_servable_ancestor(database: Database) ->
     first = promoted(database)
     second = promoted(database, parent=first.id)
     third = promoted(database, parent=second.id)
-    adapters.broken(second.id, "its file is gone")
-    back = adapters.take_back(third.id, third.parent, LOST)
+    adapters.mark_broken(second.id, "its file is gone")
+    back = adapters.roll_back(third.id, third.parent, LOST)
     assert back is not None
     assert (back.id, back.state) == (first.id, AdapterState.ACTIVE)
     assert adapters.get(third.id).state is AdapterState.ROLLED_BACK
-    assert adapters.take_back(first.id, first.parent, LOST) is None
+    assert adapters.roll_back(first.id, first.parent, LOST) is None
     assert adapters.active(WHO.draft) is None
     with pytest.raises(IllegalMove):
-        adapters.take_back(first.id, first.parent, LOST)
+        adapters.roll_back(first.id, first.parent, LOST)
 
 
 def test_a_rolled_back_ancestor_returns_only_by_an_operators_choice(database: Database) -> None:
     adapters = Adapters(database, ADAPTERS)
     first = promoted(database)
     second = promoted(database, parent=first.id)
-    assert adapters.take_back(second.id, second.parent, LOST) == adapters.get(first.id)
-    assert adapters.take_back(first.id, first.parent, LOST) is None
+    assert adapters.roll_back(second.id, second.parent, LOST) == adapters.get(first.id)
+    assert adapters.roll_back(first.id, first.parent, LOST) is None
     adapters.activate(second.id, WHO.draft)
-    assert adapters.take_back(second.id, second.parent, LOST) is None
+    assert adapters.roll_back(second.id, second.parent, LOST) is None
     assert adapters.get(first.id).state is AdapterState.ROLLED_BACK
     assert adapters.active(WHO.draft) is None
 
@@ -414,7 +415,7 @@ def test_an_operator_may_choose_only_adapters_that_served_before(database: Datab
     second = promoted(database, parent=first.id)
     adapters.activate(first.id, WHO.draft)
     assert adapters.get(second.id).state is AdapterState.RETIRED
-    adapters.take_back(first.id, first.parent, LOST)
+    adapters.roll_back(first.id, first.parent, LOST)
     again = adapters.activate(first.id, WHO.draft)
     assert again is not None
     assert adapters.activate(first.id, WHO.draft) == again
@@ -425,7 +426,7 @@ def test_an_operator_may_choose_only_adapters_that_served_before(database: Datab
     run = at(database, RunState.SCORING)
     unproven = candidate(database, run)
     Runs(database).reject(run.id, run.fencing, unproven.id, LOST)
-    adapters.broken(second.id, "damaged")
+    adapters.mark_broken(second.id, "damaged")
     for ref in (unproven, second):
         with pytest.raises(IllegalMove):
             adapters.activate(ref.id, WHO.draft)
@@ -481,14 +482,14 @@ def test_a_rollback_quarantines_cases_and_empties_their_replay(database: Databas
     second = promoted(database, parent=first.id)
     replay.offer("code", [one.id for one in bad], 10, 0)
     assert replay.sizes() == {("code", ""): 3}
-    back = adapters.take_back(second.id, first.id, LOST)
+    back = adapters.roll_back(second.id, first.id, LOST)
     assert back is not None and (back.id, back.state) == (first.id, AdapterState.ACTIVE)
     assert adapters.get(second.id).state is AdapterState.ROLLED_BACK
-    assert [verdict for _, verdict in adapters.evaluations(second.id, "watch")] == [LOST]
+    assert [verdict for _, verdict in adapters.evaluations(second.id, EvaluationKind.WATCH)] == [LOST]
     assert replay.sizes() == {("code", ""): 1}
     # Two generations, and one that `promoted` made for its run.
     assert store.stats().quarantined == 5
-    assert store.counts(WHO).cases == 0
+    assert TrainingTexts(database).untrained(WHO).cases == 0
     assert [verdict for _, verdict in adapters.watched(WHO.draft, 9)] == [LOST]
     assert adapters.watched("another", 9) == []
 
@@ -497,21 +498,21 @@ def test_taking_back_may_mean_the_bare_draft(database: Database) -> None:
     adapters = Adapters(database, ADAPTERS)
     first = promoted(database)
     second = promoted(database, parent=first.id)
-    assert adapters.take_back(second.id, 0, LOST) is None
+    assert adapters.roll_back(second.id, 0, LOST) is None
     assert adapters.active(WHO.draft) is None
     assert adapters.get(first.id).state is AdapterState.RETIRED
     with pytest.raises(IllegalMove):
-        adapters.take_back(second.id, 0, LOST)
-    assert len(adapters.evaluations(second.id, "watch")) == 1, "a refused move changes nothing"
+        adapters.roll_back(second.id, 0, LOST)
+    assert len(adapters.evaluations(second.id, EvaluationKind.WATCH)) == 1, "a refused move changes nothing"
 
 
 def test_watches_are_listed_newest_first(database: Database) -> None:
     adapters = Adapters(database, ADAPTERS)
     first = promoted(database)
-    adapters.record_evaluation(first.id, "look", WON)
-    adapters.record_evaluation(first.id, "watch", WON)
+    adapters.record_evaluation(first.id, EvaluationKind.INTERIM, WON)
+    adapters.record_evaluation(first.id, EvaluationKind.WATCH, WON)
     second = promoted(database, parent=first.id)
-    adapters.take_back(second.id, first.id, LOST)
+    adapters.roll_back(second.id, first.id, LOST)
     assert [verdict for _, verdict in adapters.watched(WHO.draft, 9)] == [LOST, WON]
     assert [verdict for _, verdict in adapters.watched(WHO.draft, 1)] == [LOST]
 

@@ -11,13 +11,13 @@ from sqlalchemy import select
 from sqlalchemy.dialects import postgresql
 
 from service.core import AnswerGrammar, RunState, Selection, Trigger
-from service.store.adapters import Adapters
 from service.store.columns import FreeText
 from service.store.database import Database
-from service.store.generations import Generations
-from service.store.lineage import Lineage
-from service.store.replay import Replay
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.registry.adapters import Adapters
+from service.store.registry.lineage import Lineage
+from service.store.registry.runs import Runs
+from service.store.replay.buffer import Replay
 from service.store.tables import adapters, grammars
 from tests.support.store_rows import ADAPTERS, WHO, generation, promote
 
@@ -58,7 +58,7 @@ def test_why_an_adapter_is_broken_is_stored_in_full(database: Database) -> None:
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=0, limit=1)
     assert run is not None
     ref = promote(runs, Adapters(database, ADAPTERS), run)
-    Adapters(database, ADAPTERS).broken(ref.id, "a\0b\x10")
+    Adapters(database, ADAPTERS).mark_broken(ref.id, "a\0b\x10")
     with database.read() as connection:
         assert connection.execute(select(adapters.c.note)).scalar() == "a\0b\x10"
 

@@ -20,12 +20,13 @@ from service.core import (
     TrainingRun,
     Trigger,
 )
-from service.store.adapters import Adapters
-from service.store.cases import undrafted
 from service.store.database import Database
-from service.store.generations import Generations, UntrainedCounts
-from service.store.replay import Replay
-from service.store.runs import Runs
+from service.store.log.cases import undrafted
+from service.store.log.generations import Generations
+from service.store.log.training_texts import TrainingTexts, UntrainedCounts
+from service.store.registry.adapters import Adapters
+from service.store.registry.runs import Runs
+from service.store.replay.buffer import Replay
 from tests.support.store_rows import ADAPTERS, HELD_OUT_TEXT, WHO, WON, case, generation, promote, targets
 
 GREEDY, SEEDED, UNSEEDED = Sampling(), Sampling(temperature=1.0, seed=3), Sampling(temperature=1.0)
@@ -49,6 +50,11 @@ def drafted(tokens: int, source: Source = Source.DRAFT) -> tuple[Round, ...]:
 @pytest.fixture
 def log(database: Database) -> Generations:
     return Generations(database)
+
+
+@pytest.fixture
+def texts(database: Database) -> TrainingTexts:
+    return TrainingTexts(database)
 
 
 @pytest.fixture
@@ -80,29 +86,33 @@ def claim(runs: Runs, who: Provenance = WHO) -> TrainingRun:
         (plain(who=replace(WHO, tokenizer="other")), False),
     ],
 )
-def test_undrafted_texts_count_and_can_be_claimed(made: Generation, counts: bool, log: Generations, runs: Runs) -> None:
+def test_undrafted_texts_count_and_can_be_claimed(
+    made: Generation, counts: bool, log: Generations, runs: Runs, texts: TrainingTexts
+) -> None:
     log.add([made]).result()
-    assert log.counts(WHO) == UntrainedCounts(0, 0, 0, 10 * counts)
+    assert texts.untrained(WHO) == UntrainedCounts(0, 0, 0, 10 * counts)
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=BARE_DRAFT, limit=9)
     assert (run is not None) is counts
     if run is not None:
-        assert log.undrafted_of(run.id) == {made.id} and [g.id for g in log.claimed(run.id)] == [made.id]
+        assert texts.undrafted(run.id) == {made.id} and [g.id for g in texts.claimed(run.id)] == [made.id]
 
 
 def test_a_draft_that_proposed_half_of_the_tokens_left_its_cases() -> None:
     assert [undrafted(plain(rounds=drafted(n))) for n in range(1, 10)] == [True] * 4 + [False] * 5
 
 
-def test_the_rate_is_of_the_newest_texts_that_have_cases(log: Generations, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_rate_is_of_the_newest_texts_that_have_cases(
+    log: Generations, monkeypatch: pytest.MonkeyPatch, texts: TrainingTexts
+) -> None:
     made = [
         plain(rounds=drafted(10), cases=[case(i) for i in range(count)] + [case(9, tie=True)]) for count in (5, 1, 3)
     ]
     log.add([*made, plain(rounds=drafted(10)), plain(first_user=HELD_OUT_TEXT, cases=[case(0)])]).result()
-    assert log.counts(WHO).rate is None, "nothing is undrafted"
+    assert texts.untrained(WHO).rate is None, "nothing is undrafted"
     log.add([plain(), plain(cases=[case(7)])]).result()
-    assert log.counts(WHO) == UntrainedCounts(9, 30, 3, 20, rate=9 / 30)
-    monkeypatch.setattr("service.store.generations.RATED", 2)
-    assert log.counts(WHO).rate == 4 / 20
+    assert texts.untrained(WHO) == UntrainedCounts(9, 30, 3, 20, rate=9 / 30)
+    monkeypatch.setattr("service.store.log.training_texts.RATED", 2)
+    assert texts.untrained(WHO).rate == 4 / 20
 
 
 def test_expected_cases() -> None:
@@ -113,7 +123,7 @@ def test_expected_cases() -> None:
     assert replace(counts, rate=None).expected_cases == float("inf")
 
 
-def test_added_cases_join_those_that_were_logged(log: Generations, runs: Runs) -> None:
+def test_added_cases_join_those_that_were_logged(log: Generations, runs: Runs, texts: TrainingTexts) -> None:
     own = replace(case(2), drafted=77)
     made, other, unclaimed = plain(cases=[own, case(3, tie=True)]), plain(), plain()
     log.add([unclaimed, made, other]).result()
@@ -125,14 +135,14 @@ def test_added_cases_join_those_that_were_logged(log: Generations, runs: Runs) -
     expected = (case(0), own, case(3, tie=True), case(7, tie=True))
     assert found == replace(made, cases=expected), "rounds and everything else are unchanged"
     assert runs.get(run.id).cases == 4, "near-ties too, and none twice"
-    assert log.counts_of(run.id) == UntrainedCounts(2, 10, 1, 10) and log.undrafted_of(run.id) == {other.id}
+    assert texts.counts_of(run.id) == UntrainedCounts(2, 10, 1, 10) and texts.undrafted(run.id) == {other.id}
     # Once. And none is an answer too.
     runs.add_cases(run.id, run.fencing, {made.id: [case(5)], other.id: []})
-    assert log.counts_of(run.id) == UntrainedCounts(2, 10, 1) and log.undrafted_of(run.id) == set()
+    assert texts.counts_of(run.id) == UntrainedCounts(2, 10, 1) and texts.undrafted(run.id) == set()
     assert runs.get(run.id).cases == 4 and not log.by_ids([unclaimed.id])[0].cases
 
 
-def test_only_the_run_itself_adds_cases(log: Generations, runs: Runs) -> None:
+def test_only_the_run_itself_adds_cases(log: Generations, runs: Runs, texts: TrainingTexts) -> None:
     made = plain()
     log.add([made]).result()
     run = claim(runs)
@@ -141,10 +151,12 @@ def test_only_the_run_itself_adds_cases(log: Generations, runs: Runs) -> None:
     runs.move(run.id, run.fencing, RunState.CRASHED)
     with pytest.raises(IllegalMove):
         runs.add_cases(run.id, run.fencing, {made.id: [case(0)]})
-    assert log.counts(WHO).undrafted == 10
+    assert texts.untrained(WHO).undrafted == 10
 
 
-def test_texts_that_are_given_back_are_claimed_again_only_with_cases(log: Generations, runs: Runs) -> None:
+def test_texts_that_are_given_back_are_claimed_again_only_with_cases(
+    log: Generations, runs: Runs, texts: TrainingTexts
+) -> None:
     made, empty = plain(), plain()
     log.add([made, empty]).result()
     run = claim(runs)
@@ -152,8 +164,8 @@ def test_texts_that_are_given_back_are_claimed_again_only_with_cases(log: Genera
     runs.move(run.id, run.fencing, RunState.TRAINING)
     ended = runs.move(run.id, run.fencing, RunState.FAILED, error="too few", give_back=True)
     assert (ended.state, ended.error) == (RunState.FAILED, "too few") and runs.texts(run.id) == 0
-    assert log.counts(WHO) == UntrainedCounts(1, 10, 1)
-    assert [g.id for g in log.claimed(claim(runs).id)] == [made.id]
+    assert texts.untrained(WHO) == UntrainedCounts(1, 10, 1)
+    assert [g.id for g in texts.claimed(claim(runs).id)] == [made.id]
 
 
 def test_a_run_that_gave_its_texts_back_answered_no_drift(log: Generations, runs: Runs) -> None:
@@ -165,31 +177,33 @@ def test_a_run_that_gave_its_texts_back_answered_no_drift(log: Generations, runs
         assert (runs.drift_answered(WHO.draft) == 0) is give_back
 
 
-def test_a_crash_frees_them_and_what_a_run_had_it_keeps(log: Generations, runs: Runs) -> None:
+def test_a_crash_frees_them_and_what_a_run_had_it_keeps(log: Generations, runs: Runs, texts: TrainingTexts) -> None:
     made = plain()
     log.add([made]).result()
     run = claim(runs)
-    assert log.counts(WHO).undrafted == 0
+    assert texts.untrained(WHO).undrafted == 0
     runs.move(run.id, run.fencing, RunState.CRASHED)
-    assert log.counts(WHO).undrafted == 10
+    assert texts.untrained(WHO).undrafted == 10
     run = claim(runs)
     runs.move(run.id, run.fencing, RunState.FAILED)
-    assert log.counts(WHO) == UntrainedCounts(0, 0, 0)
+    assert texts.untrained(WHO) == UntrainedCounts(0, 0, 0)
     log.add([replace(made, id="copy", rounds=drafted(10), cases=(case(0),))]).result()
     assert not log.by_ids([made.id])[0].cases, "a copy adds none to what a run has had"
     other = replace(WHO, draft="other")
-    assert log.counts(other).undrafted == 10, "another draft has not had it"
+    assert texts.untrained(other).undrafted == 10, "another draft has not had it"
 
 
-def test_quarantined_texts_do_not_come_back(database: Database, log: Generations, runs: Runs) -> None:
+def test_quarantined_texts_do_not_come_back(
+    database: Database, log: Generations, runs: Runs, texts: TrainingTexts
+) -> None:
     made = plain()
     log.add([made]).result()
     adapters = Adapters(database, ADAPTERS)
     ref = promote(runs, adapters, claim(runs))
-    adapters.take_back(ref.id, BARE_DRAFT, WON)
+    adapters.roll_back(ref.id, BARE_DRAFT, WON)
     log.add([replace(made, id="copy", rounds=drafted(10), cases=(case(0),))]).result()
     for who in (WHO, replace(WHO, draft="other")):
-        assert log.counts(who) == UntrainedCounts(0, 0, 0)
+        assert texts.untrained(who) == UntrainedCounts(0, 0, 0)
     assert not log.by_ids([made.id])[0].cases
 
 
@@ -200,7 +214,7 @@ def test_they_are_not_replayed_as_texts_without_failures(database: Database, log
     run = runs.claim(trigger=Trigger.CASES, who=WHO, parent=BARE_DRAFT, limit=1)
     assert run is not None
     replay = Replay(database)
-    replay.remember(run.id, 8, seed=0)
+    replay.offer_run(run.id, 8, seed=0)
     assert {g.id for g in replay.sample(WHO, 9, 0)} == {well.id, failed.id}
 
 
@@ -210,5 +224,5 @@ def test_they_outlive_the_process(url: str) -> None:
     Generations(first).add([made]).result()
     first.close()
     second = Database(url)
-    assert Generations(second).counts(WHO).undrafted == 10
+    assert TrainingTexts(second).untrained(WHO).undrafted == 10
     second.close()

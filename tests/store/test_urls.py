@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.core import StoreError
-from service.store.backend import parsed, shown, sqlite_path
+from service.store.backends.backend import parsed, shown, sqlite_path
 from service.store.database import Database, revision, upgrade
 
 SECRET = "s3cr-t"

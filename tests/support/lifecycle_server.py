@@ -35,20 +35,17 @@ from service.core import (
     TrainingRun,
     Unavailable,
 )
+from service.lifecycle.context import LifecycleContext, Rules
 from service.lifecycle.launcher import Process, ProcessLauncher
-from service.lifecycle.supervisor import Rules, Supervisor
+from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
+from service.models.fingerprint import folder_sha256
 from service.settings import GateSettings, TrainingSettings
-from service.store.adapters import Adapters
 from service.store.database import integrity
-from service.store.erasures import Erasures
-from service.store.files import folder_sha256
-from service.store.generations import Generations, split_of
-from service.store.lineage import Lineage
-from service.store.members import HostProcess, Members
-from service.store.replay import Replay
-from service.store.round_costs import MeasuredCosts
-from service.store.runs import Runs
+from service.store.log.generations import split_of
+from service.store.processes.members import HostProcess, Members
+from service.store.registry.adapters import EvaluationKind
+from service.store.stores import Stores
 from tests.support.databases import run_sql
 from tests.support.failing_database import FailingDatabase
 
@@ -206,8 +203,9 @@ class Server:
         self.installation = installation
         self.db = FailingDatabase(installation.url)
         root = installation.home / "adapters"
-        self.generations, self.runs, self.adapters = Generations(self.db), Runs(self.db), Adapters(self.db, root)
-        self.replay = Replay(self.db)
+        self.stores = stores = Stores.of(self.db, root)
+        self.generations, self.training_texts = stores.generations, stores.training_texts
+        self.runs, self.adapters, self.replay, self.costs = stores.runs, stores.adapters, stores.replay, stores.costs
         # Processes of one machine each, but for SQLite, where each takes the place of the one before.
         machine = HERE.machine if self.db.kind == "SQLite" else f"machine {next(_numbers)}"
         self.members = Members(self.db, process=replace(HERE, machine=machine))
@@ -220,17 +218,10 @@ class Server:
         self.busy = False
         self.strain: str | None = None
         self.behind = installation.behind
-        self.costs = MeasuredCosts(self.db)
         settings = {"min_cases": 3 * ENOUGH, "min_tokens": 10, "cooldown_seconds": 0.0, **training}
-        self.supervisor = Supervisor(
+        context = LifecycleContext(
+            stores=stores,
             members=self.members,
-            runs=self.runs,
-            adapters=self.adapters,
-            lineage=Lineage(self.db),
-            generations=self.generations,
-            replay=self.replay,
-            costs=self.costs,
-            erasures=Erasures(self.db),
             switching=Switching(self.engine, self.adapters, WHO.draft, self.events),
             launcher=self.launcher,
             events=self.events,
@@ -248,11 +239,11 @@ class Server:
                 spec={"out": str(root), **(spec or {})},
             ),
             who=WHO,
-            busy=lambda: self.busy,
-            strain=lambda: self.strain,
-            forget=installation.forget,
-            now=None if self.behind else lambda: datetime.now(UTC) + installation.clock_offset,
             machine="a test's machine",
+            clock=None if self.behind else lambda: datetime.now(UTC) + installation.clock_offset,
+        )
+        self.supervisor = Supervisor(
+            context, busy=lambda: self.busy, strain=lambda: self.strain, forget=installation.forget
         )
 
     def traffic(self, count: int = ENOUGH, *, cases: int = 3) -> None:
@@ -277,7 +268,7 @@ class Server:
         return lambda: [run.state for run in self.runs.latest(100)].count(state) == count
 
     def watched(self, adapter: int) -> Callable[[], bool]:
-        return lambda: bool(self.adapters.evaluations(adapter, "watch"))
+        return lambda: bool(self.adapters.evaluations(adapter, EvaluationKind.WATCH))
 
     def promote(self) -> AdapterRef:
         """Traffic, a run, its gate and the promotion, up to the start of the watch."""
@@ -362,7 +353,11 @@ def check_consistent(server: Server) -> None:
     assert not [ref for ref in refs if ref.state is AdapterState.CANDIDATE], "a candidate whose run is over"
     for ref in active:
         assert folder_sha256(ref.folder) == ref.sha256
-        assert [verdict for _, verdict in server.adapters.evaluations(ref.id, "gate") if verdict.promoted], "ungated"
-        assert all(verdict.promoted for _, verdict in server.adapters.evaluations(ref.id, "watch")), "proven worse"
+        assert [
+            verdict for _, verdict in server.adapters.evaluations(ref.id, EvaluationKind.GATE) if verdict.promoted
+        ], "ungated"
+        assert all(verdict.promoted for _, verdict in server.adapters.evaluations(ref.id, EvaluationKind.WATCH)), (
+            "proven worse"
+        )
     assert server.engine.active == (active[0].id if active else BARE_DRAFT)
     assert integrity(server.db) == "ok"

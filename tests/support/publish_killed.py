@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from service.store.files import publish
+from service.store.artifacts import publish
 
 count = 0
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from service.core import Trigger
 from service.store.database import Database
-from service.store.members import Members
-from service.store.runs import Runs
+from service.store.processes.members import Members
+from service.store.registry.runs import Runs
 from tests.support.store_rows import WHO
 
 database = Database(sys.argv[1])

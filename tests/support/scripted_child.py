@@ -15,7 +15,7 @@ from pathlib import Path
 
 # It multiplies nothing: loading the fast BLAS would take most of its time.
 os.environ["REDRAFT_BLAS"] = "shipped"
-from service.store.files import publish
+from service.store.artifacts import publish
 
 
 def send(kind: str, **message: object) -> None:

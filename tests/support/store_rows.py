@@ -24,9 +24,9 @@ from service.core import (
     TrainingRun,
     Verdict,
 )
-from service.store.adapters import Adapters
-from service.store.generations import split_of
-from service.store.runs import Runs
+from service.store.log.generations import split_of
+from service.store.registry.adapters import Adapters
+from service.store.registry.runs import Runs
 
 WHO = Provenance("t" * 64, "k" * 64, "d" * 64)
 WON = Verdict(True, "better", 40, 4000, 0.1, 0.05, 0.15, {"code": (0.1, 0.05, 0.15)})

@@ -17,7 +17,6 @@ import uvicorn
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
-from service.app import open_stores
 from service.core import BARE_DRAFT, AdapterRef, RunState, Selection, Trigger
 from service.evaluation.prompts import PromptLine
 from service.evaluation.server import LocalServer
@@ -25,8 +24,9 @@ from service.learning import lora
 from service.models.pair import load_model, load_pair
 from service.server import FATAL_EXIT, Application, Server
 from service.settings import load_settings
+from service.store.artifacts import publish
 from service.store.database import upgrade
-from service.store.files import publish
+from service.store.stores import open_stores
 from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.store_rows import generation, url_of
 from tests.support.typed import leaves

@@ -20,8 +20,8 @@ from service.learning import job
 from service.learning.channel import Channel
 from service.settings import GateSettings, TrainingSettings
 from service.store.database import Database
-from service.store.generations import Generations
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.registry.runs import Runs
 
 Message = dict[str, Any]
 GATE: Message = {"min_prompts": 5, "min_tokens": 100}

@@ -5,7 +5,7 @@ import sys
 import zlib
 
 from service.store.database import Database
-from service.store.generations import Generations
+from service.store.log.generations import Generations
 from tests.support.store_rows import case, generation, targets
 
 store = Generations(Database(sys.argv[1]))

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from service.app import open_stores
 from service.core import AdapterRef
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import Step, serve_and_train
 from service.settings import Settings
+from service.store.stores import open_stores
 
 
 @dataclass(frozen=True, slots=True)

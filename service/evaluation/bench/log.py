@@ -21,7 +21,7 @@ from service.core import (
     Sampling,
     Targets,
 )
-from service.store.generations import Generations
+from service.store.log.generations import Generations
 
 CASES, TOKENS, PROMPT_TOKENS = 25, 64, 96
 """Failure cases, output and prompt tokens of one generation."""

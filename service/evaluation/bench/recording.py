@@ -18,7 +18,7 @@ from service.models.pair import Pair
 from service.models.text import TextEncoder
 from service.settings import EngineSettings, sqlite_url
 from service.store.database import Database, upgrade
-from service.store.generations import Generations
+from service.store.log.generations import Generations
 
 ON, OFF = "record_on", "record_off"
 FLUSH_SECONDS = 60.0

@@ -14,7 +14,6 @@ from statistics import quantiles
 
 import httpx
 
-from service.app import open_stores
 from service.core import BARE_DRAFT, Provenance, RedraftError, RunState, Trigger
 from service.evaluation.bench.log import CASES, DOMAINS, fill, generated
 from service.evaluation.bench.report import Report, Spread, spread
@@ -26,11 +25,13 @@ from service.lifecycle.recorder import BATCH
 from service.lifecycle.training import RESERVOIR
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint
 from service.settings import Settings, sqlite_url
-from service.store.backend import shown
+from service.store.backends.backend import shown
 from service.store.database import Database, size_bytes
-from service.store.generations import Generations
-from service.store.replay import Replay
-from service.store.runs import Runs
+from service.store.log.generations import Generations
+from service.store.log.training_texts import TrainingTexts
+from service.store.registry.runs import Runs
+from service.store.replay.buffer import Replay
+from service.store.stores import open_stores
 
 CHOOSE_SECONDS, RECORD_SECONDS, SCRAPE_SECONDS = 1.0, 1.0, 0.05
 """What is promised of a million cases: choosing a batch, recording one, and a scrape take less."""
@@ -192,7 +193,7 @@ def _choose(settings: Settings, who: Provenance, turns: int, on_step: Step) -> d
         for turn in range(turns):
             on_step("choosing a training batch", turn, turns)
             with clock.time(CHOOSING[0]):
-                stores.generations.counts(who)
+                stores.training_texts.untrained(who)
             with clock.time(CHOOSING[1]):
                 run = stores.runs.claim(
                     trigger=Trigger.CASES, who=who, parent=BARE_DRAFT, limit=training.max_generations
@@ -200,7 +201,7 @@ def _choose(settings: Settings, who: Provenance, turns: int, on_step: Step) -> d
             if run is None:
                 raise RedraftError("nothing to train on: the log holds too few cases")
             with clock.time(CHOOSING[2]):
-                stores.generations.claimed_names(run.id)
+                stores.training_texts.claimed_names(run.id)
             _read_as_child(clock, settings, who, run.id)
             stores.runs.move(run.id, run.fencing, RunState.CRASHED, give_back=True)
     finally:
@@ -212,7 +213,7 @@ def _read_as_child(clock: Clock, settings: Settings, who: Provenance, run: int) 
     with clock.time(CHOOSING[3]):
         database = Database(settings.database_url, read_only=True)
         Runs(database).get(run)
-        fresh = Generations(database).claimed(run)
+        fresh = TrainingTexts(database).claimed(run)
     try:
         with clock.time(CHOOSING[4]):
             Replay(database).sample(who, 2 * replay_count(len(fresh), settings.training.replay), run)

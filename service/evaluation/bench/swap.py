@@ -14,7 +14,6 @@ from typing import cast
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from service.app import open_stores
 from service.core import BARE_DRAFT, AdapterRef, RedraftError, Trigger
 from service.evaluation.bench.log import fill
 from service.evaluation.bench.recording import OFF, ON, measure_recording
@@ -27,6 +26,7 @@ from service.learning import lora
 from service.models import vocabulary
 from service.models.pair import Pair, load_model, load_pair
 from service.settings import Settings, sqlite_url
+from service.store.stores import open_stores
 
 SWAP, QUIET = "swap", "quiet"
 SETTLE_SECONDS = 0.5

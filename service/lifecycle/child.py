@@ -1,0 +1,100 @@
+"""A child process at work: its messages so far, its pauses, and its end."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from service.core import JobHandle
+from service.lifecycle.messages import Crashed, Ending, Message, parse
+
+GRACE_SECONDS = 5.0
+
+
+class Pause(StrEnum):
+    """Why a child pauses. BUSY: requests wait. STRAIN: the machine cannot spare what it takes."""
+
+    BUSY = "busy"
+    STRAIN = "strain"
+
+
+class Child:
+    """One child process. `poll` fills `inbox`; whoever reads it takes a message off only after handling it, so that a failure
+    to handle it (the database is away) loses nothing. The last message is always an Ending, and then the process has ended."""
+
+    def __init__(self, handle: JobHandle, started: datetime) -> None:
+        self.inbox: deque[Message] = deque()
+        self._handle = handle
+        self._started = started
+        self._silent_end = False
+        self._ended = False
+        self._paused_since: datetime | None = None
+        self._paused_before = timedelta()
+        self._reasons: set[Pause] = set()
+        self._lock = threading.Lock()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the child."""
+        return self._handle.pid
+
+    @property
+    def ended(self) -> bool:
+        """Its process has ended; messages may be left in `inbox`."""
+        return self._ended
+
+    @property
+    def over(self) -> bool:
+        """It has ended and all of its messages have been handled."""
+        return self._ended and not self.inbox
+
+    def poll(self, now: datetime, limit_seconds: float) -> None:
+        """Receive what it has written since the last call. It may run for `limit_seconds`, pauses not counted, then it is
+        killed."""
+        if self._ended:
+            return
+        code = self._handle.exit_code()  # before the messages: what was written before the exit is then surely read
+        try:
+            self.inbox.extend([parse(message) for message in self._handle.poll()])
+        except ValueError as error:
+            self.inbox.append(Crashed(f"unreadable message from the child: {error}"))
+        ending = next((index for index, message in enumerate(self.inbox) if isinstance(message, Ending)), None)
+        if ending is not None:
+            while len(self.inbox) > ending + 1:
+                self.inbox.pop()
+        elif code == 0 and not self._silent_end:
+            self._silent_end = True  # its last messages may still be in the pipe
+            return
+        elif code is not None:
+            self.inbox.append(Crashed(f"the child ended with exit code {code}"))
+        elif (now - self._started - self._paused_for(now)).total_seconds() > limit_seconds:
+            self.inbox.append(Crashed(f"the child did not end within {limit_seconds:g} s"))
+        else:
+            return
+        self.stop()
+
+    def pause(self, reason: Pause, on: bool, now: datetime) -> None:
+        """Set or clear one reason to pause, from any thread: it pauses while there is any. Sends only what is new."""
+        with self._lock:
+            if on:
+                self._reasons.add(reason)
+            else:
+                self._reasons.discard(reason)
+            paused = bool(self._reasons)
+            if paused is (self._paused_since is not None) or self._ended:
+                return
+            self._paused_before = self._paused_for(now)
+            self._paused_since = now if paused else None
+            self._handle.pause(paused)
+
+    def _paused_for(self, now: datetime) -> timedelta:
+        """In all, until now. A clock set back takes nothing off."""
+        here = now - self._paused_since if self._paused_since is not None else timedelta()
+        return self._paused_before + max(here, timedelta())
+
+    def stop(self) -> None:
+        """End the process, whatever it does."""
+        self._ended = True
+        self._handle.stop(GRACE_SECONDS)

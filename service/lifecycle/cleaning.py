@@ -1,0 +1,35 @@
+"""Retention: old generations, and adapter folders that crashed runs left."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+
+from service.lifecycle.context import LifecycleContext
+from service.store.artifacts import sweep
+
+log = logging.getLogger(__name__)
+
+SWEEP_GRACE_SECONDS = 86_400.0
+"""How long a folder is left alone that no row knows, where another process may be about to name it."""
+
+
+def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
+    """Delete generations beyond `max_generations`, in the background, and folders that no row knows. Folders only while nobody
+    trains: one may be about to be named. Of other databases' folders this knows nothing: they have their grace."""
+    stores, rules = context.stores, context.rules
+    stores.generations.purge(rules.max_generations).add_done_callback(_report)
+    if child_under_way or stores.runs.unfinished():
+        return
+    context.discard_candidates("its run ended without a verdict")
+    known = [ref.folder for ref in stores.adapters.all()]
+    removed = sweep(rules.adapters, known, SWEEP_GRACE_SECONDS if context.members.shared else 0.0)
+    if removed:
+        log.info("removed %d adapter folders that no row knows", len(removed))
+
+
+def _report(purge: Future[int]) -> None:
+    if (error := purge.exception()) is not None:
+        log.warning("old generations were not removed: %s", error)
+    elif purge.result():
+        log.info("removed %d old generations", purge.result())

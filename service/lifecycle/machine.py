@@ -1,0 +1,144 @@
+"""Whether the machine can spare what training takes: power, heat and memory, as far as the system tells.
+
+The parsing is pure. On Linux the kernel's files are read, on macOS Apple's own tools are asked. What a system does not tell
+(a virtual machine has neither battery nor thermometer) pauses nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from service.settings import TrainingSettings
+
+EVERY_SECONDS = 30.0
+TOOL_SECONDS = 5.0
+STALLED = 10.0
+"""Percent of the last ten seconds in which something waited for memory: a machine that swaps."""
+WARNING = 2
+"""macOS's level of memory pressure (1 normal, 2 warning, 4 critical) from which on training pauses."""
+LIMITING = frozenset({"passive", "hot", "critical"})
+"""Trip points of a thermal zone at which the kernel slows the machine down, or soon stops it."""
+
+
+# ------------------------------------------------------------------------------------------------------------- pure
+
+
+def discharging(supplies: Iterable[Mapping[str, str]]) -> bool:
+    """Whether a Linux machine runs on its battery. supplies: the files of each folder in /sys/class/power_supply. Batteries of
+    devices (a mouse) do not count."""
+    own = [supply for supply in supplies if supply.get("scope") != "Device"]
+    outside = any(s.get("type") in {"Mains", "USB"} and s.get("online") == "1" for s in own)
+    return not outside and any(s.get("type") == "Battery" and s.get("status") == "Discharging" for s in own)
+
+
+def stalled(pressure: str) -> bool:
+    """Whether a Linux machine is short of memory, from /proc/pressure/memory."""
+    found = re.search(r"^some avg10=(\d+(?:\.\d+)?)", pressure, re.MULTILINE)
+    return found is not None and float(found[1]) >= STALLED
+
+
+def throttled(zone: Mapping[str, str]) -> bool:
+    """Whether a Linux thermal zone has reached a point at which the kernel acts. zone: the files of its folder."""
+    with contextlib.suppress(KeyError, ValueError):
+        heat = int(zone["temp"])
+        for name, kind in zone.items():
+            if name.startswith("trip_point_") and name.endswith("_type") and kind in LIMITING:
+                limit = int(zone[name.removesuffix("type") + "temp"])
+                if 0 < limit <= heat:
+                    return True
+    return False
+
+
+def drawn_from_battery(pmset_batt: str) -> bool:
+    """From `pmset -g batt`."""
+    return "drawing from 'Battery Power'" in pmset_batt
+
+
+def slowed_down(pmset_therm: str) -> bool:
+    """From `pmset -g therm`: a recorded warning level, or a processor held below its speed."""
+    speed = re.search(r"CPU_Speed_Limit\s*=\s*(\d+)", pmset_therm)
+    level = re.search(r"thermal (?:warning )?level\W+(\d+)", pmset_therm, re.IGNORECASE)
+    return (speed is not None and int(speed[1]) < 100) or (level is not None and int(level[1]) > 0)
+
+
+def squeezed(pressure_level: str) -> bool:
+    """From `sysctl -n kern.memorystatus_vm_pressure_level`."""
+    return pressure_level.strip().isdigit() and int(pressure_level) >= WARNING
+
+
+# ---------------------------------------------------------------------------------------------------------- effects
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:  # not there, or not readable just now
+        return ""
+
+
+def _folders(root: Path, pattern: str, *names: str) -> list[dict[str, str]]:
+    """Of each folder, the files so named, by name."""
+    return [{file.name: _read(file) for name in names for file in folder.glob(name)} for folder in root.glob(pattern)]
+
+
+def _ask(*command: str) -> str:
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=TOOL_SECONDS, check=False
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def on_linux(training: TrainingSettings, root: Path = Path("/")) -> str | None:
+    """Why training should pause, None when nothing is known against it. root: where /sys and /proc are."""
+    supplies = _folders(root / "sys/class/power_supply", "*", "type", "status", "scope", "online")
+    if training.pause_on_battery and discharging(supplies):
+        return "on battery"
+    zones = _folders(root / "sys/class/thermal", "thermal_zone*", "temp", "trip_point_*")
+    if training.pause_when_hot and any(map(throttled, zones)):
+        return "the machine is hot"
+    if training.pause_on_memory_pressure and stalled(_read(root / "proc/pressure/memory")):
+        return "memory is short"
+    return None
+
+
+def on_macos(training: TrainingSettings, ask: Callable[..., str] = _ask) -> str | None:
+    """The same, from what macOS's tools answer."""
+    if training.pause_on_battery and drawn_from_battery(ask("/usr/bin/pmset", "-g", "batt")):
+        return "on battery"
+    if training.pause_when_hot and slowed_down(ask("/usr/bin/pmset", "-g", "therm")):
+        return "the machine is hot"
+    level = ("/usr/sbin/sysctl", "-n", "kern.memorystatus_vm_pressure_level")
+    if training.pause_on_memory_pressure and squeezed(ask(*level)):
+        return "memory is short"
+    return None
+
+
+class MachineStrain:
+    """Why training should pause now. The system is read at most every EVERY_SECONDS."""
+
+    def __init__(self, check: Callable[[], str | None], clock: Callable[[], float] = time.monotonic) -> None:
+        self._check = check
+        self._clock = clock
+        self._reason: str | None = None
+        self._checked: float | None = None
+
+    @classmethod
+    def here(cls, training: TrainingSettings) -> MachineStrain:
+        """With the checks of this system, macOS or Linux, that `training` enables."""
+        check = on_macos if sys.platform == "darwin" else on_linux
+        return cls(lambda: check(training))
+
+    def __call__(self) -> str | None:
+        """Why training should pause, None when nothing is known against it; up to EVERY_SECONDS old."""
+        now = self._clock()
+        if self._checked is None or now - self._checked >= EVERY_SECONDS:
+            self._reason, self._checked = self._check(), now
+        return self._reason

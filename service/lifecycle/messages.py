@@ -1,0 +1,210 @@
+"""What a training child may send: one JSON object a line, parsed into these types."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias, cast
+
+from service.core import FailureCase, Progress, Score
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A finished adapter, published in its own folder."""
+
+    folder: Path
+    sha256: str
+    rank: int
+    scale: float
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Adapter id, or "candidate", to its scores. by_adapter: on logged texts. golden: on the golden set, where there is one.
+    steps: what a draft step costs with each, in any unit."""
+
+    by_adapter: Mapping[str, Sequence[Score]]
+    golden: Mapping[str, Sequence[Score]]
+    steps: Mapping[str, float] = field(default_factory=dict[str, float])
+
+    def step(self, adapter: str, *, relative_to: str) -> float:
+        """How many times what it costs with `relative_to` a draft step costs with `adapter`; 1 where that was not measured."""
+        if adapter not in self.steps or relative_to not in self.steps:
+            return 1.0
+        return self.steps[adapter] / self.steps[relative_to]
+
+
+@dataclass(frozen=True, slots=True)
+class Cases:
+    """by_generation: id of an undrafted text to the cases that the draft would have left there."""
+
+    by_generation: Mapping[str, Sequence[FailureCase]]
+
+
+@dataclass(frozen=True, slots=True)
+class Texts:
+    """Generation ids of what a run learns from besides what it was claimed for."""
+
+    window: tuple[str, ...]
+    replay: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The child has sent all that it was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The job ended without a result, for this reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Crashed:
+    """The process ended without a last message, or sent something else."""
+
+    reason: str
+
+
+Ending: TypeAlias = Done | Failed | Crashed
+Message: TypeAlias = Progress | Texts | Candidate | Scores | Cases | Ending
+
+
+def parse(message: Mapping[str, object]) -> Message:
+    """One JSON object of the child's. Raises ValueError when it is none that a child may send."""
+    match message.get("type"):
+        case "progress":
+            return Progress(
+                step=_integer(message, "step"),
+                steps=_integer(message, "steps"),
+                loss=_optional(message, "loss"),
+                grad_norm=_optional(message, "grad_norm"),
+                tokens_per_second=_optional(message, "tokens_per_second"),
+                seconds_left=_optional(message, "seconds_left"),
+            )
+        case "texts":
+            return Texts(_names(message, "window"), _names(message, "replay"))
+        case "candidate":
+            return Candidate(
+                folder=Path(_text(message, "folder")),
+                sha256=_text(message, "sha256"),
+                rank=_integer(message, "rank"),
+                scale=_number(message, "scale"),
+                keys=tuple(str(key) for key in _list(message, "keys")),
+            )
+        case "scores":
+            return Scores(
+                _scores(message.get("scores"), "scores"),
+                _scores(message.get("golden", {}), "golden"),
+                {name: _positive(cost, "step") for name, cost in _object(message.get("steps", {}), "steps").items()},
+            )
+        case "cases":
+            by_generation = _object(message.get("cases"), "cases")
+            return Cases({name: tuple(_case(item) for item in _list(by_generation, name)) for name in by_generation})
+        case "failed":
+            return Failed(_text(message, "reason"))
+        case "done":
+            return Done()
+        case other:
+            raise ValueError(f"unknown message type {other!r}")
+
+
+def _object(value: object, name: str) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is not an object")
+    return cast("Mapping[str, object]", value)
+
+
+def _list(message: Mapping[str, object], name: str) -> list[object]:
+    value = message.get(name)
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is not a list")
+    return cast("list[object]", value)
+
+
+def _text(message: Mapping[str, object], name: str) -> str:
+    value = message.get(name)
+    if not isinstance(value, str) or not value:
+        raise ValueError(f"{name} is not a text")
+    return value
+
+
+def _names(message: Mapping[str, object], name: str) -> tuple[str, ...]:
+    found = _list(message, name)
+    if not all(isinstance(one, str) for one in found):
+        raise ValueError(f"{name} holds something that is not a text")
+    return tuple(str(one) for one in found)
+
+
+def _integer(message: Mapping[str, object], name: str) -> int:
+    value = message.get(name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} is not a count")
+    return value
+
+
+def _number(message: Mapping[str, object], name: str) -> float:
+    return _finite(message.get(name), name)
+
+
+def _finite(value: object, name: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueError(f"{name} is not a finite number")
+    return float(value)
+
+
+def _positive(value: object, name: str) -> float:
+    number = _finite(value, name)
+    if number <= 0:
+        raise ValueError(f"{name} is not above 0")
+    return number
+
+
+def _optional(message: Mapping[str, object], name: str) -> float | None:
+    """A number that may be absent, or not finite for one step of a run that survives it."""
+    value = message.get(name)
+    if value is None or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    return _number(message, name)
+
+
+def _scores(value: object, name: str) -> Mapping[str, Sequence[Score]]:
+    by_adapter = _object(value, name)
+    return {adapter: tuple(_score(item) for item in _list(by_adapter, adapter)) for adapter in by_adapter}
+
+
+def _score(value: object) -> Score:
+    item = _object(value, "score")
+    domain, conversation = item.get("domain"), item.get("conversation", "")
+    if not isinstance(domain, str) or not isinstance(conversation, str):
+        raise ValueError("domain or conversation is not a text")
+    return Score(
+        generation=_text(item, "generation"),
+        domain=domain,
+        tokens=_integer(item, "tokens"),
+        agreed=_integer(item, "agreed"),
+        calls=tuple(_finite(each, "calls") for each in _list(item, "calls")),
+        conversation=conversation,
+        rounds=_integer(item, "rounds"),
+        accepted=_integer(item, "accepted"),
+        predicted=_number(item, "predicted"),
+    )
+
+
+def _case(value: object) -> FailureCase:
+    item = _object(value, "case")
+    return FailureCase(
+        position=_integer(item, "position"),
+        drafted=_integer(item, "drafted"),
+        target=_integer(item, "target"),
+        p=_number(item, "p"),
+        q=_number(item, "q"),
+        margin=_number(item, "margin"),
+        tie=item.get("tie") is True,
+    )

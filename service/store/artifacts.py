@@ -1,0 +1,79 @@
+"""Adapter folders: written aside, made durable, renamed into place, never written again."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Collection
+from pathlib import Path
+
+from service.core import StoreError
+from service.models.fingerprint import folder_sha256, is_unaltered
+
+ADAPTER_FILES = ("adapters.safetensors", "adapter_config.json")
+UNFINISHED = {".part", ".partial"}
+"""How the names of folders end that are being written or removed."""
+
+
+def publish(scratch: Path, final: Path) -> str:
+    """Make everything in `scratch` durable and give it its final name; returns the folder's sha256.
+
+    After a crash at any moment there is the whole folder under its final name, or none. A folder that is there already with the
+    same content stays, and `scratch` goes; raises StoreError where the content is another.
+    """
+    if final.exists():
+        digest = folder_sha256(scratch)
+        if not is_unaltered(final, digest):
+            raise StoreError(f"{final.name} exists already: adapters are never overwritten")
+        shutil.rmtree(scratch)
+        return digest
+    final.parent.mkdir(parents=True, exist_ok=True)
+    for path in sorted(scratch.rglob("*")):
+        _sync(path)
+    _sync(scratch)
+    digest = folder_sha256(scratch)
+    os.rename(scratch, final)
+    _sync(final.parent)
+    return digest
+
+
+def sweep(root: Path, known: Collection[Path], grace_seconds: float = 0.0) -> list[Path]:
+    """Remove the adapter folders in `root` that no row knows, and half-written ones; returns them. Other files there are
+    left alone. grace_seconds: what has changed since then stays too: another process may be about to name it."""
+    known_paths = {path.resolve() for path in known}
+    found = sorted(root.iterdir()) if root.is_dir() else []
+    newest = time.time() - grace_seconds
+    orphans = [
+        path
+        for path in found
+        if path.resolve() not in known_paths and _left_over(path) and path.stat().st_mtime <= newest
+    ]
+    for path in orphans:
+        doomed = path
+        if path.suffix not in UNFINISHED:
+            # A folder half removed must still be known for what it is.
+            doomed = path.with_name(f"{path.name}.partial")
+            os.rename(path, doomed)
+        shutil.rmtree(doomed)
+    return orphans
+
+
+def _left_over(path: Path) -> bool:
+    if path.is_symlink() or not path.is_dir():
+        return False
+    return path.suffix in UNFINISHED or any((path / name).is_file() for name in ADAPTER_FILES)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # On macOS fsync stops at the drive's own cache.
+        full = getattr(fcntl, "F_FULLFSYNC", None)
+        if full is not None:
+            fcntl.fcntl(descriptor, full)
+        else:
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

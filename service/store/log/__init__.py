@@ -1,0 +1,1 @@
+"""What was generated: rows, the texts that runs learn from, failure cases, quarantine, samples."""

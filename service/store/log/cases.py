@@ -1,0 +1,83 @@
+"""Failure cases: those that undrafted texts get later, and the list of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+
+from sqlalchemy import Connection, func, insert, select, update
+
+from service.core import AcceptRule, FailureCase, Generation, Source
+from service.store.database import Database
+from service.store.log.rows import case_of
+from service.store.log.run_texts import learnt
+from service.store.tables import failure_cases, generations, run_texts
+from service.store.times import utc
+
+
+def undrafted(made: Generation) -> bool:
+    """Whether the draft proposed fewer than half of the tokens, and its cases can be worked out from the text: it is greedy or
+    seeded, and the target's probabilities were recorded."""
+    proposed = sum(r.emitted for r in made.rounds if r.drafted and r.source is Source.DRAFT)
+    settled = made.prompt.sampling.rule is AcceptRule.MATCH and made.targets is not None
+    return settled and 2 * proposed < len(made.output)
+
+
+def add_cases(connection: Connection, seq: int, cases: Sequence[FailureCase]) -> int:
+    """Add the cases of an undrafted text, which are known from now on; a position that has a case keeps its own. Returns how
+    many were new."""
+    query = select(failure_cases.c.position, failure_cases.c.tie).where(failure_cases.c.seq == seq)
+    known = {row.position: row.tie for row in connection.execute(query)}
+    new = [case for case in cases if case.position not in known]
+    if new:
+        connection.execute(insert(failure_cases), [{"seq": seq, **asdict(case)} for case in new])
+    untied = sum(not tie for tie in (*known.values(), *(case.tie for case in new)))
+    connection.execute(update(generations).where(generations.c.seq == seq).values(cases=untied))
+    return len(new)
+
+
+@dataclass(frozen=True, slots=True)
+class CaseRow:
+    """trained_run: the newest run that learnt from its text as new. created_at: the generation's."""
+
+    generation: str
+    domain: str | None
+    case: FailureCase
+    trained_run: int | None
+    created_at: datetime
+
+
+class Cases:
+    """The failure cases of a database, read only."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def newest(self, limit: int, offset: int = 0) -> list[CaseRow]:
+        """Newest first, without the first `offset`."""
+        run = (
+            learnt()
+            .with_only_columns(func.max(run_texts.c.run))
+            .where(run_texts.c.seq == failure_cases.c.seq)
+            .correlate(failure_cases)
+            .scalar_subquery()
+        )
+        query = (
+            select(
+                failure_cases,
+                generations.c.id.label("generation"),
+                generations.c.domain,
+                generations.c.created_at,
+                run.label("trained_run"),
+            )
+            .join_from(failure_cases, generations, generations.c.seq == failure_cases.c.seq)
+            .order_by(failure_cases.c.id.desc())
+            .limit(limit)
+            .offset(offset)
+        )
+        with self._db.read() as connection:
+            return [
+                CaseRow(row.generation, row.domain, case_of(row), row.trained_run, utc(row.created_at))
+                for row in connection.execute(query)
+            ]

@@ -1,0 +1,242 @@
+"""What was generated and where the draft failed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, insert, select, update
+
+from service.core import Generation, Provenance, Round
+from service.store.database import Database
+from service.store.log.cases import add_cases, undrafted
+from service.store.log.reading import load, newest, of_target, same_pair
+from service.store.log.rows import grammar_values, rounds_of, target_bytes, text_key, values_of
+from service.store.log.run_texts import had, learnt
+from service.store.log.sampler import Text, text
+from service.store.tables import (
+    failure_cases,
+    generation_targets,
+    generations,
+    grammars,
+    replay_buffer,
+    replay_domains,
+    run_texts,
+)
+
+TRAIN, HELD_OUT = "train", "held_out"
+"""Where a generation belongs: learnt from, or only measured on. Rows of older releases may be "constrained", and neither:
+answers that had to follow a grammar, of which too little is stored."""
+TURNS = 10
+"""Turns of a conversation that are looked through for each that is wanted."""
+_TEXT = tuple(generations.c[name] for name in ("id", "prompt", "output", "client", "first_user"))
+
+
+@dataclass(frozen=True, slots=True)
+class CaseStats:
+    """requests: generations recorded, copies of a text among them. generations: distinct ones. trained, quarantined: cases of
+    texts that a run learnt from as new, and of those that are put aside."""
+
+    requests: int
+    generations: int
+    tokens: int
+    cases: int
+    ties: int
+    trained: int
+    quarantined: int
+    domains: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """How one generation was drafted. seq: its place in the order of recording."""
+
+    seq: int
+    rounds: tuple[Round, ...]
+
+
+def split_of(first_user: str) -> str:
+    """One prompt in five is held out, by the hash of its first user message: a chat that goes on stays on its side."""
+    return HELD_OUT if hashlib.sha256(first_user.encode("utf-8", "surrogatepass")).digest()[0] % 5 == 0 else TRAIN
+
+
+class Generations:
+    """The generations of a database with their failure cases. Methods that return a Future write in the background."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def add(self, batch: Sequence[Generation]) -> Future[int]:
+        """Store generations and their cases behind whatever is urgent; how many were new. Known ids are left alone; a text
+        that is there already (see rows.text_key) is counted in its row and makes none of its own."""
+
+        def work(connection: Connection) -> int:
+            ids = [generation.id for generation in batch]
+            known = set(connection.execute(select(generations.c.id).where(generations.c.id.in_(ids))).scalars())
+            new = {g.id: g for g in batch if g.id not in known and g.prompt.store}
+            return sum(not _counted(connection, made) and _insert(connection, made) for made in new.values())
+
+        return self._db.write(work, urgent=False, shared=True)
+
+    def held_out(self, who: Provenance, limit: int) -> list[Generation]:
+        """Generations no run may train on, newest first, one per prompt."""
+        return load(self._db, generations.c.seq.in_(_held_out(who)), limit=limit)
+
+    def held_out_texts(self, who: Provenance, conversations: int) -> list[Text]:
+        """Of the newest `conversations` that no run may train on, one text per prompt, newest first."""
+        query = select(*_TEXT).where(generations.c.seq.in_(_held_out(who))).order_by(generations.c.seq.desc())
+        known = set[str]()
+        found: list[Text] = []
+        with self._db.read() as connection:
+            for row in connection.execute(query.limit(TURNS * conversations)):
+                one = _text(row)
+                if one.conversation in known or len(known) < conversations:
+                    known.add(one.conversation)
+                    found.append(one)
+        return found
+
+    def texts_after(self, who: Provenance, seq: int, limit: int) -> list[Text]:
+        """Of the newest `limit` generations, those of this pair that were recorded after one, newest first."""
+        rows = newest(self._db, limit, *_TEXT, generations.c.output_tokens, where=[generations.c.seq > seq])
+        return [_text(row) for row in rows if same_pair(row, who) and row.output_tokens > 0]
+
+    def names_after(self, who: Provenance, seq: int, limit: int) -> list[str]:
+        """Of the newest `limit` generations, the ids of those of this pair that were recorded after one, newest first."""
+        columns = (generations.c.id, generations.c.output_tokens)
+        rows = newest(self._db, limit, *columns, where=[generations.c.seq > seq])
+        return [row.id for row in rows if same_pair(row, who) and row.output_tokens > 0]
+
+    def drafting(self, who: Provenance, limit: int, *, above: int = 0, below: int | None = None) -> list[Drafting]:
+        """How the newest `limit` generations with `seq` between the two were drafted, newest first; those of another pair are
+        without rounds."""
+        where = [generations.c.seq > above, *([generations.c.seq < below] if below is not None else [])]
+        columns = (generations.c.seq, generations.c.rounds)
+        return [
+            Drafting(row.seq, rounds_of(row.rounds) if same_pair(row, who) else ())
+            for row in newest(self._db, limit, *columns, where=where)
+        ]
+
+    def by_ids(self, ids: Sequence[str]) -> list[Generation]:
+        """Those that are still there, newest first."""
+        return load(self._db, generations.c.id.in_(list(ids)))
+
+    def stats(self) -> CaseStats:
+        """Totals over everything stored, of any target and draft. domains: generations by tag, "" for those without one."""
+
+        def count(*where: ColumnElement[bool]) -> Any:
+            return select(func.count()).select_from(failure_cases).where(*where).scalar_subquery()
+
+        with self._db.read() as connection:
+            requests, total, tokens = connection.execute(
+                select(
+                    func.coalesce(func.sum(generations.c.copies), 0),
+                    func.count(),
+                    func.coalesce(func.sum(generations.c.output_tokens), 0),
+                ).select_from(generations)
+            ).one()
+            had_by_runs = learnt().with_only_columns(run_texts.c.seq)
+            aside = select(generations.c.seq).where(generations.c.quarantined_run.is_not(None))
+            cases, ties, trained, quarantined = connection.execute(
+                select(
+                    count(),
+                    count(failure_cases.c.tie.is_(True)),
+                    count(failure_cases.c.seq.in_(had_by_runs)),
+                    count(failure_cases.c.seq.in_(aside)),
+                )
+            ).one()
+            domains = connection.execute(
+                select(generations.c.domain, func.count()).group_by(generations.c.domain)
+            ).all()
+        return CaseStats(
+            int(requests), total, int(tokens), cases, ties, trained, quarantined, {str(d or ""): n for d, n in domains}
+        )
+
+    def purge(self, keep: int, *, spare_replay: bool = True) -> Future[int]:
+        """Delete all but the newest `keep` generations, with everything that hangs on them; how many went.
+
+        spare_replay: what the replay buffer holds stays, or its reservoirs would hold recent texts alone. At most the newest
+        `keep` of it, since clients may name as many domains as they like.
+        """
+
+        def work(connection: Connection) -> int:
+            oldest = connection.execute(
+                select(generations.c.seq).order_by(generations.c.seq.desc()).offset(keep).limit(1)
+            ).scalar()
+            if oldest is None:
+                return 0
+            held = select(replay_buffer.c.seq).distinct().order_by(replay_buffer.c.seq.desc()).limit(keep)
+            spared = [generations.c.seq.not_in(held)] if spare_replay else []
+            return remove(connection, generations.c.seq <= oldest, *spared)
+
+        return self._db.write(work, urgent=False, scrub=True)
+
+
+def _text(row: Row[Any]) -> Text:
+    return text(row.id, prompt=row.prompt, output=row.output, client=row.client, first_user=row.first_user)
+
+
+def _held_out(who: Provenance) -> Select[tuple[int]]:
+    """Query: seq of the newest held-out generation of each prompt."""
+    return (
+        select(func.max(generations.c.seq))
+        .where(of_target(who), generations.c.split == HELD_OUT, generations.c.output_tokens > 0)
+        .group_by(generations.c.prompt_hash)
+    )
+
+
+def log_end(connection: Connection) -> int:
+    """The newest generation's seq; 0 in an empty log."""
+    return connection.execute(select(func.max(generations.c.seq))).scalar() or 0
+
+
+def remove(connection: Connection, *where: ColumnElement[bool]) -> int:
+    """Delete generations with everything that hangs on them; how many went. No condition: all."""
+    gone = connection.execute(delete(generations).where(*where)).rowcount
+    # A reservoir that lost all it held begins again, and its domain's name goes with it.
+    held = select(replay_buffer.c.slot).where(
+        replay_buffer.c.domain == replay_domains.c.domain, replay_buffer.c.kind == replay_domains.c.kind
+    )
+    connection.execute(delete(replay_domains).where(~held.exists()))
+    used = select(generations.c.seq).where(generations.c.grammar == grammars.c.hash)
+    connection.execute(delete(grammars).where(~used.exists()))
+    return gone
+
+
+def _counted(connection: Connection, made: Generation) -> bool:
+    """Count a text in the row that it has already; False where it has none. An undrafted text gets the cases of a copy that was
+    drafted."""
+    same = generations.c.text_key == text_key(made)
+    query = select(generations.c.seq).where(same).order_by(generations.c.seq.desc()).limit(1)
+    seq = connection.execute(query).scalar()
+    if seq is None:
+        return False
+    connection.execute(update(generations).where(generations.c.seq == seq).values(copies=generations.c.copies + 1))
+    unknown = (generations.c.cases.is_(None), generations.c.quarantined_run.is_(None), ~had())
+    query = select(generations.c.seq).where(generations.c.seq == seq, *unknown)
+    if not undrafted(made) and connection.execute(query).scalar() is not None:
+        add_cases(connection, seq, made.cases)
+    return True
+
+
+def _insert(connection: Connection, made: Generation) -> bool:
+    """A row of its own; always True."""
+    # Texts go as parameters: SQLAlchemy keeps the first statement of a kind, with the values in it, to compile it no more.
+    values = values_of(made)
+    split = split_of(made.prompt.first_user or values["prompt"].hex())
+    if (grammar := made.grammar) is not None:
+        known = select(grammars.c.hash).where(grammars.c.hash == values["grammar"])
+        if connection.execute(known).scalar() is None:
+            connection.execute(insert(grammars), {"hash": values["grammar"], **grammar_values(grammar)})
+    if split == TRAIN and undrafted(made):
+        values["cases"] = None
+    row = connection.execute(insert(generations), {**values, "split": split})
+    assert row.inserted_primary_key is not None
+    seq = row.inserted_primary_key[0]
+    if (targets := made.targets) is not None:
+        connection.execute(insert(generation_targets), {"seq": seq, "top": targets.top, "blob": target_bytes(targets)})
+    if made.cases:
+        connection.execute(insert(failure_cases), [{"seq": seq, **asdict(one)} for one in made.cases])
+    return True

@@ -1,0 +1,106 @@
+"""Which texts a run learns from, and as what: what a draft has had, what runs crashed over, and which adapters learnt a text
+follow from these rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    ScalarSelect,
+    Select,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    select,
+    update,
+)
+
+from service.core import RunState
+from service.store.tables import generations, replay_buffer, run_texts, training_runs
+
+PAGE = 500
+"""Values in one IN list."""
+
+
+class Role(StrEnum):
+    """NEW: its failure cases are what the run was claimed for; no other run of the same draft gets it, unless this one crashes.
+    WINDOW: one of the newest before them. REPLAY: out of the replay buffer. RELEASED: it was new, was quarantined later, and is
+    free again."""
+
+    NEW = "new"
+    WINDOW = "window"
+    REPLAY = "replay"
+    RELEASED = "released"
+
+
+LEARNT = tuple(state.value for state in RunState if state.over and state is not RunState.CRASHED)
+"""States of runs that ended with a result: their texts are not free for other runs of the draft."""
+
+
+_AS_NEW = (
+    run_texts.c.seq == generations.c.seq,
+    run_texts.c.role == Role.NEW,
+    training_runs.c.id == run_texts.c.run,
+)
+"""Of a generation: the runs that had it as new."""
+
+
+def had(draft: str | None = None) -> ColumnElement[bool]:
+    """Whether a run has, or had, a generation as new. draft: of that draft alone. Runs that crashed do not count."""
+    where = [*_AS_NEW, training_runs.c.state != RunState.CRASHED]
+    if draft is not None:
+        where.append(training_runs.c.draft == draft)
+    return exists().where(*where).correlate(generations)
+
+
+def learnt() -> Select[Any, Any]:
+    """Query: seq and run of what runs in a LEARNT state learnt from as new."""
+    return (
+        select(run_texts.c.seq, run_texts.c.run)
+        .join_from(run_texts, training_runs, training_runs.c.id == run_texts.c.run)
+        .where(run_texts.c.role == Role.NEW, training_runs.c.state.in_(LEARNT))
+    )
+
+
+def crashes() -> ScalarSelect[int]:
+    """How many runs crashed that had a generation as new."""
+    return (
+        select(func.count())
+        .where(*_AS_NEW, training_runs.c.state == RunState.CRASHED)
+        .correlate(generations)
+        .scalar_subquery()
+    )
+
+
+def texts_of(run_id: int, *roles: Role) -> ColumnElement[bool]:
+    """Whether a generation is one of a run's."""
+    mine = and_(run_texts.c.run == run_id, run_texts.c.role.in_(roles or tuple(Role)))
+    return generations.c.seq.in_(select(run_texts.c.seq).where(mine))
+
+
+def name_texts(connection: Connection, run_id: int, role: Role, seqs: Sequence[int]) -> None:
+    """Record that the run learns from these. One that it has already keeps its role."""
+    for start in range(0, len(seqs), PAGE):
+        some = seqs[start : start + PAGE]
+        query = select(run_texts.c.seq).where(run_texts.c.run == run_id, run_texts.c.seq.in_(some))
+        known = set(connection.execute(query).scalars())
+        if new := [{"run": run_id, "seq": seq, "role": role.value} for seq in some if seq not in known]:
+            connection.execute(insert(run_texts), new)
+
+
+def free_texts(connection: Connection, run_id: int) -> None:
+    """Delete the run's texts: it is as if it had never had them."""
+    connection.execute(delete(run_texts).where(run_texts.c.run == run_id))
+
+
+def quarantine(connection: Connection, run_id: int, *where: ColumnElement[bool]) -> None:
+    """Quarantine generations for a run, and take them out of the replay buffer."""
+    suspects = select(generations.c.seq).where(*where)
+    connection.execute(delete(replay_buffer).where(replay_buffer.c.seq.in_(suspects)))
+    connection.execute(update(generations).where(*where).values(quarantined_run=run_id))

@@ -1,0 +1,131 @@
+"""What training runs learn from: the texts that none has had yet, those of a run, and the window before them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select
+
+from service.core import Generation, Provenance
+from service.store.database import Database
+from service.store.log.generations import TRAIN
+from service.store.log.reading import load, newest, of_target, same_target
+from service.store.log.run_texts import Role, had, texts_of
+from service.store.tables import generations, run_texts
+
+WINDOW_PAGE = 4
+"""Generations that are read for each that the window wants: some are held out, quarantined, or the run's own."""
+RATED = 500
+"""Newest texts with failure cases that say how many cases a token has."""
+
+
+@dataclass(frozen=True, slots=True)
+class UntrainedCounts:
+    """Texts that no run of the draft has had. cases, tokens, generations: near-ties not counted, output tokens and number of
+    the texts that have such cases. undrafted: output tokens of texts whose cases are not known yet. rate: cases per output
+    token of the newest texts that have any; None: there are none."""
+
+    cases: int
+    tokens: int
+    generations: int
+    undrafted: int = 0
+    rate: float | None = None
+
+    @property
+    def expected_cases(self) -> float:
+        """With those that undrafted texts will have at `rate`: as many as it takes where no rate is known."""
+        if not self.undrafted:
+            return self.cases
+        return math.inf if self.rate is None else self.cases + self.rate * self.undrafted
+
+    @property
+    def expected_tokens(self) -> int:
+        """Output tokens, those of undrafted texts included."""
+        return self.tokens + self.undrafted
+
+
+class TrainingTexts:
+    """Which texts of a database training runs learn from. Read only: a run claims them in store.registry.runs."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def untrained(self, who: Provenance) -> UntrainedCounts:
+        """What the next run of this pair could be claimed for: texts outside the held-out set that no run of this draft has
+        had, with failure cases or undrafted."""
+        with self._db.read() as connection:
+            counts = _counts(connection, _untrained(who))
+            if not counts.undrafted:
+                return counts
+            rated = (
+                select(generations.c.cases, generations.c.output_tokens)
+                .where(of_target(who), generations.c.split == TRAIN, generations.c.cases > 0)
+                .order_by(generations.c.seq.desc())
+                .limit(RATED)
+                .subquery()
+            )
+            cases, tokens = connection.execute(select(func.sum(rated.c.cases), func.sum(rated.c.output_tokens))).one()
+        return replace(counts, rate=int(cases) / int(tokens) if tokens else None)
+
+    def counts_of(self, run_id: int) -> UntrainedCounts:
+        """The same counts of what a run was claimed for."""
+        with self._db.read() as connection:
+            return _counts(connection, texts_of(run_id, Role.NEW))
+
+    def claimed(self, run_id: int) -> list[Generation]:
+        """What a run was claimed for, newest first."""
+        return load(self._db, texts_of(run_id, Role.NEW))
+
+    def claimed_names(self, run_id: int) -> list[tuple[str, str | None]]:
+        """(id, domain) of what a run was claimed for, newest first."""
+        query = select(generations.c.id, generations.c.domain).where(texts_of(run_id, Role.NEW))
+        with self._db.read() as connection:
+            return [(row.id, row.domain) for row in connection.execute(query.order_by(generations.c.seq.desc()))]
+
+    def undrafted(self, run_id: int) -> set[str]:
+        """Ids of what a run was claimed for whose failure cases are not known yet."""
+        query = select(generations.c.id).where(texts_of(run_id, Role.NEW), generations.c.cases.is_(None))
+        with self._db.read() as connection:
+            return set(connection.execute(query).scalars())
+
+    def window(self, who: Provenance, run_id: int, limit: int) -> list[Generation]:
+        """The newest `limit` texts of this target and tokenizer that are not the run's own, none of them held out or
+        quarantined. Newest first."""
+        if limit <= 0:
+            return []
+        columns = (generations.c.seq, generations.c.split, generations.c.output_tokens, generations.c.quarantined_run)
+        rows = newest(self._db, WINDOW_PAGE * limit, *columns)
+        fit = [r for r in rows if r.split == TRAIN and r.output_tokens and r.quarantined_run is None]
+        with self._db.read() as connection:
+            query = select(run_texts.c.seq).where(run_texts.c.run == run_id, run_texts.c.role == Role.NEW)
+            own = set(connection.execute(query).scalars())
+        seqs = [r.seq for r in fit if same_target(r, who) and r.seq not in own][:limit]
+        return load(self._db, generations.c.seq.in_(seqs))
+
+
+def untrained_generations(who: Provenance, limit: int) -> Select[Any]:
+    """Query: seq of the newest `limit` generations that a run of this pair may be claimed for."""
+    return select(generations.c.seq).where(_untrained(who)).order_by(generations.c.seq.desc()).limit(limit)
+
+
+def _untrained(who: Provenance) -> ColumnElement[bool]:
+    return and_(
+        of_target(who),
+        generations.c.split == TRAIN,
+        or_(generations.c.cases > 0, generations.c.cases.is_(None)),
+        generations.c.quarantined_run.is_(None),
+        ~had(who.draft),
+    )
+
+
+def _counts(connection: Connection, *where: ColumnElement[bool]) -> UntrainedCounts:
+    cases, tokens = generations.c.cases, generations.c.output_tokens
+    query: Any = select(
+        func.coalesce(func.sum(cases), 0),
+        func.coalesce(func.sum(case((cases > 0, tokens), else_=0)), 0),
+        func.coalesce(func.sum(case((cases > 0, 1), else_=0)), 0),
+        func.coalesce(func.sum(case((cases.is_(None), tokens), else_=0)), 0),
+    )
+    return UntrainedCounts(*map(int, connection.execute(query.select_from(generations).where(*where)).one()))

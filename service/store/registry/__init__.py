@@ -1,0 +1,1 @@
+"""Training runs and adapters: their states, verdicts and lineage."""

@@ -1,0 +1,387 @@
+"""Training runs: claimed once, moved only along RUN_MOVES, and only by the process that holds the row's fencing token and is
+still a member."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, and_, func, insert, or_, select, update
+
+from service.core import (
+    RUN_MOVES,
+    AdapterState,
+    FailureCase,
+    IllegalMove,
+    NotFound,
+    ParentChanged,
+    Progress,
+    Provenance,
+    RunState,
+    TrainingRun,
+    Trigger,
+    Verdict,
+)
+from service.store.database import Database
+from service.store.log.cases import add_cases
+from service.store.log.generations import log_end
+from service.store.log.run_texts import PAGE, Role, crashes, free_texts, name_texts, quarantine, texts_of
+from service.store.log.training_texts import untrained_generations
+from service.store.processes.fencing import held_run
+from service.store.registry.adapters import active_id, judge_candidate, retire_active
+from service.store.registry.verdicts import from_json, to_json
+from service.store.tables import failure_cases, generations, members, run_texts, training_runs
+from service.store.times import time_of, utc
+
+MAX_CRASHES = 3
+"""Crashes after which a text is suspected of causing them."""
+CURVE_POINTS = 2000
+
+
+class Runs:
+    """The training runs of a database: claim, progress and end. Writes wait until they are committed."""
+
+    def __init__(self, database: Database) -> None:
+        self._db = database
+
+    def claim(
+        self,
+        *,
+        trigger: Trigger,
+        who: Provenance,
+        parent: int,
+        limit: int,
+        owner: str | None = None,
+        idempotency_key: str | None = None,
+        config: Mapping[str, object] | None = None,
+    ) -> TrainingRun | None:
+        """Open a run on the newest `limit` generations that no run of this draft has had, with failure cases or undrafted. Its
+        `cases` counts near-ties too, and what `add_cases` adds. owner: the process that does it (store.members); None: it
+        waits for one that takes it.
+
+        None when a run of this pair is not over yet or nothing is left to train on. A known idempotency key returns its run.
+        """
+
+        def work(connection: Connection) -> TrainingRun | None:
+            if idempotency_key is not None:
+                query = select(training_runs).where(training_runs.c.idempotency_key == idempotency_key)
+                if (row := connection.execute(query).one_or_none()) is not None:
+                    return _run(row)
+            if _open(connection, who) is not None:
+                return None
+            seqs = list(connection.execute(untrained_generations(who, limit)).scalars())
+            if not seqs:
+                return None
+            made = connection.execute(
+                insert(training_runs).values(
+                    state=RunState.CLAIMED.value,
+                    trigger=trigger.value,
+                    fencing=_next_fencing(connection),
+                    owner=owner,
+                    log_end=log_end(connection),
+                    idempotency_key=idempotency_key,
+                    target=who.target,
+                    tokenizer=who.tokenizer,
+                    draft=who.draft,
+                    parent=parent,
+                    cases=0,
+                    generations=len(seqs),
+                    config=json.dumps(dict(config or {})),
+                    progress=json.dumps(asdict(Progress())),
+                    loss_curve="[]",
+                    created_at=time_of(connection),
+                )
+            ).inserted_primary_key
+            assert made is not None
+            name_texts(connection, made[0], Role.NEW, seqs)
+            count = select(func.count()).select_from(failure_cases)
+            cases = sum(
+                connection.execute(count.where(failure_cases.c.seq.in_(seqs[start : start + PAGE]))).scalar_one()
+                for start in range(0, len(seqs), PAGE)
+            )
+            connection.execute(update(training_runs).where(training_runs.c.id == made[0]).values(cases=cases))
+            return _get(connection, made[0])
+
+        return self._db.write(work).result()
+
+    def take(self, run_id: int, owner: str) -> TrainingRun | None:
+        """Become the owner of a claimed run that waits for one, under a new fencing token. None when another was faster."""
+
+        def work(connection: Connection) -> TrainingRun | None:
+            this = update(training_runs).where(training_runs.c.id == run_id, _WAITING)
+            taken = connection.execute(this.values(owner=owner, fencing=_next_fencing(connection))).rowcount
+            return _get(connection, run_id) if taken else None
+
+        return self._db.write(work).result()
+
+    def give_up(self, run: TrainingRun, reason: str) -> TrainingRun | None:
+        """CRASHED, for its process was given up. None when it is over, or another's by now."""
+
+        def work(connection: Connection) -> TrainingRun | None:
+            same = (training_runs.c.id == run.id, training_runs.c.fencing == run.fencing)
+            row = connection.execute(select(training_runs).where(*same, _UNFINISHED, _ORPHANED)).one_or_none()
+            if row is None:
+                return None
+            _end(connection, row, RunState.CRASHED, reason)
+            return _get(connection, run.id)
+
+        return self._db.write(work).result()
+
+    def move(
+        self, run_id: int, fencing: int, state: RunState, *, error: str | None = None, give_back: bool = False
+    ) -> TrainingRun:
+        """Raises IllegalMove, also for PROMOTED and REJECTED: a verdict is given by `promote` or `reject`. FAILED: the run
+        has had its texts. CRASHED: they are free for other runs, and put aside after three crashes, out of the replay buffer
+        too. give_back: they are free as if the run had never had them."""
+
+        def work(connection: Connection) -> TrainingRun:
+            if state in {RunState.PROMOTED, RunState.REJECTED}:
+                raise IllegalMove(f"run {run_id} cannot be {state.value} without its verdict")
+            row = held_run(connection, run_id, fencing)
+            if state.over:
+                _end(connection, row, state, error, give_back=give_back)
+            else:
+                _move(connection, row, state)
+            return _get(connection, run_id)
+
+        return self._db.write(work).result()
+
+    def progress(self, run_id: int, fencing: int, progress: Progress) -> None:
+        """Record where the run is; with a loss it becomes a point of the loss curve. Raises IllegalMove with a stale token."""
+
+        def work(connection: Connection) -> None:
+            row = held_run(connection, run_id, fencing)
+            curve = json.loads(row.loss_curve)
+            if progress.loss is not None and len(curve) < CURVE_POINTS:
+                curve.append([progress.step, progress.loss])
+            connection.execute(
+                update(training_runs)
+                .where(training_runs.c.id == run_id)
+                .values(progress=json.dumps(asdict(progress)), loss_curve=json.dumps(curve))
+            )
+
+        self._db.write(work).result()
+
+    def pause(self, run_id: int, fencing: int, reason: str | None) -> TrainingRun:
+        """Record why the run is paused; None: it is not. Raises IllegalMove with a stale token."""
+
+        def work(connection: Connection) -> TrainingRun:
+            progress = json.loads(held_run(connection, run_id, fencing).progress) | {"paused": reason}
+            connection.execute(
+                update(training_runs).where(training_runs.c.id == run_id).values(progress=json.dumps(progress))
+            )
+            return _get(connection, run_id)
+
+        return self._db.write(work).result()
+
+    def learns(self, run_id: int, fencing: int, role: Role, names: Sequence[str]) -> None:
+        """Record what else a run learns from, by generation id. Names that are not in the log (the general set's) are
+        passed over; what the run was claimed for stays NEW. Raises IllegalMove with a stale token."""
+
+        def work(connection: Connection) -> None:
+            held_run(connection, run_id, fencing)
+            for start in range(0, len(names), PAGE):
+                query = select(generations.c.seq).where(generations.c.id.in_(names[start : start + PAGE]))
+                name_texts(connection, run_id, role, list(connection.execute(query).scalars()))
+
+        self._db.write(work).result()
+
+    def add_cases(self, run_id: int, fencing: int, found: Mapping[str, Sequence[FailureCase]]) -> None:
+        """Store the cases of undrafted texts that a run was claimed for, by generation id; they are known from now on, be they
+        none. Other texts, and those whose cases are known, are passed over. Raises IllegalMove with a stale token."""
+
+        def work(connection: Connection) -> None:
+            row = held_run(connection, run_id, fencing)
+            unknown = (texts_of(run_id, Role.NEW), generations.c.cases.is_(None))
+            new = 0
+            for name, cases in found.items():
+                query = select(generations.c.seq).where(generations.c.id == name, *unknown)
+                if (seq := connection.execute(query).scalar()) is not None:
+                    new += add_cases(connection, seq, cases)
+            this = update(training_runs).where(training_runs.c.id == run_id)
+            connection.execute(this.values(cases=row.cases + new))
+
+        self._db.write(work).result()
+
+    def reject(self, run_id: int, fencing: int, adapter_id: int | None, verdict: Verdict) -> TrainingRun:
+        """The candidate is refused by the gate, or cannot be loaded: run and adapter become REJECTED, in one transaction."""
+
+        def work(connection: Connection) -> TrainingRun:
+            row = held_run(connection, run_id, fencing)
+            _move(connection, row, RunState.REJECTED, adapter=adapter_id, verdict=to_json(verdict))
+            if adapter_id is not None:
+                judge_candidate(connection, run_id, adapter_id, AdapterState.REJECTED, verdict)
+            return _get(connection, run_id)
+
+        return self._db.write(work).result()
+
+    def promote(self, run_id: int, fencing: int, adapter_id: int, verdict: Verdict) -> TrainingRun:
+        """The candidate is better: run PROMOTED, adapter ACTIVE, the former one RETIRED, in one transaction. Raises
+        ParentChanged, with nothing changed, when what it was compared with is not active any more."""
+
+        def work(connection: Connection) -> TrainingRun:
+            row = held_run(connection, run_id, fencing)
+            _move(connection, row, RunState.PROMOTED, adapter=adapter_id, verdict=to_json(verdict))
+            if active_id(connection, row.draft) != row.parent:
+                raise ParentChanged(f"adapter {row.parent}, which it was compared with, no longer serves")
+            retire_active(connection, row.draft)
+            judge_candidate(connection, run_id, adapter_id, AdapterState.ACTIVE, verdict)
+            return _get(connection, run_id)
+
+        return self._db.write(work).result()
+
+    def get(self, run_id: int) -> TrainingRun:
+        """The run with this id. Raises NotFound."""
+        with self._db.read() as connection:
+            return _get(connection, run_id)
+
+    def texts(self, run_id: int) -> int:
+        """How many texts of the log a run learnt from; erased ones are not counted."""
+        query = select(func.count()).select_from(run_texts).where(run_texts.c.run == run_id)
+        with self._db.read() as connection:
+            return connection.execute(query).scalar_one()
+
+    def by_key(self, key: str) -> TrainingRun | None:
+        """The run that was asked for with this idempotency key; None: there is none."""
+        with self._db.read() as connection:
+            row = connection.execute(select(training_runs).where(training_runs.c.idempotency_key == key)).one_or_none()
+        return None if row is None else _run(row)
+
+    def current(self, who: Provenance) -> TrainingRun | None:
+        """The run of this pair that is not over."""
+        with self._db.read() as connection:
+            row = _open(connection, who)
+        return None if row is None else _run(row)
+
+    def unfinished(self) -> list[TrainingRun]:
+        """The runs of any pair that are not over, newest first."""
+        query = select(training_runs).where(_UNFINISHED).order_by(training_runs.c.id.desc())
+        with self._db.read() as connection:
+            return [_run(row) for row in connection.execute(query)]
+
+    def orphaned(self) -> list[TrainingRun]:
+        """Those of them whose process was given up."""
+        query = select(training_runs).where(_UNFINISHED, _ORPHANED)
+        with self._db.read() as connection:
+            return [_run(row) for row in connection.execute(query)]
+
+    def newest(self, who: Provenance) -> TrainingRun | None:
+        """The newest run of this pair, over or not; None: there is none."""
+        query = select(training_runs).where(*_pair(who)).order_by(training_runs.c.id.desc()).limit(1)
+        with self._db.read() as connection:
+            row = connection.execute(query).one_or_none()
+        return None if row is None else _run(row)
+
+    def latest(self, limit: int) -> list[TrainingRun]:
+        """The newest `limit` runs, newest first."""
+        with self._db.read() as connection:
+            return [
+                _run(row)
+                for row in connection.execute(select(training_runs).order_by(training_runs.c.id.desc()).limit(limit))
+            ]
+
+    def ended(self) -> list[TrainingRun]:
+        """The runs of any pair that are over, oldest first."""
+        query = select(training_runs).where(~_UNFINISHED).order_by(training_runs.c.id)
+        with self._db.read() as connection:
+            return [_run(row) for row in connection.execute(query)]
+
+    def recipe(self, run_id: int) -> tuple[Provenance, dict[str, Any]]:
+        """The pair that a run trains for, and the settings (`training.*`) that it was claimed with. Raises NotFound."""
+        columns = (training_runs.c.target, training_runs.c.tokenizer, training_runs.c.draft, training_runs.c.config)
+        with self._db.read() as connection:
+            row = connection.execute(select(*columns).where(training_runs.c.id == run_id)).one_or_none()
+        if row is None:
+            raise NotFound(f"no training run {run_id}")
+        return Provenance(row.target, row.tokenizer, row.draft), json.loads(row.config)
+
+    def drift_answered(self, draft: str) -> int:
+        """The newest generation (seq) when the newest run was claimed that drift had set off and that came to a verdict of its
+        own; one that gave its texts back did not. 0: there is none."""
+        decided = [state.value for state in (RunState.PROMOTED, RunState.REJECTED, RunState.FAILED)]
+        texts = select(run_texts.c.run).where(run_texts.c.run == training_runs.c.id)
+        query = select(func.max(training_runs.c.log_end)).where(
+            training_runs.c.trigger == Trigger.DRIFT.value,
+            training_runs.c.draft == draft,
+            training_runs.c.state.in_(decided),
+            texts.exists(),
+        )
+        with self._db.read() as connection:
+            return connection.execute(query).scalar() or 0
+
+    def loss_curve(self, run_id: int) -> list[tuple[int, float]]:
+        """(step, nats per response position)."""
+        with self._db.read() as connection:
+            curve = connection.execute(
+                select(training_runs.c.loss_curve).where(training_runs.c.id == run_id)
+            ).scalar_one_or_none()
+        if curve is None:
+            raise NotFound(f"no training run {run_id}")
+        return [(int(step), float(loss)) for step, loss in json.loads(curve)]
+
+
+_of_a_member = select(members.c.id).where(members.c.token == training_runs.c.owner).exists()
+_UNFINISHED = training_runs.c.state.not_in([state.value for state in RunState if state.over])
+_WAITING = and_(training_runs.c.state == RunState.CLAIMED.value, training_runs.c.owner.is_(None))
+_ORPHANED = and_(~_WAITING, or_(training_runs.c.owner.is_(None), ~_of_a_member))
+
+
+def _open(connection: Connection, who: Provenance) -> Row[Any] | None:
+    return connection.execute(select(training_runs).where(_UNFINISHED, *_pair(who))).one_or_none()
+
+
+def _pair(who: Provenance) -> tuple[ColumnElement[bool], ...]:
+    return (
+        training_runs.c.target == who.target,
+        training_runs.c.tokenizer == who.tokenizer,
+        training_runs.c.draft == who.draft,
+    )
+
+
+def _move(connection: Connection, row: Row[Any], state: RunState, **values: object) -> None:
+    if state not in RUN_MOVES[RunState(row.state)]:
+        raise IllegalMove(f"run {row.id} cannot go from {row.state} to {state.value}")
+    finished = {"finished_at": time_of(connection)} if state.over else {}
+    connection.execute(
+        update(training_runs).where(training_runs.c.id == row.id).values(state=state.value, **finished, **values)
+    )
+
+
+def _end(connection: Connection, row: Row[Any], state: RunState, error: str | None, *, give_back: bool = False) -> None:
+    _move(connection, row, state, error=error)
+    if give_back:
+        free_texts(connection, row.id)
+    elif state is RunState.CRASHED:
+        quarantine(connection, row.id, texts_of(row.id, Role.NEW), crashes() >= MAX_CRASHES)
+
+
+def _next_fencing(connection: Connection) -> int:
+    return (connection.execute(select(func.max(training_runs.c.fencing))).scalar() or 0) + 1
+
+
+def _get(connection: Connection, run_id: int) -> TrainingRun:
+    row = connection.execute(select(training_runs).where(training_runs.c.id == run_id)).one_or_none()
+    if row is None:
+        raise NotFound(f"no training run {run_id}")
+    return _run(row)
+
+
+def _run(row: Row[Any]) -> TrainingRun:
+    return TrainingRun(
+        id=row.id,
+        state=RunState(row.state),
+        trigger=Trigger(row.trigger),
+        fencing=row.fencing,
+        parent=row.parent,
+        cases=row.cases,
+        generations=row.generations,
+        progress=Progress(**json.loads(row.progress)),
+        adapter=row.adapter,
+        verdict=None if row.verdict is None else from_json(row.verdict),
+        error=row.error,
+        created_at=utc(row.created_at),
+        finished_at=None if row.finished_at is None else utc(row.finished_at),
+        owner=row.owner,
+    )

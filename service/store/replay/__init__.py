@@ -1,0 +1,1 @@
+"""Texts of the past that later runs replay."""

@@ -1,0 +1,19 @@
+"""The time that rows are dated by."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from sqlalchemy import Connection, func, select
+
+
+def utc(moment: datetime) -> datetime:
+    """A stored time in UTC: SQLite forgets time zones, PostgreSQL uses the connection's."""
+    return moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
+
+
+def time_of(connection: Connection) -> datetime:
+    """The database's time, in UTC: PostgreSQL's own; SQLite has this machine's."""
+    if connection.dialect.name == "postgresql":
+        return connection.execute(select(func.clock_timestamp())).scalar_one().astimezone(UTC)
+    return datetime.now(UTC)

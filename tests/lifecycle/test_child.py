@@ -1,0 +1,141 @@
+"""Messages that a child may send, and how its exit is detected."""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from service.core import FailureCase, Progress, Score
+from service.lifecycle.child import Child
+from service.lifecycle.launcher import Process, ProcessLauncher
+from service.lifecycle.messages import Candidate, Cases, Crashed, Done, Failed, Scores, parse
+
+ROUNDS = {"rounds": 3, "accepted": 5, "predicted": 4.5}
+SCORE = {"generation": "g", "domain": "", "tokens": 40, "agreed": 20, "calls": [30, 20], **ROUNDS}
+CANDIDATE = {"type": "candidate", "folder": "/a/b", "sha256": "ff", "rank": 4, "scale": 2, "keys": ["q"], "frozen": 9}
+CASE = {"position": 3, "drafted": 5, "target": 6, "p": 0.25, "q": 0.5, "margin": 1.5, "tie": True}
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def test_every_message_of_the_protocol_is_understood() -> None:
+    assert parse({"type": "progress", "step": 1, "steps": 2, "loss": 0.5}) == Progress(1, 2, 0.5)
+    assert parse({"type": "progress", "step": 1, "steps": 2, "grad_norm": float("inf")}) == Progress(1, 2)
+    assert parse(CANDIDATE) == Candidate(Path("/a/b"), "ff", 4, 2.0, ("q",))
+    score = Score("g", "", 40, 20, (30.0, 20.0), rounds=3, accepted=5, predicted=4.5)
+    assert parse({"type": "scores", "scores": {"0": [SCORE]}}) == Scores({"0": (score,)}, {})
+    chat = {"0": [SCORE | {"conversation": "c"}]}
+    assert parse({"type": "scores", "scores": chat, "golden": {"0": [SCORE]}}) == Scores(
+        {"0": (replace(score, conversation="c"),)}, {"0": (score,)}
+    )
+    assert parse({"type": "cases", "cases": {"g": [CASE], "h": []}}) == Cases(
+        {"g": (FailureCase(3, 5, 6, 0.25, 0.5, 1.5, True),), "h": ()}
+    )
+    assert parse({"type": "failed", "reason": "no"}) == Failed("no")
+    assert parse({"type": "done"}) == Done()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {},
+        {"type": "hello"},
+        {"type": "progress"},
+        {"type": "progress", "step": "1", "steps": 2},
+        {"type": "progress", "step": True, "steps": 2},
+        {"type": "progress", "step": 1, "steps": 2, "loss": "low"},
+        {"type": "failed"},
+        {"type": "failed", "reason": ""},
+        {"type": "scores"},
+        {"type": "scores", "scores": [SCORE]},
+        {"type": "scores", "scores": {"0": SCORE}},
+        *({"type": "scores", "scores": {"0": [{**SCORE, name: None}]}} for name in SCORE),
+        {"type": "scores", "scores": {"0": [{**SCORE, "calls": 20}]}},
+        {"type": "scores", "scores": {"0": [{**SCORE, "calls": [30, None]}]}},
+        {"type": "scores", "scores": {"0": [{**SCORE, "calls": [30, float("nan")]}]}},
+        {"type": "scores", "scores": {"0": [{**SCORE, "tokens": -1}]}},
+        {"type": "scores", "scores": {"0": [SCORE]}, "steps": {"0": 0.0}},
+        {"type": "scores", "scores": {"0": [SCORE]}, "steps": {"0": float("nan")}},
+        {"type": "scores", "scores": {"0": [SCORE]}, "steps": [1.0]},
+        {"type": "cases"},
+        {"type": "cases", "cases": {"g": CASE}},
+        *({"type": "cases", "cases": {"g": [{**CASE, name: None}]}} for name in CASE if name != "tie"),
+        {"type": "cases", "cases": {"g": [{**CASE, "position": -1}]}},
+        {"type": "cases", "cases": {"g": [{**CASE, "q": float("nan")}]}},
+        *({**CANDIDATE, name: None} for name in ("folder", "sha256", "rank", "scale", "keys")),
+        {**CANDIDATE, "scale": float("inf")},
+    ],
+)
+def test_anything_else_is_refused(message: Mapping[str, object]) -> None:
+    with pytest.raises(
+        ValueError, match=r"unknown message type|is not (an object|a list|a text|a count|a finite number|above 0)"
+    ):
+        parse(message)
+
+
+def started(tmp_path: Path, code: str) -> tuple[Child, Process]:
+    process = ProcessLauncher(tmp_path / "child.log", command=("-c", code)).launch({"kind": "train"})
+    return Child(process, NOW), process
+
+
+def listen(child: Child, seconds: float = 10.0) -> None:
+    """Wait until the child has ended."""
+    end = time.monotonic() + seconds
+    while not any(isinstance(message, Done | Failed | Crashed) for message in child.inbox):
+        assert time.monotonic() < end
+        child.poll(NOW, 60.0)
+        time.sleep(0.01)
+
+
+def test_the_last_messages_are_read_before_the_end(tmp_path: Path) -> None:
+    child, process = started(tmp_path, """print('{"type": "progress", "step": 1, "steps": 1}\\n{"type": "done"}')""")
+    listen(child)
+    assert list(child.inbox) == [Progress(1, 1), Done()]
+    assert process.exit_code() == 0
+    assert not child.over, "it has not been acted on yet"
+    child.inbox.clear()
+    assert child.over
+
+
+def test_messages_after_the_last_one_are_ignored(tmp_path: Path) -> None:
+    text = '{"type": "done"}\\n{"type": "failed", "reason": "late"}'
+    child, _ = started(tmp_path, f"print('{text}')")
+    listen(child)
+    child.poll(NOW, 60.0)
+    assert list(child.inbox) == [Done()]
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("import sys; sys.exit(3)", "exit code 3"),
+        ("pass", "exit code 0"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "exit code -9"),
+        ("print('[1, 2]', flush=True); import sys; sys.stdin.read()", "unreadable"),
+    ],
+)
+def test_an_exit_without_a_final_message_is_a_crash(tmp_path: Path, code: str, reason: str) -> None:
+    child, process = started(tmp_path, code)
+    listen(child)
+    (last,) = child.inbox
+    assert isinstance(last, Crashed) and reason in last.reason
+    assert process.exit_code() is not None
+
+
+def test_time_is_limited(tmp_path: Path) -> None:
+    child, process = started(tmp_path, "import sys; sys.stdin.read()")
+    child.poll(NOW + timedelta(seconds=60), 60.0)
+    assert not child.inbox and process.exit_code() is None
+    child.poll(NOW + timedelta(seconds=61), 60.0)
+    assert isinstance(child.inbox[0], Crashed)
+    assert process.exit_code() is not None
+
+
+def test_a_child_that_does_not_listen_is_ended_by_force(tmp_path: Path) -> None:
+    _, process = started(tmp_path, "import time; time.sleep(60)")
+    began = time.monotonic()
+    process.stop(0.2)
+    assert process.exit_code() == -9
+    assert time.monotonic() - began < 10
