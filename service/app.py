@@ -17,16 +17,16 @@ from service.store.stores import Stores
 log = logging.getLogger(__name__)
 
 TARGETS = "targets"
-"""In the home folder: the target's distributions for texts that were logged without them (learning.rescore)."""
+"""In the home folder: the target's distributions for texts that were logged without them (learning.targets)."""
 
 
 def erase(stores: Stores, settings: Settings, selection: Selection, *, retire_adapters: bool) -> Erased:
     """What lifecycle.Supervisor.erase does, where no server runs: files and rows. Raises StoreError, OSError."""
     # Here alone: they import MLX.
     from service.engine.kv import prefix_files
-    from service.learning import rescore
+    from service.learning import targets
 
-    rescore.remove_files(settings.home / TARGETS)
+    targets.remove_files(settings.home / TARGETS)
     if (folder := settings.engine.prefix_cache_dir) is not None:
         prefix_files.remove_files(folder)
     return stores.lineage.erase(selection, retire_adapters=retire_adapters)

@@ -31,7 +31,7 @@ from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
 from service.engine.thread import EngineThread
 from service.learning.loading import training_bytes
-from service.learning.rescore import remove_files
+from service.learning.targets import remove_files
 from service.learning_loop import TRAINING_LOG, LearningLoop, Place
 from service.lifecycle.queue_monitor import QueueMonitor
 from service.lifecycle.recorder import Recorder

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from service.app import TARGETS, resolve_models
 from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, BadRequest, Staged
-from service.learning.rescore import remove_files
+from service.learning.targets import remove_files
 from service.learning_loop import LearningLoop, Place
 from service.metrics import Metrics
 from service.models.fingerprint import is_unaltered

@@ -60,12 +60,12 @@ def make_draft(
 
     Under mlx.launch the processes share the work.
     """
-    from service.learning import making
+    from service.learning.make import draft
     from service.learning.ranks import Ranks
     from service.models.catalog import resolve
 
-    if kind not in making.KINDS:
-        raise typer.BadParameter(" or ".join(making.KINDS), param_hint="--kind")
+    if kind not in draft.KINDS:
+        raise typer.BadParameter(" or ".join(draft.KINDS), param_hint="--kind")
     if dtype not in {"float32", "bfloat16"}:
         raise typer.BadParameter("float32 or bfloat16", param_hint="--dtype")
     try:
@@ -74,7 +74,7 @@ def make_draft(
         raise typer.BadParameter("indices separated by commas, such as 0,1,-2,-1", param_hint="--layers") from None
     settings = settings_from(config)
     folder = resolve(target, settings.home, revision=settings.models.revision)
-    recipe = making.Recipe(
+    recipe = draft.Recipe(
         layers=named,
         kind=kind,
         tokens=tokens,
@@ -103,7 +103,7 @@ def make_draft(
             if stage == "writing" or done % 100 == 0 or done == of:
                 err.print(f"{stage} {done}/{of} {note}", highlight=False)
 
-        result = making.make_draft(
+        result = draft.make_draft(
             folder,
             out_folder,
             recipe,

@@ -279,7 +279,7 @@ class Launcher(Protocol):
     """Starts child processes: training runs and the other jobs of the lifecycle."""
 
     def launch(self, spec: Mapping[str, object]) -> JobHandle:
-        """Start the child with a JSON-serialisable job description (see learning.job.JobSpec)."""
+        """Start the child with a JSON-serialisable job description (see learning.spec.JobSpec)."""
         ...
 
 

@@ -135,7 +135,7 @@ class TrainingRun:
     created_at: datetime
     finished_at: datetime | None
     owner: str | None = None
-    """The process that does it (store.members); None: a claimed run waits for one."""
+    """The process that does it (store.processes.members); None: a claimed run waits for one."""
 
 
 @dataclass(frozen=True, slots=True)

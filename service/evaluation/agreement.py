@@ -14,8 +14,8 @@ import mlx.nn as nn
 import numpy as np
 
 from service.core import Generation, Score
-from service.learning.offpolicy import overlap
-from service.learning.scoring import score
+from service.learning.scoring.acceptance import overlap
+from service.learning.scoring.score import score
 
 K = 4
 """Draft length at which tokens per target call are reported."""

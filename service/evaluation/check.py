@@ -10,7 +10,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from service.learning.forced import response_logits
+from service.learning.teacher_forcing import response_logits
 
 
 def naive_greedy(target: nn.Module, prompt: Sequence[int], count: int, ends: frozenset[int]) -> list[int]:

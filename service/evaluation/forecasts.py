@@ -13,8 +13,8 @@ from service.core import BARE_DRAFT, BadRequest, Generation, RedraftError, Sampl
 from service.engine import profile
 from service.engine.adapters import load, served
 from service.engine.costs import Costs
-from service.learning.forecast import Forecast, forecast
-from service.learning.offpolicy import acceptance
+from service.learning.scoring.acceptance import acceptance
+from service.learning.scoring.expected import Forecast, forecast
 from service.models import vocabulary
 from service.models.heads import cut, shallow_copy, uncut
 from service.models.pair import Pair, load_pair

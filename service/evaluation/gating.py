@@ -29,7 +29,7 @@ from service.evaluation.prompts import PromptLine
 from service.evaluation.run import DRAFTED, Step
 from service.learning import lora
 from service.learning.job import CACHE_BYTES
-from service.learning.scoring import held_out, score
+from service.learning.scoring.score import held_out, score
 from service.lifecycle import gate
 from service.models import vocabulary
 from service.models.pair import Pair, load_pair

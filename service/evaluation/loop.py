@@ -1,8 +1,8 @@
 """The server's own loop without a server: supervisor, store, gate, watch and training job over answers that are there.
 
 Decoding is lossless, so what a request would have been answered with does not depend on the draft. What a draft would have been
-worth there, and the cases it would have left, one teacher-forced pass tells (learning/rounds.py). No time passes between
-requests: there is no cool-down and no back-off, and a run takes no request's time.
+worth there, and the cases it would have left, one teacher-forced pass tells (learning/scoring/simulate.py). No time passes
+between requests: there is no cool-down and no back-off, and a run takes no request's time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from service.evaluation.prompts import PromptLine
 from service.evaluation.run import DRAFTED, Step
 from service.learning import job
 from service.learning.channel import Channel
-from service.learning.rounds import Drafted, logged
+from service.learning.scoring.simulate import Simulated, simulate_rounds
 from service.lifecycle import gate
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.supervisor import Supervisor
@@ -66,7 +66,7 @@ class Course:
     runs: list[Run] = field(default_factory=list[Run])
     serving: list[int] = field(default_factory=list[int])
 
-    def add(self, one: Drafted) -> None:
+    def add(self, one: Simulated) -> None:
         """Append one request's counts of agreed tokens, output tokens and target calls."""
         self.agreed.append(one.agreed)
         self.tokens.append(len(one.generation.output))
@@ -277,9 +277,9 @@ class Loop:
         """A draft as it would serve with one of the adapters. Raises NotFound, AdapterRefused."""
         return self.drafts.loaded(None if adapter == BARE_DRAFT else self.stores.adapters.get(adapter)).model
 
-    def _drafted(self, block: Sequence[Generation]) -> list[Drafted]:
+    def _drafted(self, block: Sequence[Generation]) -> list[Simulated]:
         vocabulary = self.pair.vocabulary
-        return logged(self.drafts.model, block, k=DRAFTED, adapter=self.drafts.active, vocabulary=vocabulary)
+        return simulate_rounds(self.drafts.model, block, k=DRAFTED, adapter=self.drafts.active, vocabulary=vocabulary)
 
     def _note_runs(self, course: Course) -> None:
         new = self.stores.runs.latest(len(course.runs) + 2)

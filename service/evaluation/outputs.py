@@ -15,7 +15,7 @@ from service.core import FinishReason, Generation, Prompt, Provenance, Sampling
 from service.engine.decoder import Decoder
 from service.engine.request import Request
 from service.evaluation.prompts import PromptLine
-from service.learning.rescore import TargetCache
+from service.learning.targets import TargetCache
 from service.models.pair import Pair
 from service.models.text import TextEncoder
 

@@ -23,7 +23,7 @@ from service.evaluation.loop import Course, Loop, answered, measured_costs
 from service.evaluation.prompts import PromptLine
 from service.evaluation.run import DRAFTED, Step
 from service.learning.job import CACHE_BYTES
-from service.learning.scoring import score
+from service.learning.scoring.score import score
 from service.models.pair import Pair, load_pair
 from service.settings import Settings
 

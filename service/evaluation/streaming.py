@@ -18,8 +18,8 @@ from service.evaluation.outputs import greedy_generations
 from service.evaluation.run import DRAFTED, Step
 from service.evaluation.stream import LEARNING, ONLINE, STATIC, UNGUARDED, Best, Part, Stream
 from service.learning.job import CACHE_BYTES
-from service.learning.rounds import logged
-from service.learning.scoring import score
+from service.learning.scoring.score import score
+from service.learning.scoring.simulate import simulate_rounds
 from service.lifecycle import gate
 from service.models.pair import Pair, load_pair
 from service.settings import Settings
@@ -81,7 +81,7 @@ def run_stream(
 
     on_step("static", 0, 1)
     bare, plain = served(pair.draft).model, Course()
-    for one in logged(bare, told, k=DRAFTED, adapter=BARE_DRAFT, vocabulary=pair.vocabulary):
+    for one in simulate_rounds(bare, told, k=DRAFTED, adapter=BARE_DRAFT, vocabulary=pair.vocabulary):
         plain.add(one)
     static = measured(bare)
     courses, after = {STATIC: plain}, {STATIC: [static] * len(parts)}

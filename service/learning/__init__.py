@@ -1,1 +1,4 @@
-"""Improving the draft from what was logged: data, loss, LoRA training, off-policy scores. Runs in a child process."""
+"""Trains adapters of the draft on logged generations and scores them, in a child process (`job`).
+
+`scoring/` predicts from the log how an adapter would draft; `make/` makes a new draft for a target.
+"""

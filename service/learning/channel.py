@@ -1,4 +1,4 @@
-"""The child's line to its parent: messages out on stdout, pause, resume and the end of the line in on stdin."""
+"""The child's channel to its parent: it sends messages on stdout and receives its job, pause and resume on stdin."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 _PAUSE_SECONDS = 0.02
 _LONGEST_SLEEP = 1.0
-"""Seconds of throttling at a time, at most: loading a model need not be followed by as long a sleep."""
+"""Seconds of throttling at a time, at most: a sleep as long as loading a model took would be too long."""
 ORPHANED = 75
 """Exit status after the parent went away (EX_TEMPFAIL)."""
 
@@ -23,8 +23,8 @@ ORPHANED = 75
 class Channel:
     """Owns stdin and stdout of this process.
 
-    Whatever else prints goes to stderr, so that stdout carries messages alone. A thread watches stdin: at its end the
-    process exits on the spot, since a child without a parent must not publish anything.
+    Everything that is printed goes to stderr, so that stdout carries messages alone. A thread reads stdin: at its end the
+    process exits at once with ORPHANED, since a child without a parent must not publish anything.
     """
 
     def __init__(self, stdin: int, stdout: TextIO) -> None:
@@ -32,19 +32,20 @@ class Channel:
         self._out = stdout
         self._paused = threading.Event()
         self.share = 1.0
-        """Share of the time in which this process works: `hold` throttles it to that."""
+        """Share of the time in which this process works, above 0 and at most 1: `hold` throttles it to that."""
         self._working_since = time.perf_counter()
 
     @classmethod
     def claim(cls) -> Channel:
-        """Take over this process's streams."""
+        """A channel over this process's own stdin and stdout."""
         stdout = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8", buffering=1)
         sys.stdout.flush()
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         return cls(sys.stdin.fileno(), stdout)
 
     def first_line(self) -> str:
-        """The job. Then starts to watch for what follows."""
+        """The first line of stdin, which is the job; empty where there is none. Starts the thread that reads the commands after
+        it."""
         line = next(self._lines, "")
         threading.Thread(target=self._watch, name="redraft-stdin", daemon=True).start()
         return line
@@ -55,8 +56,8 @@ class Channel:
         return self._paused.is_set()
 
     def hold(self) -> float:
-        """Between two pieces of work: sleep for as long as throttles work to `share` of the time, then wait while the parent
-        wants this process to pause. Returns the seconds it was paused for."""
+        """To be called between two pieces of work: sleeps for as long as limits work to `share` of the time, then waits while
+        the parent wants this process to pause. Returns the seconds for which it was paused; throttling is not counted."""
         worked = time.perf_counter() - self._working_since
         time.sleep(min(worked * (1 / self.share - 1), _LONGEST_SLEEP))
         paused_at = time.perf_counter()
@@ -66,7 +67,8 @@ class Channel:
         return self._working_since - paused_at
 
     def send(self, kind: str, message: Mapping[str, object] | None = None) -> None:
-        """One message. A parent that no longer listens is a parent that went away."""
+        """Send one message as a line of JSON with the type `kind`. Exits with ORPHANED when the parent does not read any
+        more."""
         try:
             self._out.write(json.dumps({"type": kind, **(message or {})}) + "\n")
             self._out.flush()
@@ -85,9 +87,9 @@ class Channel:
 
 
 def _lines(descriptor: int) -> Iterator[str]:
-    """Lines of a pipe. Read below sys.stdin, whose lock a thread that waits in it would hold while the process ends."""
+    """Lines of a pipe. Not read through sys.stdin: a thread that waits in it holds its lock while the process ends."""
     pending = b""
     while block := os.read(descriptor, 2**16):
-        *whole, pending = (pending + block).split(b"\n")
-        for line in whole:
+        *complete, pending = (pending + block).split(b"\n")
+        for line in complete:
             yield line.decode("utf-8", "replace")

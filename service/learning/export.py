@@ -1,37 +1,43 @@
-"""Adapters for mlx-lm: a copy of the folder, or a whole draft model with the adapter folded in."""
+"""Folders that mlx-lm loads: of a model, of an adapter, of a draft model with an adapter folded into its weights."""
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import mlx.core as mx
 from mlx.utils import tree_flatten
 
 from service.core import AdapterRef, AdapterRefused, BadRequest
-from service.learning.prune import save
 from service.models.fingerprint import is_unaltered
 from service.models.pair import load_model
 
 
 def export_adapter(ref: AdapterRef, folder: Path) -> None:
-    """Copy an adapter's folder, which is in mlx-lm's own format already. Raises AdapterRefused when it was altered."""
-    _fresh(folder)
-    _unaltered(ref)
+    """Copy an adapter's folder, which is in mlx-lm's own format, to the new folder `folder`. Raises AdapterRefused when the
+    adapter's files were altered, BadRequest when `folder` exists."""
+    _require_new(folder)
+    _require_unaltered(ref)
     shutil.copytree(ref.folder, folder)
 
 
 def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
-    """Write the draft with the adapter folded into its weights, as a standard model folder. Where a quantised draft serves,
-    folded layers are not quantised; here they are again, which costs some of what was learnt: a small change is rounded away.
-    Raises AdapterRefused when the adapter was altered or belongs to another draft."""
+    """Write the draft with the adapter folded into its weights, as the new model folder `folder`.
+
+    Folded layers of a quantised draft are quantised again here, which rounds small changes away; when serving they are not
+    quantised. Raises AdapterRefused when the adapter was altered or belongs to another draft, BadRequest when `folder` exists.
+    """
     from mlx.utils import tree_unflatten
     from mlx_lm.tuner.lora import LoRALinear
     from mlx_lm.tuner.utils import load_adapters
 
     from service.engine.adapters import read_config, read_header
 
-    _fresh(folder)
-    _unaltered(ref)
+    _require_new(folder)
+    _require_unaltered(ref)
     loaded = load_model(draft)
     read_config(ref, loaded.fingerprint)
     read_header(ref.folder / "adapters.safetensors")
@@ -39,14 +45,24 @@ def export_fused(ref: AdapterRef, draft: Path, folder: Path) -> None:
     fused = [(name, module.fuse()) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
     model.update_modules(tree_unflatten(fused))
     folder.mkdir(parents=True)
-    save(dict(tree_flatten(model.parameters())), loaded.config, draft, folder)
+    save_model_folder(dict(tree_flatten(model.parameters())), loaded.config, draft, folder)
 
 
-def _unaltered(ref: AdapterRef) -> None:
+def save_model_folder(weights: Mapping[str, mx.array], config: Mapping[str, Any], source: Path, folder: Path) -> None:
+    """Write weights, config.json and the tokenizer's files of the model folder `source` into the existing `folder`."""
+    mx.save_safetensors(str(folder / "model.safetensors"), dict(weights), metadata={"format": "mlx"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    skip = {"config.json", "redraft.json", "model.safetensors.index.json"}
+    for file in source.iterdir():
+        if file.is_file() and file.suffix in {".json", ".jinja", ".model", ".txt"} and file.name not in skip:
+            shutil.copyfile(file, folder / file.name)
+
+
+def _require_unaltered(ref: AdapterRef) -> None:
     if not is_unaltered(ref.folder, ref.sha256):
         raise AdapterRefused(f"adapter {ref.id}: its files are gone or not the ones that were registered")
 
 
-def _fresh(folder: Path) -> None:
+def _require_new(folder: Path) -> None:
     if folder.exists():
         raise BadRequest(f"{folder} exists already", field="folder")

@@ -1,4 +1,4 @@
-"""An adapter as a repository on the Hugging Face hub: its folder, with a model card that says what it is for."""
+"""An adapter as a repository on the Hugging Face hub: its folder and a model card."""
 
 from __future__ import annotations
 
@@ -13,14 +13,18 @@ CARD = "README.md"
 def write_folder(
     ref: AdapterRef, folder: Path, *, base_model: str, target: str, texts: int, verdict: Verdict | None
 ) -> None:
-    """Write an adapter as mlx-lm loads it, and its card. base_model: the draft's name on the hub. target: what it drafts for.
-    texts: how many recorded texts its run learnt from. verdict: the gate's. Raises AdapterRefused, BadRequest."""
+    """Write an adapter as mlx-lm loads it, and its model card, to the new folder `folder`.
+
+    base_model: the draft's name on the hub. target: the name of the model it drafts for. texts: how many recorded texts its run
+    learnt from. verdict: the gate's, None where there is none. Raises AdapterRefused when its files were altered, BadRequest
+    when `folder` exists.
+    """
     export_adapter(ref, folder)
     (folder / CARD).write_text(card(ref, base_model, target, texts, verdict), encoding="utf-8")
 
 
 def card(ref: AdapterRef, base_model: str, target: str, texts: int, verdict: Verdict | None) -> str:
-    """The model card: metadata by the hub's names, then text."""
+    """The text of the model card, with the hub's metadata in front; arguments as of `write_folder`."""
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
@@ -50,8 +54,8 @@ def card(ref: AdapterRef, base_model: str, target: str, texts: int, verdict: Ver
 
 
 def push(folder: Path, repo: str, *, private: bool, message: str) -> str:
-    """Upload a folder as a model repository, which is made where there is none; its address. Raises BadRequest,
-    RedraftError."""
+    """Upload a folder as a model repository, which is created where there is none. Returns its address. Raises BadRequest for a
+    name that the hub does not allow, RedraftError for whatever else the hub refuses."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
 
@@ -61,7 +65,7 @@ def push(folder: Path, repo: str, *, private: bool, message: str) -> str:
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
     except HFValidationError as error:
         raise BadRequest(f"{repo} is no name of a repository: {error}", field="repo") from error
-    except Exception as error:  # (its client raises what its HTTP library raises, which changes)
+    except Exception as error:  # its client raises what its HTTP library raises, which changes
         raise RedraftError(
             f"the hub did not take it: {(str(error) or type(error).__name__).splitlines()[0]}"
         ) from error

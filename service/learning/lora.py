@@ -24,8 +24,8 @@ _LEAVES = frozenset({"lora_a", "lora_b"})
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What an adapter looks like. scale: what the low-rank product is multiplied by. keys: names inside a block.
-    layers: blocks, counted from the last."""
+    """The configuration of an adapter. scale: factor of the low-rank product. keys: names of the adapted linear layers inside a
+    block. layers: number of adapted blocks, counted from the last."""
 
     rank: int
     scale: float
@@ -33,23 +33,23 @@ class Shape:
     layers: int
 
     def parameters(self) -> dict[str, Any]:
-        """mlx-lm's `lora_parameters`."""
+        """mlx-lm's `lora_parameters` in adapter_config.json."""
         return {"rank": self.rank, "scale": self.scale, "dropout": 0.0, "keys": list(self.keys)}
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Numbers of parameters."""
+    """Numbers of parameters of a wrapped model."""
 
     trainable: int
     frozen: int
 
 
 def wrap(model: nn.Module, *, rank: int, scale: float, seed: int) -> Shape:
-    """Freeze the model, then put LoRA beside every linear layer of its blocks (not embeddings, not the head).
+    """Freeze the model, then add LoRA to every linear layer of its blocks (not to embeddings and head). Returns the shape.
 
-    A is drawn from `seed`, B is 0, so the model's output does not change. Quantised layers stay quantised (QLoRA).
-    Raises TrainingFailed when the blocks have no linear layer.
+    A is drawn from `seed`, B is 0, so the model's output does not change. Quantised layers stay quantised (QLoRA, arXiv
+    2305.14314). Raises TrainingFailed when the blocks have no linear layer.
     """
     blocks = cast("list[nn.Module]", model.layers)
     linear = (nn.Linear, nn.QuantizedLinear)
@@ -65,23 +65,23 @@ def wrap(model: nn.Module, *, rank: int, scale: float, seed: int) -> Shape:
 
 
 def counts(model: nn.Module) -> Counts:
-    """Of a wrapped model."""
+    """Trainable and frozen parameters of a wrapped model."""
     trainable = sum(array.size for _, array in _flat(model.trainable_parameters()))
-    # mlx-lm counts what is inside leaf modules (a packed 4-bit weight as what it stands for); LoRA's own lie outside.
+    # mlx-lm counts parameters of leaf modules alone (of packed 4-bit weights the unpacked number): LoRA's are not among them.
     return Counts(trainable, int(get_total_parameters(model)))
 
 
 def weights_of(model: nn.Module) -> dict[str, mx.array]:
-    """What a wrapped model holds of LoRA, by name."""
+    """The LoRA matrices of a wrapped model, by name."""
     return {name: array for name, array in _flat(model.parameters()) if name.rsplit(".", 1)[-1] in _LEAVES}
 
 
 def warm_start(model: nn.Module, shape: Shape, parent: Path, draft: str) -> None:
-    """Begin from a parent adapter's function: the wrapped model then computes what the parent does.
+    """Load a parent adapter into a freshly wrapped model, which then computes what the parent does.
 
-    A parent of lower rank fills the first columns; the others keep their random A and zero B. Another scale is made up
-    for in B. draft: fingerprint of the bare draft. Raises TrainingFailed when the parent is damaged, belongs to another
-    draft, adapts other layers, or has a higher rank.
+    A parent of lower rank fills the first columns of A and rows of B; the others stay random in A and zero in B. B is rescaled
+    where the parent's scale is another. draft: fingerprint of the bare draft. Raises TrainingFailed when the parent is damaged,
+    belongs to another draft, adapts other layers, or has a higher rank.
     """
     config, weights = read(parent, draft)
     if config.keys != shape.keys or config.layers != shape.layers:
@@ -91,15 +91,15 @@ def warm_start(model: nn.Module, shape: Shape, parent: Path, draft: str) -> None
             f"{parent.name} has rank {config.rank}, more than the {shape.rank} asked for: "
             "raise training.rank, or train from the bare draft"
         )
-    begun = dict(_flat(model.trainable_parameters()))
-    _match(parent, weights, {name: _narrowed(name, array, config.rank) for name, array in begun.items()})
+    fresh = dict(_flat(model.trainable_parameters()))
+    _match(parent, weights, {name: _narrowed(name, array, config.rank) for name, array in fresh.items()})
     for name, array in weights.items():
-        array = array.astype(begun[name].dtype)
+        array = array.astype(fresh[name].dtype)
         if name.endswith("lora_a"):
-            weights[name] = mx.concatenate([array, begun[name][:, config.rank :]], axis=1)
+            weights[name] = mx.concatenate([array, fresh[name][:, config.rank :]], axis=1)
         else:
-            rest = begun[name][config.rank :]
-            weights[name] = mx.concatenate([array * (config.scale / shape.scale), rest], axis=0)
+            scaled = array * (config.scale / shape.scale)
+            weights[name] = mx.concatenate([scaled, fresh[name][config.rank :]], axis=0)
     model.load_weights(list(weights.items()), strict=False)
     mx.eval(model.trainable_parameters())
 
@@ -114,8 +114,11 @@ def save(
     run: int | None = None,
     parent: int = BARE_DRAFT,
 ) -> None:
-    """Write the adapter folder that mlx-lm loads. draft, target: fingerprints it was trained for. run, parent: the training run
-    that made it, and the adapter it was trained on top of. All of them are in the file's metadata too."""
+    """Write an adapter folder that mlx-lm loads.
+
+    draft, target: fingerprints of the models it was trained for. run, parent: the training run that made it, and the adapter it
+    was trained on top of. All of them are in the metadata of the weights' file.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     origin = {"draft": draft, "target": target, "rank": shape.rank, "run": run, "parent": parent}
     metadata = {f"redraft.{name}": str(value) for name, value in origin.items() if value is not None}
@@ -130,7 +133,8 @@ def save(
 
 
 def read(folder: Path, draft: str) -> tuple[Shape, dict[str, mx.array]]:
-    """Shape and weights of an adapter folder for the bare draft with this fingerprint. Raises TrainingFailed."""
+    """Shape and weights of an adapter folder. draft: fingerprint of the bare draft. Raises TrainingFailed when the folder
+    cannot be read or belongs to another draft."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         lora = config["lora_parameters"]
@@ -145,7 +149,8 @@ def read(folder: Path, draft: str) -> tuple[Shape, dict[str, mx.array]]:
 
 
 def attach(model: nn.Module, folder: Path, draft: str) -> None:
-    """Put an adapter on a bare model, unmerged. Raises TrainingFailed when it does not fit."""
+    """Add an adapter to a bare model, not folded into its weights. draft: fingerprint of the bare draft. Raises TrainingFailed
+    when the adapter is damaged or does not fit the model."""
     shape, weights = read(folder, draft)
     linear_to_lora_layers(model, shape.layers, shape.parameters())
     _match(folder, weights, {name: array.shape for name, array in weights_of(model).items()})
@@ -154,7 +159,7 @@ def attach(model: nn.Module, folder: Path, draft: str) -> None:
 
 
 def detach(model: nn.Module) -> None:
-    """Back to the bare model."""
+    """Remove an adapter's layers: the model is the bare draft again."""
     if any(isinstance(module, LoRALinear) for _, module in model.named_modules()):
         remove_lora_layers(model)
 

@@ -1,4 +1,4 @@
-"""Which tokens grammars allowed at every position of logged answers, made again from what is stored."""
+"""Which tokens a grammar allowed at every position of a logged answer, computed again from the grammar that is stored."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Words = NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class AnswerMasks:
-    """words: (U, W) distinct masks: bit i of word w is set where token 32 w + i is allowed. at: (tokens,) which of them holds
-    at each output position."""
+    """words: (U, W), the distinct masks: bit i of word w is set where token 32 w + i is allowed. at: (tokens,) int32, the row
+    of `words` that holds at each output position."""
 
     words: Words
     at: NDArray[np.int32]
 
-    def part(self, chosen: slice) -> AnswerMasks:
-        """Those of some output positions."""
-        used, at = np.unique(self.at[chosen], return_inverse=True)
+    def part(self, positions: slice) -> AnswerMasks:
+        """The masks of some output positions."""
+        used, at = np.unique(self.at[positions], return_inverse=True)
         return AnswerMasks(self.words[used], at.astype(np.int32))
 
 
@@ -38,17 +38,19 @@ NO_MASKS: Masks = MappingProxyType({})
 
 
 class Compiler(Protocol):
-    """What makes a constraint of a grammar as it is stored (models.grammar.Grammars)."""
+    """Compiles a stored grammar (`models.grammar.Grammars`)."""
 
     def of_answer(self, grammar: AnswerGrammar) -> Constraint:
-        """Raises BadRequest when it cannot be compiled."""
+        """The constraint at the beginning of an answer. Raises BadRequest when the grammar cannot be compiled."""
         ...
 
 
 def answer_masks(generations: Iterable[Generation], grammars: Callable[[], Compiler]) -> dict[str, AnswerMasks]:
-    """The masks of those that had to follow a grammar. grammars: called only where there are any. One whose grammar no longer
-    compiles, or now forbids what was generated, is left out: llguidance has changed since, or the tokens that end an answer
-    have."""
+    """The masks of the generations that had to follow a grammar, by id. grammars: called only where there are any.
+
+    An answer whose grammar no longer compiles, or now forbids what was generated, is left out with a warning: llguidance has
+    changed since, or the tokens that end an answer have.
+    """
     found: dict[str, AnswerMasks] = {}
     for generation in generations:
         if generation.grammar is None or not generation.output:
@@ -62,27 +64,31 @@ def answer_masks(generations: Iterable[Generation], grammars: Callable[[], Compi
         if len(masks) < len(generation.output) or not all(allowed):
             log.warning("generation %s: its grammar now forbids what was generated", generation.id)
             continue
-        number = {mask: i for i, mask in enumerate(dict.fromkeys(masks))}
-        words = np.frombuffer(b"".join(number), dtype="<u4").astype(np.uint32).reshape(len(number), -1)
-        found[generation.id] = AnswerMasks(words, np.array([number[mask] for mask in masks], dtype=np.int32))
+        found[generation.id] = _distinct(masks)
     return found
 
 
+def _distinct(masks: Sequence[bytes]) -> AnswerMasks:
+    number = {mask: i for i, mask in enumerate(dict.fromkeys(masks))}
+    words = np.frombuffer(b"".join(number), dtype="<u4").astype(np.uint32).reshape(len(number), -1)
+    return AnswerMasks(words, np.array([number[mask] for mask in masks], dtype=np.int32))
+
+
 def usable(generations: Sequence[Generation], masks: Masks) -> list[Generation]:
-    """Those that are free, or whose masks are known."""
+    """The generations that followed no grammar, or whose masks are known."""
     return [generation for generation in generations if generation.grammar is None or generation.id in masks]
 
 
-def stacked(masks: Sequence[AnswerMasks | None]) -> tuple[Words, list[NDArray[np.int32] | int]] | None:
-    """The masks of several answers as one list, whose first allows everything, and for each answer which of them hold at its
-    positions (0: the first at all of them). None where no answer has masks."""
-    held = [each for each in masks if each is not None]
-    if not held:
+def stack_masks(masks: Sequence[AnswerMasks | None]) -> tuple[Words, list[NDArray[np.int32] | int]] | None:
+    """The masks of several answers as one array (U, W) whose first row allows everything, and for each answer the rows that
+    hold at its positions (0: the first row at all of them). None where no answer has masks."""
+    present = [each for each in masks if each is not None]
+    if not present:
         return None
-    words, where, count = [np.full((1, held[0].words.shape[1]), 0xFFFFFFFF, dtype=np.uint32)], [], 1
+    words, rows, count = [np.full((1, present[0].words.shape[1]), 0xFFFFFFFF, dtype=np.uint32)], [], 1
     for each in masks:
-        where.append(0 if each is None else each.at + count)
+        rows.append(0 if each is None else each.at + count)
         if each is not None:
             words.append(each.words)
             count += len(each.words)
-    return np.concatenate(words), where
+    return np.concatenate(words), rows

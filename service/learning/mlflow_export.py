@@ -1,5 +1,5 @@
-"""Training runs in MLflow: one run there for every run of the log that is over. Numbers, ids, fingerprints and tags of domains
-go there, no text of the log."""
+"""Training runs as MLflow runs, one for every training run that is over. Numbers, ids, fingerprints and clients' domain tags
+are exported, no text of the log."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ KEY = "redraft.key"
 """Tag by which a run is found again in MLflow."""
 GAIN = ("gain", "low90", "high90")
 LONGEST = 5000
-"""Characters of a tag's value that every MLflow takes."""
+"""Characters of a tag's value that every version of MLflow accepts."""
 BATCH = 500
-"""Metrics sent in one call; MLflow takes 1000."""
+"""Metrics sent in one call; MLflow accepts 1000."""
 STATUS = {
     RunState.PROMOTED: "FINISHED",
     RunState.REJECTED: "FINISHED",
@@ -42,13 +42,13 @@ STATUS = {
     RunState.CRASHED: "FAILED",
 }
 RUNNING = "RUNNING"
-"""MLflow's status of a run that was not sent whole: its own status is sent last."""
+"""MLflow's status of a run whose export was interrupted: the final status is sent last."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """new: ids of the runs that were exported now. known: of those that had been exported before. without_files: adapters whose
-    files were asked for and not sent, since they are gone, altered, or the adapter is revoked."""
+    """new: ids of the runs that were exported now. known: ids of those that had been exported before. without_files: ids of
+    adapters whose files were asked for and not sent: they are gone or altered, or the adapter is revoked."""
 
     new: tuple[int, ...]
     known: tuple[int, ...]
@@ -57,7 +57,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class _Record:
-    """What is sent of a run. metrics: name, value, step. files: the adapter's folder."""
+    """What is exported of a run. metrics: name, value, step. files: the adapter's folder."""
 
     run: TrainingRun
     params: Mapping[str, str]
@@ -75,12 +75,12 @@ def export_runs(
     experiment: str,
     with_files: bool = False,
 ) -> Exported:
-    """Export the runs with these ids, by default all that are over, to an experiment, which is made where there is none. What
-    was exported before stays as it is; a run whose export was interrupted is deleted in MLflow and sent again.
+    """Export the runs with these ids, by default all that are over, to an experiment, which is created where there is none.
+    Runs that were exported before are left as they are; one whose export was interrupted is deleted in MLflow and sent again.
 
     uri: MLflow's tracking URI; None: MLFLOW_TRACKING_URI, or MLflow's own default. with_files: send the adapters' folders as
-    artifacts. Raises RedraftError where MLflow is not installed or refuses, NotFound and Conflict for ids of runs that are not
-    there or not over.
+    artifacts. Raises RedraftError where MLflow is not installed or refuses, NotFound for an unknown id, Conflict for a run that
+    is not over.
     """
     try:
         from mlflow import MlflowClient
@@ -91,24 +91,24 @@ def export_runs(
 
     chosen = [_over(runs.get(one)) for one in sorted(set(ids))] if ids else runs.ended()
     known_adapters = {ref.id: ref for ref in adapters.all()}
-    with _answers():
+    with _mlflow_errors():
         client = MlflowClient(tracking_uri=uri)
         found = client.get_experiment_by_name(experiment)
-        place = found.experiment_id if found is not None else client.create_experiment(experiment)
-        there = _exported(client, place)
+        experiment_id = found.experiment_id if found is not None else client.create_experiment(experiment)
+        exported = _exported(client, experiment_id)
     new: list[int] = []
     known: list[int] = []
     without_files: list[int] = []
     for run in chosen:
-        status, interrupted = there.get(_key(run), (None, ""))
+        status, interrupted = exported.get(_key(run), (None, ""))
         if status not in {None, RUNNING}:
             known.append(run.id)
             continue
         record = _record(runs, run, known_adapters, with_files=with_files)
-        with _answers():
+        with _mlflow_errors():
             if interrupted:
                 client.delete_run(interrupted)
-            _send(client, place, record)
+            _send(client, experiment_id, record)
         new.append(run.id)
         if with_files and run.adapter is not None and record.files is None:
             without_files.append(run.adapter)
@@ -122,13 +122,13 @@ def _over(run: TrainingRun) -> TrainingRun:
 
 
 @contextmanager
-def _answers() -> Generator[None]:
+def _mlflow_errors() -> Generator[None]:
     """Whatever MLflow's client raises (its stores raise what their databases and HTTP libraries do) becomes a RedraftError."""
     try:
         yield
     except Exception as error:
-        said = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RedraftError(f"MLflow did not take it: {said}") from error
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RedraftError(f"MLflow did not take it: {reason}") from error
 
 
 def _exported(client: MlflowClient, experiment: str) -> dict[str, tuple[str, str]]:
@@ -187,7 +187,7 @@ def _record(runs: Runs, run: TrainingRun, adapters: Mapping[int, AdapterRef], *,
 
 
 def _key(run: TrainingRun) -> str:
-    """Its id and the moment it was opened: no run of another database has both."""
+    """A run's id and the time at which it was opened: no run of another database has both."""
     return f"{run.id} of {run.created_at.isoformat()}"
 
 
@@ -201,13 +201,14 @@ def _metrics(run: TrainingRun, curve: Sequence[tuple[int, float]]) -> list[tuple
         found += [("gate/prompts", verdict.prompts, 0), ("gate/tokens", verdict.tokens, 0)]
         intervals = {"gate": (verdict.gain, verdict.low90, verdict.high90)}
         intervals |= {_domain(name): interval for name, interval in verdict.domains.items()}
-        for place, interval in intervals.items():
-            found += [(f"{place}/{name}", value, 0) for name, value in zip(GAIN, interval, strict=True)]
+        for prefix, interval in intervals.items():
+            found += [(f"{prefix}/{name}", value, 0) for name, value in zip(GAIN, interval, strict=True)]
     return found
 
 
 def _domain(tag: str) -> str:
-    """Where a domain's metrics are. What MLflow allows in no name becomes "_", with a hash that tells such tags apart."""
+    """Prefix of a domain's metrics. Characters that MLflow allows in no name become "_", with a hash that tells such tags
+    apart."""
     if not tag:
         return "gate/no_domain"
     name = re.sub(r"[^\w .-]", "_", tag)
@@ -217,7 +218,7 @@ def _domain(tag: str) -> str:
 
 
 def _sendable(ref: AdapterRef) -> bool:
-    """Whether an adapter's files are there, are those that were registered, and may be copied."""
+    """Whether an adapter's files exist unaltered and may be copied."""
     return ref.state is not AdapterState.REVOKED and is_unaltered(ref.folder, ref.sha256)
 
 

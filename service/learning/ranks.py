@@ -1,5 +1,5 @@
-"""Several processes that train one model together, as `mlx.launch` starts them: each on its own share of the data, with
-gradients averaged before anything is decided on them, so that all of them decide alike and hold the same weights."""
+"""Several processes that train one model together, as `mlx.launch` starts them: each on its own share of the data. Gradients
+are averaged before anything is decided on them, so that all processes decide alike and have the same weights."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ Gradients = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """index: which of the `count` processes this one is. Alone (count 1) nothing is ever sent."""
+    """index: this process's rank among the `count` processes. With a count of 1 nothing is ever sent."""
 
     index: int = 0
     count: int = 1
 
     @classmethod
     def join(cls) -> Ranks:
-        """Of the launch this process is part of; alone outside one. To be called early: with NCCL the others wait 15 seconds
-        for the first. Raises RuntimeError when they cannot be reached."""
+        """Join the launch that this process is part of; a single process outside one.
+
+        To be called early: with NCCL the others wait 15 seconds for rank 0. Raises RuntimeError when they cannot be reached.
+        """
         if "MLX_RANK" not in os.environ:
             return cls()
         # MLX tries NCCL by itself only where it tries everything.
@@ -32,20 +34,20 @@ class Ranks:
 
     @property
     def first(self) -> bool:
-        """Whether this is process 0; always true alone."""
+        """Whether this is rank 0; true of a single process."""
         return self.index == 0
 
     def gather(self, value: int) -> list[int]:
-        """Every process's value, this one's at `index`. All of them must ask."""
+        """The values of all processes, by rank. All of them have to call this."""
         if self.count == 1:
             return [value]
-        # A sum of one slot each, which every backend has.
+        # A sum of one slot each: every backend has all_sum.
         slots = mx.zeros(self.count, dtype=mx.int32)
         slots[self.index] = value
         return cast("list[int]", mx.distributed.all_sum(slots).tolist())
 
     def mean(self, loss: mx.array, gradients: Gradients) -> tuple[mx.array, Gradients]:
-        """Of all processes; NaN for all where one has NaN."""
+        """Loss and gradients averaged over all processes; NaN for all where one has NaN."""
         if self.count == 1:
             return loss, gradients
         return mx.distributed.all_sum(loss) / self.count, cast("Gradients", average_gradients(gradients))

@@ -1,4 +1,4 @@
-"""What the child process is told, as one line of JSON."""
+"""The job of a child process, which it receives as one line of JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from service.settings import GateSettings, TrainingSettings
 
 @dataclass(frozen=True, slots=True)
 class TrainJob:
-    """Train one adapter on what a run claimed, publish it, score it and its parent.
+    """Train one adapter on the texts that a run claimed, publish it, score it and its parent.
 
-    url: of the database. fencing: the run's token when the job was started. parent: its adapter folder, None for the
-    bare draft (parent_id 0). out: where adapter folders live. general: the general replay set, None where there is
-    none. cache: where re-scored targets are kept. k: longest draft length to score at, and that of the rounds which give
-    undrafted texts their cases; tie_margin: the engine's.
+    url: of the database. fencing: the run's token when the job was started. parent: folder of the adapter to train on top of,
+    None for the bare draft (parent_id 0). out: folder of adapter folders. general: file of the general set, None where there is
+    none. cache: folder of computed targets (see TargetCache). k: longest draft length to score at, and the draft length of the
+    simulated rounds that give undrafted texts their cases. tie_margin: the engine's, in nats.
     """
 
     url: str
@@ -43,7 +43,8 @@ class TrainJob:
 
 @dataclass(frozen=True, slots=True)
 class ScoreJob:
-    """Score several adapters (id -> folder, None: the bare draft) on the same logged generations."""
+    """Score several adapters on the same logged generations. adapters: id -> folder, None for the bare draft. k: longest draft
+    length to score at."""
 
     url: str
     target: Path
@@ -59,7 +60,7 @@ JobSpec: TypeAlias = TrainJob | ScoreJob
 
 
 def parse(line: str) -> JobSpec:
-    """Raises TrainingFailed naming what is missing or wrong."""
+    """The job in a line of JSON. Raises TrainingFailed naming what is missing or wrong."""
     try:
         spec = cast("dict[str, Any]", json.loads(line))
         training = TrainingSettings(**spec.get("training", {}))

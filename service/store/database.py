@@ -122,7 +122,7 @@ class Database:
     """An open database at the revision this code knows. Raises StoreError otherwise.
 
     read_only: another process writes it (the training child); `write` is refused. member: the token of this process
-    (store.members), once it has joined those that share the database.
+    (store.processes.members), once it has joined those that share the database.
     """
 
     def __init__(self, url: str, *, read_only: bool = False) -> None:

@@ -147,7 +147,7 @@ members = Table(
     Column("renewed_at", DateTime(timezone=True), nullable=False),
     sqlite_autoincrement=True,
 )
-"""The processes that share this database (store.members). machine: tells equal host names apart. target, tokenizer, draft: what
+"""The processes that share this database (store.processes.members). machine: tells equal host names apart. target, tokenizer, draft: what
 it serves or trains; null until that is loaded. trains: it does training runs. erased: the newest erasure that it has carried
 out."""
 
@@ -221,7 +221,7 @@ run_texts = Table(
     Column("role", String(16), nullable=False),
     Index(None, "seq"),
 )
-"""Every text that a run learns from. role: store.run_texts.Role."""
+"""Every text that a run learns from. role: store.log.run_texts.Role."""
 
 adapters = Table(
     "adapters",

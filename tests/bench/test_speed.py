@@ -20,9 +20,10 @@ from service.engine.request import Request
 from service.engine.thread import EngineThread
 from service.evaluation.templates import traffic
 from service.learning import lora
-from service.learning.dataset import Example, batches
-from service.learning.loss import TargetDivergence
-from service.learning.trainer import Optimiser, train
+from service.learning.batches import batches
+from service.learning.examples import Example
+from service.learning.losses import TargetDivergence
+from service.learning.train import Optimiser, train
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
 from service.settings import Settings

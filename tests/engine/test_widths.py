@@ -9,7 +9,7 @@ import pytest
 from mlx.utils import tree_unflatten
 
 from service.core import Prompt, Sampling
-from service.learning.offpolicy import acceptance
+from service.learning.scoring.acceptance import acceptance
 from service.models.heads import cut
 from tests.support.batches import decode
 from tests.support.logged_texts import WHO

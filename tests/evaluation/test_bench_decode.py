@@ -21,7 +21,7 @@ from service.evaluation.bench.houses import fused
 from service.evaluation.bench.peers import calls, whole
 from service.evaluation.bench.turns import rotated
 from service.learning import lora
-from service.learning.sprout import sprout
+from service.learning.make.eagle_head import init_eagle_head
 from service.models import vocabulary
 from service.models.pair import Pair, load_model, load_pair
 from service.models.text import TextEncoder
@@ -361,7 +361,7 @@ def test_a_named_arm_that_lacks_something_is_refused(bench_files: BenchFiles, ar
 
 def test_mlx_lm_drafts_with_a_model_where_ours_is_a_head(bench_files: BenchFiles, bench: Bench, tmp_path: Path) -> None:
     head = tmp_path / "head"
-    sprout(load_model(bench_files.target), None, head)
+    init_eagle_head(load_model(bench_files.target), None, head)
     words = [
         "decode",
         "--prompts",

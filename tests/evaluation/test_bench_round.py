@@ -21,7 +21,7 @@ from service.evaluation.bench.bare import BareArm
 from service.evaluation.bench.calls import WARM, Calls, queued
 from service.evaluation.bench.round import KINDS, Mode, measure, modes, run_round, strategy_named
 from service.evaluation.bench.speed import pays_from
-from service.learning.sprout import sprout
+from service.learning.make.eagle_head import init_eagle_head
 from service.models import vocabulary
 from service.models.pair import Pair, load_model, load_pair
 from tests.support.oracle import naive
@@ -283,7 +283,7 @@ def test_bad_input_is_answered_with_one_sentence(words: tuple[str, ...], message
 
 def test_a_head_drafts_rounds_but_no_bare_loop(files: RoundFiles, tmp_path: Path) -> None:
     head = tmp_path / "head"
-    sprout(load_model(files.folders[0]), None, head)
+    init_eagle_head(load_model(files.folders[0]), None, head)
     pair = load_pair(files.folders[0], head)
     assert pair.draft is not None
     lines = list(prompts(1))

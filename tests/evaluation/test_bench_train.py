@@ -9,7 +9,7 @@ from mlx_lm.tuner.trainer import default_loss, iterate_batches
 from service.core import RedraftError
 from service.evaluation.bench import train
 from service.evaluation.bench.train import OURS, THEIRS, Task, masked, perform, random_example, run_train
-from service.learning.dataset import collate
+from service.learning.batches import collate
 from service.models.pair import load_model
 from service.settings import Settings
 from tests.support.published import check_published

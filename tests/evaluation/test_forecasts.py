@@ -15,8 +15,9 @@ from service.core import AdapterRef, BadRequest, Generation, RedraftError, RunSt
 from service.evaluation.forecasts import ALL, run_score
 from service.evaluation.outputs import generations
 from service.learning import lora
-from service.learning.offpolicy import acceptance, expected_calls
-from service.learning.rounds import logged
+from service.learning.scoring.acceptance import acceptance
+from service.learning.scoring.expected import expected_calls
+from service.learning.scoring.simulate import simulate_rounds
 from service.models.pair import Pair, load_model, load_pair
 from service.settings import Settings
 from service.store.artifacts import publish
@@ -39,7 +40,9 @@ def logged_home(settings: Settings, pair: Pair, tmp_path_factory: pytest.TempPat
     greedy = generations(pair, asked, home, temperature=0.0, max_tokens=12)
     hot = generations(pair, asked, home, temperature=1.0, max_tokens=12)
     assert pair.draft is not None
-    cold = [one.generation for one in logged(pair.draft.model, greedy, k=2, adapter=0, vocabulary=pair.vocabulary)]
+    cold = [
+        one.generation for one in simulate_rounds(pair.draft.model, greedy, k=2, adapter=0, vocabulary=pair.vocabulary)
+    ]
     stores = open_stores(chosen, create=True)
     try:
         logged_answers = [

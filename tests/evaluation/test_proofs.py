@@ -11,7 +11,7 @@ import pytest
 from service.core import BadRequest, Generation
 from service.evaluation.gating import COLUMNS, NOISES, Kind, cells, run_gate, shuffled
 from service.evaluation.poison import run_poison
-from service.learning.dataset import unpack
+from service.learning.examples import unpack
 from service.learning.lora import WEIGHTS
 from service.settings import EngineSettings, GateSettings, Settings, TrainingSettings
 from tests.support.store_rows import generation, targets

@@ -14,7 +14,7 @@ from service.evaluation.prompts import PromptLine
 from service.evaluation.run import DRAFTED
 from service.evaluation.stream import NO_REPLAY, ONLINE, STATIC, UNGUARDED, Best, Part, Stream, parts_of
 from service.evaluation.streaming import run_stream
-from service.learning.rounds import logged
+from service.learning.scoring.simulate import simulate_rounds
 from service.models import vocabulary
 from service.models.heads import full_head
 from service.models.pair import load_pair
@@ -89,8 +89,8 @@ def test_the_loop_learns_from_what_it_is_given(settings: Settings, models: tuple
         loop.take(requests, course)
         (run,) = course.runs
         assert run.promoted and course.serving == [loop.drafts.active] == [1]
-        plain = logged(loop.model(0), requests, k=DRAFTED, adapter=0, vocabulary=pair.vocabulary)
-        adapted = logged(loop.model(1), requests, k=DRAFTED, adapter=1, vocabulary=pair.vocabulary)
+        plain = simulate_rounds(loop.model(0), requests, k=DRAFTED, adapter=0, vocabulary=pair.vocabulary)
+        adapted = simulate_rounds(loop.model(1), requests, k=DRAFTED, adapter=1, vocabulary=pair.vocabulary)
         assert course.agreed == [one.agreed for one in (*plain[: run.at], *adapted[run.at :])], (
             "each request is drafted by what served then"
         )

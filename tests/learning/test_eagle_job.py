@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from service.core import AdapterRef, AdapterState, Provenance, Sampling, TrainingFailed
-from service.learning import budget, lora
-from service.learning.buffer import GeneralSet
+from service.learning import loading, lora
 from service.learning.export import export_adapter, export_fused
+from service.learning.general_set import GeneralSet
 from service.learning.loading import load_draft, training_bytes
-from service.learning.rounds import logged
-from service.learning.scoring import score
+from service.learning.scoring.score import score
+from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import parse
 from service.models.fingerprint import folder_sha256, model_fingerprint, tokenizer_fingerprint
 from service.models.pair import load_pair, mlx_lm_runs
@@ -89,7 +89,7 @@ def test_every_kind_of_job_loads_the_target(home: Home, logged_pair: LoggedPair,
     ):
         draft = load_draft(parse(json.dumps(spec | extra | {"kind": kind})))
         usable = [g for g in logged_pair.logged[:3] if g.targets is not None]
-        assert logged(draft.model, usable, k=3, adapter=0, vocabulary=VOCABULARY)
+        assert simulate_rounds(draft.model, usable, k=3, adapter=0, vocabulary=VOCABULARY)
         with pytest.raises(TrainingFailed, match="the target in other is not the one that serves"):
             load_draft(parse(json.dumps(spec | extra | {"kind": kind, "target": str(other)})))
 
@@ -98,11 +98,11 @@ def test_memory_counts_the_target_and_every_step(home: Home, logged_pair: Logged
     job = parse(json.dumps(home.spec()))
     both = sum(bytes_in_memory(folder, widen=True) for folder in (logged_pair.target, logged_pair.draft))
     config = json.loads((logged_pair.draft / "config.json").read_text())
-    steps = budget.training_bytes(config, weights=both, rows=4, length=64, steps=3)
+    steps = loading.estimate_training_bytes(config, weights=both, rows=4, length=64, steps=3)
     assert training_bytes(job.target, job.draft, rows=4, length=64) == steps
     config = json.loads((logged_pair.target / "config.json").read_text())
     alone = bytes_in_memory(logged_pair.target, widen=True)
-    assert training_bytes(job.target, logged_pair.target, rows=4, length=64) == budget.training_bytes(
+    assert training_bytes(job.target, logged_pair.target, rows=4, length=64) == loading.estimate_training_bytes(
         config, weights=alone, rows=4, length=64
     )
 

@@ -12,8 +12,8 @@ from mlx_lm.models.llama import Model
 
 from service.core import Generation, Sampling
 from service.engine.costs import Costs
-from service.learning.forecast import forecast
-from service.learning.offpolicy import Acceptance, acceptance, expected_calls, expected_positions
+from service.learning.scoring.acceptance import Acceptance, acceptance
+from service.learning.scoring.expected import expected_calls, expected_positions, forecast
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.oracle import noisy_copy, tiny_llama
 

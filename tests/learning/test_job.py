@@ -15,12 +15,12 @@ import pytest
 from mlx_lm.tuner.utils import load_adapters
 
 from service.core import AcceptRule, Provenance, RunState, Sampling, Score, TrainingFailed
-from service.learning.buffer import GeneralSet
 from service.learning.channel import ORPHANED
-from service.learning.job import merged
-from service.learning.rounds import logged
-from service.learning.scoring import score
+from service.learning.general_set import GeneralSet
+from service.learning.scoring.score import score
+from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import TrainJob, parse
+from service.learning.training_job import merge_cases
 from service.models import vocabulary
 from service.models.fingerprint import folder_sha256, model_fingerprint, tokenizer_fingerprint
 from service.models.heads import cut
@@ -190,12 +190,12 @@ def test_undrafted_texts_get_the_cases_that_the_parent_would_have_left(home: Hom
     parent = of_type(perform(first), "candidate")[0]["folder"]
     home.runs.move(first["run"], first["fencing"], RunState.CRASHED)
     # As if every second text had been decoded without the draft; one position of them has a case already.
-    kept = case(0, tie=True)
+    own = case(0, tie=True)
     settled = tuple(g.id for g in logged_pair.logged if g.prompt.sampling.rule is AcceptRule.MATCH)
     change = (
         "delete from failure_cases where seq % 2",
         "insert into failure_cases (seq, position, drafted, target, p, q, margin, tie)"
-        f" select seq, 0, {kept.drafted}, {kept.target}, {kept.p}, {kept.q}, {kept.margin}, 1 from generations where seq % 2",
+        f" select seq, 0, {own.drafted}, {own.target}, {own.p}, {own.q}, {own.margin}, 1 from generations where seq % 2",
         f"update generations set cases = null where seq % 2 and split = 'train' and id in {settled}",
         "delete from generation_targets where seq in (select max(seq) from generations where cases is null)",
     )
@@ -213,7 +213,7 @@ def test_undrafted_texts_get_the_cases_that_the_parent_would_have_left(home: Hom
     undrafted = [g for g in claimed if g.id in names]
     usable = [g for g in undrafted if g.targets is not None]
     assert 0 < len(usable) < len(undrafted), "some have no targets"
-    for one in logged(model, usable, k=3, adapter=5, vocabulary=VOCABULARY, tie_margin=0.5):
+    for one in simulate_rounds(model, usable, k=3, adapter=5, vocabulary=VOCABULARY, tie_margin=0.5):
         mine, theirs = one.generation.cases, message["cases"].pop(one.generation.id)
         assert [(c.position, c.drafted, c.target, c.p, c.margin, c.tie) for c in mine] == [
             tuple(c[name] for name in ("position", "drafted", "target", "p", "margin", "tie")) for c in theirs
@@ -226,8 +226,8 @@ def test_cases_that_were_logged_stay_where_others_are_worked_out() -> None:
     own, other = case(2), case(3, tie=True)
     generation = logged_generation((1, 2), range(9), cases=[own, other])
     found = replace(generation, rounds=(), cases=(case(1), replace(own, drafted=9), case(8)))
-    assert merged(generation, found).cases == (case(1), own, other, case(8))
-    assert merged(generation, None) == generation
+    assert merge_cases(generation, found).cases == (case(1), own, other, case(8))
+    assert merge_cases(generation, None) == generation
 
 
 def test_the_child_lowers_its_priority_pauses_and_ends_with_its_parent(home: Home) -> None:

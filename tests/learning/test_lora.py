@@ -14,9 +14,10 @@ from mlx_lm.tuner.utils import load_adapters
 from service.core import AdapterRef, AdapterState, TrainingFailed
 from service.engine.adapters import load
 from service.learning import lora
-from service.learning.dataset import Batch, build, collate
-from service.learning.loss import TargetDivergence
-from service.learning.trainer import Optimiser, train
+from service.learning.batches import Batch, collate
+from service.learning.examples import build
+from service.learning.losses import TargetDivergence
+from service.learning.train import Optimiser, train
 from service.models.fingerprint import folder_sha256
 from tests.support.logged_texts import VOCABULARY, random_texts, with_targets
 from tests.support.oracle import tiny_llama

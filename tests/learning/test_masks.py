@@ -14,12 +14,13 @@ from mlx_lm.models.llama import Model
 
 from service.core import AnswerGrammar, BadRequest, Constraint, FinishReason, Generation, Sampling
 from service.engine.masks import allowed
-from service.learning.dataset import build, collate, unpack
-from service.learning.loss import Objective, TargetDivergence, forward_kl, jensen_shannon
-from service.learning.masks import AnswerMasks, answer_masks, stacked, usable
-from service.learning.offpolicy import acceptance
-from service.learning.rescore import TargetCache, rescore, with_targets
-from service.learning.rounds import logged
+from service.learning.batches import collate
+from service.learning.examples import build, unpack
+from service.learning.losses import Objective, TargetDivergence, forward_kl, jensen_shannon
+from service.learning.masks import AnswerMasks, answer_masks, stack_masks, usable
+from service.learning.scoring.acceptance import acceptance
+from service.learning.scoring.simulate import simulate_rounds
+from service.learning.targets import TargetCache, compute_targets, with_targets
 from tests.support.automaton import Automaton
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.oracle import noisy_copy, tiny_llama
@@ -61,7 +62,7 @@ def test_rounds_under_masks_equal_those_that_the_engine_logs(pair: tuple[Model, 
     alone, real = decoded(pair, sampling, 0), decoded(pair, sampling, K)
     masks = answer_masks(alone, Automata)
     assert masks.keys() == {g.id for g in alone if g.grammar is not None} and len(masks) == 16
-    found = logged(pair[1], alone, k=K, adapter=0, vocabulary=VOCABULARY, masks=masks)
+    found = simulate_rounds(pair[1], alone, k=K, adapter=0, vocabulary=VOCABULARY, masks=masks)
     compared = [
         (mine.generation, theirs)
         for mine, theirs in zip(found, real, strict=True)
@@ -75,7 +76,7 @@ def test_rounds_under_masks_equal_those_that_the_engine_logs(pair: tuple[Model, 
         assert [c.q for c in mine.cases] == pytest.approx([c.q for c in theirs.cases], rel=1e-3)
     bound = [(mine, theirs) for mine, theirs in compared if theirs.grammar is not None]
     assert sum(len(theirs.cases) for _, theirs in bound) > 10
-    free = logged(pair[1], alone, k=K, adapter=0, vocabulary=VOCABULARY)
+    free = simulate_rounds(pair[1], alone, k=K, adapter=0, vocabulary=VOCABULARY)
     assert [one.generation.rounds for one in free] != [g.rounds for g in real], "without masks it is another draft"
 
 
@@ -96,7 +97,7 @@ def test_acceptance_is_that_of_the_rounds(pair: tuple[Model, Model]) -> None:
 def test_targets_are_those_that_the_engine_collects(pair: tuple[Model, Model]) -> None:
     made = decoded(pair, Sampling(), 0)
     masks = answer_masks(made, Automata)
-    for g, found in zip(made, rescore(pair[0], made, vocabulary=VOCABULARY, masks=masks), strict=True):
+    for g, found in zip(made, compute_targets(pair[0], made, vocabulary=VOCABULARY, masks=masks), strict=True):
         assert g.targets is not None
         (mine, mine_p, mine_tail), (theirs, theirs_p, theirs_tail) = unpack(found), unpack(g.targets)
         possible = np.isfinite(theirs_p)
@@ -193,8 +194,8 @@ def test_answers_that_their_grammar_now_forbids_have_no_masks(pair: tuple[Model,
 
 def test_masks_of_several_answers_are_one_list() -> None:
     one = AnswerMasks(np.array([[1], [6]], dtype=np.uint32), np.array([0, 1, 0], dtype=np.int32))
-    assert stacked([None, None]) is None
-    found = stacked([one, None, one.part(slice(1, 2))])
+    assert stack_masks([None, None]) is None
+    found = stack_masks([one, None, one.part(slice(1, 2))])
     assert found is not None
     words, at = found
     assert words.tolist() == [[0xFFFFFFFF], [1], [6], [6]]

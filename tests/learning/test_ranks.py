@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 
 from service.cli import main
-from service.learning.making import Recipe, _text
+from service.learning.make.draft import Recipe, training_text
+from service.learning.make.target_text import ANSWER, FORCED
 from service.learning.ranks import Ranks
-from service.learning.trainer import number
-from service.learning.writing import ANSWER, FORCED
+from service.learning.train import number
 from service.models.pair import load_model
 from tests.support.model_folders import save_model
 from tests.support.oracle import tiny_llama
@@ -175,7 +175,7 @@ def test_each_rank_writes_its_own_texts(root: Path) -> None:
     recipe = Recipe(layers=(0, 2), tokens=4 * ROWS * LENGTH, length=LENGTH, rows=ROWS)
     target = load_model(root / "target")
     for rank in range(2):
-        _text(target, recipe, root / "here.npz", Ranks(rank, 2), lambda stage, done, of, note: None)
+        training_text(target, recipe, root / "here.npz", Ranks(rank, 2), lambda stage, done, of, note: None)
     assert_own([np.load(root / f"here-{rank}.npz")["tokens"] for rank in range(2)])
 
 

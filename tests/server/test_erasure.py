@@ -19,7 +19,7 @@ import pytest
 
 from service.core import RunState
 from service.engine.drafters.lookup import NGramIndex
-from service.learning.rescore import TargetCache
+from service.learning.targets import TargetCache
 from service.store.log.generations import TRAIN, split_of
 from tests.support.heap import holders
 from tests.support.tiny_server import InProcessServer, in_process_server, write_pair

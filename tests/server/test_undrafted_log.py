@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from service.core import FailureCase, Prompt, Sampling
-from service.learning.rounds import logged
+from service.learning.scoring.simulate import simulate_rounds
 from service.models.pair import load_pair
 from service.settings import load_settings
 from service.store.stores import open_stores
@@ -70,7 +70,7 @@ def test_undrafted_generations_are_learnt_from(tmp_path: Path) -> None:
     waiting = {g.id for g in stores.training_texts.claimed(run.id)}
     assert sum(len(g.output) for g in generations if g.id in waiting) == undrafted_tokens
     found = {g.id: g for g in stores.generations.by_ids([g.id for g in generations])}
-    expected = logged(
+    expected = simulate_rounds(
         draft.model,
         [g for g in generations if g.id in waiting],
         k=load_settings(server.config).engine.num_draft_tokens,

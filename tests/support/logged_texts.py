@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 import mlx.nn as nn
 
 from service.core import Constraint, FailureCase, FinishReason, Generation, Prompt, Provenance, Sampling, Targets
-from service.learning.rescore import rescore
+from service.learning.targets import compute_targets
 from tests.support.batches import decode
 
 WHO = Provenance("target", "tokenizer", "draft")
@@ -55,7 +55,7 @@ def random_texts(count: int, seed: int, *, vocabulary: int = VOCABULARY, longest
 
 
 def with_targets(model: nn.Module, generations: Sequence[Generation], vocabulary: int = VOCABULARY) -> list[Generation]:
-    found = rescore(model, generations, vocabulary=vocabulary)
+    found = compute_targets(model, generations, vocabulary=vocabulary)
     return [replace(g, targets=targets) for g, targets in zip(generations, found, strict=True)]
 
 

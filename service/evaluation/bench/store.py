@@ -20,7 +20,7 @@ from service.evaluation.bench.report import Report, Spread, spread
 from service.evaluation.server import LocalServer
 from service.evaluation.templates import traffic
 from service.evaluation.traffic import Traffic
-from service.learning.buffer import replay_count
+from service.learning.texts import replay_count
 from service.lifecycle.recorder import BATCH
 from service.lifecycle.training import RESERVOIR
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint

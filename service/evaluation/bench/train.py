@@ -29,10 +29,11 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 from service.core import TOP_TARGETS, RedraftError, python_command
 from service.evaluation.bench.report import Report, ratios, spread
 from service.learning import lora
-from service.learning.dataset import Batch, Example, batches
+from service.learning.batches import Batch, batches
+from service.learning.examples import Example
 from service.learning.job import CACHE_BYTES
-from service.learning.loss import TargetDivergence
-from service.learning.trainer import Optimiser, train
+from service.learning.losses import TargetDivergence
+from service.learning.train import Optimiser, train
 from service.models.pair import load_model, mlx_lm_runs
 from service.settings import Settings
 

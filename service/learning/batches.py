@@ -1,0 +1,109 @@
+"""Padded batches of training examples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+import numpy as np
+
+from service.learning.examples import Example
+from service.learning.masks import stack_masks
+
+LENGTHS = 32
+"""Padded lengths and position counts are multiples of this: few shapes, so that freed memory can be used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B examples padded at the end to one length L, and their N response positions (padded with weight 0).
+
+    tokens: (B, L) int32. at: (N,) index into the B x L hidden states that predict. ids, logprobs: (N, top). tail,
+    weight: (N,). count: input tokens, without padding. texts: (B, M) int32, each text from its first token to the end of its
+    window, and offsets: (B,) where the windows begin; None where all begin with the text. masks: (U, W) uint32, see
+    AnswerMasks, and mask: (N,) which of them holds at a position; None where no answer had to follow a grammar.
+    """
+
+    tokens: mx.array
+    at: mx.array
+    ids: mx.array
+    logprobs: mx.array
+    tail: mx.array
+    weight: mx.array
+    count: int
+    texts: mx.array | None = None
+    offsets: mx.array | None = None
+    masks: mx.array | None = None
+    mask: mx.array | None = None
+
+
+def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[Batch]:
+    """One epoch: every example once, `size` of similar length in a batch, in an order drawn from `seed`."""
+    rng = np.random.default_rng(seed)
+    shuffled: list[int] = rng.permutation(len(examples)).tolist()
+    by_length = sorted(shuffled, key=lambda i: padded(len(examples[i].tokens)))
+    groups = [by_length[start : start + size] for start in range(0, len(by_length), size)]
+    order: list[int] = rng.permutation(len(groups)).tolist()
+    for index in order:
+        yield collate([examples[i] for i in groups[index]])
+
+
+def padded(length: int) -> int:
+    """`length` rounded up to a multiple of LENGTHS."""
+    return -(-length // LENGTHS) * LENGTHS
+
+
+def collate(examples: Sequence[Example]) -> Batch:
+    """Pad examples (at least one, all with equally many targets a position) into one batch."""
+    length = padded(max(len(example.tokens) for example in examples))
+    at = np.concatenate(
+        [np.arange(e.positions, dtype=np.int32) + row * length + e.start for row, e in enumerate(examples)]
+    )
+    spare = padded(len(at)) - len(at)
+    # Padded positions: any distinct ids, a finite distribution, no weight.
+    top = examples[0].ids.shape[1]
+    ids = np.broadcast_to(np.arange(top, dtype=np.int32), (spare, top))
+    even = np.full((spare, top), -np.log(top), dtype=np.float32)
+    none = np.full(spare, -np.inf, dtype=np.float32)
+    texts, offsets = _whole_texts(examples)
+    masks, mask = _masks(examples, spare)
+    return Batch(
+        tokens=_rows([example.tokens for example in examples], length),
+        at=mx.array(np.pad(at, (0, spare))),
+        ids=mx.array(np.concatenate([*(e.ids for e in examples), ids])),
+        logprobs=mx.array(np.concatenate([*(e.logprobs for e in examples), even])),
+        tail=mx.array(np.concatenate([*(e.tail for e in examples), none])),
+        weight=mx.array(np.concatenate([*(e.weight for e in examples), np.zeros(spare, dtype=np.float32)])),
+        count=sum(len(example.tokens) for example in examples),
+        texts=texts,
+        offsets=offsets,
+        masks=masks,
+        mask=mask,
+    )
+
+
+def _rows(sequences: Sequence[np.ndarray], length: int) -> mx.array:
+    rows = np.zeros((len(sequences), length), dtype=np.int32)
+    for row, tokens in zip(rows, sequences, strict=True):
+        row[: len(tokens)] = tokens
+    return mx.array(rows)
+
+
+def _whole_texts(examples: Sequence[Example]) -> tuple[mx.array | None, mx.array | None]:
+    """Batch.texts and Batch.offsets."""
+    if not any(len(example.before) for example in examples):
+        return None, None
+    texts = [np.concatenate([example.before, example.tokens]) for example in examples]
+    offsets = mx.array([len(example.before) for example in examples])
+    return _rows(texts, padded(max(len(text) for text in texts))), offsets
+
+
+def _masks(examples: Sequence[Example], spare: int) -> tuple[mx.array | None, mx.array | None]:
+    """Batch.masks and Batch.mask."""
+    stacked = stack_masks([example.masks for example in examples])
+    if stacked is None:
+        return None, None
+    words, rows = stacked
+    mask = np.concatenate([np.broadcast_to(row, e.positions) for row, e in zip(rows, examples, strict=True)])
+    return mx.array(words), mx.array(np.pad(mask.astype(np.int32), (0, spare)))

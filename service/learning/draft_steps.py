@@ -1,0 +1,71 @@
+"""Hidden states of a draft over whole texts, by draft step of a round.
+
+An ordinary draft model computes the same at a position whichever token of a proposal it is. An EAGLE head does not: from its
+second step on it reads its own hidden states in place of the target's, which are not known yet.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from service.learning.batches import Batch
+from service.models import eagle
+from service.models.heads import Backbone, Head
+
+Parts: TypeAlias = tuple[Backbone, Head] | None
+"""What `heads.split` returns."""
+
+UNROLLED = 4
+"""Draft steps that are scored separately. Later ones count as the last of these, which is an approximation."""
+
+LEARNT_STEPS = 3
+"""Draft steps in which a position may be learnt."""
+_STEP_OF_POSITION = (0, 1, 0, 2, 0, 1, 2, 0, 1, 0, 1, 2)
+"""The step in which successive positions are learnt: as often as 1 : 0.8 : 0.6, about the weights of EAGLE-3's loss."""
+
+
+def step_count(model: nn.Module, k: int) -> int:
+    """How many draft steps to compute for a model that drafts `k` tokens a round; 1 for an ordinary draft, in which they do not
+    differ."""
+    return max(1, min(k, UNROLLED)) if isinstance(model, eagle.Model) else 1
+
+
+def states_at_positions(model: nn.Module, parts: Parts, batch: Batch) -> mx.array:
+    """Hidden states (N, hidden) at a batch's positions, each of one draft step in turn: the head over all steps at every
+    position would be most of the work. Logits (N, V) where the model is not split."""
+    states = window_states(model, parts, batch, LEARNT_STEPS)
+    if len(states) == 1:
+        return states[0][batch.at]
+    step = mx.array(_STEP_OF_POSITION)[batch.at % len(_STEP_OF_POSITION)]
+    return mx.concatenate(states)[step * len(states[0]) + batch.at]
+
+
+def window_states(model: nn.Module, parts: Parts, batch: Batch, steps: int) -> list[mx.array]:
+    """`states_by_step` over a batch's windows. The target's hidden states are those of the whole texts, as when serving."""
+    features = None
+    if isinstance(model, eagle.Model) and batch.texts is not None and batch.offsets is not None:
+        rows, length = batch.tokens.shape
+        # A window's padding may reach past its text's end; what is read there is not learnt from.
+        at = mx.minimum(batch.offsets[:, None] + mx.arange(length)[None], batch.texts.shape[1] - 1)
+        features = model.features(batch.texts)[mx.arange(rows)[:, None], at]
+    return states_by_step(model, parts, batch.tokens, steps, features)
+
+
+def states_by_step(
+    model: nn.Module, parts: Parts, tokens: mx.array, steps: int, features: mx.array | None = None
+) -> list[mx.array]:
+    """Hidden states (B x L, hidden) over tokens (B, L) in each of the first `steps` draft steps; one entry for an ordinary
+    draft. Logits (B x L, V) where the model is not split.
+
+    features: (B, L, hidden) the target's features that an EAGLE head reads; None: of the target over just these tokens. No
+    gradient flows into them.
+    """
+    if isinstance(model, eagle.Model):
+        features = model.features(tokens) if features is None else features
+        states = model.model.unrolled(tokens, mx.stop_gradient(features), steps)
+    else:
+        states = [cast("mx.array", model(tokens)) if parts is None else parts[0](tokens, None)]
+    return [each.reshape(-1, each.shape[-1]) for each in states]

@@ -1,0 +1,181 @@
+"""Training examples from logged generations: windows of tokens with the target's distribution at every output position."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core import TOP_TARGETS, Generation, Targets
+from service.learning.masks import NO_MASKS, AnswerMasks, Masks
+
+WINDOWS = 2
+"""Windows a run learns from for each of its texts, on average, at most: the cost of long texts is so many times what one window
+of each would cost."""
+_DAMAGED = "damaged targets"
+
+Floats = NDArray[np.float32]
+Ints = NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One window of a generation. The hidden state at index `start` + i predicts the i-th output token learnt in it.
+
+    tokens: (length,) the window's input: prompt tokens and output tokens but the last one that is learnt. ids, logprobs:
+    (n, top), tail: (n,), the target's normalised distribution given the whole text. weight: (n,). before: tokens of the text in
+    front of the window. masks: of the n positions, where the answer had to follow a grammar.
+    """
+
+    tokens: Ints
+    start: int
+    ids: Ints
+    logprobs: Floats
+    tail: Floats
+    weight: Floats
+    before: Ints = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
+    masks: AnswerMasks | None = None
+
+    @property
+    def positions(self) -> int:
+        """Number of output tokens learnt in this window, n."""
+        return len(self.tail)
+
+
+@dataclass(frozen=True, slots=True)
+class Dataset:
+    """examples: what can be learnt from. skipped: number of generations that cannot, by reason. left_out: windows of long texts
+    beyond WINDOWS."""
+
+    examples: tuple[Example, ...]
+    skipped: dict[str, int]
+    left_out: int = 0
+
+
+def build(
+    generations: Sequence[Generation],
+    *,
+    max_length: int,
+    reject_weight: float,
+    vocabulary: int,
+    masks: Masks = NO_MASKS,
+    seed: int = 0,
+) -> Dataset:
+    """Examples of at most `max_length` prompt and output tokens. A longer text becomes several windows, which together learn
+    every output token once (see `windows`). Where there are more than WINDOWS for each text, every text keeps its first and
+    `seed` draws the others.
+
+    reject_weight: of first rejections that are no ties. vocabulary: width of the draft's logits. Generations whose target
+    distribution is missing or damaged, or that have no output token to learn from, are skipped and counted; so are answers that
+    had to follow a grammar and have no masks.
+    """
+    texts: list[list[Example]] = []
+    skipped: Counter[str] = Counter()
+    for generation in generations:
+        reason = _unusable(generation, masks, vocabulary)
+        examples = (
+            [] if reason else _examples(generation, masks.get(generation.id), max_length, reject_weight, vocabulary)
+        )
+        if examples:
+            texts.append(examples)
+        else:
+            skipped[reason or _DAMAGED] += 1
+    examples, left_out = _select_windows(texts, seed)
+    return Dataset(tuple(examples), dict(skipped), left_out)
+
+
+def windows(prompt: int, length: int, size: int) -> list[tuple[int, int, int]]:
+    """Windows of at most `size` tokens over a text of `length` tokens, of which the first `prompt` are the prompt's.
+
+    Returns (start, first, end) of each: tokens `first` to `end` are learnt, each in one window, with at least half a window of
+    the text before them (or all of it).
+    """
+    found: list[tuple[int, int, int]] = []
+    first = prompt
+    while first < length:
+        start = max(0, min(first - size // 2, length - size))
+        end = min(start + size, length)
+        found.append((start, first, end))
+        first = end
+    return found
+
+
+def unpack(targets: Targets) -> tuple[Ints, Floats, Floats]:
+    """Stored target distributions as ids (n, top), log-probabilities (n, top) and log tail mass (n,), scaled to sum to one:
+    they are stored in float16."""
+    shape = (-1, targets.top)
+    ids = np.frombuffer(targets.ids, dtype="<u4").astype(np.int32).reshape(shape)
+    logprobs = np.frombuffer(targets.logprobs, dtype="<f2").astype(np.float32).reshape(shape)
+    tail = np.frombuffer(targets.tail, dtype="<f2").astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        total = np.log(np.exp(logprobs).sum(axis=-1) + np.exp(tail))
+        return ids, logprobs - total[:, None], tail - total
+
+
+def _unusable(generation: Generation, masks: Masks, vocabulary: int) -> str | None:
+    """Why a generation cannot be learnt from, as far as that is known without its values."""
+    targets, top = generation.targets, min(TOP_TARGETS, vocabulary)
+    if generation.grammar is not None and generation.id not in masks:
+        return "masks not known"
+    if not generation.prompt.tokens or not generation.output:
+        return "no response token"
+    if targets is None:
+        return "no targets"
+    if targets.top != top:
+        return f"targets are not {top} a position"
+    whole = 2 * len(targets.logprobs) == len(targets.ids) == 4 * targets.top * targets.positions
+    return None if whole and targets.positions == len(generation.output) else _DAMAGED
+
+
+def _examples(
+    generation: Generation, masks: AnswerMasks | None, max_length: int, reject_weight: float, vocabulary: int
+) -> list[Example]:
+    """The windows of a generation; none where its targets are damaged."""
+    prompt, output, targets = generation.prompt.tokens, generation.output, generation.targets
+    assert targets is not None
+    ids, logprobs, tail = unpack(targets)
+    tokens = np.array([*prompt, *output], dtype=np.int32)
+    sound = not np.isnan(logprobs).any() and not np.isnan(tail).any() and logprobs.max() < 1e-3
+    if not sound or min(ids.min(), tokens.min()) < 0 or max(ids.max(), tokens.max()) >= vocabulary:
+        return []
+    weight = np.ones(len(output), dtype=np.float32)
+    for case in generation.cases:
+        if not case.tie and 0 <= case.position < len(output):
+            weight[case.position] = reject_weight
+    found: list[Example] = []
+    for start, first, end in windows(len(prompt), len(tokens), max_length):
+        here = slice(first - len(prompt), end - len(prompt))
+        found.append(
+            Example(
+                tokens=tokens[start : end - 1],
+                start=first - start - 1,
+                ids=ids[here],
+                logprobs=logprobs[here],
+                tail=tail[here],
+                weight=weight[here],
+                before=tokens[:start],
+                masks=None if masks is None else masks.part(here),
+            )
+        )
+    return found
+
+
+def _select_windows(texts: Sequence[Sequence[Example]], seed: int) -> tuple[list[Example], int]:
+    """Every text's first window and as many drawn others as WINDOWS allows, in the order of the texts; and the number of those
+    left out."""
+    further = [(text, window) for text, examples in enumerate(texts) for window in range(1, len(examples))]
+    allowed = (WINDOWS - 1) * len(texts)
+    selected = set(further)
+    if len(further) > allowed:
+        drawn = np.random.default_rng(seed).permutation(len(further))[:allowed].tolist()
+        selected = {further[i] for i in drawn}
+    examples = [
+        example
+        for text, windows_of_text in enumerate(texts)
+        for window, example in enumerate(windows_of_text)
+        if window == 0 or (text, window) in selected
+    ]
+    return examples, len(further) - len(selected)

@@ -1,0 +1,174 @@
+"""The distillation loss of a draft on text that its target wrote, towards the target's distribution at every written position.
+
+Losses: forward KL, or a blend of it with the total variation distance, which is the share of proposed tokens that a target
+rejects at T = 1 (LK losses, arXiv 2602.23881): the blend moves from the first to the second as the draft gets better.
+
+An EAGLE head learns several draft steps of a round at once, the later ones from its own hidden states (EAGLE-3, arXiv
+2503.01840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_map
+
+from service.learning.draft_steps import UNROLLED
+from service.learning.make.target_text import ANSWER, FORCED, TargetText
+from service.models import eagle
+
+_SHARED = ("embed_tokens", "wte", "lm_head")
+"""Modules that are the target's and are not trained: the draft ships without them."""
+_BLEND_RATE = 3.0
+"""How fast the blend moves from KL to total variation as the overlap grows: the paper's."""
+_STEP_DECAY = 0.8
+"""The weight of a draft step relative to the one before: it matters only where that one was right."""
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+@dataclass(frozen=True, slots=True)
+class TextBatch:
+    """tokens: (B, L) int32. written: (B, L - 1) float32, 1 where the *next* token was written and not forced."""
+
+    tokens: mx.array
+    written: mx.array
+
+    @property
+    def count(self) -> int:
+        """Token positions processed."""
+        return self.tokens.size
+
+
+def batches(text: TargetText, rows: int, epochs: int, seed: int) -> Iterator[TextBatch]:
+    """Shuffled batches of `rows` texts; texts left over at the end of an epoch go into the next one's first batch."""
+    rng = np.random.default_rng(seed)
+    order = np.concatenate([rng.permutation(len(text.tokens)) for _ in range(epochs)])
+    for start in range(0, len(order) - rows + 1, rows):
+        chosen = order[start : start + rows]
+        written = (text.role[chosen, 1:] != FORCED).astype(np.float32)
+        yield TextBatch(mx.array(text.tokens[chosen]), mx.array(written))
+
+
+def batch_count(text: TargetText, rows: int, epochs: int) -> int:
+    """How many batches `batches` yields with the same arguments."""
+    return len(text.tokens) * epochs // rows
+
+
+def freeze_shared(draft: nn.Module) -> None:
+    """Make everything trainable but embeddings and output head."""
+    draft.unfreeze()
+    for name, module in draft.named_modules():
+        if name.rsplit(".", 1)[-1] in _SHARED:
+            module.freeze()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetDistribution:
+    """The target's probabilities p, (B, L, V), and their entropy (B, L) in nats."""
+
+    p: mx.array
+    entropy: mx.array
+
+    @classmethod
+    def of(cls, logits: mx.array) -> TargetDistribution:
+        """Of logits (B, L, V), through which no gradient flows."""
+        logits = mx.stop_gradient(logits.astype(mx.float32))
+        normaliser = mx.logsumexp(logits, axis=-1)
+        p = mx.exp(logits - normaliser[..., None])
+        return cls(p, normaliser - (p * logits).sum(axis=-1))
+
+
+class Distillation:
+    """The loss for `train`. The draft's weights are float32 and both models run in `dtype`. blend: of KL and total variation;
+    otherwise KL alone."""
+
+    def __init__(self, target: nn.Module, dtype: mx.Dtype, *, blend: bool = False) -> None:
+        self.target = target
+        self.dtype = dtype
+        self.blend = blend
+
+    def __call__(self, draft: nn.Module, batch: TextBatch) -> mx.array:
+        """The mean over written positions, a scalar, KL in nats; 0 for a batch without any. Of an EAGLE head the weighted mean
+        of its draft steps.
+
+        Memory: several float32 arrays as wide as the target's logits; with four draft steps about a dozen.
+        """
+        inputs = batch.tokens[:, :-1]
+        distribution = TargetDistribution.of(self.target(inputs))
+        if not isinstance(draft, eagle.Model):
+            return self._divergence(self._in_dtype(draft, draft, inputs), distribution, batch.written)
+        # The call above has captured the target's features already.
+        loss, weight, weights = mx.array(0.0), 1.0, 0.0
+        for step, logits in enumerate(self._in_dtype(draft, _step_logits, draft, inputs)):
+            written = batch.written * reached(step, inputs)
+            loss = loss + weight * self._divergence(logits, distribution, written)
+            weights += weight
+            weight *= _STEP_DECAY
+        return loss / weights
+
+    def agreement(self, draft: nn.Module, text: TargetText, rows: int = 16) -> tuple[list[float], int]:
+        """Share of the answers' tokens that are the draft's argmax, by draft step, had the steps before been right; and how
+        many tokens were compared in the first step. rows: texts of one call."""
+        agreed, compared = list[int](), list[int]()
+        for start in range(0, len(text.tokens), rows):
+            tokens, role = text.tokens[start : start + rows], text.role[start : start + rows]
+            inputs = mx.array(tokens[:, :-1])
+            for step, argmax in enumerate(self._argmax_by_step(draft, inputs)):
+                if step == len(agreed):
+                    agreed.append(0)
+                    compared.append(0)
+                answers = (role[:, 1:] == ANSWER) & np.array(reached(step, inputs))
+                agreed[step] += int(((np.array(argmax) == tokens[:, 1:]) & answers).sum())
+                compared[step] += int(answers.sum())
+        return [right / max(of, 1) for right, of in zip(agreed, compared, strict=True)], compared[0]
+
+    def _argmax_by_step(self, draft: nn.Module, tokens: mx.array) -> Iterator[mx.array]:
+        """The draft's argmax (B, L) after each token of texts (B, L), by draft step."""
+        if not isinstance(draft, eagle.Model):
+            yield mx.argmax(self._in_dtype(draft, draft, tokens), axis=-1)
+            return
+        self.target(tokens)
+        for logits in self._in_dtype(draft, _step_logits, draft, tokens):
+            yield mx.argmax(logits, axis=-1)
+
+    def _divergence(self, logits: mx.array, target: TargetDistribution, written: mx.array) -> mx.array:
+        """The loss of the draft's logits (B, L, V), mean over the positions of written (B, L)."""
+        logits = logits.astype(mx.float32)
+        count = mx.maximum(written.sum(), 1.0)
+        # log q, as wide as the logits, is never stored: passes over memory are most of a step.
+        normaliser = mx.logsumexp(logits, axis=-1)
+        kl = ((normaliser - (target.p * logits).sum(axis=-1) - target.entropy) * written).sum() / count
+        if not self.blend:
+            return kl
+        overlap = (mx.minimum(target.p, mx.exp(logits - normaliser[..., None])).sum(axis=-1) * written).sum() / count
+        weight = mx.exp(-_BLEND_RATE * mx.stop_gradient(overlap))
+        return weight * kl + (1.0 - weight) * (written.sum() / count - overlap)
+
+    def _in_dtype(self, draft: nn.Module, call: Callable[_P, _R], *positional: _P.args, **named: _P.kwargs) -> _R:
+        """What a call of the draft returns with its weights cast to `dtype` for the call."""
+        weights = draft.parameters()
+        draft.update(tree_map(self._cast, weights))
+        out = call(*positional, **named)
+        draft.update(weights)
+        return out
+
+    def _cast(self, array: Any) -> Any:
+        return array.astype(self.dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+def reached(step: int, tokens: mx.array) -> mx.array:
+    """(L,) bool: the positions of texts (B, L) that a round can reach in this draft step, having begun inside the text."""
+    return mx.arange(tokens.shape[1]) >= step
+
+
+def _step_logits(draft: eagle.Model, tokens: mx.array) -> list[mx.array]:
+    """The draft's logits (B, L, V) by draft step, from the features that the target's last call captured."""
+    features = eagle.shift_right(draft.target_features())
+    return [draft.logits(state) for state in draft.model.unrolled(tokens, features, UNROLLED)]

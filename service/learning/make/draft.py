@@ -1,0 +1,270 @@
+"""`redraft make-draft`: initialise a draft from its target, let the target write text, distil the draft on it, measure it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map
+
+from service.core import ModelError
+from service.learning.export import save_model_folder
+from service.learning.general_set import GeneralSet
+from service.learning.make.distil import Distillation, batch_count, batches, freeze_shared
+from service.learning.make.eagle_head import init_eagle_head
+from service.learning.make.prune import DEFAULT_LAYERS, prune
+from service.learning.make.target_text import ANSWER, TargetText, first_exchanges, write_text
+from service.learning.ranks import Ranks
+from service.learning.train import Optimiser, TrainReport, train
+from service.models import eagle, vocabulary
+from service.models.heads import cut
+from service.models.pair import Loaded, load_model
+from service.models.shipped import GENERAL, extract
+
+Report = Callable[[str, int, int, str], None]
+"""(stage, done, of, note)"""
+KINDS = ("layers", "eagle")
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a draft is made.
+
+    kind: "layers", some of the target's, or "eagle", one layer that reads the target's hidden states. layers: the target's
+    layers that the draft consists of, or reads; negative ones from the end; None: `prune.DEFAULT_LAYERS`, or
+    `eagle_head.default_feature_layers`. tokens: how many the target writes, in rows of `length`, `rows` at a time; several
+    processes share them. greedy, openings, turn: see `write_text`. blend: see `Distillation`. held_out: greedy rows to measure
+    on. general: greedy rows whose first exchanges make the general set. vocabulary: size of the reduced vocabulary, the most
+    frequent tokens of the answers that the first process wrote (0: all).
+    """
+
+    layers: tuple[int, ...] | None
+    tokens: int
+    kind: str = "layers"
+    length: int = 384
+    rows: int = 64
+    epochs: int = 2
+    batch: int = 64
+    learning_rate: float = 1e-3
+    seed: int = 0
+    held_out: int = 64
+    general: int = 0
+    vocabulary: int = 8192
+    dtype: str = "float32"
+    greedy: float = 0.25
+    openings: tuple[str, ...] = ()
+    turn: int | None = None
+    blend: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReport:
+    """layers: counted from the first. tokens: of training text. agreement: share of held-out greedy answer tokens that are the
+    draft's argmax, before and after distilling; by_step: after, in each draft step, had the steps before been right. loss: the
+    mean of the last ones."""
+
+    layers: tuple[int, ...]
+    tokens: int
+    agreement_before: float
+    agreement: float
+    by_step: tuple[float, ...]
+    held_out_tokens: int
+    loss: float
+    writing_seconds: float
+    training_seconds: float
+
+
+def make_draft(
+    target_folder: Path,
+    out: Path,
+    recipe: Recipe,
+    *,
+    start: Path | None = None,
+    text_file: Path | None = None,
+    package: Path | None = None,
+    ranks: Ranks | None = None,
+    report: Report = lambda stage, done, of, note: None,
+) -> DraftReport | None:
+    """Write a draft as a standard model folder `out`.
+
+    start: train this draft, of the same kind and layers, further. text_file: read the training text from this file, or write it
+    there when the file does not exist. package: also write what ships with the package (the draft's own weights in bfloat16,
+    and the general set). ranks: the processes that make the draft together, each with a recipe like the first one's but for
+    length, rows and batch; only the first measures and writes the draft, the others return None.
+
+    Raises ModelError, TrainingFailed; `out` exists only when everything went well.
+    """
+    ranks = ranks or Ranks()
+    if out.exists():
+        raise ModelError(f"{out} exists already")
+    dtype = {"float32": mx.float32, "bfloat16": mx.bfloat16}[recipe.dtype]
+    target = load_model(target_folder)
+    scratch = out.with_name(f".{out.name}.partial{ranks.index or ''}")
+    shutil.rmtree(scratch, ignore_errors=True)
+    layers = _initialise(target, recipe, scratch)
+    draft = _load_initial(scratch, start)
+    stored_dtypes = _prepare_training(draft)
+    target.model.set_dtype(dtype)
+    eagle.bind(draft, target.model)
+
+    started = time.perf_counter()
+    text = training_text(target, recipe, text_file, ranks, report)
+    written_at = time.perf_counter()
+    loss = Distillation(target.model, dtype, blend=recipe.blend)
+    steps = min(ranks.gather(batch_count(text, recipe.batch, recipe.epochs)))
+    tokens = sum(ranks.gather(text.tokens.size))
+    if not ranks.first:
+        shutil.rmtree(scratch)
+        _distil(draft, text, recipe, steps, loss, ranks, report)
+        return None
+    answers = _write(target, recipe, rows=recipe.held_out + recipe.general, seed=recipe.seed, greedy=1.0)
+    held_out = answers.first(recipe.held_out)
+    before, _ = loss.agreement(draft, held_out)
+    trained = _distil(draft, text, recipe, steps, loss, ranks, report)
+    after, compared = loss.agreement(draft, held_out)
+
+    weights = {name: array.astype(stored_dtypes[name]) for name, array in _named(draft)}
+    config = json.loads((scratch / "config.json").read_text(encoding="utf-8"))
+    save_model_folder(weights, config, target.folder, scratch)
+    if recipe.vocabulary:
+        _write_vocabulary(target, draft, text, recipe.vocabulary, scratch, report)
+    scratch.rename(out)
+    if package is not None:
+        _write_package(target, out, answers, recipe, package)
+    return DraftReport(
+        layers=tuple(layers),
+        tokens=tokens,
+        agreement_before=before[0],
+        agreement=after[0],
+        by_step=tuple(after),
+        held_out_tokens=compared,
+        loss=trained.loss,
+        writing_seconds=written_at - started,
+        training_seconds=trained.seconds,
+    )
+
+
+def training_text(target: Loaded, recipe: Recipe, file: Path | None, ranks: Ranks, report: Report) -> TargetText:
+    """This process's training text: read from `file`, else written by the target and saved there. Where several processes share
+    the work, each has a file of its own, "NAME-RANK"."""
+    if file is not None and ranks.count > 1:
+        file = file.with_stem(f"{file.stem}-{ranks.index}")
+    if file is not None and file.is_file():
+        return TargetText.load(file)
+    parts: list[TargetText] = []
+    size = recipe.rows * recipe.length
+    count = -(-recipe.tokens // (size * ranks.count))
+    for part in range(count):
+        started = time.perf_counter()
+        seed = recipe.seed + 1 + part * ranks.count + ranks.index
+        parts.append(_write(target, recipe, rows=recipe.rows, seed=seed, greedy=recipe.greedy))
+        mx.clear_cache()
+        report("writing", part + 1, count, f"{size / (time.perf_counter() - started):,.0f} tokens/s")
+    text = TargetText.joined(parts)
+    if file is not None:
+        text.save(file)
+    return text
+
+
+def _check_same_shape(draft: nn.Module, fresh: nn.Module, start: Path) -> None:
+    """Raises ModelError when `draft`, loaded from `start`, differs from `fresh` in kind, number of layers or feature layers."""
+    shapes = [{name: array.shape for name, array in _named(model)} for model in (draft, fresh)]
+    if shapes[0] != shapes[1]:
+        raise ModelError(
+            f"{start.name} is no draft of this target of this kind with so many layers: its weights have other shapes"
+        )
+    read, wanted = ([*model.args.taps] if isinstance(model, eagle.Model) else [] for model in (draft, fresh))
+    if read != wanted:
+        raise ModelError(f"{start.name} reads layers {read} of its target, not {wanted}: name these with --layers")
+
+
+def _initialise(target: Loaded, recipe: Recipe, folder: Path) -> list[int]:
+    """Write the untrained draft. Returns its layers counted from the first."""
+    if recipe.kind == "eagle":
+        return init_eagle_head(target, recipe.layers, folder)
+    return prune(target, DEFAULT_LAYERS if recipe.layers is None else recipe.layers, folder)
+
+
+def _load_initial(scratch: Path, start: Path | None) -> nn.Module:
+    fresh = load_model(scratch).model
+    if start is None:
+        return fresh
+    draft = load_model(start).model
+    _check_same_shape(draft, fresh, start)
+    return draft
+
+
+def _prepare_training(draft: nn.Module) -> dict[str, mx.Dtype]:
+    """Make what is the draft's own trainable, in float32: small updates would vanish in bfloat16. Returns the dtypes that the
+    weights had, in which they are saved."""
+    freeze_shared(draft)
+    dtypes = {name: array.dtype for name, array in _named(draft)}
+    draft.update(tree_map(lambda array: array.astype(mx.float32), draft.trainable_parameters()))
+    return dtypes
+
+
+def _write(target: Loaded, recipe: Recipe, *, rows: int, seed: int, greedy: float) -> TargetText:
+    return write_text(
+        target,
+        rows=rows,
+        length=recipe.length,
+        seed=seed,
+        greedy=greedy,
+        openings=recipe.openings,
+        turn=recipe.turn,
+    )
+
+
+def _distil(
+    draft: nn.Module,
+    text: TargetText,
+    recipe: Recipe,
+    steps: int,
+    loss: Distillation,
+    ranks: Ranks,
+    report: Report,
+) -> TrainReport:
+    """Train with `steps` batches, which every process has."""
+    return train(
+        draft,
+        islice(batches(text, recipe.batch, recipe.epochs, recipe.seed), steps),
+        loss_fn=loss,
+        optimiser=Optimiser(learning_rate=recipe.learning_rate, steps=steps, warmup=0.02, weight_decay=0.01),
+        on_progress=lambda p: report("distilling", p.step, p.steps, f"loss {p.loss or 0.0:.3f}"),
+        ranks=ranks,
+    )
+
+
+def _write_vocabulary(
+    target: Loaded, draft: nn.Module, text: TargetText, size: int, folder: Path, report: Report
+) -> None:
+    """Write the reduced vocabulary, unless this draft's head cannot be cut."""
+    answered = [tokens[role == ANSWER] for tokens, role in zip(text.tokens, text.role, strict=True)]
+    width = max(target.tokenizer.get_vocab().values()) + 1
+    ids = vocabulary.ranked(answered, sorted(target.tokenizer.eos_token_ids), width)[:size]
+    try:
+        cut(draft, ids)
+    except ModelError as error:
+        report("writing the vocabulary", 0, 1, f"left out: {error}")
+    else:
+        vocabulary.write(ids, folder)
+
+
+def _write_package(target: Loaded, draft: Path, answers: TargetText, recipe: Recipe, package: Path) -> None:
+    package.mkdir(parents=True, exist_ok=True)
+    extract(draft, package)
+    if recipe.general:
+        ends = frozenset(target.tokenizer.eos_token_ids)
+        GeneralSet.of(first_exchanges(answers, recipe.held_out, ends)).save(package / GENERAL)
+
+
+def _named(model: nn.Module) -> list[tuple[str, mx.array]]:
+    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))

@@ -1,0 +1,1 @@
+"""How a draft would have done on logged generations, without decoding again."""

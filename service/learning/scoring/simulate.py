@@ -1,0 +1,142 @@
+"""The rounds that a draft would have had on a greedy or seeded text, and the failure cases they would have left: what the
+engine logs at a fixed draft length, without decoding (docs/decisions.md, "Greedy and seeded texts alone")."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from service.core import AcceptRule, FailureCase, Generation, Round
+from service.engine.sampling import SamplingBatch, choose, shared_noise, transform
+from service.learning.draft_steps import step_count
+from service.learning.examples import Floats, Ints, unpack
+from service.learning.masks import NO_MASKS, Masks
+from service.learning.teacher_forcing import Span, response_logits
+
+
+@dataclass(frozen=True, slots=True)
+class Simulated:
+    """generation: with the rounds and cases that a draft would have left. agreed: number of output tokens that are the draft's
+    choice in its first step."""
+
+    generation: Generation
+    agreed: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Proposals:
+    """What the draft would have proposed at every output position of a text, by draft step. tokens: (steps, tokens). q: their
+    probabilities at T = 1, (steps, tokens)."""
+
+    tokens: NDArray[np.int64]
+    q: NDArray[np.float64]
+
+
+def simulate_rounds(
+    model: nn.Module,
+    generations: Sequence[Generation],
+    *,
+    k: int,
+    adapter: int,
+    vocabulary: int,
+    tie_margin: float = 1e-3,
+    masks: Masks = NO_MASKS,
+    between: Callable[[], object] = lambda: None,
+) -> list[Simulated]:
+    """The generations as they would be, had `model` drafted `k` tokens a round. They have to be greedy or seeded and to have
+    targets; otherwise raises ValueError.
+
+    adapter: the id that the rounds get. vocabulary: width of the target's logits. tie_margin: nats below which a rejection is
+    a tie. masks: of answers that had to follow a grammar, under which the draft proposes. between: called before every model
+    call. A case's p is 0 where its token is not among the target's stored ones.
+    """
+    if any(g.prompt.sampling.rule is not AcceptRule.MATCH or g.targets is None for g in generations):
+        raise ValueError("only greedy and seeded generations with targets have one course of rounds")
+    steps = step_count(model, k)
+    proposals = [
+        _Proposals(np.zeros((steps, len(g.output)), dtype=np.int64), np.zeros((steps, len(g.output))))
+        for g in generations
+    ]
+    for greedy in (True, False):
+        # Greedy texts are a group of their own: noise over the vocabulary costs more than everything else.
+        members = [i for i, g in enumerate(generations) if g.prompt.sampling.greedy is greedy]
+        texts = [(generations[i].prompt.tokens, generations[i].output) for i in members]
+        text_masks = [masks.get(generations[i].id) for i in members]
+        for span in response_logits(
+            model, texts, vocabulary=vocabulary, between=between, steps=steps, masks=text_masks
+        ):
+            chosen, q = _choice(span, [generations[members[text]] for text in span.text])
+            for text, at, token, probability in zip(span.text, span.position, chosen, q, strict=True):
+                found = proposals[members[text]]
+                found.tokens[span.step, at], found.q[span.step, at] = token, probability
+    return [_with_rounds(g, found, k, adapter, tie_margin) for g, found in zip(generations, proposals, strict=True)]
+
+
+def walk_rounds(matches: NDArray[np.bool_], k: int, first: int) -> list[tuple[int, int, int, int]]:
+    """(start, drafted, accepted, emitted) of every round. matches: (steps, tokens), whether the draft's token at each output
+    position is the one that was emitted, by draft step, later steps as the last. first: draft length of the first round; `k` is
+    that of all others."""
+    steps, count = matches.shape
+    found: list[tuple[int, int, int, int]] = []
+    start, drafted = 0, first
+    while start < count:
+        tested = min(drafted, count - start)
+        accepted = next((i for i in range(tested) if not matches[min(i, steps - 1), start + i]), tested)
+        emitted = min(accepted + 1, count - start)
+        # Positions past the end of the text are not counted, as in the engine.
+        found.append((start, drafted if start + emitted < count else min(drafted, emitted), accepted, emitted))
+        start, drafted = start + emitted, k
+    return found
+
+
+def _choice(span: Span, owners: Sequence[Generation]) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+    """What the draft would have proposed at every position of a span, and its probability at T = 1; 0 where no token that it
+    may propose is allowed."""
+    width = span.logits.shape[-1]
+    batch = SamplingBatch.of([owner.prompt.sampling for owner in owners], width)
+    logprobs = transform(span.logits[:, None], batch)
+    chosen = choose(logprobs, shared_noise(batch, span.position, 1, width))
+    logits = mx.take_along_axis(span.logits, chosen, axis=-1)[:, 0]
+    q = mx.where(mx.isfinite(logits), mx.exp(logits - mx.logsumexp(span.logits, axis=-1)), 0.0)
+    mx.eval(chosen, q)
+    return np.array(chosen[:, 0], dtype=np.int64), np.array(q)
+
+
+def _with_rounds(g: Generation, proposals: _Proposals, k: int, adapter: int, tie_margin: float) -> Simulated:
+    assert g.targets is not None
+    ids, logprobs, _ = unpack(g.targets)
+    matches = proposals.tokens == np.array(g.output)
+    rounds: list[Round] = []
+    cases: list[FailureCase] = []
+    # The engine drafts only after two tokens.
+    for start, drafted, accepted, emitted in walk_rounds(matches, k, k if len(g.prompt.tokens) > 1 else 0):
+        rounds.append(Round(adapter, start, drafted, accepted, emitted))
+        at = start + accepted
+        if accepted == drafted or emitted <= accepted:
+            continue
+        place = min(accepted, len(matches) - 1), at
+        token, q = int(proposals.tokens[place]), float(proposals.q[place])
+        if g.grammar is not None and q == 0.0:
+            continue  # As in the engine: a token that the grammar forbids was not rejected by the target.
+        cases.append(_case(g, at, token, q, ids[at], logprobs[at], tie_margin))
+    return Simulated(replace(g, rounds=tuple(rounds), cases=tuple(cases)), int(matches[0].sum()))
+
+
+def _case(g: Generation, at: int, token: int, q: float, ids: Ints, logprobs: Floats, tie_margin: float) -> FailureCase:
+    """ids, logprobs: (top,) of the target at output position `at`."""
+    stored = np.flatnonzero(ids == token)
+    margin = float(logprobs[0] - logprobs[1]) if len(ids) > 1 else float("inf")
+    return FailureCase(
+        position=at,
+        drafted=token,
+        target=g.output[at],
+        p=float(np.exp(logprobs[stored[0]])) if len(stored) else 0.0,
+        q=q,
+        margin=margin,
+        tie=margin < tie_margin,
+    )

@@ -1,0 +1,160 @@
+"""Teacher forcing: a model's logits at every output position of finished texts, in few calls and bounded memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from numpy.typing import NDArray
+
+from service.engine.masks import allowed
+from service.engine.sampling import fit
+from service.learning.batches import padded
+from service.learning.draft_steps import states_by_step
+from service.learning.masks import AnswerMasks, stack_masks
+from service.models.heads import full_head, split, token_limit
+
+TOKENS = 2048
+"""Tokens of one call, padding included; a longer text is a call of its own."""
+POSITIONS = 256
+"""Positions whose logits exist at once."""
+NEVER = 2**31 - 1
+
+Text: TypeAlias = tuple[Sequence[int], Sequence[int]]
+"""Token ids of prompt and output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Logits at some output positions of some texts: logits[i], (n, V), is for token `position[i]` of the output of the text
+    with index `text[i]`. step: the draft step they are of, 0 the first."""
+
+    text: list[int]
+    position: list[int]
+    logits: mx.array
+    step: int
+
+
+def response_logits(
+    model: nn.Module,
+    texts: Sequence[Text],
+    *,
+    vocabulary: int,
+    between: Callable[[], object] = lambda: None,
+    steps: int = 1,
+    masks: Sequence[AnswerMasks | None] | None = None,
+) -> Iterator[Span]:
+    """The logits at every output position of (prompt, output) pairs, prompts not empty, shorter texts first.
+
+    vocabulary: the target's width, to which logits are cut or extended by -inf, as when the engine drafts. between: called
+    before every model call. steps: draft steps to compute (see `draft_steps.step_count`). masks: of each text; logits are -inf
+    where a token is not allowed.
+
+    A model with a reduced vocabulary proposes the ids in it and those that its text has shown before the position, as when it
+    serves; all others are -inf.
+    """
+    masks = [None] * len(texts) if masks is None else masks
+    parts, limit = split(model), token_limit(model)
+    with full_head(model) as in_vocabulary:
+        for indices in _groups(texts):
+            between()
+            group = _Group(texts, indices, in_vocabulary, [masks[i] for i in indices])
+            states = states_by_step(model, parts, group.tokens(limit), steps)
+            states = [each[group.at] for each in states]
+            mx.eval(states)
+            for start in range(0, len(group.positions), POSITIONS):
+                chosen = slice(start, start + POSITIONS)
+                text, position = [i for _, i, _ in group.positions[chosen]], [j for _, _, j in group.positions[chosen]]
+                proposable, legal = group.proposable(chosen), group.legal(chosen, vocabulary)
+                for step, each in enumerate(states):
+                    logits = each[chosen] if parts is None else parts[1](each[chosen])
+                    yield Span(text, position, _restrict(logits, proposable, legal, vocabulary), step)
+
+
+def _restrict(logits: mx.array, proposable: mx.array | None, legal: mx.array | None, vocabulary: int) -> mx.array:
+    """Logits (n, vocabulary), -inf where a token may not be proposed or is not allowed."""
+    logits = logits.astype(mx.float32)
+    if proposable is not None:
+        logits = mx.where(proposable, logits, -float("inf"))
+    logits = fit(logits, vocabulary)
+    if legal is not None:
+        logits = mx.where(legal, logits, -float("inf"))
+    return logits
+
+
+class _Group:
+    """Texts of one model call. positions: (row, text, output position) of every output token. at: their indices into the
+    flattened hidden states that predict them."""
+
+    def __init__(
+        self,
+        texts: Sequence[Text],
+        indices: Sequence[int],
+        in_vocabulary: NDArray[np.bool_] | None,
+        masks: Sequence[AnswerMasks | None],
+    ) -> None:
+        self.texts = [texts[i] for i in indices]
+        self.length = padded(max(_input_length(text) for text in self.texts))
+        self.positions = [(row, i, j) for row, i in enumerate(indices) for j in range(len(texts[i][1]))]
+        self.at = mx.array([row * self.length + len(self.texts[row][0]) - 1 + j for row, _, j in self.positions])
+        self.in_vocabulary = in_vocabulary
+        self.first_seen = None if in_vocabulary is None else mx.array(_first_seen(self.texts, len(in_vocabulary)))
+        self.masks = stack_masks(masks)
+
+    def tokens(self, limit: int | None) -> mx.array:
+        """The input (rows, length). limit: ids from here on have no embedding and become the last one that has."""
+        tokens = np.zeros((len(self.texts), self.length), dtype=np.int32)
+        for row, (prompt, output) in zip(tokens, self.texts, strict=True):
+            row[: len(prompt) + len(output) - 1] = [*prompt, *output[:-1]]
+        return mx.array(tokens if limit is None else np.minimum(tokens, limit - 1))
+
+    def proposable(self, chosen: slice) -> mx.array | None:
+        """(n, width) ids of the reduced vocabulary and those seen before each position; None where the head is whole."""
+        if self.first_seen is None:
+            return None
+        rows = mx.array([row for row, _, _ in self.positions[chosen]])
+        before = mx.array([len(self.texts[row][0]) + j for row, _, j in self.positions[chosen]])
+        return mx.array(cast("Any", self.in_vocabulary)) | (self.first_seen[rows] < before[:, None])
+
+    def legal(self, chosen: slice, vocabulary: int) -> mx.array | None:
+        """(n, vocabulary) ids that the answers' masks allow; None where no text has masks."""
+        if self.masks is None:
+            return None
+        words, at_position = self.masks
+        rows = [(at_position[row], j) for row, _, j in self.positions[chosen]]
+        which = [at if isinstance(at, int) else at[j] for at, j in rows]
+        return allowed(mx.array(words[which]), vocabulary)
+
+
+def _first_seen(texts: Sequence[Text], width: int) -> NDArray[np.int32]:
+    """(texts, width): the position in its text at which each id occurs first; NEVER where it does not.
+
+    Once a call: a boolean for every id at every position takes the host longer than an accelerator takes for the model.
+    """
+    found = np.full((len(texts), width), NEVER, dtype=np.int32)
+    for row, (prompt, output) in zip(found, texts, strict=True):
+        tokens = np.array([*prompt, *output], dtype=np.int64)
+        # A wider target's ids may lie beyond the draft's head. Backwards, so that an id's first position is written last.
+        places = np.flatnonzero(tokens < width)[::-1]
+        row[tokens[places]] = places
+    return found
+
+
+def _input_length(text: Text) -> int:
+    return len(text[0]) + len(text[1]) - 1
+
+
+def _groups(texts: Sequence[Text]) -> Iterator[list[int]]:
+    """Indices of texts with an output, of similar length, ascending, as many as fit into one call."""
+    group: list[int] = []
+    for index in sorted((i for i, (_, output) in enumerate(texts) if output), key=lambda i: _input_length(texts[i])):
+        if group and (len(group) + 1) * padded(_input_length(texts[index])) > TOKENS:
+            yield group
+            group = []
+        group.append(index)
+    if group:
+        yield group

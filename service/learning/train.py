@@ -1,0 +1,306 @@
+"""The training loop, for a draft with LoRA layers as for a whole model: AdamW with gradient clipping, accumulation, and skipped
+batches where the loss or a gradient is not finite.
+
+Batches and the loss come from outside. Every step is evaluated at once, so that memory stays flat.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.optimizers import AdamW
+from mlx.utils import tree_flatten, tree_map
+
+from service.core import Progress, TrainingFailed
+from service.learning.ranks import Gradients, Ranks
+
+MAX_SKIPPED_SHARE = 0.1
+MIN_SKIPPED = 3
+"""A run fails with more than this share of its planned micro-steps without a finite loss and gradient, and at least so many."""
+_LAST_LOSSES = 8
+"""Losses at the end of a run whose mean is reported."""
+_MAX_RATIO, _MARGIN = 1.1, 0.05
+"""The best validation loss may be this many times the first one, and so many nats more."""
+
+
+class Minibatch(Protocol):
+    """What the training loop needs of a batch."""
+
+    @property
+    def count(self) -> int:
+        """Tokens processed, for the rate."""
+        ...
+
+
+B = TypeVar("B", bound=Minibatch)
+
+
+@dataclass(frozen=True, slots=True)
+class Optimiser:
+    """AdamW with linear warm-up, then cosine to 0.
+
+    steps: updates planned in all (see `update_count`). warmup: share of them. clip: largest global gradient norm.
+    accumulate: micro-steps averaged into one update. epoch: micro-steps of one epoch, at whose end the remainder is
+    applied (None: only at the end of the run).
+    """
+
+    learning_rate: float
+    steps: int
+    warmup: float = 0.1
+    clip: float = 1.0
+    accumulate: int = 1
+    epoch: int | None = None
+    weight_decay: float = 0.0
+
+    def rate(self, step: int) -> float:
+        """Learning rate of update `step`, counted from 0."""
+        warm = round(self.warmup * self.steps)
+        if step < warm:
+            return self.learning_rate * (step + 1) / warm
+        done = (step - warm) / max(self.steps - warm, 1)
+        return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * min(done, 1.0)))
+
+
+def update_count(epoch: int, epochs: int, accumulate: int) -> int:
+    """Updates of a run of `epochs` epochs of `epoch` micro-steps each, remainders included."""
+    return epochs * math.ceil(epoch / accumulate)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainReport:
+    """What a run did. steps: updates. skipped: micro-steps with NaN or infinity in loss or gradient. empty: micro-steps with
+    nothing to learn.
+
+    loss: mean of the last losses. losses: one per update. validations: (updates done, loss), the first before training.
+    best_step: updates after which the model had the weights it has now. seconds: without pauses.
+    """
+
+    steps: int
+    skipped: int
+    empty: int
+    loss: float
+    losses: tuple[float, ...]
+    grad_norm: float
+    validations: tuple[tuple[int, float], ...]
+    best_step: int
+    tokens: int
+    seconds: float
+
+
+def train(
+    model: nn.Module,
+    batches: Iterable[B],
+    *,
+    loss_fn: Callable[[nn.Module, B], mx.array],
+    optimiser: Optimiser,
+    on_progress: Callable[[Progress], None] = lambda progress: None,
+    hold: Callable[[], float] = lambda: 0.0,
+    validate: Callable[[], float] | None = None,
+    validate_every: int = 0,
+    ranks: Ranks | None = None,
+) -> TrainReport:
+    """Train the model's trainable parameters in place on `batches`, which are iterated once.
+
+    loss_fn: returns a scalar, 0 for a batch without anything to learn. hold: called before every micro-step, to wait in;
+    returns the seconds that are no part of the run. validate: returns a loss; called before the first update, every
+    `validate_every` updates and at the end. The model gets the weights of its lowest validation loss after the first. ranks:
+    the processes that train together, each with equally many batches, from the same weights.
+
+    Leaves the model in eval mode. Raises TrainingFailed when too many micro-steps are not finite, when the validation loss
+    rose, when no step had anything to learn, or when weights are not finite at the end.
+    """
+    gradient_of = nn.value_and_grad(model, loss_fn)
+    run = _Run(model, optimiser, on_progress)
+    validation = _Validation(model, validate)
+    model.train()
+    try:
+        validation.check(run.step)
+        for index, batch in enumerate(batches, start=1):
+            run.paused += hold()
+            loss, gradients = gradient_of(model, batch)
+            if ranks is not None:
+                loss, gradients = ranks.mean(loss, gradients)
+            norm = global_norm(gradients)
+            mx.eval(loss, norm, gradients)
+            run.tokens += batch.count
+            run.add(number(loss), number(norm), gradients)
+            del loss, gradients
+            if run.pending.micro_steps == optimiser.accumulate or (optimiser.epoch and index % optimiser.epoch == 0):
+                run.update()
+                if validate_every and run.step % validate_every == 0:
+                    validation.check(run.step)
+        if run.pending.micro_steps:
+            run.update()
+        validation.check(run.step)
+    finally:
+        model.eval()
+    if not run.losses:
+        raise TrainingFailed(f"nothing to learn: {run.empty} empty and {run.skipped} unusable batches")
+    best_step = validation.restore_best(run.step)
+    _check_finite(model)
+    return run.report(validation.losses, best_step)
+
+
+@dataclass(slots=True)
+class _Pending:
+    """Gradients of the micro-steps since the last update."""
+
+    gradients: Gradients | None = None
+    losses: list[float] = field(default_factory=list[float])
+    micro_steps: int = 0
+
+    def add(self, gradients: Gradients, loss: float) -> None:
+        self.gradients = gradients if self.gradients is None else tree_map(mx.add, self.gradients, gradients)
+        mx.eval(self.gradients)
+        self.losses.append(loss)
+
+    def mean(self) -> tuple[Gradients, float] | None:
+        """Averages over the valid micro-steps; None without any."""
+        if self.gradients is None:
+            return None
+        n = len(self.losses)
+        return tree_map(lambda g: g / n, self.gradients), sum(self.losses) / n
+
+
+class _Run:
+    """Optimiser state and counts of one run."""
+
+    def __init__(self, model: nn.Module, settings: Optimiser, on_progress: Callable[[Progress], None]) -> None:
+        self.model = model
+        self.settings = settings
+        self.on_progress = on_progress
+        self.optimiser = AdamW(learning_rate=settings.rate(0), weight_decay=settings.weight_decay, bias_correction=True)
+        self.optimiser.init(model.trainable_parameters())
+        self.started = time.perf_counter()
+        self.paused = 0.0
+        self.pending = _Pending()
+        self.step = self.skipped = self.empty = self.tokens = 0
+        self.losses: list[float] = []
+        self.grad_norm = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.started - self.paused
+
+    def add(self, loss: float, norm: float, gradients: Gradients) -> None:
+        """Add one micro-step to the next update, or count it as unusable. Raises TrainingFailed when too many were."""
+        self.pending.micro_steps += 1
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.skipped += 1
+            planned = self.settings.steps * self.settings.accumulate
+            if self.skipped >= MIN_SKIPPED and self.skipped > MAX_SKIPPED_SHARE * planned:
+                raise TrainingFailed(
+                    f"{self.skipped} of {planned} steps had NaN or infinite losses or gradients (the last: loss {loss})"
+                )
+        elif norm == 0.0:
+            # A batch whose mask is empty has no gradient at all; averaging it in would only shrink the others'.
+            self.empty += 1
+        else:
+            self.pending.add(gradients, loss)
+
+    def update(self) -> None:
+        """Apply the mean of the pending gradients, and report progress."""
+        mean = self.pending.mean()
+        self.pending = _Pending()
+        loss = None
+        if mean is not None:
+            gradients, loss = mean
+            norm = global_norm(gradients)
+            scale = mx.minimum(self.settings.clip / mx.maximum(norm, 1e-12), 1.0)
+            self.optimiser.learning_rate = self.settings.rate(self.step)
+            self.optimiser.update(self.model, tree_map(lambda g: g * scale.astype(g.dtype), gradients))
+            mx.eval(self.model.trainable_parameters(), self.optimiser.state, norm)
+            self.grad_norm = number(norm)
+            self.losses.append(loss)
+        self.step += 1
+        self._report_progress(loss)
+
+    def _report_progress(self, loss: float | None) -> None:
+        seconds = max(self.seconds, 1e-9)
+        self.on_progress(
+            Progress(
+                step=self.step,
+                steps=self.settings.steps,
+                loss=loss,
+                grad_norm=self.grad_norm,
+                tokens_per_second=self.tokens / seconds,
+                seconds_left=seconds / self.step * max(self.settings.steps - self.step, 0),
+            )
+        )
+
+    def report(self, validations: list[tuple[int, float]], best_step: int) -> TrainReport:
+        last = self.losses[-_LAST_LOSSES:]
+        return TrainReport(
+            steps=self.step,
+            skipped=self.skipped,
+            empty=self.empty,
+            loss=sum(last) / len(last),
+            losses=tuple(self.losses),
+            grad_norm=self.grad_norm,
+            validations=tuple(validations),
+            best_step=best_step,
+            tokens=self.tokens,
+            seconds=self.seconds,
+        )
+
+
+class _Validation:
+    """Validation losses, (updates done, loss), and the weights of the lowest one after the first."""
+
+    def __init__(self, model: nn.Module, validate: Callable[[], float] | None) -> None:
+        self.model = model
+        self.validate = validate
+        self.losses: list[tuple[int, float]] = []
+        self.best: tuple[float, int, Any] | None = None
+
+    def check(self, step: int) -> None:
+        """Measure after `step` updates, unless that was done already."""
+        if self.validate is None or (self.losses and self.losses[-1][0] == step):
+            return
+        self.model.eval()
+        loss = self.validate()
+        self.model.train()
+        self.losses.append((step, loss))
+        # The initial weights are measured for comparison only: whether training improved on them is the gate's decision.
+        if step and math.isfinite(loss) and (self.best is None or loss <= self.best[0]):
+            # Arrays are immutable and updates replace them: a snapshot is a set of references.
+            self.best = (loss, step, self.model.trainable_parameters())
+
+    def restore_best(self, step: int) -> int:
+        """Give the model the best weights, and return after how many updates it had them; `step` without validation. Raises
+        TrainingFailed when the validation loss rose."""
+        if self.losses:
+            first, best = self.losses[0][1], self.best[0] if self.best is not None else math.nan
+            if not best <= first * _MAX_RATIO + _MARGIN:
+                raise TrainingFailed(f"the validation loss rose from {first:.3g} to {best:.3g}")
+        if self.best is None or self.best[1] == step:
+            return step
+        self.model.update(self.best[2])
+        return self.best[1]
+
+
+def number(scalar: mx.array) -> float:
+    """A scalar array as a Python float; evaluates it, which is a host sync."""
+    return float(cast("float", scalar.item()))
+
+
+def global_norm(gradients: Gradients) -> mx.array:
+    """Euclidean norm of all gradients together, float32."""
+    leaves = [g for _, g in _flat(gradients)]
+    return mx.sqrt(mx.stack([mx.square(g.astype(mx.float32)).sum() for g in leaves]).sum())
+
+
+def _flat(tree: object) -> list[tuple[str, mx.array]]:
+    return cast("list[tuple[str, mx.array]]", tree_flatten(tree))
+
+
+def _check_finite(model: nn.Module) -> None:
+    for name, array in _flat(model.trainable_parameters()):
+        if not mx.isfinite(array.astype(mx.float32)).all().item():
+            raise TrainingFailed(f"weights are not finite after training: {name}")

@@ -1,0 +1,325 @@
+"""A `train` job: choose the texts, train an adapter on them, publish its folder, score it and its parent on held-out texts."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Callable, Sequence, Set
+from dataclasses import asdict, replace
+from functools import cache, partial
+from pathlib import Path
+
+import mlx.nn as nn
+
+from service.core import Generation, Progress, Score, TrainingFailed
+from service.engine.folding import as_served
+from service.engine.profile import step_ratios
+from service.learning import lora
+from service.learning.batches import batches, padded
+from service.learning.channel import Channel
+from service.learning.examples import Dataset, Example, build
+from service.learning.general_set import GeneralSet
+from service.learning.loading import (
+    check_memory,
+    load_draft,
+    load_grammars,
+    load_target,
+    serving_vocabulary,
+    shared_width,
+    target_width,
+    training_bytes,
+)
+from service.learning.losses import TargetDivergence
+from service.learning.masks import answer_masks, usable
+from service.learning.scoring.score import held_out, score, scores_message
+from service.learning.scoring.simulate import simulate_rounds
+from service.learning.spec import TrainJob
+from service.learning.targets import TargetCache, with_targets
+from service.learning.texts import training_texts
+from service.learning.train import Optimiser, TrainReport, number, train, update_count
+from service.models import vocabulary
+from service.models.pair import Loaded
+from service.settings import TrainingSettings
+from service.store.artifacts import publish
+from service.store.database import Database
+from service.store.log.generations import Generations
+from service.store.log.training_texts import TrainingTexts
+from service.store.registry.runs import Runs
+from service.store.replay.buffer import Replay
+
+log = logging.getLogger(__name__)
+
+CANDIDATE = "candidate"
+CASES_MESSAGE = 16
+"""Generations whose cases are sent in one message."""
+MAX_VALIDATION, VALIDATION_SHARE = 16, 0.05
+"""Examples set aside for the validation loss: so many at most, this share of all."""
+
+
+class TrainingJob:
+    """Does a `train` job and sends messages about it; rows are written by the parent."""
+
+    def __init__(self, job: TrainJob, channel: Channel, database: Database) -> None:
+        self.job = job
+        self.channel = channel
+        self.database = database
+        self.general = GeneralSet.load(job.general) if job.general is not None else None
+        self.grammars = cache(partial(load_grammars, job))
+
+    def run(self) -> None:
+        """Sends cases (where texts are undrafted), texts, progress, candidate, scores. Raises RedraftError."""
+        self._check_current()
+        texts = self._choose_texts()
+        data = self._dataset(texts)
+        self._check_memory(data)
+        draft = load_draft(self.job)
+        shape = self._wrap(draft.model)
+        reduced = self._reduced_vocabulary(draft, texts)
+        report = fit_adapter(
+            draft.model,
+            data.examples,
+            self.job.training,
+            seed=self.job.run,
+            on_progress=self._send_progress,
+            hold=self.channel.hold,
+        )
+        folder, sha256 = self._publish(draft.model, shape, reduced)
+        self._send_candidate(folder, sha256, shape, lora.counts(draft.model), data, report)
+        self._score(draft, reduced)
+
+    def _check_current(self) -> None:
+        """A run that was given up or started anew must not publish."""
+        row = Runs(self.database).get(self.job.run)
+        if row.fencing != self.job.fencing or row.state.over:
+            raise TrainingFailed(f"run {self.job.run} is no longer this process's: its fencing token changed")
+
+    def _choose_texts(self) -> list[Generation]:
+        """What the run learns from. Sends which of it is in the window and which is replayed."""
+        job, provenance = self.job, self.job.provenance
+        replay, logged = Replay(self.database), TrainingTexts(self.database)
+        claimed = self._with_cases(logged.claimed(job.run), logged.undrafted(job.run))
+        earlier = logged.window(provenance, job.run, job.training.window - len(claimed))
+        texts = training_texts(
+            replay.labelled([*claimed, *earlier]),
+            share=job.training.replay,
+            general=self.general.generations(provenance, golden=False) if self.general is not None else [],
+            reservoir=lambda count: replay.sample(provenance, count, job.run),
+            seed=job.run,
+        )
+        ids, window = {generation.id for generation in texts}, {generation.id for generation in earlier}
+        replayed = ids - window - {generation.id for generation in claimed}
+        self.channel.send("texts", {"window": sorted(ids & window), "replay": sorted(replayed)})
+        log.info(
+            "%d generations: of %d new ones, %d before them, and replayed ones", len(texts), len(claimed), len(earlier)
+        )
+        return texts
+
+    def _with_cases(self, claimed: Sequence[Generation], undrafted: Set[str]) -> list[Generation]:
+        """Add to undrafted texts the cases that the parent would have left there, and send these. Texts that cannot be scored
+        get none."""
+        job = self.job
+        waiting = [generation for generation in claimed if generation.id in undrafted]
+        if not waiting:
+            return list(claimed)
+        draft = load_draft(job)
+        if job.parent is not None:
+            lora.attach(draft.model, job.parent, job.provenance.draft)
+        model = as_served(draft.model, serving_vocabulary(job, job.parent))
+        simulated: dict[str, Generation] = {}
+        for start in range(0, len(waiting), CASES_MESSAGE):
+            some = waiting[start : start + CASES_MESSAGE]
+            found = self._simulate(model, some)
+            cases: dict[str, list[dict[str, object]]] = {generation.id: [] for generation in some}
+            cases |= {generation.id: [asdict(case) for case in generation.cases] for generation in found}
+            self.channel.send("cases", {"cases": cases})
+            simulated |= {generation.id: generation for generation in found}
+        return [merge_cases(generation, simulated.get(generation.id)) for generation in claimed]
+
+    def _simulate(self, model: nn.Module, generations: Sequence[Generation]) -> list[Generation]:
+        """Those that have targets, and masks where they need them, with the rounds and cases of `model`."""
+        masks = answer_masks(generations, self.grammars)
+        whole = [g for g in generations if g.prompt.tokens and g.targets and g.targets.positions == len(g.output)]
+        simulated = simulate_rounds(
+            model,
+            usable(whole, masks),
+            k=self.job.k,
+            adapter=self.job.parent_id,
+            vocabulary=target_width(self.job),
+            tie_margin=self.job.tie_margin,
+            masks=masks,
+            between=self.channel.hold,
+        )
+        return [one.generation for one in simulated]
+
+    def _dataset(self, texts: Sequence[Generation]) -> Dataset:
+        job = self.job
+        masks = answer_masks(texts, self.grammars)
+        complete = with_targets(
+            texts,
+            cache=TargetCache(job.cache, job.provenance.target),
+            load_target=lambda: load_target(job),
+            masks=masks,
+            between=self.channel.hold,
+        )
+        data = build(
+            complete,
+            max_length=job.training.max_length,
+            reject_weight=job.training.reject_weight,
+            vocabulary=shared_width(job),
+            masks=masks,
+            seed=job.run,
+        )
+        log.info("%d examples; skipped %s, windows left out %d", len(data.examples), data.skipped, data.left_out)
+        if not data.examples:
+            raise TrainingFailed(f"no example to learn from: {data.skipped or 'the run claimed nothing'}")
+        return data
+
+    def _check_memory(self, data: Dataset) -> None:
+        job = self.job
+        length = padded(max(len(example.tokens) for example in data.examples))
+        rows = min(job.training.batch_size, len(data.examples))
+        needed = training_bytes(job.target, job.draft, rows=rows, length=length)
+        check_memory(needed, least_gb=job.training.memory_gb)
+
+    def _wrap(self, model: nn.Module) -> lora.Shape:
+        job = self.job
+        shape = lora.wrap(model, rank=job.training.rank, scale=job.training.scale, seed=job.run)
+        if job.parent is not None:
+            lora.warm_start(model, shape, job.parent, job.provenance.draft)
+        return shape
+
+    def _reduced_vocabulary(self, draft: Loaded, texts: Sequence[Generation]) -> list[int] | None:
+        """The parent's reduced vocabulary, ids of the training texts moved to its front; None: the head is whole."""
+        parent = serving_vocabulary(self.job, self.job.parent)
+        if parent is None:
+            return None
+        # Prompts too: answers take up their words.
+        tokens = [(*generation.prompt.tokens, *generation.output) for generation in texts]
+        return vocabulary.adapted(parent, tokens, sorted(draft.tokenizer.eos_token_ids))
+
+    def _send_progress(self, progress: Progress) -> None:
+        self.channel.send("progress", asdict(progress))
+
+    def _publish(self, model: nn.Module, shape: lora.Shape, reduced: list[int] | None) -> tuple[Path, str]:
+        """Write the adapter's folder. Returns it and its sha256."""
+        job = self.job
+        final = job.out / f"run-{job.run}-{job.fencing}"
+        scratch = job.out / f".{final.name}.part"
+        shutil.rmtree(scratch, ignore_errors=True)
+        who = job.provenance
+        lora.save(model, shape, scratch, draft=who.draft, target=who.target, run=job.run, parent=job.parent_id)
+        if reduced is not None:
+            vocabulary.write(reduced, scratch)
+        try:
+            self._check_current()
+            return final, publish(scratch, final)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+    def _send_candidate(
+        self, folder: Path, sha256: str, shape: lora.Shape, counts: lora.Counts, data: Dataset, report: TrainReport
+    ) -> None:
+        self.channel.send(
+            "candidate",
+            {
+                "folder": str(folder),
+                "sha256": sha256,
+                "rank": shape.rank,
+                "scale": shape.scale,
+                "keys": list(shape.keys),
+                "trainable": counts.trainable,
+                "frozen": counts.frozen,
+                "skipped": sum(data.skipped.values()),
+                "skipped_batches": report.skipped,
+            },
+        )
+
+    def _score(self, draft: Loaded, reduced: list[int] | None) -> None:
+        """Score the candidate, which `draft` is, and then its parent, and send the scores."""
+        job = self.job
+        drawn = held_out(Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run)
+        masks = answer_masks(drawn, self.grammars)
+        logged = usable(drawn, masks)
+        golden = self.general.generations(job.provenance, golden=True)[: job.gate.max_prompts] if self.general else []
+        width = target_width(job)
+        models: dict[str, nn.Module] = {}
+        scores: dict[str, list[Score]] = {}
+        golden_scores: dict[str, list[Score]] = {}
+
+        def score_as(name: str, ids: list[int] | None) -> None:
+            models[name] = as_served(draft.model, ids)
+            for found, texts in ((scores, logged), (golden_scores, golden)):
+                found[name] = score(
+                    models[name], texts, k=job.k, vocabulary=width, masks=masks, between=self.channel.hold
+                )
+
+        score_as(CANDIDATE, reduced)
+        lora.detach(draft.model)
+        if job.parent is not None:
+            lora.attach(draft.model, job.parent, job.provenance.draft)
+        score_as(str(job.parent_id), serving_vocabulary(job, job.parent))
+        self.channel.hold()
+        steps = step_ratios(models)
+        self.channel.send(
+            "scores", {"scores": scores_message(scores), "golden": scores_message(golden_scores), "steps": steps}
+        )
+
+
+def fit_adapter(
+    model: nn.Module,
+    examples: Sequence[Example],
+    training: TrainingSettings,
+    *,
+    seed: int,
+    on_progress: Callable[[Progress], None],
+    hold: Callable[[], float],
+) -> TrainReport:
+    """Train a wrapped model in place by the run's settings. hold: called before every batch, of training and of validation, to
+    wait in; returns the seconds that are no part of the run. Raises TrainingFailed."""
+    loss = TargetDivergence(model)
+    learnt, validation = _set_aside(examples)
+    per_epoch = -(-len(learnt) // training.batch_size)
+
+    def validate() -> float:
+        total, weight = 0.0, 0.0
+        for batch in batches(validation, training.batch_size, seed):
+            hold()
+            batch_weight = number(batch.weight.sum())
+            total, weight = total + number(loss(model, batch)) * batch_weight, weight + batch_weight
+        return total / weight if weight else 0.0
+
+    return train(
+        model,
+        (batch for epoch in range(training.epochs) for batch in batches(learnt, training.batch_size, seed + epoch)),
+        loss_fn=loss,
+        optimiser=Optimiser(
+            learning_rate=training.learning_rate,
+            steps=update_count(per_epoch, training.epochs, training.accumulate),
+            warmup=training.warmup,
+            clip=training.clip,
+            accumulate=training.accumulate,
+            epoch=per_epoch,
+        ),
+        on_progress=on_progress,
+        hold=hold,
+        validate=validate,
+        validate_every=update_count(per_epoch, 1, training.accumulate),
+    )
+
+
+def _set_aside(examples: Sequence[Example]) -> tuple[list[Example], list[Example]]:
+    """(learnt, validation): a few examples spread over all, new and replayed ones. Where there are too few to spare any, the
+    loss is validated on what is learnt."""
+    count = min(MAX_VALIDATION, int(len(examples) * VALIDATION_SHARE))
+    stride = len(examples) // count if count else 0
+    aside = {i * stride for i in range(count)}
+    learnt = [example for i, example in enumerate(examples) if i not in aside]
+    return learnt, [examples[i] for i in sorted(aside)] or learnt[:MAX_VALIDATION]
+
+
+def merge_cases(generation: Generation, simulated: Generation | None) -> Generation:
+    """The generation with the cases of `simulated` at positions where it has none itself."""
+    if simulated is None:
+        return generation
+    cases = {case.position: case for case in (*simulated.cases, *generation.cases)}
+    return replace(generation, cases=tuple(cases[position] for position in sorted(cases)))
