@@ -147,9 +147,9 @@ members = Table(
     Column("renewed_at", DateTime(timezone=True), nullable=False),
     sqlite_autoincrement=True,
 )
-"""The processes that share this database (store.processes.members). machine: tells equal host names apart. target, tokenizer, draft: what
-it serves or trains; null until that is loaded. trains: it does training runs. erased: the newest erasure that it has carried
-out."""
+"""The processes that share this database (store.processes.members). machine: tells equal host names apart. target,
+tokenizer, draft: what it serves or trains; null until that is loaded. trains: it does training runs. erased: the
+newest erasure that it has carried out."""
 
 erasures = Table(
     "erasures",

@@ -58,8 +58,8 @@ class Runs:
         config: Mapping[str, object] | None = None,
     ) -> TrainingRun | None:
         """Open a run on the newest `limit` generations that no run of this draft has had, with failure cases or undrafted. Its
-        `cases` counts near-ties too, and what `add_cases` adds. owner: the process that does it (store.processes.members); None: it
-        waits for one that takes it.
+        `cases` counts near-ties too, and what `add_cases` adds. owner: the token of the process that does it;
+        None: it waits for one that takes it.
 
         None when a run of this pair is not over yet or nothing is left to train on. A known idempotency key returns its run.
         """
