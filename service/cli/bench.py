@@ -16,9 +16,9 @@ from service.core import BadRequest
 from service.settings import Settings
 
 if TYPE_CHECKING:
-    from service.evaluation.bench.adapting import Adapter
+    from service.evaluation.bench.adapter import Adapter
     from service.evaluation.bench.report import Report
-    from service.evaluation.run import Step
+    from service.evaluation.training_run import Step
 
 bench = typer.Typer(
     name="bench",
@@ -78,7 +78,7 @@ def decode(
     markdown: Markdown = None,
 ) -> None:
     """One stream: this engine plain, with its draft, with the adapted draft, and mlx-lm on the same weights at its best K."""
-    from service.evaluation.bench.arms import ARMS, choose
+    from service.evaluation.bench.decode_arms import ARMS, choose
     from service.evaluation.bench.decode import Peer, Task, run_decode
     from service.evaluation.prompts import read_prompts
 
@@ -141,8 +141,8 @@ def serve(
 ) -> None:
     """Clients over HTTP, greedy: this server plain, with its draft, with the adapted draft, and mlx_lm.server with and without
     the draft. All servers are up at the same time."""
-    from service.evaluation.bench.arms import choose
-    from service.evaluation.bench.houses import HOUSES
+    from service.evaluation.bench.decode_arms import choose
+    from service.evaluation.bench.servers import HOUSES
     from service.evaluation.bench.serve import Load, run_serve
     from service.evaluation.prompts import read_prompts
 
@@ -184,7 +184,7 @@ def show(report: Report, json: Path | None, png: Path | None, markdown: Path | N
 def _adapter(
     settings: Settings, version: int | None, source: Path | None, limit: int | None, on_step: Step
 ) -> Generator[Adapter | None]:
-    from service.evaluation.bench.adapting import registered, trained
+    from service.evaluation.bench.adapter import registered, trained
     from service.evaluation.prompts import read_prompts
 
     if version is not None and source is not None:
@@ -207,7 +207,7 @@ def models_of(
     config: Path | None, target: str | None, draft: str | None, shape: str | None, bits: int | None
 ) -> Settings:
     """The settings with the models that were asked for; a padded pair is made first."""
-    from service.evaluation.bench.shapes import padded_pair
+    from service.evaluation.bench.padded_models import padded_pair
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     if shape is None:

@@ -68,11 +68,11 @@ def round_(
     Without options six kinds of rounds; with --rows each of them over so many rows; with --modes, --sampling, --no-recording
     or --equal exactly those (else greedy, recording, ragged).
     """
-    from service.evaluation.bench.bare import run_bare
+    from service.evaluation.bench.bare_loop import run_bare
     from service.evaluation.bench.round import modes as kinds
     from service.evaluation.bench.round import run_round, strategy_named
     from service.evaluation.prompts import read_prompts
-    from service.evaluation.templates import traffic
+    from service.evaluation.sql_prompts import traffic
 
     chosen = kinds(
         counts(rows, "rows") if rows is not None else None,

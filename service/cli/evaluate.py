@@ -51,7 +51,7 @@ def demo(
     failed, or when no adapter was promoted.
     """
     from service.evaluation import demo as demonstration
-    from service.evaluation.chart import draw
+    from service.evaluation.charts import draw
     from service.evaluation.prompts import read_prompts
 
     settings = settings_from(config)
@@ -115,7 +115,7 @@ def agreement(
     from service.app import open_stores
     from service.engine.adapters import load, served
     from service.evaluation.agreement import measure
-    from service.evaluation.outputs import greedy_generations
+    from service.evaluation.target_outputs import greedy_generations
     from service.evaluation.prompts import read_prompts
     from service.models.pair import load_pair
 

@@ -53,9 +53,9 @@ def stream(
     replay, that without a gate, and the best that one run could be. Nothing is served: greedy text is the same whatever drafts
     it."""
     from service.evaluation.bench import host
-    from service.evaluation.chart import draw_lines
-    from service.evaluation.stream import parts_of
-    from service.evaluation.streaming import run_stream
+    from service.evaluation.charts import draw_lines
+    from service.evaluation.stream_result import parts_of
+    from service.evaluation.stream import run_stream
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     models, general = pair_and_general(settings)
@@ -106,7 +106,7 @@ def score(
 ) -> None:
     """Estimate adapters on the logged traffic, by draft length and sampling setting. Reads only."""
     from service.app import open_stores
-    from service.evaluation.forecasts import run_score
+    from service.evaluation.score import run_score
 
     settings = settings_from(config, models__target=target, models__draft=draft)
     models = pair_folders(settings)

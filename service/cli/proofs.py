@@ -34,7 +34,7 @@ def gate(
 ) -> None:
     """Does the gate pass adapters that learnt something, and refuse those trained on shuffled targets or changed by noise?"""
     from service.evaluation.bench import host
-    from service.evaluation.gating import COLUMNS, Judged, cells, run_gate
+    from service.evaluation.gate import COLUMNS, Judged, cells, run_gate
     from service.evaluation.prompts import read_prompts
 
     settings = settings_from(config, models__target=target, models__draft=draft)

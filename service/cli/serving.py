@@ -229,7 +229,7 @@ def _size(count: int) -> str:
 def _speed(settings: Settings) -> dict[str, Any]:
     """Times the models and prints the tables."""
     from service.cli.models import model_folders
-    from service.evaluation.bench.speed import run_speed
+    from service.evaluation.bench.doctor_speed import run_speed
 
     folders = model_folders(settings)
     with stages("doctor") as on_step:

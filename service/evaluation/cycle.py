@@ -9,9 +9,9 @@ from typing import Any
 
 from service.engine.adapters import load, served
 from service.evaluation.agreement import Agreement, measure
-from service.evaluation.outputs import greedy_generations
+from service.evaluation.target_outputs import greedy_generations
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step, serve_and_train
+from service.evaluation.training_run import Step, serve_and_train
 from service.models.pair import load_pair
 from service.settings import Settings
 

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 from service.core import Prompt, RedraftError, RunState, Sampling
 from service.engine.adapters import Draft, load, served
 from service.evaluation.agreement import measure, paired_low90
-from service.evaluation.bench.turns import EngineArm, take_turns
-from service.evaluation.check import forced_mismatches, naive_greedy, naive_greedy_batch
-from service.evaluation.outputs import greedy_generations
+from service.evaluation.bench.arms import EngineArm, take_turns
+from service.evaluation.oracle import forced_mismatches, naive_greedy, naive_greedy_batch
+from service.evaluation.target_outputs import greedy_generations
 from service.evaluation.prompts import PromptLine
-from service.evaluation.server import LocalServer
-from service.evaluation.templates import held_out, traffic
+from service.evaluation.server_process import LocalServer
+from service.evaluation.sql_prompts import held_out, traffic
 from service.evaluation.ties import Text, exact, measure_ties
-from service.evaluation.traffic import Answer, Traffic, longest_gap_ms
+from service.evaluation.clients import Answer, Traffic, longest_gap_ms
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
 from service.settings import EngineSettings, Settings, sqlite_url

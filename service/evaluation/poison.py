@@ -19,9 +19,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.core import BARE_DRAFT, BadRequest, Generation
-from service.evaluation.loop import Course, Loop, answered, measured_costs
+from service.evaluation.local_loop import Course, Loop, answered, measured_costs
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import DRAFTED, Step
+from service.evaluation.training_run import DRAFTED, Step
 from service.learning.job import CACHE_BYTES
 from service.learning.scoring import score
 from service.models.pair import Pair, load_pair

@@ -18,7 +18,7 @@ from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Prefill
 from service.engine.request import Request
 from service.engine.thread import EngineThread
-from service.evaluation.templates import traffic
+from service.evaluation.sql_prompts import traffic
 from service.learning import lora
 from service.learning.dataset import Example, batches
 from service.learning.loss import TargetDivergence

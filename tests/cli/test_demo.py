@@ -17,10 +17,10 @@ import pytest
 
 from service.cli import evaluate, main
 from service.evaluation import demo
-from service.evaluation.check import naive_greedy
+from service.evaluation.oracle import naive_greedy
 from service.evaluation.prompts import PromptLine
-from service.evaluation.server import LocalServer
-from service.evaluation.traffic import Answer, Traffic
+from service.evaluation.server_process import LocalServer
+from service.evaluation.clients import Answer, Traffic
 from service.models.pair import load_pair
 from service.models.text import TextEncoder
 from service.settings import Settings

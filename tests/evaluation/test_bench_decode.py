@@ -15,11 +15,11 @@ import pytest
 from service.cli import main
 from service.core import BARE_DRAFT, AdapterRef, AdapterState, BadRequest, Sampling
 from service.engine.adapters import load, served
-from service.evaluation.bench.adapting import Adapter
+from service.evaluation.bench.adapter import Adapter
 from service.evaluation.bench.decode import Task, run_decode
-from service.evaluation.bench.houses import fused
-from service.evaluation.bench.peers import calls, whole
-from service.evaluation.bench.turns import rotated
+from service.evaluation.bench.servers import fused
+from service.evaluation.bench.mlx_lm_arm import calls, whole
+from service.evaluation.bench.arms import rotated
 from service.learning import lora
 from service.learning.sprout import sprout
 from service.models import vocabulary

@@ -17,10 +17,10 @@ from service.core import BadRequest, Prompt, Sampling
 from service.engine import device
 from service.engine.adapters import served
 from service.engine.strategy import CPU, CUDA, METAL, using
-from service.evaluation.bench.bare import BareArm
-from service.evaluation.bench.calls import WARM, Calls, queued
+from service.evaluation.bench.bare_loop import BareArm
+from service.evaluation.bench.model_calls import WARM, Calls, queued
 from service.evaluation.bench.round import KINDS, Mode, measure, modes, run_round, strategy_named
-from service.evaluation.bench.speed import pays_from
+from service.evaluation.bench.doctor_speed import pays_from
 from service.learning.sprout import sprout
 from service.models import vocabulary
 from service.models.pair import Pair, load_model, load_pair

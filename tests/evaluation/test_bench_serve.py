@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from service.core import BadRequest
-from service.evaluation.bench.houses import HOUSES, Plan
+from service.evaluation.bench.servers import HOUSES, Plan
 from service.evaluation.bench.serve import Load, rate, run_serve
 from service.evaluation.prompts import PromptLine
-from service.evaluation.server import LocalServer
-from service.evaluation.traffic import Answer
+from service.evaluation.server_process import LocalServer
+from service.evaluation.clients import Answer
 from service.settings import EngineSettings, Settings
 from tests.support.tiny_server import InProcessServer, prompts, write_pair
 
@@ -51,7 +51,7 @@ def test_the_rate_is_of_all_streams_together() -> None:
 def test_all_servers_say_the_same(
     kind: type[LocalServer], tmp_path: Path, turns: int, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.evaluation.bench.houses.LocalServer", kind)
+    monkeypatch.setattr("service.evaluation.bench.servers.LocalServer", kind)
     pair = write_pair(tmp_path)
     load = Load(list(prompts(3 * turns)), clients=[1, 2], turns=turns, max_tokens=TOKENS)
     # Always drafts, because whether drafting pays for so small a pair depends on timing noise.

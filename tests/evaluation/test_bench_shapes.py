@@ -11,7 +11,7 @@ from mlx_lm.utils import load_model
 
 from service.core import BadRequest, ModelError
 from service.evaluation.bench import shapes
-from service.evaluation.bench.shapes import Shape, pad, padded_pair
+from service.evaluation.bench.padded_models import Shape, pad, padded_pair
 from tests.support.tiny_server import write_pair
 
 WIDE = Shape(hidden=192, layers=5, heads=12, kv_heads=8, feed_forward=256)

@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from service.app import Stores, open_stores
 from service.cli.root import app
 from service.core import AdapterRef, BadRequest, Generation, RedraftError, RunState, Trigger
-from service.evaluation.forecasts import ALL, run_score
-from service.evaluation.outputs import generations
+from service.evaluation.score import ALL, run_score
+from service.evaluation.target_outputs import generations
 from service.learning import lora
 from service.learning.offpolicy import acceptance, expected_calls
 from service.learning.rounds import logged

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from service.core import BadRequest, Generation
-from service.evaluation.gating import COLUMNS, NOISES, Kind, cells, run_gate, shuffled
+from service.evaluation.gate import COLUMNS, NOISES, Kind, cells, run_gate, shuffled
 from service.evaluation.poison import run_poison
 from service.learning.dataset import unpack
 from service.learning.lora import WEIGHTS

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from service.core import AdapterState, BadRequest
-from service.evaluation.chart import draw_lines
-from service.evaluation.loop import Course, Loop, answered
+from service.evaluation.charts import draw_lines
+from service.evaluation.local_loop import Course, Loop, answered
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import DRAFTED
-from service.evaluation.stream import NO_REPLAY, ONLINE, STATIC, UNGUARDED, Best, Part, Stream, parts_of
-from service.evaluation.streaming import run_stream
+from service.evaluation.training_run import DRAFTED
+from service.evaluation.stream_result import NO_REPLAY, ONLINE, STATIC, UNGUARDED, Best, Part, Stream, parts_of
+from service.evaluation.stream import run_stream
 from service.learning.rounds import logged
 from service.models import vocabulary
 from service.models.heads import full_head

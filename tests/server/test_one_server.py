@@ -17,7 +17,7 @@ from service import learning_loop
 from service.app import open_stores
 from service.cli.root import app
 from service.core import BARE_DRAFT, DatabaseTaken, RunState, Trigger, Unavailable
-from service.evaluation.server import LocalServer
+from service.evaluation.server_process import LocalServer
 from service.models.pair import load_pair
 from service.settings import load_settings
 from service.store.members import HostProcess, Members

@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from service.core import Sampling
-from service.evaluation.traffic import Traffic
+from service.evaluation.clients import Traffic
 from service.models.pair import load_model
 from service.models.text import TextEncoder
 from tests.support.oracle import forced

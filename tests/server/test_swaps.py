@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from service.core import Sampling, Unavailable
-from service.evaluation.server import LocalServer
-from service.evaluation.traffic import Traffic
+from service.evaluation.server_process import LocalServer
+from service.evaluation.clients import Traffic
 from service.models.pair import load_model
 from service.models.text import TextEncoder
 from tests.support.oracle import naive

@@ -13,13 +13,13 @@ from mlx.utils import tree_flatten
 
 from service.core import BadRequest, Prompt, Sampling
 from service.engine.adapters import Draft, load, served
-from service.evaluation.bench.adapting import Adapter
-from service.evaluation.bench.arms import ARMS, PLAIN, Contest, make
+from service.evaluation.bench.adapter import Adapter
+from service.evaluation.bench.decode_arms import ARMS, PLAIN, Contest, make
 from service.evaluation.bench.report import Report, Spread, ratios, spread
-from service.evaluation.bench.turns import Arm, Decoded, take_turns
-from service.evaluation.check import naive_greedy
+from service.evaluation.bench.arms import Arm, Decoded, take_turns
+from service.evaluation.oracle import naive_greedy
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step
+from service.evaluation.training_run import Step
 from service.evaluation.ties import Text, TieReport, exact, measure_ties
 from service.models.pair import Pair, load_pair, mlx_lm_runs
 from service.models.text import TextEncoder

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from service.evaluation.bench import host
-from service.evaluation.chart import draw
+from service.evaluation.charts import draw
 
 WIDTH = 128
 """Of a line of prose in a document."""

@@ -24,10 +24,10 @@ from service.engine.planner import Choice, Match, Planner
 from service.engine.request import Request
 from service.engine.rounds import RoundReport
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, current, using
-from service.evaluation.bench.calls import Calls, queued
+from service.evaluation.bench.model_calls import Calls, queued
 from service.evaluation.bench.report import Report
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step
+from service.evaluation.training_run import Step
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
 

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from service.core import BadRequest, RedraftError
-from service.evaluation.bench.adapting import Adapter
-from service.evaluation.bench.arms import PLAIN, choose, missing
-from service.evaluation.bench.houses import HOUSES, House, Plan, fused
+from service.evaluation.bench.adapter import Adapter
+from service.evaluation.bench.decode_arms import PLAIN, choose, missing
+from service.evaluation.bench.servers import HOUSES, House, Plan, fused
 from service.evaluation.bench.report import Report, Spread, ratios, spread
-from service.evaluation.bench.turns import rotated
+from service.evaluation.bench.arms import rotated
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step
-from service.evaluation.traffic import Answer, Traffic
+from service.evaluation.training_run import Step
+from service.evaluation.clients import Answer, Traffic
 from service.models.pair import mlx_lm_runs
 from service.settings import Settings
 

@@ -16,11 +16,11 @@ import httpx
 
 from service.app import open_stores
 from service.core import BARE_DRAFT, Provenance, RedraftError, RunState, Trigger
-from service.evaluation.bench.log import CASES, DOMAINS, fill, generated
+from service.evaluation.bench.synthetic_log import CASES, DOMAINS, fill, generated
 from service.evaluation.bench.report import Report, Spread, spread
-from service.evaluation.server import LocalServer
-from service.evaluation.templates import traffic
-from service.evaluation.traffic import Traffic
+from service.evaluation.server_process import LocalServer
+from service.evaluation.sql_prompts import traffic
+from service.evaluation.clients import Traffic
 from service.learning.buffer import replay_count
 from service.lifecycle.recorder import BATCH
 from service.lifecycle.training import RESERVOIR

@@ -16,13 +16,13 @@ from mlx.utils import tree_flatten
 
 from service.app import open_stores
 from service.core import BARE_DRAFT, AdapterRef, RedraftError, Trigger
-from service.evaluation.bench.log import fill
-from service.evaluation.bench.recording import OFF, ON, measure_recording
+from service.evaluation.bench.synthetic_log import fill
+from service.evaluation.bench.recording_cost import OFF, ON, measure_recording
 from service.evaluation.bench.report import Report, ratios
 from service.evaluation.candidates import register
-from service.evaluation.server import LocalServer
-from service.evaluation.templates import traffic
-from service.evaluation.traffic import Answer, Traffic
+from service.evaluation.server_process import LocalServer
+from service.evaluation.sql_prompts import traffic
+from service.evaluation.clients import Answer, Traffic
 from service.learning import lora
 from service.models import vocabulary
 from service.models.pair import Pair, load_model, load_pair

@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from service.core import BadRequest, ModelError
-from service.evaluation.run import Step
+from service.evaluation.training_run import Step
 from service.models.vocabulary import FILE as VOCABULARY
 
 Weights = dict[str, mx.array]

@@ -11,10 +11,10 @@ from typing import Any
 import mlx.core as mx
 
 from service.engine.adapters import Draft, served
-from service.evaluation.bench.calls import Calls, queued
+from service.evaluation.bench.model_calls import Calls, queued
 from service.evaluation.bench.round import HELD, Mode, encoded, measure
-from service.evaluation.run import Step
-from service.evaluation.templates import traffic
+from service.evaluation.training_run import Step
+from service.evaluation.sql_prompts import traffic
 from service.models.pair import Pair, load_pair
 
 ROWS = (1, 4, 16)

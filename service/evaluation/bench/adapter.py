@@ -11,7 +11,7 @@ from pathlib import Path
 from service.app import open_stores
 from service.core import AdapterRef
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step, serve_and_train
+from service.evaluation.training_run import Step, serve_and_train
 from service.settings import Settings
 
 

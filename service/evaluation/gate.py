@@ -24,9 +24,9 @@ import numpy as np
 from service.core import BARE_DRAFT, BadRequest, Generation, RedraftError, Score, Targets, TrainingRun, Verdict
 from service.engine.costs import Costs
 from service.engine.folding import as_served
-from service.evaluation.loop import Loop, answered, measured_costs, round_seconds
+from service.evaluation.local_loop import Loop, answered, measured_costs, round_seconds
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import DRAFTED, Step
+from service.evaluation.training_run import DRAFTED, Step
 from service.learning import lora
 from service.learning.job import CACHE_BYTES
 from service.learning.scoring import held_out, score

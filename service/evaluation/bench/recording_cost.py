@@ -12,7 +12,7 @@ from service.engine.adapters import served
 from service.engine.decoder import Decoder
 from service.engine.planner import Planner
 from service.engine.request import Request
-from service.evaluation.templates import traffic
+from service.evaluation.sql_prompts import traffic
 from service.lifecycle.recorder import Recorder
 from service.models.pair import Pair
 from service.models.text import TextEncoder

@@ -15,7 +15,7 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.lora import LoRALinear
 
 from service.core import Prompt
-from service.evaluation.bench.turns import Decoded, take_turns
+from service.evaluation.bench.arms import Decoded, take_turns
 from service.models.heads import shallow_copy, uncut
 
 CHUNK = 512

@@ -10,8 +10,8 @@ from typing import Any
 
 from service.core import AdapterRef, RedraftError
 from service.evaluation.prompts import PromptLine
-from service.evaluation.server import LocalServer
-from service.evaluation.traffic import Traffic
+from service.evaluation.server_process import LocalServer
+from service.evaluation.clients import Traffic
 from service.settings import Settings, sqlite_url
 from service.store.adapters import Adapters
 from service.store.database import Database

@@ -15,12 +15,12 @@ import numpy as np
 from service.core import BadRequest, Prompt, Sampling
 from service.engine.adapters import Draft, served
 from service.engine.strategy import using
-from service.evaluation.bench.peers import MlxLmArm, prefilled
+from service.evaluation.bench.mlx_lm_arm import MlxLmArm, prefilled
 from service.evaluation.bench.report import Report, spread
 from service.evaluation.bench.round import encoded, strategy_named
-from service.evaluation.bench.turns import Arm, Decoded, EngineArm, take_turns
+from service.evaluation.bench.arms import Arm, Decoded, EngineArm, take_turns
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step
+from service.evaluation.training_run import Step
 from service.models.pair import Pair, load_pair, mlx_lm_runs
 from service.settings import EngineSettings
 

@@ -10,9 +10,9 @@ from service.core import BadRequest, python_command
 from service.engine import device
 from service.engine.footprint import plan_memory, weight_bytes
 from service.engine.strategy import current
-from service.evaluation.bench.adapting import Adapter
-from service.evaluation.server import LocalServer, ServerProcess
-from service.evaluation.traffic import Ask, ask, ask_chat
+from service.evaluation.bench.adapter import Adapter
+from service.evaluation.server_process import LocalServer, ServerProcess
+from service.evaluation.clients import Ask, ask, ask_chat
 from service.learning.export import export_fused
 from service.models import vocabulary
 from service.models.memory import device_free_bytes

@@ -23,9 +23,9 @@ from service.core import BARE_DRAFT, AdapterRef, Generation, RunState, Staged, T
 from service.engine import profile
 from service.engine.adapters import Draft, load, served
 from service.engine.costs import USUALLY_HELD, Costs, Load
-from service.evaluation.outputs import greedy_generations
+from service.evaluation.target_outputs import greedy_generations
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import DRAFTED, Step
+from service.evaluation.training_run import DRAFTED, Step
 from service.learning import job
 from service.learning.channel import Channel
 from service.learning.rounds import Drafted, logged
