@@ -1,13 +1,14 @@
-"""Clients: several at a time, each streaming one answer after another over HTTP, noting when every piece arrived."""
+"""HTTP clients for measurements: several at a time, each sending one streamed request after another, with arrival times."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -17,12 +18,15 @@ from service.evaluation.prompts import PromptLine
 
 @dataclass(slots=True)
 class Answer:
-    """begun, ended: time.monotonic() when it was asked and when its stream was complete. arrivals: of every event with tokens.
-    count: output tokens, the end token among them. tokens, calls: their ids and the target calls behind them, where the server
-    tells. error: what went wrong, None when nothing did."""
+    """One request and what came back.
+
+    started, ended: time.monotonic() when it was sent and when its stream was complete. arrivals: of each event with text.
+    count: output tokens, the end token among them. tokens, calls: token ids and target calls, where the server reports them.
+    adapters: versions that drafted. error: why it failed, None when it did not.
+    """
 
     line: PromptLine
-    begun: float = field(default_factory=time.monotonic)
+    started: float = field(default_factory=time.monotonic)
     ended: float = 0.0
     text: str = ""
     count: int = 0
@@ -35,11 +39,13 @@ class Answer:
 
 
 Ask = Callable[[httpx.Client, PromptLine, int], Answer]
-"""client, prompt, max_tokens -> one streamed greedy answer. Never raises: failures are what is being counted."""
+"""client, prompt, max_tokens -> the answer to one streamed greedy request. Never raises: failures are in Answer.error."""
+TakeEvent = Callable[[Answer, Any], None]
+"""Adds the JSON of one event to the answer."""
 
 
-def ask(client: httpx.Client, line: PromptLine, max_tokens: int) -> Answer:
-    """An Ask for this server."""
+def ask_generate(client: httpx.Client, line: PromptLine, max_tokens: int) -> Answer:
+    """An Ask for `POST /generate` of this server."""
     body = {
         "prompt": line.prompt,
         "domain": line.domain,
@@ -59,7 +65,7 @@ def ask(client: httpx.Client, line: PromptLine, max_tokens: int) -> Answer:
             answer.text += item["text"]
             answer.arrivals.append(time.monotonic())
 
-    return _ask(client, Answer(line), "/generate", body, take)
+    return _stream(client, Answer(line), "/generate", body, take)
 
 
 def ask_chat(client: httpx.Client, line: PromptLine, max_tokens: int) -> Answer:
@@ -81,49 +87,55 @@ def ask_chat(client: httpx.Client, line: PromptLine, max_tokens: int) -> Answer:
                 answer.text += text
                 answer.arrivals.append(time.monotonic())
 
-    return _ask(client, Answer(line), "/v1/chat/completions", body, take)
+    return _stream(client, Answer(line), "/v1/chat/completions", body, take)
 
 
-def _ask(
-    client: httpx.Client, answer: Answer, path: str, body: Mapping[str, object], take: Callable[[Answer, Any], None]
-) -> Answer:
-    """Fills the answer from the stream's events, each of which `take` looks at."""
-    finished = False
+def _stream(client: httpx.Client, answer: Answer, path: str, body: Mapping[str, object], take: TakeEvent) -> Answer:
+    """Send the request and fill the answer from the events of its stream."""
     try:
         with client.stream("POST", path, json=body) as response:
             if response.is_error:
                 answer.error = f"{response.status_code} {response.read().decode(errors='replace')[:200]}"
-                return answer
-            event = ""
-            for text in response.iter_lines():
-                if text.startswith("event:"):
-                    event = text.removeprefix("event:").strip()
-                if not text.startswith("data:"):
-                    continue
-                payload = text.removeprefix("data:").strip()
-                if payload == "[DONE]":
-                    finished = True
-                    answer.ended = time.monotonic()
-                    continue
-                item = json.loads(payload)
-                if event == "error":
-                    answer.error = str(item)
-                    break
-                take(answer, item)
+            else:
+                _take_events(response.iter_lines(), answer, take)
     except (httpx.HTTPError, ValueError, KeyError) as error:
         answer.error = f"{type(error).__name__}: {error}"
-    if answer.error is None and not finished:
+    if answer.error is None and not answer.ended:
         answer.error = "the stream ended early"
     return answer
 
 
-class Traffic:
-    """`clients` threads that ask `lines` one after another until they are used up or `stop` is called. rest: seconds that each
-    waits between an answer and its next question; may be set at any time."""
+def _take_events(lines: Iterator[str], answer: Answer, take: TakeEvent) -> None:
+    """Read server-sent events until the stream ends or an error event comes. Sets `ended` at [DONE]."""
+    event = ""
+    for text in lines:
+        if text.startswith("event:"):
+            event = text.removeprefix("event:").strip()
+        if not text.startswith("data:"):
+            continue
+        payload = text.removeprefix("data:").strip()
+        if payload == "[DONE]":
+            answer.ended = time.monotonic()
+            continue
+        item = json.loads(payload)
+        if event == "error":
+            answer.error = str(item)
+            return
+        take(answer, item)
 
-    def __init__(self, url: str, lines: Iterator[PromptLine], *, clients: int, max_tokens: int, ask: Ask = ask) -> None:
+
+class Clients:
+    """`clients` threads that send `lines` one after another until there are no more or `stop` is called.
+
+    answers: finished ones, failed ones among them, in the order in which they ended. pause_seconds: what each client waits
+    between an answer and its next request; may be set at any time.
+    """
+
+    def __init__(
+        self, url: str, lines: Iterator[PromptLine], *, clients: int, max_tokens: int, ask: Ask = ask_generate
+    ) -> None:
         self.answers: list[Answer] = []
-        self.rest = 0.0
+        self.pause_seconds = 0.0
         self._lines = lines
         self._max_tokens = max_tokens
         self._stop = threading.Event()
@@ -143,29 +155,34 @@ class Traffic:
                 answer = self._ask(client, line, self._max_tokens)
                 with self._lock:
                     self.answers.append(answer)
-                self._stop.wait(self.rest)
+                self._stop.wait(self.pause_seconds)
 
     def wait(self, on_step: Callable[[int], None] = lambda done: None) -> None:
-        """Until all lines are answered."""
+        """Wait until all lines are answered. on_step: answers so far. Re-raises what a client thread raised."""
         while not all(work.done() for work in self._work):
             on_step(len(self.answers))
             time.sleep(0.2)
         self.stop()
 
     def stop(self) -> None:
-        """Let running answers finish, ask nothing more. Re-raises what a client raised."""
+        """Send no more requests and wait for those under way. Re-raises what a client thread raised."""
         self._stop.set()
         for work in self._work:
             work.result()
         self._pool.shutdown()
 
 
-def longest_gap_ms(answers: list[Answer], inside: list[tuple[float, float]], outside: bool) -> float:
-    """The longest silence between two events of one stream that touches one of the spans `inside`, or (outside) none."""
-    longest = 0.0
-    for answer in answers:
-        for before, after in zip(answer.arrivals, answer.arrivals[1:], strict=False):
-            touches = any(before < end and after > start for start, end in inside)
-            if touches is not outside:
-                longest = max(longest, after - before)
-    return 1000.0 * longest
+def gaps_ms(answer: Answer) -> list[tuple[float, float, float]]:
+    """(start, end, milliseconds) of each silence between two events of one stream; start and end are time.monotonic()."""
+    return [(before, after, 1000.0 * (after - before)) for before, after in pairwise(answer.arrivals)]
+
+
+def longest_gap_ms(answers: Sequence[Answer], spans: Sequence[tuple[float, float]], *, outside: bool) -> float:
+    """The longest silence within a stream that touches one of the spans, or (outside) none of them, in milliseconds; 0 without
+    any. spans: of time.monotonic()."""
+
+    def touches(start: float, end: float) -> bool:
+        return any(start < last and end > first for first, last in spans)
+
+    found = (ms for answer in answers for start, end, ms in gaps_ms(answer) if touches(start, end) is not outside)
+    return max(found, default=0.0)

@@ -1,9 +1,9 @@
-"""`redraft eval gate`: does the gate tell apart what a run made better, what it made worse, and what is no different?
+"""`redraft eval gate`: candidates whose worth is known, judged by the gate.
 
-Candidates are made and judged by the loop itself, each in a log of its own: a run on texts as the target wrote them, or on
-texts whose targets were dealt out among all positions anew, so that there is nothing to learn from them. Both are judged
-against the bare draft. Others are the first of the good ones with noise on its weights, judged against that one as the gate
-would. What each is worth is measured on prompts that neither a run nor the gate sees.
+Three kinds of candidates. Trained: one real run each, in a database of its own. Shuffled: the same on texts whose target
+distributions are permuted among all positions, so that there is nothing to learn. Noisy: the first trained one with noise on
+its weights, judged against itself without noise. The worth of the first two is measured on prompts that neither runs nor gate
+see.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import numpy as np
 from service.core import BARE_DRAFT, BadRequest, Generation, RedraftError, Score, Targets, TrainingRun, Verdict
 from service.engine.costs import Costs
 from service.engine.folding import as_served
-from service.evaluation.local_loop import Loop, answered, measured_costs, round_seconds
+from service.evaluation.local_loop import LocalLoop, greedy_answers, measured_costs, round_seconds
+from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
-from service.evaluation.training_run import DRAFTED, Step
+from service.evaluation.training_run import DRAFT_LENGTH
 from service.learning import lora
 from service.learning.job import CACHE_BYTES
 from service.learning.scoring import held_out, score
@@ -37,8 +38,11 @@ from service.settings import Settings
 from service.store.generations import HELD_OUT, split_of
 
 NOISES = (0.01, 0.02, 0.05, 0.1)
-"""Standard deviations of the noise, of each weight matrix's own; the noisy ones take them in turn."""
-TRUTHS = "tokens-per-call.json"
+"""Standard deviations of the noise, as shares of each weight matrix's own; noisy candidates use them in turn."""
+ACCEPTANCE_LENGTHS = "tokens-per-call.json"
+"""File in the folder with the acceptance lengths that are measured already."""
+GOOD = 0.02
+"""Worth from which on a candidate should be promoted."""
 
 
 class Kind(StrEnum):
@@ -51,7 +55,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """seed: what it was trained on, or its noise."""
+    """seed: of the texts it is trained on, or of its noise."""
 
     kind: Kind
     seed: int
@@ -63,13 +67,13 @@ class Candidate:
 
 
 FIRST = Candidate(Kind.BETTER, 1)
-"""The one that serves while those with noise are judged."""
+"""The active adapter against which noisy candidates are judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """worth: relative change of tokens per target call, at DRAFTED tokens a round, on the separate prompts; not measured of
-    what has noise."""
+    """A candidate with its verdict. worth: relative change of the acceptance length, at DRAFT_LENGTH tokens a round, on prompts
+    that the gate does not see; None for noisy candidates."""
 
     candidate: Candidate
     verdict: Verdict
@@ -100,18 +104,29 @@ COLUMNS = (
 
 
 def cells(judged: Sequence[Judged]) -> tuple[tuple[object, ...], ...]:
-    """A row for each kind: least, median and largest gain and worth."""
-    found: list[tuple[object, ...]] = []
+    """A row of the table for each kind; of gain and worth the least, the median and the largest."""
+    rows: list[tuple[object, ...]] = []
     for kind in Kind:
         mine = [one for one in judged if one.candidate.kind is kind]
         if not mine:
             continue
-        worth = [one.worth for one in mine if one.worth is not None]
-        good = [one for one in mine if one.worth is not None and one.worth >= 0.02]
-        kept = f"{len(good)}, promoted {sum(one.verdict.promoted for one in good)}" if worth else ""
-        spread = (_spread([one.verdict.gain for one in mine]), _spread(worth) if worth else "")
-        found.append((kind.value, len(mine), sum(one.verdict.promoted for one in mine), *spread, kept))
-    return tuple(found)
+        measured = [one for one in mine if one.worth is not None]
+        good = [one for one in measured if one.worth is not None and one.worth >= GOOD]
+        rows.append(
+            (
+                kind.value,
+                len(mine),
+                _promoted(mine),
+                _spread([one.verdict.gain for one in mine]),
+                _spread([one.worth for one in measured if one.worth is not None]) if measured else "",
+                f"{len(good)}, promoted {_promoted(good)}" if measured else "",
+            )
+        )
+    return tuple(rows)
+
+
+def _promoted(judged: Sequence[Judged]) -> int:
+    return sum(one.verdict.promoted for one in judged)
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -132,13 +147,16 @@ def run_gate(
     cases: int = 400,
     max_tokens: int = 128,
     rows: int = 16,
-    on_step: Step = lambda stage, done, of: None,
+    on_progress: OnProgress = silent,
 ) -> Generator[Judged]:
-    """Each candidate as soon as it is judged. models: target and draft folders. folder: keeps each candidate's log, adapter and
-    verdict, and what it is worth; what is there already is not made again. count: adapters trained of either kind, each on
-    `cases` texts of its own draw. noisy: so many with noise.
+    """Yields each candidate when it is judged.
 
-    Raises RedraftError.
+    models: target and draft folders. general: the shipped replay set. learn: prompts to train on; held-out ones go to the gate.
+    test: prompts on which the worth is measured. folder: for each candidate's database, adapter and verdict, and measured
+    worths; what is there already is not made again. count: adapters trained of either kind, each on `cases` texts of its own
+    draw. noisy: number of noisy candidates. rows: prompts the target answers together.
+
+    Raises BadRequest for too few prompts, RedraftError when a run fails.
     """
     mx.set_cache_limit(CACHE_BYTES)
     pair = load_pair(*models)
@@ -148,9 +166,9 @@ def run_gate(
         raise BadRequest(f"{len(learnt)} prompts to learn from and {len(held)} held out are too few", field="train")
 
     def answers(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
-        return answered(settings, pair, stage, lines, max_tokens, rows, on_step)
+        return greedy_answers(settings, pair, stage, lines, max_tokens, rows, on_progress)
 
-    bench = _Bench(
+    trial = _GateTrial(
         settings,
         pair,
         models,
@@ -159,18 +177,23 @@ def run_gate(
         measured_costs(pair),
         held=answers("held-out texts", held),
         texts=answers("texts to learn from", learnt),
-        others=lambda: answers("other prompts", test),
+        answer_test=lambda: answers("other prompts", test),
         folder=folder,
     )
+    candidates = _candidates(count, noisy)
+    for i, candidate in enumerate(candidates):
+        on_progress(candidate.kind, i, len(candidates))
+        yield trial.judge_noisy(candidate) if candidate.kind is Kind.NOISY else trial.judge_trained(candidate)
+
+
+def _candidates(count: int, noisy: int) -> list[Candidate]:
     trained = [Candidate(kind, seed) for seed in range(1, count + 1) for kind in (Kind.BETTER, Kind.SHUFFLED)]
-    order = [*trained, *(Candidate(Kind.NOISY, seed) for seed in range(1, noisy + 1))]
-    for i, candidate in enumerate(order):
-        on_step(candidate.kind, i, len(order))
-        yield bench.disturbed(candidate) if candidate.kind is Kind.NOISY else bench.trained(candidate)
+    return [*trained, *(Candidate(Kind.NOISY, seed) for seed in range(1, noisy + 1))]
 
 
-class _Bench:
-    """The pair, its texts, and the candidates' folders."""
+class _GateTrial:
+    """Makes and judges candidates of one pair. held, texts: held-out generations, and those to learn from. answer_test: makes
+    the generations on which the worth is measured, when they are needed. folder: of all candidates."""
 
     def __init__(
         self,
@@ -183,7 +206,7 @@ class _Bench:
         *,
         held: Sequence[Generation],
         texts: Sequence[Generation],
-        others: Callable[[], Sequence[Generation]],
+        answer_test: Callable[[], Sequence[Generation]],
         folder: Path,
     ) -> None:
         self.settings = settings
@@ -194,68 +217,77 @@ class _Bench:
         self.costs = costs
         self.held = held
         self.texts = texts
-        self._others = others
+        self._answer_test = answer_test
         self.folder = folder
 
     @cached_property
-    def others(self) -> Sequence[Generation]:
-        """Answers to the separate prompts."""
-        return self._others()
+    def test(self) -> Sequence[Generation]:
+        """Generations on which the worth is measured."""
+        return self._answer_test()
 
-    def trained(self, candidate: Candidate) -> Judged:
-        """Let the loop make and judge it, or read what it said."""
+    def judge_trained(self, candidate: Candidate) -> Judged:
+        """Train and judge it through the loop, or read the run that is in its folder. Raises RedraftError when the run
+        failed."""
         loop = self._loop(candidate)
         try:
-            run = next(iter(loop.stores.runs.latest(1)), None) or self._run(loop, candidate)
+            run = next(iter(loop.stores.runs.latest(1)), None) or self._train(loop, candidate)
             if run.verdict is None or run.adapter is None:
                 raise RedraftError(f"{candidate.name}: the run {run.state}: {run.error}")
-            worth = self._per_call(candidate.name, loop, run.adapter) / self._per_call("bare", loop, BARE_DRAFT) - 1.0
+            length = self._acceptance_length(candidate.name, loop, run.adapter)
+            worth = length / self._acceptance_length("bare", loop, BARE_DRAFT) - 1.0
         finally:
             loop.close()
         return Judged(candidate, run.verdict, worth)
 
-    def disturbed(self, candidate: Candidate) -> Judged:
-        """Judge the first good one with noise against itself, on texts that the gate of a run with its number would draw."""
-        self.trained(FIRST)
+    def judge_noisy(self, candidate: Candidate) -> Judged:
+        """Judge FIRST with noise against FIRST, on the held-out texts that the gate would draw for a run of that number."""
+        self.judge_trained(FIRST)
         loop = self._loop(FIRST)
         try:
             ref, rules = loop.stores.adapters.all()[0], self.settings.gate
             drawn = held_out(loop.stores.generations, self.pair.provenance, limit=rules.max_prompts, run=candidate.seed)
         finally:
             loop.close()
-        noisy = self._noisy(ref.folder, NOISES[(candidate.seed - 1) % len(NOISES)], candidate.seed)
-        mine, first = (self._scores(model, drawn) for model in (noisy, self._noisy(ref.folder, 0.0, 0)))
-        verdict = gate.judge(mine, first, rules, seconds=round_seconds(self.costs), seed=candidate.seed)
+        noisy = self._with_noise(ref.folder, NOISES[(candidate.seed - 1) % len(NOISES)], candidate.seed)
+        first = self._with_noise(ref.folder, 0.0, 0)
+        verdict = gate.judge(
+            self._scores(noisy, drawn),
+            self._scores(first, drawn),
+            rules,
+            seconds=round_seconds(self.costs),
+            seed=candidate.seed,
+        )
         return Judged(candidate, verdict, None)
 
-    def _loop(self, candidate: Candidate) -> Loop:
-        # General texts are as the target wrote them: something could be learnt from these.
+    def _loop(self, candidate: Candidate) -> LocalLoop:
+        # Of general texts, which keep the target's own distributions, something could be learnt.
         general = None if candidate.kind is Kind.SHUFFLED else self.general
         folder = self.folder / candidate.name
-        return Loop(self.settings, self.pair, self.models, general, folder, costs=self.costs)
+        return LocalLoop(self.settings, self.pair, self.models, general, folder, costs=self.costs)
 
-    def _run(self, loop: Loop, candidate: Candidate) -> TrainingRun:
+    def _train(self, loop: LocalLoop, candidate: Candidate) -> TrainingRun:
         fresh = random.Random(candidate.seed).sample(self.texts, self.cases)
         if candidate.kind is Kind.SHUFFLED:
             fresh = shuffled(fresh, candidate.seed)
-        loop.log([*(replace(g, id=f"held-out-{g.id}") for g in self.held), *fresh])
+        loop.record([*(replace(g, id=f"held-out-{g.id}") for g in self.held), *fresh])
         return loop.train()
 
     def _scores(self, model: nn.Module, generations: Sequence[Generation]) -> list[Score]:
-        return score(model, generations, k=DRAFTED, vocabulary=self.pair.vocabulary)
+        return score(model, generations, k=DRAFT_LENGTH, vocabulary=self.pair.vocabulary)
 
-    def _per_call(self, name: str, loop: Loop, adapter: int) -> float:
-        path = self.folder / TRUTHS
+    def _acceptance_length(self, name: str, loop: LocalLoop, adapter: int) -> float:
+        """On the test generations; read from the folder where it is there."""
+        path = self.folder / ACCEPTANCE_LENGTHS
         known: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         if name not in known:
-            scores = self._scores(loop.model(adapter), self.others)
+            scores = self._scores(loop.model(adapter), self.test)
             known[name] = sum(s.tokens for s in scores) / sum(s.calls[-1] for s in scores)
             path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
         return known[name]
 
-    def _noisy(self, adapter: Path, share: float, seed: int) -> nn.Module:
-        """The draft as it would serve with an adapter on whose matrices there is noise of `share` times their own deviation.
-        Drawn by numpy: the same on any machine."""
+    def _with_noise(self, adapter: Path, share: float, seed: int) -> nn.Module:
+        """The draft as it would serve with an adapter whose matrices have noise of `share` times their own deviation. NumPy
+        draws it: the same on any machine."""
         assert self.pair.draft is not None
         draft, rng = self.pair.draft.model, np.random.default_rng(seed)
         lora.attach(draft, adapter, self.pair.provenance.draft)
@@ -272,7 +304,7 @@ class _Bench:
 
 
 def shuffled(generations: Sequence[Generation], seed: int) -> list[Generation]:
-    """The same texts, each position with the target's distribution at some other position of some text. All have targets."""
+    """The same texts, with the target's distributions permuted among all their positions. All have targets."""
     stored = [(g, g.targets) for g in generations if g.targets is not None]
     parts = [
         (

@@ -1,8 +1,8 @@
-"""The server's own loop without a server: supervisor, store, gate, watch and training job over answers that are there.
+"""The lifecycle without a server: the real supervisor, store, gate, watch and training job, over answers that are given.
 
-Decoding is lossless, so what a request would have been answered with does not depend on the draft. What a draft would have been
-worth there, and the cases it would have left, one teacher-forced pass tells (learning/rounds.py). No time passes between
-requests: there is no cool-down and no back-off, and a run takes no request's time.
+Decoding is lossless, so an answer does not depend on the draft. What a draft would have been worth on it, and the failure
+cases it would have left, follow from one teacher-forced pass (learning/rounds.py). No time passes between requests: there is
+no cool-down and no back-off, and a run takes no request's time.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from service.core import BARE_DRAFT, AdapterRef, Generation, RunState, Staged, T
 from service.engine import profile
 from service.engine.adapters import Draft, load, served
 from service.engine.costs import USUALLY_HELD, Costs, Load
-from service.evaluation.target_outputs import greedy_generations
+from service.evaluation.progress import OnProgress
 from service.evaluation.prompts import PromptLine
-from service.evaluation.training_run import DRAFTED, Step
+from service.evaluation.target_outputs import greedy_generations
+from service.evaluation.training_run import DRAFT_LENGTH
 from service.learning import job
 from service.learning.channel import Channel
 from service.learning.rounds import Drafted, logged
@@ -39,12 +40,13 @@ from service.settings import Settings
 from service.store.members import Members
 
 BLOCK = 32
-"""Requests that are drafted together; those behind a switch are drafted anew."""
+"""Requests that are scored in one pass; after a switch the rest of a block is scored again, with the new draft."""
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """at: requests answered when it started. seconds: of training and scoring."""
+class RunRecord:
+    """One training run. at: requests answered when it started. seconds: of training and scoring. generations: texts that it
+    claimed."""
 
     at: int
     promoted: bool
@@ -54,18 +56,21 @@ class Run:
 
 
 @dataclass(slots=True)
-class Course:
-    """What happened to an arm. agreed, tokens, calls: by request, in order, at DRAFTED tokens a round. serving: the adapter
-    after each part of the traffic."""
+class History:
+    """What happened to an arm of an experiment.
+
+    agreed, tokens, calls: by request, in order: output tokens that were the draft's argmax, output tokens, and target calls at
+    DRAFT_LENGTH tokens a round. serving: the active adapter after each part of the traffic.
+    """
 
     agreed: list[int] = field(default_factory=list[int])
     tokens: list[int] = field(default_factory=list[int])
     calls: list[int] = field(default_factory=list[int])
-    runs: list[Run] = field(default_factory=list[Run])
+    runs: list[RunRecord] = field(default_factory=list[RunRecord])
     serving: list[int] = field(default_factory=list[int])
 
     def add(self, one: Drafted) -> None:
-        """Append one request's counts of agreed tokens, output tokens and target calls."""
+        """Append the counts of one request."""
         self.agreed.append(one.agreed)
         self.tokens.append(len(one.generation.output))
         self.calls.append(len(one.generation.rounds))
@@ -77,12 +82,12 @@ class Course:
 
 
 def promote_all(*scores: object, **rules: object) -> Verdict:
-    """A gate that asks nobody."""
+    """A gate that promotes every candidate."""
     return Verdict(True, "unguarded", 0, 0, 0.0, 0.0, 0.0)
 
 
-class Drafts:
-    """core.DraftSwitch without an engine: loads drafts as it does. costs: what rounds cost; None: not measured."""
+class LocalDraftSwitch:
+    """core.DraftSwitch without an engine: loads drafts as the engine does. costs: of rounds; None: not measured."""
 
     def __init__(self, pair: Pair, costs: Costs | None) -> None:
         assert pair.draft is not None
@@ -92,12 +97,12 @@ class Drafts:
 
     @property
     def active(self) -> int:
-        """The adapter that drafts."""
+        """Version of the active adapter, BARE_DRAFT for none."""
         return self._draft.adapter
 
     @property
     def model(self) -> nn.Module:
-        """The draft that serves."""
+        """The active draft."""
         return self._draft.model
 
     def loaded(self, ref: AdapterRef | None) -> Draft:
@@ -105,11 +110,11 @@ class Drafts:
         return self._bare if ref is None else load(self._bare.model, ref, self._fingerprint)
 
     def stage(self, ref: AdapterRef | None) -> Future[Staged]:
-        """See core.DraftSwitch."""
+        """See core.DraftSwitch: loads the draft at once."""
         future: Future[Staged] = Future()
         try:
             future.set_result(self.loaded(ref))
-        except Exception as error:  # noqa: BLE001  (who waits gets it, as from the engine)
+        except Exception as error:  # noqa: BLE001  (passed on to the caller, as by the engine)
             future.set_exception(error)
         return future
 
@@ -127,19 +132,19 @@ class Drafts:
 
 
 def round_seconds(costs: Costs, step: float = 1.0) -> tuple[float, ...]:
-    """Seconds of a round of one request that drafts 1 to DRAFTED tokens, as the engine says them."""
+    """Seconds of a round of one request that drafts 1 to DRAFT_LENGTH tokens. step: factor on the cost of draft steps."""
     scaled = costs.scaled(step)
-    return tuple(scaled.round(Load(1, USUALLY_HELD), k) for k in range(1, DRAFTED + 1))
+    return tuple(scaled.round(Load(1, USUALLY_HELD), k) for k in range(1, DRAFT_LENGTH + 1))
 
 
 def measured_costs(pair: Pair) -> Costs:
-    """What rounds of one request cost on this machine."""
+    """Costs of rounds of one request, measured on this machine with the bare draft."""
     assert pair.draft is not None
-    return profile.measure(pair.target.model, served(pair.draft).model, rows=[1], most=DRAFTED)
+    return profile.measure(pair.target.model, served(pair.draft).model, rows=[1], most=DRAFT_LENGTH)
 
 
 class _LocalChannel(Channel):
-    """A channel without streams: one job in, its messages in a list."""
+    """A channel without pipes: one job in, its messages in a list."""
 
     def __init__(self, spec: Mapping[str, object]) -> None:
         super().__init__(-1, io.StringIO())
@@ -147,50 +152,53 @@ class _LocalChannel(Channel):
         self.messages: list[Mapping[str, object]] = []
 
     def first_line(self) -> str:
-        """The job."""
+        """The job, as JSON."""
         return self._job
 
     def send(self, kind: str, message: Mapping[str, object] | None = None) -> None:
-        """Keep a message as it would come out of a pipe."""
+        """Append a message as it would come out of a pipe."""
         self.messages.append(json.loads(json.dumps({"type": kind, **(message or {})})))
 
 
 class _LocalJob:
-    """core.JobHandle of a job that has been done."""
+    """core.JobHandle of a job that is finished."""
 
     def __init__(self, messages: list[Mapping[str, object]]) -> None:
         self.pid = os.getpid()
         self._messages = messages
 
     def poll(self) -> list[Mapping[str, object]]:
-        """See core.JobHandle."""
+        """The messages that have not been read. See core.JobHandle."""
         found, self._messages = self._messages, []
         return found
 
     def exit_code(self) -> int | None:
-        """See core.JobHandle."""
+        """Always 0. See core.JobHandle."""
         return 0
 
     def pause(self, paused: bool) -> None:
-        """Nothing is left to pause."""
+        """Does nothing: the job is finished."""
 
     def stop(self, grace_seconds: float) -> None:
-        """Nothing is left to stop."""
+        """Does nothing: the job is finished."""
 
 
 class LocalLauncher:
-    """core.Launcher that does the job in this process before it returns: each child would import, load and compile anew."""
+    """core.Launcher that does the job in this process before it returns: a child would import, load and compile anew."""
 
     def launch(self, spec: Mapping[str, object]) -> _LocalJob:
-        """Do the job."""
+        """Do the job, and return its handle with all messages."""
         channel = _LocalChannel(spec)
         job.perform(channel)
         return _LocalJob(channel.messages)
 
 
-class Loop:
-    """The loop of one arm, in a folder of its own, which keeps its database and adapters. general: the shipped
-    replay set. judge: decides about candidates, as the gate does unless said."""
+class LocalLoop:
+    """The lifecycle of one arm of an experiment.
+
+    models: target and draft folders. general: the shipped replay set. folder: for its database and adapters. costs: of rounds,
+    by which the gate weighs; None: by tokens alone. judge: decides about candidates; the server's gate by default.
+    """
 
     def __init__(
         self,
@@ -204,7 +212,7 @@ class Loop:
         judge: Callable[..., Verdict] = gate.judge,
     ) -> None:
         self.pair = pair
-        # Nobody is served meanwhile.
+        # Nobody is served during a run.
         alone = {"cooldown_seconds": 0.0, "niceness": 0, "gpu_share": 1.0}
         training = settings.training.model_copy(update=alone)
         rules = settings.gate.model_copy(update={"backoff_seconds": 0.0})
@@ -212,10 +220,10 @@ class Loop:
         self.stores = open_stores(self.settings, create=True)
         self._members = Members(self.stores.database)
         self._members.join()
-        self.drafts = Drafts(pair, costs)
-        events = Metrics(DRAFTED)
+        self.drafts = LocalDraftSwitch(pair, costs)
+        events = Metrics(DRAFT_LENGTH)
         common = lifecycle_rules(self.settings, Folders(*models, general), pair.provenance)
-        spec = {**common.spec, "k": DRAFTED, "cache": str(settings.home / TARGETS)}
+        spec = {**common.spec, "k": DRAFT_LENGTH, "cache": str(settings.home / TARGETS)}
         self.supervisor = Supervisor(
             members=self._members,
             runs=self.stores.runs,
@@ -237,70 +245,89 @@ class Loop:
         self.supervisor.start()
 
     def close(self) -> None:
-        """End a child under way and close the database."""
+        """Stop the supervisor and close the database."""
         self.supervisor.stop()
         self.stores.close()
 
-    def log(self, generations: Sequence[Generation]) -> None:
-        """Record generations as if they had just ended."""
+    def record(self, generations: Sequence[Generation]) -> None:
+        """Add generations to the store as if they had just ended."""
         now = datetime.now(UTC)
         self.stores.generations.add([replace(g, created_at=now) for g in generations]).result()
 
-    def settle(self) -> None:
-        """Let the loop do what is due, until nothing is."""
+    def tick_until_idle(self) -> None:
+        """Tick until no run or watch is under way."""
         self.supervisor.tick()
         while self.supervisor.working:
             self.supervisor.tick()
 
     def train(self) -> TrainingRun:
-        """A run that somebody asked for, from its claim to its verdict. Raises Conflict, BadRequest."""
+        """Request a run and tick to its end. Raises Conflict or BadRequest when it cannot start."""
         run = self.supervisor.request_training(None)
         while not self.stores.runs.get(run.id).state.over:
             self.supervisor.tick()
         return self.stores.runs.get(run.id)
 
-    def take(self, requests: Sequence[Generation], course: Course, *, watched: bool = True) -> None:
-        """Answer requests in order. Between any two the loop does what is due. watched: False: an operator ends every watch."""
+    def serve(self, requests: Sequence[Generation], history: History, *, watched: bool = True) -> None:
+        """Take these answers as one part of the traffic, in order, and add what happened to `history`.
+
+        After each request the supervisor ticks until it is idle. watched: False ends every watch, as an operator can.
+        """
         at = 0
         while at < len(requests):
             active = self.drafts.active
             for one in self._drafted(requests[at : at + BLOCK]):
-                course.add(one)
+                history.add(one)
                 at += 1
-                self.log([one.generation])
-                self.settle()
-                self._note_runs(course)
+                self.record([one.generation])
+                self.tick_until_idle()
+                self._add_runs(history)
                 if self.drafts.active != active:
                     if not watched:
                         self.supervisor.activate(self.drafts.active)
-                    # Those behind it in the block are drafted by another version.
+                    # Another version drafts the rest of the block.
                     break
-        course.serving.append(self.drafts.active)
+        history.serving.append(self.drafts.active)
 
     def model(self, adapter: int) -> nn.Module:
-        """A draft as it would serve with one of the adapters. Raises NotFound, AdapterRefused."""
+        """The draft as it would serve with an adapter. Raises NotFound, AdapterRefused."""
         return self.drafts.loaded(None if adapter == BARE_DRAFT else self.stores.adapters.get(adapter)).model
 
     def _drafted(self, block: Sequence[Generation]) -> list[Drafted]:
         vocabulary = self.pair.vocabulary
-        return logged(self.drafts.model, block, k=DRAFTED, adapter=self.drafts.active, vocabulary=vocabulary)
+        return logged(self.drafts.model, block, k=DRAFT_LENGTH, adapter=self.drafts.active, vocabulary=vocabulary)
 
-    def _note_runs(self, course: Course) -> None:
-        new = self.stores.runs.latest(len(course.runs) + 2)
-        for run in reversed(new[: len(new) - len(course.runs)]):
+    def _add_runs(self, history: History) -> None:
+        new = self.stores.runs.latest(len(history.runs) + 2)
+        for run in reversed(new[: len(new) - len(history.runs)]):
             assert run.finished_at is not None
-            promoted = run.state is RunState.PROMOTED
             reason = run.verdict.reason if run.verdict is not None else run.error or ""
-            seconds = (run.finished_at - run.created_at).total_seconds()
-            course.runs.append(Run(len(course.tokens), promoted, reason, seconds, run.generations))
+            history.runs.append(
+                RunRecord(
+                    at=len(history.tokens),
+                    promoted=run.state is RunState.PROMOTED,
+                    reason=reason,
+                    seconds=(run.finished_at - run.created_at).total_seconds(),
+                    generations=run.generations,
+                )
+            )
 
 
-def answered(
-    settings: Settings, pair: Pair, stage: str, lines: Sequence[PromptLine], max_tokens: int, rows: int, on_step: Step
+def greedy_answers(
+    settings: Settings,
+    pair: Pair,
+    stage: str,
+    lines: Sequence[PromptLine],
+    max_tokens: int,
+    rows: int,
+    on_progress: OnProgress,
 ) -> list[Generation]:
-    """The target's greedy answers that are not empty."""
-    home = settings.home
+    """The target's greedy answers to `lines`, without empty ones. stage: for `on_progress`. rows: prompts decoded together."""
     found = greedy_generations(
-        pair, lines, home, max_tokens=max_tokens, rows=rows, on_step=lambda done, of: on_step(stage, done, of)
+        pair,
+        lines,
+        settings.home,
+        max_tokens=max_tokens,
+        rows=rows,
+        on_step=lambda done, of: on_progress(stage, done, of),
     )
     return [generation for generation in found if generation.output]

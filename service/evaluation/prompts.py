@@ -19,7 +19,10 @@ class PromptLine:
 
 
 def read_prompts(path: Path, *, domain: str | None = None, limit: int | None = None) -> list[PromptLine]:
-    """The file's prompts, of one domain if asked, the first `limit` of them. Raises BadRequest naming file and line."""
+    """The prompts of a file: of one domain where given, the first `limit` of those.
+
+    Raises BadRequest, which names file and line, for what cannot be read, and when no prompt is left.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, for measurements: settings in, URL out."""
+"""A server in a child process, for measurements."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from service.core import Unavailable, python_command
 from service.settings import sqlite_url
 
 START_SECONDS = 600.0
-"""A process that ends is noticed at once; one that loads a large model on a busy machine takes its time."""
+"""How long a server may take to become ready. A process that ends earlier is noticed at once."""
 
 
 class ServerProcess:
-    """A child that answers HTTP on a free port of this machine. command: port -> command line. ready: path that answers 200
-    once it serves. Its output goes to server.log in `folder`."""
+    """A child process that answers HTTP on a free port of this machine.
+
+    command: port -> command line. ready: path that answers 200 once it serves. Its output goes to server.log in `folder`.
+    """
 
     def __init__(self, folder: Path, command: Callable[[int], Sequence[str]], ready: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -34,18 +36,20 @@ class ServerProcess:
         self._command = command(self.port)
         self._ready = ready
         self._process: subprocess.Popen[bytes] | None = None
-        # One client for all calls: making one takes longer than most calls. No proxy stands before this machine itself.
+        # One client for all calls: making one takes longer than most calls.
         self._client: httpx.Client | None = None
 
     def start(self) -> None:
-        """Returns when it is ready. Raises Unavailable with the end of its log when it does not become so."""
+        """Start the process and wait until it is ready. Raises Unavailable with the end of its log when that takes more than
+        START_SECONDS or the process ends."""
+        # No proxy: the server is on this machine.
         self._client = client = httpx.Client(base_url=self.url, trust_env=False, timeout=60.0)
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
                 stdout=log,
                 stderr=log,
-                # Nothing from the caller's environment may override its configuration; the BLAS is no setting.
+                # REDRAFT_* variables would override its configuration file; the BLAS is not a setting.
                 env={
                     n: value for n, value in os.environ.items() if n == "REDRAFT_BLAS" or not n.startswith("REDRAFT_")
                 },
@@ -62,7 +66,7 @@ class ServerProcess:
         raise Unavailable(f"the server did not start: {self.tail()}")
 
     def stop(self) -> int | None:
-        """Ask it to end, wait, and return its exit status (None: it was never started)."""
+        """Send SIGTERM, wait (SIGKILL after a minute), and return the exit status; None when it was never started."""
         if self._client is not None:
             self._client.close()
         if self._process is None:
@@ -77,7 +81,7 @@ class ServerProcess:
         return self._process.returncode
 
     def request(self, method: str, path: str, body: object = None, *, timeout: float = 60.0) -> httpx.Response:
-        """One call, whatever its status. Raises Unavailable when the process does not answer."""
+        """One call; any status is returned. Raises Unavailable when the process does not answer."""
         assert self._client is not None, "not started"
         try:
             return self._client.request(method, path, json=body, timeout=timeout)
@@ -90,7 +94,10 @@ class ServerProcess:
 
 
 class LocalServer(ServerProcess):
-    """`redraft serve` with its state (database, adapters, log) in `folder`. url: of a database elsewhere."""
+    """`redraft serve` with its database, adapters and log in `folder`.
+
+    settings: section -> name -> value. home: where models and caches are. url: a database elsewhere.
+    """
 
     def __init__(
         self, folder: Path, settings: Mapping[str, Mapping[str, object]], home: Path, url: str | None = None
@@ -105,27 +112,31 @@ class LocalServer(ServerProcess):
         tree.setdefault("server", {}).update(host="127.0.0.1", port=self.port)
         url = url or sqlite_url(folder / "redraft.db")
         tree.setdefault("store", {}).update(url=url, adapters=str(folder / "adapters"))
-        lines = [f"home = {json.dumps(str(home))}"]
-        for section, values in tree.items():
-            # TOML has no word for None, which is what a setting is that is left out.
-            given = {name: value for name, value in values.items() if value is not None}
-            lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in given.items())]
         # The URL may hold a password.
         self.config.touch(mode=0o600)
-        self.config.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self.config.write_text(_toml(home, tree), encoding="utf-8")
 
     def get(self, path: str) -> dict[str, Any]:
         """The JSON object at `path`. Raises Unavailable for any status but success."""
         return _content(self.request("GET", path))
 
     def find(self, path: str) -> dict[str, Any] | None:
-        """The same, None where there is nothing (404)."""
+        """The JSON object at `path`; None for status 404. Raises Unavailable for any other status but success."""
         answer = self.request("GET", path)
         return None if answer.status_code == 404 else _content(answer)
 
     def post(self, path: str, body: object = None) -> dict[str, Any]:
         """The JSON object that answers a POST. Raises Unavailable for any status but success."""
         return _content(self.request("POST", path, body, timeout=600.0))
+
+
+def _toml(home: Path, tree: Mapping[str, Mapping[str, object]]) -> str:
+    lines = [f"home = {json.dumps(str(home))}"]
+    for section, values in tree.items():
+        # TOML cannot write None; a setting that is left out is None.
+        given = {name: value for name, value in values.items() if value is not None}
+        lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in given.items())]
+    return "\n".join(lines) + "\n"
 
 
 def _content(answer: httpx.Response) -> dict[str, Any]:

@@ -1,5 +1,7 @@
-"""The demo's own traffic: short questions about small tables, from templates. Held-out prompts come from templates and words
-that the traffic never uses, so that a gain on them is not memory."""
+"""Prompts made from templates: short questions about small tables, to be answered in SQL.
+
+Traffic and held-out prompts share neither tables, questions nor values, so that a gain on the second is not memory.
+"""
 
 from __future__ import annotations
 
@@ -70,11 +72,11 @@ def _prompts(
     return [PromptLine(f"{prefix}-{i}", DOMAIN, prompt) for i, prompt in enumerate(made)]
 
 
-def traffic(count: int, seed: int = 0) -> list[PromptLine]:
-    """Distinct prompts for the demo's clients."""
+def traffic_prompts(count: int, seed: int = 0) -> list[PromptLine]:
+    """`count` distinct prompts to serve and learn from; the same for the same seed."""
     return _prompts(_TRAFFIC_TABLES, _TRAFFIC_QUESTIONS, _TRAFFIC_VALUES, count, seed, "traffic")
 
 
-def held_out(count: int, seed: int = 0) -> list[PromptLine]:
-    """Distinct prompts that share neither a table, a question's wording nor a value with the traffic."""
+def held_out_prompts(count: int, seed: int = 0) -> list[PromptLine]:
+    """`count` distinct prompts to measure on; the same for the same seed."""
     return _prompts(_HELD_OUT_TABLES, _HELD_OUT_QUESTIONS, _HELD_OUT_VALUES, count, seed, "held-out")

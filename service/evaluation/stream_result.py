@@ -1,29 +1,21 @@
-"""What `redraft eval stream` found: traffic whose topic changes, and what the loop makes of it, against drafts that stay as
-they are.
-
-Four arms draft the same requests: static, the bare draft; online, the loop; no_replay, the loop whose runs learn from what is
-new alone; unguarded, as that, but whatever was trained serves, unproven. Beside them, for each part, stands the best to be had
-by its end: one adapter trained at once on all requests on its topic so far, measured on those no run may learn from.
-"""
+"""The result of `redraft eval stream`: figures by part and arm, as a table and as JSON. docs/learning.md defines them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from service.core import BadRequest
-from service.evaluation.local_loop import Course
-from service.evaluation.prompts import PromptLine, read_prompts
+from service.evaluation.local_loop import History
+from service.evaluation.prompts import PromptLine
 
 STATIC, ONLINE, NO_REPLAY, UNGUARDED = "static", "online", "no_replay", "unguarded"
 LEARNING = (ONLINE, NO_REPLAY, UNGUARDED)
-BACK = 0.9
-"""Share of a part's best gain that counts as having it back."""
+RECOVERED = 0.9
+"""Share of a part's best gain from which on the gain counts as recovered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +28,10 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """agreement: of a part's best on the topic's requests that nobody learns from. static: of the bare draft there. low: of
-    what was gained, the lower end of its two-sided 90 % interval over requests."""
+    """The best adapter of a part, on its topic's held-out requests.
+
+    agreement: of the adapter. static: of the bare draft. low: lower end of the two-sided 90 % interval of the gain.
+    """
 
     agreement: float
     static: float
@@ -45,53 +39,52 @@ class Best:
 
     @property
     def gain(self) -> float | None:
-        """None where it cannot be told from nothing: a share of it would be chance over chance."""
+        """Gain in agreement over the bare draft; None where its interval includes 0: shares of it would be noise."""
         return self.agreement - self.static if self.low > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
-class Stream:
-    """What happened. courses: by arm. best: by part. after: arm -> after each part, agreement on every topic's requests that
-    nobody learns from."""
+class StreamResult:
+    """histories: by arm. best: by part. after: arm -> after each part, agreement on the held-out requests of every topic.
+    window: requests of a moving mean."""
 
     parts: tuple[Part, ...]
     window: int
-    courses: Mapping[str, Course]
+    histories: Mapping[str, History]
     best: Sequence[Best]
     after: Mapping[str, Sequence[Mapping[str, float]]]
 
     def moving(self, arm: str) -> list[float]:
         """Agreement over the last `window` requests, by request."""
-        course = self.courses[arm]
-        return _moving(course.agreed, course.tokens, self.window)
+        history = self.histories[arm]
+        return _moving(history.agreed, history.tokens, self.window)
 
     def part_means(self, arm: str) -> list[tuple[float, float]]:
         """Agreement over each part, and over its last `window` requests."""
-        course, found, start = self.courses[arm], list[tuple[float, float]](), 0
-        for part in self.parts:
-            agreed, tokens = (values[start : start + len(part.lines)] for values in (course.agreed, course.tokens))
+        history, found = self.histories[arm], list[tuple[float, float]]()
+        for here in self._slices():
+            agreed, tokens = history.agreed[here], history.tokens[here]
             end = slice(-self.window, None)
             found.append((sum(agreed) / sum(tokens), sum(agreed[end]) / sum(tokens[end])))
-            start += len(part.lines)
         return found
 
     def recovered(self, arm: str) -> list[int | None]:
-        """Requests into each part after which the arm had `BACK` of its best's gain over static, on the window that ends there;
-        None where it never had, or there is none to have."""
-        course, static, found, start = self.courses[arm], self.courses[STATIC], list[int | None](), 0
-        for part, best in zip(self.parts, self.best, strict=True):
-            here = slice(start, start + len(part.lines))
-            gained = [a - b for a, b in zip(course.agreed[here], static.agreed[here], strict=True)]
-            moving = _moving(gained, course.tokens[here], self.window)
-            whole = range(min(self.window, len(moving)) - 1, len(moving))
+        """Requests into each part until the last window's gain over static was RECOVERED of the best's gain; None where it
+        never was, or where the best gains nothing."""
+        history, static, found = self.histories[arm], self.histories[STATIC], list[int | None]()
+        for here, best in zip(self._slices(), self.best, strict=True):
+            gained = [a - b for a, b in zip(history.agreed[here], static.agreed[here], strict=True)]
+            moving = _moving(gained, history.tokens[here], self.window)
+            complete = range(min(self.window, len(moving)) - 1, len(moving))
             wanted = best.gain
-            found.append(next((i + 1 for i in whole if wanted is not None and moving[i] >= BACK * wanted), None))
-            start += len(part.lines)
+            found.append(
+                next((i + 1 for i in complete if wanted is not None and moving[i] >= RECOVERED * wanted), None)
+            )
         return found
 
     def gained(self, arm: str) -> list[float | None]:
-        """Share of each part's best gain that the arm had when the part ended, on the requests nobody learns from; None where
-        there is none to have."""
+        """Share of each part's best gain that the arm had when the part ended, on held-out requests; None where the best gains
+        nothing."""
         after = [found[part.topic] for found, part in zip(self.after[arm], self.parts, strict=True)]
         return [
             None if best.gain is None else (mine - best.static) / best.gain
@@ -99,8 +92,8 @@ class Stream:
         ]
 
     def backward(self, arm: str) -> float | None:
-        """Backward transfer: what agreement on a part's topic changed by from its end to when the topic came back, or to the
-        end of the stream, mean over the parts that others followed."""
+        """Backward transfer: change of agreement on a part's topic from the part's end until the topic came back, or to the end
+        of the stream; mean over parts that others followed, None without any."""
         topics, after = [part.topic for part in self.parts], self.after[arm]
         changes: list[float] = []
         for i, topic in enumerate(topics):
@@ -111,40 +104,37 @@ class Stream:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Column headings of the report, in the order of `cells`."""
+        """Column headings of the table, in the order of `cells`."""
         held_out = "held-out: static, best, " + ", ".join(f"{arm} at the end (of the gain)" for arm in LEARNING)
-        return ("", *self.courses, held_out, f"requests to {BACK:.0%} of the gain")
+        return ("", *self.histories, held_out, f"requests to {RECOVERED:.0%} of the gain")
 
     def cells(self) -> tuple[tuple[object, ...], ...]:
-        """Agreement by part, over all of it and over its last window; then the arms' sums."""
-        means = {arm: self.part_means(arm) for arm in self.courses}
-        back = {arm: self.recovered(arm) for arm in LEARNING}
-        gained = {arm: self.gained(arm) for arm in LEARNING}
-        found: list[tuple[object, ...]] = []
-        for i, part in enumerate(self.parts):
-            best = self.best[i]
-            then = (
-                f"{self.after[arm][i][part.topic]:.3f} ({'-' if share is None else format(share, '.0%')})"
-                for arm, share in ((arm, each[i]) for arm, each in gained.items())
-            )
-            when = ", ".join(f"{arm} {'never' if each[i] is None else each[i]}" for arm, each in back.items())
-            gain = f"{best.static:.3f}, {best.agreement:.3f} (gains {best.low:+.3f} at least)"
-            mine = (f"{means[arm][i][0]:.3f} ({means[arm][i][1]:.3f} at its end)" for arm in self.courses)
-            found.append(
-                (
-                    f"{part.topic}, {len(part.lines)} requests",
-                    *mine,
-                    ", ".join((gain, *then)),
-                    "-" if best.gain is None else when,
-                )
-            )
-        changes = {arm: self.backward(arm) for arm in self.courses}
+        """A row for each part, with agreement over all of it and over its last window, then rows of each arm's totals."""
+        histories = self.histories.values()
+        changes = [self.backward(arm) for arm in self.histories]
         return (
-            *found,
-            ("backward transfer", *("" if c is None else f"{c:+.3f}" for c in changes.values()), "", ""),
-            ("runs (promoted)", *(_runs(course) for course in self.courses.values()), "", ""),
-            ("seconds of training", *(f"{course.seconds:.0f}" for course in self.courses.values()), "", ""),
+            *self._part_cells(),
+            ("backward transfer", *("" if c is None else f"{c:+.3f}" for c in changes), "", ""),
+            ("runs (promoted)", *(_runs(history) for history in histories), "", ""),
+            ("seconds of training", *(f"{history.seconds:.0f}" for history in histories), "", ""),
         )
+
+    def _part_cells(self) -> list[tuple[object, ...]]:
+        means = {arm: self.part_means(arm) for arm in self.histories}
+        recovered = {arm: self.recovered(arm) for arm in LEARNING}
+        gained = {arm: self.gained(arm) for arm in LEARNING}
+        rows: list[tuple[object, ...]] = []
+        for i, (part, best) in enumerate(zip(self.parts, self.best, strict=True)):
+            agreement = (f"{mean:.3f} ({end:.3f} at its end)" for mean, end in (means[arm][i] for arm in means))
+            held_out = [f"{best.static:.3f}, {best.agreement:.3f} (gains {best.low:+.3f} at least)"]
+            for arm in LEARNING:
+                share = gained[arm][i]
+                percent = "-" if share is None else f"{share:.0%}"
+                held_out.append(f"{self.after[arm][i][part.topic]:.3f} ({percent})")
+            requests = ", ".join(f"{arm} {'never' if at[i] is None else at[i]}" for arm, at in recovered.items())
+            name = f"{part.topic}, {len(part.lines)} requests"
+            rows.append((name, *agreement, ", ".join(held_out), "-" if best.gain is None else requests))
+        return rows
 
     def plain(self) -> dict[str, Any]:
         """All results by part and by arm, JSON-ready."""
@@ -154,24 +144,29 @@ class Stream:
                 for part, best in zip(self.parts, self.best, strict=True)
             ],
             "window": self.window,
-            "arms": {
-                arm: {
-                    "parts": [{"agreement": mean, "at_its_end": end} for mean, end in self.part_means(arm)],
-                    "recovered_after": self.recovered(arm),
-                    "share_of_best_gain": self.gained(arm),
-                    "backward_transfer": self.backward(arm),
-                    "after": [dict(found) for found in self.after[arm]],
-                    "training_seconds": course.seconds,
-                    "tokens_per_call": sum(course.tokens) / sum(course.calls),
-                    "runs": [
-                        {"at": run.at, "promoted": run.promoted, "reason": run.reason, "seconds": run.seconds}
-                        for run in course.runs
-                    ],
-                    "moving": [round(value, 4) for value in self.moving(arm)],
-                }
-                for arm, course in self.courses.items()
-            },
+            "arms": {arm: self._plain_arm(arm, history) for arm, history in self.histories.items()},
         }
+
+    def _plain_arm(self, arm: str, history: History) -> dict[str, Any]:
+        return {
+            "parts": [{"agreement": mean, "at_its_end": end} for mean, end in self.part_means(arm)],
+            "recovered_after": self.recovered(arm),
+            "share_of_best_gain": self.gained(arm),
+            "backward_transfer": self.backward(arm),
+            "after": [dict(found) for found in self.after[arm]],
+            "training_seconds": history.seconds,
+            "tokens_per_call": sum(history.tokens) / sum(history.calls),
+            "runs": [
+                {"at": run.at, "promoted": run.promoted, "reason": run.reason, "seconds": run.seconds}
+                for run in history.runs
+            ],
+            "moving": [round(value, 4) for value in self.moving(arm)],
+        }
+
+    def _slices(self) -> list[slice]:
+        """Where each part's requests are in a history."""
+        ends = np.cumsum([len(part.lines) for part in self.parts]).tolist()
+        return [slice(end - len(part.lines), end) for part, end in zip(self.parts, ends, strict=True)]
 
 
 def _moving(values: Sequence[int], tokens: Sequence[int], window: int) -> list[float]:
@@ -181,22 +176,5 @@ def _moving(values: Sequence[int], tokens: Sequence[int], window: int) -> list[f
     return ((above[1:] - above[first]) / (below[1:] - below[first])).tolist()
 
 
-def _runs(course: Course) -> str:
-    return f"{len(course.runs)} ({sum(run.promoted for run in course.runs)})"
-
-
-def parts_of(files: Sequence[str]) -> list[Part]:
-    """FILE or FILE:N. A file that is named again goes on where it was left. Raises BadRequest when it has no more."""
-    read: dict[str, list[PromptLine]] = {}
-    parts: list[Part] = []
-    for item in files:
-        name, _, count = item.rpartition(":") if item.rpartition(":")[2].isdigit() else (item, "", "")
-        if name not in read:
-            read[name] = read_prompts(Path(name))
-        left = read[name]
-        lines = left[: int(count)] if count else list(left)
-        del left[: len(lines)]
-        if not lines:
-            raise BadRequest(f"{name} holds no more prompts for {item}", field="files")
-        parts.append(Part(Path(name).name.removesuffix(".jsonl").removesuffix(".train"), lines))
-    return parts
+def _runs(history: History) -> str:
+    return f"{len(history.runs)} ({sum(run.promoted for run in history.runs)})"

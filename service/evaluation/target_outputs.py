@@ -1,4 +1,4 @@
-"""What the target says to a prompt, and its distribution at every position: made once, kept by model, prompt, temperature."""
+"""The target's outputs to prompts and its distribution at every position: decoded once, then read from files."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from service.models.pair import Pair
 from service.models.text import TextEncoder
 
 ROWS = 16
-"""Prompts answered together; an accelerator is full only with many more."""
+"""Prompts decoded together; an accelerator is full only with many more."""
 
 
-class Outputs:
-    """The cache: one JSON-lines file of outputs per target, length and temperature, and the targets' files beside it."""
+class OutputCache:
+    """Outputs of one target, tokenizer, length and temperature: a JSON-lines file in home/outputs, and the target's
+    distributions in home/targets."""
 
     def __init__(self, home: Path, who: Provenance, max_tokens: int, temperature: float) -> None:
         self.targets = TargetCache(home / "targets", who.target)
-        hot = f"-t{temperature:g}" if temperature else ""
-        self.path = home / "outputs" / f"{who.target[:16]}-{who.tokenizer[:16]}-{max_tokens}{hot}.jsonl"
-        self.held: dict[str, tuple[list[int], list[float]]] = {}
+        suffix = f"-t{temperature:g}" if temperature else ""
+        self.path = home / "outputs" / f"{who.target[:16]}-{who.tokenizer[:16]}-{max_tokens}{suffix}.jsonl"
+        self._by_prompt: dict[str, tuple[list[int], list[float]]] = {}
         if self.path.is_file():
             for line in self.path.read_text(encoding="utf-8").splitlines():
                 try:
                     item = json.loads(line)
-                    self.held[item["prompt"]] = item["output"], item.get("sampled", [])
+                    self._by_prompt[item["prompt"]] = item["output"], item.get("sampled", [])
                 except (ValueError, KeyError):
                     # The last line of a process that was killed while it wrote.
                     continue
 
     def get(self, prompt: Prompt) -> tuple[list[int], list[float]] | None:
-        """Output, and the log-probability of each of its tokens in the law it was drawn from (none when greedy)."""
-        return self.held.get(_digest(prompt).hex())
+        """Output tokens, and the log-probability of each in the distribution it was sampled from (empty when greedy); None for
+        a prompt that is not in the cache."""
+        return self._by_prompt.get(_digest(prompt).hex())
 
     def add(self, generation: Generation) -> None:
-        """Append the output to the cache file, above T = 0 with its logprobs, and store its targets, if any."""
+        """Append the output to the cache file, with its log-probabilities where sampled, and store its targets, if any."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if generation.targets is not None:
             self.targets.store(generation, generation.targets)
@@ -53,7 +55,7 @@ class Outputs:
         item: dict[str, object] = {"prompt": key, "output": generation.output}
         if not generation.prompt.sampling.greedy:
             item["sampled"] = generation.sampled_logprobs
-        self.held[key] = list(generation.output), list(generation.sampled_logprobs)
+        self._by_prompt[key] = list(generation.output), list(generation.sampled_logprobs)
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(item) + "\n")
 
@@ -71,11 +73,14 @@ def greedy_generations(
     rows: int = ROWS,
     on_step: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Generation]:
-    """The target's greedy answer to each prompt as one user turn, with targets. on_step: (answers at hand, of all)."""
-    return generations(pair, lines, home, temperature=0.0, max_tokens=max_tokens, rows=rows, on_step=on_step)
+    """The target's greedy answer to each prompt as one user turn, with targets, in order.
+
+    rows: prompts decoded together. on_step: (answers at hand, of all).
+    """
+    return target_generations(pair, lines, home, temperature=0.0, max_tokens=max_tokens, rows=rows, on_step=on_step)
 
 
-def generations(
+def target_generations(
     pair: Pair,
     lines: Sequence[PromptLine],
     home: Path,
@@ -85,10 +90,10 @@ def generations(
     rows: int = ROWS,
     on_step: Callable[[int, int], None] = lambda done, of: None,
 ) -> list[Generation]:
-    """The same at any temperature, without filters. rows: prompts answered together.
+    """The target's answer to each prompt at any temperature, without filters; see greedy_generations.
 
-    What is sampled is drawn by a seed that the prompt decides, so that it is the same wherever it is made, and comes back
-    as unseeded: it is a sample of the target whatever drew it, and rejection is the rule that sampled traffic drafts by.
+    Above T = 0 the seed comes from the prompt, so that outputs are the same wherever they are made. They come back as unseeded
+    samples, for which drafts are accepted by rejection sampling.
     """
     encoder = TextEncoder(pair.target.tokenizer)
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
@@ -101,13 +106,13 @@ def generations(
         )
         for line in lines
     ]
-    cache = Outputs(home, pair.provenance, max_tokens, temperature)
-    missing = [prompt for prompt in dict.fromkeys(prompts) if _unknown(cache, prompt, pair)]
-    _fill(pair, missing, cache, rows, lambda done: on_step(len(prompts) - len(missing) + done, len(prompts)))
+    cache = OutputCache(home, pair.provenance, max_tokens, temperature)
+    missing = [prompt for prompt in dict.fromkeys(prompts) if _missing(cache, prompt, pair)]
+    _decode(pair, missing, cache, rows, lambda done: on_step(len(prompts) - len(missing) + done, len(prompts)))
     return [_generation(str(i), prompt, cache, pair) for i, prompt in enumerate(prompts)]
 
 
-def _generation(name: str, prompt: Prompt, cache: Outputs, pair: Pair) -> Generation:
+def _generation(name: str, prompt: Prompt, cache: OutputCache, pair: Pair) -> Generation:
     output, sampled = cache.get(prompt) or ([], [])
     finish = FinishReason.STOP if output and output[-1] in pair.eos else FinishReason.LENGTH
     bare = Generation(
@@ -126,12 +131,14 @@ def _generation(name: str, prompt: Prompt, cache: Outputs, pair: Pair) -> Genera
     return replace(bare, targets=cache.targets.load(bare))
 
 
-def _unknown(cache: Outputs, prompt: Prompt, pair: Pair) -> bool:
+def _missing(cache: OutputCache, prompt: Prompt, pair: Pair) -> bool:
     return cache.get(prompt) is None or _generation("", prompt, cache, pair).targets is None
 
 
-def _fill(pair: Pair, prompts: Sequence[Prompt], cache: Outputs, rows: int, on_step: Callable[[int], None]) -> None:
-    """Decode what is missing, the target alone, many rows together."""
+def _decode(
+    pair: Pair, prompts: Sequence[Prompt], cache: OutputCache, rows: int, on_step: Callable[[int], None]
+) -> None:
+    """Decode prompts with the target alone, `rows` together, and add them to the cache."""
     decoder = Decoder(pair.target.model, None, vocabulary=pair.vocabulary, k=0, collect=True)
     waiting = [Request(str(i), _seeded(prompt), pair.eos, None) for i, prompt in enumerate(prompts)]
     waiting.sort(key=lambda row: len(row.tokens))

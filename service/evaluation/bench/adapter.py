@@ -1,4 +1,4 @@
-"""The adapter that a benchmark's `adapted` arm drafts with: one that is there, or one trained through the real loop first."""
+"""The adapter that the `adapted` arm of a benchmark drafts with: a version in the database, or one that is trained first."""
 
 from __future__ import annotations
 
@@ -10,39 +10,42 @@ from pathlib import Path
 
 from service.app import open_stores
 from service.core import AdapterRef
+from service.evaluation.progress import OnProgress
 from service.evaluation.prompts import PromptLine
-from service.evaluation.training_run import Step, serve_and_train
+from service.evaluation.training_run import serve_and_train
 from service.settings import Settings
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """told: where it comes from, for the report."""
+class BenchAdapter:
+    """An adapter, and its origin for the report, JSON-ready."""
 
     ref: AdapterRef
-    told: dict[str, object]
+    origin: dict[str, object]
 
 
-def registered(settings: Settings, version: int) -> Adapter:
+def registered_adapter(settings: Settings, version: int) -> BenchAdapter:
     """A version of these settings' database. Raises NotFound, StoreError."""
     stores = open_stores(settings)
     try:
-        return Adapter(stores.adapters.get(version), {"version": version})
+        return BenchAdapter(stores.adapters.get(version), {"version": version})
     finally:
         stores.close()
 
 
 @contextmanager
-def trained(settings: Settings, source: str, train: Sequence[PromptLine], on_step: Step) -> Generator[Adapter]:
-    """An adapter from serving these prompts and one run at the settings' own values, there while the block runs, whatever the
-    gate said of it (which is told). source: a name for the prompts. Raises RedraftError."""
+def trained_adapter(
+    settings: Settings, source: str, train: Sequence[PromptLine], on_progress: OnProgress
+) -> Generator[BenchAdapter]:
+    """An adapter from serving these prompts and one run at the settings' own values, promoted or not. Its folder exists while
+    the block runs. source: a name for the prompts. Raises RedraftError when a request or the run fails."""
     with tempfile.TemporaryDirectory(prefix="redraft-bench-") as folder:
-        run, ref = serve_and_train(settings, train, Path(folder), on_step=on_step)
-        told: dict[str, object] = {
+        result = serve_and_train(settings, train, Path(folder), on_progress=on_progress)
+        origin: dict[str, object] = {
             "trained_on": source,
             "prompts": len(train),
-            "state": run["state"],
-            "verdict": run["verdict"],
-            "train_seconds": run["train_seconds"],
+            "state": result.run["state"],
+            "verdict": result.run["verdict"],
+            "train_seconds": result.seconds,
         }
-        yield Adapter(ref, told)
+        yield BenchAdapter(result.adapter, origin)

@@ -1,5 +1,4 @@
-"""A bare speculative loop over one greedy stream, on mlx-lm's own caches: a round without anything of a server around it; and
-`redraft bench round --bare`, which compares it with mlx-lm and with this engine."""
+"""`redraft bench round --bare`: a speculative loop of forty lines on mlx-lm's caches, compared with mlx-lm and this engine."""
 
 from __future__ import annotations
 
@@ -15,12 +14,12 @@ import numpy as np
 from service.core import BadRequest, Prompt, Sampling
 from service.engine.adapters import Draft, served
 from service.engine.strategy import using
+from service.evaluation.bench.arms import Arm, Decoded, EngineArm, take_turns, tokens_per_second
 from service.evaluation.bench.mlx_lm_arm import MlxLmArm, prefilled
 from service.evaluation.bench.report import Report, spread
 from service.evaluation.bench.round import encoded, strategy_named
-from service.evaluation.bench.arms import Arm, Decoded, EngineArm, take_turns
+from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
-from service.evaluation.training_run import Step
 from service.models.pair import Pair, load_pair, mlx_lm_runs
 from service.settings import EngineSettings
 
@@ -29,33 +28,38 @@ KS = (1, 2, 3, 4, 6, 8)
 
 
 class BareArm:
-    """K draft steps, each handed over by itself, one target call, acceptance on the device, one wait a round."""
+    """One greedy stream: in each round K draft steps, each launched by itself, one target call, acceptance on the device, one
+    wait.
+
+    Raises BadRequest for a draft that mlx-lm does not run.
+    """
 
     def __init__(self, pair: Pair, draft: Draft, k: int) -> None:
         if pair.draft is None or not mlx_lm_runs(pair.draft.folder):
             raise BadRequest("the bare loop needs a draft that mlx-lm runs", field="draft")
         self.settings: Mapping[str, object] = {"k": k}
         self._target, self._draft, self._k = pair.target.model, draft.model, k
-        self._eos, self._known = pair.eos, pair.shared_vocabulary
+        self._eos, self._vocabulary = pair.eos, pair.shared_vocabulary
 
     def decode(self, prompt: Prompt) -> Decoded:
-        """Decode one prompt greedily up to and with the end token. Prefill is not timed."""
+        """Decode one prompt greedily up to and with the end token; prefill is not timed. Raises BadRequest for caches that
+        cannot be truncated."""
         target, draft, most = self._target, self._draft, prompt.sampling.max_tokens
         target_cache, draft_cache = prefilled(target, prompt.tokens), prefilled(draft, prompt.tokens)
         if not all(layer.is_trimmable() for layer in [*target_cache, *draft_cache]):
             raise BadRequest("the bare loop needs caches that can be trimmed", field="bare")
-        output, unread, calls = list[int](), [prompt.tokens[-1]], 0
+        output, pending, calls = list[int](), [prompt.tokens[-1]], 0
         started = time.perf_counter()
         while len(output) < most and not self._eos.intersection(output[-self._k - 1 :]):
-            feed, drafted = mx.array([unread]), list[mx.array]()
+            feed, drafted = mx.array([pending]), list[mx.array]()
             for _ in range(self._k):
-                logits = draft(feed, cache=draft_cache)[:, -1:, : self._known]
+                logits = draft(feed, cache=draft_cache)[:, -1:, : self._vocabulary]
                 feed = mx.argmax(logits, axis=-1).astype(mx.int32)
                 mx.async_eval(feed)
                 drafted.append(feed)
             proposal = mx.concatenate(drafted, axis=1)
-            read = mx.concatenate([mx.array([unread[-1:]], dtype=mx.int32), proposal], axis=1)
-            chosen = mx.argmax(target(read, cache=target_cache), axis=-1).astype(mx.int32)
+            verified = mx.concatenate([mx.array([pending[-1:]], dtype=mx.int32), proposal], axis=1)
+            chosen = mx.argmax(target(verified, cache=target_cache), axis=-1).astype(mx.int32)
             accepted = mx.cumprod((chosen[:, :-1] == proposal).astype(mx.int32), axis=1).sum(axis=1)
             # The one wait of a round. An accepted token is the target's own choice.
             count, *tokens = np.array(mx.concatenate([accepted, chosen[0]])).tolist()
@@ -65,7 +69,8 @@ class BareArm:
                 layer.trim(self._k - count)
             for layer in draft_cache:
                 layer.trim(max(self._k - 1 - count, 0))
-            unread = tokens[count - 1 : count + 1] if count == self._k else [tokens[count]]
+            # After a proposal that was accepted whole, the draft has not processed its last token.
+            pending = tokens[count - 1 : count + 1] if count == self._k else [tokens[count]]
         seconds = time.perf_counter() - started
         ends = [at + 1 for at, token in enumerate(output) if token in self._eos]
         return Decoded(output[: min([most, *ends])], calls, seconds)
@@ -80,32 +85,30 @@ def run_bare(
     title: str,
     command: str,
     strategy: str = "own",
-    on_step: Step = lambda stage, done, of: None,
+    on_progress: OnProgress = silent,
 ) -> Report:
     """One greedy stream by the bare loop at each of KS; then at its best K in turn with mlx-lm plain and with this engine,
     adaptive and at that K.
 
-    JSON: bare{tokens_per_second_by_k{K}, best_k, arms{bare, mlx_lm_plain, engine_adaptive, engine_best_k}{tokens_per_second,
-    low, high, tokens_per_call, identical}, prompts, max_tokens}. identical: the output is mlx-lm's, which ties may prevent
-    in half precision.
+    models: folders of target and draft. JSON: bare{tokens_per_second_by_k{K}, best_k, arms{bare, mlx_lm_plain, engine_adaptive,
+    engine_best_k}{tokens_per_second, low, high, tokens_per_call, identical}, prompts, max_tokens}. identical: the output is
+    mlx-lm's, which ties may prevent in half precision.
 
-    Raises BadRequest, ModelError.
+    Raises BadRequest for a draft or caches that the loop cannot use, ModelError.
     """
     way = strategy_named(strategy)
-    on_step("loading the pair", 0, 1)
+    on_progress("loading the pair", 0, 1)
     pair = load_pair(*models)
     if pair.draft is None:
         raise BadRequest("the bare loop needs a draft", field="draft")
     draft, sampling = served(pair.draft), Sampling(max_tokens=max_tokens)
     prompts = [Prompt(tokens, sampling) for tokens in encoded(pair, lines)]
     with using(way):
-        on_step("bare loop", 0, 1)
+        on_progress("bare loop", 0, 1)
         loops: dict[int, Arm] = {k: BareArm(pair, draft, k) for k in KS}
         take_turns(loops, [replace(prompts[0], sampling=Sampling(max_tokens=2 * max(KS)))])
-        decoded = take_turns(loops, prompts, lambda done, of: on_step("bare loop", done, of))
-        by_k = {
-            k: sum(len(one.tokens) for one in texts) / sum(one.seconds for one in texts) for k, texts in decoded.items()
-        }
+        decoded = take_turns(loops, prompts, lambda done, of: on_progress("bare loop", done, of))
+        by_k = {k: tokens_per_second(answers) for k, answers in decoded.items()}
         best = max(by_k, key=by_k.__getitem__)
         arms: dict[str, Arm] = {
             "bare": loops[best],
@@ -113,23 +116,33 @@ def run_bare(
             "engine_adaptive": EngineArm(pair, draft, k=engine.num_draft_tokens, prefill_chunk=engine.prefill_chunk),
             "engine_best_k": EngineArm(pair, draft, k=best, adaptive=False, prefill_chunk=engine.prefill_chunk),
         }
-        on_step("arms", 0, 1)
+        on_progress("arms", 0, 1)
         take_turns(arms, prompts[:1])
-        answers = take_turns(arms, prompts, lambda done, of: on_step("arms", done, of))
-    plain = {name: _arm(texts, answers["mlx_lm_plain"]) for name, texts in answers.items()}
+        answers = take_turns(arms, prompts, lambda done, of: on_progress("arms", done, of))
+    figures = {name: _figures(texts, answers["mlx_lm_plain"]) for name, texts in answers.items()}
+    content = {"tokens_per_second_by_k": by_k, "best_k": best, "arms": figures}
+    content |= {"prompts": len(prompts), "max_tokens": max_tokens}
+    return _report(f"{title}, K = {best}", command, figures, by_k, content)
+
+
+def _report(
+    title: str,
+    command: str,
+    figures: Mapping[str, Mapping[str, Any]],
+    by_k: Mapping[int, float],
+    content: Mapping[str, Any],
+) -> Report:
     rows = [
         (name, _rate(one), f"{one['tokens_per_call']:.2f}", "yes" if one["identical"] else "no")
-        for name, one in plain.items()
+        for name, one in figures.items()
     ]
     rows += [(f"bare, K = {k}", f"{rate:.1f}", "", "") for k, rate in by_k.items()]
-    content = {"tokens_per_second_by_k": by_k, "best_k": best, "arms": plain}
-    content |= {"prompts": len(prompts), "max_tokens": max_tokens}
     columns = ("arm", "tokens/s, median (90 %)", "tokens per call", "identical")
-    bars = {"tokens/s, one stream": {name: float(one["tokens_per_second"]) for name, one in plain.items()}}
-    return Report("bare", f"{title}, K = {best}", command, columns, tuple(rows), {"bare": content}, bars)
+    bars = {"tokens/s, one stream": {name: float(one["tokens_per_second"]) for name, one in figures.items()}}
+    return Report("bare", title, command, columns, tuple(rows), {"bare": content}, bars)
 
 
-def _arm(texts: Sequence[Decoded], reference: Sequence[Decoded]) -> dict[str, Any]:
+def _figures(texts: Sequence[Decoded], reference: Sequence[Decoded]) -> dict[str, Any]:
     rate = spread([one.rate for one in texts])
     return {
         "tokens_per_second": rate.median,

@@ -1,4 +1,4 @@
-"""mlx-lm's own decoding as arms: its generators on the very same modules, with caches of their own for every prompt."""
+"""The arm that decodes one stream with mlx-lm's own generators, on the same weights."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.lora import LoRALinear
 
 from service.core import Prompt
-from service.evaluation.bench.arms import Decoded, take_turns
+from service.evaluation.bench.arms import Decoded, take_turns, tokens_per_second
 from service.models.heads import shallow_copy, uncut
 
-CHUNK = 512
-"""Prompt tokens read at a time; reading is not timed."""
+PREFILL_CHUNK = 512
 KS = (1, 2, 3, 4)
+"""Draft lengths of which the fastest is found."""
 
 
 class MlxLmArm:
-    """mlx_lm's generate_step, or with a draft its speculative_generate_step at K = k. Its draft needs a whole head. settings:
-    what the report tells besides."""
+    """mlx-lm's generate_step, or with a draft its speculative_generate_step at K = k. draft: with a full head. settings: more
+    to report than K."""
 
     def __init__(
         self,
@@ -42,22 +42,22 @@ class MlxLmArm:
         self._k = k
 
     def decode(self, prompt: Prompt) -> Decoded:
-        """Decode one prompt up to and with the end token, on fresh caches; prefill is not timed."""
+        """Decode one prompt up to and with the end token, on new caches; prefill is not timed."""
         cache = prefilled(self._target, prompt.tokens)
         if self._draft is not None:
             cache += prefilled(self._draft, prompt.tokens)
         tokens: list[int] = []
-        guessed: list[bool] = []
-        begun = time.perf_counter()
-        for token, from_draft in self._steps(prompt, cache):
+        from_draft: list[bool] = []
+        started = time.perf_counter()
+        for token, drafted in self._steps(prompt, cache):
             tokens.append(token)
-            guessed.append(from_draft)
+            from_draft.append(drafted)
             if token in self._eos:
                 break
-        seconds = time.perf_counter() - begun
-        # It computes one token ahead: what is still under way must not run into the next arm's time.
+        seconds = time.perf_counter() - started
+        # It computes one token ahead, which must not count as the next arm's time.
         mx.synchronize(generation_stream)
-        return Decoded(tokens, calls(guessed), seconds)
+        return Decoded(tokens, target_calls(from_draft), seconds)
 
     def _steps(self, prompt: Prompt, cache: list[Any]) -> Iterator[tuple[int, bool]]:
         last, sampling = mx.array(prompt.tokens[-1:]), prompt.sampling
@@ -79,36 +79,36 @@ class MlxLmArm:
         return ((int(token), bool(from_draft)) for token, _, from_draft in steps)
 
 
-def calls(from_draft: Sequence[bool]) -> int:
-    """Target calls behind tokens of mlx-lm's speculation: each ends with a token of the target's own, but for a last one
-    that a kept draft token ended."""
-    return sum(not guessed for guessed in from_draft) + (from_draft[-1] if from_draft else 0)
+def target_calls(from_draft: Sequence[bool]) -> int:
+    """Target calls of mlx-lm's speculation, from whether each token was drafted: a call ends with a token of the target's own,
+    except the last call where an accepted token ends the text."""
+    return sum(not drafted for drafted in from_draft) + (from_draft[-1] if from_draft else 0)
 
 
-def best_k(
+def speed_by_k(
     target: nn.Module, draft: nn.Module, eos: frozenset[int], prompts: Sequence[Prompt], ks: Sequence[int] = KS
 ) -> dict[int, float]:
     """Tokens per second of mlx-lm's speculation by K, fastest first, each K on all prompts in turn."""
-    heard = take_turns({k: MlxLmArm(target, eos, draft, k) for k in ks}, prompts)
-    rates = {k: sum(len(one.tokens) for one in told) / sum(one.seconds for one in told) for k, told in heard.items()}
+    by_k = take_turns({k: MlxLmArm(target, eos, draft, k) for k in ks}, prompts)
+    rates = {k: tokens_per_second(decoded) for k, decoded in by_k.items()}
     return dict(sorted(rates.items(), key=lambda item: -item[1]))
 
 
-def whole(served: nn.Module) -> nn.Module:
-    """A draft as mlx-lm can run it: over the same arrays, with its whole head, and LoRA layers that are still apart folded
-    in, as `redraft adapters export --fuse` does."""
+def with_full_head(served: nn.Module) -> nn.Module:
+    """A draft as mlx-lm can run it, over the same arrays: with its full head, and remaining LoRA layers folded in as by
+    `redraft adapters export --fuse`."""
     model = shallow_copy(served)
     uncut(model)
-    apart = [(name, module.fuse()) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
-    model.update_modules(tree_unflatten(apart))
+    folded = [(name, module.fuse()) for name, module in model.named_modules() if isinstance(module, LoRALinear)]
+    model.update_modules(tree_unflatten(folded))
     mx.eval(model.parameters())
     return model
 
 
 def prefilled(model: nn.Module, prompt: Sequence[int]) -> list[Any]:
-    """A cache that holds all of the prompt but its last token, where both of mlx-lm's generators begin to decode."""
+    """A cache of mlx-lm's with all of the prompt but its last token, with which its generators start."""
     cache: list[Any] = make_prompt_cache(model)
-    for start in range(0, len(prompt) - 1, CHUNK):
-        model(mx.array([prompt[start : min(start + CHUNK, len(prompt) - 1)]]), cache=cache)
+    for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
+        model(mx.array([prompt[start : min(start + PREFILL_CHUNK, len(prompt) - 1)]]), cache=cache)
         mx.eval([layer.state for layer in cache])
     return cache

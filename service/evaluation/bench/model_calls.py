@@ -1,8 +1,7 @@
-"""The model calls of a round by themselves: target calls and draft steps, handed over one after another with one wait at the
-end.
+"""The model calls of a round alone: target calls and draft steps, launched one after another with one wait at the end.
 
-What a round of the engine takes beyond that is its overhead: sampling, acceptance, evidence, bookkeeping, and the host's part
-wherever the device waits for it.
+What a round of the engine takes beyond them is its overhead: sampling, acceptance, evidence, bookkeeping, and whatever the
+device waits for the host.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from service.models.pair import Pair
 from service.models.vocabulary import extra_ids
 
 WARM = FIRST_CALLS
-"""Calls before any that is timed: they allocate keys and values and compile kernels, and some devices trace them."""
+"""Calls before those that are timed: they allocate keys and values and compile kernels, and some devices trace them."""
 
 
-class Calls:
-    """Calls over rows that hold these texts, but for each row's last token, which is read next. draft None: no draft steps.
+class ModelCalls:
+    """Calls over rows of these texts, whose caches hold all tokens but the last. draft: None for no draft steps.
 
-    Keys and values are zeros: a call costs the same. After every call the rows hold what they held before it. Use as a context,
-    which gives a cut head the rows' own ids meanwhile.
+    Keys and values are zeros, which cost the same. After every call the caches are truncated to what they held before. Use as a
+    context manager, which gives a cut head the rows' own ids meanwhile.
     """
 
     def __init__(self, pair: Pair, draft: Draft | None, texts: Sequence[Sequence[int]]) -> None:
         model = None if draft is None else draft.model
         self._target = Target(pair.target.model, model)
         self._draft = None if model is None else draft_calls(model).replayed(model)
-        self._known = pair.shared_vocabulary
+        self._vocabulary = pair.shared_vocabulary
         self._texts = texts
         self._lengths = [len(text) - 1 for text in texts]
         self._caches = [self._target.cache(len(texts))] + ([] if model is None else [RowCache(model, len(texts))])
@@ -46,7 +45,7 @@ class Calls:
             cache.rewind(self._lengths)
         self._head = None if model is None else cut_head(model)
 
-    def __enter__(self) -> Calls:
+    def __enter__(self) -> ModelCalls:
         if self._head is not None:
             self._head.allow_extra_ids(mx.array(extra_ids(self._texts, self._head.in_vocabulary)))
         return self
@@ -56,16 +55,16 @@ class Calls:
             self._head.allow_extra_ids(None)
 
     def target(self, tokens: int) -> list[mx.array]:
-        """One target call over so many tokens of each row. Returns what has to be computed."""
+        """One target call over so many tokens of each row. Returns arrays that are not evaluated yet."""
         return self._verify(self._last(tokens))
 
     def step(self) -> list[mx.array]:
-        """One draft step over one token of each row. Returns what has to be computed."""
+        """One draft step over one token of each row. Returns arrays that are not evaluated yet."""
         return [self._propose(self._last(1), 1)[0], *self._caches[1].arrays()]
 
     def round(self, drafted: int, proposed: int) -> list[mx.array]:
-        """The calls of a round: `drafted` draft steps, each handed over by itself, and a target call over `proposed` + 1
-        tokens of each row. Returns what has to be computed."""
+        """The calls of a round: `drafted` draft steps, each launched by itself, and a target call over `proposed` + 1 tokens
+        of each row. Returns arrays that are not evaluated yet."""
         if not drafted:
             return self.target(proposed + 1)
         last = self._last(1)
@@ -86,7 +85,7 @@ class Calls:
         for step in range(steps):
             logits = self._draft.logits(feed, cache)
             cache.rewind([length + step + 1 for length in self._lengths])
-            feed = mx.argmax(logits[..., : self._known], axis=-1).astype(mx.int32)
+            feed = mx.argmax(logits[..., : self._vocabulary], axis=-1).astype(mx.int32)
             drafted.append(feed)
             device.launch(feed)
         cache.rewind(self._lengths)
@@ -94,8 +93,8 @@ class Calls:
 
 
 def queued(call: Callable[[], list[mx.array]], count: int, warm: int = WARM) -> float:
-    """Seconds of one of `count` calls that are handed over one after another, with one wait at the end. warm: calls before
-    them."""
+    """Mean seconds of `count` calls that are launched one after another, with one wait at the end. warm: calls before them,
+    which are not timed."""
     for _ in range(warm):
         device.wait(call())
     started = time.perf_counter()

@@ -1,8 +1,8 @@
-"""Models of the size people run, made of the bundled pair: every matrix padded with zeros.
+"""Models of larger shapes, made by padding every matrix of a small Llama with zeros.
 
-A padded model says what the small one says and costs what a large one costs, so that a benchmark has the acceptance of a real
-pair at the speed of a large target. It needs a Llama-shaped source. Added hidden units, heads and feed-forward units are zero;
-added layers write nothing to the residual stream. RMSNorm takes its mean over more units: weights and eps are scaled for that.
+A padded model has the outputs of the small one at the cost of a large one, so that a benchmark has the acceptance of a real
+pair at the speed of a large target. Added hidden units, heads and feed-forward units are zero; added layers write nothing to
+the residual stream. RMSNorm takes its mean over more units: weights and eps are scaled for that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 
 from service.core import BadRequest, ModelError
-from service.evaluation.training_run import Step
+from service.evaluation.progress import OnProgress, silent
 from service.models.vocabulary import FILE as VOCABULARY
 
 Weights = dict[str, mx.array]
@@ -24,7 +24,7 @@ Weights = dict[str, mx.array]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a padded target. A draft gets the same but keeps its own number of layers."""
+    """Sizes of a padded target. A padded draft has the same, with its own number of layers."""
 
     hidden: int
     layers: int
@@ -42,7 +42,7 @@ SHAPES = {
 }
 """135 million parameters (the bundled pair, in bfloat16), 1.1, 3.5, 7.5 and 70 billion."""
 GROUP = 64
-"""Weights that share a scale where quantised."""
+"""Weights that share a scale when quantised."""
 
 
 def shape_named(name: str) -> Shape:
@@ -53,23 +53,23 @@ def shape_named(name: str) -> Shape:
 
 
 def padded_pair(
-    pair: tuple[Path, Path], home: Path, name: str, bits: int | None = None, on_step: Step = lambda *step: None
+    pair: tuple[Path, Path], home: Path, name: str, bits: int | None = None, on_progress: OnProgress = silent
 ) -> tuple[Path, Path]:
-    """Folders of a target and a draft of this shape in bfloat16, or with `bits` per weight, under home/models; made where
-    they are missing. pair: folders of the models they are made of. Raises BadRequest, ModelError."""
+    """Folders, under home/models, of a target and a draft of this shape, in bfloat16 or with `bits` per weight; made where
+    they are missing. pair: folders of the models to pad. name: one of SHAPES. Raises BadRequest, ModelError."""
     shape, folders = shape_named(name), list[Path]()
     for i, source in enumerate(pair):
         folder = home / "models" / "-".join([source.name, name, *([f"{bits}bit"] if bits else [])])
         if not (folder / "config.json").is_file():
-            on_step(f"making {folder.name}", i, len(pair))
+            on_progress(f"making {folder.name}", i, len(pair))
             pad(source, folder, shape, deeper=i == 0, bits=bits)
         folders.append(folder)
     return folders[0], folders[1]
 
 
 def pad(source: Path, folder: Path, shape: Shape, *, deeper: bool, bits: int | None = None) -> None:
-    """Write a model of this shape that says what the one in `source` says. deeper: with the shape's number of layers, not the
-    source's own. Raises ModelError where the source is of another family, or its heads do not fit."""
+    """Write a model of this shape with the outputs of the one in `source`. deeper: with the shape's number of layers, not the
+    source's own. Raises ModelError for a source that is no Llama, or whose heads or layers do not fit."""
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     small = Shape(
         config["hidden_size"],
@@ -81,12 +81,9 @@ def pad(source: Path, folder: Path, shape: Shape, *, deeper: bool, bits: int | N
     fits = shape.heads * small.kv_heads == shape.kv_heads * small.heads and shape.layers >= small.layers
     if config.get("model_type") != "llama" or not fits:
         raise ModelError(f"{source} cannot be padded: it is no Llama, or its heads or layers do not fit into {shape}")
-    weights: Weights = {}
-    for path in source.glob("model*.safetensors"):
-        weights |= mx.load(str(path))  # pyright: ignore[reportArgumentType, reportCallIssue, reportOperatorIssue]
     layers = shape.layers if deeper else small.layers
     dims = config.get("head_dim") or small.hidden // small.heads
-    made = _padded(weights, small, shape, layers, dims)
+    made = _padded(_read_weights(source), small, shape, layers, dims)
     config |= {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.feed_forward,
@@ -100,14 +97,26 @@ def pad(source: Path, folder: Path, shape: Shape, *, deeper: bool, bits: int | N
     if bits:
         made = _quantised(made, bits)
         config["quantization"] = {"group_size": GROUP, "bits": bits}
+    _write(source, folder, made, config)
+
+
+def _read_weights(source: Path) -> Weights:
+    weights: Weights = {}
+    for path in source.glob("model*.safetensors"):
+        weights |= mx.load(str(path))  # pyright: ignore[reportArgumentType, reportCallIssue, reportOperatorIssue]
+    return weights
+
+
+def _write(source: Path, folder: Path, weights: Weights, config: dict[str, Any]) -> None:
+    """Weights, configuration, and the other files of the source (tokenizer, vocabulary)."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in source.iterdir():
         if path.is_file() and path.suffix != ".safetensors" and path.name != "config.json":
             shutil.copyfile(path, folder / path.name)
     if (source / VOCABULARY).is_file():
         shutil.copyfile(source / VOCABULARY, folder / VOCABULARY)
-    mx.save_safetensors(str(folder / "model.safetensors"), made, metadata={"format": "mlx"})
-    # Last: a folder that has one is whole.
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    # Written last: a folder with a config.json is complete.
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -146,7 +155,7 @@ def _padded(weights: Weights, small: Shape, shape: Shape, layers: int, dims: int
 def _quantised(weights: Weights, bits: int) -> Weights:
     made: Weights = {}
     for name in list(weights):
-        # One by one: all of them in bfloat16 need not fit.
+        # One by one: all of them in bfloat16 may not fit into memory.
         array = weights.pop(name)
         if array.ndim == 2:
             packed, scales, biases = mx.quantize(array, group_size=GROUP, bits=bits)

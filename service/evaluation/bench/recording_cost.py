@@ -1,4 +1,4 @@
-"""What remembering traffic costs: decoding with evidence collected and written against decoding without."""
+"""What recording costs: decoding with evidence collected and written, against decoding without."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from pathlib import Path
 
 from service.core import Prompt, Sampling
 from service.engine import profile
-from service.engine.adapters import served
+from service.engine.adapters import Draft, served
+from service.engine.costs import Costs
 from service.engine.decoder import Decoder
 from service.engine.planner import Planner
 from service.engine.request import Request
-from service.evaluation.sql_prompts import traffic
+from service.evaluation.sql_prompts import traffic_prompts
 from service.lifecycle.recorder import Recorder
 from service.models.pair import Pair
 from service.models.text import TextEncoder
@@ -34,11 +35,11 @@ def measure_recording(
     tokens: int,
     on_step: Callable[[int, int], None] = lambda done, of: None,
 ) -> dict[str, list[float]]:
-    """Tokens per second of `rows` streams of `tokens` tokens, prompts read beforehand, one entry a turn for each way.
+    """Tokens per second of `rows` streams of `tokens` tokens, by ON and OFF, one entry a turn; prefill is not timed.
 
-    With recording the time ends when the database (made in `folder`) has everything: in a server most of that goes on
-    behind the next answers. What is drafted is chosen as in a server (nothing is looked up), in either way by the same
-    costs.
+    With recording the time ends when the database, which is made in `folder`, has everything; a server writes most of that
+    during the next answers. The planner chooses draft lengths as in a server, without prompt look-up. on_step: (turns done, of
+    all).
     """
     assert pair.draft is not None
     encoder, draft = TextEncoder(pair.target.tokenizer), served(pair.draft)
@@ -46,52 +47,71 @@ def measure_recording(
     upgrade(url)
     database = Database(url)
     recorder = Recorder(Generations(database))
+    streams = _Streams(pair, draft, engine, recorder, rows, tokens)
     rates: dict[str, list[float]] = {ON: [], OFF: []}
-    k, costs = engine.num_draft_tokens, None
-    if engine.adaptive and k:
-        costs = profile.measure(pair.target.model, draft.model, rows=profile.sizes(rows), most=k)
 
-    def run(prompts: Sequence[tuple[int, ...]], record: bool, name: str) -> float:
+    def prompts(seed: int) -> list[tuple[int, ...]]:
+        lines = traffic_prompts(rows, seed=seed)
+        return [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in lines]
+
+    try:
+        # Not counted: the first run pays for what happens once.
+        streams.tokens_per_second(prompts(turns), f"{rows}-warm", record=True)
+        for turn in range(turns):
+            on_step(turn, turns)
+            chosen = prompts(turn)
+            for name in (ON, OFF) if turn % 2 == 0 else (OFF, ON):
+                rates[name].append(streams.tokens_per_second(chosen, f"{rows}-{turn}", record=name == ON))
+    finally:
+        recorder.close(FLUSH_SECONDS)
+        database.close()
+    return rates
+
+
+class _Streams:
+    """Decodes streams of equal length together. The costs of rounds are measured once: both ways plan by the same."""
+
+    def __init__(
+        self, pair: Pair, draft: Draft, engine: EngineSettings, recorder: Recorder, rows: int, tokens: int
+    ) -> None:
+        self._pair = pair
+        self._draft = draft
+        self._engine = engine
+        self._recorder = recorder
+        self._tokens = tokens
+        self._costs: Costs | None = None
+        if engine.adaptive and (k := engine.num_draft_tokens):
+            self._costs = profile.measure(pair.target.model, draft.model, rows=profile.sizes(rows), most=k)
+
+    def tokens_per_second(self, prompts: Sequence[tuple[int, ...]], name: str, *, record: bool) -> float:
+        decoder = self._decoder(record)
+        # No end token: every stream is equally long.
+        made = [
+            Request(f"{name}-{i}", Prompt(prompt, Sampling(max_tokens=self._tokens)), frozenset(), None)
+            for i, prompt in enumerate(prompts)
+        ]
+        for row in made:
+            decoder.admit(row)
+        started = time.perf_counter()
+        while decoder.rows:
+            for row in decoder.round().rows:
+                if row.finish is not None and (generation := row.generation(self._pair.provenance)) is not None:
+                    self._recorder.record(generation)
+        self._recorder.flush(FLUSH_SECONDS)
+        return sum(row.emitted for row in made) / (time.perf_counter() - started)
+
+    def _decoder(self, record: bool) -> Decoder:
+        engine = self._engine
         decoder = Decoder(
-            pair.target.model,
-            draft,
-            vocabulary=pair.vocabulary,
-            k=k,
+            self._pair.target.model,
+            self._draft,
+            vocabulary=self._pair.vocabulary,
+            k=engine.num_draft_tokens,
             prefill_chunk=engine.prefill_chunk,
             tie_margin=engine.tie_margin,
             collect=record,
             adaptive=engine.adaptive,
         )
-        if costs is not None:
-            # As served; and both arms by the same costs, or the ratio would be one of two measurements of them.
-            decoder.planner = Planner(k, 0, costs)
-        # No end token: every stream is equally long.
-        made = [
-            Request(f"{name}-{i}", Prompt(prompt, Sampling(max_tokens=tokens)), frozenset(), None)
-            for i, prompt in enumerate(prompts)
-        ]
-        for row in made:
-            decoder.admit(row)
-        begun = time.perf_counter()
-        while decoder.rows:
-            for row in decoder.round().rows:
-                if row.finish is not None and (generation := row.generation(pair.provenance)) is not None:
-                    recorder.record(generation)
-        recorder.flush(FLUSH_SECONDS)
-        return sum(row.emitted for row in made) / (time.perf_counter() - begun)
-
-    def texts(seed: int) -> list[tuple[int, ...]]:
-        return [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in traffic(rows, seed=seed)]
-
-    try:
-        # Who comes first would pay for what happens once.
-        run(texts(turns), True, f"{rows}-warm")
-        for turn in range(turns):
-            on_step(turn, turns)
-            prompts = texts(turn)
-            for name in (ON, OFF) if turn % 2 == 0 else (OFF, ON):
-                rates[name].append(run(prompts, name == ON, f"{rows}-{turn}"))
-    finally:
-        recorder.close(FLUSH_SECONDS)
-        database.close()
-    return rates
+        if self._costs is not None:
+            decoder.planner = Planner(engine.num_draft_tokens, 0, self._costs)
+        return decoder

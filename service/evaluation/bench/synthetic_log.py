@@ -1,4 +1,4 @@
-"""A log of any size, as a server leaves it: generations with evidence, written by the store's own code."""
+"""A synthetic log of any size: generations with evidence as a server records them, written by the store's own code."""
 
 from __future__ import annotations
 
@@ -27,22 +27,23 @@ CASES, TOKENS, PROMPT_TOKENS = 25, 64, 96
 """Failure cases, output and prompt tokens of one generation."""
 DOMAINS = tuple(f"topic-{i}" for i in range(8))
 TIES = 0.04
-"""Share of the cases that are near-ties."""
+"""Share of the failure cases that are near-ties."""
 BATCH = 500
 START = datetime(2026, 1, 1, tzinfo=UTC)
 
 
-def fill(
+def fill_log(
     generations: Generations, who: Provenance, cases: int, on_step: Callable[[int, int], None] = lambda done, of: None
 ) -> int:
-    """Write at least `cases` open failure cases, 25 a generation of 64 tokens; returns how many generations hold them.
+    """Write at least `cases` failure cases that no run has had, and return the number of generations that hold them.
 
-    One in five is held out by its prompt's hash, as always. Targets are of full size (12 KB) and alike.
+    Each generation has CASES of them; one in five generations is held out by its prompt's hash, as always. Targets have their
+    full size (12 KB) and are all the same. on_step: (cases written, of all). Raises StoreError.
     """
     count = -(-cases // CASES)
     waiting: Future[int] | None = None
     for start in range(0, count, BATCH):
-        made = generated(who, start, min(start + BATCH, count))
+        made = synthetic_generations(who, start, min(start + BATCH, count))
         if waiting is not None:
             waiting.result()
             on_step(start * CASES, cases)
@@ -52,8 +53,8 @@ def fill(
     return count
 
 
-def generated(who: Provenance, first: int, end: int) -> list[Generation]:
-    """The generations with these numbers, always the same."""
+def synthetic_generations(who: Provenance, first: int, end: int) -> list[Generation]:
+    """Generations number `first` to `end` - 1, the same every time."""
     targets = _targets()
     return [_generation(number, who, targets) for number in range(first, end)]
 
@@ -61,7 +62,7 @@ def generated(who: Provenance, first: int, end: int) -> list[Generation]:
 def _generation(number: int, who: Provenance, targets: Targets) -> Generation:
     rng = random.Random(number)
     failed = sorted(rng.sample(range(TOKENS), CASES))
-    # A round ends at each failure: what it drafted before that was kept.
+    # A round ends at each failure; what was drafted before it in the round was accepted.
     edges = [-1, *failed]
     rounds = tuple(Round(0, before + 1, 3, min(at - before - 1, 3), at - before) for before, at in pairwise(edges))
     logprobs = tuple(-rng.random() for _ in range(TOKENS))
@@ -94,10 +95,10 @@ def _case(position: int, rng: random.Random) -> FailureCase:
 
 def _targets() -> Targets:
     rng = np.random.default_rng(0)
-    law = np.log(rng.dirichlet(np.full(TOP_TARGETS + 1, 0.2), size=TOKENS) + 1e-6)
+    logprobs = np.log(rng.dirichlet(np.full(TOP_TARGETS + 1, 0.2), size=TOKENS) + 1e-6)
     return Targets(
         TOP_TARGETS,
         rng.integers(0, 49_152, (TOKENS, TOP_TARGETS)).astype("<u4").tobytes(),
-        np.sort(law[:, :-1], axis=1)[:, ::-1].astype("<f2").tobytes(),
-        law[:, -1].astype("<f2").tobytes(),
+        np.sort(logprobs[:, :-1], axis=1)[:, ::-1].astype("<f2").tobytes(),
+        logprobs[:, -1].astype("<f2").tobytes(),
     )

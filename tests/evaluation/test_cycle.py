@@ -1,4 +1,4 @@
-"""One run of the real loop at toy size, with a client that keeps sending requests."""
+"""`eval cycle` at toy size, with a client that keeps sending requests."""
 
 from pathlib import Path
 

@@ -10,7 +10,7 @@ import pytest
 from mlx_lm.utils import load_model
 
 from service.core import BadRequest, ModelError
-from service.evaluation.bench import shapes
+from service.evaluation.bench import padded_models
 from service.evaluation.bench.padded_models import Shape, pad, padded_pair
 from tests.support.tiny_server import write_pair
 
@@ -48,7 +48,7 @@ def test_a_pair_is_padded_once_and_the_draft_keeps_its_layers(
 ) -> None:
     config = json.loads((pair[0] / "config.json").read_text())
     ratio = config["num_attention_heads"] // config["num_key_value_heads"]
-    monkeypatch.setitem(shapes.SHAPES, "8b", Shape(192, config["num_hidden_layers"] + 2, 8 * ratio, 8, 256))
+    monkeypatch.setitem(padded_models.SHAPES, "8b", Shape(192, config["num_hidden_layers"] + 2, 8 * ratio, 8, 256))
     target, draft = padded_pair(pair, tmp_path, "8b")
     layers = [json.loads((folder / "config.json").read_text())["num_hidden_layers"] for folder in (target, draft)]
     assert layers == [config["num_hidden_layers"] + 2, config["num_hidden_layers"]]

@@ -14,7 +14,7 @@ from service.app import Stores, open_stores
 from service.cli.root import app
 from service.core import AdapterRef, BadRequest, Generation, RedraftError, RunState, Trigger
 from service.evaluation.score import ALL, run_score
-from service.evaluation.target_outputs import generations
+from service.evaluation.target_outputs import target_generations
 from service.learning import lora
 from service.learning.offpolicy import acceptance, expected_calls
 from service.learning.rounds import logged
@@ -36,8 +36,8 @@ def logged_home(settings: Settings, pair: Pair, tmp_path_factory: pytest.TempPat
     home = tmp_path_factory.mktemp("scored")
     chosen = settings.model_copy(update={"home": home})
     asked = list(prompts(60, 5))
-    greedy = generations(pair, asked, home, temperature=0.0, max_tokens=12)
-    hot = generations(pair, asked, home, temperature=1.0, max_tokens=12)
+    greedy = target_generations(pair, asked, home, temperature=0.0, max_tokens=12)
+    hot = target_generations(pair, asked, home, temperature=1.0, max_tokens=12)
     assert pair.draft is not None
     cold = [one.generation for one in logged(pair.draft.model, greedy, k=2, adapter=0, vocabulary=pair.vocabulary)]
     stores = open_stores(chosen, create=True)
@@ -118,7 +118,7 @@ def test_scores_are_separate_by_adapter_length_and_setting(
 
 def test_a_reduced_vocabulary_limits_the_proposals(stores: Stores, pair: Pair, models: tuple[Path, Path]) -> None:
     def greedy(reduced: int | None) -> tuple[float, ...]:
-        found = run_score(stores, models, [0], [2], kept=reduced, rows=None)
+        found = run_score(stores, models, [0], [2], proposable=reduced, rows=None)
         return next(one.forecasts[0].rates for one in found if one.sampling == "greedy")
 
     whole = greedy(0)

@@ -1,4 +1,4 @@
-"""`eval gate` and `eval poison`: tests of the guards of the draft."""
+"""`eval gate`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from typing import Annotated
 import typer
 
 from service.cli.console import stages, write_json
-from service.cli.evaluate import MaxTokens, Rows
-from service.cli.experiments import Markdown, eval_, tell
+from service.cli.eval.options import Markdown, MaxTokens, Rows, show
 from service.cli.models import pair_and_general
 from service.cli.options import Config, Draft, Json, Target, again, settings_from
 
 
-@eval_.command()
 def gate(
     context: typer.Context,
     train: Annotated[Path, typer.Option(help="Prompts: four in five to learn from, the others for the gate.")],
@@ -40,7 +38,7 @@ def gate(
     settings = settings_from(config, models__target=target, models__draft=draft)
     models, general = pair_and_general(settings)
     command, found = again(context), list[Judged]()
-    with stages("gate") as on_step:
+    with stages("gate") as on_progress:
         for one in run_gate(
             settings,
             models,
@@ -53,52 +51,10 @@ def gate(
             cases=cases,
             max_tokens=max_tokens,
             rows=rows,
-            on_step=on_step,
+            on_progress=on_progress,
         ):
             found.append(one)
             head = {"command": command, "machine": host.describe(), "gate": settings.gate.model_dump()}
             write_json(json, head | {"judged": [each.plain() for each in found]})
     title = f"The gate on adapters of {train.name.removesuffix('.jsonl')}, {cases} generations"
-    tell("gate", title, command, COLUMNS, cells(found), markdown)
-
-
-@eval_.command()
-def poison(
-    context: typer.Context,
-    honest: Annotated[Path, typer.Option(help="Honest prompts, one in ten of the requests.")],
-    test: Annotated[Path, typer.Option(help="Honest prompts to measure on, which no run sees.")],
-    requests: Annotated[int, typer.Option(min=10, help="Requests of one attack.")] = 400,
-    test_limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many to measure on.")] = None,
-    max_tokens: MaxTokens = 128,
-    rows: Rows = 16,
-    config: Config = None,
-    target: Target = None,
-    draft: Draft = None,
-    json: Json = None,
-    markdown: Markdown = None,
-) -> None:
-    """Make nine in ten requests hostile, and measure the draft for the others."""
-    from service.evaluation.bench import host
-    from service.evaluation.poison import COLUMNS, Poisoned, run_poison
-    from service.evaluation.prompts import read_prompts
-
-    settings = settings_from(config, models__target=target, models__draft=draft)
-    models, general = pair_and_general(settings)
-    command, found = again(context), list[Poisoned]()
-    with stages("poison") as on_step:
-        for one in run_poison(
-            settings,
-            models,
-            general,
-            read_prompts(honest),
-            read_prompts(test, limit=test_limit),
-            requests=requests,
-            max_tokens=max_tokens,
-            rows=rows,
-            on_step=on_step,
-        ):
-            found.append(one)
-            head = {"command": command, "machine": host.describe(), "training": settings.training.model_dump()}
-            write_json(json, head | {"attacks": {each.attack: each.plain() for each in found}})
-    title = f"Hostile traffic along with {honest.name.removesuffix('.jsonl')}, measured on {test.name.removesuffix('.jsonl')}"
-    tell("poison", title, command, COLUMNS, tuple(one.cells() for one in found), markdown)
+    show("gate", title, command, COLUMNS, cells(found), markdown)

@@ -1,8 +1,7 @@
-"""The proofs of the gate and of poisoned traffic at toy size."""
+"""`eval gate` at toy size."""
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +9,11 @@ import pytest
 
 from service.core import BadRequest, Generation
 from service.evaluation.gate import COLUMNS, NOISES, Kind, cells, run_gate, shuffled
-from service.evaluation.poison import run_poison
 from service.learning.dataset import unpack
 from service.learning.lora import WEIGHTS
-from service.settings import EngineSettings, GateSettings, Settings, TrainingSettings
+from service.settings import Settings
 from tests.support.store_rows import generation, targets
 from tests.support.tiny_server import prompts
-
-
-@pytest.fixture
-def quick(settings: Settings) -> Settings:
-    training = TrainingSettings(min_cases=20, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
-    return settings.model_copy(
-        update={
-            "engine": EngineSettings(num_draft_tokens=3),
-            "training": training,
-            "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200),
-        }
-    )
 
 
 def test_shuffled_targets_are_the_same_ones_elsewhere() -> None:
@@ -84,21 +70,3 @@ def test_the_gate_decides_correctly_every_time(quick: Settings, models: tuple[Pa
     assert not any(one.verdict.promoted for one in by_kind[Kind.SHUFFLED])
     # With a nominal 5 % of false promotions, 10 of 100 occur once in forty nights.
     assert sum(one.verdict.promoted for one in by_kind[Kind.NOISY]) < 10
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("requests", "attacks"), [(60, 1), (240, 3)])
-def test_hostile_traffic_goes_through_the_loop(
-    quick: Settings, models: tuple[Path, Path], requests: int, attacks: int
-) -> None:
-    honest, test = list(prompts(requests // 5, 1)), list(prompts(20, 3))
-    found = list(islice(run_poison(quick, models, None, honest, test, requests=requests, max_tokens=16), attacks))
-    assert [one.attack for one in found] == ["random tokens", "repeated strings", "both, from one client"][:attacks]
-    for one in found:
-        assert one.requests >= requests - 5 and len(one.course.tokens) == one.requests
-        assert len(one.candidates) == len(one.course.runs) > 0
-        if not any(run.promoted for run in one.course.runs):
-            assert one.serving == one.bare
-        assert 0 < one.bare[0] < 1 and 0 < one.bare[1] <= 1
-    with pytest.raises(BadRequest, match="fewer"):
-        next(run_poison(quick, models, None, honest, test, requests=10 * requests))

@@ -8,18 +8,28 @@ from typing import Annotated
 
 import typer
 
-from service.cli.bench import Bits, Domain, Limit, Markdown, Png, Shape, counts, models_of, of_shape, show
-from service.cli.bench_inside import bench
+from service.cli.bench.options import (
+    Bits,
+    Domain,
+    Limit,
+    Markdown,
+    Png,
+    Shape,
+    counts,
+    models_of,
+    names,
+    shape_title,
+    show,
+)
 from service.cli.console import stages
 from service.cli.models import model_folders
 from service.cli.options import Config, Draft, Json, Target, again
 from service.core import BadRequest
 
-FEW = 4
-"""Prompts of the bare loop where none are named."""
+DEFAULT_PROMPTS = 4
+"""Prompts, of the demo's, where none are named."""
 
 
-@bench.command("round")
 def round_(
     context: typer.Context,
     rows: Annotated[str | None, typer.Option(help="Numbers of rows, separated by commas.")] = None,
@@ -69,15 +79,15 @@ def round_(
     or --equal exactly those (else greedy, recording, ragged).
     """
     from service.evaluation.bench.bare_loop import run_bare
-    from service.evaluation.bench.round import modes as kinds
     from service.evaluation.bench.round import run_round, strategy_named
+    from service.evaluation.bench.round_modes import modes as modes_of
     from service.evaluation.prompts import read_prompts
-    from service.evaluation.sql_prompts import traffic
+    from service.evaluation.sql_prompts import traffic_prompts
 
-    chosen = kinds(
+    chosen = modes_of(
         counts(rows, "rows") if rows is not None else None,
-        _words(modes),
-        _words(sampling),
+        names(modes),
+        names(sampling),
         recording=recording,
         ragged=ragged,
         constrained=constrained,
@@ -85,22 +95,24 @@ def round_(
     strategy_named(strategy)
     if prompts is None and (domain is not None or limit is not None):
         raise BadRequest("--domain and --limit go with --prompts", field="prompts")
-    lines = read_prompts(prompts, domain=domain, limit=limit) if prompts is not None else traffic(FEW)
+    lines = (
+        read_prompts(prompts, domain=domain, limit=limit) if prompts is not None else traffic_prompts(DEFAULT_PROMPTS)
+    )
     settings = models_of(config, target, draft, shape, bits)
     folders = model_folders(settings)
     pair, command = (folders.target, folders.draft), again(context)
     about = f"K = {k}{'' if strategy == 'own' else f', strategy {strategy}'}"
-    with stages("bench round") as on_step:
+    with stages("bench round") as on_progress:
         report = run_round(
             pair,
             lines,
             chosen,
             k=k,
-            title=f"Steady rounds of {folders.target.name}, {about}{of_shape(shape, bits)}",
+            title=f"Steady rounds of {folders.target.name}, {about}{shape_title(shape, bits)}",
             command=command,
             shape=shape or folders.target.name,
             strategy=strategy,
-            on_step=on_step,
+            on_progress=on_progress,
         )
         bare_report = None
         if bare:
@@ -112,14 +124,10 @@ def round_(
                 title=f"A bare loop on {folders.target.name}, {len(lines)} prompts, up to {max_tokens} tokens",
                 command=command,
                 strategy=strategy,
-                on_step=on_step,
+                on_progress=on_progress,
             )
     if bare_report is not None:
         report = replace(report, plain=report.plain | bare_report.plain)
     show(report, json, png, markdown)
     if bare_report is not None:
         show(bare_report, None, None, markdown)
-
-
-def _words(text: str | None) -> list[str] | None:
-    return None if text is None else [word.strip() for word in text.split(",")]
