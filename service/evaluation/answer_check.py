@@ -10,9 +10,9 @@ from service.core import Sampling
 from service.evaluation.clients import Answer
 from service.evaluation.oracle import forced_mismatches, naive_greedy, naive_greedy_batch
 from service.evaluation.progress import OnProgress, silent
+from service.evaluation.prompts import encode_prompts
 from service.evaluation.ties import Text, exact, measure_ties
 from service.models.pair import Pair
-from service.models.text import TextEncoder
 from service.settings import EngineSettings
 
 TIE = 1e-3
@@ -41,8 +41,7 @@ def check_answers(
     incomplete = len(served) - len(complete)
     if not complete:
         return CheckedAnswers(incomplete, 0)
-    encoder = TextEncoder(pair.target.tokenizer)
-    prompts = [encoder.encode_chat([{"role": "user", "content": answer.line.prompt}]) for answer in complete]
+    prompts = encode_prompts(pair, [answer.line for answer in complete])
     outputs = [answer.tokens for answer in complete]
     check = _check_exactly if exact(pair.target.model) else _check_up_to_ties
     wrong, near_ties = check(pair, prompts, outputs, stepwise, on_progress)

@@ -132,17 +132,17 @@ def run_demo(
     limit, and for fewer than 50 prompts.
     """
     started = time.monotonic()
-    traffic, held_out = _prompts(prompts, scale)
+    lines, held_out = _prompts(prompts, scale)
     folder = keep or Path(tempfile.mkdtemp(prefix="redraft-demo-"))
     try:
-        story = _serve(settings, folder, traffic, scale, on_progress)
+        traffic = _serve(settings, folder, lines, scale, on_progress)
         on_progress("loading the pair to check the answers", 0, 1)
         pair = load_pair(*models)
         assert pair.draft is not None
         static, adapted = served(pair.draft), _active_draft(folder, pair)
         checked = check_answers(
             pair,
-            story.answers,
+            traffic.answers,
             max_tokens=scale.max_tokens,
             stepwise=scale.stepwise,
             on_progress=on_progress,
@@ -162,26 +162,26 @@ def run_demo(
         if keep is None:
             shutil.rmtree(folder, ignore_errors=True)
     checked = CheckedAnswers(checked.wrong + differ, checked.near_ties)
-    return _report(story, checked, gain, speeds, time.monotonic() - started)
+    return _report(traffic, checked, gain, speeds, time.monotonic() - started)
 
 
 def _report(
-    story: ServedTraffic, checked: CheckedAnswers, gain: Gain, speeds: dict[str, float], seconds: float
+    traffic: ServedTraffic, checked: CheckedAnswers, gain: Gain, speeds: dict[str, float], seconds: float
 ) -> DemoReport:
-    failures = [answer.error for answer in story.answers if answer.error is not None]
+    failures = [answer.error for answer in traffic.answers if answer.error is not None]
     return DemoReport(
         failed_requests=len(failures),
         failures=list(dict.fromkeys(failures)),
         greedy_mismatches=checked.wrong,
         near_ties=checked.near_ties,
-        promotions=len(story.swaps),
-        requests=len(story.answers),
+        promotions=len(traffic.swaps),
+        requests=len(traffic.answers),
         agreement={"before": gain.before.agreement, "after": gain.after.agreement, "low90": gain.low90},
         tokens_per_call={"before": gain.before.acceptance_length, "after": gain.after.acceptance_length},
         tokens_per_second=speeds,
         longest_gap_ms={
-            "without_swap": longest_gap_ms(story.answers, story.swaps, outside=True),
-            "with_swap": longest_gap_ms(story.answers, story.swaps, outside=False),
+            "without_swap": longest_gap_ms(traffic.answers, traffic.swaps, outside=True),
+            "with_swap": longest_gap_ms(traffic.answers, traffic.swaps, outside=False),
         },
         seconds=seconds,
     )

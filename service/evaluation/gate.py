@@ -160,23 +160,24 @@ def run_gate(
     """
     mx.set_cache_limit(CACHE_BYTES)
     pair = load_pair(*models)
-    held = [line for line in learn if split_of(line.prompt) == HELD_OUT]
-    learnt = [line for line in learn if split_of(line.prompt) != HELD_OUT]
-    if len(learnt) < cases or len(held) < settings.gate.min_prompts:
-        raise BadRequest(f"{len(learnt)} prompts to learn from and {len(held)} held out are too few", field="train")
+    held_out_lines = [line for line in learn if split_of(line.prompt) == HELD_OUT]
+    learnt_lines = [line for line in learn if split_of(line.prompt) != HELD_OUT]
+    if len(learnt_lines) < cases or len(held_out_lines) < settings.gate.min_prompts:
+        counts = f"{len(learnt_lines)} prompts to learn from and {len(held_out_lines)} held out"
+        raise BadRequest(f"{counts} are too few", field="train")
 
     def answers(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
         return greedy_answers(settings, pair, stage, lines, max_tokens, rows, on_progress)
 
     trial = _GateTrial(
-        settings,
-        pair,
-        models,
-        general,
-        cases,
-        measured_costs(pair),
-        held=answers("held-out texts", held),
-        texts=answers("texts to learn from", learnt),
+        settings=settings,
+        pair=pair,
+        models=models,
+        general=general,
+        cases=cases,
+        costs=measured_costs(pair),
+        held_out=answers("held-out texts", held_out_lines),
+        texts=answers("texts to learn from", learnt_lines),
         answer_test=lambda: answers("other prompts", test),
         folder=folder,
     )
@@ -191,39 +192,29 @@ def _candidates(count: int, noisy: int) -> list[Candidate]:
     return [*trained, *(Candidate(Kind.NOISY, seed) for seed in range(1, noisy + 1))]
 
 
+@dataclass(frozen=True)
 class _GateTrial:
-    """Makes and judges candidates of one pair. held, texts: held-out generations, and those to learn from. answer_test: makes
-    the generations on which the worth is measured, when they are needed. folder: of all candidates."""
+    """Makes and judges candidates of one pair.
 
-    def __init__(
-        self,
-        settings: Settings,
-        pair: Pair,
-        models: tuple[Path, Path],
-        general: Path | None,
-        cases: int,
-        costs: Costs,
-        *,
-        held: Sequence[Generation],
-        texts: Sequence[Generation],
-        answer_test: Callable[[], Sequence[Generation]],
-        folder: Path,
-    ) -> None:
-        self.settings = settings
-        self.pair = pair
-        self.models = models
-        self.general = general
-        self.cases = cases
-        self.costs = costs
-        self.held = held
-        self.texts = texts
-        self._answer_test = answer_test
-        self.folder = folder
+    cases: texts of which each candidate learns. held_out, texts: generations for the gate, and to learn from. answer_test:
+    makes the generations on which the worth is measured, when they are needed. folder: of all candidates.
+    """
+
+    settings: Settings
+    pair: Pair
+    models: tuple[Path, Path]
+    general: Path | None
+    cases: int
+    costs: Costs
+    held_out: Sequence[Generation]
+    texts: Sequence[Generation]
+    answer_test: Callable[[], Sequence[Generation]]
+    folder: Path
 
     @cached_property
     def test(self) -> Sequence[Generation]:
         """Generations on which the worth is measured."""
-        return self._answer_test()
+        return self.answer_test()
 
     def judge_trained(self, candidate: Candidate) -> Judged:
         """Train and judge it through the loop, or read the run that is in its folder. Raises RedraftError when the run
@@ -269,7 +260,7 @@ class _GateTrial:
         fresh = random.Random(candidate.seed).sample(self.texts, self.cases)
         if candidate.kind is Kind.SHUFFLED:
             fresh = shuffled(fresh, candidate.seed)
-        loop.record([*(replace(g, id=f"held-out-{g.id}") for g in self.held), *fresh])
+        loop.record([*(replace(g, id=f"held-out-{g.id}") for g in self.held_out), *fresh])
         return loop.train()
 
     def _scores(self, model: nn.Module, generations: Sequence[Generation]) -> list[Score]:

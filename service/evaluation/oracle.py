@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -21,6 +21,16 @@ class Mismatches:
 
     positions: int = 0
     near_ties: int = 0
+
+
+def prefilled_cache(model: nn.Module, prompt: Sequence[int], chunk: int = 512) -> list[Any]:
+    """A cache of mlx-lm's with all of the prompt but its last token, evaluated, with which decoding starts. chunk: prompt
+    tokens of a call."""
+    cache: list[Any] = make_prompt_cache(model)
+    for start in range(0, len(prompt) - 1, chunk):
+        model(mx.array([prompt[start : min(start + chunk, len(prompt) - 1)]]), cache=cache)
+        mx.eval([layer.state for layer in cache])
+    return cache
 
 
 def naive_greedy(target: nn.Module, prompt: Sequence[int], count: int, ends: frozenset[int]) -> list[int]:

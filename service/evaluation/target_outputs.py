@@ -14,10 +14,9 @@ import numpy as np
 from service.core import FinishReason, Generation, Prompt, Provenance, Sampling
 from service.engine.decoder import Decoder
 from service.engine.request import Request
-from service.evaluation.prompts import PromptLine
+from service.evaluation.prompts import PromptLine, encode_prompts
 from service.learning.rescore import TargetCache
 from service.models.pair import Pair
-from service.models.text import TextEncoder
 
 ROWS = 16
 """Prompts decoded together; an accelerator is full only with many more."""
@@ -95,16 +94,10 @@ def target_generations(
     Above T = 0 the seed comes from the prompt, so that outputs are the same wherever they are made. They come back as unseeded
     samples, for which drafts are accepted by rejection sampling.
     """
-    encoder = TextEncoder(pair.target.tokenizer)
     sampling = Sampling(temperature=temperature, max_tokens=max_tokens)
     prompts = [
-        Prompt(
-            encoder.encode_chat([{"role": "user", "content": line.prompt}]),
-            sampling,
-            line.domain,
-            first_user=line.prompt,
-        )
-        for line in lines
+        Prompt(tokens, sampling, line.domain, first_user=line.prompt)
+        for tokens, line in zip(encode_prompts(pair, lines), lines, strict=True)
     ]
     cache = OutputCache(home, pair.provenance, max_tokens, temperature)
     missing = [prompt for prompt in dict.fromkeys(prompts) if _missing(cache, prompt, pair)]

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from service.core import Sampling
 from service.engine.sampling import SamplingBatch, gumbel, noise_key, transform
+from service.evaluation.oracle import prefilled_cache
 
 RATE = 1.5
 """Ties that are allowed for each between mlx-lm's own one-token and (K+1)-token calls."""
@@ -137,11 +137,8 @@ def measure_ties(
 
 def forced_logits(target: nn.Module, text: Text, width: int) -> mx.array:
     """Logits (n, V), float32, at each of a text's n output positions, on mlx-lm's own cache, `width` tokens a call."""
-    cache: list[Any] = make_prompt_cache(target)
-    prompt, fed = list(text.prompt), [text.prompt[-1], *text.output[:-1]]
-    for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
-        target(mx.array([prompt[start : min(start + PREFILL_CHUNK, len(prompt) - 1)]]), cache=cache)
-        mx.eval([layer.state for layer in cache])
+    cache = prefilled_cache(target, text.prompt, PREFILL_CHUNK)
+    fed = [text.prompt[-1], *text.output[:-1]]
     found: list[mx.array] = []
     for start in range(0, len(fed), width):
         found.append(target(mx.array([fed[start : start + width]]), cache=cache)[0].astype(mx.float32))

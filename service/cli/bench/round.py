@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -25,6 +25,10 @@ from service.cli.console import stages
 from service.cli.models import model_folders
 from service.cli.options import Config, Draft, Json, Target, again
 from service.core import BadRequest
+
+if TYPE_CHECKING:
+    from service.evaluation.bench.report import Report
+    from service.evaluation.prompts import PromptLine
 
 DEFAULT_PROMPTS = 4
 """Prompts, of the demo's, where none are named."""
@@ -81,8 +85,6 @@ def round_(
     from service.evaluation.bench.bare_loop import run_bare
     from service.evaluation.bench.round import run_round, strategy_named
     from service.evaluation.bench.round_modes import modes as modes_of
-    from service.evaluation.prompts import read_prompts
-    from service.evaluation.sql_prompts import traffic_prompts
 
     chosen = modes_of(
         counts(rows, "rows") if rows is not None else None,
@@ -93,11 +95,7 @@ def round_(
         constrained=constrained,
     )
     strategy_named(strategy)
-    if prompts is None and (domain is not None or limit is not None):
-        raise BadRequest("--domain and --limit go with --prompts", field="prompts")
-    lines = (
-        read_prompts(prompts, domain=domain, limit=limit) if prompts is not None else traffic_prompts(DEFAULT_PROMPTS)
-    )
+    lines = _lines(prompts, domain, limit)
     settings = models_of(config, target, draft, shape, bits)
     folders = model_folders(settings)
     pair, command = (folders.target, folders.draft), again(context)
@@ -114,7 +112,7 @@ def round_(
             strategy=strategy,
             on_progress=on_progress,
         )
-        bare_report = None
+        bare_report: Report | None = None
         if bare:
             bare_report = run_bare(
                 pair,
@@ -131,3 +129,14 @@ def round_(
     show(report, json, png, markdown)
     if bare_report is not None:
         show(bare_report, None, None, markdown)
+
+
+def _lines(prompts: Path | None, domain: str | None, limit: int | None) -> list[PromptLine]:
+    from service.evaluation.prompts import read_prompts
+    from service.evaluation.sql_prompts import traffic_prompts
+
+    if prompts is not None:
+        return read_prompts(prompts, domain=domain, limit=limit)
+    if domain is not None or limit is not None:
+        raise BadRequest("--domain and --limit go with --prompts", field="prompts")
+    return traffic_prompts(DEFAULT_PROMPTS)

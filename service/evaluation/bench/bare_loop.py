@@ -15,11 +15,12 @@ from service.core import BadRequest, Prompt, Sampling
 from service.engine.adapters import Draft, served
 from service.engine.strategy import using
 from service.evaluation.bench.arms import Arm, Decoded, EngineArm, take_turns, tokens_per_second
-from service.evaluation.bench.mlx_lm_arm import MlxLmArm, prefilled
+from service.evaluation.bench.mlx_lm_arm import MlxLmArm
 from service.evaluation.bench.report import Report, spread
-from service.evaluation.bench.round import encoded, strategy_named
+from service.evaluation.bench.round import strategy_named
+from service.evaluation.oracle import prefilled_cache
 from service.evaluation.progress import OnProgress, silent
-from service.evaluation.prompts import PromptLine
+from service.evaluation.prompts import PromptLine, encode_prompts
 from service.models.pair import Pair, load_pair, mlx_lm_runs
 from service.settings import EngineSettings
 
@@ -45,7 +46,7 @@ class BareArm:
         """Decode one prompt greedily up to and with the end token; prefill is not timed. Raises BadRequest for caches that
         cannot be truncated."""
         target, draft, most = self._target, self._draft, prompt.sampling.max_tokens
-        target_cache, draft_cache = prefilled(target, prompt.tokens), prefilled(draft, prompt.tokens)
+        target_cache, draft_cache = (prefilled_cache(model, prompt.tokens) for model in (target, draft))
         if not all(layer.is_trimmable() for layer in [*target_cache, *draft_cache]):
             raise BadRequest("the bare loop needs caches that can be trimmed", field="bare")
         output, pending, calls = list[int](), [prompt.tokens[-1]], 0
@@ -102,7 +103,7 @@ def run_bare(
     if pair.draft is None:
         raise BadRequest("the bare loop needs a draft", field="draft")
     draft, sampling = served(pair.draft), Sampling(max_tokens=max_tokens)
-    prompts = [Prompt(tokens, sampling) for tokens in encoded(pair, lines)]
+    prompts = [Prompt(tokens, sampling) for tokens in encode_prompts(pair, lines)]
     with using(way):
         on_progress("bare loop", 0, 1)
         loops: dict[int, Arm] = {k: BareArm(pair, draft, k) for k in KS}

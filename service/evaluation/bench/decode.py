@@ -19,10 +19,9 @@ from service.evaluation.bench.decode_arms import ARMS, DecodeArms, make_arms
 from service.evaluation.bench.report import Report, Spread, ratios, spread
 from service.evaluation.oracle import naive_greedy
 from service.evaluation.progress import OnProgress, silent
-from service.evaluation.prompts import PromptLine
+from service.evaluation.prompts import PromptLine, encode_prompts
 from service.evaluation.ties import Text, TieReport, exact, measure_ties
 from service.models.pair import Pair, load_pair, mlx_lm_runs
-from service.models.text import TextEncoder
 from service.settings import EngineSettings
 
 CHECKED = 3
@@ -49,11 +48,9 @@ class Task:
 
     def prompts(self, pair: Pair) -> list[Prompt]:
         """Each line encoded as a chat of one user turn, in order, with this task's sampling."""
-        encoder = TextEncoder(pair.target.tokenizer)
         # Without a seed: at T > 0 this engine then accepts by rejection sampling, as mlx-lm does.
         sampling = Sampling(max_tokens=self.max_tokens, temperature=self.temperature)
-        chats = ([{"role": "user", "content": line.prompt}] for line in self.lines)
-        return [Prompt(encoder.encode_chat(chat), sampling) for chat in chats]
+        return [Prompt(tokens, sampling) for tokens in encode_prompts(pair, self.lines)]
 
 
 @dataclass(frozen=True, slots=True)

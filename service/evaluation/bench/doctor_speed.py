@@ -12,9 +12,10 @@ import mlx.core as mx
 
 from service.engine.adapters import Draft, served
 from service.evaluation.bench.model_calls import ModelCalls, queued
-from service.evaluation.bench.round import encoded, measure
+from service.evaluation.bench.round import measure
 from service.evaluation.bench.round_modes import PROMPT_TOKENS, Mode
 from service.evaluation.progress import OnProgress, silent
+from service.evaluation.prompts import encode_prompts
 from service.evaluation.sql_prompts import traffic_prompts
 from service.models.pair import Pair, load_pair
 
@@ -42,7 +43,7 @@ def run_speed(models: tuple[Path, Path | None], on_progress: OnProgress = silent
     on_progress("loading the pair", 0, 1)
     pair = load_pair(*models)
     draft = served(pair.draft) if pair.draft is not None else None
-    texts = encoded(pair, traffic_prompts(max(ROWS)))
+    texts = encode_prompts(pair, traffic_prompts(max(ROWS)))
     calls, steps = dict[int, dict[int, float]](), dict[int, float]()
     for done, rows in enumerate(ROWS):
         on_progress("timing calls", done, len(ROWS))

@@ -10,15 +10,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_unflatten
 from mlx_lm.generate import generate_step, generation_stream, speculative_generate_step
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_sampler
 from mlx_lm.tuner.lora import LoRALinear
 
 from service.core import Prompt
 from service.evaluation.bench.arms import Decoded, take_turns, tokens_per_second
+from service.evaluation.oracle import prefilled_cache
 from service.models.heads import shallow_copy, uncut
 
-PREFILL_CHUNK = 512
 KS = (1, 2, 3, 4)
 """Draft lengths of which the fastest is found."""
 
@@ -43,9 +42,9 @@ class MlxLmArm:
 
     def decode(self, prompt: Prompt) -> Decoded:
         """Decode one prompt up to and with the end token, on new caches; prefill is not timed."""
-        cache = prefilled(self._target, prompt.tokens)
+        cache = prefilled_cache(self._target, prompt.tokens)
         if self._draft is not None:
-            cache += prefilled(self._draft, prompt.tokens)
+            cache += prefilled_cache(self._draft, prompt.tokens)
         tokens: list[int] = []
         from_draft: list[bool] = []
         started = time.perf_counter()
@@ -103,12 +102,3 @@ def with_full_head(served: nn.Module) -> nn.Module:
     model.update_modules(tree_unflatten(folded))
     mx.eval(model.parameters())
     return model
-
-
-def prefilled(model: nn.Module, prompt: Sequence[int]) -> list[Any]:
-    """A cache of mlx-lm's with all of the prompt but its last token, with which its generators start."""
-    cache: list[Any] = make_prompt_cache(model)
-    for start in range(0, len(prompt) - 1, PREFILL_CHUNK):
-        model(mx.array([prompt[start : min(start + PREFILL_CHUNK, len(prompt) - 1)]]), cache=cache)
-        mx.eval([layer.state for layer in cache])
-    return cache

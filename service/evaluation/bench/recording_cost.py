@@ -13,10 +13,10 @@ from service.engine.costs import Costs
 from service.engine.decoder import Decoder
 from service.engine.planner import Planner
 from service.engine.request import Request
+from service.evaluation.prompts import encode_prompts
 from service.evaluation.sql_prompts import traffic_prompts
 from service.lifecycle.recorder import Recorder
 from service.models.pair import Pair
-from service.models.text import TextEncoder
 from service.settings import EngineSettings, sqlite_url
 from service.store.database import Database, upgrade
 from service.store.generations import Generations
@@ -42,17 +42,15 @@ def measure_recording(
     all).
     """
     assert pair.draft is not None
-    encoder, draft = TextEncoder(pair.target.tokenizer), served(pair.draft)
     url = sqlite_url(folder / "recording.db")
     upgrade(url)
     database = Database(url)
     recorder = Recorder(Generations(database))
-    streams = _Streams(pair, draft, engine, recorder, rows, tokens)
+    streams = _Streams(pair, served(pair.draft), engine, recorder, rows, tokens)
     rates: dict[str, list[float]] = {ON: [], OFF: []}
 
     def prompts(seed: int) -> list[tuple[int, ...]]:
-        lines = traffic_prompts(rows, seed=seed)
-        return [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in lines]
+        return encode_prompts(pair, traffic_prompts(rows, seed=seed))
 
     try:
         # Not counted: the first run pays for what happens once.

@@ -26,7 +26,7 @@ from service.evaluation.bench.model_calls import ModelCalls, queued
 from service.evaluation.bench.report import Report
 from service.evaluation.bench.round_modes import LONG_LIST, Mode, prompts_of
 from service.evaluation.progress import OnProgress, silent
-from service.evaluation.prompts import PromptLine
+from service.evaluation.prompts import PromptLine, encode_prompts
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
 
@@ -201,7 +201,7 @@ def run_round(
     if pair.draft is None and any(mode.mode == "drafted" for mode in chosen):
         raise BadRequest("the mode drafted needs a draft", field="draft")
     draft = served(pair.draft) if pair.draft is not None else None
-    texts = encoded(pair, lines)
+    texts = encode_prompts(pair, lines)
     found: list[dict[str, Any]] = []
     with using(way):
         for done, mode in enumerate(chosen):
@@ -217,12 +217,6 @@ def run_round(
     columns = ("rows", "round", "ms, median (quartiles)", "calls, ms", "beyond the calls, ms", "waits", "handovers")
     rows = tuple(_cells(mode, one) for mode, one in zip(chosen, found, strict=True))
     return Report("round", title, command, columns, rows, {"modes": found, "settings": settings}, bars)
-
-
-def encoded(pair: Pair, lines: Sequence[PromptLine]) -> list[tuple[int, ...]]:
-    """Token ids of each line as a chat of one user turn."""
-    encoder = TextEncoder(pair.target.tokenizer)
-    return [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in lines]
 
 
 def _cells(mode: Mode, one: Mapping[str, Any]) -> tuple[object, ...]:

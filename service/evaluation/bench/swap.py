@@ -137,11 +137,6 @@ def _report(
     def both(of: Callable[[str], float]) -> tuple[str, str]:
         return f"{of(SWAP):.0f}", f"{of(QUIET):.0f}"
 
-    def recorded(n: int) -> tuple[object, ...]:
-        on, off = (f"{name}_{n}" for name in (ON, OFF))
-        rates = (f"{median(speeds[on]):.1f}", f"{median(speeds[off]):.1f}")
-        return (f"tokens/s recorded, {n} rows", *rates, shown[f"{on}/{off}"], f">= {PROMISED_RATE}")
-
     return Report(
         name="swap",
         title=f"{settings['swaps']} swaps under {settings['clients']} streams, and recording",
@@ -152,7 +147,7 @@ def _report(
             ("longest, median of swaps, ms", *both(lambda arm: median(longest[arm])), shown[f"{SWAP}/{QUIET}"], ""),
             ("99 % of gaps below, ms", *both(lambda arm: _p99(gaps[arm])), "", ""),
             ("requests failed", len(failed), "", "", "0"),
-            *(recorded(n) for n in rows),
+            *(_recorded_cells(n, speeds, shown) for n in rows),
         ),
         plain={
             "arms": {
@@ -179,6 +174,12 @@ def _report(
             },
         },
     )
+
+
+def _recorded_cells(n: int, speeds: Mapping[str, Sequence[float]], shown: Mapping[str, str]) -> tuple[object, ...]:
+    on, off = f"{ON}_{n}", f"{OFF}_{n}"
+    rates = (f"{median(speeds[on]):.1f}", f"{median(speeds[off]):.1f}")
+    return (f"tokens/s recorded, {n} rows", *rates, shown[f"{on}/{off}"], f">= {PROMISED_RATE}")
 
 
 def _p99(spans: Sequence[Sequence[float]]) -> float:
