@@ -190,7 +190,8 @@ def _p99(spans: Sequence[Sequence[float]]) -> float:
 def _make_adapters(settings: Settings, folder: Path, pair: Pair, draft: Path) -> list[AdapterRef]:
     """Two adapters of small random weights, with folder, vocabulary and row as a training run leaves them."""
     who = pair.provenance
-    store = settings.store.model_copy(update={"url": sqlite_url(folder / "redraft.db")})
+    places = {"url": sqlite_url(folder / "redraft.db"), "adapters": folder / "adapters"}
+    store = settings.store.model_copy(update=places)
     stores = open_stores(settings.model_copy(update={"store": store}), create=True)
     try:
         # An adapter belongs to a run, and a run to recorded generations.
