@@ -24,9 +24,10 @@ import numpy as np
 from service.core import BARE_DRAFT, BadRequest, Generation, RedraftError, Score, Targets, TrainingRun, Verdict
 from service.engine.costs import Costs
 from service.engine.folding import as_served
-from service.evaluation.local_loop import LocalLoop, greedy_answers, measured_costs, round_seconds
+from service.evaluation.local_loop import LocalLoop, measured_costs, round_seconds
 from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
+from service.evaluation.target_outputs import greedy_answers
 from service.evaluation.training_run import DRAFT_LENGTH
 from service.learning import lora
 from service.learning.job import CACHE_BYTES
@@ -167,7 +168,8 @@ def run_gate(
         raise BadRequest(f"{counts} are too few", field="train")
 
     def answers(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
-        return greedy_answers(settings, pair, stage, lines, max_tokens, rows, on_progress)
+        home = settings.home
+        return greedy_answers(pair, lines, home, stage, max_tokens=max_tokens, rows=rows, on_progress=on_progress)
 
     trial = _GateTrial(
         settings=settings,

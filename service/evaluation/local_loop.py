@@ -23,9 +23,6 @@ from service.core import BARE_DRAFT, AdapterRef, Generation, RunState, Staged, T
 from service.engine import profile
 from service.engine.adapters import Draft, load, served
 from service.engine.costs import USUALLY_HELD, Costs, Load
-from service.evaluation.progress import OnProgress
-from service.evaluation.prompts import PromptLine
-from service.evaluation.target_outputs import greedy_generations
 from service.evaluation.training_run import DRAFT_LENGTH
 from service.learning import job
 from service.learning.channel import Channel
@@ -255,7 +252,7 @@ class LocalLoop:
         self.stores.generations.add([replace(g, created_at=now) for g in generations]).result()
 
     def tick_until_idle(self) -> None:
-        """Tick until no run or watch is under way."""
+        """Tick until no child is under way: no run, no comparison of a watch."""
         self.supervisor.tick()
         while self.supervisor.working:
             self.supervisor.tick()
@@ -310,24 +307,3 @@ class LocalLoop:
                     generations=run.generations,
                 )
             )
-
-
-def greedy_answers(
-    settings: Settings,
-    pair: Pair,
-    stage: str,
-    lines: Sequence[PromptLine],
-    max_tokens: int,
-    rows: int,
-    on_progress: OnProgress,
-) -> list[Generation]:
-    """The target's greedy answers to `lines`, without empty ones. stage: for `on_progress`. rows: prompts decoded together."""
-    found = greedy_generations(
-        pair,
-        lines,
-        settings.home,
-        max_tokens=max_tokens,
-        rows=rows,
-        on_step=lambda done, of: on_progress(stage, done, of),
-    )
-    return [generation for generation in found if generation.output]

@@ -17,9 +17,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.core import BARE_DRAFT, BadRequest, Generation
-from service.evaluation.local_loop import History, LocalLoop, greedy_answers, measured_costs
+from service.evaluation.local_loop import History, LocalLoop, measured_costs
 from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
+from service.evaluation.target_outputs import greedy_answers
 from service.evaluation.training_run import DRAFT_LENGTH
 from service.learning.job import CACHE_BYTES
 from service.learning.scoring import score
@@ -125,7 +126,8 @@ def run_poison(
     costs = measured_costs(pair)
 
     def answers(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
-        found = greedy_answers(settings, pair, stage, lines, max_tokens, rows, on_progress)
+        home = settings.home
+        found = greedy_answers(pair, lines, home, stage, max_tokens=max_tokens, rows=rows, on_progress=on_progress)
         return [_from(g, None) for g in found]
 
     served, unseen = answers("honest requests", honest[:honest_count]), answers("honest prompts to measure on", test)

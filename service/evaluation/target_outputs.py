@@ -14,6 +14,7 @@ import numpy as np
 from service.core import FinishReason, Generation, Prompt, Provenance, Sampling
 from service.engine.decoder import Decoder
 from service.engine.request import Request
+from service.evaluation.progress import OnProgress
 from service.evaluation.prompts import PromptLine, encode_prompts
 from service.learning.rescore import TargetCache
 from service.models.pair import Pair
@@ -77,6 +78,23 @@ def greedy_generations(
     rows: prompts decoded together. on_step: (answers at hand, of all).
     """
     return target_generations(pair, lines, home, temperature=0.0, max_tokens=max_tokens, rows=rows, on_step=on_step)
+
+
+def greedy_answers(
+    pair: Pair,
+    lines: Sequence[PromptLine],
+    home: Path,
+    stage: str,
+    *,
+    max_tokens: int,
+    rows: int,
+    on_progress: OnProgress,
+) -> list[Generation]:
+    """greedy_generations without empty answers. stage: for `on_progress`."""
+    found = greedy_generations(
+        pair, lines, home, max_tokens=max_tokens, rows=rows, on_step=lambda done, of: on_progress(stage, done, of)
+    )
+    return [generation for generation in found if generation.output]
 
 
 def target_generations(

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 
 from service.core import AdapterState
-from service.evaluation.local_loop import History, LocalLoop, greedy_answers
+from service.evaluation.local_loop import History, LocalLoop
 from service.evaluation.progress import silent
 from service.evaluation.prompts import PromptLine
+from service.evaluation.target_outputs import greedy_answers
 from service.evaluation.training_run import DRAFT_LENGTH
 from service.learning.rounds import logged
 from service.models import vocabulary
@@ -31,7 +32,8 @@ def test_the_loop_learns_from_what_it_is_given(settings: Settings, models: tuple
     vocabulary.write(range(40, 240), reduced)
     models = models[0], reduced
     pair = load_pair(*models)
-    requests = greedy_answers(settings, pair, "", prompts_of("a", 36), 16, 16, silent)
+    asked = prompts_of("a", 36)
+    requests = greedy_answers(pair, asked, settings.home, "", max_tokens=16, rows=16, on_progress=silent)
     loop, history = LocalLoop(chosen, pair, models, None, tmp_path / "loop"), History()
     try:
         loop.serve(requests, history)
