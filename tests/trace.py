@@ -33,7 +33,7 @@ from service.engine.replay import Replay
 from service.engine.rounds import Outcome, Plan, Step
 from service.engine.runner import Runner
 from service.engine.thread import EngineThread
-from service.evaluation import server
+from service.evaluation import server_process
 
 CALLS: list[tuple[Any, str]] = [
     (EngineThread, "_schedule"),
@@ -163,14 +163,14 @@ def main(words: Sequence[str]) -> None:
         return
     folder = Path(words[0]).resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    usual = server.python_command
+    usual = server_process.python_command
 
     def traced(*command: str) -> list[str]:
         if command[:3] != ("-m", "service.cli", "serve"):
             return usual(*command)
         return [sys.executable, "-m", "tests.trace", str(folder), *command[2:]]
 
-    server.python_command = traced
+    server_process.python_command = traced
     config = Path(words[words.index("--config") + 1]) if "--config" in words else None
     name = f"{config.parent.name if config is not None else words[1]}-{os.getpid()}.jsonl"
     with (folder / name).open("w", encoding="utf-8") as file:

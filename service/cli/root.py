@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from service.cli import bench_round, data, drafts, evaluate, operate, proofs, runs, serving, talk
+from service.cli import bench, data, demo, drafts, operate, runs, serving, talk
+from service.cli import eval as evaluation
 
 app = typer.Typer(
     name="redraft",
@@ -15,15 +16,15 @@ app = typer.Typer(
 )
 app.command()(serving.serve)
 app.command()(serving.trainer)
-app.command()(evaluate.demo)
+app.command()(demo.demo)
 app.command()(serving.doctor)
 app.add_typer(serving.models, name="models")
 app.command("make-draft")(drafts.make_draft)
 app.command()(talk.generate)
 app.command()(talk.chat)
 app.command()(operate.train)
-app.add_typer(proofs.eval_, name="eval")
-app.add_typer(bench_round.bench, name="bench")
+app.add_typer(evaluation.group, name="eval")
+app.add_typer(bench.group, name="bench")
 app.add_typer(data.cases, name="cases")
 app.add_typer(operate.adapters, name="adapters")
 app.add_typer(runs.runs, name="runs")

@@ -229,11 +229,11 @@ def _size(count: int) -> str:
 def _speed(settings: Settings) -> dict[str, Any]:
     """Times the models and prints the tables."""
     from service.cli.models import model_folders
-    from service.evaluation.bench.speed import run_speed
+    from service.evaluation.bench.doctor_speed import run_speed
 
     folders = model_folders(settings)
-    with stages("doctor") as on_step:
-        timed = run_speed((folders.target, folders.draft), on_step)
+    with stages("doctor") as on_progress:
+        timed = run_speed((folders.target, folders.draft), on_progress)
     sizes, curves, steps = list(timed["call_ms"]), list(timed["call_ms"].values()), timed["step_ms"]
     lines = [
         (f"target, {n} token{'s' if n > 1 else ''} a row", [_ms(each[n], each[1]) for each in curves])

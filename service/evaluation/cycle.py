@@ -1,63 +1,89 @@
-"""`redraft eval cycle`: serve prompts through the real loop, one training run at default settings, and what it changed."""
+"""`redraft eval cycle`: serve prompts, train once through the real loop, and measure what that changed."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from service.core import AdapterRef, Generation
 from service.engine.adapters import load, served
-from service.evaluation.agreement import Agreement, measure
-from service.evaluation.outputs import greedy_generations
+from service.evaluation.agreement import measure
+from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step, serve_and_train
-from service.models.pair import load_pair
+from service.evaluation.target_outputs import greedy_generations
+from service.evaluation.training_run import serve_and_train
+from service.models.pair import Pair, load_pair
 from service.settings import Settings
+
+Figures = dict[str, float | int]
 
 
 def run_cycle(
     settings: Settings,
     models: tuple[Path, Path],
     train: Sequence[PromptLine],
-    tests: dict[str, list[PromptLine]],
+    tests: Mapping[str, Sequence[PromptLine]],
     *,
     replay: float | None = None,
     beside: bool = False,
     max_tokens: int = 128,
     keep: Path | None = None,
-    on_step: Step = lambda stage, done, of: None,
+    on_progress: OnProgress = silent,
 ) -> dict[str, Any]:
-    """tests{name{before, after}}, verdict, train_seconds. models: target and draft folders. replay: another replay share.
-    beside: one client goes on asking, and its tokens per second before and during the run are told.
+    """Serve `train`, train once at the settings' values, and measure agreement on `tests` before and after.
 
-    keep: folder to leave database, adapters and log in. Raises RedraftError when a request or the run fails.
+    models: folders of target and draft. replay: another replay share than the settings'. beside: one client goes on asking
+    during the run. keep: folder to leave database, adapters and log in.
+
+    Returns tests{name{before, after}}, verdict, state, train_prompts, replay, train_seconds, training and, with `beside`,
+    beside{before, during}: tokens per second of the one client. Raises RedraftError when a request or the run fails.
     """
     with tempfile.TemporaryDirectory(prefix="redraft-cycle-") as scratch:
-        folder = keep or Path(scratch)
-        run, adapter = serve_and_train(
-            settings, train, folder, replay=replay, beside=beside, max_tokens=max_tokens, on_step=on_step
+        result = serve_and_train(
+            settings,
+            train,
+            keep or Path(scratch),
+            replay=replay,
+            beside=beside,
+            max_tokens=max_tokens,
+            on_progress=on_progress,
         )
         pair = load_pair(*models)
-        assert pair.draft is not None and pair.provenance.draft == adapter.draft
         generations = {
-            name: greedy_generations(pair, lines, settings.home, on_step=lambda d, n, name=name: on_step(name, d, n))
+            name: greedy_generations(
+                pair, lines, settings.home, on_step=lambda done, of, name=name: on_progress(name, done, of)
+            )
             for name, lines in tests.items()
         }
-        static = served(pair.draft).model
-        after = load(static, adapter, adapter.draft).model
-        found: dict[str, dict[str, dict[str, float | int]]] = {}
-        for name, told in generations.items():
-            on_step(f"scoring {name}", 0, 1)
-            both: list[Agreement] = [measure(model, told, pair.vocabulary)[0] for model in (static, after)]
-            found[name] = {"before": both[0].plain(), "after": both[1].plain()}
-    return {
-        "tests": found,
-        "verdict": run["verdict"],
-        "state": run["state"],
+        figures = _before_and_after(pair, result.adapter, generations, on_progress)
+    found: dict[str, Any] = {
+        "tests": figures,
+        "verdict": result.run["verdict"],
+        "state": result.run["state"],
         "train_prompts": len(train),
         "replay": settings.training.replay if replay is None else replay,
-        "train_seconds": run["train_seconds"],
+        "train_seconds": result.seconds,
         "training": settings.training.model_dump(),
-        **({"beside": dict(zip(("before", "during"), run["beside"], strict=True))} if beside else {}),
     }
+    if result.client_speed is not None:
+        found["beside"] = {"before": result.client_speed.before, "during": result.client_speed.during}
+    return found
+
+
+def _before_and_after(
+    pair: Pair, adapter: AdapterRef, generations: Mapping[str, Sequence[Generation]], on_progress: OnProgress
+) -> dict[str, dict[str, Figures]]:
+    """Figures of the bare draft and of the draft with the adapter, by test."""
+    assert pair.draft is not None and pair.provenance.draft == adapter.draft
+    before = served(pair.draft).model
+    after = load(before, adapter, adapter.draft).model
+    found: dict[str, dict[str, Figures]] = {}
+    for name, answers in generations.items():
+        on_progress(f"scoring {name}", 0, 1)
+        found[name] = {
+            when: measure(model, answers, pair.vocabulary)[0].plain()
+            for when, model in (("before", before), ("after", after))
+        }
+    return found

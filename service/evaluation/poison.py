@@ -1,9 +1,7 @@
-"""`redraft eval poison`: what the loop makes of traffic most of which was written to spoil the draft.
+"""`redraft eval poison`: the loop under traffic of which nine in ten requests were written to spoil the draft.
 
-Nine in ten requests are hostile: strings of random tokens, one string over and over, or both from a single client. They go
-through the loop as any stream does (see loop). Outputs cannot change, for decoding is lossless whatever drafts; what can be
-lost is the draft's worth to the others, which is measured on honest prompts that no run sees: of what serves in the end, and of
-every candidate, promoted or not.
+Outputs cannot change, for decoding is lossless whatever drafts. What can be lost is the draft's worth to the other clients,
+which is measured on honest prompts that no run sees.
 """
 
 from __future__ import annotations
@@ -13,21 +11,24 @@ import tempfile
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from service.core import BARE_DRAFT, BadRequest, Generation
-from service.evaluation.loop import Course, Loop, answered, measured_costs
+from service.evaluation.local_loop import History, LocalLoop, measured_costs
+from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import DRAFTED, Step
+from service.evaluation.target_outputs import greedy_answers
+from service.evaluation.training_run import DRAFT_LENGTH
 from service.learning.job import CACHE_BYTES
 from service.learning.scoring.score import score
 from service.models.pair import Pair, load_pair
 from service.settings import Settings
 
 HOSTILE = 0.9
+"""Share of the requests that are hostile."""
 PHRASES = ("BUY NOW ", "lorem ipsum ", "0x00 ", "aaaa", "?!", "the the ", "1 1 2 ", "SELECT * ")
 CLIENT = "mallory"
 COLUMNS = (
@@ -39,25 +40,34 @@ COLUMNS = (
 )
 
 
+class DraftQuality(NamedTuple):
+    """Of a draft on honest prompts that no run saw: agreement, and accepted over drafted tokens at DRAFT_LENGTH."""
+
+    agreement: float
+    acceptance_rate: float
+
+    def __str__(self) -> str:
+        return f"{self.agreement:.4f}, {self.acceptance_rate:.4f}"
+
+
 @dataclass(frozen=True, slots=True)
 class Poisoned:
-    """How one attack ended. agreement: with honest text that no run saw, of the bare draft, of what serves in the end, and of
-    each run's candidate. kept: accepted over drafted tokens at DRAFTED tokens a round, of the first two."""
+    """How one attack ended. bare, serving: the bare draft, and what serves in the end. candidates: of all runs, promoted or
+    not."""
 
     attack: str
     requests: int
-    course: Course
-    bare: tuple[float, float]
-    serving: tuple[float, float]
-    candidates: Sequence[tuple[float, float]]
+    history: History
+    bare: DraftQuality
+    serving: DraftQuality
+    candidates: Sequence[DraftQuality]
 
     def cells(self) -> tuple[object, ...]:
-        """The attack's row of the report, in the order of `COLUMNS`; the worst candidate has the lowest agreement."""
-        runs = self.course.runs
-        worst = min(self.candidates, default=None)
-        told = [f"{agreed:.4f}, {kept:.4f}" for agreed, kept in (self.bare, self.serving)]
-        last = "" if worst is None else f"{worst[0]:.4f}, {worst[1]:.4f}"
-        return (self.attack, f"{len(runs)} ({sum(run.promoted for run in runs)})", *told, last)
+        """The attack's row of the table, in the order of `COLUMNS`; the worst candidate has the lowest agreement."""
+        runs = self.history.runs
+        worst = min(self.candidates, default="")
+        promoted = sum(run.promoted for run in runs)
+        return (self.attack, f"{len(runs)} ({promoted})", str(self.bare), str(self.serving), str(worst))
 
     def plain(self) -> dict[str, Any]:
         """The attack's results by name, JSON-ready; pairs are (agreement, acceptance rate)."""
@@ -65,7 +75,7 @@ class Poisoned:
             "requests": self.requests,
             "runs": [
                 {"at": run.at, "promoted": run.promoted, "reason": run.reason, "generations": run.generations}
-                for run in self.course.runs
+                for run in self.history.runs
             ],
             "bare": self.bare,
             "serving": self.serving,
@@ -73,14 +83,14 @@ class Poisoned:
         }
 
 
-def hostile(pair: Pair, count: int, seed: int) -> Mapping[str, list[PromptLine]]:
-    """By attack, `count` prompts that a client might send to spoil a draft."""
+def hostile_prompts(pair: Pair, count: int, seed: int) -> Mapping[str, list[PromptLine]]:
+    """By attack, `count` prompts: random tokens, or one string over and over."""
     rng = random.Random(seed)
     noise = [[rng.randrange(pair.shared_vocabulary) for _ in range(rng.randint(20, 80))] for _ in range(count)]
-    again = [rng.choice(PHRASES) * rng.randint(8, 40) + str(rng.randrange(count)) for _ in range(count)]
+    repeated = [rng.choice(PHRASES) * rng.randint(8, 40) + str(rng.randrange(count)) for _ in range(count)]
     return {
         "random tokens": [_line(i, cast("str", pair.target.tokenizer.decode(ids))) for i, ids in enumerate(noise)],
-        "repeated strings": [_line(i, text) for i, text in enumerate(again)],
+        "repeated strings": [_line(i, text) for i, text in enumerate(repeated)],
     }
 
 
@@ -98,47 +108,62 @@ def run_poison(
     requests: int = 400,
     max_tokens: int = 128,
     rows: int = 16,
-    on_step: Step = lambda stage, done, of: None,
+    on_progress: OnProgress = silent,
 ) -> Generator[Poisoned]:
-    """Each attack as soon as it is over. models: target and draft folders. honest: the prompts among the hostile ones, of which
-    a tenth of `requests` is taken. test: honest prompts to measure on. Raises RedraftError."""
+    """Yields each attack when it is over: random tokens, repeated strings, both from one client.
+
+    models: target and draft folders. general: the shipped replay set. honest: prompts of which a tenth of `requests` is taken.
+    test: honest prompts to measure on. rows: prompts the target answers together. Raises BadRequest for too few honest prompts.
+    """
     mx.set_cache_limit(CACHE_BYTES)
-    good, bad = round(requests * (1.0 - HOSTILE)), requests - round(requests * (1.0 - HOSTILE))
-    if len(honest) < good:
-        raise BadRequest(f"{len(honest)} honest prompts are fewer than the {good} that are needed", field="honest")
+    honest_count = round(requests * (1.0 - HOSTILE))
+    hostile_count = requests - honest_count
+    if len(honest) < honest_count:
+        raise BadRequest(
+            f"{len(honest)} honest prompts are fewer than the {honest_count} that are needed", field="honest"
+        )
     pair = load_pair(*models)
     costs = measured_costs(pair)
 
-    def told(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
-        return [_from(g, None) for g in answered(settings, pair, stage, lines, max_tokens, rows, on_step)]
+    def answers(stage: str, lines: Sequence[PromptLine]) -> list[Generation]:
+        home = settings.home
+        found = greedy_answers(pair, lines, home, stage, max_tokens=max_tokens, rows=rows, on_progress=on_progress)
+        return [_from(g, None) for g in found]
 
-    served, unseen = told("honest requests", honest[:good]), told("honest prompts to measure on", test)
-    attacks = {name: told(name, lines) for name, lines in hostile(pair, bad, seed=1).items()}
-    halves = [each[: bad // 2] for each in attacks.values()]
+    served, unseen = answers("honest requests", honest[:honest_count]), answers("honest prompts to measure on", test)
+    attacks = {name: answers(name, lines) for name, lines in hostile_prompts(pair, hostile_count, seed=1).items()}
+    halves = [each[: hostile_count // 2] for each in attacks.values()]
     attacks["both, from one client"] = [_from(g, CLIENT) for half in halves for g in half]
-    for i, (attack, spoilt) in enumerate(attacks.items()):
-        on_step(attack, i, len(attacks))
-        mixed = [*served, *spoilt]
+    for i, (attack, hostile) in enumerate(attacks.items()):
+        on_progress(attack, i, len(attacks))
+        mixed = [*served, *hostile]
         random.Random(i).shuffle(mixed)
-        named = [replace(g, id=f"{attack}-{n}") for n, g in enumerate(mixed)]
+        traffic = [replace(g, id=f"{attack}-{n}") for n, g in enumerate(mixed)]
         with tempfile.TemporaryDirectory(prefix="redraft-poison-") as scratch:
-            loop, course = Loop(settings, pair, models, general, Path(scratch), costs=costs), Course()
+            loop = LocalLoop(settings, pair, models, general, Path(scratch), costs=costs)
             try:
-                loop.take(named, course)
-                made = [ref.id for ref in loop.stores.adapters.all()]
-                figures = [_worth(pair, loop.model(one), unseen) for one in (BARE_DRAFT, loop.drafts.active, *made)]
+                found = _attack(loop, attack, traffic, unseen)
             finally:
                 loop.close()
-        yield Poisoned(attack, len(named), course, figures[0], figures[1], figures[2:])
+        yield found
+
+
+def _attack(loop: LocalLoop, attack: str, traffic: Sequence[Generation], unseen: Sequence[Generation]) -> Poisoned:
+    history = History()
+    loop.serve(traffic, history)
+    made = [ref.id for ref in loop.stores.adapters.all()]
+    bare, serving, *candidates = (
+        _quality(loop.pair, loop.model(adapter), unseen) for adapter in (BARE_DRAFT, loop.drafts.active, *made)
+    )
+    return Poisoned(attack, len(traffic), history, bare, serving, candidates)
 
 
 def _from(generation: Generation, client: str | None) -> Generation:
-    """Without a domain: nobody tells the service which requests to trust."""
+    """The generation without a domain: nothing tells the service which requests to trust."""
     return replace(generation, prompt=replace(generation.prompt, domain=None, client=client))
 
 
-def _worth(pair: Pair, model: nn.Module, generations: Sequence[Generation]) -> tuple[float, float]:
-    """Agreement, and accepted over drafted tokens."""
-    scores = score(model, generations, k=DRAFTED, vocabulary=pair.vocabulary)
+def _quality(pair: Pair, model: nn.Module, generations: Sequence[Generation]) -> DraftQuality:
+    scores = score(model, generations, k=DRAFT_LENGTH, vocabulary=pair.vocabulary)
     tokens, calls = sum(one.tokens for one in scores), sum(one.calls[-1] for one in scores)
-    return sum(one.agreed for one in scores) / tokens, (tokens - calls) / (DRAFTED * calls)
+    return DraftQuality(sum(one.agreed for one in scores) / tokens, (tokens - calls) / (DRAFT_LENGTH * calls))

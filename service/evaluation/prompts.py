@@ -1,12 +1,15 @@
-"""Prompt files: JSON lines with `id`, `domain`, `prompt`."""
+"""Prompt files (JSON lines with `id`, `domain`, `prompt`), and prompts as token ids."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from service.core import BadRequest
+from service.models.pair import Pair
+from service.models.text import TextEncoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +22,10 @@ class PromptLine:
 
 
 def read_prompts(path: Path, *, domain: str | None = None, limit: int | None = None) -> list[PromptLine]:
-    """The file's prompts, of one domain if asked, the first `limit` of them. Raises BadRequest naming file and line."""
+    """The prompts of a file: of one domain where given, the first `limit` of those.
+
+    Raises BadRequest, which names file and line, for what cannot be read, and when no prompt is left.
+    """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -41,3 +47,9 @@ def read_prompts(path: Path, *, domain: str | None = None, limit: int | None = N
     if not found:
         raise BadRequest(f"{path} holds no prompts" + (f" of the domain {domain}" if domain else ""), field="prompts")
     return found[:limit]
+
+
+def encode_prompts(pair: Pair, lines: Sequence[PromptLine]) -> list[tuple[int, ...]]:
+    """Token ids of each prompt as a chat of one user turn, in the target's template."""
+    encoder = TextEncoder(pair.target.tokenizer)
+    return [encoder.encode_chat([{"role": "user", "content": line.prompt}]) for line in lines]

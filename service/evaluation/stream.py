@@ -1,202 +1,217 @@
-"""What `redraft eval stream` found: traffic whose topic changes, and what the loop makes of it, against drafts that stay as
-they are.
+"""`redraft eval stream`: traffic whose topic changes, drafted arm by arm through the real loop.
 
-Four arms draft the same requests: static, the bare draft; online, the loop; no_replay, the loop whose runs learn from what is
-new alone; unguarded, as that, but whatever was trained serves, unproven. Beside them, for each part, stands the best to be had
-by its end: one adapter trained at once on all requests on its topic so far, measured on those no run may learn from.
+Four arms draft the same requests. static: the bare draft. online: the loop. no_replay: the loop, whose runs learn from new
+generations alone. unguarded: the same, and every candidate is promoted. Each part is compared with its best: one adapter
+trained at once on all requests on its topic so far.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
+import mlx.core as mx
+import mlx.nn as nn
 
-from service.core import BadRequest
-from service.evaluation.loop import Course
+from service.core import BARE_DRAFT, BadRequest, Generation, Score, TrainingFailed
+from service.engine.adapters import served
+from service.engine.costs import Costs
+from service.evaluation.agreement import paired_low90
+from service.evaluation.local_loop import History, LocalLoop, measured_costs, promote_all
+from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine, read_prompts
+from service.evaluation.stream_result import LEARNING, ONLINE, STATIC, UNGUARDED, Best, Part, StreamResult
+from service.evaluation.target_outputs import greedy_generations
+from service.evaluation.training_run import DRAFT_LENGTH
+from service.learning.job import CACHE_BYTES
+from service.learning.scoring.score import score
+from service.learning.scoring.simulate import simulate_rounds
+from service.lifecycle import gate
+from service.models.pair import Pair, load_pair
+from service.settings import Settings
+from service.store.log.generations import HELD_OUT, split_of
 
-STATIC, ONLINE, NO_REPLAY, UNGUARDED = "static", "online", "no_replay", "unguarded"
-LEARNING = (ONLINE, NO_REPLAY, UNGUARDED)
-BACK = 0.9
-"""Share of a part's best gain that counts as having it back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """Requests on one topic, one after another."""
-
-    topic: str
-    lines: Sequence[PromptLine]
-
-
-@dataclass(frozen=True, slots=True)
-class Best:
-    """agreement: of a part's best on the topic's requests that nobody learns from. static: of the bare draft there. low: of
-    what was gained, the lower end of its two-sided 90 % interval over requests."""
-
-    agreement: float
-    static: float
-    low: float
-
-    @property
-    def gain(self) -> float | None:
-        """None where it cannot be told from nothing: a share of it would be chance over chance."""
-        return self.agreement - self.static if self.low > 0 else None
+AgreementByTopic = dict[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """What happened. courses: by arm. best: by part. after: arm -> after each part, agreement on every topic's requests that
-    nobody learns from."""
+def read_parts(files: Sequence[str]) -> list[Part]:
+    """Parts of a stream from FILE or FILE:N, the next N prompts of it. A file that is named again continues where it stopped.
 
-    parts: tuple[Part, ...]
-    window: int
-    courses: Mapping[str, Course]
-    best: Sequence[Best]
-    after: Mapping[str, Sequence[Mapping[str, float]]]
-
-    def moving(self, arm: str) -> list[float]:
-        """Agreement over the last `window` requests, by request."""
-        course = self.courses[arm]
-        return _moving(course.agreed, course.tokens, self.window)
-
-    def part_means(self, arm: str) -> list[tuple[float, float]]:
-        """Agreement over each part, and over its last `window` requests."""
-        course, found, start = self.courses[arm], list[tuple[float, float]](), 0
-        for part in self.parts:
-            agreed, tokens = (values[start : start + len(part.lines)] for values in (course.agreed, course.tokens))
-            end = slice(-self.window, None)
-            found.append((sum(agreed) / sum(tokens), sum(agreed[end]) / sum(tokens[end])))
-            start += len(part.lines)
-        return found
-
-    def recovered(self, arm: str) -> list[int | None]:
-        """Requests into each part after which the arm had `BACK` of its best's gain over static, on the window that ends there;
-        None where it never had, or there is none to have."""
-        course, static, found, start = self.courses[arm], self.courses[STATIC], list[int | None](), 0
-        for part, best in zip(self.parts, self.best, strict=True):
-            here = slice(start, start + len(part.lines))
-            gained = [a - b for a, b in zip(course.agreed[here], static.agreed[here], strict=True)]
-            moving = _moving(gained, course.tokens[here], self.window)
-            whole = range(min(self.window, len(moving)) - 1, len(moving))
-            wanted = best.gain
-            found.append(next((i + 1 for i in whole if wanted is not None and moving[i] >= BACK * wanted), None))
-            start += len(part.lines)
-        return found
-
-    def gained(self, arm: str) -> list[float | None]:
-        """Share of each part's best gain that the arm had when the part ended, on the requests nobody learns from; None where
-        there is none to have."""
-        after = [found[part.topic] for found, part in zip(self.after[arm], self.parts, strict=True)]
-        return [
-            None if best.gain is None else (mine - best.static) / best.gain
-            for mine, best in zip(after, self.best, strict=True)
-        ]
-
-    def backward(self, arm: str) -> float | None:
-        """Backward transfer: what agreement on a part's topic changed by from its end to when the topic came back, or to the
-        end of the stream, mean over the parts that others followed."""
-        topics, after = [part.topic for part in self.parts], self.after[arm]
-        changes: list[float] = []
-        for i, topic in enumerate(topics):
-            until = next((j - 1 for j in range(i + 1, len(topics)) if topics[j] == topic), len(topics) - 1)
-            if until > i:
-                changes.append(after[until][topic] - after[i][topic])
-        return sum(changes) / len(changes) if changes else None
-
-    @property
-    def columns(self) -> tuple[str, ...]:
-        """Column headings of the report, in the order of `cells`."""
-        held_out = "held-out: static, best, " + ", ".join(f"{arm} at the end (of the gain)" for arm in LEARNING)
-        return ("", *self.courses, held_out, f"requests to {BACK:.0%} of the gain")
-
-    def cells(self) -> tuple[tuple[object, ...], ...]:
-        """Agreement by part, over all of it and over its last window; then the arms' sums."""
-        means = {arm: self.part_means(arm) for arm in self.courses}
-        back = {arm: self.recovered(arm) for arm in LEARNING}
-        gained = {arm: self.gained(arm) for arm in LEARNING}
-        found: list[tuple[object, ...]] = []
-        for i, part in enumerate(self.parts):
-            best = self.best[i]
-            then = (
-                f"{self.after[arm][i][part.topic]:.3f} ({'-' if share is None else format(share, '.0%')})"
-                for arm, share in ((arm, each[i]) for arm, each in gained.items())
-            )
-            when = ", ".join(f"{arm} {'never' if each[i] is None else each[i]}" for arm, each in back.items())
-            gain = f"{best.static:.3f}, {best.agreement:.3f} (gains {best.low:+.3f} at least)"
-            mine = (f"{means[arm][i][0]:.3f} ({means[arm][i][1]:.3f} at its end)" for arm in self.courses)
-            found.append(
-                (
-                    f"{part.topic}, {len(part.lines)} requests",
-                    *mine,
-                    ", ".join((gain, *then)),
-                    "-" if best.gain is None else when,
-                )
-            )
-        changes = {arm: self.backward(arm) for arm in self.courses}
-        return (
-            *found,
-            ("backward transfer", *("" if c is None else f"{c:+.3f}" for c in changes.values()), "", ""),
-            ("runs (promoted)", *(_runs(course) for course in self.courses.values()), "", ""),
-            ("seconds of training", *(f"{course.seconds:.0f}" for course in self.courses.values()), "", ""),
-        )
-
-    def plain(self) -> dict[str, Any]:
-        """All results by part and by arm, JSON-ready."""
-        return {
-            "parts": [
-                {"topic": part.topic, "requests": len(part.lines), "best": asdict(best)}
-                for part, best in zip(self.parts, self.best, strict=True)
-            ],
-            "window": self.window,
-            "arms": {
-                arm: {
-                    "parts": [{"agreement": mean, "at_its_end": end} for mean, end in self.part_means(arm)],
-                    "recovered_after": self.recovered(arm),
-                    "share_of_best_gain": self.gained(arm),
-                    "backward_transfer": self.backward(arm),
-                    "after": [dict(found) for found in self.after[arm]],
-                    "training_seconds": course.seconds,
-                    "tokens_per_call": sum(course.tokens) / sum(course.calls),
-                    "runs": [
-                        {"at": run.at, "promoted": run.promoted, "reason": run.reason, "seconds": run.seconds}
-                        for run in course.runs
-                    ],
-                    "moving": [round(value, 4) for value in self.moving(arm)],
-                }
-                for arm, course in self.courses.items()
-            },
-        }
-
-
-def _moving(values: Sequence[int], tokens: Sequence[int], window: int) -> list[float]:
-    """Sums of the last `window` values over those of their tokens."""
-    above, below = (np.concatenate([[0], np.cumsum(each)]).astype(np.float64) for each in (values, tokens))
-    first: NDArray[np.int64] = np.maximum(np.arange(1, len(above)) - window, 0)
-    return ((above[1:] - above[first]) / (below[1:] - below[first])).tolist()
-
-
-def _runs(course: Course) -> str:
-    return f"{len(course.runs)} ({sum(run.promoted for run in course.runs)})"
-
-
-def parts_of(files: Sequence[str]) -> list[Part]:
-    """FILE or FILE:N. A file that is named again goes on where it was left. Raises BadRequest when it has no more."""
-    read: dict[str, list[PromptLine]] = {}
+    Raises BadRequest when a file has no more prompts, or cannot be read.
+    """
+    unused = dict[str, list[PromptLine]]()
     parts: list[Part] = []
     for item in files:
         name, _, count = item.rpartition(":") if item.rpartition(":")[2].isdigit() else (item, "", "")
-        if name not in read:
-            read[name] = read_prompts(Path(name))
-        left = read[name]
+        if name not in unused:
+            unused[name] = read_prompts(Path(name))
+        left = unused[name]
         lines = left[: int(count)] if count else list(left)
         del left[: len(lines)]
         if not lines:
             raise BadRequest(f"{name} holds no more prompts for {item}", field="files")
         parts.append(Part(Path(name).name.removesuffix(".jsonl").removesuffix(".train"), lines))
     return parts
+
+
+def run_stream(
+    settings: Settings,
+    models: tuple[Path, Path],
+    general: Path | None,
+    parts: Sequence[Part],
+    *,
+    window: int = 50,
+    max_tokens: int = 128,
+    rows: int = 16,
+    tagged: bool = True,
+    on_progress: OnProgress = silent,
+) -> StreamResult:
+    """Draft the parts, one after another, with every arm.
+
+    models: target and draft folders. general: the shipped replay set. window: requests of a moving mean. rows: prompts the
+    target answers together. tagged: requests carry their file's domain; otherwise replay has to tell topics apart itself.
+
+    Raises BadRequest for prompts without an answer and for topics with too few prompts, TrainingFailed when a best adapter
+    cannot be trained, and other RedraftErrors of the models' files.
+    """
+    mx.set_cache_limit(CACHE_BYTES)
+    pair = load_pair(*models)
+    answers = _answers(settings, pair, parts, max_tokens, rows, on_progress)
+    if not tagged:
+        answers = [replace(g, prompt=replace(g.prompt, domain=None)) for g in answers]
+    traffic = _split(parts, answers)
+    experiment = _Experiment(settings, models, general, pair, traffic, measured_costs(pair), on_progress)
+    histories, after = experiment.static()
+    with tempfile.TemporaryDirectory(prefix="redraft-stream-") as scratch:
+        for arm in LEARNING:
+            histories[arm], after[arm] = experiment.learning(arm, Path(scratch) / arm)
+        best = experiment.best(Path(scratch))
+    return StreamResult(tuple(parts), window, histories, best, after)
+
+
+def _answers(
+    settings: Settings, pair: Pair, parts: Sequence[Part], max_tokens: int, rows: int, on_progress: OnProgress
+) -> list[Generation]:
+    found = greedy_generations(
+        pair,
+        [line for part in parts for line in part.lines],
+        settings.home,
+        max_tokens=max_tokens,
+        rows=rows,
+        on_step=lambda done, of: on_progress("answers of the target", done, of),
+    )
+    if empty := sum(not g.output for g in found):
+        raise BadRequest(f"{empty} prompts were answered with nothing", field="files")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Traffic:
+    """requests: by part, in order. held_out: by topic, the requests that no run may learn from."""
+
+    parts: Sequence[Part]
+    requests: list[list[Generation]]
+    held_out: Mapping[str, list[Generation]]
+
+    def everything(self) -> list[Generation]:
+        return [g for each in self.requests for g in each]
+
+
+def _split(parts: Sequence[Part], answers: Sequence[Generation]) -> _Traffic:
+    """The answers by part and topic. Raises BadRequest for a topic with nothing held out, or nothing to learn from at first."""
+    requests: list[list[Generation]] = []
+    for part in parts:
+        start = sum(map(len, requests))
+        requests.append(list(answers[start : start + len(part.lines)]))
+    held_out: dict[str, list[Generation]] = {}
+    first: dict[str, list[Generation]] = {}
+    for part, each in zip(parts, requests, strict=True):
+        held_out.setdefault(part.topic, []).extend(filter(_is_held_out, each))
+        first.setdefault(part.topic, each)
+    if short := [topic for topic, each in held_out.items() if not each]:
+        raise BadRequest(f"too few prompts of {short[0]} to hold any out", field="files")
+    if short := [topic for topic, each in first.items() if all(map(_is_held_out, each))]:
+        raise BadRequest(f"too few prompts of {short[0]} at first to learn from", field="files")
+    return _Traffic(parts, requests, held_out)
+
+
+def _is_held_out(generation: Generation) -> bool:
+    return split_of(generation.prompt.first_user) == HELD_OUT
+
+
+@dataclass(frozen=True, slots=True)
+class _Experiment:
+    """What all arms have in common."""
+
+    settings: Settings
+    models: tuple[Path, Path]
+    general: Path | None
+    pair: Pair
+    traffic: _Traffic
+    costs: Costs
+    on_progress: OnProgress
+
+    def static(self) -> tuple[dict[str, History], dict[str, Sequence[AgreementByTopic]]]:
+        """History, and agreement on held-out requests after each part, of the bare draft."""
+        self.on_progress("static", 0, 1)
+        assert self.pair.draft is not None
+        bare, history = served(self.pair.draft).model, History()
+        requests = self.traffic.everything()
+        for one in simulate_rounds(bare, requests, k=DRAFT_LENGTH, adapter=BARE_DRAFT, vocabulary=self.pair.vocabulary):
+            history.add(one)
+        return {STATIC: history}, {STATIC: [self._agreement_by_topic(bare)] * len(self.traffic.parts)}
+
+    def learning(self, arm: str, folder: Path) -> tuple[History, Sequence[AgreementByTopic]]:
+        """History, and agreement on held-out requests after each part, of an arm that goes through the loop."""
+        settings, unguarded = self.settings, arm == UNGUARDED
+        if arm != ONLINE:
+            new_alone = settings.training.model_copy(update={"replay": 0.0, "window": 0})
+            settings = settings.model_copy(update={"training": new_alone})
+        history, judge = History(), promote_all if unguarded else gate.judge
+        loop = LocalLoop(settings, self.pair, self.models, self.general, folder, costs=self.costs, judge=judge)
+        try:
+            for i, each in enumerate(self.traffic.requests):
+                self.on_progress(f"{arm}: {self.traffic.parts[i].topic}", i, len(self.traffic.parts))
+                loop.serve(each, history, watched=not unguarded)
+            return history, [self._agreement_by_topic(loop.model(adapter)) for adapter in history.serving]
+        finally:
+            loop.close()
+
+    def best(self, folder: Path) -> list[Best]:
+        """The best of each part. Raises TrainingFailed."""
+        found: list[Best] = []
+        by_topic: dict[str, list[Generation]] = {}
+        for i, (part, each) in enumerate(zip(self.traffic.parts, self.traffic.requests, strict=True)):
+            self.on_progress("best", i, len(self.traffic.parts))
+            learnt = by_topic.setdefault(part.topic, [])
+            learnt += [g for g in each if not _is_held_out(g)]
+            found.append(self._best(learnt, self.traffic.held_out[part.topic], folder / f"best-{i}"))
+        return found
+
+    def _best(self, learnt: Sequence[Generation], held_out: Sequence[Generation], folder: Path) -> Best:
+        """One run on all of `learnt` at once, from the bare draft, measured on `held_out`."""
+        everything = self.settings.training.model_copy(update={"max_generations": len(learnt), "window": 0})
+        settings = self.settings.model_copy(update={"training": everything})
+        loop = LocalLoop(settings, self.pair, self.models, self.general, folder, judge=promote_all)
+        try:
+            before = self._scores(loop.drafts.model, held_out)
+            loop.record(learnt)
+            run = loop.train()
+            if run.adapter is None:
+                raise TrainingFailed(run.error or "the run made no adapter")
+            after = self._scores(loop.model(run.adapter), held_out)
+        finally:
+            loop.close()
+        return Best(_agreement(after), _agreement(before), paired_low90(before, after))
+
+    def _agreement_by_topic(self, model: nn.Module) -> AgreementByTopic:
+        return {topic: _agreement(self._scores(model, each)) for topic, each in self.traffic.held_out.items()}
+
+    def _scores(self, model: nn.Module, generations: Sequence[Generation]) -> list[Score]:
+        return score(model, generations, k=1, vocabulary=self.pair.vocabulary)
+
+
+def _agreement(scores: Sequence[Score]) -> float:
+    return sum(one.agreed for one in scores) / sum(one.tokens for one in scores)

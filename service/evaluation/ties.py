@@ -1,14 +1,8 @@
-"""Losslessness in half precision: how often the engine's text leaves the target's only where rounding decides.
+"""Losslessness in half precision: how often the engine's text leaves the target's own only where rounding decides.
 
-In half precision the same tokens give slightly other logits in calls of other shapes, so two tokens may change places:
-
-- The oracle is teacher-forced on the engine's own text by mlx-lm's own calls on the target, one token at a time.
-- A position where the engine's token is not the oracle's is a tie if moving the oracle's logits against each other by no more
-  than the measured rounding makes the engine's token the choice: by its logit where greedy, with the noise of that position
-  where seeded, by the edge of the set where top-k, top-p or min-p filter.
-- The measured rounding is the most by which two of the best tokens move against each other between mlx-lm's own one-token and
-  (K+1)-token calls on the same texts.
-- Ties must not exceed RATE times those between these two kinds of calls. Any other difference is an error.
+A tie is a position where the engine's token is not the oracle's, and moving the oracle's logits against each other by no more
+than the measured rounding makes it the choice: by its logit where greedy, with the noise of that position where seeded, by the
+edge of the set where top-k, top-p or min-p filter. Any other difference is an error. docs/decisions.md says why.
 """
 
 from __future__ import annotations
@@ -17,33 +11,32 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
-from typing import Any, cast
+from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
-from service.core import Prompt, Sampling
-from service.engine.adapters import Draft, bare
-from service.engine.decoder import Decoder
-from service.engine.request import Request
+from service.core import Sampling
 from service.engine.sampling import SamplingBatch, gumbel, noise_key, transform
+from service.evaluation.oracle import prefilled_cache
 
 RATE = 1.5
+"""Ties that are allowed for each between mlx-lm's own one-token and (K+1)-token calls."""
 CHANCE = 0.001
+"""Probability below which more ties than RATE allows are no chance."""
 CONTENDERS = 8
-"""Best tokens of a position whose moving against each other is measured."""
-PREFILL = 2048
+"""Best tokens of a position between which the rounding is measured."""
+PREFILL_CHUNK = 2048
 
 Scores = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """A prompt, and what was generated from it, by whom this is checked: greedy or seeded, with the end token if any."""
+    """A prompt and the greedy or seeded output to check, with its end token if any."""
 
     prompt: Sequence[int]
     output: Sequence[int]
@@ -52,9 +45,12 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class TieReport:
-    """Counts of output positions. ties: the engine's token differs from the oracle's within the measured rounding; own_ties:
-    mlx-lm's one-token and (K+1)-token calls choose differently; differences: neither equal nor a tie. rounding: in logits;
-    largest: how far the logits would have to move for the worst of the engine's tokens to be the choice."""
+    """Counts of output positions.
+
+    ties: the engine's token differs from the oracle's within the measured rounding. own_ties: mlx-lm's own one-token and
+    (K+1)-token calls choose different tokens. differences: neither equal nor a tie. rounding: in logits. largest: how far the
+    logits would have to move for the worst of the engine's tokens to be the choice.
+    """
 
     positions: int
     ties: int
@@ -69,7 +65,7 @@ class TieReport:
         return 1000.0 * self.ties / max(self.positions, 1)
 
     def plain(self) -> dict[str, float | int | bool]:
-        """For JSON."""
+        """The figures by name, JSON-ready."""
         return {
             "per_1000": self.per_thousand,
             "own_per_1000": self.own_per_thousand,
@@ -85,47 +81,20 @@ class TieReport:
         return 1000.0 * self.own_ties / max(self.positions, 1)
 
     def lossless(self) -> bool:
-        """Whether all differences are ties, and no more of them than RATE allows; few tokens may have more by CHANCE."""
+        """Whether all differences are ties, and no more of them than RATE allows, or so few that the excess may be chance."""
         if self.differences:
             return False
-        # Under the rate, each of all these ties is the engine's with a probability of RATE / (1 + RATE) at most.
+        # At this rate, each of all these ties is the engine's with a probability of RATE / (1 + RATE) at most.
         both, share = self.ties + self.own_ties, Fraction(RATE) / (1 + Fraction(RATE))
         least = sum(comb(both, n) * share**n * (1 - share) ** (both - n) for n in range(self.ties, both + 1))
         return self.ties <= RATE * self.own_ties or float(least) >= CHANCE
 
 
 def exact(target: nn.Module) -> bool:
-    """Whether calls of all shapes give the same tokens but for faults: float32 on a CPU. Elsewhere ties have to be counted."""
+    """Whether calls of all shapes choose the same tokens: float32 on a CPU. Elsewhere ties have to be counted."""
     weights = cast("list[tuple[str, mx.array]]", tree_flatten(target.parameters()))
     half = any(array.dtype in {mx.bfloat16, mx.float16} for _, array in weights)
     return mx.default_device().type == mx.cpu and not half
-
-
-def generate(
-    target: nn.Module,
-    draft: Draft | nn.Module | None,
-    prompts: Sequence[Prompt],
-    *,
-    vocabulary: int,
-    k: int,
-    rows: int = 1,
-    lookup: int = 0,
-    adaptive: bool = False,
-    eos: frozenset[int] = frozenset(),
-    on_step: Callable[[int], None] = lambda done: None,
-) -> list[Text]:
-    """Decode prompts with the engine, up to `rows` of them in a batch, `k` drafted tokens a round. Modules may be in memory
-    only. on_step: prompts finished so far."""
-    drafting = bare(draft) if isinstance(draft, nn.Module) else draft
-    decoder = Decoder(target, drafting, vocabulary=vocabulary, k=k, adaptive=adaptive or lookup > 0, lookup=lookup)
-    made = [Request(str(i), prompt, eos, None) for i, prompt in enumerate(prompts)]
-    waiting = list(made)
-    while waiting or decoder.rows:
-        while waiting and len(decoder.rows) < rows:
-            decoder.admit(waiting.pop(0))
-        decoder.round()
-        on_step(sum(row.finish is not None for row in made))
-    return [Text(row.prompt.tokens, row.output, row.prompt.sampling) for row in made]
 
 
 def measure_ties(
@@ -136,11 +105,11 @@ def measure_ties(
     vocabulary: int | None = None,
     on_step: Callable[[int], None] = lambda done: None,
 ) -> TieReport:
-    """Hold texts against the target alone. k: drafted tokens of the calls that one-token calls are compared with. vocabulary:
-    width the logits are cut to. on_step: positions looked at so far.
+    """Compare texts with the target alone, teacher-forced on them.
 
-    Makes a call for each token of the texts, and one for every K+1. Raises ValueError for texts sampled without a seed, which
-    have no oracle.
+    k: drafted tokens of the (K+1)-token calls that one-token calls are compared with. vocabulary: width that logits are cut to.
+    on_step: positions compared so far. Makes a target call for each token of the texts, and one for every K+1 tokens. Raises
+    ValueError for texts sampled without a seed, which have no oracle.
     """
     positions = own_ties = 0
     rounding, needed = 0.0, list[float]()
@@ -167,12 +136,9 @@ def measure_ties(
 
 
 def forced_logits(target: nn.Module, text: Text, width: int) -> mx.array:
-    """Logits (n, V), float32, at each of a text's n output positions, from mlx-lm's own cache fed `width` tokens a call."""
-    cache: list[Any] = make_prompt_cache(target)
-    prompt, fed = list(text.prompt), [text.prompt[-1], *text.output[:-1]]
-    for start in range(0, len(prompt) - 1, PREFILL):
-        target(mx.array([prompt[start : min(start + PREFILL, len(prompt) - 1)]]), cache=cache)
-        mx.eval([layer.state for layer in cache])
+    """Logits (n, V), float32, at each of a text's n output positions, on mlx-lm's own cache, `width` tokens a call."""
+    cache = prefilled_cache(target, text.prompt, PREFILL_CHUNK)
+    fed = [text.prompt[-1], *text.output[:-1]]
     found: list[mx.array] = []
     for start in range(0, len(fed), width):
         found.append(target(mx.array([fed[start : start + width]]), cache=cache)[0].astype(mx.float32))
@@ -181,8 +147,8 @@ def forced_logits(target: nn.Module, text: Text, width: int) -> mx.array:
 
 
 def needed_rounding(logits: Scores, token: int, sampling: Sampling, noise: Scores | None = None) -> float:
-    """How far logits (V,) would have to move against each other for `token` to be the choice: 0 where it is, in natural log
-    units. noise: (V,) of a seeded position."""
+    """How far logits (V,) would have to move against each other for `token` to be the choice, in natural-log units: 0 where it
+    is already, infinity where nothing makes it so. noise: (V,) of a seeded position."""
     logits = logits - logits.max()
     low, high = 0.0, 1e-6
     if _may_be_chosen(logits, token, sampling, noise, low):
@@ -198,8 +164,8 @@ def needed_rounding(logits: Scores, token: int, sampling: Sampling, noise: Score
 
 
 def _may_be_chosen(logits: Scores, token: int, sampling: Sampling, noise: Scores | None, by: float) -> bool:
-    """Whether logits may be moved against each other by at most `by` so that the token is in the set, and every token with a
-    better score is not, or moves behind it."""
+    """Whether logits can move against each other by at most `by` so that the filters keep the token and, of tokens with a
+    better score, each is filtered out or falls behind it."""
     if noise is None:
         return bool(logits[token] >= logits.max() - by)
     score = logits / sampling.temperature + noise
@@ -240,19 +206,19 @@ def _noise(sampling: Sampling, count: int, vocabulary: int) -> mx.array | None:
     if sampling.greedy:
         return None
     if sampling.seed is None:
-        raise ValueError("a text that was sampled without a seed cannot be held against an oracle")
+        raise ValueError("a text that was sampled without a seed has no oracle")
     return gumbel([noise_key(sampling.seed, position) for position in range(count)], vocabulary)
 
 
 def _scores(logits: mx.array, sampling: Sampling, noise: mx.array | None) -> mx.array:
-    """What the choice is the argmax of, (n, V): the logits, or log-probabilities after filters and temperature plus noise."""
+    """(n, V), whose argmax is the choice: the logits, or log-probabilities after filters and temperature plus noise."""
     if noise is None:
         return logits
     return transform(logits[None], SamplingBatch.of([sampling], logits.shape[-1]))[0] + noise
 
 
 def _moved(one: mx.array, several: mx.array, scores: mx.array) -> float:
-    """The most by which two of the CONTENDERS of a position move against each other."""
+    """The most by which two of a position's CONTENDERS move against each other."""
     best = mx.argpartition(-scores, min(CONTENDERS, scores.shape[-1]) - 1, axis=-1)[:, :CONTENDERS]
     usable = mx.isfinite(mx.take_along_axis(scores, best, axis=-1))
     moved = np.array(mx.where(usable, mx.take_along_axis(several - one, best, axis=-1), mx.nan))

@@ -43,7 +43,7 @@ from service.core import (
     Verdict,
 )
 from service.engine import device
-from service.evaluation.server import LocalServer
+from service.evaluation.server_process import LocalServer
 from service.models import machine
 from service.models.catalog import entries
 from service.models.pair import load_model
@@ -210,7 +210,7 @@ def test_doctor_says_nothing_of_memory_where_a_model_is_not_at_hand(tmp_path: Pa
 def test_doctor_times_calls_and_rounds(
     drafting: bool, tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.evaluation.bench.speed.SPENT", 0.0)
+    monkeypatch.setattr("service.evaluation.bench.doctor_speed.QUEUE_SECONDS", 0.0)
     target, draft = write_pair(tmp_path / "pair")
     config, out = tmp_path / "settings.toml", tmp_path / "doctor.json"
     models = {"target": str(target), "draft": str(draft) if drafting else "none"}

@@ -8,20 +8,23 @@ import json
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
-from service.cli import evaluate, main
+from service.cli import demo as command
+from service.cli import main
 from service.evaluation import demo
-from service.evaluation.check import naive_greedy
+from service.evaluation.answer_check import check_answers, equal_length_batches
+from service.evaluation.clients import Answer, Clients
+from service.evaluation.oracle import naive_greedy
+from service.evaluation.progress import OnProgress
 from service.evaluation.prompts import PromptLine
-from service.evaluation.server import LocalServer
-from service.evaluation.traffic import Answer, Traffic
-from service.models.pair import load_pair
+from service.evaluation.server_process import LocalServer
+from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
 from service.settings import Settings
 from service.store.log.generations import HELD_OUT, split_of
@@ -30,16 +33,16 @@ from tests.support.tiny_server import InProcessServer, prompts, register_adapter
 
 TINY = demo.Scale(
     clients=2,
-    rest=0.3,
+    pause_seconds=0.3,
     max_tokens=16,
     min_tokens=300,
     epochs=4,
     replay=0.2,
-    after=4,
+    answers_after=4,
     held_out=10,
-    checked=4,
+    stepwise=4,
     timed=1,
-    judged=200,
+    gate_texts=200,
     limit_seconds=120.0,
 )
 
@@ -135,23 +138,23 @@ def test_wrong_answers_and_failed_requests_are_failures(
         folder: Path,
         lines: Iterator[PromptLine],
         scale: demo.Scale,
-        on_progress: demo.OnProgress,
-    ) -> demo.Story:
+        on_progress: OnProgress,
+    ) -> demo.ServedTraffic:
         """Skips training: an adapter exists, and none is promoted."""
         server = InProcessServer(folder, settings_of(pair), settings.home)
         register_adapters(server, pair, 1)
         server.start()
         try:
-            clients = Traffic(
+            clients = Clients(
                 server.url, itertools.islice(lines, 20), clients=scale.clients, max_tokens=scale.max_tokens
             )
             clients.wait()
         finally:
             server.stop()
-        return demo.Story(clients.answers, [])
+        return demo.ServedTraffic(clients.answers, [])
 
     monkeypatch.setattr(demo, "_serve", serve_here)
-    monkeypatch.setattr(evaluate, "pair_folders", lambda settings: (pair[1], pair[1]))
+    monkeypatch.setattr(command, "pair_folders", lambda settings: (pair[1], pair[1]))
     texts = [line.prompt for line in prompts(150)]
     shown.write([*texts[:9], "x" * 5_000, *texts[9:]])
     assert shown.run(monkeypatch) == 1
@@ -192,16 +195,18 @@ def test_nothing_promoted_is_a_failure_with_its_reason(
     assert not shown.png.exists()
 
 
+def check(pair: Pair, answers: Sequence[Answer]) -> int:
+    """How many are wrong."""
+    return check_answers(pair, answers, max_tokens=TINY.max_tokens, stepwise=TINY.stepwise).wrong
+
+
 def test_a_truncated_answer_is_wrong(pair: tuple[Path, Path]) -> None:
     """Every token is right, but the target would have continued."""
     loaded = load_pair(*pair)
     line = PromptLine("0", "letters", "abc")
     prompt = TextEncoder(loaded.target.tokenizer).encode_chat([{"role": "user", "content": line.prompt}])
     whole = naive_greedy(loaded.target.model, prompt, TINY.max_tokens, loaded.eos)
-    found = {
-        count: demo._check(loaded, [Answer(line, tokens=whole[:count])], TINY, demo._silent)[0]
-        for count in (0, 1, len(whole) - 1, len(whole))
-    }
+    found = {count: check(loaded, [Answer(line, tokens=whole[:count])]) for count in (0, 1, len(whole) - 1, len(whole))}
     assert list(found.values()) == [1, 1, 1, 0]
 
 
@@ -213,14 +218,14 @@ def test_differences_beyond_rounding_are_wrong_in_half_precision_too(pair: tuple
         prompt = encoder.encode_chat([{"role": "user", "content": line.prompt}])
         tokens = naive_greedy(loaded.target.model, prompt, TINY.max_tokens, loaded.eos)
         answers.append(Answer(line, tokens=tokens))
-    assert demo._check(loaded, answers, TINY, demo._silent)[0] == 0
+    assert check(loaded, answers) == 0
     answers[0].tokens[3] = (answers[0].tokens[3] + 1) % 256
-    assert demo._check(loaded, answers, TINY, demo._silent)[0] > 0
+    assert check(loaded, answers) > 0
 
 
 def test_prompts_of_equal_length_are_checked_together() -> None:
     lengths = [random.Random(0).randint(3, 8) for _ in range(40)]
-    groups = demo._alike([[0] * n for n in lengths], 12)
+    groups = equal_length_batches([[0] * n for n in lengths], 12)
     assert sum(map(len, groups)) == 12
     assert all(len({lengths[i] for i in group}) == 1 for group in groups)
     assert len({i for group in groups for i in group}) == 12

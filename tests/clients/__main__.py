@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from service.evaluation.server import LocalServer
+from service.evaluation.server_process import LocalServer
 from tests.support.echo_engine import LIMITS, EchoServer
 
 FOLDER = Path(__file__).parent

@@ -9,7 +9,8 @@ import pytest
 
 from service.core import PairError, Prompt, Sampling
 from service.engine.preflight import check_rows
-from service.evaluation.ties import RATE, Text, TieReport, generate, measure_ties
+from service.evaluation.ties import RATE, Text, TieReport, measure_ties
+from tests.support.engine_text import generate
 from tests.support.families import IDENTICAL, RECURRENT, V, build, noisy_draft
 from tests.support.faults import KINDS, Fault, plant
 from tests.support.rounding import shape_dependent

@@ -15,11 +15,11 @@ import pytest
 from service.cli import main
 from service.core import BARE_DRAFT, AdapterRef, AdapterState, BadRequest, Sampling
 from service.engine.adapters import load, served
-from service.evaluation.bench.adapting import Adapter
+from service.evaluation.bench.adapter import BenchAdapter
+from service.evaluation.bench.arms import rotated
 from service.evaluation.bench.decode import Task, run_decode
-from service.evaluation.bench.houses import fused
-from service.evaluation.bench.peers import calls, whole
-from service.evaluation.bench.turns import rotated
+from service.evaluation.bench.mlx_lm_arm import target_calls, with_full_head
+from service.evaluation.bench.servers import fused_draft
 from service.learning import lora
 from service.learning.make.eagle_head import init_eagle_head
 from service.models import vocabulary
@@ -45,7 +45,7 @@ class BenchFiles:
     draft: Path
     prompts: Path
     config: Path
-    adapter: Adapter
+    adapter: BenchAdapter
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def bench_files(tmp_path_factory: pytest.TempPathFactory) -> BenchFiles:
     return BenchFiles(target, draft, root / "prompts.jsonl", config, write_adapter(root, target, draft))
 
 
-def write_adapter(root: Path, target: Path, draft: Path) -> Adapter:
+def write_adapter(root: Path, target: Path, draft: Path) -> BenchAdapter:
     who = load_pair(target, draft).provenance
     model = load_model(draft).model
     shape = lora.wrap(model, rank=4, scale=2.0, seed=0)
@@ -87,7 +87,7 @@ def write_adapter(root: Path, target: Path, draft: Path) -> Adapter:
         state=AdapterState.ACTIVE,
         created_at=datetime.now(UTC),
     )
-    return Adapter(ref, {"version": 7})
+    return BenchAdapter(ref, {"version": 7})
 
 
 Bench = Callable[..., tuple[int, str, str]]
@@ -184,10 +184,10 @@ def test_half_precision_is_compared_up_to_ties(bench_files: BenchFiles, monkeypa
 
 def test_every_call_ends_with_a_token_of_the_target_but_the_last_may_be_cut() -> None:
     yes, no = True, False
-    assert calls([]) == 0
-    assert calls([no, no, no]) == 3
-    assert calls([yes, yes, no, no, yes, no]) == 3
-    assert calls([yes, no, yes, yes]) == 2
+    assert target_calls([]) == 0
+    assert target_calls([no, no, no]) == 3
+    assert target_calls([yes, yes, no, no, yes, no]) == 3
+    assert target_calls([yes, no, yes, yes]) == 2
 
 
 def test_mlx_lm_gets_the_full_head_and_no_lora_layers(bench_files: BenchFiles) -> None:
@@ -196,9 +196,9 @@ def test_mlx_lm_gets_the_full_head_and_no_lora_layers(bench_files: BenchFiles) -
     probe = mx.array([[5, 9, 30]])
     adapted = load(served(pair.draft).model, bench_files.adapter.ref, pair.provenance.draft).model
     assert not mx.isfinite(adapted(probe)).all().item(), "a cut head"
-    names = {name for name, _ in leaves(whole(adapted).parameters())}
+    names = {name for name, _ in leaves(with_full_head(adapted).parameters())}
     assert names == {name for name, _ in leaves(pair.draft.model.parameters())}
-    assert mx.isfinite(whole(adapted)(probe)).all().item()
+    assert mx.isfinite(with_full_head(adapted)(probe)).all().item()
 
 
 def test_a_fused_draft_serves_what_the_adapter_does(bench_files: BenchFiles, tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_a_fused_draft_serves_what_the_adapter_does(bench_files: BenchFiles, tmp
     assert pair.draft is not None
     probe = mx.array([[5, 9, 30]])
     expected = load(served(pair.draft).model, bench_files.adapter.ref, pair.provenance.draft).model(probe)
-    found = served(load_model(fused(bench_files.adapter, bench_files.draft, tmp_path / "fused"))).model(probe)
+    found = served(load_model(fused_draft(bench_files.adapter, bench_files.draft, tmp_path / "fused"))).model(probe)
     assert not mx.isfinite(expected).all().item(), "a cut head"
     assert mx.array_equal(mx.isfinite(found), mx.isfinite(expected)).item()
     assert mx.allclose(found[..., :REDUCED], expected[..., :REDUCED], atol=1e-4).item()

@@ -17,10 +17,11 @@ from service.core import BadRequest, Prompt, Sampling
 from service.engine import device
 from service.engine.adapters import served
 from service.engine.strategy import CPU, CUDA, METAL, using
-from service.evaluation.bench.bare import BareArm
-from service.evaluation.bench.calls import WARM, Calls, queued
-from service.evaluation.bench.round import KINDS, Mode, measure, modes, run_round, strategy_named
-from service.evaluation.bench.speed import pays_from
+from service.evaluation.bench.bare_loop import BareArm
+from service.evaluation.bench.doctor_speed import pays_from
+from service.evaluation.bench.model_calls import WARM, ModelCalls, queued
+from service.evaluation.bench.round import measure, run_round, strategy_named
+from service.evaluation.bench.round_modes import KINDS, Mode, modes
 from service.learning.make.eagle_head import init_eagle_head
 from service.models import vocabulary
 from service.models.pair import Pair, load_model, load_pair
@@ -176,7 +177,7 @@ def test_the_calls_are_those_of_a_round(pair: Pair, monkeypatch: pytest.MonkeyPa
 
         monkeypatch.setattr(model, "__class__", Noted)
     held = [list(range(5, 25)), list(range(5, 40))]
-    with Calls(pair, draft, held) as calls:
+    with ModelCalls(pair, draft, held) as calls:
         fed.clear()
         with device.counting() as counts:
             seconds = queued(lambda: calls.round(K, K), 10)

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from service.core import BadRequest
-from service.evaluation.bench.houses import HOUSES, Plan
 from service.evaluation.bench.serve import Load, rate, run_serve
+from service.evaluation.bench.servers import SERVERS, ServerPlan
+from service.evaluation.clients import Answer
 from service.evaluation.prompts import PromptLine
-from service.evaluation.server import LocalServer
-from service.evaluation.traffic import Answer
+from service.evaluation.server_process import LocalServer
 from service.settings import EngineSettings, Settings
 from tests.support.tiny_server import InProcessServer, prompts, write_pair
 
@@ -34,8 +34,8 @@ def test_every_cell_has_distinct_prompts_and_as_many_per_client() -> None:
 
 
 def test_the_rate_is_of_all_streams_together() -> None:
-    first = Answer(line(0), begun=10.0, ended=14.0, count=30)
-    second = Answer(line(1), begun=11.0, ended=15.0, count=20)
+    first = Answer(line(0), started=10.0, ended=14.0, count=30)
+    second = Answer(line(1), started=11.0, ended=15.0, count=20)
     assert rate([first, second]) == 10.0
 
 
@@ -51,7 +51,7 @@ def test_the_rate_is_of_all_streams_together() -> None:
 def test_all_servers_say_the_same(
     kind: type[LocalServer], tmp_path: Path, turns: int, names: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.evaluation.bench.houses.LocalServer", kind)
+    monkeypatch.setattr("service.evaluation.bench.servers.LocalServer", kind)
     pair = write_pair(tmp_path)
     load = Load(list(prompts(3 * turns)), clients=[1, 2], turns=turns, max_tokens=TOKENS)
     # Always drafts, because whether drafting pays for so small a pair depends on timing noise.
@@ -87,15 +87,15 @@ def test_all_servers_say_the_same(
 
 
 def test_each_server_has_its_draft(tmp_path: Path) -> None:
-    plan = Plan(Settings(home=tmp_path), Path("t"), Path("d"), Path("a"), Path("m"), tmp_path, rows=2)
+    plan = ServerPlan(Settings(home=tmp_path), Path("t"), Path("d"), Path("a"), Path("m"), tmp_path, rows=2)
     drafts: dict[str, object] = {}
-    for name, make in HOUSES.items():
+    for name, make in SERVERS.items():
         server = make(plan)
         assert server is not None
-        if isinstance(server.server, LocalServer):
-            drafts[name] = tomllib.loads(server.server.config.read_text())["models"]["draft"]
+        if isinstance(server.process, LocalServer):
+            drafts[name] = tomllib.loads(server.process.config.read_text())["models"]["draft"]
         else:
-            _, _, draft = " ".join(server.server._command).partition("--draft-model ")
+            _, _, draft = " ".join(server.process._command).partition("--draft-model ")
             drafts[name] = draft.partition(" ")[0] or "none"
     assert drafts == {
         "plain": "none",

@@ -1,23 +1,16 @@
-"""A stream at toy size: the loop itself on given texts."""
+"""`eval stream` at toy size, and its report."""
 
 import json
-import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from service.core import AdapterState, BadRequest
-from service.evaluation.chart import draw_lines
-from service.evaluation.loop import Course, Loop, answered
+from service.core import BadRequest
+from service.evaluation.charts import draw_lines
+from service.evaluation.local_loop import History
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import DRAFTED
-from service.evaluation.stream import NO_REPLAY, ONLINE, STATIC, UNGUARDED, Best, Part, Stream, parts_of
-from service.evaluation.streaming import run_stream
-from service.learning.scoring.simulate import simulate_rounds
-from service.models import vocabulary
-from service.models.heads import full_head
-from service.models.pair import load_pair
+from service.evaluation.stream import read_parts, run_stream
+from service.evaluation.stream_result import NO_REPLAY, ONLINE, STATIC, UNGUARDED, Best, Part, StreamResult
 from service.settings import GateSettings, Settings, TrainingSettings
 from tests.support.tiny_server import prompts
 
@@ -33,23 +26,23 @@ def write(path: Path, count: int) -> Path:
 
 def test_a_file_continues_where_it_stopped(tmp_path: Path) -> None:
     a, b = write(tmp_path / "math.train.jsonl", 7), write(tmp_path / "sql.jsonl", 3)
-    parts = parts_of([f"{a}:3", str(b), f"{a}:2", str(a)])
+    parts = read_parts([f"{a}:3", str(b), f"{a}:2", str(a)])
     assert [part.topic for part in parts] == ["math", "sql", "math", "math"]
     assert [[line.id for line in part.lines] for part in parts] == [
         ["0", "1", "2"], ["0", "1", "2"], ["3", "4"], ["5", "6"]
     ]  # fmt: skip
     with pytest.raises(BadRequest, match="no more"):
-        parts_of([str(a), f"{a}:1"])
+        read_parts([str(a), f"{a}:1"])
 
 
-def arm(agreed: list[int]) -> Course:
-    return Course(agreed=agreed, tokens=[10] * len(agreed), calls=[5] * len(agreed), serving=[0, 0, 0])
+def arm(agreed: list[int]) -> History:
+    return History(agreed=agreed, tokens=[10] * len(agreed), calls=[5] * len(agreed), serving=[0, 0, 0])
 
 
 def test_the_report_of_a_stream() -> None:
     parts = tuple(Part(topic, [PromptLine("", topic, "x")] * 10) for topic in ("a", "b", "a"))
     static, online = [5] * 30, [5] * 4 + [7] * 6 + [5] * 10 + [7] * 10
-    found = Stream(
+    found = StreamResult(
         parts,
         2,
         {STATIC: arm(static), ONLINE: arm(online), NO_REPLAY: arm(static), UNGUARDED: arm(static)},
@@ -74,41 +67,6 @@ def test_the_report_of_a_stream() -> None:
     json.dumps(found.plain())
 
 
-def test_the_loop_learns_from_what_it_is_given(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
-    training = TrainingSettings(min_cases=60, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
-    chosen = settings.model_copy(
-        update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}
-    )
-    reduced = Path(shutil.copytree(models[1], tmp_path / "draft"))
-    vocabulary.write(range(40, 240), reduced)
-    models = models[0], reduced
-    pair = load_pair(*models)
-    requests = answered(settings, pair, "", lines(36, 0, "a"), 16, 16, lambda stage, done, of: None)
-    loop, course = Loop(chosen, pair, models, None, tmp_path / "loop"), Course()
-    try:
-        loop.take(requests, course)
-        (run,) = course.runs
-        assert run.promoted and course.serving == [loop.drafts.active] == [1]
-        plain = simulate_rounds(loop.model(0), requests, k=DRAFTED, adapter=0, vocabulary=pair.vocabulary)
-        adapted = simulate_rounds(loop.model(1), requests, k=DRAFTED, adapter=1, vocabulary=pair.vocabulary)
-        assert course.agreed == [one.agreed for one in (*plain[: run.at], *adapted[run.at :])], (
-            "each request is drafted by what served then"
-        )
-        assert sum(one.agreed for one in adapted) > sum(one.agreed for one in plain)
-        assert [g.rounds[0].adapter for g in loop.stores.generations.by_ids([r.id for r in requests])][::-1] == [
-            int(i >= run.at) for i in range(len(requests))
-        ]
-        (ref,) = loop.supervisor.adapters()
-        assert ref.state is AdapterState.ACTIVE
-        own = vocabulary.read(ref.folder)
-        assert own is not None and own != list(range(40, 240))
-        for model, ids in ((loop.model(0), range(40, 240)), (loop.drafts.model, own)):
-            with full_head(model) as keeps:
-                assert keeps is not None and set(np.flatnonzero(keeps).tolist()) == set(ids), "as it would serve"
-    finally:
-        loop.close()
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("tagged", [True, False])
 def test_a_stream_learns_what_it_sees(
@@ -121,8 +79,8 @@ def test_a_stream_learns_what_it_sees(
     )
     parts = [Part(topic, lines(count, seed, topic)) for seed, topic in enumerate("aba")]
     found = run_stream(chosen, models, None, parts, window=10, max_tokens=16, tagged=tagged)
-    static, online = found.courses[STATIC], found.courses[ONLINE]
-    assert static.tokens == online.tokens == found.courses[NO_REPLAY].tokens
+    static, online = found.histories[STATIC], found.histories[ONLINE]
+    assert static.tokens == online.tokens == found.histories[NO_REPLAY].tokens
     assert len(online.tokens) == 3 * count and static.runs == []
     assert any(run.promoted for run in online.runs)
     first = next(run.at for run in online.runs if run.promoted)
@@ -132,11 +90,11 @@ def test_a_stream_learns_what_it_sees(
     assert online.seconds > 0
     draw_lines(
         tmp_path / "s.png",
-        {name: found.moving(name) for name in found.courses},
+        {name: found.moving(name) for name in found.histories},
         [(part.topic, len(part.lines), best.agreement) for part, best in zip(parts, found.best, strict=True)],
         "Stream",
         "agreement",
     )
     assert (tmp_path / "s.png").stat().st_size > 5000
     assert found.best[0].agreement > found.best[0].static and found.best[0].gain
-    assert all(run.promoted for run in found.courses[UNGUARDED].runs), "no gate is asked there"
+    assert all(run.promoted for run in found.histories[UNGUARDED].runs), "no gate is asked there"

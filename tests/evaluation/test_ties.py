@@ -9,7 +9,8 @@ import pytest
 
 from service.core import Prompt, Sampling
 from service.engine.sampling import SamplingBatch, gumbel, transform
-from service.evaluation.ties import Text, TieReport, generate, measure_ties, needed_rounding
+from service.evaluation.ties import Text, TieReport, measure_ties, needed_rounding
+from tests.support.engine_text import generate
 from tests.support.oracle import filtered_logprobs, tiny_llama
 
 GREEDY = Sampling()

@@ -15,7 +15,7 @@ import pytest
 
 from service.engine.decoder import Decoder
 from service.engine.rounds import RoundReport
-from service.evaluation.server import LocalServer
+from service.evaluation.server_process import LocalServer
 from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
 
 

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from service.core import AdapterState, RunState
-from service.evaluation.server import LocalServer
+from service.evaluation.server_process import LocalServer
 from service.store.database import Database, integrity
 from service.store.registry.adapters import Adapters
 from service.store.registry.runs import Runs

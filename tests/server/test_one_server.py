@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from service import learning_loop
 from service.cli.root import app
 from service.core import BARE_DRAFT, DatabaseTaken, RunState, Trigger, Unavailable
-from service.evaluation.server import LocalServer
+from service.evaluation.server_process import LocalServer
 from service.models.pair import load_pair
 from service.settings import load_settings
 from service.store.processes.members import HostProcess, Members

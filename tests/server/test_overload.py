@@ -14,7 +14,7 @@ import pytest
 import service.server
 from service.engine.decoder import Decoder
 from service.engine.rounds import RoundReport
-from service.evaluation.server import LocalServer
+from service.evaluation.server_process import LocalServer
 from service.models.text import TextEncoder
 from tests.support.tiny_server import in_process_server, tiny_server, write_pair
 

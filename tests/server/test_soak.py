@@ -8,7 +8,7 @@ import psutil
 import pytest
 
 from service.core import Sampling
-from service.evaluation.traffic import Traffic
+from service.evaluation.clients import Clients
 from service.models.pair import load_model
 from service.models.text import TextEncoder
 from tests.support.oracle import forced
@@ -31,7 +31,7 @@ def test_minutes_of_traffic_leave_no_trace(tmp_path: Path) -> None:
         assert server._process is not None
         process = psutil.Process(server._process.pid)
         endless = itertools.chain.from_iterable(prompts(500, seed) for seed in itertools.count())
-        clients = Traffic(server.url, endless, clients=4, max_tokens=32)
+        clients = Clients(server.url, endless, clients=4, max_tokens=32)
         try:
             time.sleep(WARM_SECONDS)
             before = process.memory_info().rss, process.num_fds(), process.num_threads()

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from service.evaluation.server import LocalServer
+from service.evaluation.server_process import LocalServer
 from service.store.database import upgrade
 from tests.support.tiny_server import tiny_server, write_pair
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from service.core import Sampling, Unavailable
-from service.evaluation.server import LocalServer
-from service.evaluation.traffic import Traffic
+from service.evaluation.clients import Clients
+from service.evaluation.server_process import LocalServer
 from service.models.pair import load_model
 from service.models.text import TextEncoder
 from tests.support.oracle import naive
@@ -31,7 +31,7 @@ def test_swaps_under_eight_streams_do_not_change_outputs(
     try:
         assert server.get("/adapters")["active"] == second.id, "the rows' active adapter serves after a start"
         endless = itertools.chain.from_iterable(prompts(200, seed) for seed in itertools.count())
-        clients = Traffic(server.url, endless, clients=8, max_tokens=48)
+        clients = Clients(server.url, endless, clients=8, max_tokens=48)
         try:
             for turn in range(swaps):
                 wanted = (first, second)[turn % 2].id

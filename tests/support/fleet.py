@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from service.core import python_command
-from service.evaluation.server import LocalServer
+from service.evaluation.server_process import LocalServer
 from tests.support.postgres import PostgresServer
 from tests.support.tiny_server import generate, prompts, settings_of, write_pair
 

@@ -19,7 +19,7 @@ from tokenizers.models import BPE
 
 from service.core import BARE_DRAFT, AdapterRef, RunState, Selection, Trigger
 from service.evaluation.prompts import PromptLine
-from service.evaluation.server import LocalServer
+from service.evaluation.server_process import LocalServer
 from service.learning import lora
 from service.models.pair import load_model, load_pair
 from service.server import FATAL_EXIT, Application, Server

@@ -1,108 +1,132 @@
-"""The arms of `redraft bench decode`: this engine's ways of decoding one stream, and mlx-lm's on the very same weights."""
+"""Arms of a benchmark, which take turns; and the arm that decodes one stream with this engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import mlx.core as mx
 
 from service.core import BadRequest, Prompt
 from service.engine.adapters import Draft
-from service.evaluation.bench.peers import MlxLmArm, best_k, whole
-from service.evaluation.bench.turns import Arm, EngineArm
+from service.engine.decoder import Decoder
+from service.engine.request import Request
 from service.models.pair import Pair
-from service.settings import EngineSettings
+
+Name = TypeVar("Name", str, int)
 
 PLAIN = "plain"
-"""The target alone: always measured, for everything is compared with it."""
+"""The arm of the target alone. It always takes part: the others are compared with it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Contest:
-    """What arms are made of. theirs, theirs_adapted: what mlx-lm drafts with. k: exactly so many drafted tokens in every arm
-    that drafts; None: what pays for this engine, and mlx-lm's best K on the `probes`."""
+class Decoded:
+    """One answer. tokens: with the end token. calls: of the target. seconds: of decoding, which starts when target and draft
+    have prefilled all of the prompt but its last token, so that it includes the call of every output token."""
 
-    pair: Pair
-    static: Draft | None
-    adapted: Draft | None
-    theirs: Draft | None
-    theirs_adapted: Draft | None
-    engine: EngineSettings
-    k: int | None
-    probes: Sequence[Prompt]
+    tokens: list[int]
+    calls: int
+    seconds: float
 
-    def plain(self) -> Arm:
-        """The target alone on this engine."""
-        return EngineArm(self.pair, None, k=0, prefill_chunk=self.engine.prefill_chunk)
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return len(self.tokens) / self.seconds
 
-    def drafting(self, draft: Draft | None) -> Arm | None:
-        """This engine with `draft`, at exactly `k` drafted tokens or adaptive; None without a draft."""
-        if draft is None:
-            return None
-        k, adaptive = (self.engine.num_draft_tokens, self.engine.adaptive) if self.k is None else (self.k, False)
-        return EngineArm(self.pair, draft, k=k, adaptive=adaptive, prefill_chunk=self.engine.prefill_chunk)
 
-    def looking_up(self) -> Arm | None:
-        """With the best draft at hand; which of the two proposes is chosen by what was measured, at any K."""
-        most = self.engine.num_lookup_tokens
-        if not most or self.k is not None:
-            return None
-        return EngineArm(
-            self.pair,
-            self.adapted or self.static,
-            k=self.engine.num_draft_tokens,
-            lookup=most,
-            prefill_chunk=self.engine.prefill_chunk,
+def tokens_per_second(answers: Sequence[Decoded]) -> float:
+    """Of several answers, one after another."""
+    return sum(len(one.tokens) for one in answers) / sum(one.seconds for one in answers)
+
+
+class Arm(Protocol):
+    """One way of decoding."""
+
+    @property
+    def settings(self) -> Mapping[str, object]:
+        """Settings of this arm by name, for the report."""
+        ...
+
+    def decode(self, prompt: Prompt) -> Decoded:
+        """Decode one prompt to its end; prefill is not timed."""
+        ...
+
+
+class EngineArm:
+    """This engine, without evidence for the log. draft: None for the target alone. k: draft length, at most where `adaptive`.
+    lookup: tokens of prompt look-up, at most."""
+
+    def __init__(
+        self,
+        pair: Pair,
+        draft: Draft | None,
+        *,
+        k: int,
+        lookup: int = 0,
+        adaptive: bool = True,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        self.settings: Mapping[str, object] = {} if draft is None else {"k": k, "adaptive": adaptive}
+        self._eos = pair.eos
+        self._decoder = Decoder(
+            pair.target.model,
+            draft,
+            vocabulary=pair.vocabulary,
+            k=k if draft is not None else 0,
+            prefill_chunk=prefill_chunk,
+            adaptive=adaptive,
+            lookup=lookup,
         )
+        self._decoder.profile(1)
 
-    def mlx_lm(self) -> Arm:
-        """mlx-lm's `generate_step` on the target alone."""
-        return MlxLmArm(self.pair.target.model, self.pair.eos)
+    def decode(self, prompt: Prompt) -> Decoded:
+        """Decode one prompt as the only row of the batch; prefill is not timed, and each round is one target call."""
+        row = Request("", prompt, self._eos, None)
+        self._decoder.admit(row)
+        # On accelerators neither prefill nor a round that was launched ahead is waited for.
+        mx.synchronize()
+        started_at = time.perf_counter()
+        while row.finish is None:
+            self._decoder.round()
+        seconds = time.perf_counter() - started_at
+        mx.synchronize()
+        return Decoded(row.output, len(row.rounds), seconds)
 
-    def mlx_lm_drafting(self, draft: Draft | None) -> Arm | None:
-        """mlx-lm's speculative decoding with `draft`, at `k` or its fastest K on the probes; None without a draft."""
-        if draft is None:
-            return None
-        target, model, eos = self.pair.target.model, whole(draft.model), self.pair.eos
-        if self.k is not None:
-            return MlxLmArm(target, eos, model, self.k)
-        tried = best_k(target, model, eos, self.probes)
-        return MlxLmArm(target, eos, model, next(iter(tried)), {"tokens_per_second_by_k": tried})
+
+def rotated(names: Sequence[Name], turn: int) -> list[Name]:
+    """The order of a turn, another first name each time: a machine that slows down, and what an arm leaves in the caches,
+    affect all arms alike."""
+    start = turn % len(names)
+    return [*names[start:], *names[:start]]
 
 
-ARMS: dict[str, Callable[[Contest], Arm | None]] = {
-    PLAIN: Contest.plain,
-    "static": lambda contest: contest.drafting(contest.static),
-    "adapted": lambda contest: contest.drafting(contest.adapted),
-    "lookup": Contest.looking_up,
-    "mlx_lm_plain": Contest.mlx_lm,
-    "mlx_lm_spec_static": lambda contest: contest.mlx_lm_drafting(contest.theirs),
-    "mlx_lm_spec_adapted": lambda contest: contest.mlx_lm_drafting(contest.theirs_adapted),
-}
-"""Name -> what makes it; None where the draft or the adapter it needs is not at hand."""
+def take_turns(
+    arms: Mapping[Name, Arm],
+    prompts: Sequence[Prompt],
+    on_step: Callable[[int, int], None] = lambda done, of: None,
+) -> dict[Name, list[Decoded]]:
+    """Every arm's answer to every prompt, by arm; the arms take turns prompt by prompt. on_step: (prompts done, of all)."""
+    decoded: dict[Name, list[Decoded]] = {name: [] for name in arms}
+    for turn, prompt in enumerate(prompts):
+        on_step(turn, len(prompts))
+        for name in rotated(list(arms), turn):
+            decoded[name].append(arms[name].decode(prompt))
+    return decoded
 
 
 def choose(names: Sequence[str] | None, known: Sequence[str]) -> list[str]:
-    """The named ones of the known arms in their usual order, with PLAIN in any case; None: all. Raises BadRequest."""
+    """The named ones of the known arms, and PLAIN, in the order of `known`; None: all. Raises BadRequest for a name that is not
+    known."""
     for name in names or ():
         if name not in known:
             raise BadRequest(f"no arm {name!r}: choose among {', '.join(known)}", field="arms")
     return [name for name in known if names is None or name in names or name == PLAIN]
 
 
-def make(contest: Contest, names: Sequence[str] | None) -> dict[str, Arm]:
-    """The arms by name; None: all that can be made. Raises BadRequest for a named one that lacks what it needs."""
-    made: dict[str, Arm] = {}
-    for name in choose(names, list(ARMS)):
-        arm = ARMS[name](contest)
-        if arm is not None:
-            made[name] = arm
-        elif names is not None:
-            raise BadRequest(missing(name), field="arms")
-    return made
-
-
 def missing(name: str) -> str:
-    """What the named arm needs, as the text of the error."""
+    """What the named arm needs and lacks, as the text of the error."""
     if name == "lookup":
         return "the arm lookup needs engine.num_lookup_tokens above 0, and no --k"
     if name.startswith("mlx_lm"):

@@ -1,4 +1,4 @@
-"""The machine that a benchmark ran on, in as many words as its figures need."""
+"""Describes the machine that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _PACKAGES = ("redraft", "mlx", "mlx-lm")
 
 
 def describe() -> dict[str, object]:
-    """Plain values, without names of users, hosts or folders. precision: of loaded weights (models/pair.py)."""
+    """The machine by name, JSON-ready, without names of users, hosts or folders. precision: of loaded weights
+    (models/pair.py)."""
     device = _device()
     return {
         "processor": _processor(),
@@ -34,7 +35,7 @@ def describe() -> dict[str, object]:
 
 
 def label() -> str:
-    """What tells this machine's figures from another's."""
+    """A short name of this machine, for figures of several machines in one document."""
     found = describe()
     return f"{found['accelerator'] or found['processor']}, {found['cores']} cores, {found['device']}, {found['blas']}"
 

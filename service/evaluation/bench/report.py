@@ -1,4 +1,4 @@
-"""What a benchmark found: medians and ratios with their spread, written as JSON, as a picture, and into a document."""
+"""Reports of benchmarks: medians and ratios with their spread, as JSON, as a picture, and as a section of a document."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from service.evaluation.bench import host
-from service.evaluation.chart import draw
+from service.evaluation.charts import draw_bars
 
 WIDTH = 128
-"""Of a line of prose in a document."""
+"""Characters of a line of prose in a document."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,11 +31,10 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """One benchmark's outcome.
+    """The result of one benchmark.
 
-    name: e.g. "decode". title: one line, what was measured on which prompts. command: how to run it again, with the names of
-    files but not their folders. columns, rows: the table. plain: the JSON but for the machine, which `publish` adds. bars:
-    panel -> bar -> value.
+    name: such as "decode". title: what was measured on which prompts, in one line. command: runs it again; names files without
+    their folders. columns, rows: the table. plain: the JSON, to which `publish` adds the machine. bars: panel -> bar -> value.
     """
 
     name: str
@@ -48,16 +47,16 @@ class Report:
 
 
 def spread(values: Sequence[float], resamples: int = 2000, seed: int = 0) -> Spread:
-    """Of at least one value per turn; percentile bootstrap of the median."""
-    held = np.array(values, dtype=np.float64)
-    drawn = np.random.default_rng(seed).integers(0, len(held), (resamples, len(held)))
-    medians = np.median(held[drawn], axis=1)
-    return Spread(float(np.median(held)), float(np.quantile(medians, 0.05)), float(np.quantile(medians, 0.95)))
+    """The spread of one value or more a turn, by a percentile bootstrap of the median."""
+    measured = np.array(values, dtype=np.float64)
+    drawn = np.random.default_rng(seed).integers(0, len(measured), (resamples, len(measured)))
+    medians = np.median(measured[drawn], axis=1)
+    return Spread(float(np.median(measured)), float(np.quantile(medians, 0.05)), float(np.quantile(medians, 0.95)))
 
 
 def ratios(speeds: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str]]) -> dict[str, Spread]:
-    """ "A/B" -> the spread of A's speed over B's, turn by turn, for the pairs of which both were measured: turn i of A and
-    turn i of B ran next to each other on the same work."""
+    """ "A/B" -> the spread of A's speed over B's, turn by turn, for the pairs of which both were measured. Turn i of A and turn
+    i of B ran one after the other on the same work. Raises ValueError where the numbers of turns differ."""
     return {
         f"{a}/{b}": spread([ours / theirs for ours, theirs in zip(speeds[a], speeds[b], strict=True)])
         for a, b in pairs
@@ -66,14 +65,15 @@ def ratios(speeds: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str
 
 
 def publish(report: Report, *, json: Path | None, png: Path | None, markdown: Path | None) -> None:
-    """Write what was asked for. The machine is described in the JSON and in the document."""
+    """Write the files whose path is given. JSON and document describe the machine. In the document, a section of the same
+    title and machine is replaced. Raises OSError."""
     if json is not None:
         json.parent.mkdir(parents=True, exist_ok=True)
         content = {"name": report.name, "title": report.title, "command": report.command}
         content |= report.plain | {"machine": host.describe()}
         json.write_text(dumps(content, indent=2) + "\n", encoding="utf-8")
     if png is not None:
-        draw(png, report.bars, report.title)
+        draw_bars(png, report.bars, report.title)
     if markdown is not None:
         markdown.parent.mkdir(parents=True, exist_ok=True)
         before = markdown.read_text(encoding="utf-8") if markdown.is_file() else "# Benchmarks\n"
@@ -82,16 +82,14 @@ def publish(report: Report, *, json: Path | None, png: Path | None, markdown: Pa
 
 
 def with_section(document: str, key: str, section: str) -> str:
-    """The document with this key's section replaced, or put at its end. Nothing else changes.
-
-    A section lies between two comments that name its key, so that another machine's run of the same benchmark has its own.
-    """
+    """The document with this key's section replaced, or appended. Nothing else changes. A section is enclosed in two comments
+    that name its key, which names the machine: another machine's result has a section of its own."""
     key = key.replace("--", "-")
     begin, end = f"<!-- {key} -->", f"<!-- end of {key} -->"
     written = f"{begin}\n{section.strip()}\n{end}\n"
-    held = re.compile(re.escape(begin) + r"\n.*?" + re.escape(end) + r"\n?", re.DOTALL)
-    if held.search(document):
-        return held.sub(lambda _: written, document, count=1)
+    existing = re.compile(re.escape(begin) + r"\n.*?" + re.escape(end) + r"\n?", re.DOTALL)
+    if existing.search(document):
+        return existing.sub(lambda _: written, document, count=1)
     return f"{document.rstrip()}\n\n{written}" if document.strip() else written
 
 

@@ -14,28 +14,28 @@ from typing import Any
 import numpy as np
 
 from service.core import BadRequest, RedraftError
-from service.evaluation.bench.adapting import Adapter
-from service.evaluation.bench.arms import PLAIN, choose, missing
-from service.evaluation.bench.houses import HOUSES, House, Plan, fused
+from service.evaluation.bench.adapter import BenchAdapter
+from service.evaluation.bench.arms import PLAIN, choose, missing, rotated
 from service.evaluation.bench.report import Report, Spread, ratios, spread
-from service.evaluation.bench.turns import rotated
+from service.evaluation.bench.servers import SERVERS, BenchServer, ServerPlan, fused_draft
+from service.evaluation.clients import Answer, Clients
+from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
-from service.evaluation.run import Step
-from service.evaluation.traffic import Answer, Traffic
 from service.models.pair import mlx_lm_runs
 from service.settings import Settings
 
 WARM_UP = PromptLine("warm-up", "warm-up", "Write one sentence about the weather.")
 WARM_UP_TOKENS = 32
-OURS = [name for name in HOUSES if not name.startswith("mlx_lm")]
-THEIRS = [name for name in HOUSES if name.startswith("mlx_lm")]
+OURS = [name for name in SERVERS if not name.startswith("mlx_lm")]
+THEIRS = [name for name in SERVERS if name.startswith("mlx_lm")]
 PAIRS = [*((name, PLAIN) for name in OURS if name != PLAIN), *product(OURS, THEIRS)]
+"""Servers whose ratio is reported: ours to plain, and ours to mlx-lm's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What is asked. Every turn at every number of clients has prompts of its own, the same for every server: nothing is asked
-    of a server twice, whatever it caches."""
+    """What is asked. Every turn at every number of clients has prompts of its own, the same for every server: no server gets a
+    prompt twice, whatever it caches."""
 
     lines: Sequence[PromptLine]
     clients: Sequence[int]
@@ -43,7 +43,8 @@ class Load:
     max_tokens: int
 
     def cells(self) -> list[tuple[int, list[PromptLine]]]:
-        """(clients, prompts), turn by turn; as many prompts for each client as the file allows. Raises BadRequest."""
+        """(clients, prompts), turn by turn, with as many prompts for each client as the file allows. Raises BadRequest when
+        that is none."""
         each = len(self.lines) // (self.turns * sum(self.clients))
         if each == 0:
             raise BadRequest(
@@ -71,18 +72,20 @@ def run_serve(
     title: str,
     command: str,
     arms: Sequence[str] | None = None,
-    adapter: Adapter | None = None,
-    theirs: Path | None = None,
-    on_step: Step = lambda stage, done, of: None,
+    adapter: BenchAdapter | None = None,
+    mlx_lm_draft: Path | None = None,
+    on_progress: OnProgress = silent,
 ) -> Report:
-    """models: folders of target and draft. theirs: the draft of mlx_lm.server; None for the same, where it runs that. arms:
-    None for all that draft and adapter allow; the plain one always runs.
+    """Ask every server in turn. All run all the time; those that are not measured wait idle.
 
-    All servers run all the time; the ones that are not measured wait idle. JSON: clients{N{arms{NAME{tokens_per_second, low,
-    high, tokens_per_call, identical, same_text, first_ms{p50, p95}, gap_ms{p50, p95}, …}}, ratios{"A/B"{median, low, high}}}};
-    arms and ratios beside it are those of the most clients. same_text: the share of answers whose text is the plain server's;
-    identical: whether all are. tokens_per_call: of one stream, None where a server does not tell. Raises RedraftError when a
-    server does not start or a request fails.
+    models: folders of target and draft. arms: None for all that draft and adapter allow; the plain one always runs. adapter:
+    of the `adapted` server. mlx_lm_draft: the draft of mlx_lm.server; None for the same, where it runs that.
+
+    JSON: clients{N{arms{NAME{tokens_per_second, low, high, tokens_per_call, identical, same_text, first_ms{p50, p95},
+    gap_ms{p50, p95}, …}}, ratios{"A/B"{median, low, high}}}}; `arms` and `ratios` on top are those of the most clients.
+    same_text: the share of answers whose text is the plain server's; identical: whether all are. tokens_per_call: of one
+    stream, None where a server does not report it. Raises BadRequest for servers that cannot be made, RedraftError when one
+    does not start or a request fails.
     """
     cells = load.cells()
     target, draft = models
@@ -90,56 +93,65 @@ def run_serve(
         raise BadRequest("an adapter needs the draft it belongs to, and there is none", field="draft")
     with tempfile.TemporaryDirectory(prefix="redraft-bench-") as scratch, ExitStack() as running:
         folder = Path(scratch)
-        adapted = fused(adapter, draft, folder / "fused") if adapter and draft else None
-        if theirs is None and draft is not None and mlx_lm_runs(draft):
-            theirs = draft
-        plan = Plan(settings, target, draft, adapted, theirs, folder, max(load.clients))
-        houses = _make(replace(plan, servers=len(_make(plan, arms))), arms)
-        for number, (name, house) in enumerate(houses.items()):
-            on_step("starting the servers", number, len(houses))
-            running.callback(house.server.stop)
-            house.server.start()
-            _measure(name, house, [WARM_UP], 1, WARM_UP_TOKENS)
-        measured: Measured = {clients: {name: [] for name in houses} for clients in load.clients}
-        for cell, (clients, lines) in enumerate(cells):
-            for place, name in enumerate(rotated(list(houses), cell // len(load.clients))):
-                on_step("asking", cell * len(houses) + place, len(cells) * len(houses))
-                measured[clients][name].append(_measure(name, houses[name], lines, clients, load.max_tokens))
-    engine = settings.engine.model_dump(include={"num_draft_tokens", "adaptive", "prefill_chunk"})
-    told = {
+        adapted = fused_draft(adapter, draft, folder / "fused") if adapter and draft else None
+        if mlx_lm_draft is None and draft is not None and mlx_lm_runs(draft):
+            mlx_lm_draft = draft
+        plan = ServerPlan(settings, target, draft, adapted, mlx_lm_draft, folder, max(load.clients))
+        servers = _make(replace(plan, servers=len(_make(plan, arms))), arms)
+        for number, (name, server) in enumerate(servers.items()):
+            on_progress("starting the servers", number, len(servers))
+            running.callback(server.process.stop)
+            server.process.start()
+            _ask(name, server, [WARM_UP], 1, WARM_UP_TOKENS)
+        measured = _measure(servers, load, cells, on_progress)
+    used = {
         "prompts_per_client_and_turn": len(cells[0][1]) // cells[0][0],
         "turns": load.turns,
         "max_tokens": load.max_tokens,
-        "engine": engine,
+        "engine": settings.engine.model_dump(include={"num_draft_tokens", "adaptive", "prefill_chunk"}),
         "record": settings.store.record,
-        "adapter": adapter.told if adapter else None,
+        "adapter": adapter.origin if adapter else None,
     }
-    return _report(measured, title, command, told)
+    return _report(measured, title, command, used)
 
 
-def _make(plan: Plan, names: Sequence[str] | None) -> dict[str, House]:
-    made = {name: HOUSES[name](plan) for name in choose(names, list(HOUSES))}
+def _make(plan: ServerPlan, names: Sequence[str] | None) -> dict[str, BenchServer]:
+    made = {name: SERVERS[name](plan) for name in choose(names, list(SERVERS))}
     for name in names or ():
         if made[name] is None:
             raise BadRequest(missing(name), field="arms")
-    return {name: house for name, house in made.items() if house is not None}
+    return {name: server for name, server in made.items() if server is not None}
 
 
-def _measure(name: str, house: House, lines: Sequence[PromptLine], clients: int, max_tokens: int) -> list[Answer]:
-    """All answers, in the order of the prompts."""
-    traffic = Traffic(house.server.url, iter(lines), clients=clients, max_tokens=max_tokens, ask=house.ask)
-    traffic.wait()
-    if failed := [answer.error for answer in traffic.answers if answer.error]:
+def _measure(
+    servers: Mapping[str, BenchServer],
+    load: Load,
+    cells: Sequence[tuple[int, Sequence[PromptLine]]],
+    on_progress: OnProgress,
+) -> Measured:
+    measured: Measured = {clients: {name: [] for name in servers} for clients in load.clients}
+    for cell, (clients, lines) in enumerate(cells):
+        for place, name in enumerate(rotated(list(servers), cell // len(load.clients))):
+            on_progress("asking", cell * len(servers) + place, len(cells) * len(servers))
+            measured[clients][name].append(_ask(name, servers[name], lines, clients, load.max_tokens))
+    return measured
+
+
+def _ask(name: str, server: BenchServer, lines: Sequence[PromptLine], clients: int, max_tokens: int) -> list[Answer]:
+    """All answers, in the order of the prompts. Raises RedraftError when a request fails."""
+    running = Clients(server.process.url, iter(lines), clients=clients, max_tokens=max_tokens, ask=server.ask)
+    running.wait()
+    if failed := [answer.error for answer in running.answers if answer.error]:
         raise RedraftError(
-            f"{len(failed)} of {len(lines)} requests to {name} failed: {failed[0]}; {house.server.tail()}"
+            f"{len(failed)} of {len(lines)} requests to {name} failed: {failed[0]}; {server.process.tail()}"
         )
     places = {id(line): place for place, line in enumerate(lines)}
-    return sorted(traffic.answers, key=lambda answer: places[id(answer.line)])
+    return sorted(running.answers, key=lambda answer: places[id(answer.line)])
 
 
 def rate(answers: Sequence[Answer]) -> float:
-    """Output tokens of all streams per second, from the first question to the end of the last answer."""
-    seconds = max(answer.ended for answer in answers) - min(answer.begun for answer in answers)
+    """Output tokens of all streams per second, from the first request to the end of the last answer."""
+    seconds = max(answer.ended for answer in answers) - min(answer.started for answer in answers)
     return sum(answer.count for answer in answers) / seconds
 
 
@@ -152,7 +164,7 @@ def _figures(turns: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]
         "tokens_per_second": speed.median,
         "low": speed.low,
         "high": speed.high,
-        "first_ms": _percentiles([answer.arrivals[0] - answer.begun for answer in answers if answer.arrivals]),
+        "first_ms": _percentiles([answer.arrivals[0] - answer.started for answer in answers if answer.arrivals]),
         "gap_ms": _percentiles([after - before for one in answers for before, after in pairwise(one.arrivals)]),
         "tokens_per_call": tokens / calls if calls else None,
         "identical": all(alike),
@@ -173,8 +185,8 @@ def _report(measured: Measured, title: str, command: str, settings: dict[str, An
     clients: dict[str, dict[str, Any]] = {}
     rows: list[tuple[object, ...]] = []
     bars: dict[str, Mapping[str, float]] = {}
-    for number, heard in measured.items():
-        arms = {name: _figures(turns, heard[PLAIN]) for name, turns in heard.items()}
+    for number, by_server in measured.items():
+        arms = {name: _figures(turns, by_server[PLAIN]) for name, turns in by_server.items()}
         found: dict[str, Spread] = ratios({name: arm["turns"] for name, arm in arms.items()}, PAIRS)
         clients[str(number)] = {"arms": arms, "ratios": {name: asdict(one) for name, one in found.items()}}
         bars[f"tokens/s, {number} client{'s' * (number > 1)}"] = {

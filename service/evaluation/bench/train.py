@@ -1,7 +1,7 @@
 """`redraft bench train`: our training step against mlx-lm's, on the same draft, LoRA layers, batch and length.
 
-Every measurement is a process of its own (`python -m service.evaluation.bench.train`, the task on one line of stdin), so
-that its peak memory is nobody else's; the two take turns.
+Each measurement runs in a process of its own (`python -m service.evaluation.bench.train`, the task on one line of stdin),
+whose peak memory is its own.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -28,6 +28,7 @@ from mlx_lm.tuner.callbacks import TrainingCallback
 
 from service.core import TOP_TARGETS, RedraftError, python_command
 from service.evaluation.bench.report import Report, ratios, spread
+from service.evaluation.progress import OnProgress, silent
 from service.learning import lora
 from service.learning.batches import Batch, batches
 from service.learning.examples import Example
@@ -39,15 +40,14 @@ from service.settings import Settings
 
 OURS, THEIRS = "ours", "mlx_lm"
 WARM = 2
-"""Steps at the start that are not counted: shapes are compiled and memory is fetched there."""
+"""First steps, which are not counted: kernels are compiled and memory is allocated."""
 LEARNING_RATE = 1e-4
-
-Step = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """steps: counted ones. length: tokens fed of each text; response: output tokens of each, which are what is learnt."""
+    """What one process measures. arm: OURS or THEIRS. draft: folder. steps: counted ones. batch: texts a step. length: input
+    tokens of each text. response: output tokens of each, on which the loss is taken."""
 
     arm: str
     draft: str
@@ -68,13 +68,16 @@ def run_train(
     batch: int = 8,
     length: int = 160,
     response: int | None = None,
-    on_step: Step = lambda stage, done, of: None,
+    on_progress: OnProgress = silent,
 ) -> Report:
-    """models: folders of target and draft, of which the draft is trained. steps: of each turn. response: half of the
-    length unless said. Raises RedraftError.
+    """Both trainers in turn: tokens per second and peak memory.
 
-    Both are fed batch x length tokens a step, which is what is counted, and both learn the response alone: mlx-lm through
-    the offsets of its `--mask-prompt`, with its own loop, step, loss and optimiser.
+    models: folders of target and draft, of which the draft is trained. steps: counted ones of each turn. batch: texts a step.
+    length: tokens of each. response: how many of them are output; None: half. Both trainers get batch x length tokens a step,
+    which are counted, and take the loss on the response alone: mlx-lm with its own loop, step, loss, optimiser and
+    `--mask-prompt`.
+
+    Raises RedraftError for a draft that mlx-lm cannot train, a response that does not fit, and a child that fails.
     """
     response = length // 2 if response is None else response
     if not 0 < response < length:
@@ -88,20 +91,25 @@ def run_train(
     for turn in range(turns):
         order = (OURS, THEIRS) if turn % 2 == 0 else (THEIRS, OURS)
         for place, arm in enumerate(order):
-            on_step(arm, 2 * turn + place, 2 * turns)
+            on_progress(arm, 2 * turn + place, 2 * turns)
             found = _measure(replace(task, arm=arm))
             rates[arm].append(batch * length / found["seconds"])
             peaks[arm].append(found["peak_bytes"])
-    compared = {
-        "tokens_per_second": ratios(rates, [(OURS, THEIRS)])[f"{OURS}/{THEIRS}"],
-        "peak_memory": ratios(peaks, [(OURS, THEIRS)])[f"{OURS}/{THEIRS}"],
-    }
+    return _report(task, rates, peaks, turns)
+
+
+def _report(task: Task, rates: dict[str, list[float]], peaks: dict[str, list[float]], turns: int) -> Report:
+    versus = f"{OURS}/{THEIRS}"
+    speed_ratio, memory_ratio = (ratios(values, [(OURS, THEIRS)])[versus] for values in (rates, peaks))
     speeds = {arm: spread(values) for arm, values in rates.items()}
     memory = {arm: spread(values) for arm, values in peaks.items()}
+    tokens = task.batch * task.length
+    response_tokens = task.batch * task.response
     return Report(
         name="train",
-        title=f"A training step, {batch} x {length} tokens, {batch * response} of them response",
-        command=f"redraft bench train --steps {steps} --batch {batch} --length {length} --response {response}",
+        title=f"A training step, {task.batch} x {task.length} tokens, {response_tokens} of them response",
+        command=f"redraft bench train --steps {task.steps} --batch {task.batch} --length {task.length} "
+        f"--response {task.response}",
         columns=("trainer", "tokens/s (90 %)", "peak memory, GB"),
         rows=(
             *(
@@ -110,7 +118,7 @@ def run_train(
             ),
             (
                 f"{OURS} / {THEIRS}",
-                *(f"{ratio.median:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" for ratio in compared.values()),
+                *(f"{one.median:.2f} ({one.low:.2f} to {one.high:.2f})" for one in (speed_ratio, memory_ratio)),
             ),
             ("promised", ">= 1.0", "<= 1.0"),
         ),
@@ -118,14 +126,14 @@ def run_train(
             "arms": {
                 arm: {"tokens_per_second": asdict(speeds[arm]), "peak_bytes": asdict(memory[arm])} for arm in rates
             },
-            "ratios": {f"{OURS}/{THEIRS}": asdict(compared["tokens_per_second"])},
-            "memory_ratios": {f"{OURS}/{THEIRS}": asdict(compared["peak_memory"])},
+            "ratios": {versus: asdict(speed_ratio)},
+            "memory_ratios": {versus: asdict(memory_ratio)},
             "settings": asdict(task)
             | {
-                "draft": models[1].name,
+                "draft": Path(task.draft).name,
                 "turns": turns,
-                "tokens_per_step": batch * length,
-                "response_tokens_per_step": batch * response,
+                "tokens_per_step": tokens,
+                "response_tokens_per_step": response_tokens,
                 "peak": "resident set" if mx.default_device().type == mx.cpu else "mx.get_peak_memory",
             },
         },
@@ -145,23 +153,23 @@ def _measure(task: Task) -> dict[str, float]:
         check=False,
     )
     if child.returncode != 0:
-        said = child.stderr.strip().splitlines()
-        raise RedraftError(f"training with {task.arm} failed: {said[-1] if said else child.returncode}")
+        errors = child.stderr.strip().splitlines()
+        raise RedraftError(f"training with {task.arm} failed: {errors[-1] if errors else child.returncode}")
     return json.loads(child.stdout.splitlines()[-1])
 
 
-# ------------------------------------------------------------------------------------------------ the child's side
+# ------------------------------------------------------------------------------------------------ in the child
 
 
 def perform(task: Task) -> dict[str, float]:
-    """Train in this process: median seconds of a counted step, and the peak of its memory in bytes."""
+    """Train in this process. Returns seconds, the median of the counted steps, and peak_bytes of this process."""
     model = load_model(Path(task.draft)).model
     lora.wrap(model, rank=task.rank, scale=task.scale, seed=0)
-    # Lazy: the graph is built for its shape and never run.
+    # Lazy: the graph is built for its output shape and never run.
     width = cast("mx.array", model(mx.zeros((1, 1), dtype=mx.int32))).shape[-1]
     examples = [random_example(seed, width, task) for seed in range(2 * task.batch)]
     mx.reset_peak_memory()
-    ends = (_ours if task.arm == OURS else _theirs)(model, examples, task)
+    ends = (_train_ours if task.arm == OURS else _train_theirs)(model, examples, task)
     seconds = np.diff(ends)[WARM - 1 :]
     return {"seconds": float(np.median(seconds)), "peak_bytes": float(_peak())}
 
@@ -173,7 +181,7 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def _ours(model: nn.Module, examples: Sequence[Example], task: Task) -> list[float]:
+def _train_ours(model: nn.Module, examples: Sequence[Example], task: Task) -> list[float]:
     mx.set_cache_limit(CACHE_BYTES)
     ends: list[float] = []
     steps = WARM + task.steps
@@ -195,13 +203,13 @@ def _endless(examples: Sequence[Example], size: int) -> Iterator[Batch]:
 
 
 def masked(examples: Sequence[Example], task: Task) -> list[tuple[list[int], int]]:
-    """What `mlx_lm.lora --mask-prompt` makes of a text: its tokens, of which the last is only predicted, and where its
-    response begins."""
+    """The examples as `mlx_lm.lora --mask-prompt` makes them: token ids, of which the last is only predicted, and the position
+    at which the response starts."""
     return [([*example.tokens.tolist(), 1], task.length + 1 - task.response) for example in examples]
 
 
-class _Ends(TrainingCallback):
-    """When each step was over."""
+class _StepEnds(TrainingCallback):
+    """Notes time.perf_counter() at the end of each step."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -210,8 +218,8 @@ class _Ends(TrainingCallback):
         self.ends.append(time.perf_counter())
 
 
-def _theirs(model: nn.Module, examples: Sequence[Example], task: Task) -> list[float]:
-    ends = _Ends()
+def _train_theirs(model: nn.Module, examples: Sequence[Example], task: Task) -> list[float]:
+    ends = _StepEnds()
     with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
         mlx_lm_trainer.train(
             model,
@@ -221,7 +229,7 @@ def _theirs(model: nn.Module, examples: Sequence[Example], task: Task) -> list[f
                 batch_size=task.batch,
                 iters=WARM + task.steps,
                 steps_per_report=1,
-                # They save in place while they train: not here.
+                # Never: it would save in place during training.
                 steps_per_save=10**9,
                 max_seq_length=task.length + 1,
                 adapter_file=str(Path(folder) / lora.WEIGHTS),
@@ -232,14 +240,19 @@ def _theirs(model: nn.Module, examples: Sequence[Example], task: Task) -> list[f
 
 
 def random_example(seed: int, width: int, task: Task) -> Example:
-    """Random tokens with a random target distribution: what a step costs does not depend on what it learns."""
+    """Random tokens with random target distributions: the cost of a step does not depend on them."""
     rng = np.random.default_rng(seed)
     top = min(TOP_TARGETS, width)
-    law = np.log(rng.dirichlet(np.ones(top + 1), size=task.response)).astype(np.float32)
+    logprobs = np.log(rng.dirichlet(np.ones(top + 1), size=task.response)).astype(np.float32)
     ids = np.stack([rng.choice(width, top, replace=False) for _ in range(task.response)]).astype(np.int32)
     tokens = rng.integers(0, width, task.length).astype(np.int32)
     return Example(
-        tokens, task.length - task.response, ids, law[:, :-1], law[:, -1], np.ones(task.response, dtype=np.float32)
+        tokens,
+        task.length - task.response,
+        ids,
+        logprobs[:, :-1],
+        logprobs[:, -1],
+        np.ones(task.response, dtype=np.float32),
     )
 
 
