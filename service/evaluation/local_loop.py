@@ -28,6 +28,7 @@ from service.learning import job
 from service.learning.channel import Channel
 from service.learning.scoring.simulate import Simulated, simulate_rounds
 from service.lifecycle import gate
+from service.lifecycle.clock import Clock
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
@@ -35,7 +36,7 @@ from service.metrics.registry import Metrics
 from service.models.machine import machine_kind
 from service.models.pair import Pair
 from service.settings import Settings
-from service.store.processes.members import Members
+from service.store.processes.members import RENEW_SECONDS, Members
 from service.store.stores import open_stores
 
 BLOCK = 32
@@ -217,15 +218,18 @@ class LocalLoop:
         rules = settings.gate.model_copy(update={"backoff_seconds": 0.0})
         self.settings = settings.model_copy(update={"home": folder, "training": training, "gate": rules})
         self.stores = open_stores(self.settings, create=True)
-        self._members = Members(self.stores.database)
-        self._members.join()
+        members = Members(self.stores.database)
+        members.join()
+        # Runs take longer than a lease, and a process whose lease has ended leads no more.
+        self._heartbeat = Clock(members.renew, RENEW_SECONDS)
+        self._heartbeat.start()
         self.drafts = LocalDraftSwitch(pair, costs)
         events = Metrics(DRAFT_LENGTH)
         common = lifecycle_rules(self.settings, Folders(*models, general), pair.provenance)
         spec = {**common.spec, "k": DRAFT_LENGTH, "cache": str(settings.home / TARGETS)}
         context = LifecycleContext(
             stores=self.stores,
-            members=self._members,
+            members=members,
             switching=Switching(self.drafts, self.stores.adapters, pair.provenance.draft, events),
             launcher=LocalLauncher(),
             events=events,
@@ -240,6 +244,7 @@ class LocalLoop:
     def close(self) -> None:
         """Stop the supervisor and close the database."""
         self.supervisor.stop()
+        self._heartbeat.stop()
         self.stores.close()
 
     def record(self, generations: Sequence[Generation]) -> None:

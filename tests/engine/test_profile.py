@@ -123,18 +123,18 @@ def test_the_table_holds_what_calls_take() -> None:
 def test_a_call_by_itself_is_timed_where_others_follow_before_it_is_read(
     strategy: Strategy, alone: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every wait takes 0.02 s here: a quarter of it a call where four are queued."""
+    """Every wait takes 0.05 s here: a quarter of it a call where four are queued."""
     wait = device.wait
 
     def slowly(*arrays: object) -> None:
-        time.sleep(0.02)
+        time.sleep(0.05)
         wait(*arrays)
 
     monkeypatch.setattr(device, "wait", slowly)
     with using(strategy):
         costs = measure(tiny_llama(0), None, rows=[1, 4], most=1)
     assert set(costs.alone) == ({1, 4} if alone else set())
-    assert all(0.01 < seconds < 0.04 for seconds in costs.alone.values())
+    assert all(0.025 < seconds < 0.1 for seconds in costs.alone.values())
 
 
 def test_timing_restores_the_drafts_extra_ids() -> None:

@@ -1,9 +1,11 @@
 """The lifecycle without a server, at toy size."""
 
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from service.core import AdapterState
 from service.evaluation.local_loop import History, LocalLoop
@@ -23,7 +25,11 @@ def prompts_of(domain: str, count: int) -> list[PromptLine]:
     return [PromptLine(f"{domain}{line.id}", domain, line.prompt + domain) for line in prompts(count, 0)]
 
 
-def test_the_loop_learns_from_what_it_is_given(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
+def test_the_loop_learns_from_what_it_is_given(
+    settings: Settings, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.evaluation.local_loop.RENEW_SECONDS", 0.2)
+    monkeypatch.setattr("service.store.processes.members.LEASE_SECONDS", 1.0)
     training = TrainingSettings(min_cases=60, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
     chosen = settings.model_copy(
         update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}
@@ -36,6 +42,7 @@ def test_the_loop_learns_from_what_it_is_given(settings: Settings, models: tuple
     requests = greedy_answers(pair, asked, settings.home, "", max_tokens=16, rows=16, on_progress=silent)
     loop, history = LocalLoop(chosen, pair, models, None, tmp_path / "loop"), History()
     try:
+        time.sleep(1.5)  # a stream takes longer than a lease
         loop.serve(requests, history)
         (run,) = history.runs
         assert run.promoted and history.serving == [loop.drafts.active] == [1]
