@@ -115,7 +115,8 @@ def purge(
 def _erase(
     stores: Stores, settings: Settings, selection: Selection, *, retire_adapters: bool, url: str
 ) -> dict[str, Any]:
-    """core.Erased as an object. While nobody serves from the database, no server can start on it before this is done."""
+    """core.Erased as an object. Where nobody serves from the database, no server can start on it meanwhile, as long as a lease
+    of 25 s lasts."""
     from service.app import erase
     from service.store.processes.members import Members, Role
 

@@ -12,6 +12,7 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,7 +20,7 @@ from pathlib import Path
 import mlx.nn as nn
 
 from service.app import TARGETS, Folders, lifecycle_rules
-from service.core import BARE_DRAFT, AdapterRef, Generation, RunState, Staged, TrainingRun, Verdict
+from service.core import BARE_DRAFT, AdapterRef, Generation, RunState, Staged, StoreError, TrainingRun, Verdict
 from service.engine import profile
 from service.engine.adapters import Draft, load, served
 from service.engine.costs import USUALLY_HELD, Costs, Load
@@ -212,24 +213,19 @@ class LocalLoop:
         judge: Callable[..., Verdict] = gate.judge,
     ) -> None:
         self.pair = pair
-        # Nobody is served during a run.
-        alone = {"cooldown_seconds": 0.0, "niceness": 0, "gpu_share": 1.0}
-        training = settings.training.model_copy(update=alone)
-        rules = settings.gate.model_copy(update={"backoff_seconds": 0.0})
-        self.settings = settings.model_copy(update={"home": folder, "training": training, "gate": rules})
+        self.settings = _isolated(settings, folder)
         self.stores = open_stores(self.settings, create=True)
-        members = Members(self.stores.database)
-        members.join()
+        self._members = Members(self.stores.database)
         # Runs take longer than a lease, and a process whose lease has ended leads no more.
-        self._heartbeat = Clock(members.renew, RENEW_SECONDS)
-        self._heartbeat.start()
+        self._heartbeat = Clock(self._renew, RENEW_SECONDS)
+        self._given_up = False
         self.drafts = LocalDraftSwitch(pair, costs)
         events = Metrics(DRAFT_LENGTH)
         common = lifecycle_rules(self.settings, Folders(*models, general), pair.provenance)
         spec = {**common.spec, "k": DRAFT_LENGTH, "cache": str(settings.home / TARGETS)}
         context = LifecycleContext(
             stores=self.stores,
-            members=members,
+            members=self._members,
             switching=Switching(self.drafts, self.stores.adapters, pair.provenance.draft, events),
             launcher=LocalLauncher(),
             events=events,
@@ -239,13 +235,23 @@ class LocalLoop:
             judge=judge,
         )
         self.supervisor = Supervisor(context, strain=lambda: None)
-        self.supervisor.start()
+        try:
+            self._members.join()
+            self._heartbeat.start()
+            self.supervisor.start()
+        except Exception:
+            self.close()
+            raise
 
     def close(self) -> None:
-        """Stop the supervisor and close the database."""
-        self.supervisor.stop()
-        self._heartbeat.stop()
-        self.stores.close()
+        """Stop the supervisor, leave and close the database."""
+        try:
+            self.supervisor.stop()
+        finally:
+            self._heartbeat.stop()
+            with suppress(StoreError):
+                self._members.leave()
+            self.stores.close()
 
     def record(self, generations: Sequence[Generation]) -> None:
         """Add generations to the store as if they had just ended."""
@@ -253,7 +259,10 @@ class LocalLoop:
         self.stores.generations.add([replace(g, created_at=now) for g in generations]).result()
 
     def tick_until_idle(self) -> None:
-        """Tick until no child is under way: no run, no comparison of a watch."""
+        """Tick until no child is under way: no run, no comparison of a watch. Raises StoreError when another process has taken
+        over the database."""
+        if self._given_up:
+            raise StoreError("another process has taken over the database of this experiment")
         self.supervisor.tick()
         while self.supervisor.working:
             self.supervisor.tick()
@@ -290,6 +299,9 @@ class LocalLoop:
         """The draft as it would serve with an adapter. Raises NotFound, AdapterRefused."""
         return self.drafts.loaded(None if adapter == BARE_DRAFT else self.stores.adapters.get(adapter)).model
 
+    def _renew(self) -> None:
+        self._given_up = self._given_up or not self._members.renew()
+
     def _drafted(self, block: Sequence[Generation]) -> list[Simulated]:
         vocabulary = self.pair.vocabulary
         return simulate_rounds(
@@ -310,3 +322,16 @@ class LocalLoop:
                     generations=run.generations,
                 )
             )
+
+
+def _isolated(settings: Settings, folder: Path) -> Settings:
+    """These settings on a database and adapter folders of their own, for a loop in which nobody is served during a run."""
+    training = {"cooldown_seconds": 0.0, "niceness": 0, "gpu_share": 1.0, "enabled": True, "run_here": True}
+    return settings.model_copy(
+        update={
+            "home": folder,
+            "store": settings.store.model_copy(update={"url": None, "adapters": None}),
+            "training": settings.training.model_copy(update=training),
+            "gate": settings.gate.model_copy(update={"backoff_seconds": 0.0}),
+        }
+    )

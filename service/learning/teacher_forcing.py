@@ -58,8 +58,8 @@ def response_logits(
     serves; all others are -inf.
     """
     masks = [None] * len(texts) if masks is None else masks
-    parts, limit = split(model), token_limit(model)
     with full_head(model) as in_vocabulary:
+        parts, limit = split(model), token_limit(model)
         for indices in _groups(texts):
             between()
             group = _Group(texts, indices, in_vocabulary, [masks[i] for i in indices])

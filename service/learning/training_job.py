@@ -69,12 +69,11 @@ class TrainingJob:
     def run(self) -> None:
         """Sends cases (where texts are undrafted), texts, progress, candidate, scores. Raises RedraftError."""
         self._check_current()
-        texts = self._choose_texts()
-        data = self._dataset(texts)
+        data, tokens = self._data()
         self._check_memory(data)
         draft = load_draft(self.job)
         shape = self._wrap(draft.model)
-        reduced = self._reduced_vocabulary(draft, texts)
+        reduced = self._reduced_vocabulary(draft, tokens)
         report = fit_adapter(
             draft.model,
             data.examples,
@@ -151,6 +150,12 @@ class TrainingJob:
         )
         return [one.generation for one in simulated]
 
+    def _data(self) -> tuple[Dataset, list[tuple[int, ...]]]:
+        """The examples, and the tokens of each text, prompt included. The texts themselves, with the target's distributions,
+        are not held while the draft is trained."""
+        texts = self._choose_texts()
+        return self._dataset(texts), [(*text.prompt.tokens, *text.output) for text in texts]
+
     def _dataset(self, texts: Sequence[Generation]) -> Dataset:
         job = self.job
         masks = answer_masks(texts, self.grammars)
@@ -188,14 +193,13 @@ class TrainingJob:
             lora.warm_start(model, shape, job.parent, job.provenance.draft)
         return shape
 
-    def _reduced_vocabulary(self, draft: Loaded, texts: Sequence[Generation]) -> list[int] | None:
-        """The parent's reduced vocabulary, ids of the training texts moved to its front; None: the head is whole."""
+    def _reduced_vocabulary(self, draft: Loaded, texts: Sequence[Sequence[int]]) -> list[int] | None:
+        """The parent's reduced vocabulary, ids of the training texts moved to its front; None: the head is whole. texts: token
+        ids with their prompts, since answers repeat words of these."""
         parent = serving_vocabulary(self.job, self.job.parent)
         if parent is None:
             return None
-        # Prompts too: answers take up their words.
-        tokens = [(*generation.prompt.tokens, *generation.output) for generation in texts]
-        return vocabulary.adapted(parent, tokens, sorted(draft.tokenizer.eos_token_ids))
+        return vocabulary.adapted(parent, texts, sorted(draft.tokenizer.eos_token_ids))
 
     def _send_progress(self, progress: Progress) -> None:
         self.channel.send("progress", asdict(progress))

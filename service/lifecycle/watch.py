@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from service.core import BARE_DRAFT, AdapterRef, AdapterState, IllegalMove, Verdict
+from service.core import BARE_DRAFT, AdapterRef, AdapterState, IllegalMove, RoundCosts, Verdict
 from service.lifecycle.child import Child
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.interim_check import CheckResult, check_schedule, interim_check
@@ -138,8 +138,9 @@ class WatchJob:
         ref, adapters = self._ref, self._context.stores.adapters
         if adapters.evaluations(ref.id, EvaluationKind.WATCH):
             return  # an operator chose it meanwhile
+        costs = self._context.own_costs()
         try:
-            result = self._check(self._scores or Scores({}, golden={}))
+            result = self._check(self._scores or Scores({}, golden={}), costs)
         except ValueError as error:
             self._watch.failed(ref, f"its scores cannot be judged: {error}")
             return
@@ -159,9 +160,9 @@ class WatchJob:
         if result.short:
             log.warning("adapter %d: the engine accepts less of its drafts than its scores say", ref.id)
 
-    def _check(self, scores: Scores) -> CheckResult:
+    def _check(self, scores: Scores, costs: RoundCosts | None) -> CheckResult:
         """Raises ValueError when the scores are not what they should be."""
-        ref, rules, costs = self._ref, self._context.rules.gate, self._context.own_costs()
+        ref, rules = self._ref, self._context.rules.gate
         opponents = (ref.parent, BARE_DRAFT)
         steps = {other: scores.step(str(other), relative_to=str(ref.id)) for other in opponents}
         return interim_check(

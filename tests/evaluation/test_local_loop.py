@@ -17,7 +17,7 @@ from service.learning.scoring.simulate import simulate_rounds
 from service.models import vocabulary
 from service.models.heads import full_head
 from service.models.pair import load_pair
-from service.settings import GateSettings, Settings, TrainingSettings
+from service.settings import GateSettings, Settings, StoreSettings, TrainingSettings, sqlite_url
 from tests.support.tiny_server import prompts
 
 
@@ -25,12 +25,27 @@ def prompts_of(domain: str, count: int) -> list[PromptLine]:
     return [PromptLine(f"{domain}{line.id}", domain, line.prompt + domain) for line in prompts(count, 0)]
 
 
+def test_a_service_s_database_and_adapters_are_left_alone(
+    settings: Settings, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    served = tmp_path / "adapters" / "run-1-1"
+    served.mkdir(parents=True)
+    (served / "adapters.safetensors").write_bytes(b"of another database")
+    store = StoreSettings(url=sqlite_url(tmp_path / "service.db"), adapters=served.parent)
+    chosen = settings.model_copy(update={"store": store})
+    loop = LocalLoop(chosen, load_pair(*models), models, None, tmp_path / "loop")
+    loop.close()
+    assert (served / "adapters.safetensors").is_file()
+    assert not (tmp_path / "service.db").exists() and (tmp_path / "loop" / "redraft.db").is_file()
+    LocalLoop(chosen, load_pair(*models), models, None, tmp_path / "loop").close()  # it has left: nobody waits for its lease
+
+
 def test_the_loop_learns_from_what_it_is_given(
     settings: Settings, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("service.evaluation.local_loop.RENEW_SECONDS", 0.2)
     monkeypatch.setattr("service.store.processes.members.LEASE_SECONDS", 1.0)
-    training = TrainingSettings(min_cases=60, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
+    training = TrainingSettings(run_here=False, enabled=False, min_cases=60, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
     chosen = settings.model_copy(
         update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}
     )

@@ -15,6 +15,14 @@ def databases(request: pytest.FixtureRequest) -> Iterator[Databases]:
     yield from lent(request)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def leases_outlast_the_tests() -> Iterator[None]:
+    """Supervisors join without a heartbeat here; `lapse` ends a lease."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("service.store.processes.members.LEASE_SECONDS", 3600.0)
+        yield
+
+
 @pytest.fixture
 def installation(tmp_path: Path, databases: Databases) -> Installation:
     return Installation(tmp_path, databases.empty(tmp_path))
