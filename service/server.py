@@ -43,7 +43,7 @@ from service.models.memory import device_free_bytes
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.settings import Settings
-from service.store.private import make_private, private_folder
+from service.store.permissions import make_private, private_folder
 from service.store.processes.members import Role
 
 log = logging.getLogger(__name__)

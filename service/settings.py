@@ -159,7 +159,7 @@ class TrainingSettings(Section):
     timeout_seconds: float = Field(default=3600.0, gt=0)
     """A run may take so long, pauses not counted."""
     pause_on_battery: bool = True
-    """Hold still, and start nothing, while the machine runs on its battery."""
+    """Pause runs, and start none, while the machine runs on its battery."""
     pause_when_hot: bool = True
     """The same while the system slows the machine down to cool it."""
     pause_on_memory_pressure: bool = True

@@ -19,7 +19,7 @@ from service.models.fingerprint import is_unaltered
 from service.models.machine import machine_kind
 from service.models.pair import provenance_of
 from service.settings import Settings
-from service.store.private import private_folder
+from service.store.permissions import private_folder
 from service.store.processes.members import Role
 
 log = logging.getLogger(__name__)

@@ -50,7 +50,7 @@ def upgrade() -> None:
 
 
 def _fill_text_keys(connection: sa.Connection) -> None:
-    """As store.rows.text_key has it. Copies that are there already keep their rows and grow old."""
+    """As store.log.rows.text_key has it. Copies that are there already keep their rows and grow old."""
     generations = sa.table(
         "generations",
         *(sa.column(name) for name in ("seq", "prompt", "output", "rounds", "target", "tokenizer", "draft")),

@@ -140,7 +140,7 @@ def quarantined(config: Config = None) -> None:
     try:
         rows = [
             ("crashes" if h.run is None else f"adapter {h.adapter} rolled back", h.run or "", h.cases, h.generations)
-            for h in stores.quarantine.held()
+            for h in stores.quarantine.all()
         ]
     finally:
         stores.close()
@@ -150,7 +150,7 @@ def quarantined(config: Config = None) -> None:
 @cases.command()
 def release(
     config: Config = None,
-    run: Annotated[int | None, typer.Option(min=1, help="Only texts that this run put aside.")] = None,
+    run: Annotated[int | None, typer.Option(min=1, help="Only texts that this run quarantined.")] = None,
 ) -> None:
     """Let runs learn again from quarantined texts."""
     from service.store.stores import open_stores

@@ -267,7 +267,7 @@ class JobHandle(Protocol):
         ...
 
     def pause(self, paused: bool) -> None:
-        """Ask it to hold still between micro-steps while serving is busy."""
+        """Ask it to pause between micro-steps while serving is busy."""
         ...
 
     def stop(self, grace_seconds: float) -> None:

@@ -35,7 +35,7 @@ ADAPTER_MOVES: Mapping[AdapterState, frozenset[AdapterState]] = {
     AdapterState.BROKEN: frozenset(),
     AdapterState.REVOKED: frozenset(),
 }
-"""What an adapter may become. A rolled-back adapter returns only by an operator's word."""
+"""What an adapter may become. A rolled-back adapter serves again only when an operator activates it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +104,7 @@ class Trigger(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where a run is. Loss is nats per response position, rates are training tokens per second of wall time. paused: why it
-    holds still."""
+    is paused; None: it is not."""
 
     step: int = 0
     steps: int = 0

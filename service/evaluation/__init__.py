@@ -1,1 +1,1 @@
-"""Measuring: prompts, what the target says to them, how well a draft would have guessed it, and the whole loop on show."""
+"""Measurements: prompts, the target's answers, how well a draft predicts these, the whole loop, and benchmarks."""

@@ -55,7 +55,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class GateCandidate:
     """seed: of the texts it is trained on, or of its noise."""
 
     kind: Kind
@@ -67,7 +67,7 @@ class Candidate:
         return f"{self.kind.name.lower()}-{self.seed}"
 
 
-FIRST = Candidate(Kind.BETTER, 1)
+FIRST = GateCandidate(Kind.BETTER, 1)
 """The active adapter against which noisy candidates are judged."""
 
 
@@ -76,7 +76,7 @@ class Judged:
     """A candidate with its verdict. worth: relative change of the acceptance length, at DRAFT_LENGTH tokens a round, on prompts
     that the gate does not see; None for noisy candidates."""
 
-    candidate: Candidate
+    candidate: GateCandidate
     verdict: Verdict
     worth: float | None
 
@@ -189,9 +189,9 @@ def run_gate(
         yield trial.judge_noisy(candidate) if candidate.kind is Kind.NOISY else trial.judge_trained(candidate)
 
 
-def _candidates(count: int, noisy: int) -> list[Candidate]:
-    trained = [Candidate(kind, seed) for seed in range(1, count + 1) for kind in (Kind.BETTER, Kind.SHUFFLED)]
-    return [*trained, *(Candidate(Kind.NOISY, seed) for seed in range(1, noisy + 1))]
+def _candidates(count: int, noisy: int) -> list[GateCandidate]:
+    trained = [GateCandidate(kind, seed) for seed in range(1, count + 1) for kind in (Kind.BETTER, Kind.SHUFFLED)]
+    return [*trained, *(GateCandidate(Kind.NOISY, seed) for seed in range(1, noisy + 1))]
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ class _GateTrial:
         """Generations on which the worth is measured."""
         return self.answer_test()
 
-    def judge_trained(self, candidate: Candidate) -> Judged:
+    def judge_trained(self, candidate: GateCandidate) -> Judged:
         """Train and judge it through the loop, or read the run that is in its folder. Raises RedraftError when the run
         failed."""
         loop = self._loop(candidate)
@@ -232,7 +232,7 @@ class _GateTrial:
             loop.close()
         return Judged(candidate, run.verdict, worth)
 
-    def judge_noisy(self, candidate: Candidate) -> Judged:
+    def judge_noisy(self, candidate: GateCandidate) -> Judged:
         """Judge FIRST with noise against FIRST, on the held-out texts that the gate would draw for a run of that number."""
         self.judge_trained(FIRST)
         loop = self._loop(FIRST)
@@ -252,13 +252,13 @@ class _GateTrial:
         )
         return Judged(candidate, verdict, None)
 
-    def _loop(self, candidate: Candidate) -> LocalLoop:
+    def _loop(self, candidate: GateCandidate) -> LocalLoop:
         # Of general texts, which keep the target's own distributions, something could be learnt.
         general = None if candidate.kind is Kind.SHUFFLED else self.general
         folder = self.folder / candidate.name
         return LocalLoop(self.settings, self.pair, self.models, general, folder, costs=self.costs)
 
-    def _train(self, loop: LocalLoop, candidate: Candidate) -> TrainingRun:
+    def _train(self, loop: LocalLoop, candidate: GateCandidate) -> TrainingRun:
         fresh = random.Random(candidate.seed).sample(self.texts, self.cases)
         if candidate.kind is Kind.SHUFFLED:
             fresh = shuffled(fresh, candidate.seed)

@@ -1,2 +1,1 @@
-"""Deciding: when to train, whether a candidate is better, when to take it back. Numbers and rows in, verdicts and rows
-out."""
+"""The training loop: when to train, whether a candidate is better, when to roll it back, and what starts, ends and switches."""

@@ -109,7 +109,7 @@ class LifecycleContext:
 
     def give_up_orphans(self) -> None:
         """Give up processes that have ended, and end their runs, of whatever pair."""
-        self.members.give_up_the_dead()
+        self.members.remove_ended()
         for run in self.stores.runs.orphaned():
             reason = "its process ended while it ran"
             if (ended := self.stores.runs.give_up(run, reason)) is not None:

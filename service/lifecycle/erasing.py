@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from service.core import Erased, Forget, Selection, Unavailable
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.jobs import Job, JobSlot
-from service.lifecycle.training import TrainingJob
+from service.lifecycle.training import RunJob
 
 POLL_SECONDS = 0.1
 WAIT_SECONDS = 60.0
@@ -58,7 +58,7 @@ class Eraser:
             if number > self._newest:
                 self._end_job_for(number, selection)
                 self._forget_here(selection)
-                self._context.members.erased(number)
+                self._context.members.acknowledge_erasure(number)
                 self._newest = number
 
     def forget_everything(self) -> None:
@@ -86,7 +86,7 @@ class Eraser:
         """Whether the child may have read one of these texts. Other jobs than training are short and are started again by
         themselves: they are always ended."""
         lineage = self._context.stores.lineage
-        if not isinstance(self._slot.job, TrainingJob):
+        if not isinstance(self._slot.job, RunJob):
             return True
         return self._slot.job.may_hold(lineage.runs(selection), held_out=lineage.held_out(selection))
 
@@ -102,4 +102,4 @@ class Eraser:
             time.sleep(POLL_SECONDS)
             self.carry_out()
         # One that did not answer for too long has to join again, and forgets everything by that.
-        members.give_up_the_dead()
+        members.remove_ended()

@@ -46,7 +46,17 @@ class JobSlot:
         self._busy = busy
         self._strain = strain
         self._pausing = threading.Lock()
-        self.job: Job | None = None
+        self._job: Job | None = None
+
+    @property
+    def job(self) -> Job | None:
+        """The job under way."""
+        return self._job
+
+    def start(self, job: Job | None) -> None:
+        """Take a job whose child has just been started; None: there was nothing to start. The slot must be free."""
+        assert self._job is None, "one child at a time"
+        self._job = job
 
     def pause_for_requests(self) -> None:
         """Pause the child while serving is busy, or resume it. May be called from any thread; waits for no tick. The run's row
@@ -72,14 +82,14 @@ class JobSlot:
         except IllegalMove as error:
             log.warning("the child is ended, its run is not ours any more: %s", error)
             job.child.stop()
-            self.job = None
+            self._job = None
             return
         if job.child.over:
-            self.job = None
+            self._job = None
 
     def end(self) -> Job | None:
         """End the child under way and free the slot. Returns its job, which no row knows to be over yet."""
-        job, self.job = self.job, None
+        job, self._job = self._job, None
         if job is not None:
             job.child.stop()
         return job

@@ -83,7 +83,7 @@ class Supervisor:
     def start(self) -> None:
         """Register the pair that is served, end what ended processes left open, and serve the active adapter."""
         with self._lock:
-            self._context.members.serve(self._context.who, trains=self._context.trains)
+            self._context.members.register_pair(self._context.who, trains=self._context.trains)
             self._context.give_up_orphans()
             self._clean()
             if self._context.who.draft:
@@ -161,7 +161,7 @@ class Supervisor:
             self._eraser.forget_everything()
             # Only now may it write again: what it had to write was of texts that may be erased.
             self._context.members.join()
-            self._context.members.serve(self._context.who, trains=self._context.trains)
+            self._context.members.register_pair(self._context.who, trains=self._context.trains)
 
     # --------------------------------------------------------------------------------------------- the tick's steps
 
@@ -192,9 +192,9 @@ class Supervisor:
         if run is not None:
             # Asked for where nobody trains.
             if run.owner is None and (taken := context.stores.runs.take(run.id, context.members.token)) is not None:
-                self._jobs.job = training.start(context, taken)
+                self._jobs.start(training.start(context, taken))
             return
-        self._jobs.job = self._watch.start()
+        self._jobs.start(self._watch.start())
         if not self.working:
             self._start_if_due()
 
@@ -219,7 +219,7 @@ class Supervisor:
             strain=self._strain(),
         )
         if isinstance(decision, Trigger) and (run := training.claim(context, decision, None)) is not None:
-            self._jobs.job = training.start(context, run)
+            self._jobs.start(training.start(context, run))
 
     def _record_costs(self) -> None:
         """Once, and again before they are too old for others to go by."""
@@ -257,13 +257,13 @@ class Supervisor:
             if self.working or runs.current(context.who) is not None:
                 raise Conflict("a training run or a comparison is under way")
             here = context.trains and context.members.leads()
-            if not here and not context.members.trained():
+            if not here and not context.members.has_trainer():
                 raise Conflict("no process trains for this server: start `redraft trainer`")
             run = training.claim(context, Trigger.MANUAL, idempotency_key, here=here)
             if run is None:
                 raise BadRequest("nothing has been recorded yet that a run could learn from")
             if here:
-                self._jobs.job = training.start(context, run)
+                self._jobs.start(training.start(context, run))
                 self.pause_child()
             return runs.get(run.id)
 

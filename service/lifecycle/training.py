@@ -47,7 +47,7 @@ def claim(context: LifecycleContext, trigger: Trigger, key: str | None, *, here:
     )
 
 
-def start(context: LifecycleContext, run: TrainingRun) -> TrainingJob | None:
+def start(context: LifecycleContext, run: TrainingRun) -> RunJob | None:
     """Start the child of a claimed run; None when it could not be started (the run is CRASHED then)."""
     parent = context.adapter_folder(run.parent)
     # The row first: only one process can move it, so only one child is ever started for it.
@@ -58,10 +58,10 @@ def start(context: LifecycleContext, run: TrainingRun) -> TrainingJob | None:
         context.crash(moved, f"the child could not be started: {error}")
         return None
     context.events.training(moved)
-    return TrainingJob(context, moved, child)
+    return RunJob(context, moved, child)
 
 
-class TrainingJob:
+class RunJob:
     """A child that trains."""
 
     def __init__(self, context: LifecycleContext, run: TrainingRun, child: Child) -> None:
@@ -107,8 +107,8 @@ class TrainingJob:
             case Texts() if reason := self._too_poor():
                 self._give_back(reason)
             case Texts(window, replay):
-                runs.learns(run.id, run.fencing, Role.WINDOW, window)
-                runs.learns(run.id, run.fencing, Role.REPLAY, replay)
+                runs.record_texts(run.id, run.fencing, Role.WINDOW, window)
+                runs.record_texts(run.id, run.fencing, Role.REPLAY, replay)
                 self._texts_recorded = True
             case Candidate():
                 self._register(message)

@@ -53,7 +53,7 @@ def _histogram(name: str, text: str, buckets: tuple[float, ...]) -> Definition:
 
 
 _TESTED = "Tokens after the first rejection are drafted but never tested against the target."
-_BESIDE = "while a training run was under way and did not hold still; counted in both."
+_BESIDE = "while a training run was under way and not paused; counted in both."
 _PER_ADAPTER = f'The newest versions have a series each (0: bare draft); what earlier ones counted is under "{OLDER}".'
 
 METRICS: tuple[Definition, ...] = (
@@ -133,7 +133,7 @@ METRICS: tuple[Definition, ...] = (
     _counter("adapter_rollbacks_total", "Adapters rolled back, by the watch or by an operator."),
     _histogram("adapter_swap_seconds", "From staging a draft to its first round.", SLOW),
     _gauge("training_active", "1 while a training run is under way."),
-    _gauge("training_paused", "1 while the run under way holds still; GET /train/{id} says why."),
+    _gauge("training_paused", "1 while the run under way is paused; GET /train/{id} says why."),
     _gauge("training_run_state", "1 for the state of the latest run, 0 for the others.", "state"),
     _counter("training_runs_total", "Training runs that ended, by their last state.", "state"),
     _gauge("training_step", "Optimiser steps done by the latest run."),

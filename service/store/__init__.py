@@ -1,1 +1,1 @@
-"""Remembering: generations, failure cases, runs and adapters in SQL, adapter folders on disk."""
+"""Generations, failure cases, runs and adapters in SQL; adapter folders on disk."""

@@ -27,7 +27,7 @@ from service.store.backends import postgres
 from service.store.backends.backend import Backend, plain, shown, sqlite_path
 from service.store.backends.postgres import Postgres
 from service.store.backends.sqlite import Sqlite
-from service.store.private import make_private, private_folder
+from service.store.permissions import make_private, private_folder
 
 T = TypeVar("T")
 

@@ -37,7 +37,9 @@ def test_a_service_s_database_and_adapters_are_left_alone(
     loop.close()
     assert (served / "adapters.safetensors").is_file()
     assert not (tmp_path / "service.db").exists() and (tmp_path / "loop" / "redraft.db").is_file()
-    LocalLoop(chosen, load_pair(*models), models, None, tmp_path / "loop").close()  # it has left: nobody waits for its lease
+    LocalLoop(
+        chosen, load_pair(*models), models, None, tmp_path / "loop"
+    ).close()  # it has left: nobody waits for its lease
 
 
 def test_the_loop_learns_from_what_it_is_given(
@@ -45,7 +47,9 @@ def test_the_loop_learns_from_what_it_is_given(
 ) -> None:
     monkeypatch.setattr("service.evaluation.local_loop.RENEW_SECONDS", 0.2)
     monkeypatch.setattr("service.store.processes.members.LEASE_SECONDS", 1.0)
-    training = TrainingSettings(run_here=False, enabled=False, min_cases=60, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2)
+    training = TrainingSettings(
+        run_here=False, enabled=False, min_cases=60, min_tokens=300, epochs=4, rank=8, learning_rate=2e-2
+    )
     chosen = settings.model_copy(
         update={"training": training, "gate": GateSettings(min_prompts=3, min_tokens=40, bootstrap=200)}
     )

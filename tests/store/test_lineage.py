@@ -49,8 +49,8 @@ class House:
         active = self.adapters.active(WHO.draft)
         run = self.runs.claim(trigger=Trigger.CASES, who=WHO, parent=active.id if active else BARE_DRAFT, limit=99)
         assert run is not None and run.generations == len(new)
-        self.runs.learns(run.id, run.fencing, Role.WINDOW, window)
-        self.runs.learns(run.id, run.fencing, Role.REPLAY, replay)
+        self.runs.record_texts(run.id, run.fencing, Role.WINDOW, window)
+        self.runs.record_texts(run.id, run.fencing, Role.REPLAY, replay)
         return promote(self.runs, self.adapters, run)
 
     def marks(self) -> dict[int, int | None]:

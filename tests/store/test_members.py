@@ -46,7 +46,7 @@ def joined(
 ) -> Members:
     found = Members(database, role, process)
     found.join()
-    found.serve(WHO, trains=trains)
+    found.register_pair(WHO, trains=trains)
     return found
 
 
@@ -102,13 +102,13 @@ def test_a_machine_that_falls_silent_is_given_up(database: Database) -> None:
 @POSTGRES
 def test_several_join_and_a_trainer_leads_then_the_longest_there_that_trains(database: Database) -> None:
     idle = joined(database, ELSEWHERE, trains=False)
-    assert idle.leads() and not idle.trained()
+    assert idle.leads() and not idle.has_trainer()
     first, second = (joined(database, replace(ELSEWHERE, pid=pid)) for pid in (2, 3))
-    assert [each.leads() for each in (idle, first, second)] == [False, True, False] and idle.trained()
+    assert [each.leads() for each in (idle, first, second)] == [False, True, False] and idle.has_trainer()
     trainer = joined(database, replace(ELSEWHERE, pid=4), Role.TRAINER)
     other = Members(database, Role.TRAINER, replace(ELSEWHERE, pid=5))
     other.join()
-    other.serve(replace(WHO, draft="other"), trains=True)
+    other.register_pair(replace(WHO, draft="other"), trains=True)
     assert [each.leads() for each in (idle, first, second, trainer, other)] == [False, False, False, True, True]
     trainer.leave()
     assert first.leads() and not second.leads()

@@ -43,7 +43,7 @@ from service.models.fingerprint import folder_sha256
 from service.store.database import Database, integrity, upgrade
 from service.store.log.cases import CaseRow, Cases
 from service.store.log.generations import CaseStats, Generations
-from service.store.log.quarantine import Held, Quarantine
+from service.store.log.quarantine import Quarantine, QuarantinedTexts
 from service.store.log.training_texts import TrainingTexts, UntrainedCounts
 from service.store.processes.members import HostProcess, Members
 from service.store.registry.adapters import Adapters, EvaluationKind
@@ -116,7 +116,10 @@ draft may learn it. Runs crashed over one case of bad-half three times, over the
 FREE_AFTER_START = [*FREE[:7], "open-2", "open-1", "other-1", "twice-1", *FREE[8:]]
 """The same once the open run has crashed. Two runs had crashed over twice-1 before, so that the old code would quarantine it;
 the upgrade forgets those crashes (docs/decisions.md)."""
-HELD = [Held(run=2, adapter=2, cases=5, generations=3), Held(run=None, adapter=None, cases=7, generations=4)]
+HELD = [
+    QuarantinedTexts(run=2, adapter=2, cases=5, generations=3),
+    QuarantinedTexts(run=None, adapter=None, cases=7, generations=4),
+]
 """What is quarantined. The old code said 6 cases for the crashes: not the other one of bad-half."""
 KIND, OTHER_KIND, THIRD_KIND = "cluster:ca98ffebb5995768", "cluster:9f1c90b457954d12", "cluster:035095a703c6df89"
 
@@ -225,7 +228,7 @@ def test_adapters_and_verdicts_are_as_they_were(database: Database) -> None:
 
 
 def test_what_is_free_quarantined_and_undrafted_stays_so(database: Database) -> None:
-    assert Quarantine(database).held() == HELD
+    assert Quarantine(database).all() == HELD
     free = UntrainedCounts(cases=12, tokens=57, generations=7, undrafted=41, rate=56 / 267)
     assert free.generations + len(UNDRAFTED) == len(FREE) and TrainingTexts(database).untrained(WHO) == free
     assert TrainingTexts(database).untrained(OTHER_TARGET) == UntrainedCounts(cases=2, tokens=9, generations=1)
@@ -345,7 +348,7 @@ def test_the_lifecycle_goes_on(tmp_path: Path) -> None:
         assert server.adapters.get(9).state is AdapterState.BROKEN
         assert server.engine.active == 8
         assert server.training_texts.untrained(WHO) == UntrainedCounts(18, 84, 10, 41, rate=56 / 267)
-        assert Quarantine(server.db).held() == HELD
+        assert Quarantine(server.db).all() == HELD
         server.tick_until(server.ended(RunState.PROMOTED, 7))
         run = server.runs.get(16)
         assert (run.state, run.parent, run.fencing) == (RunState.PROMOTED, 8, 16)

@@ -5,7 +5,7 @@ import pytest
 from service.core import BARE_DRAFT, NotFound, RunState, TrainingRun, Trigger
 from service.store.database import Database
 from service.store.log.generations import Generations
-from service.store.log.quarantine import Held, Quarantine
+from service.store.log.quarantine import Quarantine, QuarantinedTexts
 from service.store.log.training_texts import TrainingTexts
 from service.store.registry.adapters import Adapters
 from service.store.registry.runs import MAX_CRASHES, Runs
@@ -47,10 +47,14 @@ def stores(database: Database) -> QuarantineStores:
 
 
 def test_quarantined_cases_are_listed_by_their_reason(stores: QuarantineStores) -> None:
-    assert stores.quarantine.held() == []
+    assert stores.quarantine.all() == []
     first, second = stores.roll_back_one(2), stores.roll_back_one(3)
     stores.crash_out()
-    assert stores.quarantine.held() == [Held(*second, 6, 3), Held(*first, 4, 2), Held(None, None, 1, 1)]
+    assert stores.quarantine.all() == [
+        QuarantinedTexts(*second, 6, 3),
+        QuarantinedTexts(*first, 4, 2),
+        QuarantinedTexts(None, None, 1, 1),
+    ]
 
 
 def test_released_cases_can_be_trained_on_again(stores: QuarantineStores) -> None:
@@ -59,9 +63,9 @@ def test_released_cases_can_be_trained_on_again(stores: QuarantineStores) -> Non
     assert stores.training_texts.untrained(WHO).cases == 0
     assert stores.quarantine.release(first[0]) == 4
     assert stores.training_texts.untrained(WHO).cases == 2
-    assert stores.quarantine.held() == [Held(*second, 6, 3), Held(None, None, 1, 1)]
+    assert stores.quarantine.all() == [QuarantinedTexts(*second, 6, 3), QuarantinedTexts(None, None, 1, 1)]
     assert stores.quarantine.release() == 7
-    assert stores.quarantine.held() == []
+    assert stores.quarantine.all() == []
     assert stores.log.stats().quarantined == stores.log.stats().trained == 0
     run = stores.claim()
     assert (run.cases, run.generations) == (11, 6)
@@ -73,10 +77,10 @@ def test_released_cases_may_crash_as_often_as_before(stores: QuarantineStores) -
     for _ in range(MAX_CRASHES - 1):
         run = stores.claim()
         stores.runs.move(run.id, run.fencing, RunState.CRASHED)
-    assert stores.quarantine.held() == []
+    assert stores.quarantine.all() == []
     run = stores.claim()
     stores.runs.move(run.id, run.fencing, RunState.CRASHED)
-    assert stores.quarantine.held() == [Held(None, None, 1, 1)]
+    assert stores.quarantine.all() == [QuarantinedTexts(None, None, 1, 1)]
 
 
 def test_nothing_else_is_touched(stores: QuarantineStores) -> None:

@@ -10,7 +10,7 @@ from sqlalchemy import select
 from service.core import AdapterRef, Generation, IllegalMove, Provenance, RunState, Selection, TrainingRun, Trigger
 from service.store.database import Database
 from service.store.log.generations import Generations
-from service.store.log.quarantine import Held, Quarantine
+from service.store.log.quarantine import Quarantine, QuarantinedTexts
 from service.store.log.run_texts import Role
 from service.store.log.training_texts import TrainingTexts, UntrainedCounts
 from service.store.registry.adapters import Adapters
@@ -76,14 +76,14 @@ def test_all_that_a_run_learns_from_is_named(texts: Texts) -> None:
     texts.runs.move(run.id, run.fencing, RunState.CRASHED, give_back=True)
     assert texts.of(run) == {}, "a run that was ended from outside had nothing"
     run = texts.claim()
-    texts.runs.learns(run.id, run.fencing, Role.WINDOW, [new[0].id, "general-5", old[0].id])
+    texts.runs.record_texts(run.id, run.fencing, Role.WINDOW, [new[0].id, "general-5", old[0].id])
     well = texts.add(2, cases=0)
-    texts.runs.learns(run.id, run.fencing, Role.WINDOW, [well[0].id])
-    texts.runs.learns(run.id, run.fencing, Role.REPLAY, [well[0].id, well[1].id])
+    texts.runs.record_texts(run.id, run.fencing, Role.WINDOW, [well[0].id])
+    texts.runs.record_texts(run.id, run.fencing, Role.REPLAY, [well[0].id, well[1].id])
     named = {old[0].id: "new", old[1].id: "new", new[0].id: "new", well[0].id: "window", well[1].id: "replay"}
     assert texts.of(run) == named
     with pytest.raises(IllegalMove, match="stale"):
-        texts.runs.learns(run.id, run.fencing + 1, Role.REPLAY, [well[1].id])
+        texts.runs.record_texts(run.id, run.fencing + 1, Role.REPLAY, [well[1].id])
     Lineage(texts.database).erase(Selection(client="ada"))
     assert texts.of(run) == {}, "an erased text is named nowhere"
 
@@ -98,12 +98,14 @@ def test_a_rollback_puts_aside_what_no_standing_adapter_has_learnt(texts: Texts,
     second = texts.add(1, cases=2)
     Replay(database).offer("code", [one.id for one in (*first, *lost, well, *second)], 8, 0)
     run = texts.claim()
-    texts.runs.learns(run.id, run.fencing, Role.WINDOW, [first[0].id, lost[0].id])
-    texts.runs.learns(run.id, run.fencing, Role.REPLAY, [well.id])
+    texts.runs.record_texts(run.id, run.fencing, Role.WINDOW, [first[0].id, lost[0].id])
+    texts.runs.record_texts(run.id, run.fencing, Role.REPLAY, [well.id])
     bad = texts.promote(run)
     texts.adapters.roll_back(bad.id, promoted.id, LOST)
     quarantine = Quarantine(database)
-    assert quarantine.held() == [Held(run.id, bad.id, 3, 3)], "the new, and of the others what only it had learnt"
+    assert quarantine.all() == [QuarantinedTexts(run.id, bad.id, 3, 3)], (
+        "the new, and of the others what only it had learnt"
+    )
     assert [one.id for one in Replay(database).sample(WHO, 8, 0)] == [first[0].id]
     assert [one.id for one in texts.training_texts.window(WHO, 0, 9)] == [first[0].id]
     assert quarantine.release(run.id) == 3

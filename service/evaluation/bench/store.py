@@ -96,7 +96,9 @@ def run_store(
     with tempfile.TemporaryDirectory(prefix="redraft-bench-") as scratch:
         folder = keep or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        place = settings.store.model_copy(update={"url": url or sqlite_url(folder / "redraft.db"), "adapters": folder / "adapters"})
+        place = settings.store.model_copy(
+            update={"url": url or sqlite_url(folder / "redraft.db"), "adapters": folder / "adapters"}
+        )
         settings = settings.model_copy(update={"store": place})
         made = _fill(settings, who, cases, on_progress)
         recorded = _record(settings, who, made, turns, on_progress)

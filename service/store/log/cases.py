@@ -11,7 +11,7 @@ from sqlalchemy import Connection, func, insert, select, update
 from service.core import AcceptRule, FailureCase, Generation, Source
 from service.store.database import Database
 from service.store.log.rows import case_of
-from service.store.log.run_texts import learnt
+from service.store.log.run_texts import completed_run_texts
 from service.store.tables import failure_cases, generations, run_texts
 from service.store.times import utc
 
@@ -57,7 +57,7 @@ class Cases:
     def newest(self, limit: int, offset: int = 0) -> list[CaseRow]:
         """Newest first, without the first `offset`."""
         run = (
-            learnt()
+            completed_run_texts()
             .with_only_columns(func.max(run_texts.c.run))
             .where(run_texts.c.seq == failure_cases.c.seq)
             .correlate(failure_cases)

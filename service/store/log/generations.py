@@ -13,9 +13,9 @@ from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, ins
 from service.core import Generation, Provenance, Round
 from service.store.database import Database
 from service.store.log.cases import add_cases, undrafted
-from service.store.log.reading import load, newest, of_target, same_pair
+from service.store.log.queries import load, newest, of_target, same_pair
 from service.store.log.rows import grammar_values, rounds_of, target_bytes, text_key, values_of
-from service.store.log.run_texts import had, learnt
+from service.store.log.run_texts import claimed_by_run, completed_run_texts
 from service.store.log.sampler import Text, text
 from service.store.tables import (
     failure_cases,
@@ -30,15 +30,15 @@ from service.store.tables import (
 TRAIN, HELD_OUT = "train", "held_out"
 """Where a generation belongs: learnt from, or only measured on. Rows of older releases may be "constrained", and neither:
 answers that had to follow a grammar, of which too little is stored."""
-TURNS = 10
-"""Turns of a conversation that are looked through for each that is wanted."""
+TURNS_READ = 10
+"""Generations read for each conversation that is wanted."""
 _TEXT = tuple(generations.c[name] for name in ("id", "prompt", "output", "client", "first_user"))
 
 
 @dataclass(frozen=True, slots=True)
 class CaseStats:
     """requests: generations recorded, copies of a text among them. generations: distinct ones. trained, quarantined: cases of
-    texts that a run learnt from as new, and of those that are put aside."""
+    texts that a run learnt from as new, and of quarantined ones."""
 
     requests: int
     generations: int
@@ -91,7 +91,7 @@ class Generations:
         known = set[str]()
         found: list[Text] = []
         with self._db.read() as connection:
-            for row in connection.execute(query.limit(TURNS * conversations)):
+            for row in connection.execute(query.limit(TURNS_READ * conversations)):
                 one = _text(row)
                 if one.conversation in known or len(known) < conversations:
                     known.add(one.conversation)
@@ -137,14 +137,14 @@ class Generations:
                     func.coalesce(func.sum(generations.c.output_tokens), 0),
                 ).select_from(generations)
             ).one()
-            had_by_runs = learnt().with_only_columns(run_texts.c.seq)
-            aside = select(generations.c.seq).where(generations.c.quarantined_run.is_not(None))
+            had_by_runs = completed_run_texts().with_only_columns(run_texts.c.seq)
+            quarantined_texts = select(generations.c.seq).where(generations.c.quarantined_run.is_not(None))
             cases, ties, trained, quarantined = connection.execute(
                 select(
                     count(),
                     count(failure_cases.c.tie.is_(True)),
                     count(failure_cases.c.seq.in_(had_by_runs)),
-                    count(failure_cases.c.seq.in_(aside)),
+                    count(failure_cases.c.seq.in_(quarantined_texts)),
                 )
             ).one()
             domains = connection.execute(
@@ -214,7 +214,7 @@ def _counted(connection: Connection, made: Generation) -> bool:
     if seq is None:
         return False
     connection.execute(update(generations).where(generations.c.seq == seq).values(copies=generations.c.copies + 1))
-    unknown = (generations.c.cases.is_(None), generations.c.quarantined_run.is_(None), ~had())
+    unknown = (generations.c.cases.is_(None), generations.c.quarantined_run.is_(None), ~claimed_by_run())
     query = select(generations.c.seq).where(generations.c.seq == seq, *unknown)
     if not undrafted(made) and connection.execute(query).scalar() is not None:
         add_cases(connection, seq, made.cases)

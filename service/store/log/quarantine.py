@@ -13,7 +13,7 @@ from service.store.tables import adapters, failure_cases, generations, run_texts
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class QuarantinedTexts:
     """Quarantined generations, and their failure cases. run: whose adapter was rolled back; None: runs crashed over them."""
 
     run: int | None
@@ -28,7 +28,7 @@ class Quarantine:
     def __init__(self, database: Database) -> None:
         self._db = database
 
-    def held(self) -> list[Held]:
+    def all(self) -> list[QuarantinedTexts]:
         """Newest run first, what runs crashed over last."""
         known = training_runs.c.state != RunState.CRASHED
         query = (
@@ -48,7 +48,7 @@ class Quarantine:
             .order_by(training_runs.c.id.is_(None), training_runs.c.id.desc())
         )
         with self._db.read() as connection:
-            return [Held(*row) for row in connection.execute(query)]
+            return [QuarantinedTexts(*row) for row in connection.execute(query)]
 
     def release(self, run_id: int | None = None) -> int:
         """Make them free for runs again: those that one run quarantined, or all. Returns how many failure cases they hold.

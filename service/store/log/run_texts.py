@@ -39,7 +39,7 @@ class Role(StrEnum):
     RELEASED = "released"
 
 
-LEARNT = tuple(state.value for state in RunState if state.over and state is not RunState.CRASHED)
+COMPLETED = tuple(state.value for state in RunState if state.over and state is not RunState.CRASHED)
 """States of runs that ended with a result: their texts are not free for other runs of the draft."""
 
 
@@ -51,7 +51,7 @@ _AS_NEW = (
 """Of a generation: the runs that had it as new."""
 
 
-def had(draft: str | None = None) -> ColumnElement[bool]:
+def claimed_by_run(draft: str | None = None) -> ColumnElement[bool]:
     """Whether a run has, or had, a generation as new. draft: of that draft alone. Runs that crashed do not count."""
     where = [*_AS_NEW, training_runs.c.state != RunState.CRASHED]
     if draft is not None:
@@ -59,12 +59,12 @@ def had(draft: str | None = None) -> ColumnElement[bool]:
     return exists().where(*where).correlate(generations)
 
 
-def learnt() -> Select[Any, Any]:
-    """Query: seq and run of what runs in a LEARNT state learnt from as new."""
+def completed_run_texts() -> Select[Any, Any]:
+    """Query: seq and run of what runs in a COMPLETED state learnt from as new."""
     return (
         select(run_texts.c.seq, run_texts.c.run)
         .join_from(run_texts, training_runs, training_runs.c.id == run_texts.c.run)
-        .where(run_texts.c.role == Role.NEW, training_runs.c.state.in_(LEARNT))
+        .where(run_texts.c.role == Role.NEW, training_runs.c.state.in_(COMPLETED))
     )
 
 
@@ -84,7 +84,7 @@ def texts_of(run_id: int, *roles: Role) -> ColumnElement[bool]:
     return generations.c.seq.in_(select(run_texts.c.seq).where(mine))
 
 
-def name_texts(connection: Connection, run_id: int, role: Role, seqs: Sequence[int]) -> None:
+def insert_run_texts(connection: Connection, run_id: int, role: Role, seqs: Sequence[int]) -> None:
     """Record that the run learns from these. One that it has already keeps its role."""
     for start in range(0, len(seqs), PAGE):
         some = seqs[start : start + PAGE]
@@ -94,7 +94,7 @@ def name_texts(connection: Connection, run_id: int, role: Role, seqs: Sequence[i
             connection.execute(insert(run_texts), new)
 
 
-def free_texts(connection: Connection, run_id: int) -> None:
+def delete_run_texts(connection: Connection, run_id: int) -> None:
     """Delete the run's texts: it is as if it had never had them."""
     connection.execute(delete(run_texts).where(run_texts.c.run == run_id))
 

@@ -22,7 +22,7 @@ FEW_OTHERS = 0.02
 health check."""
 MIN_TEXTS = 8
 """Texts of one client or template that are never cut."""
-TURNS = 8
+MAX_TURNS = 8
 """Texts of one conversation at most: turns of one are alike, and a conversation that outweighs all others leaves a bootstrap
 over conversations nothing to resample."""
 
@@ -79,13 +79,13 @@ def capped(texts: Sequence[Text]) -> list[Text]:
 
 
 def sample(texts: Sequence[Text], limit: int, seed: int) -> list[Text]:
-    """At most `limit` of them, `capped`, and at most TURNS of one conversation. The draw is a function of the texts and the
+    """At most `limit` of them, `capped`, and at most MAX_TURNS of one conversation. The draw is a function of the texts and the
     seed alone: another seed draws others where there are more than `limit`."""
     drawn = sorted(texts, key=lambda one: hashlib.sha256(seed.to_bytes(8, "little") + one.key).digest())
     turns: Counter[str] = Counter()
     few: list[Text] = []
     for one in {one.key: one for one in drawn}.values():
         turns[one.conversation] += 1
-        if turns[one.conversation] <= TURNS:
+        if turns[one.conversation] <= MAX_TURNS:
             few.append(one)
     return capped(few)[:limit]

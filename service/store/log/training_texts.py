@@ -11,11 +11,11 @@ from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_,
 from service.core import Generation, Provenance
 from service.store.database import Database
 from service.store.log.generations import TRAIN
-from service.store.log.reading import load, newest, of_target, same_target
-from service.store.log.run_texts import Role, had, texts_of
+from service.store.log.queries import load, newest, of_target, same_target
+from service.store.log.run_texts import Role, claimed_by_run, texts_of
 from service.store.tables import generations, run_texts
 
-WINDOW_PAGE = 4
+READ_PER_TEXT = 4
 """Generations that are read for each that the window wants: some are held out, quarantined, or the run's own."""
 RATED = 500
 """Newest texts with failure cases that say how many cases a token has."""
@@ -96,7 +96,7 @@ class TrainingTexts:
         if limit <= 0:
             return []
         columns = (generations.c.seq, generations.c.split, generations.c.output_tokens, generations.c.quarantined_run)
-        rows = newest(self._db, WINDOW_PAGE * limit, *columns)
+        rows = newest(self._db, READ_PER_TEXT * limit, *columns)
         fit = [r for r in rows if r.split == TRAIN and r.output_tokens and r.quarantined_run is None]
         with self._db.read() as connection:
             query = select(run_texts.c.seq).where(run_texts.c.run == run_id, run_texts.c.role == Role.NEW)
@@ -116,7 +116,7 @@ def _untrained(who: Provenance) -> ColumnElement[bool]:
         generations.c.split == TRAIN,
         or_(generations.c.cases > 0, generations.c.cases.is_(None)),
         generations.c.quarantined_run.is_(None),
-        ~had(who.draft),
+        ~claimed_by_run(who.draft),
     )
 
 

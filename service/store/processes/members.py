@@ -124,7 +124,7 @@ class Members:
         self._db.write(work, by_member=False).result()
         self._db.member = self._token
 
-    def serve(self, who: Provenance, *, trains: bool) -> None:
+    def register_pair(self, who: Provenance, *, trains: bool) -> None:
         """Record which pair this process serves or trains. trains: it does the pair's runs, where it leads."""
         self._who, self._trains = who, trains
 
@@ -150,7 +150,7 @@ class Members:
         self._db.write(lambda connection: connection.execute(mine), by_member=False).result()
         self._db.member = None
 
-    def give_up_the_dead(self) -> int:
+    def remove_ended(self) -> int:
         """Remove members that have ended; how many."""
         with self._db.read() as connection:
             now = self._time(connection)
@@ -164,7 +164,7 @@ class Members:
         first = self._first()
         return first is not None and first.token == self._token
 
-    def trained(self) -> bool:
+    def has_trainer(self) -> bool:
         """Whether any process does the runs of this pair."""
         first = self._first()
         return first is not None and first.trains
@@ -176,7 +176,7 @@ class Members:
 
     # --------------------------------------------------------------------------------------------------------- erasures
 
-    def erased(self, number: int) -> None:
+    def acknowledge_erasure(self, number: int) -> None:
         """This process has carried out the erasures up to this one."""
         mine = update(members).where(members.c.token == self._token).values(erased=number)
         self._db.write(lambda connection: connection.execute(mine), shared=True).result()
@@ -209,7 +209,7 @@ class Members:
         }
 
     def _first(self) -> Row[Any] | None:
-        assert self._who is not None, "`serve` was not called"
+        assert self._who is not None, "`register_pair` was not called"
         with self._db.read() as connection:
             now = self._time(connection)
             rows = connection.execute(select(members).where(_of(self._who))).all()

@@ -171,7 +171,9 @@ class Adapters:
             record_evaluation(connection, adapter_id, EvaluationKind.WATCH, verdict)
             if (run := _row(connection, adapter_id).run) is not None:
                 free = generations.c.quarantined_run.is_(None)
-                quarantine(connection, run, free, texts_of(run), or_(texts_of(run, Role.NEW), ~_learnt_by_a_good_one()))
+                quarantine(
+                    connection, run, free, texts_of(run), or_(texts_of(run, Role.NEW), ~_learnt_by_usable_adapter())
+                )
             return self._ref(_row(connection, back)) if back != BARE_DRAFT else None
 
         return self._db.write(work).result()
@@ -298,7 +300,7 @@ def _checked(connection: Connection, adapter_id: int) -> int | None:
     return None if EvaluationKind.WATCH in kinds else kinds.count(EvaluationKind.INTERIM)
 
 
-def _learnt_by_a_good_one() -> ColumnElement[bool]:
+def _learnt_by_usable_adapter() -> ColumnElement[bool]:
     """Whether an adapter that serves, or may serve again, has learnt a generation."""
     good = (AdapterState.ACTIVE.value, AdapterState.RETIRED.value)
     learnt = (run_texts.c.seq == generations.c.seq, adapters.c.run == run_texts.c.run, adapters.c.state.in_(good))

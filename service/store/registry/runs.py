@@ -27,7 +27,7 @@ from service.core import (
 from service.store.database import Database
 from service.store.log.cases import add_cases
 from service.store.log.generations import log_end
-from service.store.log.run_texts import PAGE, Role, crashes, free_texts, name_texts, quarantine, texts_of
+from service.store.log.run_texts import PAGE, Role, crashes, delete_run_texts, insert_run_texts, quarantine, texts_of
 from service.store.log.training_texts import untrained_generations
 from service.store.processes.fencing import held_run
 from service.store.registry.adapters import active_id, judge_candidate, retire_active
@@ -95,7 +95,7 @@ class Runs:
                 )
             ).inserted_primary_key
             assert made is not None
-            name_texts(connection, made[0], Role.NEW, seqs)
+            insert_run_texts(connection, made[0], Role.NEW, seqs)
             count = select(func.count()).select_from(failure_cases)
             cases = sum(
                 connection.execute(count.where(failure_cases.c.seq.in_(seqs[start : start + PAGE]))).scalar_one()
@@ -133,7 +133,7 @@ class Runs:
         self, run_id: int, fencing: int, state: RunState, *, error: str | None = None, give_back: bool = False
     ) -> TrainingRun:
         """Raises IllegalMove, also for PROMOTED and REJECTED: a verdict is given by `promote` or `reject`. FAILED: the run
-        has had its texts. CRASHED: they are free for other runs, and put aside after three crashes, out of the replay buffer
+        has had its texts. CRASHED: they are free for other runs, and quarantined after three crashes, out of the replay buffer
         too. give_back: they are free as if the run had never had them."""
 
         def work(connection: Connection) -> TrainingRun:
@@ -176,7 +176,7 @@ class Runs:
 
         return self._db.write(work).result()
 
-    def learns(self, run_id: int, fencing: int, role: Role, names: Sequence[str]) -> None:
+    def record_texts(self, run_id: int, fencing: int, role: Role, names: Sequence[str]) -> None:
         """Record what else a run learns from, by generation id. Names that are not in the log (the general set's) are
         passed over; what the run was claimed for stays NEW. Raises IllegalMove with a stale token."""
 
@@ -184,7 +184,7 @@ class Runs:
             held_run(connection, run_id, fencing)
             for start in range(0, len(names), PAGE):
                 query = select(generations.c.seq).where(generations.c.id.in_(names[start : start + PAGE]))
-                name_texts(connection, run_id, role, list(connection.execute(query).scalars()))
+                insert_run_texts(connection, run_id, role, list(connection.execute(query).scalars()))
 
         self._db.write(work).result()
 
@@ -352,7 +352,7 @@ def _move(connection: Connection, row: Row[Any], state: RunState, **values: obje
 def _end(connection: Connection, row: Row[Any], state: RunState, error: str | None, *, give_back: bool = False) -> None:
     _move(connection, row, state, error=error)
     if give_back:
-        free_texts(connection, row.id)
+        delete_run_texts(connection, row.id)
     elif state is RunState.CRASHED:
         quarantine(connection, row.id, texts_of(row.id, Role.NEW), crashes() >= MAX_CRASHES)
 
