@@ -44,6 +44,11 @@ class Sampling:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def filtered(self) -> bool:
+        """Whether top-p, min-p or top-k removes tokens."""
+        return self.top_p < 1.0 or self.min_p > 0.0 or self.top_k > 0
+
+    @property
     def rule(self) -> AcceptRule:
         """Greedy and seeded rows compare tokens; unseeded sampling uses rejection."""
         return AcceptRule.MATCH if self.greedy or self.seed is not None else AcceptRule.REJECTION

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from service.core import RedraftError
 from service.evaluation.prompts import PromptLine
 
 
@@ -144,6 +145,13 @@ class Clients:
         self._ask = ask
         self._pool = ThreadPoolExecutor(clients, thread_name_prefix="client")
         self._work = [self._pool.submit(self._run) for _ in range(clients)]
+
+    def raise_failures(self) -> None:
+        """Raises RedraftError naming how many requests have failed so far, and the first one's error."""
+        with self._lock:
+            errors, count = [answer.error for answer in self.answers if answer.error], len(self.answers)
+        if errors:
+            raise RedraftError(f"{len(errors)} of {count} requests failed: {errors[0]}")
 
     def _run(self) -> None:
         with httpx.Client(base_url=self._url, trust_env=False, timeout=600.0) as client:

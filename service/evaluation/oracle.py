@@ -16,8 +16,8 @@ from service.learning.teacher_forcing import response_logits
 
 @dataclass(frozen=True, slots=True)
 class Mismatches:
-    """positions: output positions whose token is not the target's argmax. near_ties: of these, where the two log-probabilities
-    are closer than passes of different shapes are exact."""
+    """positions: output positions whose token is not the target's argmax. near_ties: of these, where the gap between the two
+    log-probabilities is within the rounding of passes of different shapes."""
 
     positions: int = 0
     near_ties: int = 0

@@ -46,8 +46,7 @@ def setting_of(sampling: Sampling) -> str:
     """`greedy`, `seeded` or `unseeded`, the last two with `, filtered` where top-p, min-p or top-k filter."""
     if sampling.greedy:
         return "greedy"
-    filtered = sampling.top_p < 1.0 or sampling.min_p > 0.0 or sampling.top_k > 0
-    return ("unseeded" if sampling.seed is None else "seeded") + (", filtered" if filtered else "")
+    return ("unseeded" if sampling.seed is None else "seeded") + (", filtered" if sampling.filtered else "")
 
 
 def run_score(

@@ -69,7 +69,7 @@ def serve_and_train(
     try:
         clients = Clients(server.url, iter(train), clients=CLIENTS, max_tokens=max_tokens)
         clients.wait(lambda done: on_progress("serving", done, len(train)))
-        _raise_failures(clients)
+        clients.raise_failures()
         if beside:
             run, seconds, speed = _train_beside_client(server, train, max_tokens, on_progress)
         else:
@@ -136,14 +136,9 @@ def _asking(server: LocalServer, train: Sequence[PromptLine], max_tokens: int) -
         client.stop()
 
 
-def _raise_failures(clients: Clients) -> None:
-    if failed := [answer.error for answer in clients.answers if answer.error]:
-        raise RedraftError(f"{len(failed)} of {len(clients.answers)} requests failed: {failed[0]}")
-
-
 def _speed(clients: Clients, after: float, before: float) -> float:
     """Tokens per second of requests that were sent and answered between two moments; 0 without any."""
-    _raise_failures(clients)
+    clients.raise_failures()
     inside = [answer for answer in clients.answers if after <= answer.started and answer.ended <= before]
     seconds = sum(answer.ended - answer.started for answer in inside)
     return sum(answer.count for answer in inside) / seconds if seconds else 0.0

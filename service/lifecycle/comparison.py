@@ -118,7 +118,7 @@ class Comparison:
         whole = costs.sum(axis=0)
         new, old = (costs[:, adapter, whole[adapter].argmin()] for adapter in (0, 1))
         gain = float(old.sum() / new.sum() - 1.0)
-        # Long conversations weigh more: as many of equal weight would say as much (Kish 1965).
+        # Long conversations weigh more: the number of equal ones with the same variance (Kish 1965).
         effective = float(old.sum() ** 2 / (old @ old))
         beyond = 100 * _expanded(tail, effective)
         low, high = np.percentile(least[:, 1] / least[:, 0] - 1.0, (beyond, 100 - beyond))

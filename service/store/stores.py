@@ -21,7 +21,7 @@ from service.store.replay.buffer import Replay
 
 @dataclass(frozen=True, slots=True)
 class Stores:
-    """A database, and one object for each noun in it. All share its connections and its writer."""
+    """An open database and the objects that read and write its tables. All share its connections and its writer."""
 
     database: Database
     generations: Generations

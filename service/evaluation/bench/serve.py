@@ -141,10 +141,10 @@ def _ask(name: str, server: BenchServer, lines: Sequence[PromptLine], clients: i
     """All answers, in the order of the prompts. Raises RedraftError when a request fails."""
     running = Clients(server.process.url, iter(lines), clients=clients, max_tokens=max_tokens, ask=server.ask)
     running.wait()
-    if failed := [answer.error for answer in running.answers if answer.error]:
-        raise RedraftError(
-            f"{len(failed)} of {len(lines)} requests to {name} failed: {failed[0]}; {server.process.tail()}"
-        )
+    try:
+        running.raise_failures()
+    except RedraftError as error:
+        raise RedraftError(f"{name}: {error}; {server.process.tail()}") from error
     places = {id(line): place for place, line in enumerate(lines)}
     return sorted(running.answers, key=lambda answer: places[id(answer.line)])
 

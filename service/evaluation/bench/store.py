@@ -271,8 +271,7 @@ def _scrape(
             clients.stop()
     finally:
         server.stop()
-    if failed := [answer.error for answer in clients.answers if answer.error]:
-        raise RedraftError(f"{len(failed)} requests failed: {failed[0]}")
+    clients.raise_failures()
     return found
 
 

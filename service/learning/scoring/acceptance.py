@@ -118,8 +118,7 @@ def _by_sampling(generations: Sequence[Generation]) -> list[list[int]]:
 def _needs(sampling: Sampling) -> tuple[bool, ...]:
     if sampling.greedy:
         return (True,)
-    filtered = sampling.top_p < 1.0 or sampling.min_p > 0.0 or sampling.top_k > 0
-    return (False, sampling.seed is not None, filtered)
+    return (False, sampling.seed is not None, sampling.filtered)
 
 
 def _span_acceptance(span: Span, generations: Sequence[Generation]) -> tuple[Doubles, NDArray[np.bool_]]:

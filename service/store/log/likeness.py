@@ -41,7 +41,7 @@ def template(first_user: str, prompt: Sequence[int]) -> bytes:
 
 
 def groups_of(client: str | None, template: bytes) -> frozenset[bytes]:
-    """Of a text. Without a tag nobody knows whose it is, so that only its template binds it."""
+    """The groups of a text: its template, and its client where it has a client tag."""
     return frozenset(
         {b"template:" + template} | ({b"client:" + client.encode("utf-8", "surrogatepass")} if client else set())
     )
