@@ -18,6 +18,7 @@ from service.core import (
     TrainingRun,
     Unavailable,
 )
+from service.lifecycle import cleaning
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation
 from tests.support.store_rows import HELD_OUT_TEXT
 
@@ -117,7 +118,11 @@ def test_the_candidate_of_a_run_that_is_ended_is_marked_and_never_serves(install
         check_consistent(server)
 
 
-def test_a_folder_that_nobody_has_named_yet_goes_with_its_run(installation: Installation) -> None:
+def test_a_folder_that_nobody_has_named_yet_goes_with_its_run(
+    installation: Installation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Where processes share a database, such a folder is left alone for a day: another may be about to name it.
+    monkeypatch.setattr(cleaning, "SWEEP_GRACE_SECONDS", 0.0)
     installation.plan_children(train="hang")
     with installation.server() as server:
         started(server)

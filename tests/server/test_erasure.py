@@ -239,8 +239,8 @@ def check(
 
     erased = ask(server, "DELETE", "/generations", client="mallory")
     assert erased == {"generations": 2, "adapters": adapters, "revoked": []}
-    # An answer within a grammar is not learnt.
-    assert [each["erased_texts"] for each in server.get("/adapters")["adapters"]] == [1 for _ in adapters]
+    # The answer within a grammar was learnt too.
+    assert [each["erased_texts"] for each in server.get("/adapters")["adapters"]] == [2 for _ in adapters]
     assert list(prefixes.iterdir()) == []
     assert list((root / "home" / "targets").rglob("*.npz")) == []
     assert not found_by_look_up()

@@ -12,8 +12,8 @@ from service.store.tables import training_runs
 
 
 def held_run(connection: Connection, run_id: int, fencing: int) -> Row[Any]:
-    """The row of a run that this process holds. Raises NotFound, and IllegalMove when the token is stale, the run is over, or its
-    process was given up."""
+    """The row of a run that this process holds. Raises NotFound, and IllegalMove when the token is stale, the run is over, or
+    its process was given up."""
     row = connection.execute(select(training_runs).where(training_runs.c.id == run_id)).one_or_none()
     if row is None:
         raise NotFound(f"no training run {run_id}")
