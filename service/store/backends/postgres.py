@@ -28,8 +28,11 @@ RETRY_SECONDS = 10.0
 LONGEST_PAUSE = 0.5
 LOCK_SECONDS = 10
 """How long a transaction waits for others."""
-IDLE_SECONDS = 60
-"""After this the server ends a transaction whose process is silent: its host may be gone, and others wait for its lock."""
+IDLE_SECONDS = 15
+"""After this the server ends a write whose process is silent: it may be stopped, or its host gone, and all others wait for its
+lock, to renew their leases too, which last longer (processes.members)."""
+MIGRATION_IDLE_SECONDS = 60
+"""The same of a migration, which computes between its statements."""
 CONFLICTS = {"40001", "40P01", "55P03"}
 """SQLSTATEs of transactions that were ended for another's sake: serialization_failure, deadlock_detected,
 lock_not_available."""
@@ -143,7 +146,7 @@ def check(url: str) -> None:
 
 def begin_migration(connection: Connection) -> None:
     """Wait, however long it takes, for whoever migrates the database or writes, and then be alone."""
-    _take(connection, "pg_advisory_xact_lock", idle_in_transaction_session_timeout=IDLE_SECONDS)
+    _take(connection, "pg_advisory_xact_lock", idle_in_transaction_session_timeout=MIGRATION_IDLE_SECONDS)
 
 
 def _take(connection: Connection, lock: str, **seconds: float) -> None:
