@@ -12,9 +12,10 @@ import pytest
 from sqlalchemy import Connection, select
 
 from service.core import DatabaseTaken, IllegalMove, Outdated, Progress, RunState, StoreError, Trigger
+from service.store.backends import postgres
 from service.store.database import REVISION, Database
 from service.store.log.generations import Generations
-from service.store.processes.members import LEASE_SECONDS, HostProcess, Members, Role
+from service.store.processes.members import LEASE_SECONDS, RENEW_SECONDS, HostProcess, Members, Role
 from service.store.registry.runs import Runs
 from service.store.tables import members
 from service.store.times import time_of
@@ -97,6 +98,11 @@ def test_a_machine_that_falls_silent_is_given_up(database: Database) -> None:
     assert not far.renew(), "it has to learn that it was given up"
     far.leave()
     assert near.renew()
+
+
+def test_a_write_that_is_stopped_ends_no_lease() -> None:
+    """Renewals wait for it: found where a process was stopped inside a write, and 60 s were allowed."""
+    assert RENEW_SECONDS + postgres.IDLE_SECONDS < LEASE_SECONDS
 
 
 @POSTGRES

@@ -16,7 +16,6 @@ from service.core import RunState, StoreError, TrainingRun, Trigger
 from service.store.backends import postgres
 from service.store.database import Database, revision, size_bytes, upgrade
 from service.store.log.generations import Generations
-from service.store.processes.members import LEASE_SECONDS, RENEW_SECONDS
 from service.store.registry.runs import Runs
 from tests.support.databases import POSTGRES, PostgresDatabases, run_sql
 from tests.support.postgres import GUARDED, Wire
@@ -105,11 +104,6 @@ def test_a_lock_that_is_held_for_long_fails_the_write(url: str, monkeypatch: pyt
         assert counted(database) == 0, "reading does not wait"
     assert database.write(add).result(20) == 1
     database.close()
-
-
-def test_a_write_that_is_stopped_ends_no_lease() -> None:
-    """Renewals wait for it: found where a process was stopped inside a write, and 60 s were allowed."""
-    assert RENEW_SECONDS + postgres.IDLE_SECONDS < LEASE_SECONDS
 
 
 def test_whoever_says_nothing_loses_the_lock(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
