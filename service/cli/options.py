@@ -19,6 +19,9 @@ Database = Annotated[
     typer.Option("--database", help="URL of the database (store.url); by default SQLite in the home folder."),
 ]
 Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
+Prompts = Annotated[Path, typer.Option(help="JSON lines with id, domain, prompt.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt, at most.")]
+Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
 Url = Annotated[str, typer.Option("--url", help="Where the server is.", envvar="REDRAFT_URL")]
 LOCAL = "http://127.0.0.1:8321"
 

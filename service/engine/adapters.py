@@ -16,13 +16,13 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, ModelError
 from service.engine import device
 from service.engine.folding import fold
 from service.models import vocabulary
+from service.models.arrays import named_arrays
 from service.models.fingerprint import folder_sha256
 from service.models.heads import cut, shallow_copy
 from service.models.pair import Loaded
@@ -74,7 +74,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
         raise AdapterRefused(f"adapter {ref.id}: its layers do not fit this draft ({error})") from error
     expected = {
         name: array.shape
-        for name, array in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+        for name, array in named_arrays(model.parameters())
         if name.rsplit(".", 1)[-1] in {"lora_a", "lora_b"}
     }
     if not expected:

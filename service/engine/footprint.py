@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from service.engine.activations import Activations
 from service.engine.kv.budget import Budget, PoolRow, RowBytes, prefix_bytes
@@ -16,6 +14,7 @@ from service.engine.kv.groups import most_held
 from service.engine.kv.pages import Pages
 from service.engine.strategy import BURST, PAGE, current
 from service.engine.target import Target
+from service.models.arrays import named_arrays
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ def weight_bytes(*models: nn.Module | None) -> int:
         id(array): array.nbytes
         for model in models
         if model is not None
-        for _, array in cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+        for _, array in named_arrays(model.parameters())
     }
     return sum(arrays.values())
 

@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 
 from service.engine import device
 from service.engine.costs import USUALLY_HELD, Costs, line
@@ -23,6 +22,7 @@ from service.engine.kv.cache import RowCache
 from service.engine.replay import FIRST_CALLS
 from service.engine.strategy import current
 from service.engine.target import Target
+from service.models.arrays import named_arrays
 from service.models.heads import cut_head, extra_ids_allowed
 
 log = logging.getLogger(__name__)
@@ -222,7 +222,7 @@ def _queued() -> int:
 
 
 def _shapes(model: nn.Module) -> Shapes:
-    arrays = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    arrays = named_arrays(model.parameters())
     return tuple(sorted((name, tuple(array.shape), str(array.dtype)) for name, array in arrays))
 
 

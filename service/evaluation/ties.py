@@ -11,17 +11,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import comb
-from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from numpy.typing import NDArray
 
 from service.core import Sampling
 from service.engine.sampling import SamplingBatch, gumbel, noise_key, transform
 from service.evaluation.oracle import prefilled_cache
+from service.models.arrays import named_arrays
 
 RATE = 1.5
 """Ties that are allowed for each between mlx-lm's own one-token and (K+1)-token calls."""
@@ -92,7 +91,7 @@ class TieReport:
 
 def exact(target: nn.Module) -> bool:
     """Whether calls of all shapes choose the same tokens: float32 on a CPU. Elsewhere ties have to be counted."""
-    weights = cast("list[tuple[str, mx.array]]", tree_flatten(target.parameters()))
+    weights = named_arrays(target.parameters())
     half = any(array.dtype in {mx.bfloat16, mx.float16} for _, array in weights)
     return mx.default_device().type == mx.cpu and not half
 

@@ -11,12 +11,12 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 from mlx_lm.tuner.lora import LoRALinear
 from mlx_lm.tuner.utils import linear_to_lora_layers, remove_lora_layers
 from mlx_lm.utils import get_total_parameters
 
 from service.core import BARE_DRAFT, TrainingFailed
+from service.models.arrays import named_arrays
 
 WEIGHTS, CONFIG = "adapters.safetensors", "adapter_config.json"
 _LEAVES = frozenset({"lora_a", "lora_b"})
@@ -66,14 +66,14 @@ def wrap(model: nn.Module, *, rank: int, scale: float, seed: int) -> Shape:
 
 def counts(model: nn.Module) -> Counts:
     """Trainable and frozen parameters of a wrapped model."""
-    trainable = sum(array.size for _, array in _flat(model.trainable_parameters()))
+    trainable = sum(array.size for _, array in named_arrays(model.trainable_parameters()))
     # mlx-lm counts parameters of leaf modules alone (of packed 4-bit weights the unpacked number): LoRA's are not among them.
     return Counts(trainable, int(get_total_parameters(model)))
 
 
 def weights_of(model: nn.Module) -> dict[str, mx.array]:
     """The LoRA matrices of a wrapped model, by name."""
-    return {name: array for name, array in _flat(model.parameters()) if name.rsplit(".", 1)[-1] in _LEAVES}
+    return {name: array for name, array in named_arrays(model.parameters()) if name.rsplit(".", 1)[-1] in _LEAVES}
 
 
 def warm_start(model: nn.Module, shape: Shape, parent: Path, draft: str) -> None:
@@ -91,7 +91,7 @@ def warm_start(model: nn.Module, shape: Shape, parent: Path, draft: str) -> None
             f"{parent.name} has rank {config.rank}, more than the {shape.rank} asked for: "
             "raise training.rank, or train from the bare draft"
         )
-    fresh = dict(_flat(model.trainable_parameters()))
+    fresh = dict(named_arrays(model.trainable_parameters()))
     _match(parent, weights, {name: _narrowed(name, array, config.rank) for name, array in fresh.items()})
     for name, array in weights.items():
         array = array.astype(fresh[name].dtype)
@@ -162,10 +162,6 @@ def detach(model: nn.Module) -> None:
     """Remove an adapter's layers: the model is the bare draft again."""
     if any(isinstance(module, LoRALinear) for _, module in model.named_modules()):
         remove_lora_layers(model)
-
-
-def _flat(tree: object) -> list[tuple[str, mx.array]]:
-    return cast("list[tuple[str, mx.array]]", tree_flatten(tree))
 
 
 def _narrowed(name: str, array: mx.array, rank: int) -> tuple[int, ...]:

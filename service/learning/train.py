@@ -15,10 +15,11 @@ from typing import Any, Protocol, TypeVar, cast
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.optimizers import AdamW
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from service.core import Progress, TrainingFailed
 from service.learning.ranks import Gradients, Ranks
+from service.models.arrays import named_arrays
 
 MAX_SKIPPED_SHARE = 0.1
 MIN_SKIPPED = 3
@@ -292,15 +293,11 @@ def number(scalar: mx.array) -> float:
 
 def global_norm(gradients: Gradients) -> mx.array:
     """Euclidean norm of all gradients together, float32."""
-    leaves = [g for _, g in _flat(gradients)]
+    leaves = [g for _, g in named_arrays(gradients)]
     return mx.sqrt(mx.stack([mx.square(g.astype(mx.float32)).sum() for g in leaves]).sum())
 
 
-def _flat(tree: object) -> list[tuple[str, mx.array]]:
-    return cast("list[tuple[str, mx.array]]", tree_flatten(tree))
-
-
 def _check_finite(model: nn.Module) -> None:
-    for name, array in _flat(model.trainable_parameters()):
+    for name, array in named_arrays(model.trainable_parameters()):
         if not mx.isfinite(array.astype(mx.float32)).all().item():
             raise TrainingFailed(f"weights are not finite after training: {name}")

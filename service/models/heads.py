@@ -14,11 +14,12 @@ from typing import Any, TypeAlias, cast
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 from numpy.typing import NDArray
 
 from service.core import ModelError
+from service.models.arrays import named_arrays
 
 Backbone: TypeAlias = Callable[[mx.array, Any], mx.array]
 """tokens (rows, length), cache (a list with one per layer, or None) -> hidden states (rows, length, hidden)."""
@@ -74,7 +75,7 @@ class CutHead(nn.Module):
 
     def __init__(self, whole: nn.Module, ids: Sequence[int]) -> None:
         super().__init__()
-        arrays = cast("list[tuple[str, mx.array]]", tree_flatten(whole.parameters()))
+        arrays = named_arrays(whole.parameters())
         width = arrays[0][1].shape[0]
         if any(array.shape[0] != width for _, array in arrays):
             raise ModelError("this head does not keep one row per token: it cannot be cut")
@@ -243,5 +244,5 @@ def token_limit(model: nn.Module) -> int | None:
 
 def shallow_copy(module: nn.Module) -> nn.Module:
     """A copy of the module and its submodules that shares their arrays."""
-    shared = {id(array): array for _, array in cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))}
+    shared = {id(array): array for _, array in named_arrays(module.parameters())}
     return copy.deepcopy(module, memo=dict(shared))

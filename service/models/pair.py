@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.models.cache import ArraysCache, CacheList, KVCache, RotatingKVCache, make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load, load_config, load_tokenizer
@@ -17,6 +17,7 @@ from mlx_lm.utils import load_model as load_weights
 
 from service.core import ModelError, PairError, Provenance
 from service.models import eagle
+from service.models.arrays import named_arrays
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint, vocabulary_fingerprint
 
 
@@ -198,9 +199,9 @@ def logits_width(model: nn.Module) -> int:
 
 def _share_embeddings(target: nn.Module, draft: nn.Module) -> None:
     """Replace the draft's input and output embeddings by the target's arrays where they are equal, to save memory."""
-    ours = dict(cast("list[tuple[str, mx.array]]", tree_flatten(target.parameters())))
+    ours = dict(named_arrays(target.parameters()))
     shared: list[tuple[str, mx.array]] = []
-    for name, array in cast("list[tuple[str, mx.array]]", tree_flatten(draft.parameters())):
+    for name, array in named_arrays(draft.parameters()):
         mine = ours.get(name)
         if mine is None or not ("embed_tokens" in name or "lm_head" in name):
             continue

@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from service.evaluation.bench.report import Report
     from service.evaluation.progress import OnProgress
 
-Prompts = Annotated[Path, typer.Option(help="JSON lines with id, domain, prompt.")]
 Domain = Annotated[str | None, typer.Option(help="Only prompts of this domain.")]
 Limit = Annotated[int | None, typer.Option(min=1, help="Only the first so many.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt, at most.")]
 Version = Annotated[int | None, typer.Option("--adapter", min=1, help="Adapter version for the arms that need one.")]
 AdaptOn = Annotated[
     Path | None, typer.Option(help="Train the adapter first: serve these prompts through the real loop.")
@@ -44,7 +42,6 @@ Shape = Annotated[
 ]
 Bits = Annotated[int | None, typer.Option(min=2, max=8, help="With --shape: quantised to so many bits a weight.")]
 Png = Annotated[Path | None, typer.Option("--png", help="Also draw the result.")]
-Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
 
 
 def show(report: Report, json: Path | None, png: Path | None, markdown: Path | None) -> None:

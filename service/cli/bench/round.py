@@ -8,22 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.bench.options import (
-    Bits,
-    Domain,
-    Limit,
-    Markdown,
-    Png,
-    Shape,
-    counts,
-    models_of,
-    names,
-    shape_title,
-    show,
-)
+from service.cli.bench.options import Bits, Domain, Limit, Png, Shape, counts, models_of, names, shape_title, show
 from service.cli.console import stages
 from service.cli.models import model_folders
-from service.cli.options import Config, Draft, Json, Target, again
+from service.cli.options import Config, Draft, Json, Markdown, Target, again
 from service.core import BadRequest
 
 if TYPE_CHECKING:

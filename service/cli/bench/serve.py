@@ -13,11 +13,8 @@ from service.cli.bench.options import (
     Bits,
     Domain,
     Limit,
-    Markdown,
-    MaxTokens,
     MlxLmDraftOption,
     Png,
-    Prompts,
     Shape,
     Version,
     adapter_of,
@@ -32,7 +29,7 @@ from service.cli.bench.options import (
 )
 from service.cli.console import stages
 from service.cli.models import model_folders, pair_folders
-from service.cli.options import Config, Draft, Json, Target, again, settings_from
+from service.cli.options import Config, Draft, Json, Markdown, MaxTokens, Prompts, Target, again, settings_from
 
 
 def serve(

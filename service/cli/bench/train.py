@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from service.cli.bench.options import Markdown, Png, show
+from service.cli.bench.options import Png, show
 from service.cli.console import stages
 from service.cli.models import pair_folders
-from service.cli.options import Config, Draft, Json, Target, settings_from
+from service.cli.options import Config, Draft, Json, Markdown, Target, settings_from
 
 
 def train(

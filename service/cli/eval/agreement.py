@@ -7,9 +7,8 @@ from typing import Annotated
 import typer
 
 from service.cli.console import progress, table, write_json
-from service.cli.eval.options import Prompts
 from service.cli.models import pair_folders
-from service.cli.options import Config, Draft, Json, Target, settings_from
+from service.cli.options import Config, Draft, Json, Prompts, Target, settings_from
 from service.core import BARE_DRAFT, BadRequest
 
 

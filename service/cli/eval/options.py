@@ -9,10 +9,7 @@ import typer
 
 from service.cli.console import table
 
-Prompts = Annotated[Path, typer.Option(help="JSON lines with id, domain, prompt.")]
 Rows = Annotated[int, typer.Option(min=1, help="Prompts the target answers together; an accelerator takes hundreds.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt, at most.")]
-Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
 
 
 def show(

@@ -8,9 +8,9 @@ from typing import Annotated
 import typer
 
 from service.cli.console import stages, write_json
-from service.cli.eval.options import Markdown, MaxTokens, Rows, show
+from service.cli.eval.options import Rows, show
 from service.cli.models import pair_and_general
-from service.cli.options import Config, Draft, Json, Target, again, settings_from
+from service.cli.options import Config, Draft, Json, Markdown, MaxTokens, Target, again, settings_from
 
 
 def stream(

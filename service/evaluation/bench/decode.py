@@ -6,10 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
-
-import mlx.core as mx
-from mlx.utils import tree_flatten
+from typing import Any
 
 from service.core import BadRequest, Prompt, Sampling
 from service.engine.adapters import Draft, load, served
@@ -21,6 +18,7 @@ from service.evaluation.oracle import naive_greedy
 from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine, encode_prompts
 from service.evaluation.ties import Text, TieReport, exact, measure_ties
+from service.models.arrays import named_arrays
 from service.models.pair import Pair, load_pair, mlx_lm_runs
 from service.settings import EngineSettings
 
@@ -178,7 +176,7 @@ def _ties(
 
 def _dtype(pair: Pair) -> str:
     """Types of the target's arrays, packed integers of quantised layers among them."""
-    arrays = cast("list[tuple[str, mx.array]]", tree_flatten(pair.target.model.parameters()))
+    arrays = named_arrays(pair.target.model.parameters())
     return ", ".join(sorted({str(array.dtype).removeprefix("mlx.core.") for _, array in arrays}))
 
 

@@ -9,10 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median, quantiles
-from typing import cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from service.core import BARE_DRAFT, AdapterRef, Provenance, RedraftError, TrainingRun, Trigger
 from service.evaluation.bench.recording_cost import OFF, ON, measure_recording
@@ -24,6 +22,7 @@ from service.evaluation.server_process import LocalServer
 from service.evaluation.sql_prompts import traffic_prompts
 from service.learning import lora
 from service.models import vocabulary
+from service.models.arrays import named_arrays
 from service.models.pair import Pair, load_model, load_pair
 from service.settings import Settings, sqlite_url
 from service.store.artifacts import publish
@@ -215,7 +214,7 @@ def _make_adapter(
     shape = lora.wrap(model, rank=settings.training.rank, scale=settings.training.scale, seed=seed)
     noisy = [
         (name, NOISE * mx.random.normal(array.shape))
-        for name, array in cast("list[tuple[str, mx.array]]", tree_flatten(model.trainable_parameters()))
+        for name, array in named_arrays(model.trainable_parameters())
         if name.endswith("lora_b")
     ]
     model.load_weights(noisy, strict=False)

@@ -164,7 +164,7 @@ class Distillation:
 
 
 def reached(step: int, tokens: mx.array) -> mx.array:
-    """(L,) bool: the positions of texts (B, L) that a round can reach in this draft step, having begun inside the text."""
+    """(L,) bool: the positions of texts (B, L) that a round can reach in this draft step, having started inside the text."""
     return mx.arange(tokens.shape[1]) >= step
 
 

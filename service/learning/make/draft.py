@@ -9,11 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map
+from mlx.utils import tree_map
 
 from service.core import ModelError
 from service.learning.export import save_model_folder
@@ -25,6 +24,7 @@ from service.learning.make.target_text import ANSWER, TargetText, first_exchange
 from service.learning.ranks import Ranks
 from service.learning.train import Optimiser, TrainReport, train
 from service.models import eagle, vocabulary
+from service.models.arrays import named_arrays
 from service.models.heads import cut
 from service.models.pair import Loaded, load_model
 from service.models.shipped import GENERAL, extract
@@ -131,7 +131,7 @@ def make_draft(
     trained = _distil(draft, text, recipe, steps, loss, ranks, report)
     after, compared = loss.agreement(draft, held_out)
 
-    weights = {name: array.astype(stored_dtypes[name]) for name, array in _named(draft)}
+    weights = {name: array.astype(stored_dtypes[name]) for name, array in named_arrays(draft.parameters())}
     config = json.loads((scratch / "config.json").read_text(encoding="utf-8"))
     save_model_folder(weights, config, target.folder, scratch)
     if recipe.vocabulary:
@@ -176,7 +176,7 @@ def training_text(target: Loaded, recipe: Recipe, file: Path | None, ranks: Rank
 
 def _check_same_shape(draft: nn.Module, fresh: nn.Module, start: Path) -> None:
     """Raises ModelError when `draft`, loaded from `start`, differs from `fresh` in kind, number of layers or feature layers."""
-    shapes = [{name: array.shape for name, array in _named(model)} for model in (draft, fresh)]
+    shapes = [{name: array.shape for name, array in named_arrays(model.parameters())} for model in (draft, fresh)]
     if shapes[0] != shapes[1]:
         raise ModelError(
             f"{start.name} is no draft of this target of this kind with so many layers: its weights have other shapes"
@@ -206,7 +206,7 @@ def _prepare_training(draft: nn.Module) -> dict[str, mx.Dtype]:
     """Make what is the draft's own trainable, in float32: small updates would vanish in bfloat16. Returns the dtypes that the
     weights had, in which they are saved."""
     freeze_shared(draft)
-    dtypes = {name: array.dtype for name, array in _named(draft)}
+    dtypes = {name: array.dtype for name, array in named_arrays(draft.parameters())}
     draft.update(tree_map(lambda array: array.astype(mx.float32), draft.trainable_parameters()))
     return dtypes
 
@@ -264,7 +264,3 @@ def _write_package(target: Loaded, draft: Path, answers: TargetText, recipe: Rec
     if recipe.general:
         ends = frozenset(target.tokenizer.eos_token_ids)
         GeneralSet.of(first_exchanges(answers, recipe.held_out, ends)).save(package / GENERAL)
-
-
-def _named(model: nn.Module) -> list[tuple[str, mx.array]]:
-    return cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))

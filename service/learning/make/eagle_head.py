@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from service.core import ModelError
 from service.learning.export import save_model_folder
 from service.learning.make.prune import resolve_layers
+from service.models.arrays import named_arrays
 from service.models.eagle import ARCHITECTURE, Model, ModelArgs
 from service.models.hidden_states import HiddenStateCapture
 from service.models.pair import Loaded
@@ -112,7 +112,9 @@ def _shared_weights(owner: Any, *, tied: bool) -> dict[str, mx.array]:
     modules = {"model.norm.": owner.model.norm, "model.embed_tokens.": owner.model.embed_tokens}
     if not tied:
         modules["lm_head."] = owner.lm_head
-    return {f"{name}{leaf}": array for name, module in modules.items() for leaf, array in _named(module)}
+    return {
+        f"{name}{leaf}": array for name, module in modules.items() for leaf, array in named_arrays(module.parameters())
+    }
 
 
 def _dequantised(block: nn.Module) -> list[tuple[str, mx.array]]:
@@ -126,9 +128,9 @@ def _dequantised(block: nn.Module) -> list[tuple[str, mx.array]]:
             )
             found.append((f"{name}.weight", weight))
         elif not module.children():
-            found += [(f"{name}.{leaf}", array) for leaf, array in _named(module)]
+            found += [(f"{name}.{leaf}", array) for leaf, array in named_arrays(module.parameters())]
     return found
 
 
 def _named(module: nn.Module) -> list[tuple[str, mx.array]]:
-    return cast("list[tuple[str, mx.array]]", tree_flatten(module.parameters()))
+    return named_arrays(module.parameters())

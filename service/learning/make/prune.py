@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from service.core import ModelError
 from service.learning.export import save_model_folder
+from service.models.arrays import named_arrays
 from service.models.pair import Loaded
 
 DEFAULT_LAYERS = (0, 1, -2, -1)
@@ -30,7 +30,7 @@ def prune(target: Loaded, layers: Sequence[int], folder: Path) -> list[int]:
     selected = resolve_layers(layers, depth)
     folder.mkdir(parents=True, exist_ok=True)
     weights: dict[str, mx.array] = {}
-    for name, array in cast("list[tuple[str, mx.array]]", tree_flatten(target.model.parameters())):
+    for name, array in named_arrays(target.model.parameters()):
         match = _LAYER.match(name)
         if match is None:
             weights[name] = array
