@@ -2,6 +2,7 @@
 process, so that thousands of steps take seconds."""
 
 import os
+import random
 import shutil
 import tempfile
 import zlib
@@ -145,6 +146,8 @@ class Machine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.home = Path(tempfile.mkdtemp())
+        # The sampler draws by name: with seeded names a sequence of steps has the same outcome each time.
+        self.names = random.Random(0)
         self.url = self.databases.empty(self.home)
         self.clock_offset = timedelta()
         self.strain: str | None = None
@@ -155,6 +158,9 @@ class Machine(RuleBasedStateMachine):
         self.states: dict[int, AdapterState] = {}
         self.runs_before = 0
         self.open()
+
+    def name(self) -> str:
+        return self.names.randbytes(8).hex()
 
     def open(self) -> None:
         self.db = FailingDatabase(self.url)
@@ -221,14 +227,14 @@ class Machine(RuleBasedStateMachine):
     @rule(count=st.integers(1, WATCH), cases=st.integers(0, 4))
     def traffic(self, count: int, cases: int) -> None:
         adapter = self.engine.active
-        made = [generation(os.urandom(8).hex(), cases=cases) for _ in range(count)]
+        made = [generation(self.name(), cases=cases) for _ in range(count)]
         made = [replace(one, rounds=tuple(replace(r, adapter=adapter) for r in one.rounds)) for one in made]
         self.generations.add(made).result(60)
 
     @rule(count=st.integers(1, WATCH))
     def draft_rests(self, count: int) -> None:
         adapter = self.engine.active
-        made = [undrafted(f"undrafted {os.urandom(8).hex()}") for _ in range(count)]
+        made = [undrafted(f"undrafted {self.name()}") for _ in range(count)]
         made = [replace(one, rounds=tuple(replace(r, adapter=adapter) for r in one.rounds)) for one in made]
         self.generations.add(made).result(60)
 
@@ -237,7 +243,8 @@ class Machine(RuleBasedStateMachine):
     def drift(self) -> None:
         self.drifted = True
         adapter = self.engine.active
-        made = [*usual(adapter), *(drafted(0.3, adapter) for _ in range(30)), drafted(0.3, adapter, cases=3)]
+        made = [*usual(adapter, self.name), *(drafted(0.3, adapter, name=self.name) for _ in range(30))]
+        made.append(drafted(0.3, adapter, cases=3, name=self.name))
         self.generations.add(made).result(60)
 
     @rule(times=st.integers(1, 4))
