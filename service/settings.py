@@ -177,8 +177,8 @@ class GateSettings(Section):
     """A domain blocks when its gain lies below minus this, and surely below 0."""
     bootstrap: int = Field(default=2_000, ge=100)
     watch_generations: int = Field(default=200, ge=1)
-    """New generations after a promotion on which the adapter is compared with its parent and the bare draft: after a quarter,
-    a half and all of them, until it is decided."""
+    """New generations after a promotion on which the adapter is compared with its parent and the bare draft: after a
+    sixteenth, a quarter, a half and all of them, until it is decided."""
     backoff_seconds: float = Field(default=1800.0, ge=0)
     """No run starts by itself for so long after an adapter was rolled back; twice as long after each one more in a row, at most
     32 times."""
