@@ -7,19 +7,21 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api import Limits, ModelNames, build_api, build_startup_api
+from service.api import Doors, Limits, ModelNames, build_api, build_startup_api
 from service.app import TARGETS, Folders, resolve_models
-from service.core import Forget, ModelError, Unavailable
+from service.core import BadRequest, Forget, ModelError, Unavailable
 from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
@@ -33,6 +35,7 @@ from service.engine.thread import EngineThread
 from service.learning.loading import training_bytes
 from service.learning.targets import remove_files
 from service.learning_loop import TRAINING_LOG, LearningLoop, Place
+from service.lifecycle.clock import Clock
 from service.lifecycle.queue_monitor import QueueMonitor
 from service.lifecycle.recorder import Recorder
 from service.lifecycle.supervisor import Supervisor
@@ -43,6 +46,7 @@ from service.models.memory import device_free_bytes
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
 from service.settings import Settings
+from service.store.access.key_ring import REFRESH_SECONDS, KeyRing
 from service.store.permissions import make_private, private_folder
 from service.store.processes.members import Role
 
@@ -89,10 +93,15 @@ class Application:
             on_wait=self._notify_wait,
         )
         self.metrics.watch_engine(self.engine_thread.status)
-        self._allowed_hosts = [*settings.server.allowed_hosts, settings.server.host]
-        self._api: ASGIApp = build_startup_api(
-            stage=lambda: self.stage, metrics=self.metrics, allowed_hosts=self._allowed_hosts
+        self._keys = self._key_ring()
+        self._doors = Doors(
+            self._keys,
+            allowed_hosts=[*settings.server.allowed_hosts, settings.server.host],
+            cors_origins=settings.server.cors_origins,
+            rate_limit=settings.server.rate_limit,
+            share_across_keys=settings.server.share_across_keys,
         )
+        self._api: ASGIApp = build_startup_api(stage=lambda: self.stage, metrics=self.metrics, doors=self._doors)
         self._serving: Serving | None = None
         self._supervisor: Supervisor | None = None
         self._queue: QueueMonitor | None = None
@@ -136,9 +145,29 @@ class Application:
                 max_prompt_bytes=token_bytes * serving.context if token_bytes is not None else None,
             ),
             models=ModelNames(settings.models.target, settings.server.model_aliases),
-            allowed_hosts=self._allowed_hosts,
+            doors=self._doors,
             defaults=sampling_defaults(serving.folders.target),
         )
+
+    def _key_ring(self) -> KeyRing:
+        """Raises BadRequest where others could reach the server without a key."""
+        server = self.settings.server
+        own = server.api_key.get_secret_value() if server.api_key is not None else None
+        try:
+            ring = KeyRing(self.stores.keys, own, closed=not server.loopback)
+            if not server.loopback and not ring.any:
+                raise BadRequest(
+                    f"server.host is {server.host}, which other machines reach, and there is no API key: make one with "
+                    "`redraft keys create NAME`, or give server.api_key",
+                    field="server.host",
+                )
+        except BaseException:
+            self.learning.close()
+            raise
+        clock = Clock(ring.refresh, REFRESH_SECONDS)
+        clock.start()
+        self._key_clock = clock
+        return ring
 
     def places(self, encoder: TextEncoder) -> dict[str, Forget]:
         """Every place outside the rows that keeps texts when their requests have ended, by its name in docs/privacy.md, and how
@@ -159,6 +188,7 @@ class Application:
         """In the order in which things depend on each other; whatever was recorded is written."""
         if self._queue is not None:
             self._queue.stop()
+        self._key_clock.stop(wait=False)
         self.learning.stop()
         self.engine_thread.stop()
         self.recorder.close(timeout=10.0)
@@ -305,6 +335,15 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
+    """Before anything is loaded. Raises Unavailable."""
+    if certfile is not None:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile)
+        except (OSError, ssl.SSLError) as error:
+            raise Unavailable(f"server.ssl_certfile {certfile} and server.ssl_keyfile {keyfile}: {error}") from error
+
+
 def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
     """Serve until a signal comes. Returns the exit status: FATAL_EXIT after the engine died.
 
@@ -334,8 +373,10 @@ def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
             server.should_exit = True
             return
         host, port = listener.getsockname()[:2]
-        on_ready(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}")
+        scheme = "http" if settings.server.ssl_certfile is None else "https"
+        on_ready(f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}")
 
+    _check_certificate(settings.server.ssl_certfile, settings.server.ssl_keyfile)
     listener = _listen(settings.server.host, settings.server.port)
     application = Application(settings, failed)
     with ThreadPoolExecutor(1, thread_name_prefix="redraft-start") as starter:
@@ -350,6 +391,8 @@ def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
                 log_config=None,
                 access_log=False,
                 timeout_graceful_shutdown=5,
+                ssl_certfile=settings.server.ssl_certfile,
+                ssl_keyfile=settings.server.ssl_keyfile,
             )
             server = Server(
                 config,

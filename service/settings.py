@@ -10,11 +10,12 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 from urllib.parse import quote
 
+from limits import parse as parse_rate
 from platformdirs import user_data_path
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -27,6 +28,8 @@ from service.core import BadRequest
 
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+MIN_KEY_CHARS = 16
 HOST_NAME = re.compile(r"[^\[\]/:@?#\s*]+|\[?[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*\]?")
 
 
@@ -200,8 +203,19 @@ class ServerSettings(Section):
     """Silence on a stream after which an SSE comment is sent."""
     drain_seconds: float = Field(default=30.0, ge=0)
     """How long running requests may finish after SIGTERM."""
-    allow_remote: bool = False
-    """Listening beyond this machine must be said explicitly: there are no keys yet."""
+    api_key: SecretStr | None = None
+    """A key of a client, besides those of `redraft keys`. Once there is any key, every request needs one; on any address but a
+    loopback one there has to be."""
+    rate_limit: str | None = None
+    """Requests to routes that generate, of one key (or address), such as "60/minute"; None: no limit."""
+    share_across_keys: bool = False
+    """Requests with different keys use each other's cached prefixes and look-ups: faster, but counts of cached and drafted
+    tokens, and times, then say something about what others asked."""
+    cors_origins: list[str] = []
+    """Origins of other sites' pages that may call this server, such as "https://chat.example"."""
+    ssl_certfile: Path | None = None
+    ssl_keyfile: Path | None = None
+    """For HTTPS: certificate (chain) and key, PEM."""
 
     @field_validator("allowed_hosts")
     @classmethod
@@ -210,6 +224,39 @@ class ServerSettings(Section):
             if not HOST_NAME.fullmatch(name):
                 raise ValueError("names or addresses without scheme, port or wildcard")
         return names
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if not re.fullmatch(r"https?://[^/*\s]+", origin):
+                raise ValueError("a scheme, a host and perhaps a port, as browsers send them: https://chat.example")
+        return origins
+
+    @field_validator("rate_limit")
+    @classmethod
+    def _rate(cls, rate: str | None) -> str | None:
+        if rate is not None:
+            parse_rate(rate)
+        return rate
+
+    @field_validator("api_key")
+    @classmethod
+    def _long_enough(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{{MIN_KEY_CHARS},512}}", key.get_secret_value()):
+            raise ValueError(f"{MIN_KEY_CHARS} to 512 printable characters, none of them a space")
+        return key
+
+    @model_validator(mode="after")
+    def _both(self) -> Self:
+        if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
+            raise ValueError("ssl_certfile and ssl_keyfile go together")
+        return self
+
+    @property
+    def loopback(self) -> bool:
+        """Whether `host` is reached from this machine alone."""
+        return self.host in LOOPBACK
 
 
 class Settings(BaseSettings):
@@ -239,11 +286,6 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _safe(self) -> Settings:
-        if self.server.host not in {"127.0.0.1", "localhost", "::1"} and not self.server.allow_remote:
-            raise ValueError(
-                f"server.host is {self.server.host}: set server.allow_remote = true to listen beyond this machine "
-                "(there is no authentication; put a proxy in front), and name in server.allowed_hosts what clients call it"
-            )
         if self.training.enabled and not self.store.record:
             raise ValueError("training.enabled needs store.record: there is nothing to learn from unrecorded traffic")
         return self

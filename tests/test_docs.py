@@ -11,11 +11,11 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings
 
-from service.api import Limits, ModelNames, build_api
+from service.api import Doors, Limits, ModelNames, build_api
 from service.cli.root import app
 from service.metrics import METRICS, Metrics
 from service.settings import Settings, load_settings
-from tests.support.echo_engine import EchoEngine
+from tests.support.echo_engine import EchoEngine, OpenHouse
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -31,6 +31,10 @@ UNSET = {
     "engine.max_gap_ms",
     "store.url",
     "store.adapters",
+    "server.api_key",
+    "server.rate_limit",
+    "server.ssl_certfile",
+    "server.ssl_keyfile",
 }
 """Settings without a value by default, which TOML cannot write; the file names them in comments."""
 
@@ -89,7 +93,7 @@ def routes() -> set[tuple[str, str]]:
         metrics=Metrics(3),
         limits=limits,
         models=ModelNames("m"),
-        allowed_hosts=(),
+        doors=Doors(OpenHouse(), ()),
     )
     found = {
         (method, route.path)

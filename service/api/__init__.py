@@ -1,7 +1,7 @@
 """HTTP: routes, schemas, server-sent events, limits, one error shape. Sees the rest only through core's protocols."""
 
-from service.api.application import build_api, build_startup_api
+from service.api.application import Doors, build_api, build_startup_api
 from service.api.asking import ModelNames
 from service.api.limits import Limits
 
-__all__ = ["Limits", "ModelNames", "build_api", "build_startup_api"]
+__all__ = ["Doors", "Limits", "ModelNames", "build_api", "build_startup_api"]

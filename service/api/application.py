@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from anyio import CapacityLimiter
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
+from service.api.access import Guard, check_routes
 from service.api.adapters import adapter_routes
 from service.api.anthropic.messages import messages_routes
 from service.api.asking import Frontend, ModelNames
+from service.api.compatible import IGNORED
 from service.api.errors import ErrorAnswer, ErrorBoundary, install
 from service.api.generate import generate_routes
 from service.api.generations import generations_routes
 from service.api.health import health_routes
-from service.api.hosts import HostGuard
+from service.api.hosts import Hosts
 from service.api.limits import BodyLimit, Limits, QueueLimit
 from service.api.mailbox import Mailbox
 from service.api.openai.chat import chat_routes
 from service.api.openai.completions import completion_routes
 from service.api.openai.models import model_routes
 from service.api.openai.responses import responses_routes
+from service.api.rates import RateLimit
 from service.api.request_id import RequestId
+from service.api.session import session_routes
 from service.api.training import training_routes
-from service.core import Encoder, EngineStatus, GenerationService, Operator, Sampling, Unavailable
+from service.core import Doorkeeper, Encoder, EngineStatus, GenerationService, Operator, Sampling, Unavailable
 from service.metrics import Metrics
 
 OPERATOR_THREADS = 4
@@ -33,6 +39,34 @@ OPERATOR_THREADS = 4
 START_RETRY_SECONDS = 5
 
 ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}}
+
+
+@dataclass(frozen=True, slots=True)
+class Doors:
+    """Who may call, and how often. allowed_hosts: names and addresses of this server, without ports. cors_origins: origins of
+    other pages that may call it. rate_limit: see RateLimit; None: no limit. share_across_keys: requests with other keys may use
+    each other's cached prefixes and look-ups."""
+
+    keeper: Doorkeeper
+    allowed_hosts: Collection[str]
+    cors_origins: Sequence[str] = ()
+    rate_limit: str | None = None
+    share_across_keys: bool = False
+
+    def install(self, app: FastAPI, metrics: Metrics) -> None:
+        """Put what every request passes in front of an application's routes."""
+        hosts = Hosts(self.allowed_hosts, self.cors_origins)
+        app.add_middleware(Guard, doorkeeper=self.keeper, hosts=hosts, metrics=metrics)
+        app.add_middleware(ErrorBoundary, metrics=metrics)
+        app.add_middleware(RequestId)
+        if self.cors_origins:
+            app.add_middleware(
+                CORSMiddleware,
+                allow_origins=self.cors_origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "retry-after", IGNORED],
+            )
 
 
 def build_api(
@@ -43,20 +77,21 @@ def build_api(
     metrics: Metrics,
     limits: Limits,
     models: ModelNames,
-    allowed_hosts: Collection[str],
+    doors: Doors,
     defaults: Sampling | None = None,
 ) -> FastAPI:
     """The ASGI application. It starts and stops nothing: that is its builder's business.
 
-    allowed_hosts: names and addresses by which clients may call this server, without ports. defaults: sampling where a request
-    to an OpenAI or Anthropic route says nothing; None: greedy.
+    defaults: sampling where a request to an OpenAI or Anthropic route says nothing; None: greedy.
     """
     # No documentation pages: they would load scripts from elsewhere. The schema itself is at /openapi.json.
     app = FastAPI(title="Redraft", docs_url=None, redoc_url=None, redirect_slashes=False)
     threads = CapacityLimiter(OPERATOR_THREADS)
     mailbox = Mailbox()
     service.on_delivered(mailbox.flush)
-    frontend = Frontend(service, encoder, metrics, limits, models, defaults or Sampling(), mailbox)
+    frontend = Frontend(
+        service, encoder, metrics, limits, models, defaults or Sampling(), mailbox, share=doors.share_across_keys
+    )
     for router in (
         generate_routes(frontend),
         chat_routes(frontend),
@@ -67,19 +102,21 @@ def build_api(
         training_routes(operator, threads),
         adapter_routes(service, operator, threads),
         generations_routes(operator, threads),
+        session_routes(doors.keeper, threads),
         health_routes(service.status, metrics),
     ):
+        check_routes(router)
         app.include_router(router, responses=ERRORS)
     install(app, metrics)
     app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(QueueLimit, service=service, metrics=metrics)
-    app.add_middleware(HostGuard, allowed_hosts=allowed_hosts, metrics=metrics)
-    app.add_middleware(ErrorBoundary, metrics=metrics)
-    app.add_middleware(RequestId)
+    if doors.rate_limit is not None:
+        app.add_middleware(RateLimit, rate=doors.rate_limit, metrics=metrics)
+    doors.install(app, metrics)
     return app
 
 
-def build_startup_api(*, stage: Callable[[], str], metrics: Metrics, allowed_hosts: Collection[str]) -> FastAPI:
+def build_startup_api(*, stage: Callable[[], str], metrics: Metrics, doors: Doors) -> FastAPI:
     """The ASGI application while the models load: alive, not ready, and 503 with Retry-After on every other route.
 
     stage: what start-up is doing now, in a word; the message of every 503 ends with it.
@@ -95,7 +132,5 @@ def build_startup_api(*, stage: Callable[[], str], metrics: Metrics, allowed_hos
     app.include_router(health_routes(starting, metrics))
     app.router.default = refuse
     install(app, metrics)
-    app.add_middleware(HostGuard, allowed_hosts=allowed_hosts, metrics=metrics)
-    app.add_middleware(ErrorBoundary, metrics=metrics)
-    app.add_middleware(RequestId)
+    doors.install(app, metrics)
     return app

@@ -13,7 +13,7 @@ from service.api.errors import ContextExceeded, ModelNotFound, ToolNotFound
 from service.api.exchange import Exchange
 from service.api.limits import Limits
 from service.api.mailbox import Mailbox
-from service.core import BadRequest, Encoder, GenerationService, Grammar, Prompt, Sampling
+from service.core import BadRequest, Caller, Encoder, GenerationService, Grammar, Prompt, Sampling
 from service.metrics import Metrics
 
 
@@ -86,7 +86,7 @@ class ModelNames:
 @dataclass(frozen=True, slots=True)
 class Frontend:
     """What the routes that generate have in common. defaults: sampling where a request to an OpenAI or Anthropic route says
-    nothing."""
+    nothing. share: requests with other keys may use each other's cached prefixes and look-ups."""
 
     service: GenerationService
     encoder: Encoder
@@ -95,8 +95,11 @@ class Frontend:
     models: ModelNames
     defaults: Sampling
     mailbox: Mailbox
+    share: bool = False
 
-    async def submit(self, asked: Sequence[Asked], *, each: int = 1, live: bool) -> tuple[Exchange, list[Answer]]:
+    async def submit(
+        self, asked: Sequence[Asked], caller: Caller, *, each: int = 1, live: bool
+    ) -> tuple[Exchange, list[Answer]]:
         """Encode the prompts and queue answers to them, `each` to each of them, those of the first prompt first. A prompt that
         cannot fit by its bytes, or for which the queue has no place, is not encoded. live: events are wanted as they come, not
         only at an answer's end. Raises BadRequest, Overloaded, Unavailable."""
@@ -106,6 +109,8 @@ class Frontend:
         with ExitStack() as held:
             places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * each)]
             prompts = await to_thread.run_sync(lambda: [to_prompt(one, self.encoder, self.limits) for one in asked])
+            salt = "" if self.share or caller.key is None else caller.key
+            prompts = [replace(prompt, api_key=caller.key, cache_salt=salt) for prompt in prompts]
             several = [_answer_number(prompt, i) for prompt in prompts for i in range(each)]
             made = [self._answer(one) for one in asked for _ in range(each)]
             try:

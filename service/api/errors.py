@@ -44,8 +44,26 @@ class TimedOut(RedraftError):
     code = "timeout"
 
 
+class Unauthorized(RedraftError):
+    """The request carries no key that opens anything here."""
+
+    code = "invalid_api_key"
+    field = "Authorization"
+
+
+class RateLimited(RedraftError):
+    """This key has sent as many requests as it may; try again after `retry_after` seconds."""
+
+    code = "rate_limit_exceeded"
+
+    def __init__(self, message: str, retry_after: int) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
 class Forbidden(RedraftError):
-    """The request is not addressed to this server, or comes from another site's page; `field` is the header that says so."""
+    """The request is not addressed to this server, comes from another site's page, or its key does not open the route; `field`
+    is the header that says so."""
 
     code = "forbidden"
 
@@ -77,6 +95,7 @@ class ToolNotFound(NotFound):
 STATUS: Mapping[type[RedraftError], int] = {
     BadRequest: 400,
     ContextExceeded: 400,
+    Unauthorized: 401,
     Forbidden: 403,
     NotFound: 404,
     ModelNotFound: 404,
@@ -84,6 +103,7 @@ STATUS: Mapping[type[RedraftError], int] = {
     Conflict: 409,
     AdapterRefused: 409,
     IllegalMove: 409,
+    RateLimited: 429,
     Overloaded: 503,
     Unavailable: 503,
     TimedOut: 504,
@@ -91,11 +111,13 @@ STATUS: Mapping[type[RedraftError], int] = {
 """Status by class. Classes not listed are the server's own trouble: 500, with a message that does not go into it."""
 
 TYPES: Mapping[int, str] = {
+    401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     409: "conflict_error",
     413: "request_too_large",
+    429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
 }
@@ -152,8 +174,9 @@ def answer(error: RedraftError) -> JSONResponse:
     status = status_of(error)
     if status == 500:
         log.error("answered %s: %s", error.code, type(error).__name__)
-    retry_after = error.retry_after if isinstance(error, Overloaded | Unavailable) else None
-    headers = {"retry-after": str(retry_after)} if retry_after is not None else None
+    headers = {"www-authenticate": "Bearer"} if status == 401 else {}
+    if isinstance(error, Overloaded | Unavailable | RateLimited) and error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
     return JSONResponse(describe(error).model_dump(), status, headers)
 
 

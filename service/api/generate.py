@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from service.api.access import caller_of
 from service.api.answers import collect
 from service.api.asking import Asked, Chat, Frontend
 from service.api.compatible import wrapped
@@ -30,7 +31,7 @@ def generate_routes(frontend: Frontend) -> APIRouter:
     )
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Generate text: one JSON answer, or server-sent events with `stream`."""
-        exchange, answers = await frontend.submit([_asked(body)], live=body.stream)
+        exchange, answers = await frontend.submit([_asked(body)], caller_of(request), live=body.stream)
         if body.stream:
             patience = frontend.limits.keepalive_seconds
             return EventStream(exchange, _server_sent(exchange, model, patience, body.return_tokens))

@@ -22,6 +22,7 @@ def generations_routes(operator: Operator, threads: CapacityLimiter) -> APIRoute
         """Erase the generations that match all that is given, or everything."""
         selection = Selection(
             ids=None if asked.ids is None else frozenset(asked.ids),
+            api_key=asked.api_key,
             client=client_tag(asked.client),
             domain=asked.domain,
             before=asked.before,

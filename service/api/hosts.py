@@ -1,10 +1,10 @@
 """Which requests may reach the routes: those addressed to this server by a name of its own, and not sent by another
 site's page.
 
-There is no authentication, so a browser on the same machine must not become a way in. A page of another site can post to
-a loopback port without asking first (a form, a `fetch` without preflight), and by DNS rebinding its own host name can be
-made to resolve to this machine. Browsers put the name they called in `Host` and the page's origin in `Origin`, and pages
-cannot change either.
+A server on a loopback address may ask for no key, so a browser on the same machine must not become a way in. A page of another
+site can post to a loopback port without asking first (a form, a `fetch` without preflight), and by DNS rebinding its own host
+name can be made to resolve to this machine. Browsers put the name they called in `Host` and the page's origin in `Origin`, and
+pages cannot change either.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from collections.abc import Collection
 from ipaddress import ip_address
 from typing import NamedTuple
 
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
-from service.api.errors import GENERATING, Forbidden, answer
-from service.metrics import Metrics
+from service.api.errors import Forbidden
 
 _AUTHORITY = re.compile(r"(\[[0-9a-f:.]+\]|[^\[\]/:@?#\s]+)(?::(\d{1,5}))?")
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
@@ -54,48 +53,50 @@ def normalise_host(host: str) -> str:
         return name
 
 
-class HostGuard:
-    """ASGI middleware in front of every route: 403 for an unknown `Host`, and for requests of other sites' pages.
+class Hosts:
+    """The names of this server, and the origins of pages that may call it. allowed_hosts: names or addresses without ports.
+    cors_origins: of pages besides our own."""
 
-    A `Host` must carry one of `allowed_hosts` (names or addresses without a port). A request with an `Origin` must come
-    from a page of this very server: the same name and port as `Host`. So must one that a browser marks as another site's
-    (`Sec-Fetch-Site`), which covers what it sends without an `Origin`. Clients that are no browsers send neither header.
-    """
-
-    def __init__(self, app: ASGIApp, allowed_hosts: Collection[str], metrics: Metrics) -> None:
-        self._app = app
+    def __init__(self, allowed_hosts: Collection[str], cors_origins: Collection[str] = ()) -> None:
         self._allowed = frozenset(normalise_host(host) for host in allowed_hosts)
-        self._metrics = metrics
+        self._origins = frozenset(origin.lower() for origin in cors_origins)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI."""
-        if scope["type"] == "http" and (refusal := self._refusal(scope)) is not None:
-            if scope["path"] in GENERATING and scope["method"] == "POST":
-                self._metrics.request_refused(refusal.code)
-            await answer(refusal)(scope, receive, send)
-            return
-        await self._app(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Forbidden | None:
+    def check_host(self, scope: Scope) -> None:
+        """Raises Forbidden where `Host` is no name of this server."""
         hosts = _values(scope, b"host")
         host = parse_authority(hosts[0]) if len(hosts) == 1 else None
         if host is None or host.host not in self._allowed:
-            return Forbidden(
+            raise Forbidden(
                 "the Host header names no host of this server: add the name that clients use to server.allowed_hosts",
                 field="Host",
             )
-        if any(not _same_origin(origin, hosts[0]) for origin in _values(scope, b"origin")):
-            return Forbidden(
+
+    def check_origin(self, scope: Scope) -> None:
+        """Raises Forbidden for requests of other sites' pages, but for those of `cors_origins`: an `Origin` must be this very
+        server, the same name and port as `Host`. So must one that a browser marks as another site's (`Sec-Fetch-Site`), which
+        covers what it sends without an `Origin`. Clients that are no browsers send neither header."""
+        origins, hosts = _values(scope, b"origin"), _values(scope, b"host")
+        if origins and all(origin.strip().lower() in self._origins for origin in origins):
+            return
+        if any(not _same_origin(origin, "".join(hosts)) for origin in origins):
+            raise Forbidden(
                 "pages of other sites may not call this server: Origin must be its own name and port, and the name one "
-                "of server.allowed_hosts",
+                "of server.allowed_hosts, or one of server.cors_origins",
                 field="Origin",
             )
         if any(site.strip().lower() in _OTHER_SITES for site in _values(scope, b"sec-fetch-site")):
-            return Forbidden(
+            raise Forbidden(
                 "pages of other sites may not call this server, whose names are those of server.allowed_hosts",
                 field="Sec-Fetch-Site",
             )
-        return None
+
+    def own_page(self, scope: Scope) -> bool:
+        """Whether a request may be our own page's, which alone may use its cookie: what changes something says so by its
+        `Origin`, which browsers send with it."""
+        origins, hosts = _values(scope, b"origin"), _values(scope, b"host")
+        if not origins:
+            return scope["method"] in {"GET", "HEAD"}
+        return all(_same_origin(origin, "".join(hosts)) for origin in origins)
 
 
 def _same_origin(origin: str, host: str) -> bool:

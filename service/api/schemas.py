@@ -273,7 +273,7 @@ class SwitchAnswer(ResponseModel):
     adapter: AdapterAnswer | None
 
 
-_SELECTING = {"ids": "array", "client": "string", "domain": "string", "before": "string"}
+_SELECTING = {"ids": "array", "api_key": "string", "client": "string", "domain": "string", "before": "string"}
 _EVERYTHING: dict[str, Any] = {
     "properties": {"everything": {"const": True}, **{name: {"type": "null"} for name in _SELECTING}},
     "required": ["everything"],
@@ -285,8 +285,8 @@ _SELECTED: list[dict[str, Any]] = [
 
 
 class EraseRequest(RequestModel):
-    """The body of DELETE /generations: one or more of `ids`, `client`, `domain` and `before`, all of which must match, or
-    `everything`."""
+    """The body of DELETE /generations: one or more of `ids`, `api_key`, `client`, `domain` and `before`, all of which must
+    match, or `everything`."""
 
     model_config = ConfigDict(json_schema_extra=cast("dict[str, Any]", {"anyOf": [_EVERYTHING, *_SELECTED]}))
 
@@ -295,6 +295,8 @@ class EraseRequest(RequestModel):
         | None
     ) = None
     """Ids of answers, of any route; those that are not in the log are passed over."""
+    api_key: Tag | None = None
+    """Name of the key that they were asked for with."""
     client: Client | None = None
     domain: Tag | None = None
     before: Moment | None = None
@@ -311,6 +313,21 @@ class ErasedAnswer(ResponseModel):
     generations: int
     adapters: list[int]
     revoked: list[int]
+
+
+class LoginRequest(RequestModel):
+    """The body of POST /session."""
+
+    key: Annotated[Text, Field(min_length=1, max_length=512)]
+
+
+class SessionAnswer(ResponseModel):
+    """Who calls. role: public, client or operator. key: the name of the key that is used, or that the session was opened with;
+    null without. asks_for_key: whether the routes want one."""
+
+    role: str
+    key: str | None
+    asks_for_key: bool
 
 
 class LiveAnswer(ResponseModel):

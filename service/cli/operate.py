@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import uuid
 from pathlib import Path
@@ -19,7 +20,10 @@ adapters = typer.Typer(help="Adapter versions of the draft.", no_args_is_help=Tr
 
 
 def ask(url: str, method: str, path: str, sent: object = None, **headers: str) -> dict[str, Any]:
-    """One call to the server's API. Raises RedraftError with the server's own message."""
+    """One call to the server's API, with the key in REDRAFT_API_KEY, if any. Raises RedraftError with the server's own
+    message."""
+    if key := os.environ.get("REDRAFT_API_KEY"):
+        headers["Authorization"] = f"Bearer {key}"
     try:
         answer = httpx.request(method, f"{url.rstrip('/')}{path}", headers=headers, json=sent, timeout=120.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from service.cli import bench, data, demo, drafts, operate, runs, serving, talk
+from service.cli import bench, data, demo, drafts, keys, operate, runs, serving, talk
 from service.cli import eval as evaluation
 
 app = typer.Typer(
@@ -29,3 +29,4 @@ app.add_typer(data.cases, name="cases")
 app.add_typer(operate.adapters, name="adapters")
 app.add_typer(runs.runs, name="runs")
 app.add_typer(data.db, name="db")
+app.add_typer(keys.keys, name="keys")

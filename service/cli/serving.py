@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -31,6 +32,18 @@ def serve(
         bool,
         typer.Option("--train/--no-train", help="Train here, or leave it to other processes of the same database."),
     ] = True,
+    record: Annotated[
+        bool,
+        typer.Option("--record/--no-record", help="Record prompts and answers; without, nothing is learnt either."),
+    ] = True,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            help="A client's key, besides those of `redraft keys`. REDRAFT_SERVER__API_KEY keeps it out of lists of processes."
+        ),
+    ] = None,
+    ssl_certfile: Annotated[Path | None, typer.Option(help="Certificate for HTTPS (PEM).")] = None,
+    ssl_keyfile: Annotated[Path | None, typer.Option(help="Its key (PEM).")] = None,
 ) -> None:
     """Serve POST /generate, and keep improving the draft while doing so."""
     from service.app import start_notices
@@ -46,6 +59,11 @@ def serve(
         engine__num_draft_tokens=num_draft_tokens,
         store__url=database,
         training__run_here=None if train else False,
+        training__enabled=None if record else False,
+        store__record=None if record else False,
+        server__api_key=api_key,
+        server__ssl_certfile=ssl_certfile,
+        server__ssl_keyfile=ssl_keyfile,
     )
     for notice in start_notices(settings):
         err.print(notice, highlight=False, soft_wrap=True)

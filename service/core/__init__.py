@@ -3,6 +3,7 @@
 Imports nothing but the standard library: whoever wants to know what flows through the house reads these files.
 """
 
+from service.core.access import ANYBODY, LOCAL, Access, ApiKey, Caller
 from service.core.erasure import Erased, Forget, Selection
 from service.core.errors import (
     AdapterRefused,
@@ -48,6 +49,7 @@ from service.core.generation import (
 from service.core.interpreter import python_command
 from service.core.protocols import (
     AnswerReader,
+    Doorkeeper,
     DraftSwitch,
     Encoder,
     EngineStatus,
@@ -82,20 +84,26 @@ from service.core.training import (
 
 __all__ = [
     "ADAPTER_MOVES",
+    "ANYBODY",
     "BARE_DRAFT",
+    "LOCAL",
     "RUN_MOVES",
     "TOP_TARGETS",
     "AcceptRule",
+    "Access",
     "AdapterRef",
     "AdapterRefused",
     "AdapterState",
     "AnswerGrammar",
     "AnswerReader",
+    "ApiKey",
     "BadRequest",
+    "Caller",
     "Conflict",
     "Constraint",
     "DatabaseTaken",
     "Delta",
+    "Doorkeeper",
     "DraftSwitch",
     "Encoder",
     "EngineStatus",

@@ -18,19 +18,23 @@ _PREFIX = re.compile(r"^(chatcmpl-|cmpl-|resp_|msg_)")
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Generations to erase: those that match all that is given, or everything. ids: of generations, also with the prefix that
-    they have in a route's answers. before: created before this moment, of local time where it names no other. Raises BadRequest
-    where nothing is given, or something besides `everything`."""
+    they have in a route's answers. api_key: name of the key that they were asked for with. before: created before this
+    moment, of local time where it names no other. Raises BadRequest where nothing is given, or something besides
+    `everything`."""
 
     ids: frozenset[str] | None = None
+    api_key: str | None = None
     client: str | None = None
     domain: str | None = None
     before: datetime | None = None
     everything: bool = False
 
     def __post_init__(self) -> None:
-        given = any(each is not None for each in (self.ids, self.client, self.domain, self.before))
+        given = any(each is not None for each in (self.ids, self.api_key, self.client, self.domain, self.before))
         if given is self.everything:
-            raise BadRequest("say which generations to erase (ids, client, domain, before), or everything, not both")
+            raise BadRequest(
+                "say which generations to erase (ids, api_key, client, domain, before), or everything, not both"
+            )
         if self.ids is not None:
             object.__setattr__(self, "ids", frozenset(_PREFIX.sub("", name) for name in self.ids))
         if self.before is not None:
@@ -46,6 +50,7 @@ class Selection:
         """What says which generations, by name, as JSON can hold it; `everything` always."""
         said: dict[str, object] = {
             "ids": None if self.ids is None else sorted(self.ids),
+            "api_key": self.api_key,
             "client": self.client,
             "domain": self.domain,
             "before": None if self.before is None else self.before.isoformat(),
@@ -57,6 +62,7 @@ class Selection:
         under way, now."""
         return (
             (self.ids is None or id in self.ids)
+            and (self.api_key is None or prompt.api_key == self.api_key)
             and (self.client is None or prompt.client == self.client)
             and (self.domain is None or prompt.domain == self.domain)
             and (self.before is None or created < self.before)

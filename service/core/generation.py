@@ -130,6 +130,8 @@ class Prompt:
     sampling: Sampling
     domain: str | None = None
     client: str | None = None
+    api_key: str | None = None
+    """Name of the key that it came with, to which its client belongs."""
     store: bool = True
     """False: nothing of this request may be written anywhere."""
     first_user: str = ""
@@ -143,6 +145,8 @@ class Prompt:
     """What keeps the answer within a grammar; of this answer alone."""
     num_draft_tokens: int | None = None
     """Tokens proposed for it in a round, at most; 0: none; None: as many as the planner chooses."""
+    cache_salt: str = ""
+    """Cached prefixes and looked-up outputs are shared by requests of equal salts alone (vLLM's name)."""
 
 
 class Source(StrEnum):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, Self
 
+from service.core.access import Caller
 from service.core.erasure import Erased, Selection
 from service.core.generation import Constraint, Generation, Grammar, Prompt, Round, Sink
 from service.core.training import AdapterRef, TrainingRun
@@ -280,6 +281,31 @@ class Launcher(Protocol):
 
     def launch(self, spec: Mapping[str, object]) -> JobHandle:
         """Start the child with a JSON-serialisable job description (see learning.spec.JobSpec)."""
+        ...
+
+
+class Doorkeeper(Protocol):
+    """Who calls, by what they send. Every method but `log_in` and `log_out` returns at once."""
+
+    @property
+    def without_key(self) -> Caller:
+        """Who calls without a key."""
+        ...
+
+    def by_key(self, secret: str) -> Caller | None:
+        """Who has this key; None: nobody."""
+        ...
+
+    def by_session(self, secret: str) -> Caller | None:
+        """Whose session of the page this is; None: nobody's."""
+        ...
+
+    def log_in(self, key: str) -> str | None:
+        """Open a session of the page with a key; its secret. None where the key opens nothing. Raises StoreError."""
+        ...
+
+    def log_out(self, session: str) -> None:
+        """End a session of the page. Idempotent. Raises StoreError."""
         ...
 
 

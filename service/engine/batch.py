@@ -200,9 +200,10 @@ class Batch:
         row = self.rows[index]
         if self.prefix is None or not row.prompt.store:
             return
-        self.prefix.insert(Owner.TARGET, row.tokens, self.cache, index)
+        salt = row.prompt.cache_salt
+        self.prefix.insert(Owner.TARGET, row.tokens, self.cache, index, salt)
         if self.drafter is not None and self._epochs[index] == self.epoch:
-            self.prefix.insert(Owner.DRAFT, row.tokens, self.drafter.cache, index)
+            self.prefix.insert(Owner.DRAFT, row.tokens, self.drafter.cache, index, salt)
 
     # ------------------------------------------------------------------------------------------------- around a round
 

@@ -152,8 +152,9 @@ class Decoder:
 
     def start_prefill(self, row: Request) -> Prefill:
         """A request's prefill, of all but the prompt's last token."""
-        cached, prefix = self.prefixes.cached_tokens(row.tokens), self.batch.prefix
-        pieces = [] if prefix is None else prefix.find(row.tokens[:-1], self.pace.speed.value)
+        salt, prefix = row.prompt.cache_salt, self.batch.prefix
+        cached = self.prefixes.cached_tokens(row.tokens, salt)
+        pieces = [] if prefix is None else prefix.find(row.tokens[:-1], self.pace.speed.value, salt)
         return Prefill([row], self.batch.target.cache(1), None, self.batch.epoch, cached=cached, pieces=pieces)
 
     def preempt(self, prefilling: Sequence[int]) -> list[Request]:
@@ -187,8 +188,8 @@ class Decoder:
         cached prefixes of its own. Where files hold some of the prompt, a file is read instead."""
         size, batch = chunk or self.prefill_chunk, self.batch
         if prefill.pieces and batch.prefix is not None:
-            piece = prefill.pieces.pop(0)
-            more = batch.prefix.read(prefill.rows[0].tokens[:-1], piece, prefill.target_cache)
+            piece, row = prefill.pieces.pop(0), prefill.rows[0]
+            more = batch.prefix.read(row.tokens[:-1], piece, prefill.target_cache, row.prompt.cache_salt)
             if not more or not batch.prefix.reads_faster(self.pace.speed.value):
                 prefill.pieces.clear()
             return False
@@ -237,7 +238,7 @@ class Decoder:
         self._rows_changed = not under_way
         for row in self.batch.remove(gone, under_way=under_way, tight=tight):
             if self.lookup is not None and row.prompt.store and row.finish is not None:
-                self.lookup.add_output(row.output)
+                self.lookup.add_output(row.output, row.prompt.cache_salt)
         if not self.rows:
             # Else the last rows' tokens and stop strings would stay until there are others.
             self.runner.release_rows()

@@ -143,16 +143,20 @@ def batch_prompts(
 
 def _uncached_tokens(prefill: Prefill, owners: Sequence[Owner], prefix: PrefixCache | None) -> int:
     """Tokens of an unstarted prompt that at least one of the owners has to prefill."""
-    prompt = prefill.rows[0].tokens[:-1]
-    return len(prompt) - (min(prefix.cached_length(owner, prompt) for owner in owners) if prefix is not None else 0)
+    row = prefill.rows[0]
+    prompt, salt = row.tokens[:-1], row.prompt.cache_salt
+    return len(prompt) - (
+        min(prefix.cached_length(owner, prompt, salt) for owner in owners) if prefix is not None else 0
+    )
 
 
 def _share_an_uncached_block(one: Prefill, other: Prefill, prefix: PrefixCache | None) -> bool:
     """Whether the prefix cache could reuse a block of one prompt for the other that it does not have yet."""
-    if prefix is None:
+    salt = one.rows[0].prompt.cache_salt
+    if prefix is None or salt != other.rows[0].prompt.cache_salt:
         return False
     mine, theirs = (prefill.rows[0].tokens[:-1] for prefill in (one, other))
-    upto = prefix.cached_length(Owner.TARGET, mine) + BLOCK
+    upto = prefix.cached_length(Owner.TARGET, mine, salt) + BLOCK
     return len(mine) >= upto and mine[:upto] == theirs[:upto]
 
 
@@ -182,7 +186,9 @@ def _prompts(rows: Sequence[Request], cache: RowCache) -> list[Sequence[int]]:
 def _load_cached_prefixes(owner: Owner, cache: RowCache, rows: Sequence[Request], prefix: PrefixCache | None) -> None:
     """Load the cached prefixes of unstarted prompts."""
     if prefix is not None and cache.lengths.longest == 0:
-        prefix.load(owner, _prompts(rows, cache), cache)
+        prompts = _prompts(rows, cache)
+        salts = [row.prompt.cache_salt for row in rows]
+        prefix.load(owner, prompts, cache, salts + [""] * (len(prompts) - len(rows)))
         if owner is Owner.TARGET:
             for row, length in zip(rows, cache.lengths.host, strict=False):
                 if not row.decode_started_at:
@@ -218,6 +224,6 @@ def _prefill_chunk(
         if prefix is not None:
             for i, (row, prompt) in enumerate(zip(rows, prompts, strict=False)):
                 if row.prompt.store:
-                    prefix.insert(owner, prompt, cache, i)
+                    prefix.insert(owner, prompt, cache, i, row.prompt.cache_salt)
             prefix.copy(wait=wait)
     return any(done < len(prompt) for done, prompt in zip(cache.lengths.host, prompts, strict=True))

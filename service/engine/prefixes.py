@@ -27,10 +27,10 @@ class Prefixes:
         self._folder: Path | None = None
         """Where there may be files, also when none is written or read."""
 
-    def cached_tokens(self, tokens: Sequence[int]) -> int:
-        """Tokens of a text, but its last, that are in the target's prefix cache."""
+    def cached_tokens(self, tokens: Sequence[int], salt: str) -> int:
+        """Tokens of a text, but its last, that are in the target's prefix cache. salt: core.Prompt.cache_salt."""
         prefix = self._batch.prefix
-        return 0 if prefix is None else prefix.cached_length(Owner.TARGET, tokens[:-1])
+        return 0 if prefix is None else prefix.cached_length(Owner.TARGET, tokens[:-1], salt)
 
     def keep(self, folder: Path, cap: int, target: str, draft: str) -> None:
         """Keep the target's in files too, `cap` bytes at most. target, draft: fingerprints of the models. Nothing without a

@@ -75,16 +75,19 @@ class Scheduler:
         return len(self.waiting) > self.free_rows
 
     def next(
-        self, cached_tokens: Callable[[Sequence[int]], int], has_room: Callable[[Ticket], bool] = lambda ticket: True
+        self,
+        cached_tokens: Callable[[Sequence[int], str], int],
+        has_room: Callable[[Ticket], bool] = lambda ticket: True,
     ) -> Ticket | None:
         """The request to admit next, which goes on waiting until `admit`; None without a free row or a waiting request, or
-        where there is no room for it: smaller ones do not pass it, or it might wait for ever. cached_tokens: of a text, those
-        that need no prefill. has_room: whether memory does."""
+        where there is no room for it: smaller ones do not pass it, or it might wait for ever. cached_tokens: of a text with
+        this salt, those that need no prefill. has_room: whether memory does."""
         if not self.waiting or not self.free_rows:
             return None
 
         def turn(ticket: Ticket) -> float:
-            return ticket.arrived_at + DELAY * (len(ticket.tokens) - cached_tokens(ticket.tokens))
+            cached = cached_tokens(ticket.tokens, ticket.prompt.cache_salt)
+            return ticket.arrived_at + DELAY * (len(ticket.tokens) - cached)
 
         first = self.waiting[0] if len(self.waiting) <= self.free_rows else min(self.waiting, key=turn)
         return first if has_room(first) else None

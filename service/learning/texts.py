@@ -105,6 +105,6 @@ def _text(name: str, generation: Generation) -> Text:
         name,
         prompt=id_bytes(prompt.tokens),
         output=id_bytes(generation.output),
-        client=prompt.client,
+        client=prompt.api_key or prompt.client,
         first_user=prompt.first_user,
     )

@@ -16,6 +16,8 @@ CODES = (
     "model_not_found",
     "tool_not_found",
     "forbidden",
+    "invalid_api_key",
+    "rate_limit_exceeded",
     "body_too_large",
     "unsupported_media_type",
     "overloaded",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from service.settings import Settings
+from service.store.access.keys import Keys
 from service.store.database import Database, upgrade
 from service.store.log.cases import Cases
 from service.store.log.generations import Generations
@@ -34,6 +35,7 @@ class Stores:
     quarantine: Quarantine
     costs: MeasuredCosts
     erasures: Erasures
+    keys: Keys
 
     @classmethod
     def of(cls, database: Database, adapters: Path) -> Stores:
@@ -50,6 +52,7 @@ class Stores:
             quarantine=Quarantine(database),
             costs=MeasuredCosts(database),
             erasures=Erasures(database),
+            keys=Keys(database),
         )
 
     def close(self) -> None:

@@ -46,6 +46,7 @@ generations = Table(
     Column("sampling", Text, nullable=False),
     Column("domain", FreeText(128)),
     Column("client", FreeText(128)),
+    Column("api_key", String(64)),
     Column("first_user", FreeText, nullable=False),
     Column("finish", String(16), nullable=False),
     Column("rounds", Text, nullable=False),
@@ -64,6 +65,7 @@ generations = Table(
     Column("quarantined_run", Integer),
     Index("ix_generations_open", "target", "tokenizer", "split", "seq", "cases", "quarantined_run", "output_tokens"),
     Index(None, "client"),
+    Index(None, "api_key"),
     Index(None, "domain"),
     Index(None, "text_key"),
     Index(None, "grammar"),
@@ -72,9 +74,30 @@ generations = Table(
 )
 """prompt, output: token ids, little-endian uint32. logprobs: float32. text_key: rows.text_key. copies: how often the text was
 generated, this row's own time included. grammar: hash of the grammar that the answer had to follow; its text is in grammars.
-cases: its failure cases, near-ties not counted; null: not known yet, since hardly any of it was drafted. quarantined_run: the
-run that put it aside: its adapter was rolled back, or it was the last that crashed over the text. There are no foreign keys for
-those two, which SQLite could add only by writing the table anew."""
+api_key: the name of the key that it was asked for with. cases: its failure cases, near-ties not counted; null: not known yet,
+since hardly any of it was drafted. quarantined_run: the run that put it aside: its adapter was rolled back, or it was the last
+that crashed over the text. There are no foreign keys for those two, which SQLite could add only by writing the table anew."""
+
+api_keys = Table(
+    "api_keys",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("role", String(16), nullable=False),
+    Column("hash", LargeBinary(32), nullable=False, unique=True),
+    Column("created_at", DateTime(timezone=True), nullable=False),
+    Column("revoked_at", DateTime(timezone=True)),
+)
+"""hash: SHA-256 of the key. Rows of revoked keys stay, so that no name is used twice and a server that had keys asks for
+one."""
+
+page_sessions = Table(
+    "page_sessions",
+    metadata,
+    Column("hash", LargeBinary(32), primary_key=True),
+    Column("key_hash", LargeBinary(32), nullable=False),
+    Column("expires_at", DateTime(timezone=True), nullable=False),
+)
+"""Sessions of the page. hash: SHA-256 of the session's secret. key_hash: of the key that it was opened with."""
 
 grammars = Table(
     "grammars",

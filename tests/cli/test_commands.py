@@ -634,7 +634,7 @@ def one_sentence(done: Outcome) -> None:
         (("adapters", "export", "1", "{empty}/out"), "run `redraft db upgrade`"),
         (("cases", "purge", "--everything"), "run `redraft db upgrade`"),
         (("cases", "release"), "run `redraft db upgrade`"),
-        (("serve", "--host", "0.0.0.0"), "server.allow_remote"),
+        (("serve", "--host", "0.0.0.0", "--port", "0"), "redraft keys create"),
         (("serve", "--port", "70000"), "server.port"),
         (("serve", "--num-draft-tokens", "99"), "engine.num_draft_tokens"),
         (("doctor", "--json", "{file}/doctor.json"), "/file"),

@@ -354,7 +354,7 @@ def test_the_scheduler_keeps_what_went_back_in_front() -> None:
     assert scheduler.next(_none, lambda ticket: room[id(ticket)]) is tickets[1]
 
 
-def _none(tokens: Sequence[int]) -> int:
+def _none(tokens: Sequence[int], salt: str) -> int:
     return 0
 
 

@@ -69,6 +69,21 @@ def test_recent_outputs_are_shared_and_old_ones_evicted() -> None:
     assert lookup.find([1, 90, 91, 92, 93], NGramIndex()) is None
 
 
+def test_outputs_of_other_salts_are_not_looked_up() -> None:
+    target, tokens = tiny_llama(0), tuple(random.Random(1).randrange(4, VOCABULARY) for _ in range(12))
+    decoder = Decoder(target, None, vocabulary=VOCABULARY, k=0, adaptive=True, lookup=4)
+    prompt = Prompt(tokens, Sampling(temperature=1.0, seed=5, max_tokens=20), cache_salt="a")
+    row = Request("a", prompt, frozenset(), None)
+    decoder.admit(row)
+    while decoder.rows:
+        decoder.round()
+    assert decoder.lookup is not None
+    for salt in ("", "b", "a"):
+        other = Prompt((*tokens, *row.output[:5]), Sampling(), cache_salt=salt)
+        (found,) = decoder.lookup.propose([Request("b", other, frozenset(), None)], possible=True)
+        assert (found is not None) is (salt == "a"), salt
+
+
 def test_outputs_that_are_forgotten_are_found_no_more() -> None:
     lookup = Lookup(3)
     for start in (80, 90):

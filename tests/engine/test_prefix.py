@@ -3,6 +3,7 @@
 import gc
 import random
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -185,6 +186,21 @@ def test_concurrent_requests_do_not_prefill_a_shared_prefix_twice() -> None:
     assert [row.cached_tokens for row in rows] == [0, 64, 64]
     for row in rows:
         assert_own(row)
+
+
+def test_requests_of_other_salts_share_nothing() -> None:
+    decoder, tokens = make_decoder(), random_tokens(1, 100)
+    salted = [replace(request(tokens, answer=4), cache_salt=salt) for salt in ("", "a", "b", "a", "b", "")]
+    assert [answer(decoder, each).cached_tokens for each in salted] == [0, 0, 0, 96, 96, 96]
+    # Neither do those that prefill in one batch: the second "a" waits for the first.
+    other = random_tokens(2, 100)
+    rows = serve(decoder, [replace(request(other, answer=4), cache_salt=salt) for salt in ("a", "b", "a")], seed=1)
+    assert sorted(row.cached_tokens for row in rows) == [0, 0, 96]
+    assert_fits(decoder)
+    prefix = decoder.batch.prefix
+    assert prefix is not None
+    prefix.forget()
+    assert not prefix.nodes and prefix.nbytes == 0
 
 
 def test_one_different_token_ends_the_match() -> None:

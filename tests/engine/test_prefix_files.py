@@ -134,6 +134,17 @@ def whole(count: int) -> int:
 # --------------------------------------------------------------------------------------------------------- round trips
 
 
+def test_what_was_written_with_another_salt_is_not_found(tmp_path: Path) -> None:
+    tokens = text(1, BLOCK * FILE_BLOCKS + 5)
+    first = start(tmp_path)
+    (row,) = serve(first, [Prompt(tokens, Sampling(max_tokens=4), cache_salt="a")], eos=EOS)
+    save(first)
+    assert len(list(tmp_path.glob("prefix-*"))) == 1
+    for salt, count in (("", 0), ("b", 0), ("a", whole(len(tokens)))):
+        (row,) = serve(start(tmp_path), [Prompt(tokens, Sampling(max_tokens=4), cache_salt=salt)], eos=EOS)
+        assert row.cached_tokens == count, salt
+
+
 @BOTH
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "seed": 5}], ids=["greedy", "seeded"])
 def test_a_next_start_goes_on_behind_what_was_written(tmp_path: Path, sampling: dict[str, Any]) -> None:

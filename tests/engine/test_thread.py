@@ -1172,7 +1172,7 @@ def test_selected_requests_under_way_are_not_recorded_and_all_cached_prefixes_go
         # A row leaves the batch, and its blocks go into the cache, before its last event is sent.
         assert harness.engine is not None
         prefixes = harness.engine.decoder.prefixes
-        found = [prefixes.cached_tokens(client.prompt.tokens) > 0 for client in (*clients, after)]
+        found = [prefixes.cached_tokens(client.prompt.tokens, "") > 0 for client in (*clients, after)]
     assert found == [False, True, False, True, True]
     assert [one.prompt.client for one in harness.generations] == ["ada", "bob", "bob", "ada"]
 

@@ -555,7 +555,7 @@ def check_pages(
                 rows.cache.truncate(lengths)
             elif kind == "copy":
                 # As through a file.
-                path = rows.prefix._match(Owner.TARGET, text_of(rows.names[luck % len(lengths)], 2000))
+                path = rows.prefix._match(Owner.TARGET, text_of(rows.names[luck % len(lengths)], 2000), "")
                 for node, block in zip(
                     path, rows.pool.fill(copies([node.block for node in path])) if path else [], strict=True
                 ):

@@ -238,6 +238,7 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(bare: str) 
     assert len(keys) == len(tags), "every text has its own key"
     assert {row.pop("copies") for row in after["generations"]} == {1}
     assert {row.pop("grammar") for row in after["generations"]} == {None}
+    assert {row.pop("api_key") for row in after["generations"]} == {None}
     assert {row.pop("erased_texts") for row in after["adapters"]} == {None}
     for row in (*after["adapters"], *after["training_runs"]):
         del row["log_end"]

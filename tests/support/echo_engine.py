@@ -17,14 +17,17 @@ from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from service import core
-from service.api import Limits, ModelNames, build_api
+from service.api import Doors, Limits, ModelNames, build_api
 from service.core import (
+    LOCAL,
     AdapterRef,
     AdapterState,
     AnswerGrammar,
     BadRequest,
+    Caller,
     Conflict,
     Delta,
+    Doorkeeper,
     EngineStatus,
     Erased,
     Event,
@@ -307,6 +310,24 @@ class InMemoryOperator:
         return Erased(2, (3,), (3,) if retire_adapters else ())
 
 
+class OpenHouse:
+    """No key was ever made."""
+
+    without_key = LOCAL
+
+    def by_key(self, secret: str) -> Caller | None:
+        return None
+
+    def by_session(self, secret: str) -> Caller | None:
+        return None
+
+    def log_in(self, key: str) -> str | None:
+        return None
+
+    def log_out(self, session: str) -> None:
+        pass
+
+
 LIMITS = Limits(max_body_bytes=20_000, request_timeout=20.0, keepalive_seconds=5.0, max_tokens=1_000, max_context=4_000)
 
 
@@ -320,6 +341,9 @@ class EchoServer:
     metrics: Metrics = field(default_factory=lambda: Metrics(draft_tokens=3))
     limits: Limits = LIMITS
     allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
+    keeper: Doorkeeper = field(default_factory=OpenHouse)
+    cors_origins: Sequence[str] = ()
+    rate_limit: str | None = None
     defaults: Sampling | None = None
 
     @property
@@ -331,7 +355,7 @@ class EchoServer:
             metrics=self.metrics,
             limits=self.limits,
             models=ModelNames("echo", ["gpt-4o"]),
-            allowed_hosts=self.allowed_hosts,
+            doors=Doors(self.keeper, self.allowed_hosts, self.cors_origins, self.rate_limit),
             defaults=self.defaults,
         )
 

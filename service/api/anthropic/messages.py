@@ -10,6 +10,7 @@ from typing import Any
 from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
+from service.api.access import caller_of
 from service.api.answers import Answer, EndReason, read_parts
 from service.api.anthropic.schemas import (
     BlockAnswer,
@@ -64,7 +65,9 @@ def messages_routes(frontend: Frontend) -> APIRouter:
         frontend.models.check(body.model)
         one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
         stream = bool(body.stream)
-        exchange, (answer,) = await frontend.submit([_asked(body, frontend)], live=stream or one_call)
+        exchange, (answer,) = await frontend.submit(
+            [_asked(body, frontend)], caller_of(request), live=stream or one_call
+        )
         writer = _Writer(exchange, answer, body.model or frontend.models.name, frontend.limits.max_context)
         return await respond(
             writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
+from service.api.access import caller_of
 from service.api.answers import Answer, Part, combined_timings, read_parts
 from service.api.asking import Asked, Chat, ForcedCalls, Frontend
 from service.api.compatible import (
@@ -72,7 +73,9 @@ def chat_routes(frontend: Frontend) -> APIRouter:
         """Answer a chat: one JSON answer, or server-sent events with `stream`."""
         frontend.models.check(body.model)
         asked, stream, one_call = _asked(body, frontend), bool(body.stream), body.parallel_tool_calls is False
-        exchange, answers = await frontend.submit([asked], each=body.n or 1, live=stream or one_call)
+        exchange, answers = await frontend.submit(
+            [asked], caller_of(request), each=body.n or 1, live=stream or one_call
+        )
         writer = _Writer(exchange, answers, frontend, body)
         return await respond(
             writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)

@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from fastapi import APIRouter, Request, Response
 
+from service.api.access import caller_of
 from service.api.answers import Answer, EndReason, combined_timings, read_parts
 from service.api.asking import Frontend
 from service.api.compatible import CompatibleRoute, respond
@@ -40,7 +41,7 @@ def completion_routes(frontend: Frontend) -> APIRouter:
         frontend.models.check(body.model)
         prompts = _prompts(body)
         asked = [asked_by(body, prompt, frontend, body.max_tokens, logprobs=body.logprobs) for prompt in prompts]
-        exchange, answers = await frontend.submit(asked, each=body.n or 1, live=bool(body.stream))
+        exchange, answers = await frontend.submit(asked, caller_of(request), each=body.n or 1, live=bool(body.stream))
         writer = _Writer(exchange, answers, len(prompts), frontend, body)
         return await respond(writer, request, frontend, stream=bool(body.stream), ignored=())
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 
+from service.api.access import caller_of
 from service.api.answers import Answer, EndReason, read_parts
 from service.api.asking import Asked, Chat, ForcedCalls, Frontend
 from service.api.compatible import (
@@ -80,7 +81,7 @@ def responses_routes(frontend: Frontend) -> APIRouter:
         frontend.models.check(body.model)
         one_call = body.parallel_tool_calls is False
         asked = _asked(body, frontend)
-        exchange, (answer,) = await frontend.submit([asked], live=bool(body.stream) or one_call)
+        exchange, (answer,) = await frontend.submit([asked], caller_of(request), live=bool(body.stream) or one_call)
         writer, stream = _Writer(exchange, answer, frontend, body, asked), bool(body.stream)
         return await respond(
             writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)

@@ -69,14 +69,14 @@ class LookupProposal:
 
 
 class Lookup:
-    """Proposes up to `max_tokens` tokens from a row's own text or from recent outputs, which all rows share; or what a row's
-    grammar leaves no choice about."""
+    """Proposes up to `max_tokens` tokens from a row's own text or from recent outputs, which rows of equal salts share
+    (core.Prompt.cache_salt); or what a row's grammar leaves no choice about."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
         self._resting = 0
-        self._newer: dict[NGram, tuple[Sequence[int], int]] = {}
-        self._older: dict[NGram, tuple[Sequence[int], int]] = {}
+        self._newer: dict[tuple[str, NGram], tuple[Sequence[int], int]] = {}
+        self._older: dict[tuple[str, NGram], tuple[Sequence[int], int]] = {}
         self._newer_tokens = 0
 
     def propose(self, rows: Sequence[Request], *, possible: bool, forced: bool = True) -> list[LookupProposal | None]:
@@ -90,7 +90,10 @@ class Lookup:
             if not row.padding:
                 left -= row.ngrams.update(row.tokens, left)
         found = [
-            None if row.padding else (forced and self._forced(row)) or self.find(row.tokens, row.ngrams) for row in rows
+            None
+            if row.padding
+            else (forced and self._forced(row)) or self.find(row.tokens, row.ngrams, row.prompt.cache_salt)
+            for row in rows
         ]
         return [each and each.up_to(row.prompt.num_draft_tokens) for each, row in zip(found, rows, strict=True)]
 
@@ -108,10 +111,10 @@ class Lookup:
         """A round has waited for look-ups. used: whether it proposed any."""
         self._resting = 0 if used else REST
 
-    def find(self, tokens: Sequence[int], ngrams: NGramIndex) -> LookupProposal | None:
+    def find(self, tokens: Sequence[int], ngrams: NGramIndex, salt: str = "") -> LookupProposal | None:
         """A proposal to follow `tokens`: the longest match, in the row's own text before recent outputs. None without a match.
 
-        ngrams: the index of these tokens, as far as they are indexed.
+        ngrams: the index of these tokens, as far as they are indexed. salt: of the outputs that may be looked up.
         """
         for length in LENGTHS:
             if length > len(tokens):
@@ -121,7 +124,8 @@ class Lookup:
                 # Where fewer tokens follow the match, they are repeated: the text is taken to be periodic.
                 period = tokens[end:]
                 return LookupProposal(length, [period[i % len(period)] for i in range(self.max_tokens)])
-            if length >= MIN_SHARED_MATCH and (match := self._newer.get(ngram) or self._older.get(ngram)) is not None:
+            shared = salt, ngram
+            if length >= MIN_SHARED_MATCH and (match := self._newer.get(shared) or self._older.get(shared)) is not None:
                 text, end = match
                 return LookupProposal(length, list(text[end : end + self.max_tokens]))
         return None
@@ -130,13 +134,13 @@ class Lookup:
         """Drop the shared index, whose outputs are nobody's in particular."""
         self._newer, self._older, self._newer_tokens = {}, {}, 0
 
-    def add_output(self, output: Sequence[int]) -> None:
-        """Add a finished output to the shared index. Only outputs that may be stored belong there."""
+    def add_output(self, output: Sequence[int], salt: str = "") -> None:
+        """Add a finished output to the shared index, for rows of this salt. Only outputs that may be stored belong there."""
         for end in range(MIN_SHARED_MATCH, len(output)):
             place = output, end
             for length in SHARED_LENGTHS:
                 if length <= end:
-                    self._newer[tuple(output[end - length : end])] = place
+                    self._newer[salt, tuple(output[end - length : end])] = place
         self._newer_tokens += len(output)
         if self._newer_tokens > INDEX_TOKENS:
             self._older, self._newer, self._newer_tokens = self._newer, {}, 0

@@ -1,9 +1,10 @@
 """Prefix cache: keys and values of prompts and answers, reused by requests whose prompts start with the same tokens.
 
 A cached prefix is a path of nodes in a tree. A node holds a block of BLOCK positions and is found under its parent by its
-tokens, without a hash, so that prefixes share blocks and none is confused with another. Only prompt tokens and verified tokens
-are inserted. Blocks are pages that rows have filled, or copies, where rows are in rectangles. Those of the target can also be
-kept in files (`prefix_files`), from which they are read back into the tree.
+tokens, without a hash, so that prefixes share blocks and none is confused with another. Texts of different salts
+(core.Prompt.cache_salt) are in trees of their own. Only prompt tokens and verified tokens are inserted. Blocks are pages that
+rows have filled, or copies, where rows are in rectangles. Those of the target can also be kept in files (`prefix_files`), from
+which they are read back into the tree.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ class Owner(StrEnum):
 @dataclass(slots=True, eq=False)
 class Node:
     """A block, and what may follow it. A root has none. used: a number that grows with each use of any node. file: the one that
-    holds it too."""
+    holds it too. salt: of the texts in its tree."""
 
     owner: Owner
+    salt: str = ""
     tokens: tuple[int, ...] = ()
     parent: Node | None = None
     block: Held | None = None
@@ -53,12 +55,13 @@ class Node:
 
 
 class PrefixCache:
-    """A tree for each owner, at most `budget` bytes in all. Evicts the least recently used leaf first."""
+    """A tree for each owner and salt, at most `budget` bytes in all. Evicts the least recently used leaf first."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.nbytes = 0
-        self._roots = {owner: Node(owner) for owner in Owner}
+        self._roots: dict[tuple[Owner, str], Node] = {}
+        """Of all trees that were asked for."""
         self._uncopied: list[list[mx.array]] = []
         """By text."""
         self._uses = 0
@@ -76,13 +79,15 @@ class PrefixCache:
         """Every node of all owners but the roots, least recently used first."""
         return tuple(sorted((node for order in self._order.values() for node in order), key=lambda node: node.used))
 
-    def cached_length(self, owner: Owner, tokens: Sequence[int]) -> int:
+    def cached_length(self, owner: Owner, tokens: Sequence[int], salt: str = "") -> int:
         """Positions of the longest cached prefix of `tokens`; 0 for a model with recurrent layers."""
-        return len(_usable(self._match(owner, tokens))) * BLOCK
+        return len(_usable(self._match(owner, tokens, salt))) * BLOCK
 
-    def load(self, owner: Owner, texts: Sequence[Sequence[int]], cache: RowCache) -> None:
-        """Load the longest cached prefix of each text into its row of an empty cache, with capacity for the longest text."""
-        paths = [_usable(self._match(owner, tokens)) for tokens in texts]
+    def load(self, owner: Owner, texts: Sequence[Sequence[int]], cache: RowCache, salts: Sequence[str] = ()) -> None:
+        """Load the longest cached prefix of each text into its row of an empty cache, with capacity for the longest text.
+        salts: of each text; none: no text has any."""
+        salted = zip(texts, salts or [""] * len(texts), strict=True)
+        paths = [_usable(self._match(owner, tokens, salt)) for tokens, salt in salted]
         for path in paths:
             if path:
                 self._touch(path[-1])
@@ -92,14 +97,14 @@ class PrefixCache:
             cache.storage.load([[node.block for node in path] for path in paths], max(map(len, texts)))
             cache.rewind([len(path) * BLOCK for path in paths])
 
-    def insert(self, owner: Owner, tokens: Sequence[int], cache: RowCache, row: int = 0) -> None:
+    def insert(self, owner: Owner, tokens: Sequence[int], cache: RowCache, row: int = 0, salt: str = "") -> None:
         """Insert blocks of BLOCK of `row`'s keys and values for `tokens`, those that are not cached yet, as many as the budget
         allows; `copy` must follow. Does nothing for a model with recurrent layers, whose state cannot be cut into blocks."""
         if cache.states:
             return
         count = min(len(tokens), cache.lengths.host[row]) // BLOCK
-        path = self._match(owner, tokens[: count * BLOCK])
-        last = path[-1] if path else self._roots[owner]
+        path = self._match(owner, tokens[: count * BLOCK], salt)
+        last = path[-1] if path else self._root(owner, salt)
         self._touch(last)
         size = cache.storage.block_bytes
         # What was no longer held by the row that inserted it is by this one, perhaps.
@@ -135,17 +140,17 @@ class PrefixCache:
         """Append nodes for a text's blocks from number `start` on. Returns the last one."""
         for number, block in enumerate(blocks, start):
             key = tuple(tokens[number * BLOCK : (number + 1) * BLOCK])
-            last.children[key] = last = Node(last.owner, key, last, block, block.nbytes, file=file)
+            last.children[key] = last = Node(last.owner, last.salt, key, last, block, block.nbytes, file=file)
             self.nbytes += block.nbytes
         self._touch(last)
         return last
 
-    def find(self, tokens: Sequence[int], speed: float | None) -> list[Piece]:
+    def find(self, tokens: Sequence[int], speed: float | None, salt: str = "") -> list[Piece]:
         """The pieces of files that hold what is not in memory of the target's blocks of a text; none where prefilling that is
         faster. speed: tokens that are prefilled a second; None: not known."""
         if self.files is None:
             return []
-        pieces = self.files.find(tokens, len(self._match(Owner.TARGET, tokens)))
+        pieces = self.files.find(tokens, len(self._match(Owner.TARGET, tokens, salt)), salt)
         count = sum(piece.last - piece.first for piece in pieces) * BLOCK
         return pieces if pieces and self.files.pays(count, speed) else []
 
@@ -153,15 +158,15 @@ class PrefixCache:
         """Whether reading is faster than prefilling, as far as that is known. speed: as for `find`."""
         return self.files is not None and self.files.faster(speed) is not False
 
-    def read(self, tokens: Sequence[int], piece: Piece, cache: RowCache) -> bool:
+    def read(self, tokens: Sequence[int], piece: Piece, cache: RowCache, salt: str = "") -> bool:
         """Read a piece that `find` has found into the tree, as much of it as the budget allows. cache: of rows that are to load
         it. False where the pieces behind it are of no use."""
         assert self.files is not None
         started_at, tokens = time.perf_counter(), tokens[: piece.last * BLOCK]
-        path = self._match(Owner.TARGET, tokens)
+        path = self._match(Owner.TARGET, tokens, salt)
         if len(path) == piece.last:
             return True
-        last = path[-1] if path else self._roots[Owner.TARGET]
+        last = path[-1] if path else self._root(Owner.TARGET, salt)
         # Pages may have room that files do not need.
         size = max(self.files.block_bytes, cache.storage.block_bytes)
         self._touch(last)
@@ -174,7 +179,7 @@ class PrefixCache:
         except MemoryError:
             return False
         # Pages may have been taken out of the path itself.
-        if self._match(Owner.TARGET, tokens) != path:
+        if self._match(Owner.TARGET, tokens, salt) != path:
             return False
         self._append(last, tokens, len(path), blocks, piece.file)
         self.tokens_read += fit * BLOCK
@@ -208,10 +213,10 @@ class PrefixCache:
         faster."""
         assert self.files is not None
         tokens = [token for node in path for token in node.tokens]
-        if found := self.files.find(tokens, first):
+        if found := self.files.find(tokens, first, end.salt):
             file, path = found[0].file, path[: found[0].last]
         else:
-            file = self.files.write(tokens, copies([node.block for node in path[first:]]), _files(path))
+            file = self.files.write(tokens, copies([node.block for node in path[first:]]), _files(path), end.salt)
         if file is None:
             # Trying again would mean to remove what was written just before.
             del self._unsaved[end]
@@ -245,9 +250,10 @@ class PrefixCache:
 
     def clear(self, owner: Owner) -> None:
         """Drop all blocks of one owner."""
-        dropped = list(self._roots[owner].children.values())
-        self._roots[owner].children.clear()
-        self._drop_all(dropped)
+        for root in [root for root in self._roots.values() if root.owner is owner]:
+            dropped = list(root.children.values())
+            root.children.clear()
+            self._drop_all(dropped)
 
     def _drop_all(self, dropped: list[Node]) -> None:
         """Drop these nodes, which have left their parents, and what hangs behind them."""
@@ -260,10 +266,13 @@ class PrefixCache:
             self._unsaved.pop(node, None)
             self.nbytes -= node.nbytes
 
-    def _match(self, owner: Owner, tokens: Sequence[int]) -> list[Node]:
+    def _root(self, owner: Owner, salt: str) -> Node:
+        return self._roots.setdefault((owner, salt), Node(owner, salt))
+
+    def _match(self, owner: Owner, tokens: Sequence[int], salt: str) -> list[Node]:
         """The path of the longest cached prefix of `tokens`."""
         path: list[Node] = []
-        node: Node | None = self._roots[owner]
+        node: Node | None = self._root(owner, salt)
         for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
             node = node.children.get(tuple(tokens[start : start + BLOCK]))
             if node is None:

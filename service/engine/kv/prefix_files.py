@@ -2,8 +2,8 @@
 
 A file holds up to FILE_BLOCKS blocks that follow each other in a text, each of their arrays as a tensor of its own: a block
 that is read needs no copy, and may lack layers whose window had passed. Its metadata say what the blocks are of (model,
-shapes), their tokens, and the hash of all tokens before them, by which it is found whether or not those before it are in
-files. At a start headers are read and no tensors.
+shapes), their tokens, and the hash of the text's salt and all tokens before them, by which it is found whether or not those
+before it are in files. At a start headers are read and no tensors.
 """
 
 from __future__ import annotations
@@ -121,9 +121,10 @@ class PrefixFiles:
         # The cap may have become smaller.
         self._make_room(0, ())
 
-    def find(self, tokens: Sequence[int], have: int) -> list[Piece]:
-        """The pieces that hold the text's blocks from number `have` on, as far as they follow each other."""
-        text, digest, pieces = _bytes(tokens), sha256(), list[Piece]()
+    def find(self, tokens: Sequence[int], have: int, salt: str = "") -> list[Piece]:
+        """The pieces that hold the text's blocks from number `have` on, as far as they follow each other. salt: of the
+        text; what was written with another is not found."""
+        text, digest, pieces = _bytes(tokens), sha256(salt.encode()), list[Piece]()
         end, best = have, (0, None, 0)
         if not self._ours:
             return pieces
@@ -190,14 +191,16 @@ class PrefixFiles:
             self._read_once, self.speed = True, Speed()
         self.speed.observe(nbytes, seconds)
 
-    def write(self, tokens: Sequence[int], blocks: Sequence[Block], before: Sequence[File]) -> File | None:
+    def write(
+        self, tokens: Sequence[int], blocks: Sequence[Block], before: Sequence[File], salt: str = ""
+    ) -> File | None:
         """Write the last blocks of a text. before: the files with those before them, which are not removed for it. None where
         there is no room, or it cannot be written."""
         text = _bytes(tokens)
         cut = len(text) - len(blocks) * ITEM
         metadata = {
             "key": self._key,
-            "before": sha256(text[:cut]).hexdigest(),
+            "before": sha256(salt.encode() + text[:cut]).hexdigest(),
             "tokens": base64.b64encode(text[cut:]).decode(),
             "sums": json.dumps(_sums(blocks)),
         }

@@ -32,7 +32,7 @@ TRAIN, HELD_OUT = "train", "held_out"
 answers that had to follow a grammar, of which too little is stored."""
 TURNS_READ = 10
 """Generations read for each conversation that is wanted."""
-_TEXT = tuple(generations.c[name] for name in ("id", "prompt", "output", "client", "first_user"))
+_TEXT = tuple(generations.c[name] for name in ("id", "prompt", "output", "client", "api_key", "first_user"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,8 @@ class Generations:
 
 
 def _text(row: Row[Any]) -> Text:
-    return text(row.id, prompt=row.prompt, output=row.output, client=row.client, first_user=row.first_user)
+    client = row.api_key or row.client
+    return text(row.id, prompt=row.prompt, output=row.output, client=client, first_user=row.first_user)
 
 
 def _held_out(who: Provenance) -> Select[tuple[int]]:

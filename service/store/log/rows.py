@@ -92,6 +92,7 @@ def values_of(made: Generation) -> dict[str, Any]:
         ),
         "domain": made.prompt.domain,
         "client": made.prompt.client,
+        "api_key": made.prompt.api_key,
         "first_user": made.prompt.first_user,
         "finish": made.finish.value,
         "rounds": json.dumps([[r.adapter, r.start, r.drafted, r.accepted, r.emitted, r.source] for r in made.rounds]),
@@ -114,6 +115,7 @@ def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
         sampling=Sampling(**sampling),
         domain=row.domain,
         client=row.client,
+        api_key=row.api_key,
         first_user=row.first_user,
     )
     return Generation(

@@ -39,7 +39,8 @@ class Text:
 
 
 def text(name: str, *, prompt: bytes, output: bytes, client: str | None, first_user: str) -> Text:
-    """From the columns of a row: prompt and output are token ids, little-endian uint32."""
+    """From the columns of a row: prompt and output are token ids, little-endian uint32. client: the API key's name, where there
+    was one; the tags that its holder gives are below it."""
     tokens = () if first_user.strip() else np.frombuffer(prompt, dtype="<u4").tolist()
     groups = groups_of(client, template(first_user, tokens))
     return Text(name, content_key(prompt, output), _conversation(first_user, prompt), groups)

@@ -48,6 +48,7 @@ def _from_json(text: str) -> Selection:
     before = given.get("before")
     return Selection(
         ids=frozenset(given["ids"]) if "ids" in given else None,
+        api_key=given.get("api_key"),
         client=given.get("client"),
         domain=given.get("domain"),
         before=datetime.fromisoformat(before) if before is not None else None,

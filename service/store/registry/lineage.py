@@ -65,6 +65,8 @@ def _where(selection: Selection) -> list[ColumnElement[bool]]:
     found: list[ColumnElement[bool]] = []
     if selection.ids is not None:
         found.append(generations.c.id.in_(selection.ids))
+    if selection.api_key is not None:
+        found.append(generations.c.api_key == selection.api_key)
     if selection.client is not None:
         found.append(generations.c.client == selection.client)
     if selection.domain is not None:

@@ -30,6 +30,7 @@ _TEXT = (
     generations.c.prompt,
     generations.c.output,
     generations.c.client,
+    generations.c.api_key,
     generations.c.domain,
     generations.c.first_user,
 )
@@ -167,7 +168,7 @@ _same: ColumnElement[bool] = generations.c.seq == replay_buffer.c.seq
 
 
 def _item(row: Any) -> Item:
-    groups = groups_of(row.client, template(row.first_user, _ids(row.prompt)))
+    groups = groups_of(row.api_key or row.client, template(row.first_user, _ids(row.prompt)))
     return Item(row.seq, content_key(row.prompt, row.output), groups)
 
 

@@ -1,0 +1,156 @@
+"""What every route asks for, and who calls.
+
+A caller shows an API key (`Authorization: Bearer`, or `x-api-key` as Anthropic's clients do), or the page's session cookie. As
+long as a server on a loopback address has never had a key, it asks for none, and everybody who reaches it is its operator.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from http.cookies import CookieError, SimpleCookie
+from typing import cast
+
+from fastapi import APIRouter
+from fastapi.routing import APIRoute
+from starlette.requests import HTTPConnection
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from service.api.errors import GENERATING, Forbidden, Unauthorized, answer
+from service.api.hosts import Hosts
+from service.core import Access, Caller, Doorkeeper, RedraftError
+from service.metrics import Metrics
+
+ROUTES: Mapping[tuple[str, str], Access] = {
+    ("GET", "/health"): Access.PUBLIC,
+    ("GET", "/health/live"): Access.PUBLIC,
+    ("GET", "/health/ready"): Access.PUBLIC,
+    ("GET", "/openapi.json"): Access.PUBLIC,
+    ("GET", "/session"): Access.PUBLIC,
+    ("POST", "/session"): Access.PUBLIC,
+    ("DELETE", "/session"): Access.PUBLIC,
+    ("POST", "/generate"): Access.CLIENT,
+    ("POST", "/v1/chat/completions"): Access.CLIENT,
+    ("POST", "/v1/completions"): Access.CLIENT,
+    ("POST", "/v1/responses"): Access.CLIENT,
+    ("POST", "/v1/messages"): Access.CLIENT,
+    ("POST", "/v1/messages/count_tokens"): Access.CLIENT,
+    ("GET", "/v1/models"): Access.CLIENT,
+    ("GET", "/v1/models/{id:path}"): Access.CLIENT,
+    ("GET", "/metrics"): Access.OPERATOR,
+    ("POST", "/train"): Access.OPERATOR,
+    ("GET", "/train/{id}"): Access.OPERATOR,
+    ("GET", "/adapters"): Access.OPERATOR,
+    ("POST", "/adapters/{id}/activate"): Access.OPERATOR,
+    ("POST", "/adapters/rollback"): Access.OPERATOR,
+    ("DELETE", "/generations"): Access.OPERATOR,
+}
+"""By method and path. A route that is not here cannot be served (`check_routes`); a path that no route has asks for a key, so
+that nobody without one learns which there are."""
+
+COOKIE = "redraft_session"
+BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
+
+
+def check_routes(router: APIRouter) -> None:
+    """Raises LookupError where a route is not in ROUTES."""
+    for route in router.routes:
+        if isinstance(route, APIRoute):
+            for method in route.methods or ():
+                ROUTES[method, route.path]
+
+
+class Policy:
+    """What a request asks for, by its method and path."""
+
+    def __init__(self, routes: Mapping[tuple[str, str], Access] = ROUTES) -> None:
+        patterns = [(method, _pattern(path), access) for (method, path), access in routes.items()]
+        # Exact paths before those with parameters, as in the routers.
+        self._patterns = sorted(patterns, key=lambda each: "[" in each[1].pattern)
+
+    def access(self, method: str, path: str) -> Access:
+        """CLIENT for what no route has."""
+        found = (access for name, pattern, access in self._patterns if name == method and pattern.fullmatch(path))
+        return next(found, Access.CLIENT)
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    parts = re.split(r"\{[^}]*?(:path)?\}", path)
+    texts, kinds = parts[::2], parts[1::2]
+    found = "".join(
+        re.escape(text) + ("" if i == len(kinds) else ".+" if kinds[i] else "[^/]+") for i, text in enumerate(texts)
+    )
+    return re.compile(found)
+
+
+def caller_of(connection: HTTPConnection) -> Caller:
+    """Who sent a request, as the guard found."""
+    return cast("Caller", connection.state.caller)
+
+
+class Guard:
+    """ASGI middleware in front of every route: who calls, from where, and whether that is enough. 401 without a key that opens
+    anything, 403 with one that does not open this route, for pages of other sites, and for hosts that are not this server's.
+
+    A `Host` that is not this server's is no hindrance for who shows a key in a header: a page whose name was made to resolve to
+    this machine does not have it. The cookie counts for requests of our own page alone.
+    """
+
+    def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper, hosts: Hosts, metrics: Metrics) -> None:
+        self._app = app
+        self._doorkeeper = doorkeeper
+        self._hosts = hosts
+        self._metrics = metrics
+        self._policy = Policy()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        if scope["type"] == "http":
+            try:
+                scope.setdefault("state", {})["caller"] = self._check(scope)
+            except RedraftError as error:
+                if scope["path"] in GENERATING and scope["method"] == "POST":
+                    self._metrics.request_refused(error.code)
+                await answer(error)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope) -> Caller:
+        """Raises Unauthorized, Forbidden."""
+        keys = list(_keys(scope))
+        if len(set(keys)) > 1:
+            raise Unauthorized("the request carries two different keys")
+        wanted = self._policy.access(scope["method"], scope["path"])
+        caller = self._doorkeeper.by_key(keys[0]) if keys else None
+        if caller is None:
+            self._hosts.check_host(scope)
+        self._hosts.check_origin(scope)
+        if caller is None:
+            session = _cookie(scope) if self._hosts.own_page(scope) else None
+            caller = self._doorkeeper.by_session(session) if session is not None else None
+            caller = caller or self._doorkeeper.without_key
+        if caller.access >= wanted:
+            return caller
+        if caller.access is Access.PUBLIC:
+            raise Unauthorized("this API key opens nothing here" if keys else "this server asks for an API key")
+        raise Forbidden("this route wants an operator's key", field="Authorization")
+
+
+def _keys(scope: Scope) -> Iterable[str]:
+    for name, value in scope["headers"]:
+        if name == b"authorization" and (found := BEARER.fullmatch(value.decode("latin-1").strip())):
+            yield found[1]
+        elif name == b"x-api-key" and value.strip():
+            yield value.decode("latin-1").strip()
+
+
+def _cookie(scope: Scope) -> str | None:
+    for name, value in scope["headers"]:
+        if name == b"cookie":
+            try:
+                found = SimpleCookie(value.decode("latin-1")).get(COOKIE)
+            except CookieError:
+                continue
+            if found is not None:
+                return found.value
+    return None

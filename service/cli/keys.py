@@ -1,0 +1,83 @@
+"""`keys`: who may call a server."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from service.cli.console import err, out, table
+from service.cli.options import Config, Database, settings_from
+from service.core import Access
+
+if TYPE_CHECKING:
+    from service.store.stores import Stores
+
+keys = typer.Typer(
+    help="API keys. Once there is one, every request to a server of this database needs one; servers follow in a second.",
+    no_args_is_help=True,
+)
+
+
+class Role(StrEnum):
+    """What a key allows."""
+
+    CLIENT = Access.CLIENT.role
+    """To generate."""
+    OPERATOR = Access.OPERATOR.role
+    """Everything."""
+
+
+@keys.command()
+def create(
+    name: Annotated[str, typer.Argument(help="Whose key it is: letters, digits, dots, dashes, underscores.")],
+    role: Annotated[
+        Role,
+        typer.Option(help="client: generate. operator: also train, switch adapters, read and erase what is recorded."),
+    ] = Role.CLIENT,
+    config: Config = None,
+    database: Database = None,
+) -> None:
+    """Make a key and print it, this once: the database holds its hash alone."""
+    stores = _open(config, database, create=True)
+    try:
+        secret = stores.keys.create(name, Access[role.upper()])
+    finally:
+        stores.close()
+    err.print(f"the key of {name} ({role}); it is not shown again:", highlight=False)
+    out.print(secret, highlight=False, soft_wrap=True)
+
+
+@keys.command("list")
+def list_keys(config: Config = None, database: Database = None) -> None:
+    """Every key by its name, revoked ones too."""
+    stores = _open(config, database)
+    try:
+        rows = [
+            (key.name, key.access.role, f"{key.created_at:%Y-%m-%d %H:%M}",
+             "" if key.revoked_at is None else f"{key.revoked_at:%Y-%m-%d %H:%M}")
+            for key in stores.keys.all()
+        ]  # fmt: skip
+    finally:
+        stores.close()
+    table("API keys", ("name", "role", "made", "revoked"), rows)
+
+
+@keys.command()
+def revoke(name: str, config: Config = None, database: Database = None) -> None:
+    """End a key, and the sessions of the page that were opened with it. Its name is not used again, and servers go on
+    asking for a key when none is left."""
+    stores = _open(config, database)
+    try:
+        stores.keys.revoke(name)
+    finally:
+        stores.close()
+    out.print(f"the key of {name} opens nothing any more", highlight=False)
+
+
+def _open(config: Path | None, database: str | None, *, create: bool = False) -> Stores:
+    from service.store.stores import open_stores
+
+    return open_stores(settings_from(config, store__url=database), create=create)

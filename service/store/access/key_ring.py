@@ -1,0 +1,86 @@
+"""The keys of a database in memory, by which a server tells who calls. Looking one up reads no row."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from datetime import UTC, datetime
+
+from service.core import ANYBODY, LOCAL, Access, ApiKey, Caller, StoreError
+from service.store.access.keys import Keys, Known, digest
+
+log = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 1.0
+"""After so long at most a key that was made opens, and one that was revoked no longer does."""
+CONFIGURED = "api-key"
+"""Name of the key that settings give."""
+
+
+class KeyRing:
+    """Implements core.Doorkeeper. `refresh` has to be called every REFRESH_SECONDS; where the database does not answer, what
+    was known stays.
+
+    own: a client's key that settings give (server.api_key); None: none. closed: a key is asked for even if none was ever made.
+    """
+
+    def __init__(self, keys: Keys, own: str | None = None, *, closed: bool = False) -> None:
+        self._keys = keys
+        self._own = None if own is None else (digest(own), ApiKey(CONFIGURED, Access.CLIENT, datetime.now(UTC)))
+        self._closed = closed or own is not None
+        self._known = keys.known()
+
+    @property
+    def any(self) -> bool:
+        """Whether there is a key, or was one."""
+        return self._own is not None or self._known.any
+
+    @property
+    def asks(self) -> bool:
+        """Whether callers need a key. Once one was made they always do: revoking the last one opens nothing."""
+        return self._closed or self._known.any
+
+    def refresh(self) -> None:
+        """Read the database again."""
+        try:
+            self._known = self._keys.known()
+        except StoreError as error:
+            log.warning("keys cannot be read, those that were known stay: %s", error)
+
+    def by_key(self, secret: str) -> Caller | None:
+        """Who has this key; None: nobody."""
+        return self._by_hash(digest(secret), self._known)
+
+    def by_session(self, secret: str) -> Caller | None:
+        """Whose session of the page this is; None: nobody's, or the key that it was opened with is revoked."""
+        asked, key, known, now = digest(secret), None, self._known, datetime.now(UTC)
+        for hash, key_hash, ends in known.sessions:
+            if hmac.compare_digest(hash, asked) and ends > now:
+                key = key_hash
+        return None if key is None else self._by_hash(key, known)
+
+    @property
+    def without_key(self) -> Caller:
+        """Who calls without a key."""
+        return ANYBODY if self.asks else LOCAL
+
+    def log_in(self, key: str) -> str | None:
+        """Open a session of the page with a key; its secret. None where the key opens nothing. Blocks. Raises StoreError."""
+        if self.by_key(key) is None:
+            return None
+        session = self._keys.open_session(key)
+        self.refresh()
+        return session
+
+    def log_out(self, session: str) -> None:
+        """End a session of the page. Blocks. Raises StoreError."""
+        self._keys.close_session(session)
+        self.refresh()
+
+    def _by_hash(self, asked: bytes, known: Known) -> Caller | None:
+        found = None
+        for hash, key in (*known.keys, *([self._own] if self._own is not None else [])):
+            # All are compared, each in constant time.
+            if hmac.compare_digest(hash, asked):
+                found = Caller(key.access, key.name)
+        return found

@@ -1,0 +1,337 @@
+"""Keys: which routes they open, for whom, and what a browser may do with a session."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from http.cookies import SimpleCookie
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute, _IncludedRouter
+from sqlalchemy import update
+
+from service.api.access import ROUTES, check_routes
+from service.core import Access, BadRequest, Conflict, NotFound
+from service.settings import load_settings
+from service.store.access.key_ring import CONFIGURED, KeyRing
+from service.store.access.keys import Keys
+from service.store.database import Database, upgrade
+from service.store.tables import page_sessions
+from tests.support.echo_engine import EchoServer
+from tests.support.store_rows import url_of
+
+EVIL = "https://evil.example"
+PUBLIC = ["GET /health", "GET /health/live", "GET /health/ready", "GET /session", "POST /session", "DELETE /session"]
+CLIENT = [
+    "POST /generate", "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/messages",
+    "POST /v1/messages/count_tokens", "GET /v1/models", "GET /v1/models/{id:path}",
+]  # fmt: skip
+OPERATOR = [
+    "GET /metrics", "POST /train", "GET /train/{id}", "GET /adapters", "POST /adapters/{id}/activate",
+    "POST /adapters/rollback", "DELETE /generations",
+]  # fmt: skip
+TABLE = {name: access for access, names in enumerate((PUBLIC, CLIENT, OPERATOR)) for name in names}
+
+
+class Place:
+    """A server with keys of its own in a real database. secrets: by role; "own" is that of the settings."""
+
+    def __init__(self, folder: Path) -> None:
+        url = url_of(folder / "redraft.db")
+        upgrade(url)
+        self.database = Database(url)
+        self.keys = Keys(self.database)
+        self.secrets = {role: self.keys.create(role, Access[role.upper()]) for role in ("client", "operator")}
+        self.secrets["own"] = "a-key-of-the-settings"
+        self.ring = KeyRing(self.keys, self.secrets["own"])
+        self.server = EchoServer(keeper=self.ring)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    made = Place(tmp_path_factory.mktemp("keys"))
+    yield made
+    made.database.close()
+
+
+@pytest.fixture(scope="module")
+def http(place: Place) -> Iterator[httpx.Client]:
+    with place.server.served() as address, httpx.Client(base_url=address, timeout=60) as client:
+        yield client
+
+
+def bearer(secret: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {secret}"}
+
+
+def call(http: httpx.Client, name: str, headers: dict[str, str]) -> int:
+    method, path = name.split()
+    path = path.replace("{id}", "1").replace("{id:path}", "echo")
+    return http.request(
+        method, path, headers=headers, json={} if method == "POST" and "/v1" in path else None
+    ).status_code
+
+
+def test_every_route_is_in_the_table_and_a_new_one_without_an_entry_cannot_be_served(place: Place) -> None:
+    routers = [each.original_router for each in place.server.app.routes if isinstance(each, _IncludedRouter)]
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    assert {f"{method} {route.path}" for route in routes for method in route.methods or ()} == set(TABLE)
+    assert {f"{method} {path}": access for (method, path), access in ROUTES.items() if path != "/openapi.json"} == TABLE
+    routers[0].add_api_route("/new", lambda: None, methods=["GET"])
+    with pytest.raises(LookupError):
+        check_routes(routers[0])
+
+
+@pytest.mark.parametrize("who", ["nobody", "wrong", "client", "own", "operator"])
+@pytest.mark.parametrize("name", TABLE)
+def test_codes_of_every_route_for_every_key_and_page(http: httpx.Client, place: Place, name: str, who: str) -> None:
+    has = {"nobody": 0, "wrong": 0, "client": 1, "own": 1, "operator": 2}[who]
+    headers = {} if who == "nobody" else bearer(place.secrets.get(who, "rd-nothing"))
+    through = has >= TABLE[name]
+    expected = None if through else 403 if has else 401
+    own = f"http://{http.base_url.netloc.decode()}"
+    # DELETE and POST /session answer 400 or 204 without a body of theirs: whatever is let through is no 401 or 403.
+    for more in ({}, {"origin": own}):
+        found = call(http, name, headers | more)
+        assert found == expected if expected else found not in {401, 403}, more
+    assert call(http, name, headers | {"origin": EVIL}) == 403
+    assert call(http, name, headers | {"sec-fetch-site": "cross-site"}) == 403
+    # A key in a header is enough to call the server by another name.
+    found = call(http, name, headers | {"host": "other.example"})
+    assert found not in {401, 403} if has and through else found == 403
+
+
+def test_the_two_headers_for_keys(http: httpx.Client, place: Place) -> None:
+    client = place.secrets["client"]
+    for headers in (bearer(client), {"authorization": f"bearer  {client}"}, {"x-api-key": client}):
+        assert http.get("/v1/models", headers=headers).status_code == 200
+    assert http.get("/v1/models", headers=bearer(client) | {"x-api-key": client}).status_code == 200
+    refused = http.get("/v1/models", headers=bearer(client) | {"x-api-key": place.secrets["operator"]})
+    assert refused.status_code == 401 and "two different keys" in refused.text
+    for header in ("Basic " + client, client, "Bearer", "Bearer " + client[:-1]):
+        refused = http.get("/v1/models", headers={"authorization": header})
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"] == "Bearer"
+        error = refused.json()["error"]
+        assert (error["code"], error["type"]) == ("invalid_api_key", "authentication_error")
+    # What has no route asks for a key too.
+    assert [http.get("/nothing", headers=h).status_code for h in ({}, bearer(client))] == [401, 404]
+
+
+def test_refused_keys_are_counted_where_they_would_generate(http: httpx.Client, place: Place) -> None:
+    sample = 'redraft:requests_refused_total{code="invalid_api_key"}'
+    before = place.server.value(sample)
+    http.post("/generate", json={"prompt": "a"})
+    http.get("/v1/models")
+    assert place.server.value(sample) == before + 1
+
+
+def test_a_key_opens_and_is_revoked_while_the_server_runs(tmp_path: Path) -> None:
+    """Once there was a key, a server never opens again."""
+    url = url_of(tmp_path / "redraft.db")
+    upgrade(url)
+    database = Database(url)
+    keys, server = Keys(database), EchoServer(keeper=(ring := KeyRing(Keys(database))))
+    with server.served() as address, httpx.Client(base_url=address, timeout=60) as http:
+        # Clients of other servers send a key whether one is asked for or not.
+        assert [http.get("/adapters", headers=h).status_code for h in ({}, bearer("none"))] == [200, 200]
+        secret = keys.create("ada", Access.OPERATOR)
+        ring.refresh()
+        assert [http.get("/adapters", headers=h).status_code for h in ({}, bearer("none"), bearer(secret))] == [
+            401,
+            401,
+            200,
+        ]
+        with pytest.raises(Conflict):
+            keys.create("ada", Access.CLIENT)
+        assert keys.revoke("ada").revoked_at == keys.revoke("ada").revoked_at
+        ring.refresh()
+        assert [http.get("/adapters", headers=h).status_code for h in ({}, bearer(secret))] == [401, 401]
+        with pytest.raises(Conflict):
+            keys.create("ada", Access.CLIENT)
+    with pytest.raises(NotFound):
+        keys.revoke("bob")
+    for name in ("", "a b", "../a", "a/b", "ä", "a" * 65, "-a"):
+        with pytest.raises(BadRequest):
+            keys.create(name, Access.CLIENT)
+    database.close()
+
+
+def test_the_database_holds_no_key_and_no_session(tmp_path: Path) -> None:
+    url = url_of(tmp_path / "redraft.db")
+    upgrade(url)
+    database = Database(url)
+    keys = Keys(database)
+    secret = keys.create("ada", Access.CLIENT)
+    session = KeyRing(keys).log_in(secret)
+    assert session is not None and len({secret, session, keys.create("bob", Access.CLIENT)}) == 3
+    database.close()
+    contents = b"".join(path.read_bytes() for path in tmp_path.iterdir())
+    assert b"ada" in contents
+    for each in (secret, session):
+        assert each.encode() not in contents and each[5:].encode() not in contents
+
+
+def test_what_was_known_stays_where_the_database_does_not_answer(tmp_path: Path) -> None:
+    url = url_of(tmp_path / "redraft.db")
+    upgrade(url)
+    database = Database(url)
+    ring, secret = KeyRing(keys := Keys(database)), keys.create("ada", Access.CLIENT)
+    ring.refresh()
+    database.close()
+    ring.refresh()
+    caller = ring.by_key(secret)
+    assert caller is not None and caller.key == "ada"
+
+
+# ----------------------------------------------------------------------------------------------------------- sessions
+
+
+def log_in(http: httpx.Client, secret: str, **headers: str) -> httpx.Response:
+    return http.post("/session", json={"key": secret}, headers=headers)
+
+
+def cookie_of(answer: httpx.Response) -> dict[str, str]:
+    return {"cookie": answer.headers["set-cookie"].partition(";")[0]}
+
+
+@pytest.mark.parametrize(("who", "role"), [("client", "client"), ("operator", "operator"), ("own", "client")])
+def test_a_session_is_worth_what_its_key_is(http: httpx.Client, place: Place, who: str, role: str) -> None:
+    own = f"http://{http.base_url.netloc.decode()}"
+    answer = log_in(http, place.secrets[who], origin=own)
+    http.cookies.clear()
+    assert answer.status_code == 204
+    (morsel,) = SimpleCookie(answer.headers["set-cookie"]).values()
+    assert morsel["httponly"] and morsel["samesite"] == "strict" and not morsel["secure"] and morsel["path"] == "/"
+    assert morsel.value not in place.secrets.values()
+    cookie = cookie_of(answer)
+    name = CONFIGURED if who == "own" else who
+    assert http.get("/session", headers=cookie).json() == {"role": role, "key": name, "asks_for_key": True}
+    adapters = 200 if role == "operator" else 403
+    assert http.get("/adapters", headers=cookie).status_code == adapters
+    # What changes something needs the Origin that a browser sends with it; another port is another origin.
+    train = {202, 409} if role == "operator" else {403}
+    assert http.post("/train", headers=cookie).status_code == 401
+    assert http.post("/train", headers=cookie | {"origin": own}).status_code in train
+    for other in (EVIL, "http://127.0.0.1:1", "null", own.replace("http:", "https:")):
+        assert http.post("/train", headers=cookie | {"origin": other}).status_code == 403, other
+    assert http.delete("/session", headers=cookie | {"origin": own}).status_code == 204
+    assert http.get("/adapters", headers=cookie).status_code == 401
+
+
+def test_a_wrong_key_opens_no_session(http: httpx.Client) -> None:
+    answer = log_in(http, "rd-nothing")
+    assert answer.status_code == 401 and "set-cookie" not in answer.headers
+    assert http.get("/session").json() == {"role": "public", "key": None, "asks_for_key": True}
+
+
+def test_a_session_ends_with_its_key_and_after_twelve_hours(place: Place, http: httpx.Client) -> None:
+    secret = place.keys.create("short", Access.OPERATOR)
+    place.ring.refresh()
+    cookies = [cookie_of(log_in(http, secret)) for _ in range(2)]
+    http.cookies.clear()
+    assert [http.get("/adapters", headers=cookie).status_code for cookie in cookies] == [200, 200]
+    known = place.keys.known().sessions
+    ends = {ends for _, _, ends in known}
+    assert all(abs(each - datetime.now(UTC) - timedelta(hours=12)) < timedelta(minutes=5) for each in ends)
+    place.keys.revoke("short")
+    place.ring.refresh()
+    assert [http.get("/adapters", headers=cookie).status_code for cookie in cookies] == [401, 401]
+    cookie = cookie_of(log_in(http, place.secrets["operator"]))
+    http.cookies.clear()
+    assert http.get("/adapters", headers=cookie).status_code == 200
+    past = update(page_sessions).values(expires_at=datetime.now(UTC) - timedelta(seconds=1))
+    place.database.write(lambda connection: connection.execute(past)).result(60)
+    place.ring.refresh()
+    assert http.get("/adapters", headers=cookie).status_code == 401
+    # Ended sessions are removed with the next that opens.
+    log_in(http, place.secrets["operator"])
+    assert len(place.keys.known().sessions) == 1
+
+
+# ------------------------------------------------------------------------------------------------------- rates, CORS
+
+
+def test_a_key_that_sends_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.server.rate_limit = "3/second"
+    with place.server.served() as address, httpx.Client(base_url=address, timeout=60) as http:
+
+        def ask(who: str) -> httpx.Response:
+            return http.post("/generate", json={"prompt": "a"}, headers=bearer(place.secrets[who]))
+
+        answers = [ask("client") for _ in range(5)]
+        assert [each.status_code for each in answers[:3]] == [200] * 3
+        refused = answers[-1]
+        assert refused.status_code == 429 and 1 <= int(refused.headers["retry-after"]) <= 2
+        error = refused.json()["error"]
+        assert (error["code"], error["type"]) == ("rate_limit_exceeded", "rate_limit_error")
+        assert ask("operator").status_code == 200
+        assert http.get("/v1/models", headers=bearer(place.secrets["client"])).status_code == 200
+        time.sleep(int(refused.headers["retry-after"]))
+        assert ask("client").status_code == 200
+    assert place.server.value('redraft:requests_refused_total{code="rate_limit_exceeded"}') >= 1
+    place.database.close()
+
+
+def test_pages_of_named_origins_may_call(tmp_path: Path) -> None:
+    place = Place(tmp_path)
+    place.server.cors_origins = ["https://chat.example"]
+    with place.server.served() as address, httpx.Client(base_url=address, timeout=60) as http:
+        asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+        found = http.options("/generate", headers={"origin": "https://chat.example"} | asks)
+        assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "https://chat.example")
+        assert http.options("/generate", headers={"origin": EVIL} | asks).status_code == 400
+        key = bearer(place.secrets["client"])
+        body: dict[str, Any] = {"prompt": "a"}
+        found = http.post("/generate", json=body, headers=key | {"origin": "https://chat.example"})
+        assert (found.status_code, found.headers["access-control-allow-origin"]) == (200, "https://chat.example")
+        assert http.post("/generate", json=body, headers=key | {"origin": EVIL}).status_code == 403
+        # It has no use of our page's session.
+        cookie = cookie_of(log_in(http, place.secrets["operator"]))
+        http.cookies.clear()
+        assert http.get("/adapters", headers=cookie | {"origin": "https://chat.example"}).status_code == 401
+    place.database.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("cors_origins", ["*"]), ("cors_origins", ["https://a.example/path"]), ("cors_origins", ["a.example"]),
+        ("rate_limit", "many"), ("api_key", "short"), ("api_key", "with a space in it, long"), ("ssl_certfile", "/cert.pem"),
+    ],
+)  # fmt: skip
+def test_settings_that_would_not_do_what_they_seem_to_are_refused(name: str, value: object) -> None:
+    with pytest.raises(BadRequest, match="server"):
+        load_settings(flags={f"server.{name}": value})
+
+
+def test_a_thousand_checks_at_once(place: Place) -> None:
+    """Looking a key up reads no row and blocks nobody."""
+    reads = 0
+    connect = place.database.backend.readers.connect
+
+    def counted(*args: Any, **named: Any) -> Any:
+        nonlocal reads
+        reads += 1
+        return connect(*args, **named)
+
+    lock = threading.Lock()
+    found: list[object] = []
+
+    def check() -> None:
+        caller = place.ring.by_key(place.secrets["client"])
+        with lock:
+            found.append(caller)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(8) as threads:
+        patch.setattr(place.database.backend.readers, "connect", counted)
+        for _ in range(1_000):
+            threads.submit(check)
+    assert len(found) == 1_000 and len(set(found)) == 1 and reads == 0
