@@ -62,7 +62,8 @@ class ModelSettings(Section):
     target: str = "smollm2-135m"
     """Catalogue name, hub name, or folder of the target model."""
     draft: str | None = None
-    """The same for the draft; None: the draft that ships for this target, or no speculation where there is none."""
+    """The same for the draft. None: one that ships for this target, was made from it, or is of its family, and no draft where
+    there is none; "none": no draft."""
     revision: str | None = None
     """Hub revision of the target to pin."""
 
