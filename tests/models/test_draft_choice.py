@@ -204,7 +204,8 @@ def made(home: Path, folder: Path, target: str, age: float) -> Path:
     folder.rename(final)
     write_made_for(final, target)
     stamp = final / "redraft.json"
-    os.utime(stamp, (stamp.stat().st_mtime - age,) * 2)
+    written = stamp.stat().st_mtime - age
+    os.utime(stamp, (written, written))
     return final
 
 
