@@ -1,4 +1,4 @@
-"""Which draft a target gets where none is named: the one that ships, one that was made for it, or a small model of its family.
+"""Which draft a target gets where none is named: one that was made from it, the one that ships, or a small model of its family.
 
 Imports MLX only to check that a draft fits.
 """
@@ -157,23 +157,23 @@ def write_made_for(folder: Path, target: str) -> None:
 def made_drafts(target: Path, home: Path) -> list[Path]:
     """Drafts in the home folder that were made from this target, the newest first. Raises ModelError where the target cannot
     be read."""
-    found = [(folder, target_of) for folder in (home / DRAFTS).glob("*") if (target_of := made_for(folder)) is not None]
-    if not found:
+    made = {folder: made_for(folder) for folder in (home / DRAFTS).glob("[!.]*")}
+    if not any(made.values()):
         return []
     fingerprint = model_fingerprint(target)
-    mine = [folder for folder, target_of in found if target_of == fingerprint]
+    mine = [folder for folder, target_of in made.items() if target_of == fingerprint]
     return sorted(mine, key=lambda folder: ((folder / STAMP).stat().st_mtime, folder.name), reverse=True)
 
 
 def choices(target: str, folder: Path | None, home: Path) -> list[Choice]:
     """Drafts for a target, the best first; nothing is fetched. folder: of the target, None where it is not on disk.
 
-    What ships for it; what was made from it, the newest first; the small model of its family: a conversion that is on disk,
+    What was made from it, the newest first; what ships for it; the small model of its family: a conversion that is on disk,
     or else the one to fetch. Raises ModelError where the target's folder cannot be read.
     """
-    if (shipped := default_draft(target)) is not None:
-        return [Choice(shipped, "ships with redraft")]
     found = [Choice(str(made), "made from this target") for made in (made_drafts(folder, home) if folder else [])]
+    if (shipped := default_draft(target)) is not None:
+        found.append(Choice(shipped, "ships with redraft"))
     family = family_draft(target, _config(folder) if folder else None)
     if family is not None:
         repositories = family[1].repositories

@@ -15,6 +15,7 @@ from service.models.catalog import DRAFTS
 from service.models.draft_choice import (
     FAMILIES,
     LARGEST,
+    Choice,
     choices,
     family_draft,
     find_draft,
@@ -219,11 +220,22 @@ def test_the_newest_draft_that_was_made_from_this_target_goes_first(
     made(home, make_model("other", **QWEN3), "of another target", 0.0)
     (home / DRAFTS / "no-draft").mkdir()
     (home / DRAFTS / "no-draft" / "redraft.json").write_text("[]")
+    removed = home / DRAFTS / ".new.making-removed"
+    removed.mkdir()
+    write_made_for(removed, mine)
     assert made_drafts(target, home) == [new, old]
     found = [(each.name, each.why) for each in choices(str(target), target, home)]
     assert found[:2] == [(str(new), "made from this target"), (str(old), "made from this target")]
     assert found[2][0] == "mlx-community/Qwen3-0.6B-4bit"
     assert find_draft(str(target), target, home, lambda step: None) == new
+
+
+def test_what_was_made_goes_before_what_ships(tmp_path: Path, make_model: MakeModel) -> None:
+    target = make_model("target")
+    ships = Choice("smollm2-135m-draft", "ships with redraft")
+    assert choices("smollm2-135m", target, tmp_path) == [ships]
+    mine = made(tmp_path, make_model("mine"), model_fingerprint(target), 0.0)
+    assert choices("smollm2-135m", target, tmp_path) == [Choice(str(mine), "made from this target"), ships]
 
 
 def test_the_next_one_serves_where_the_first_does_not_fit(tmp_path: Path, make_model: MakeModel, hub: Path) -> None:
