@@ -1,16 +1,19 @@
 """`redraft models`, and which draft a command gets where none is named."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 import pytest
 from typer.testing import CliRunner, Result
 
+from service.app import resolve_models
 from service.cli import console
 from service.cli.root import app
 from service.core import Conflict, NotFound, StoreError
+from service.models import machine
 from service.models.catalog import CONVERTED, DRAFTS, entries
 from service.models.draft_choice import made_for, write_made_for
 from service.models.fingerprint import model_fingerprint
@@ -39,6 +42,14 @@ def redraft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         monkeypatch.setattr(shown, "_width", 400)
     runner = CliRunner()
     return lambda *words, answer=None: runner.invoke(app, [str(word) for word in words], input=answer)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def probed_once() -> Generator[None]:
+    """What doctor measures in a process of its own is measured once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "_probe", cache(machine._probe))
+        yield
 
 
 def rows(result: Result) -> dict[str, list[str]]:
@@ -172,17 +183,21 @@ def test_doctor_says_which_draft_it_would_be(tmp_path: Path, hub: Path, redraft:
     assert shown("--draft", str(draft)) == (str(draft), 2 * alone)
 
 
-def test_a_draft_that_was_made_is_found_by_its_target(tmp_path: Path, hub: Path, redraft: Run) -> None:
+@pytest.mark.parametrize(("kind", "name"), [("layers", "some-target-draft"), ("eagle", "some-target-eagle")])
+def test_a_draft_that_was_made_is_found_by_its_target(
+    kind: str, name: str, tmp_path: Path, hub: Path, redraft: Run
+) -> None:
     target = save_model(tiny_llama(1, layers=4), tmp_path / "some-target")
     settings = ("--tokens", "300", "--length", "40", "--rows", "4", "--batch", "4", "--held-out", "2", "--epochs", "1")
-    made = redraft("make-draft", "--target", target, *settings)
+    made = redraft("make-draft", "--target", target, "--kind", kind, *settings)
     assert made.exit_code == 0, made.output
-    folder = tmp_path / "home" / DRAFTS / "some-target-draft"
+    folder = tmp_path / "home" / DRAFTS / name
     assert made_for(folder) == model_fingerprint(target)
     assert folder.parent.parent.stat().st_mode & 0o077 == 0
     found = rows(redraft("doctor", "--target", target))["draft"]
     assert found == [f"{folder}, made from this target"]
-    again = redraft("make-draft", "--target", target, *settings)
+    assert resolve_models(load_settings(None, {"models.target": str(target)})).draft == folder
+    again = redraft("make-draft", "--target", target, "--kind", kind, *settings)
     assert "exists already" in str(again.exception)
 
 
