@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,6 +30,7 @@ from service.models.pair import check_fit, load_pair
 from service.settings import load_settings
 from tests.models.conftest import byte_vocabulary
 from tests.support.hub_cache import cache_model, use_hub_cache
+from tests.support.hub_downloads import COMMIT, hub_of
 
 MakeModel = Callable[..., Path]
 QWEN3 = {"model_type": "qwen3", "head_dim": 8}
@@ -184,6 +187,41 @@ def test_a_draft_that_cannot_be_fetched_is_left_out(tmp_path: Path, make_model: 
         said[2]
         == f"no draft model for {target}: serving without one. To make one: redraft make-draft --target {target}"
     )
+
+
+FIND = """
+import sys
+from pathlib import Path
+from service.models.draft_choice import find_draft
+for target in sys.argv[2:]:
+    print(find_draft(target, Path(target), Path(sys.argv[1]), print))
+"""
+
+
+def test_a_draft_is_fetched_from_the_hub_with_nothing_that_could_run(tmp_path: Path, make_model: MakeModel) -> None:
+    """In a child process, since the hub's client reads its environment at import."""
+    targets = [make_model("Qwen3-8B-4bit", **QWEN3), make_model("Qwen2.5-7B-Instruct", model_type="qwen2")]
+    small = make_model("small", num_hidden_layers=1, **QWEN3)
+    files = {file.name: file.read_bytes() for file in small.iterdir()} | {"modeling.py": b"print('no')"}
+    with hub_of({"mlx-community/Qwen3-0.6B-4bit": files}) as (address, downloaded):
+        mine = {"HF_ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path / "hub"), "NO_PROXY": "*", "no_proxy": "*"}
+        others = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+        words = [sys.executable, "-c", FIND, str(tmp_path), *map(str, targets)]
+        child = subprocess.run(words, env=others | mine, capture_output=True, text=True, check=True, timeout=120)
+    said = child.stdout.splitlines()
+    snapshot = tmp_path / "hub" / "models--mlx-community--Qwen3-0.6B-4bit" / "snapshots" / COMMIT
+    assert said[0] == "fetching mlx-community/Qwen3-0.6B-4bit from the hub"
+    assert said[1].startswith("draft: mlx-community/Qwen3-0.6B-4bit, the small model of its family, Qwen3 (")
+    assert said[2] == str(snapshot)
+    fetched = {path.name for path in snapshot.iterdir()}
+    assert fetched == files.keys() - {"modeling.py"}
+    assert sorted(downloaded) == sorted(f"mlx-community/Qwen3-0.6B-4bit/{name}" for name in fetched)
+    missing = "mlx-community/Qwen2.5-0.5B-Instruct-4bit"
+    assert said[3] == f"fetching {missing} from the hub"
+    assert said[4].startswith(
+        f"the draft {missing} (the small model of its family, Qwen2.5) is left out: {missing} cannot"
+    )
+    assert said[-1] == "None"
 
 
 def test_no_draft_is_looked_for_where_none_is_wanted_or_one_is_named(
