@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,6 +116,12 @@ def test_drafts_are_members_of_their_family_and_get_none_of_their_own_size() -> 
                 assert float(match["size"]) * (1 if match["unit"] in "bB" else 1e-3) == pytest.approx(small.billions)
                 found = family_draft(repository)
                 assert found is None or found[1].billions <= LARGEST * small.billions
+
+
+def test_the_document_names_what_is_fetched() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "pairs.md").read_text(encoding="utf-8")
+    fetched = re.findall(r"^\|.*\| `(\S+)` \|$", text, re.MULTILINE)
+    assert sorted(fetched) == sorted(small.repositories[0] for family in FAMILIES for small in family.small)
 
 
 @pytest.mark.parametrize(
