@@ -9,7 +9,8 @@ from pathlib import Path
 
 from service.core import Erased, Provenance, Selection
 from service.lifecycle.context import Rules
-from service.models.catalog import default_draft, general_set, resolve
+from service.models.catalog import general_set, resolve
+from service.models.draft_choice import find_draft
 from service.settings import Settings, earlier_home
 from service.store.backends.backend import shown, sqlite_path
 from service.store.stores import Stores
@@ -67,11 +68,14 @@ class Folders:
 
 
 def resolve_models(settings: Settings, on_step: Callable[[str], None] = log.info) -> Folders:
-    """Find or make the folders of the pair. The first time this uses MLX on the calling thread. Raises ModelError."""
-    chosen = settings.models
-    target = resolve(chosen.target, settings.home, revision=chosen.revision, on_step=on_step)
-    name = chosen.draft or default_draft(chosen.target)
-    draft = resolve(name, settings.home, on_step=on_step) if name and name != "none" else None
+    """Find or make the folders of the pair; where no draft is named, one that fits is looked for. The first time this uses MLX
+    on the calling thread. Raises ModelError."""
+    chosen, home = settings.models, settings.home
+    target = resolve(chosen.target, home, revision=chosen.revision, on_step=on_step)
+    if chosen.draft is None:
+        draft = find_draft(chosen.target, target, home, on_step)
+    else:
+        draft = resolve(chosen.draft, home, on_step=on_step) if chosen.draft != "none" else None
     return Folders(target, draft, general_set(chosen.target))
 
 

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import Doors, Limits, ModelNames, build_api, build_startup_api
 from service.app import TARGETS, Folders, resolve_models
-from service.core import BadRequest, Forget, ModelError, Unavailable
+from service.core import Access, BadRequest, Forget, ModelError, Unavailable
 from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
@@ -152,13 +152,14 @@ class Application:
     def _key_ring(self) -> KeyRing:
         """Raises BadRequest where others could reach the server without a key."""
         server = self.settings.server
-        own = server.api_key.get_secret_value() if server.api_key is not None else None
+        given = {Access.CLIENT: server.api_key, Access.OPERATOR: server.operator_key}
+        own = {access: key.get_secret_value() for access, key in given.items() if key is not None}
         try:
             ring = KeyRing(self.stores.keys, own, closed=not server.loopback)
             if not server.loopback and not ring.any:
                 raise BadRequest(
                     f"server.host is {server.host}, which other machines reach, and there is no API key: make one with "
-                    "`redraft keys create NAME`, or give server.api_key",
+                    "`redraft keys create NAME`, or set server.api_key",
                     field="server.host",
                 )
         except BaseException:

@@ -65,7 +65,8 @@ class ModelSettings(Section):
     target: str = "smollm2-135m"
     """Catalogue name, hub name, or folder of the target model."""
     draft: str | None = None
-    """The same for the draft; None: the draft that ships for this target, or no speculation where there is none."""
+    """The same for the draft. None: one that ships for this target, was made from it, or is of its family, and no draft where
+    there is none; "none": no draft."""
     revision: str | None = None
     """Hub revision of the target to pin."""
 
@@ -206,6 +207,8 @@ class ServerSettings(Section):
     api_key: SecretStr | None = None
     """A key of a client, besides those of `redraft keys`. Once there is any key, every request needs one; on any address but a
     loopback one there has to be."""
+    operator_key: SecretStr | None = None
+    """The same for an operator, who may also read metrics, train, switch adapters, and read or erase what is recorded."""
     rate_limit: str | None = None
     """Requests to routes that generate, of one key (or address), such as "60/minute"; None: no limit."""
     share_across_keys: bool = False
@@ -240,7 +243,7 @@ class ServerSettings(Section):
             parse_rate(rate)
         return rate
 
-    @field_validator("api_key")
+    @field_validator("api_key", "operator_key")
     @classmethod
     def _long_enough(cls, key: SecretStr | None) -> SecretStr | None:
         if key is not None and not re.fullmatch(rf"[\x21-\x7e]{{{MIN_KEY_CHARS},512}}", key.get_secret_value()):

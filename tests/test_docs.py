@@ -32,6 +32,7 @@ UNSET = {
     "store.url",
     "store.adapters",
     "server.api_key",
+    "server.operator_key",
     "server.rate_limit",
     "server.ssl_certfile",
     "server.ssl_keyfile",

@@ -14,7 +14,13 @@ from service.cli.options import Config, Json, settings_from
 
 def make_draft(
     target: Annotated[str, typer.Option(help="The model to make a draft for: catalogue name, hub name, or folder.")],
-    out_folder: Annotated[Path, typer.Option("--out", help="Folder to write the draft to.")],
+    out_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--out",
+            help="Folder to write the draft to; by default in the home folder, where `redraft serve` finds it for this target.",
+        ),
+    ] = None,
     kind: Annotated[
         str, typer.Option(help="layers: some of the target's; eagle: one layer that reads the target's hidden states.")
     ] = "layers",
@@ -62,7 +68,9 @@ def make_draft(
     """
     from service.learning.make import draft
     from service.learning.ranks import Ranks
-    from service.models.catalog import resolve
+    from service.models.catalog import DRAFTS, resolve
+    from service.models.draft_choice import own_name
+    from service.store.permissions import private_folder
 
     if kind not in draft.KINDS:
         raise typer.BadParameter(" or ".join(draft.KINDS), param_hint="--kind")
@@ -74,6 +82,9 @@ def make_draft(
         raise typer.BadParameter("indices separated by commas, such as 0,1,-2,-1", param_hint="--layers") from None
     settings = settings_from(config)
     folder = resolve(target, settings.home, revision=settings.models.revision)
+    if out_folder is None:
+        private_folder(settings.home / DRAFTS)
+        out_folder = settings.home / DRAFTS / f"{own_name(target)}-{'eagle' if kind == 'eagle' else 'draft'}"
     recipe = draft.Recipe(
         layers=named,
         kind=kind,

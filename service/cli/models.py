@@ -1,16 +1,101 @@
-"""The models that a command works with, found or made first; progress goes to stderr."""
+"""The models that a command works with, found or made first (progress goes to stderr), and those that are on this disk."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from service.cli.console import err
-from service.core import RedraftError
+from service.core import Conflict, ModelError, RedraftError
 from service.settings import Settings
 
 if TYPE_CHECKING:
     from service.app import Folders
+    from service.models.inventory import StoredModel
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A model as `models list` shows it. origin: where it is from. size: bytes on disk, None where it is not there. memory:
+    bytes of its weights once loaded here. draft: the one it gets where none is named, "" where there is none or it is one."""
+
+    name: str
+    origin: str
+    size: int | None
+    memory: int | None
+    draft: str
+
+    def cells(self) -> tuple[str, ...]:
+        """The columns of the table."""
+        sizes = [f"{size / 2**30:.2f} GiB" if size is not None else "" for size in (self.size, self.memory)]
+        return (self.name, self.origin, *sizes, self.draft)
+
+
+def model_rows(home: Path) -> list[ModelRow]:
+    """The catalogue and the models on this disk."""
+    import mlx.core as mx
+
+    from service.models.catalog import entries
+    from service.models.draft_choice import choices
+    from service.models.inventory import stored_models
+    from service.models.weights import bytes_in_memory
+
+    widen = mx.default_device().type == mx.cpu
+    rows: list[ModelRow] = []
+    stored = {model.name: model for model in stored_models(home)}
+    for entry in entries():
+        if entry.name not in stored:
+            origin = entry.source if entry.installed else f"{entry.source}, which is not installed"
+            rows.append(ModelRow(entry.name, origin, None, None, entry.draft or ""))
+    for model in stored.values():
+        found = [] if model.is_draft else choices(model.name, model.folders[0], home)
+        memory = bytes_in_memory(model.folders[0], widen=widen)
+        rows.append(ModelRow(model.name, model.origin, model.size, memory, found[0].name if found else ""))
+    return rows
+
+
+def draft_of(settings: Settings) -> tuple[str | None, str]:
+    """The draft that these settings serve with, None for none or for one that has to be fetched first; and how it is chosen, in
+    words. Fetches nothing."""
+    from service.models.draft_choice import choices
+    from service.models.machine import folder_at_hand
+
+    named, home = settings.models.draft, settings.home
+    if named is not None:
+        return (None, "none, as set") if named == "none" else (named, named)
+    try:
+        found = choices(settings.models.target, folder_at_hand(settings.models.target, home), home)
+    except ModelError as error:
+        return None, f"not known: {error}"
+    if not found:
+        return None, f"none found (redraft make-draft --target {settings.models.target})"
+    name, why = found[0].name, found[0].why
+    if "/" in name and folder_at_hand(name, home) is None:
+        return None, f"{name}, {why}; it is fetched at the first start"
+    return name, f"{name}, {why}"
+
+
+def require_unneeded(model: StoredModel, settings: Settings) -> None:
+    """Raises Conflict while an adapter is active that was trained for this model as a draft; StoreError where the database
+    cannot be asked."""
+    from service.models.fingerprint import model_fingerprint
+    from service.store.backends.backend import sqlite_path
+    from service.store.stores import open_stores
+
+    database = sqlite_path(settings.database_url)
+    if database is not None and not database.exists():
+        return
+    stores = open_stores(settings)
+    try:
+        for folder in model.folders:
+            if (active := stores.adapters.active(model_fingerprint(folder))) is not None:
+                raise Conflict(
+                    f"adapter {active.id} serves with {model.name} as its draft: it would be of no use without it "
+                    "(redraft adapters activate 0 puts it aside)"
+                )
+    finally:
+        stores.close()
 
 
 def model_folders(settings: Settings) -> Folders:

@@ -13,7 +13,7 @@ from service.settings import Settings, load_settings
 
 Config = Annotated[Path | None, typer.Option("--config", help="A TOML file of settings; see configs/.")]
 Target = Annotated[str | None, typer.Option("--target", help="Target model: catalogue name, hub name, or folder.")]
-Draft = Annotated[str | None, typer.Option("--draft", help='Draft model, or "none"; by default the one that ships.')]
+Draft = Annotated[str | None, typer.Option("--draft", help='Draft model, or "none"; by default one is looked for.')]
 Database = Annotated[
     str | None,
     typer.Option("--database", help="URL of the database (store.url); by default SQLite in the home folder."),

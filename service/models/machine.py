@@ -20,7 +20,7 @@ from typing import cast
 
 from service import FAST_BLAS
 from service.core import python_command
-from service.models.catalog import unavailable
+from service.models.catalog import CONVERTED, cached, unavailable
 from service.models.memory import device_free_bytes, free_bytes, total_bytes
 from service.models.weights import bytes_in_memory
 
@@ -154,17 +154,11 @@ def _versions() -> dict[str, str]:
 
 def folder_at_hand(name: str, home: Path) -> Path | None:
     """The folder of a model that is on this disk: itself, what `catalog.resolve` made of it, or the hub's cache. Else None."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
     given = Path(name).expanduser()
-    for folder in (given, home / "models" / name):
+    for folder in (given, home / CONVERTED / name):
         if (folder / "config.json").is_file():
             return folder
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError):
-        return None
+    return cached(name)
 
 
 def _existing(folder: Path) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -38,8 +39,8 @@ class Pair:
     """A target and its draft, None to serve without one.
 
     vocabulary: width of the target's logits. Tokens are sampled, and seeded noise is drawn, at this width, so that output does
-    not depend on the draft. shared_vocabulary: ids below it exist in both models. Both cover the tokenizer. provenance.draft
-    is "" without a draft. eos: the target's end tokens.
+    not depend on the draft. shared_vocabulary: ids below it exist in both models; it may lack added tokens of the tokenizer.
+    provenance.draft is "" without a draft. eos: the target's end tokens.
     """
 
     target: Loaded
@@ -112,11 +113,8 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
         _check_tokenizers(target_model.tokenizer, draft_model.tokenizer)
         _share_embeddings(target_model.model, draft_model.model)
         eagle.bind(draft_model.model, target_model.model)
-    widths = [logits_width(loaded.model) for loaded in (target_model, draft_model) if loaded is not None]
-    needed = max(_vocabulary(target_model.tokenizer).values()) + 1
-    if min(widths) < needed:
-        role = "target" if widths[0] < needed else "draft"
-        raise PairError(f"the {role}'s logits cover {min(widths)} tokens, but the tokenizer has {needed}")
+    models = [loaded.model for loaded in (target_model, draft_model) if loaded is not None]
+    widths = _checked_widths(models, target_model.tokenizer)
     # As provenance_of has it, whose fingerprints were taken when they were loaded.
     provenance = Provenance(
         target=target_model.fingerprint,
@@ -131,6 +129,17 @@ def load_pair(target: Path, draft: Path | None) -> Pair:
         min(widths),
         frozenset(target_model.tokenizer.eos_token_ids),
     )
+
+
+def check_fit(target: Path, draft: Path) -> None:
+    """Refuse a draft that `load_pair` would refuse for this target. Reads tokenizers and configurations, but no weights. Raises
+    ModelError, or PairError naming the cause."""
+    target_model, target_tokenizer, _ = _unread(target)
+    draft_model, draft_tokenizer, _ = _unread(draft)
+    check_cache(draft_model, "draft")
+    _check_tokenizers(target_tokenizer, draft_tokenizer)
+    eagle.bind(draft_model, target_model)
+    _checked_widths([target_model, draft_model], target_tokenizer)
 
 
 def provenance_of(target: Path, draft: Path | None) -> Provenance:
@@ -176,11 +185,31 @@ def _check_tokenizers(target: TokenizerWrapper, draft: TokenizerWrapper) -> None
         )
     for name, left, right in (
         ("beginning-of-text token", target.bos_token_id, draft.bos_token_id),
-        ("end tokens", sorted(target.eos_token_ids), sorted(draft.eos_token_ids)),
         ("special tokens", _special_ids(target), _special_ids(draft)),
     ):
         if left != right:
             raise PairError(f"target and draft differ in their {name}: {left} and {right}")
+    # The target's own end an answer. Conversions of one family list more or fewer of the same ones.
+    ends = [sorted(tokenizer.eos_token_ids) for tokenizer in (target, draft)]
+    if not set(ends[0]) & set(ends[1]):
+        raise PairError(f"target and draft differ in their end tokens: {ends[0]} and {ends[1]}")
+
+
+def _checked_widths(models: Sequence[nn.Module], tokenizer: TokenizerWrapper) -> list[int]:
+    """Widths of the logits of a target and of its draft, where there is one. Raises PairError where they are too narrow.
+
+    The target's must cover the tokenizer. A draft's may lack added tokens at the end, such as Gemma 3's image token, which only
+    its larger models have: the draft reads its own last token in their place, and does not propose them.
+    """
+    widths = [logits_width(model) for model in models]
+    ids = _vocabulary(tokenizer).values()
+    added = set(tokenizer.get_added_vocab().values())
+    for role, width, needed in zip(
+        ("target", "draft"), widths, (max(ids) + 1, max(set(ids) - added) + 1), strict=False
+    ):
+        if width < needed:
+            raise PairError(f"the {role}'s logits cover {width} tokens, but the tokenizer has {max(ids) + 1}")
+    return widths
 
 
 def _vocabulary(tokenizer: TokenizerWrapper) -> dict[str, int]:

@@ -48,8 +48,8 @@ class Place:
         self.database = Database(url)
         self.keys = Keys(self.database)
         self.secrets = {role: self.keys.create(role, Access[role.upper()]) for role in ("client", "operator")}
-        self.secrets["own"] = "a-key-of-the-settings"
-        self.ring = KeyRing(self.keys, self.secrets["own"])
+        self.secrets |= {"own": "a-key-of-the-settings", "mine": "an-operator-s-key"}
+        self.ring = KeyRing(self.keys, {Access.CLIENT: self.secrets["own"], Access.OPERATOR: self.secrets["mine"]})
         self.server = EchoServer(keeper=self.ring)
 
 
@@ -88,10 +88,10 @@ def test_every_route_is_in_the_table_and_a_new_one_without_an_entry_cannot_be_se
         check_routes(routers[0])
 
 
-@pytest.mark.parametrize("who", ["nobody", "wrong", "client", "own", "operator"])
+@pytest.mark.parametrize("who", ["nobody", "wrong", "client", "own", "operator", "mine"])
 @pytest.mark.parametrize("name", TABLE)
 def test_codes_of_every_route_for_every_key_and_page(http: httpx.Client, place: Place, name: str, who: str) -> None:
-    has = {"nobody": 0, "wrong": 0, "client": 1, "own": 1, "operator": 2}[who]
+    has = {"nobody": 0, "wrong": 0, "client": 1, "own": 1, "operator": 2, "mine": 2}[who]
     headers = {} if who == "nobody" else bearer(place.secrets.get(who, "rd-nothing"))
     through = has >= TABLE[name]
     expected = None if through else 403 if has else 401
@@ -211,7 +211,7 @@ def test_a_session_is_worth_what_its_key_is(http: httpx.Client, place: Place, wh
     assert morsel["httponly"] and morsel["samesite"] == "strict" and not morsel["secure"] and morsel["path"] == "/"
     assert morsel.value not in place.secrets.values()
     cookie = cookie_of(answer)
-    name = CONFIGURED if who == "own" else who
+    name = CONFIGURED[Access.CLIENT] if who == "own" else who
     assert http.get("/session", headers=cookie).json() == {"role": role, "key": name, "asks_for_key": True}
     adapters = 200 if role == "operator" else 403
     assert http.get("/adapters", headers=cookie).status_code == adapters

@@ -45,7 +45,6 @@ from service.core import (
 from service.engine import device
 from service.evaluation.server_process import LocalServer
 from service.models import machine
-from service.models.catalog import entries
 from service.models.pair import load_model
 from service.models.text import TextEncoder
 from service.models.weights import bytes_in_memory
@@ -232,15 +231,6 @@ def test_doctor_times_calls_and_rounds(
         assert shown["target, 5 tokens a row"][at].startswith(f"{speed['call_ms'][rows]['5']:.2f} (")
     assert shown["a round beyond its calls, plain"] == [f"{speed['overhead_ms']['plain']:.2f} ms"]
     assert ("draft step" in shown) is drafting
-
-
-def test_the_catalogue_is_listed(redraft: Redraft) -> None:
-    done = redraft("models", "list")
-    assert done.status == 0
-    rows = {row[0]: row for row in cells(done.out)}
-    assert rows.keys() == {entry.name for entry in entries()}
-    for entry in entries():
-        assert rows[entry.name][1:4] == ["yes" if entry.installed else "no", entry.source, entry.draft or ""]
 
 
 def on_postgres(tmp_path: Path, url: str) -> Path:

@@ -103,6 +103,27 @@ def test_another_end_token_is_refused(make_model: MakeModel) -> None:
         load_pair(make_model("target"), make_model("draft", eos="<s>"))
 
 
+def test_conversions_may_list_more_or_fewer_of_the_same_end_tokens(make_model: MakeModel) -> None:
+    draft = make_model("draft")
+    (draft / "generation_config.json").write_text('{"eos_token_id": [0, 1]}')
+    pair = load_pair(make_model("target"), draft)
+    assert pair.draft is not None
+    assert pair.draft.tokenizer.eos_token_ids == {0, 1}
+    assert pair.eos == {0}, "the target's own end an answer"
+
+
+def test_a_draft_may_lack_an_added_token_that_its_target_has(make_model: MakeModel) -> None:
+    """Gemma 3's image token is in the tokenizers of all sizes, and only the larger models have an embedding for it."""
+    special = ("</s>", "<s>", "<image>")
+    target, draft = make_model("target", special=special, vocab_size=259), make_model("draft", special=special)
+    pair = load_pair(target, draft)
+    assert (pair.vocabulary, pair.shared_vocabulary) == (259, 258)
+    with pytest.raises(PairError, match="target's logits cover 258 tokens, but the tokenizer has 259"):
+        load_pair(draft, None)
+    with pytest.raises(PairError, match="draft's logits cover 257 tokens, but the tokenizer has 259"):
+        load_pair(target, make_model("narrow", special=special, vocab_size=257))
+
+
 def test_other_special_tokens_are_refused(make_model: MakeModel) -> None:
     with pytest.raises(PairError, match=r"special tokens: \[0, 1\] and \[0, 1, \d+\]"):
         load_pair(make_model("target"), make_model("draft", special=("</s>", "<s>", "!")))

@@ -25,6 +25,7 @@ from service.learning.ranks import Ranks
 from service.learning.train import Optimiser, TrainReport, train
 from service.models import eagle, vocabulary
 from service.models.arrays import named_arrays
+from service.models.draft_choice import write_made_for
 from service.models.heads import cut
 from service.models.pair import Loaded, load_model
 from service.models.shipped import GENERAL, extract
@@ -93,7 +94,7 @@ def make_draft(
     ranks: Ranks | None = None,
     report: Report = lambda stage, done, of, note: None,
 ) -> DraftReport | None:
-    """Write a draft as a standard model folder `out`.
+    """Write a draft as a standard model folder `out`, with a note of the target that it was made from (`draft_choice`).
 
     start: train this draft, of the same kind and layers, further. text_file: read the training text from this file, or write it
     there when the file does not exist. package: also write what ships with the package (the draft's own weights in bfloat16,
@@ -136,6 +137,7 @@ def make_draft(
     save_model_folder(weights, config, target.folder, scratch)
     if recipe.vocabulary:
         _write_vocabulary(target, draft, text, recipe.vocabulary, scratch, report)
+    write_made_for(scratch, target.fingerprint)
     scratch.rename(out)
     if package is not None:
         _write_package(target, out, answers, recipe, package)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from service.core import ANYBODY, LOCAL, Access, ApiKey, Caller, StoreError
@@ -13,27 +14,30 @@ log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
 """After so long at most a key that was made opens, and one that was revoked no longer does."""
-CONFIGURED = "api-key"
-"""Name of the key that settings give."""
+CONFIGURED = {Access.CLIENT: "api-key", Access.OPERATOR: "operator-key"}
+"""Names of the keys that settings give."""
 
 
 class KeyRing:
     """Implements core.Doorkeeper. `refresh` has to be called every REFRESH_SECONDS; where the database does not answer, what
     was known stays.
 
-    own: a client's key that settings give (server.api_key); None: none. closed: a key is asked for even if none was ever made.
+    own: keys that settings give (server.api_key, server.operator_key). closed: a key is asked for even if none was ever made.
     """
 
-    def __init__(self, keys: Keys, own: str | None = None, *, closed: bool = False) -> None:
+    def __init__(self, keys: Keys, own: Mapping[Access, str] | None = None, *, closed: bool = False) -> None:
         self._keys = keys
-        self._own = None if own is None else (digest(own), ApiKey(CONFIGURED, Access.CLIENT, datetime.now(UTC)))
-        self._closed = closed or own is not None
+        now = datetime.now(UTC)
+        self._own = [
+            (digest(secret), ApiKey(CONFIGURED[access], access, now)) for access, secret in (own or {}).items()
+        ]
+        self._closed = closed or bool(self._own)
         self._known = keys.known()
 
     @property
     def any(self) -> bool:
         """Whether there is a key, or was one."""
-        return self._own is not None or self._known.any
+        return bool(self._own) or self._known.any
 
     @property
     def asks(self) -> bool:
@@ -79,7 +83,7 @@ class KeyRing:
 
     def _by_hash(self, asked: bytes, known: Known) -> Caller | None:
         found = None
-        for hash, key in (*known.keys, *([self._own] if self._own is not None else [])):
+        for hash, key in (*known.keys, *self._own):
             # All are compared, each in constant time.
             if hmac.compare_digest(hash, asked):
                 found = Caller(key.access, key.name)

@@ -1,0 +1,121 @@
+"""Models on this disk, of the home folder and of the Hugging Face cache, and their removal. Imports no MLX."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from huggingface_hub import CachedRevisionInfo, constants, scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+
+from service.core import ModelError, NotFound
+from service.models.catalog import CONVERTED, DRAFTS, DRAFTS_SHIPPED, STAMP
+from service.models.draft_choice import made_for
+
+
+class Origin(StrEnum):
+    """How a model came to this disk. CONVERTED: from the package that carries it. MADE: by `make-draft`. HUB: fetched from the
+    hub, by this program or another one."""
+
+    CONVERTED = "converted here"
+    MADE = "made here"
+    HUB = "hub cache"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model on this disk.
+
+    name: as --target and --draft take it. folders: where it is; the first one is what serves, others are earlier revisions.
+    size: bytes on disk. revisions: in the hub's cache. is_draft: it was made to be a draft.
+    """
+
+    name: str
+    origin: Origin
+    folders: tuple[Path, ...]
+    size: int
+    revisions: tuple[str, ...] = ()
+    is_draft: bool = False
+
+
+def stored_models(home: Path) -> list[StoredModel]:
+    """Models of the home folder, then those of the hub's cache by name. Folders without weights are left out."""
+    converted = [
+        StoredModel(folder.name, Origin.CONVERTED, (folder,), _bytes(folder), is_draft=folder.name in DRAFTS_SHIPPED)
+        for folder in _folders(home / CONVERTED)
+        if (folder / STAMP).is_file()
+    ]
+    made = [
+        StoredModel(str(folder), Origin.MADE, (folder,), _bytes(folder), is_draft=True)
+        for folder in _folders(home / DRAFTS)
+        if made_for(folder) is not None
+    ]
+    return [*converted, *made, *_hub_models()]
+
+
+def stored_model(name: str, home: Path) -> StoredModel:
+    """The model of this name; a draft that was made here also goes by its folder's name. Raises NotFound."""
+    found = stored_models(home)
+    for model in found:
+        if name == model.name or (model.origin is Origin.MADE and name == model.folders[0].name):
+            return model
+    if Path(name).expanduser().is_dir():
+        raise NotFound(f"{name} is a folder that redraft did not make: it is yours to delete")
+    raise NotFound(f"there is no model {name} on this disk: `redraft models list` names those that are")
+
+
+def remove_model(model: StoredModel) -> None:
+    """Delete a model's files: from the hub's cache as huggingface_hub does it. Raises ModelError where that fails."""
+    try:
+        if model.origin is Origin.HUB:
+            scan_cache_dir(constants.HF_HUB_CACHE).delete_revisions(*model.revisions).execute()
+            return
+        for folder in model.folders:
+            # Renamed first: half of a folder must not pass for a whole model.
+            doomed = folder.with_name(f".{folder.name}.making-removed")
+            shutil.rmtree(doomed, ignore_errors=True)
+            folder.rename(doomed)
+            shutil.rmtree(doomed)
+    except OSError as error:
+        raise ModelError(f"{model.name} cannot be removed: {error}") from error
+
+
+def _hub_models() -> list[StoredModel]:
+    try:
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except (CacheNotFound, ValueError):
+        return []
+    found: list[StoredModel] = []
+    for repository in sorted(repositories, key=lambda each: each.repo_id):
+        revisions = [each for each in _newest_first(repository.revisions) if _is_model(each.snapshot_path)]
+        if repository.repo_type == "model" and revisions:
+            folders = tuple(each.snapshot_path for each in revisions)
+            hashes = tuple(sorted(each.commit_hash for each in repository.revisions))
+            found.append(StoredModel(repository.repo_id, Origin.HUB, folders, repository.size_on_disk, hashes))
+    return found
+
+
+def _newest_first(revisions: Iterable[CachedRevisionInfo]) -> list[CachedRevisionInfo]:
+    """What `main` is, then the others by age."""
+    return sorted(revisions, key=lambda each: ("main" in each.refs, each.last_modified), reverse=True)
+
+
+def _is_model(folder: Path) -> bool:
+    """Whether it holds weights in the layout of mlx-lm, and says what they are."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and "model_type" in config and any(folder.glob("model*.safetensors"))
+
+
+def _folders(parent: Path) -> list[Path]:
+    return sorted(path for path in parent.glob("[!.]*") if path.is_dir())
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
