@@ -199,6 +199,7 @@ class EngineHarness:
         self.generations: list[Generation] = []
         self.observed: list[tuple[Round, ...]] = []
         self.preemptions = 0
+        self.ties = self.cases = 0
         self.failures: list[int] = []
         self.read: list[tuple[int, int]] = []
         self.fatal: Future[str] = Future()
@@ -241,6 +242,9 @@ class EngineHarness:
 
     def preempted(self) -> None:
         self.preemptions += 1
+
+    def failure_cases(self, ties: int, others: int) -> None:
+        self.ties, self.cases = self.ties + ties, self.cases + ties + others
 
     def draft_failed(self, adapter: int) -> None:
         self.failures.append(adapter)
@@ -1078,6 +1082,8 @@ def test_the_logged_generation_matches_what_was_delivered() -> None:
     by_id = {generation.id: generation for generation in harness.generations}
     stored = {client.ticket.result().id for client in clients if client.prompt.store}
     assert len(by_id) == len(harness.generations) and set(by_id) == stored
+    cases = [case for generation in harness.generations for case in generation.cases]
+    assert (harness.cases, harness.ties) == (len(cases), sum(case.tie for case in cases)) and harness.cases > 0
 
     assert Counter((r.start, r.emitted, r.accepted) for rounds in harness.observed for r in rounds) == Counter(
         (sum(len(d.tokens) for d in client.deltas[:i]), len(delta.tokens), sum(delta.drafted))
