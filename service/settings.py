@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import quote
 
 from platformdirs import user_data_path
@@ -200,6 +200,10 @@ class ServerSettings(Section):
     """Silence on a stream after which an SSE comment is sent."""
     drain_seconds: float = Field(default=30.0, ge=0)
     """How long running requests may finish after SIGTERM."""
+    log_format: Literal["text", "json"] = "text"
+    """Of the lines on stderr."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lines of lower levels are left out; that of a request is of level info."""
     allow_remote: bool = False
     """Listening beyond this machine must be said explicitly: there are no keys yet."""
 

@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -15,6 +15,8 @@ from service.cli.console import err, out, stages, table, write_json
 from service.cli.options import Config, Database, Draft, Json, Target, settings_from
 from service.core import RedraftError, StoreError
 from service.settings import Settings
+
+log = logging.getLogger(__name__)
 
 models = typer.Typer(help="Models: what has a name here, and getting one.", no_args_is_help=True)
 
@@ -36,7 +38,6 @@ def serve(
     from service.app import start_notices
     from service.server import run_server
 
-    _log()
     settings = settings_from(
         config,
         models__target=target,
@@ -47,15 +48,16 @@ def serve(
         store__url=database,
         training__run_here=None if train else False,
     )
+    say = _log(settings)
     for notice in start_notices(settings):
-        err.print(notice, highlight=False, soft_wrap=True)
+        say(notice)
 
     def ready(url: str) -> None:
         # What was loaded lives as long as the process. Each full collection would walk all of it, 0.1 s in which nobody's
         # answer goes on.
         gc.collect()
         gc.freeze()
-        err.print(f"redraft serves at {url}", highlight=False)
+        say(f"redraft serves at {url}")
 
     _exit(run_server(settings, ready))
 
@@ -71,15 +73,19 @@ def trainer(
     runs to it; others do so while it is there."""
     from service.trainer import run_trainer
 
-    _log()
     settings = settings_from(config, models__target=target, models__draft=draft, store__url=database)
-    _exit(run_trainer(settings, lambda: err.print("redraft trains", highlight=False)))
+    say = _log(settings)
+    _exit(run_trainer(settings, lambda: say("redraft trains")))
 
 
-def _log() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # It logs every tick, and every tick that found the last one still at work.
-    logging.getLogger("apscheduler").setLevel(logging.ERROR)
+def _log(settings: Settings) -> Callable[[str], None]:
+    """Set up the log. Returns what says something to whoever started the command: where lines are of JSON, in such a line."""
+    from service.logs import set_up
+
+    set_up(settings.server.log_format, settings.server.log_level)
+    if settings.server.log_format == "json":
+        return log.info
+    return lambda text: err.print(text, highlight=False, soft_wrap=True)
 
 
 def _exit(status: int) -> NoReturn:
