@@ -24,6 +24,7 @@ from service.api.openai.completions import completion_routes
 from service.api.openai.models import model_routes
 from service.api.openai.responses import responses_routes
 from service.api.request_id import RequestId
+from service.api.request_log import RequestLog
 from service.api.training import training_routes
 from service.core import Encoder, EngineStatus, GenerationService, Operator, Sampling, Unavailable
 from service.metrics import Metrics
@@ -75,6 +76,7 @@ def build_api(
     app.add_middleware(QueueLimit, service=service, metrics=metrics)
     app.add_middleware(HostGuard, allowed_hosts=allowed_hosts, metrics=metrics)
     app.add_middleware(ErrorBoundary, metrics=metrics)
+    app.add_middleware(RequestLog)
     app.add_middleware(RequestId)
     return app
 
@@ -97,5 +99,6 @@ def build_startup_api(*, stage: Callable[[], str], metrics: Metrics, allowed_hos
     install(app, metrics)
     app.add_middleware(HostGuard, allowed_hosts=allowed_hosts, metrics=metrics)
     app.add_middleware(ErrorBoundary, metrics=metrics)
+    app.add_middleware(RequestLog)
     app.add_middleware(RequestId)
     return app
