@@ -12,11 +12,12 @@ from urllib.parse import quote, urlsplit
 import httpx
 import pytest
 
-from service.core import TrainingRun
+from service.core import Failed, TrainingRun, Unavailable
 from tests.support.echo_engine import (
     LIMITS,
     EchoEngine,
     EchoServer,
+    EchoTicket,
     FailingEncoder,
     InMemoryOperator,
     wait_until,
@@ -91,6 +92,27 @@ def test_the_line_of_a_client_that_left_has_what_the_engine_did(stream: bool) ->
     assert (line["status"], line["finish_reason"]) == (200 if stream else 499, "cancelled")
     assert 0 < line["completion_tokens"] < 1_000 and set(line) >= FIGURES
     assert server.value('redraft:request_success_total{finished_reason="abort"}') == 1
+
+
+class NeverStarting(EchoEngine):
+    """Requests wait in the queue until they are cancelled."""
+
+    def _generate(self, ticket: EchoTicket) -> None:
+        assert ticket.cancelled.wait(20)
+        self._send(ticket, Failed(Unavailable("cancelled before it started")))
+
+
+def test_a_request_given_up_in_the_queue_is_no_failure() -> None:
+    server = EchoServer(engine=NeverStarting())
+    with logged("json") as lines, server.served() as address:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{address}/generate", json={"prompt": "ab"}, timeout=0.3)
+        (line,) = lines.requests(1)
+    assert (line["status"], line["finish_reason"]) == (499, "cancelled")
+    assert "error" not in line and not FIGURES & set(line)
+    assert server.value('redraft:request_success_total{finished_reason="abort"}') == 1
+    assert server.value('redraft:requests_failed_total{code="unavailable"}') == 0
+    assert server.value("redraft:request_queue_time_seconds_count") == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -440,7 +440,7 @@ def test_the_prompt_time_includes_waiting_for_a_row() -> None:
     with EngineHarness(BlockingHook(match=lambda fed: False), None, rows=1) as harness:
         first, second = (harness.submit(asked) for asked in long_prompts(2, 100))
         ran, waited = (client.finished().timings for client in (first, second))
-    assert waited.prompt_seconds > ran.predicted_seconds * 0.9
+    assert waited.prompt_seconds > waited.queue_seconds > ran.predicted_seconds * 0.9 > ran.queue_seconds
 
 
 class GatheringHarness(EngineHarness):
@@ -1099,6 +1099,9 @@ def test_the_logged_generation_matches_what_was_delivered() -> None:
             assert client.tokens == oracle(client.prompt)[: len(client.tokens)]
         assert end.timings.predicted_n == len(end.output) and end.timings.rounds == len(client.deltas)
         assert end.timings.draft_n_accepted == sum(sum(delta.drafted) for delta in client.deltas)
+        assert 0 < end.timings.queue_seconds < end.timings.prompt_seconds < end.timings.first_token_seconds
+        phases = end.timings.queue_seconds + end.timings.prefill_seconds + end.timings.decode_seconds
+        assert phases == pytest.approx(end.timings.prompt_seconds + end.timings.predicted_seconds)
         if (generation := by_id.get(end.id)) is not None:
             assert end.timings.draft_n == sum(round.drafted for round in generation.rounds)
             agrees(generation, client, end)
