@@ -32,7 +32,8 @@ def test_text_quotes_values_so_that_none_looks_like_a_line_or_moves_a_terminal()
     assert lines.text.count("\n") == 1 and "\x1b" not in lines.text and "\u2028" not in lines.text
     line = lines.text.partition(" ")[2]
     assert line == (
-        "[warning] 2 of 3 [service.some.room] name='a\\nb zoë' id='a\\x1b[31m\\u2028b' adapters=[0, 3] seconds=0.25 status=None\n"
+        "[warning] 2 of 3 [service.some.room] name='a\\nb zoë' id='a\\x1b[31m\\u2028b' adapters=[0, 3] "
+        "seconds=0.25 status=None\n"
     )
 
 
