@@ -41,7 +41,7 @@ from service.lifecycle.recorder import Recorder
 from service.lifecycle.supervisor import Supervisor
 from service.metrics import Metrics
 from service.models.generation_config import sampling_defaults
-from service.models.machine import machine_kind
+from service.models.machine import backend, machine_kind
 from service.models.memory import device_free_bytes
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder, bytes_per_token
@@ -80,7 +80,8 @@ class Application:
         make_private(settings.adapters_dir, settings.home / TARGETS, settings.home / TRAINING_LOG)
         self.learning = LearningLoop(settings, Role.SERVER, on_fatal)
         self.stores = self.learning.stores
-        self.metrics = Metrics(max(settings.engine.num_draft_tokens, settings.engine.num_lookup_tokens))
+        most = max(settings.engine.num_draft_tokens, settings.engine.num_lookup_tokens)
+        self.metrics = Metrics(most, settings.models.target)
         self.recorder = Recorder(self.stores.generations, on_drop=self.metrics.recorder_dropped)
         self.engine_thread = EngineThread(
             self._build,
@@ -117,11 +118,13 @@ class Application:
         self.engine_thread.start()
         serving = self._serving
         assert serving is not None
+        machine = machine_kind()
+        self.metrics.built(backend(), machine)
         tokenizer = serving.pair.target.tokenizer
         encoder = TextEncoder(tokenizer, serving.pair.vocabulary, serving.pair.eos)
         queue = QueueMonitor(lambda: self.engine_thread.status().waiting, self._pause_training)
         supervisor = self._supervisor = self.learning.start(
-            Place(serving.folders, serving.pair.provenance, machine_kind()),
+            Place(serving.folders, serving.pair.provenance, machine),
             self.engine_thread,
             self.metrics,
             # Where requests have to wait for a row, serving needs all there is.

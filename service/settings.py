@@ -10,7 +10,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import quote
 
 from limits import parse as parse_rate
@@ -219,6 +219,10 @@ class ServerSettings(Section):
     ssl_certfile: Path | None = None
     ssl_keyfile: Path | None = None
     """For HTTPS: certificate (chain) and key, PEM."""
+    log_format: Literal["text", "json"] = "text"
+    """Of the lines on stderr."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lines of lower levels are left out; that of a request is of level info."""
 
     @field_validator("allowed_hosts")
     @classmethod

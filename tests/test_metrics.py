@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -22,19 +23,21 @@ from service.core import (
     Round,
     RunState,
     Source,
+    Timings,
     TrainingRun,
     Trigger,
 )
-from service.metrics import CODES, METRICS, OLDER, PREFIX, Metrics
+from service.metrics import CODES, FINISHED_REASONS, METRICS, MODEL_LABEL, OLDER, PREFIX, TIES, Metrics
 
 K = 4
+MODEL = 'org/a "model"\nof two lines'
 
 
 def samples(metrics: Metrics) -> dict[tuple[str, tuple[str, ...]], float]:
-    """(name without prefix, label values) -> value."""
+    """(name without prefix, label values but for the model's name) -> value."""
     text = metrics.exposition()[0].decode()
     return {
-        (sample.name.removeprefix(PREFIX), tuple(sample.labels.values())): sample.value
+        (sample.name.removeprefix(PREFIX), tuple(v for n, v in sample.labels.items() if n != MODEL_LABEL)): sample.value
         for family in parse_text(text)
         for sample in family.samples
     }
@@ -116,7 +119,7 @@ def test_the_versions_used_last_keep_series_of_their_own() -> None:
 def test_every_series_is_there_at_zero_from_the_start() -> None:
     metrics = Metrics(draft_tokens=K)
     found = samples(metrics)
-    info = {key for key in found if key[0] == "adapter_info"}
+    info = {key for key in found if key[0] in {"adapter_info", "build_info"}}
     assert {found[key] for key in info} == {1}
     assert {value for key, value in found.items() if key not in info} == {0}
     names = {name for name, _ in found}
@@ -126,7 +129,8 @@ def test_every_series_is_there_at_zero_from_the_start() -> None:
     labels = {item.name: item.labels for item in METRICS if item.labels}
     expected = {
         "position": {str(place) for place in range(K)},
-        "finish": set(FinishReason),
+        "finished_reason": set(FINISHED_REASONS.values()),
+        "tie": set(TIES),
         "code": set(CODES),
         "source": set(Source),
         "adapter": {"0", OLDER},
@@ -141,7 +145,7 @@ def test_every_series_is_there_at_zero_from_the_start() -> None:
 
 @pytest.mark.parametrize("accept", [None, "application/openmetrics-text; version=1.0.0"])
 def test_nothing_is_exposed_that_the_table_does_not_name(accept: str | None) -> None:
-    metrics = Metrics(draft_tokens=K)
+    metrics = Metrics(K, MODEL)
     metrics.observe([Round(5, 0, 4, 2, 3)], 0.01)
     text, content_type = metrics.exposition(accept)
     families = parse_text(text.decode()) if accept is None else parse_openmetrics(text.decode())
@@ -153,6 +157,7 @@ def test_nothing_is_exposed_that_the_table_does_not_name(accept: str | None) -> 
         assert (family.type, family.documentation) == (item.kind, item.help)
         for sample in family.samples:
             assert sample.name.startswith(family.name)
+            assert sample.labels.pop(MODEL_LABEL) == MODEL
             assert set(sample.labels) - {"le"} == set(item.labels)
     assert seen == set(table)
     assert content_type.startswith("text/plain" if accept is None else "application/openmetrics-text")
@@ -189,15 +194,24 @@ def test_counting_from_many_threads_loses_nothing() -> None:
 
 def test_the_engine_is_asked_at_every_scrape() -> None:
     memory = {"active": 11, "cache": 12, "peak": 13, "weights": 5, "kv": 4, "prefix": 2}
-    status = EngineStatus(True, "serving", 3, 2, 0.5, 7, 0, Memory(**memory))
+    status = EngineStatus(True, "serving", 3, 2, 0.5, 7, 0, Memory(**memory), 0.25, 99, 1.5)
+    asked: list[EngineStatus] = []
     metrics = Metrics(draft_tokens=K)
-    metrics.watch_engine(lambda: status)
+
+    def ask() -> EngineStatus:
+        asked.append(status)
+        return status
+
+    metrics.watch_engine(ask)
     found = samples(metrics)
-    names = ("requests_running", "requests_waiting", "engine_ready", "engine_idle_seconds", "adapter_active")
-    assert [found[name, ()] for name in names] == [3, 2, 1, 0.5, 7]
+    assert len(asked) == 1, "the gauges of one scrape are of one moment"
+    shown = ("num_requests_running", "num_requests_waiting", "engine_ready", "engine_idle_seconds", "adapter_active")
+    names = (*shown, "kv_cache_usage_perc", "prefix_cache_disk_bytes", "spec_decode_estimated_speedup")
+    assert [found[name, ()] for name in names] == [3, 2, 1, 0.5, 7, 0.25, 99, 1.5]
     assert by_label(metrics, "memory_bytes") == memory
     status = EngineStatus(False, "draining", 0, 0, 0.0, 8, 0)
-    assert [samples(metrics)[name, ()] for name in names] == [0, 0, 0, 0, 8]
+    assert [samples(metrics)[name, ()] for name in names] == [0, 0, 0, 0, 8, 0, 0, 0]
+    assert set(by_label(metrics, "memory_bytes").values()) == {0}
 
 
 def test_prompt_tokens_are_counted_by_computed_and_cached() -> None:
@@ -206,6 +220,7 @@ def test_prompt_tokens_are_counted_by_computed_and_cached() -> None:
     metrics.prompt_read(70, 64)
     found = samples(metrics)
     assert (found["prefix_cache_queries_total", ()], found["prefix_cache_hits_total", ()]) == (170, 64)
+    assert found["prompt_tokens_total", ()] == 170
 
 
 def test_requests_are_counted_by_how_they_ended() -> None:
@@ -213,15 +228,26 @@ def test_requests_are_counted_by_how_they_ended() -> None:
     metrics.request_started()
     metrics.first_token(0.2)
     metrics.next_tokens(0.05)
-    metrics.request_finished(FinishReason.LENGTH, prompt_tokens=9, seconds=0.7)
+    spent = Timings(9, 0.3, 5, 0.3, 0, 0, 3, 0, (), 0, queue_seconds=0.1, first_token_seconds=0.35)
+    metrics.request_finished(FinishReason.LENGTH, 0.7, spent)
+    metrics.request_finished(FinishReason.CANCELLED, 0.5, Timings(7, 0.2, 0, 0.0, 0, 0, 0, 0, (), 0, 0.15))
+    metrics.request_finished(FinishReason.CANCELLED, 0.25, None)
     metrics.request_refused("overloaded")
     metrics.request_refused("something a client made up")
     metrics.request_failed("timeout")
     found = samples(metrics)
     assert found["requests_started_total", ()] == 1
-    assert found["requests_finished_total", ("length",)] == 1
-    assert found["prompt_tokens_total", ()] == 9
-    assert found["request_seconds_sum", ()] == pytest.approx(0.7)
+    assert by_label(metrics, "request_success_total") == {"stop": 0, "length": 1, "abort": 2}
+    for name, count, total in (
+        ("e2e_request_latency_seconds", 3, 1.45),
+        ("request_queue_time_seconds", 2, 0.25),
+        ("request_prefill_time_seconds", 1, 0.25),
+        ("request_decode_time_seconds", 1, 0.25),
+        ("request_prompt_tokens", 2, 16),
+        ("request_generation_tokens", 2, 5),
+    ):
+        assert found[f"{name}_count", ()] == count, name
+        assert found[f"{name}_sum", ()] == pytest.approx(total), name
     assert found["time_to_first_token_seconds_sum", ()] == pytest.approx(0.2)
     assert found["inter_token_latency_seconds_count", ()] == 1
     assert by_label(metrics, "requests_refused_total") == {
@@ -230,6 +256,22 @@ def test_requests_are_counted_by_how_they_ended() -> None:
         "internal_error": 1,
     }
     assert by_label(metrics, "requests_failed_total") == {**dict.fromkeys(CODES, 0), "timeout": 1}
+
+
+def test_failure_cases_are_counted_with_their_ties_apart() -> None:
+    metrics = Metrics(draft_tokens=K)
+    metrics.failure_cases(2, 5)
+    metrics.failure_cases(0, 1)
+    assert by_label(metrics, "failure_cases_total") == {"true": 2, "false": 6}
+
+
+def test_what_runs_is_shown_as_it_becomes_known() -> None:
+    metrics = Metrics(draft_tokens=K)
+    versions = version("mlx"), version("redraft")
+    # Labels come in the order of their names.
+    assert [labels for name, labels in samples(metrics) if name == "build_info"] == [("", "", *versions)]
+    metrics.built("cuda", "NVIDIA H200")
+    assert [labels for name, labels in samples(metrics) if name == "build_info"] == [("cuda", "NVIDIA H200", *versions)]
 
 
 def test_the_latest_run_and_the_serving_adapter_are_shown() -> None:

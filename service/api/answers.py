@@ -191,16 +191,4 @@ async def _disconnected(request: Request) -> None:
 
 def combined_timings(answers: Sequence[Answer], per_prompt: int) -> Timings:
     """Those of several answers, so many to each prompt: tokens and rounds are summed, times are of the longest."""
-    every, prompts = [answer.timings for answer in answers], [answer.timings for answer in answers[::per_prompt]]
-    return Timings(
-        prompt_n=sum(each.prompt_n for each in prompts),
-        prompt_seconds=max(each.prompt_seconds for each in every),
-        predicted_n=sum(each.predicted_n for each in every),
-        predicted_seconds=max(each.predicted_seconds for each in every),
-        draft_n=sum(each.draft_n for each in every),
-        draft_n_accepted=sum(each.draft_n_accepted for each in every),
-        rounds=sum(each.rounds for each in every),
-        draft_rounds=sum(each.draft_rounds for each in every),
-        adapters=tuple(dict.fromkeys(version for each in every for version in each.adapters)),
-        cache_n=sum(each.cache_n for each in prompts),
-    )
+    return Timings.combined([answer.timings for answer in answers], per_prompt)

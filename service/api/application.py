@@ -29,6 +29,7 @@ from service.api.openai.models import model_routes
 from service.api.openai.responses import responses_routes
 from service.api.rates import RateLimit
 from service.api.request_id import RequestId
+from service.api.request_log import RequestLog
 from service.api.session import session_routes
 from service.api.training import training_routes
 from service.core import Doorkeeper, Encoder, EngineStatus, GenerationService, Operator, Sampling, Unavailable
@@ -58,6 +59,7 @@ class Doors:
         hosts = Hosts(self.allowed_hosts, self.cors_origins)
         app.add_middleware(Guard, doorkeeper=self.keeper, hosts=hosts, metrics=metrics)
         app.add_middleware(ErrorBoundary, metrics=metrics)
+        app.add_middleware(RequestLog)
         app.add_middleware(RequestId)
         if self.cors_origins:
             app.add_middleware(

@@ -105,7 +105,8 @@ class Frontend:
         only at an answer's end. Raises BadRequest, Overloaded, Unavailable."""
         for one in asked:
             check_size(one, self.limits)
-        exchange = Exchange(self.metrics, self.mailbox, self.limits.request_timeout, live=live)
+        seconds = self.limits.request_timeout
+        exchange = Exchange(self.metrics, self.mailbox, seconds, live=live, per_prompt=each)
         with ExitStack() as held:
             places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * each)]
             prompts = await to_thread.run_sync(lambda: [to_prompt(one, self.encoder, self.limits) for one in asked])

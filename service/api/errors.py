@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from service.api.request_log import note_error
 from service.core import (
     AdapterRefused,
     BadRequest,
@@ -28,6 +29,7 @@ from service.core import (
     RedraftError,
     Unavailable,
 )
+from service.logs import FIELDS
 from service.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -171,6 +173,7 @@ def _described(status: int, message: str, code: str, param: str | None = None) -
 
 def answer(error: RedraftError) -> JSONResponse:
     """The error as a response with its status, and Retry-After where trying again helps."""
+    note_error(error.code)
     status = status_of(error)
     if status == 500:
         log.error("answered %s: %s", error.code, type(error).__name__)
@@ -227,6 +230,7 @@ def install(app: FastAPI, metrics: Metrics) -> None:
     def on_http(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, HTTPException)
         code = HTTP_CODES.get(error.status_code, "bad_request" if error.status_code < 500 else "internal_error")
+        note_error(code)
         described = _described(error.status_code, error.detail, code)
         return refuse(request, JSONResponse(described.model_dump(), error.status_code, error.headers), code)
 
@@ -263,7 +267,9 @@ class ErrorBoundary:
             if scope["type"] != "http":
                 raise
             places = "".join(traceback.format_tb(error.__traceback__))
-            log.error("%s %s failed: %s\n%s", scope["method"], scope["path"], type(error).__name__, places)
+            fields = {FIELDS: {"exception": places}}
+            log.error("%s %s failed: %s", scope["method"], printable(scope["path"]), type(error).__name__, extra=fields)
+            note_error(RedraftError.code)
             if started:
                 return
             if scope["path"] in GENERATING:

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from service.api.errors import TimedOut
 from service.api.mailbox import Mailbox
+from service.api.request_log import current_entry
 from service.core import (
     Delta,
     Event,
@@ -33,14 +34,17 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass(slots=True)
 class _Answer:
-    """One answer of the request: what the engine has of it, and what was not delivered yet. enough: it was ended here."""
+    """One answer of the request: what the engine has of it, and what was not delivered yet. enough: it was ended here.
+    given_up: it was cancelled, for nobody waits for it. failed: an error was counted. over: its last event came."""
 
     prompt_tokens: int
-    unsent: list[tuple[int, Event]]
+    unsent: list[Event]
     ticket: Ticket | None = None
     last_delta_at: float | None = None
     enough: bool = False
-    counted: bool = False
+    given_up: bool = False
+    failed: bool = False
+    over: bool = False
 
 
 class Exchange:
@@ -48,10 +52,10 @@ class Exchange:
     close() as well.
 
     seconds: how long the request may take in all, from now on. live: its events are wanted as they come; otherwise those of an
-    answer come at its end.
+    answer come at its end. per_prompt: answers to each prompt.
     """
 
-    def __init__(self, metrics: Metrics, mailbox: Mailbox, seconds: float, *, live: bool) -> None:
+    def __init__(self, metrics: Metrics, mailbox: Mailbox, seconds: float, *, live: bool, per_prompt: int = 1) -> None:
         mailbox.bind()
         self._metrics = metrics
         self._mailbox = mailbox
@@ -60,6 +64,9 @@ class Exchange:
         self._arrived = time.monotonic()
         self._seconds = seconds
         self._answers: list[_Answer] = []
+        self._entry = current_entry()
+        if self._entry is not None:
+            self._entry.per_prompt = per_prompt
 
     def submit(self, service: GenerationService, prompts: Sequence[Prompt], places: Sequence[Place]) -> None:
         """Queue a request to the engine for each answer, in its place. Raises the errors of GenerationService.submit."""
@@ -70,6 +77,8 @@ class Exchange:
                 prompt, lambda event, i=index, own=answer: self._receive(i, own, event), place
             )
             self._metrics.request_started()
+            if self._entry is not None:
+                self._entry.answer_started()
 
     @property
     def id(self) -> str:
@@ -106,8 +115,6 @@ class Exchange:
                     yield index, event
                 case Finished():
                     unfinished -= 1
-                    own = self._answers[index]
-                    self._finish(own, FinishReason.STOP if own.enough else event.finish)
                     yield index, event
                 case Failed():
                     self._fail(event.error)
@@ -120,9 +127,9 @@ class Exchange:
     def close(self) -> None:
         """Cancel what is not over in the engine. Idempotent."""
         for answer in self._answers:
-            if answer.ticket is not None:
+            if not answer.over:
+                answer.given_up = True
                 self._cancel(answer)
-                self._finish(answer, FinishReason.CANCELLED)
 
     @staticmethod
     def _cancel(answer: _Answer) -> None:
@@ -131,12 +138,18 @@ class Exchange:
 
     def _receive(self, index: int, answer: _Answer, event: Event) -> None:
         # On the engine's thread, one event at a time.
-        answer.unsent.append((index, event))
+        answer.unsent.append(event)
         if isinstance(event, Delta) and event.tokens:
             self._observe_latency(answer)
         if self._live or not isinstance(event, Delta):
-            self._mailbox.put(self._queue, answer.unsent)
+            self._mailbox.put(self._deliver, index, answer.unsent)
             answer.unsent = []
+
+    def _deliver(self, index: int, event: Event) -> None:
+        """On the event loop, also when nobody waits for events any more."""
+        if not isinstance(event, Delta):
+            self._ended(self._answers[index], event)
+        self._queue.put_nowait((index, event))
 
     def _observe_latency(self, answer: _Answer) -> None:
         now = time.monotonic()
@@ -146,16 +159,30 @@ class Exchange:
             self._metrics.next_tokens(now - answer.last_delta_at)
         answer.last_delta_at = now
 
-    def _finish(self, answer: _Answer, finish: FinishReason) -> None:
-        if not answer.counted:
-            answer.counted = True
-            self._metrics.request_finished(finish, answer.prompt_tokens, time.monotonic() - self._arrived)
+    def _ended(self, own: _Answer, event: Finished | Failed) -> None:
+        """Count and log an answer that the engine has ended."""
+        own.over = True
+        finish, timings = FinishReason.CANCELLED, None
+        if isinstance(event, Finished):
+            finish, timings = FinishReason.STOP if own.enough else event.finish, event.timings
+        elif not own.given_up:
+            self._count_failure(own, event.error)
+        if not own.failed:
+            self._metrics.request_finished(finish, time.monotonic() - self._arrived, timings)
+        if self._entry is not None:
+            self._entry.answer_ended(None if own.failed else finish, timings)
+
+    def _count_failure(self, answer: _Answer, error: RedraftError) -> None:
+        if not answer.failed:
+            answer.failed = True
+            self._metrics.request_failed(error.code)
+            if self._entry is not None:
+                self._entry.error = error.code
 
     def _fail(self, error: RedraftError) -> NoReturn:
         for answer in self._answers:
-            if not answer.counted:
-                answer.counted = True
-                self._metrics.request_failed(error.code)
+            if not answer.over:
+                self._count_failure(answer, error)
         raise error
 
 

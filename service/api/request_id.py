@@ -9,6 +9,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 HEADER = b"x-request-id"
 USABLE = re.compile(rb"[\x21-\x7e]{1,128}")
+STATE = "request_id"
+"""In the state of the scope."""
+
+
+def id_of(scope: Scope) -> str:
+    """The request's id, behind RequestId."""
+    return scope["state"][STATE]
 
 
 class RequestId:
@@ -24,6 +31,7 @@ class RequestId:
             return
         sent = next((value for name, value in scope["headers"] if name == HEADER), b"")
         id = sent if USABLE.fullmatch(sent) else uuid.uuid4().hex.encode()
+        scope.setdefault("state", {})[STATE] = id.decode()
 
         async def named(message: Message) -> None:
             if message["type"] == "http.response.start":

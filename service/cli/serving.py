@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -17,6 +17,8 @@ from service.cli.console import err, out, stages, table, write_json
 from service.cli.options import Config, Database, Draft, Json, Target, settings_from
 from service.core import RedraftError, StoreError
 from service.settings import Settings
+
+log = logging.getLogger(__name__)
 
 models = typer.Typer(help="Models: which are here, getting one, removing one.", no_args_is_help=True)
 
@@ -50,7 +52,6 @@ def serve(
     from service.app import start_notices
     from service.server import run_server
 
-    _log()
     settings = settings_from(
         config,
         models__target=target,
@@ -66,15 +67,16 @@ def serve(
         server__ssl_certfile=ssl_certfile,
         server__ssl_keyfile=ssl_keyfile,
     )
+    say = _log(settings)
     for notice in start_notices(settings):
-        err.print(notice, highlight=False, soft_wrap=True)
+        say(notice)
 
     def ready(url: str) -> None:
         # What was loaded lives as long as the process. Each full collection would walk all of it, 0.1 s in which nobody's
         # answer goes on.
         gc.collect()
         gc.freeze()
-        err.print(f"redraft serves at {url}", highlight=False)
+        say(f"redraft serves at {url}")
 
     _exit(run_server(settings, ready))
 
@@ -90,15 +92,19 @@ def trainer(
     runs to it; others do so while it is there."""
     from service.trainer import run_trainer
 
-    _log()
     settings = settings_from(config, models__target=target, models__draft=draft, store__url=database)
-    _exit(run_trainer(settings, lambda: err.print("redraft trains", highlight=False)))
+    say = _log(settings)
+    _exit(run_trainer(settings, lambda: say("redraft trains")))
 
 
-def _log() -> None:
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    # It logs every tick, and every tick that found the last one still at work.
-    logging.getLogger("apscheduler").setLevel(logging.ERROR)
+def _log(settings: Settings) -> Callable[[str], None]:
+    """Set up the log. Returns what says something to whoever started the command: where lines are of JSON, in such a line."""
+    from service.logs import set_up
+
+    set_up(settings.server.log_format, settings.server.log_level)
+    if settings.server.log_format == "json":
+        return log.info
+    return lambda text: err.print(text, highlight=False, soft_wrap=True)
 
 
 def _exit(status: int) -> NoReturn:

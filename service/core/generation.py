@@ -274,7 +274,8 @@ class Timings:
     """llama.cpp's names. prompt_n: tokens of the prompt, cache_n of them from another request's prefill. draft_n: tokens
     proposed; draft_n_accepted: of those accepted (never more than were emitted). rounds: all of them; draft_rounds: those in
     which something was proposed. adapters: the versions that drafted for this answer, in order of first use. seconds: wall
-    time."""
+    time; queue_seconds: from its arrival until it was admitted, first_token_seconds: until its first token (0: there was
+    none), both part of what is above."""
 
     prompt_n: int
     prompt_seconds: float
@@ -286,6 +287,21 @@ class Timings:
     draft_rounds: int
     adapters: tuple[int, ...]
     cache_n: int = 0
+    queue_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+
+    @property
+    def prefill_seconds(self) -> float:
+        """From admission to the first token, as vLLM has it: one round more than llama.cpp's time of the prompt. 0 without a
+        token."""
+        return max(self.first_token_seconds - self.queue_seconds, 0.0)
+
+    @property
+    def decode_seconds(self) -> float:
+        """From the first token to the last, as vLLM has it. 0 without a token."""
+        if not self.first_token_seconds:
+            return 0.0
+        return max(self.prompt_seconds + self.predicted_seconds - self.first_token_seconds, 0.0)
 
     @property
     def prompt_per_second(self) -> float:
@@ -296,6 +312,25 @@ class Timings:
     def predicted_per_second(self) -> float:
         """Output tokens per second of decoding; 0 where no time was measured."""
         return self.predicted_n / self.predicted_seconds if self.predicted_seconds > 0 else 0.0
+
+    @classmethod
+    def combined(cls, several: Sequence[Timings], per_prompt: int) -> Timings:
+        """Those of several answers, so many to each prompt: tokens and rounds are summed, times are of the longest."""
+        prompts = several[::per_prompt]
+        return cls(
+            prompt_n=sum(each.prompt_n for each in prompts),
+            prompt_seconds=max(each.prompt_seconds for each in several),
+            predicted_n=sum(each.predicted_n for each in several),
+            predicted_seconds=max(each.predicted_seconds for each in several),
+            draft_n=sum(each.draft_n for each in several),
+            draft_n_accepted=sum(each.draft_n_accepted for each in several),
+            rounds=sum(each.rounds for each in several),
+            draft_rounds=sum(each.draft_rounds for each in several),
+            adapters=tuple(dict.fromkeys(version for each in several for version in each.adapters)),
+            cache_n=sum(each.cache_n for each in prompts),
+            queue_seconds=max(each.queue_seconds for each in several),
+            first_token_seconds=max(each.first_token_seconds for each in several),
+        )
 
 
 @dataclass(frozen=True, slots=True)

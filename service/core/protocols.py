@@ -57,7 +57,8 @@ class Memory:
 @dataclass(frozen=True, slots=True)
 class EngineStatus:
     """What health is judged by. `idle_seconds`: since the engine last made progress while it had work (0 when idle).
-    kv_cache_usage: share of the memory for keys and values that is in use. prefix_disk_bytes: of the prefix cache's files."""
+    kv_cache_usage: share of the memory for keys and values that is in use. prefix_disk_bytes: of the prefix cache's files.
+    speedup: estimated, of recent rounds over plain decoding; 0 before the first, and where costs are not measured."""
 
     ready: bool
     reason: str
@@ -69,6 +70,7 @@ class EngineStatus:
     memory: Memory = Memory()
     kv_cache_usage: float = 0.0
     prefix_disk_bytes: int = 0
+    speedup: float = 0.0
 
 
 class GenerationService(Protocol):
@@ -244,6 +246,10 @@ class RoundObserver(Protocol):
 
     def preempted(self) -> None:
         """A request went back to the queue because memory ran out."""
+        ...
+
+    def failure_cases(self, ties: int, others: int) -> None:
+        """A generation is recorded with so many failure cases that are ties, and others."""
         ...
 
     def draft_failed(self, adapter: int) -> None:

@@ -25,6 +25,8 @@ DRIFT = 0.05
 """Weight of a later round in the corrections."""
 STALE = 256
 """Timed rounds after which the correction of a kind that was not among them is forgotten for the first time."""
+SPEEDUP_DECAY = 1 - 1 / 256
+"""Weight of a round in the estimated speed-up one round later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +135,23 @@ class Correction:
     factor: float | None = None
     seen: int = 0
     patience: int = STALE
+
+
+class Speedup:
+    """Tokens that recent rounds emitted, for each that plain decoding would have emitted in the same time."""
+
+    def __init__(self) -> None:
+        self._emitted = self._plain = 0.0
+
+    def observe(self, emitted: int, plain: float) -> None:
+        """Count a round. emitted: its tokens. plain: those of as many rounds without a proposal as take its time."""
+        self._emitted = SPEEDUP_DECAY * self._emitted + emitted
+        self._plain = SPEEDUP_DECAY * self._plain + plain
+
+    @property
+    def value(self) -> float:
+        """The estimate; 0 before the first round. From any thread."""
+        return self._emitted / self._plain if self._plain else 0.0
 
 
 class RoundCosts:

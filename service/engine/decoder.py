@@ -339,7 +339,9 @@ class Decoder:
         plan, rounds = step.plan, report.rounds
         if self.planner is None or not rounds:
             return
-        emitted = sum(each.emitted for each in rounds) / len(rounds)
+        tokens = sum(each.emitted for each in rounds)
+        self.planner.speedup.observe(tokens, len(rounds) * self.planner.costs.plain_rounds(plan.load, report.seconds))
+        emitted = tokens / len(rounds)
         self.planner.charge(plan.load, plan.choice, report.seconds, emitted, drafted=step.drafted)
         if len(rounds) == len(plan.requests) and (step.drafted or not plan.choice.drafted):
             # Positions behind the end of a text count neither as proposed nor as accepted; padding has none.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import inf
 
 from service.engine.acceptance import Acceptance, Calibration, expected_tokens
-from service.engine.costs import LENGTHS, USUALLY_HELD, Costs, Load, RoundCosts
+from service.engine.costs import LENGTHS, USUALLY_HELD, Costs, Load, RoundCosts, Speedup
 from service.engine.strategy import current
 
 LOOKED_UP = {8: 0.8, 4: 0.6, 2: 0.4}
@@ -164,6 +164,7 @@ class Planner:
         allowed = self._strategy.allowed
         self.drafted = drafted
         self.costs = RoundCosts(seeds, max(drafted, looked_up))
+        self.speedup = Speedup()
         self._draft_lengths = allowed(drafted)
         self._lookup_lengths = allowed(looked_up)
         self._lookups = {

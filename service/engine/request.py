@@ -118,6 +118,8 @@ class Request:
     draft_again: int = 0
     """The number of the row's rounds from which the draft proposes tokens for it (again)."""
     arrived_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float = field(default_factory=time.perf_counter)
+    """When it was taken out of the queue for the first time, which is when a row is made for it."""
     decode_started_at: float = 0.0
     """When the prefill was done and the row joined the batch."""
     first_token_at: float = 0.0
@@ -234,6 +236,8 @@ class Request:
             draft_rounds=sum(round.drafted > 0 for round in self.rounds),
             adapters=tuple(used),
             cache_n=self.cached_tokens,
+            queue_seconds=self.admitted_at - self.arrived_at,
+            first_token_seconds=self.first_token_at - self.arrived_at if self.first_token_at else 0.0,
         )
         stopped_by = self.text.stopped_by if self.text is not None else None
         return Finished(self.id, self.finish or FinishReason.CANCELLED, tuple(self.output), timings, stopped_by)

@@ -171,6 +171,7 @@ class EngineThread:
             memory=engine.memory() if engine else device.memory(),
             kv_cache_usage=engine.decoder.memory.usage if engine else 0.0,
             prefix_disk_bytes=engine.decoder.prefixes.disk_bytes if engine else 0,
+            speedup=engine.decoder.planner.speedup.value if engine and engine.decoder.planner else 0.0,
         )
 
     @property
@@ -419,6 +420,8 @@ class EngineThread:
     def _finish(self, ticket: Ticket, row: Request, engine: Engine) -> None:
         if row.prompt.store and (generation := row.generation(engine.provenance)) is not None:
             self._recorder.record(generation)
+            ties = sum(case.tie for case in generation.cases)
+            self._observer.failure_cases(ties, len(generation.cases) - ties)
         ticket.send(row.finished())
 
     def _flush(self) -> None:

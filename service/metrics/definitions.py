@@ -1,6 +1,7 @@
 """The table of metrics: nothing is exposed that is not in it, and no label ever carries anything a client sent.
 
-Names follow vLLM's with our prefix, so a dashboard made for vLLM or llama.cpp ports by renaming the prefix.
+What vLLM's V1 engine has too bears vLLM's name and labels, but for `engine` (here is one), so that a dashboard made for vLLM
+ports by renaming the prefix. Every series carries MODEL_LABEL, which the table leaves out.
 """
 
 from __future__ import annotations
@@ -8,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from service.core import FinishReason
+
 PREFIX = "redraft:"
+MODEL_LABEL = "model_name"
 OLDER = "older"
 CODES = (
     "bad_request",
@@ -27,13 +31,20 @@ CODES = (
 )
 """Values of the label `code`; anything else is counted as internal_error."""
 
+FINISHED_REASONS = {FinishReason.STOP: "stop", FinishReason.LENGTH: "length", FinishReason.CANCELLED: "abort"}
+"""Values of the label `finished_reason`: vLLM's words."""
+TIES = ("true", "false")
+"""Values of the label `tie`."""
+
 FAST = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5)
 SLOW = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
 
 
 @dataclass(frozen=True, slots=True)
 class Definition:
-    """One metric. `name` lacks the prefix and is otherwise as exposed (counters end in _total); times are seconds."""
+    """One metric. `name` lacks the prefix and is otherwise as exposed (counters end in _total); times are seconds. labels:
+    those beside MODEL_LABEL."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
@@ -86,25 +97,43 @@ METRICS: tuple[Definition, ...] = (
     _counter("adapter_num_accepted_tokens_total", "Tokens accepted, by adapter version.", "adapter"),
     _counter("draft_failures_total", "Rounds decoded plainly because the draft broke, by version.", "adapter"),
     _counter("draft_length_rounds_total", "Rounds of one request by the number of tokens proposed.", "length"),
+    _gauge(
+        "spec_decode_estimated_speedup",
+        "Tokens that recent rounds emitted, for each that plain decoding would have emitted in the same time, by the "
+        "measured costs of rounds; 0 before the first round, and where costs are not measured.",
+    ),
+    _counter(
+        "failure_cases_total",
+        "First rejections of rounds of recorded answers; tie: the target's two best tokens there are closer than "
+        "engine.tie_margin, so that the case counts for nothing.",
+        "tie",
+    ),
     _counter("rounds_total", "Rounds of one request, drafted or not: target calls per request, summed."),
     _histogram("round_seconds", "Wall time of one round of the whole batch.", FAST),
     _counter("generation_tokens_total", "Tokens emitted."),
-    _counter("prompt_tokens_total", "Prompt tokens of requests that ended."),
-    _counter(
-        "prefix_cache_queries_total", "Tokens of prompts whose reading ended, by the model or from the prefix cache."
-    ),
-    _counter("prefix_cache_hits_total", "Of those, tokens that the prefix cache held; the others were read."),
+    _counter("prompt_tokens_total", "Tokens of prompts whose prefill ended, those from the prefix cache too."),
+    _counter("prefix_cache_queries_total", "Tokens that were looked for in the prefix cache: those of all prompts."),
+    _counter("prefix_cache_hits_total", "Of those, tokens that the prefix cache held; the others were computed."),
     _counter("prefix_cache_disk_hits_total", "Tokens whose keys and values were read from the prefix cache's files."),
     _gauge("prefix_cache_disk_bytes", "Bytes of the prefix cache's files, those of other models in its folder too."),
-    _gauge("requests_running", "Requests being decoded or having their prompt read."),
-    _gauge("requests_waiting", "Requests in the queue."),
+    _gauge("num_requests_running", "Requests that prefill or decode."),
+    _gauge("num_requests_waiting", "Requests in the queue."),
     _counter("requests_started_total", "Requests admitted to the queue."),
-    _counter("requests_finished_total", "Requests that ended with an answer, by reason.", "finish"),
+    _counter(
+        "request_success_total",
+        "Requests that ended with an answer, by reason; abort: given up by the client.",
+        "finished_reason",
+    ),
     _counter("requests_failed_total", "Requests that ended in an error after they were admitted.", "code"),
     _counter("requests_refused_total", "Requests that were not admitted.", "code"),
     _histogram("time_to_first_token_seconds", "From the request's arrival to its first token.", SLOW),
     _histogram("inter_token_latency_seconds", "Between two deliveries, of one or more tokens, to a request.", FAST),
-    _histogram("request_seconds", "From a request's arrival to its end.", SLOW),
+    _histogram("e2e_request_latency_seconds", "From the arrival of a request with an answer to its end.", SLOW),
+    _histogram("request_queue_time_seconds", "Of a request with an answer, in the queue until it was admitted.", SLOW),
+    _histogram("request_prefill_time_seconds", "Of such a request, from its admission to its first token.", SLOW),
+    _histogram("request_decode_time_seconds", "Of such a request, from its first token to its last.", SLOW),
+    _histogram("request_prompt_tokens", "Tokens of such a request's prompt.", TOKENS),
+    _histogram("request_generation_tokens", "Tokens of such a request's answer.", TOKENS),
     _histogram(
         "training_time_to_first_token_seconds",
         f"The same as time_to_first_token_seconds, of first tokens that came {_BESIDE}",
@@ -115,6 +144,7 @@ METRICS: tuple[Definition, ...] = (
         f"The same as inter_token_latency_seconds, of deliveries that came {_BESIDE}",
         FAST,
     ),
+    _gauge("build_info", "1; what runs, and on what.", "version", "mlx_version", "backend", "device"),
     _gauge("engine_ready", "1 while the engine serves."),
     _gauge("engine_idle_seconds", "Since the engine last made progress while it had work; 0 when idle."),
     _counter(

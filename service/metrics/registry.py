@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
+from importlib.metadata import version
 from typing import cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -21,10 +22,11 @@ from service.core import (
     Round,
     RunState,
     Source,
+    Timings,
     TrainingRun,
 )
 from service.metrics.adapters import ACCEPTED, ADAPTER_COUNTERS, DRAFTED, DRAFTS, FAILURES, AdapterCounts
-from service.metrics.definitions import CODES, METRICS, PREFIX
+from service.metrics.definitions import CODES, FINISHED_REASONS, METRICS, MODEL_LABEL, PREFIX, TIES
 
 _MEMORY = tuple(field.name for field in fields(Memory))
 _PER_SOURCE = ("source_num_drafts_total", "source_num_draft_tokens_total", "source_num_accepted_tokens_total")
@@ -34,11 +36,13 @@ class Metrics:
     """All metrics of one server, in a registry of their own. Implements core.RoundObserver. Every method is thread-safe
     and returns at once.
 
-    draft_tokens: tokens proposed per round at most, which fixes the `position` and `length` series. adapters_kept: adapter
-    versions that have series of their own.
+    draft_tokens: tokens proposed per round at most, which fixes the `position` and `length` series. model_name: the served
+    model's, which every series carries; empty: none does. adapters_kept: adapter versions that have series of their own.
     """
 
-    def __init__(self, draft_tokens: int, adapters_kept: int = 8) -> None:
+    def __init__(self, draft_tokens: int, model_name: str = "", adapters_kept: int = 8) -> None:
+        self._model_name = model_name
+        self._status: Callable[[], EngineStatus] | None = None
         self._registry = CollectorRegistry()
         self._adapters = AdapterCounts(adapters_kept)
         self._registry.register(self._adapters)
@@ -58,7 +62,8 @@ class Metrics:
         for name, labels in (
             ("spec_decode_num_accepted_tokens_per_pos_total", range(draft_tokens)),
             ("draft_length_rounds_total", range(draft_tokens + 1)),
-            ("requests_finished_total", FinishReason),
+            ("request_success_total", FINISHED_REASONS.values()),
+            ("failure_cases_total", TIES),
             ("requests_failed_total", CODES),
             ("requests_refused_total", CODES),
             ("training_runs_total", (state for state in RunState if state.over)),
@@ -73,10 +78,13 @@ class Metrics:
         for kind in _MEMORY:
             self._gauges["memory_bytes"].labels(kind)
         self.serving(None)
+        self.built()
 
     def exposition(self, accept: str | None = None) -> tuple[bytes, str]:
         """The metrics as text and their content type: OpenMetrics when an Accept header names it, else Prometheus."""
-        shown = _Shown(self._registry)
+        if self._status is not None:
+            self._show_engine(self._status())
+        shown = _Shown(self._registry, self._model_name)
         # Not the library's choose_encoder: its OpenMetrics rewrites the colon in sample names but not in TYPE lines
         # unless the scraper also asks for UTF-8 names, and a malformed version in the header makes it raise.
         if any(part.split(";")[0].strip() == "application/openmetrics-text" for part in (accept or "").split(",")):
@@ -85,16 +93,23 @@ class Metrics:
         return generate_latest(shown), CONTENT_TYPE_PLAIN_0_0_4
 
     def watch_engine(self, status: Callable[[], EngineStatus]) -> None:
-        """Ask `status` at every scrape for the engine's gauges, which are 0 until this is called."""
-        self._gauges["requests_running"].set_function(lambda: status().rows)
-        self._gauges["requests_waiting"].set_function(lambda: status().waiting)
-        self._gauges["engine_ready"].set_function(lambda: float(status().ready))
-        self._gauges["engine_idle_seconds"].set_function(lambda: status().idle_seconds)
-        self._gauges["adapter_active"].set_function(lambda: status().adapter)
-        self._gauges["kv_cache_usage_perc"].set_function(lambda: status().kv_cache_usage)
-        self._gauges["prefix_cache_disk_bytes"].set_function(lambda: status().prefix_disk_bytes)
-        for kind in _MEMORY:
-            self._gauges["memory_bytes"].labels(kind).set_function(lambda kind=kind: asdict(status().memory)[kind])
+        """Ask `status` once at every scrape for the engine's gauges, which are 0 until this is called."""
+        self._status = status
+
+    def _show_engine(self, status: EngineStatus) -> None:
+        for name, value in (
+            ("num_requests_running", status.rows),
+            ("num_requests_waiting", status.waiting),
+            ("engine_ready", status.ready),
+            ("engine_idle_seconds", status.idle_seconds),
+            ("adapter_active", status.adapter),
+            ("kv_cache_usage_perc", status.kv_cache_usage),
+            ("prefix_cache_disk_bytes", status.prefix_disk_bytes),
+            ("spec_decode_estimated_speedup", status.speedup),
+        ):
+            self._gauges[name].set(value)
+        for kind, size in asdict(status.memory).items():
+            self._gauges["memory_bytes"].labels(kind).set(size)
 
     def observe(self, rounds: Sequence[Round], seconds: float) -> None:
         """Count one round of the batch: one Round per row, `seconds` of wall time together."""
@@ -123,6 +138,7 @@ class Metrics:
 
     def prompt_read(self, tokens: int, reused: int) -> None:
         """Count a prompt whose prefill is over: its tokens, and those of them that came from the prefix cache (`reused`)."""
+        self._series("prompt_tokens_total").inc(tokens)
         self._series("prefix_cache_queries_total").inc(tokens)
         self._series("prefix_cache_hits_total").inc(reused)
 
@@ -133,6 +149,11 @@ class Metrics:
     def preempted(self) -> None:
         """Count a request that went back to the queue because memory ran out."""
         self._series("num_preemptions_total").inc()
+
+    def failure_cases(self, ties: int, others: int) -> None:
+        """Count the failure cases of an answer that is recorded: those that are ties, and others."""
+        for label, count in zip(TIES, (ties, others), strict=True):
+            self._series("failure_cases_total", label).inc(count)
 
     def draft_failed(self, adapter: int) -> None:
         """Count a round decoded without a draft because this adapter's failed."""
@@ -162,11 +183,19 @@ class Metrics:
         if self._trains:
             self._histograms["training_inter_token_latency_seconds"].observe(seconds)
 
-    def request_finished(self, finish: FinishReason, prompt_tokens: int, seconds: float) -> None:
-        """Count a request that ended with an answer, with its prompt tokens. seconds: from its arrival to its end."""
-        self._series("requests_finished_total", finish).inc()
-        self._series("prompt_tokens_total").inc(prompt_tokens)
-        self._histograms["request_seconds"].observe(seconds)
+    def request_finished(self, finish: FinishReason, seconds: float, timings: Timings | None) -> None:
+        """Count a request that ended with an answer. seconds: from its arrival to its end. timings: the engine's; None where it
+        was given up before it was admitted."""
+        self._series("request_success_total", FINISHED_REASONS[finish]).inc()
+        self._histograms["e2e_request_latency_seconds"].observe(seconds)
+        if timings is None:
+            return
+        self._histograms["request_queue_time_seconds"].observe(timings.queue_seconds)
+        self._histograms["request_prompt_tokens"].observe(timings.prompt_n)
+        self._histograms["request_generation_tokens"].observe(timings.predicted_n)
+        if timings.predicted_n:
+            self._histograms["request_prefill_time_seconds"].observe(timings.prefill_seconds)
+            self._histograms["request_decode_time_seconds"].observe(timings.decode_seconds)
 
     def recorder_dropped(self, generations: int) -> None:
         """Count finished generations that could not be stored."""
@@ -208,18 +237,30 @@ class Metrics:
         else:
             info.labels(str(ref.id), str(ref.parent), str(ref.rank), ref.sha256).set(1)
 
+    def built(self, backend: str = "", device: str = "") -> None:
+        """Show which versions run. backend, device: MLX's, once they are known."""
+        info = self._gauges["build_info"]
+        info.clear()
+        info.labels(version("redraft"), version("mlx"), backend, device).set(1)
+
     def _series(self, name: str, label: str | None = None) -> Counter:
         counter = self._counters[name]
         return counter if label is None else counter.labels(label)
 
 
 class _Shown(Collector):
-    """A registry without the `_created` series, which would double its size and which no definition names."""
+    """A registry whose series carry the model's name, without the `_created` series, which would double its size and which no
+    definition names."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
         self._registry = registry
+        self._labels = {MODEL_LABEL: model_name} if model_name else {}
 
     def collect(self) -> Iterable[Metric]:
         for family in self._registry.collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            family.samples = [
+                sample._replace(labels={**self._labels, **sample.labels})
+                for sample in family.samples
+                if not sample.name.endswith("_created")
+            ]
             yield family

@@ -120,6 +120,15 @@ def machine_kind() -> str:
     return str(mx.device_info().get("device_name", "unknown"))
 
 
+def backend() -> str:
+    """MLX's: cpu, metal or cuda."""
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
 def outdated(versions: dict[str, str]) -> list[str]:
     """One sentence for every package that is absent or below its floor."""
     found: list[str] = []
@@ -210,9 +219,7 @@ def _measure() -> dict[str, object]:
         start = time.perf_counter()
         mx.eval(left @ right)
         best = min(best, time.perf_counter() - start)
-    accelerator = "metal" if mx.metal.is_available() else "cuda"
-    device = "cpu" if mx.default_device().type == mx.cpu else accelerator
-    return {"device": device, "gflops": 2 * rows * inner * columns / best / 1e9, "free": device_free_bytes()}
+    return {"device": backend(), "gflops": 2 * rows * inner * columns / best / 1e9, "free": device_free_bytes()}
 
 
 if __name__ == "__main__":

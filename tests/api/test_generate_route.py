@@ -314,7 +314,7 @@ def test_a_disconnected_client_frees_its_row_at_once(stream: bool, pause: float)
         assert not ticket.cancelled.wait(0.2)
         connection.close()
         assert ticket.cancelled.wait(1.0)
-        wait_until(lambda: server.value('redraft:requests_finished_total{finish="cancelled"}') == 1)
+        wait_until(lambda: server.value('redraft:request_success_total{finished_reason="abort"}') == 1)
     assert server.engine.ended[ticket.id] == "cancelled"
 
 
@@ -334,18 +334,18 @@ def test_a_hundred_aborted_streams_leave_no_request_running() -> None:
 
 def test_requests_are_counted_as_they_end(server: EchoServer, http: httpx.Client) -> None:
     started = server.value("redraft:requests_started_total")
-    stopped = server.value('redraft:requests_finished_total{finish="stop"}')
+    stopped = server.value('redraft:request_success_total{finished_reason="stop"}')
     first = server.value("redraft:time_to_first_token_seconds_count")
     later = server.value("redraft:inter_token_latency_seconds_count")
-    prompt = server.value("redraft:prompt_tokens_total")
+    prompt = server.value("redraft:request_prompt_tokens_sum")
     for stream in (False, True):
         assert http.post("/generate", json={"prompt": "abcd", "stream": stream}).status_code == 200
     assert server.value("redraft:requests_started_total") == started + 2
-    assert server.value('redraft:requests_finished_total{finish="stop"}') == stopped + 2
+    assert server.value('redraft:request_success_total{finished_reason="stop"}') == stopped + 2
     assert server.value("redraft:time_to_first_token_seconds_count") == first + 2
     assert server.value("redraft:inter_token_latency_seconds_count") == later + 6
-    assert server.value("redraft:prompt_tokens_total") == prompt + 12
-    assert server.value('redraft:requests_finished_total{finish="cancelled"}') == 0
+    assert server.value("redraft:request_prompt_tokens_sum") == prompt + 12
+    assert server.value('redraft:request_success_total{finished_reason="abort"}') == 0
 
 
 def test_no_prompt_text_in_errors_or_logs(caplog: pytest.LogCaptureFixture) -> None:

@@ -254,7 +254,9 @@ def test_without_parallel_tool_calls_the_answer_ends_after_the_first(stream: boo
     }
     with server.served() as address:
         response = httpx.post(address + CHAT, json=asked, timeout=60)
-        assert server.value('redraft:requests_finished_total{finish="stop"}') == 1, "its client did not cancel it"
+        assert server.value('redraft:request_success_total{finished_reason="stop"}') == 1, (
+            "its client did not cancel it"
+        )
     text, calls, reason = answered(response, stream=stream)
     assert (text, len(calls), reason) == ("a", 1, "tool_calls")
     assert server.engine.tickets[0].cancelled.is_set()

@@ -10,7 +10,7 @@ import pytest
 from service.core import Prompt, Sampling, Source
 from service.engine.acceptance import Acceptance, Calibration
 from service.engine.adapters import bare
-from service.engine.costs import FIRST, Costs, Load
+from service.engine.costs import FIRST, SPEEDUP_DECAY, Costs, Load, RoundCosts
 from service.engine.decoder import Decoder
 from service.engine.planner import PROBE, Choice, DraftSteps, Match, Planner
 from service.engine.request import Request
@@ -460,6 +460,17 @@ def test_random_choices_keep_the_targets_own_tokens(greedy: bool) -> None:
         assert all(round.accepted <= round.drafted for round in rounds)
 
 
+class FixedCosts(RoundCosts):
+    """Of plain rounds, whatever the batch."""
+
+    def __init__(self, plain: float) -> None:
+        super().__init__(measured({(1, 1): 1.0}, {1: 0.1}), 4)
+        self.plain = plain
+
+    def plain_rounds(self, load: Load, seconds: float) -> float:
+        return seconds / self.plain
+
+
 class Watching(FixedLength):
     """Notes what it is asked, with the lengths of the decoder's rows."""
 
@@ -492,6 +503,40 @@ def test_the_planner_is_asked_about_the_rows_as_they_stand() -> None:
     for load, lengths in watching.loads:
         assert (load.rows, load.held, load.ragged) == (len(lengths), max(lengths), len(set(lengths)) > 1)
     assert {load.ragged for load, _ in watching.loads if load.rows == 2} == {False, True}
+
+
+def test_the_estimated_speed_up_is_of_tokens_over_those_of_plain_rounds_in_the_same_time() -> None:
+    """Two rows of unlike length, so that the last rounds are of one."""
+    target, plain = tiny_llama(0), 0.01
+    decoder = Decoder(target, bare(noisy_copy(target, 1, 0.1)), vocabulary=97, k=3, adaptive=True)
+    decoder.planner = planner = FixedLength(3)
+    planner.costs = FixedCosts(plain)
+    prompts = [
+        Prompt(tuple(range(start, start + 20)), Sampling(max_tokens=count)) for start, count in ((5, 40), (40, 20))
+    ]
+    admit(decoder, [Request(str(i), prompt, frozenset(), None) for i, prompt in enumerate(prompts)])
+    emitted = expected = 0.0
+    widths: set[int] = set()
+    assert planner.speedup.value == 0
+    while decoder.unfinished:
+        report = decoder.round()
+        widths.add(len(report.rounds))
+        emitted = emitted * SPEEDUP_DECAY + sum(round.emitted for round in report.rounds)
+        expected = expected * SPEEDUP_DECAY + len(report.rounds) * report.seconds / plain
+        assert planner.speedup.value == pytest.approx(emitted / expected)
+    assert widths == {1, 2}
+
+
+def test_the_estimated_speed_up_follows_what_rounds_cost() -> None:
+    """Rounds of 3 tokens that take as long as one and a half plain ones, then plain ones, on a machine that slows down."""
+    planner = Planner(4, 0, costs(lambda rows, k: 0.02 if k == 0 else 0.03, 0.001))
+    for pace, drafted, emitted, speedup in ((1.0, 4, 3, 2.0), (1.0, 0, 1, 1.0), (3.0, 4, 3, 2.0)):
+        for _ in range(1500):
+            for k, tokens in ((0, 1), (drafted, emitted)):
+                seconds = pace * (0.03 if k else 0.02)
+                planner.observe(ONE, Choice(k, (0,)), [None], [tokens - 1], seconds)
+            planner.speedup.observe(emitted, planner.costs.plain_rounds(ONE, seconds))
+        assert planner.speedup.value == pytest.approx(speedup, rel=0.02)
 
 
 @pytest.mark.parametrize(("rows", "longest"), [(1, 15), (4, 15), (16, 3), (32, 1), (64, 0)])

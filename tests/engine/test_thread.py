@@ -199,6 +199,7 @@ class EngineHarness:
         self.generations: list[Generation] = []
         self.observed: list[tuple[Round, ...]] = []
         self.preemptions = 0
+        self.ties = self.cases = 0
         self.failures: list[int] = []
         self.read: list[tuple[int, int]] = []
         self.fatal: Future[str] = Future()
@@ -241,6 +242,9 @@ class EngineHarness:
 
     def preempted(self) -> None:
         self.preemptions += 1
+
+    def failure_cases(self, ties: int, others: int) -> None:
+        self.ties, self.cases = self.ties + ties, self.cases + ties + others
 
     def draft_failed(self, adapter: int) -> None:
         self.failures.append(adapter)
@@ -436,7 +440,7 @@ def test_the_prompt_time_includes_waiting_for_a_row() -> None:
     with EngineHarness(BlockingHook(match=lambda fed: False), None, rows=1) as harness:
         first, second = (harness.submit(asked) for asked in long_prompts(2, 100))
         ran, waited = (client.finished().timings for client in (first, second))
-    assert waited.prompt_seconds > ran.predicted_seconds * 0.9
+    assert waited.prompt_seconds > waited.queue_seconds > ran.predicted_seconds * 0.9 > ran.queue_seconds
 
 
 class GatheringHarness(EngineHarness):
@@ -1078,6 +1082,8 @@ def test_the_logged_generation_matches_what_was_delivered() -> None:
     by_id = {generation.id: generation for generation in harness.generations}
     stored = {client.ticket.result().id for client in clients if client.prompt.store}
     assert len(by_id) == len(harness.generations) and set(by_id) == stored
+    cases = [case for generation in harness.generations for case in generation.cases]
+    assert (harness.cases, harness.ties) == (len(cases), sum(case.tie for case in cases)) and harness.cases > 0
 
     assert Counter((r.start, r.emitted, r.accepted) for rounds in harness.observed for r in rounds) == Counter(
         (sum(len(d.tokens) for d in client.deltas[:i]), len(delta.tokens), sum(delta.drafted))
@@ -1093,6 +1099,9 @@ def test_the_logged_generation_matches_what_was_delivered() -> None:
             assert client.tokens == oracle(client.prompt)[: len(client.tokens)]
         assert end.timings.predicted_n == len(end.output) and end.timings.rounds == len(client.deltas)
         assert end.timings.draft_n_accepted == sum(sum(delta.drafted) for delta in client.deltas)
+        assert 0 < end.timings.queue_seconds < end.timings.prompt_seconds < end.timings.first_token_seconds
+        phases = end.timings.queue_seconds + end.timings.prefill_seconds + end.timings.decode_seconds
+        assert phases == pytest.approx(end.timings.prompt_seconds + end.timings.predicted_seconds)
         if (generation := by_id.get(end.id)) is not None:
             assert end.timings.draft_n == sum(round.drafted for round in generation.rounds)
             agrees(generation, client, end)

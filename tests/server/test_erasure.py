@@ -22,6 +22,7 @@ from service.engine.drafters.lookup import NGramIndex
 from service.learning.targets import TargetCache
 from service.store.log.generations import TRAIN, split_of
 from tests.support.heap import holders
+from tests.support.scraped import scraped
 from tests.support.tiny_server import InProcessServer, in_process_server, write_pair
 
 PRIVACY = Path(__file__).resolve().parents[2] / "docs" / "privacy.md"
@@ -112,9 +113,7 @@ def locked(database: Path) -> Generator[None]:
 
 def looked_up(server: InProcessServer) -> float:
     """Tokens drafted by look-ups so far."""
-    text = server.request("GET", "/metrics").text
-    (value,) = re.findall(r'^redraft:source_num_draft_tokens_total\{source="lookup"\} (\S+)$', text, re.MULTILINE)
-    return float(value)
+    return scraped(server.request("GET", "/metrics").text)['redraft:source_num_draft_tokens_total{source="lookup"}']
 
 
 def on_disk(root: Path, needles: list[bytes]) -> set[str]:

@@ -13,6 +13,7 @@ import pytest
 
 from service.evaluation.server_process import LocalServer
 from service.store.database import upgrade
+from tests.support.scraped import scraped
 from tests.support.tiny_server import tiny_server, write_pair
 
 PATIENCE = 60.0
@@ -94,9 +95,9 @@ def test_every_route_answers_while_the_models_load_and_a_signal_ends_it(
         refused = client.request(method, f"{server.url}{path}", json={} if method == "POST" else None)
         assert (refused.status_code, refused.json()) == (503, {"error": error}), path
         assert int(refused.headers["retry-after"]) > 0
-    scraped = client.get(f"{server.url}/metrics")
-    assert scraped.status_code == 200
-    assert 'redraft:requests_refused_total{code="unavailable"} 1.0' in scraped.text.splitlines()
+    answer = client.get(f"{server.url}/metrics")
+    assert answer.status_code == 200
+    assert scraped(answer.text)['redraft:requests_refused_total{code="unavailable"}'] == 1
     for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
         for path in ("/health/live", "/metrics", "/train"):
             assert client.post(f"{server.url}{path}", headers=headers).status_code == 403

@@ -17,6 +17,7 @@ from service.engine.decoder import Decoder
 from service.engine.rounds import RoundReport
 from service.evaluation.server_process import LocalServer
 from tests.support.echo_engine import wait_until
+from tests.support.scraped import scraped
 from tests.support.tiny_server import in_process_server, write_pair
 
 PROMPTS = ["abc", "hello there", "one two three", "the quick brown fox"]
@@ -84,8 +85,8 @@ def ask_together(server: LocalServer, seen: Seen, modes: list[bool]) -> list[htt
     asked = [(prompt, 24 + 9 * i, stream) for i, prompt in enumerate(PROMPTS) for stream in modes]
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = [pool.submit(ask, server, *one) for one in asked]
-        started = f"redraft:requests_started_total {float(len(asked))}"
-        wait_until(lambda: started in server.request("GET", "/metrics").text)
+        started = "redraft:requests_started_total"
+        wait_until(lambda: scraped(server.request("GET", "/metrics").text)[started] == len(asked))
         seen.go.set()
         return [answer.result() for answer in answers]
 

@@ -23,7 +23,6 @@ from service.core import (
     AdapterRef,
     AdapterState,
     AnswerGrammar,
-    BadRequest,
     Caller,
     Conflict,
     Delta,
@@ -53,6 +52,7 @@ from service.core import (
 from service.engine.ticket import Place
 from service.metrics import Metrics
 from service.models.answer import AnswerReader
+from tests.support.scraped import scraped
 
 
 def character(token: int) -> str:
@@ -214,6 +214,7 @@ class EchoEngine:
 
     def _generate(self, ticket: EchoTicket) -> None:
         began = time.monotonic()
+        first = 0.0
         output: list[int] = []
         finish = FinishReason.STOP
         tokens = [token for token in ticket.prompt.tokens if token != Codepoints.MARK]
@@ -233,6 +234,7 @@ class EchoEngine:
                 self._send(ticket, Failed(Unavailable("the engine stopped")))
                 return
             output.append(token)
+            first = first or time.monotonic() - began
             likely = tuple((token + i, -0.5 - i) for i in range(ticket.prompt.logprobs or 0))
             logprobs = () if ticket.prompt.logprobs is None else (TokenLogprobs(token, -0.5, likely),)
             self._send(ticket, Delta(character(token), (token,), (len(output) % 2 == 0,), logprobs))
@@ -249,6 +251,8 @@ class EchoEngine:
             len(output),
             (0, 3),
             prompt // 2,
+            queue_seconds=0.25,
+            first_token_seconds=first and 0.5 + first,
         )
         self._send(ticket, Finished(ticket.id, finish, tuple(output), timings, stopped_by))
 
@@ -338,7 +342,7 @@ class EchoServer:
     engine: EchoEngine = field(default_factory=EchoEngine)
     operator: InMemoryOperator = field(default_factory=InMemoryOperator)
     encoder: Codepoints = field(default_factory=Codepoints)
-    metrics: Metrics = field(default_factory=lambda: Metrics(draft_tokens=3))
+    metrics: Metrics = field(default_factory=lambda: Metrics(3, "echo"))
     limits: Limits = LIMITS
     allowed_hosts: tuple[str, ...] = ("localhost", "127.0.0.1", "::1")
     keeper: Doorkeeper = field(default_factory=OpenHouse)
@@ -366,7 +370,9 @@ class EchoServer:
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
-            config = uvicorn.Config(self.app, log_config=None, lifespan="off", timeout_graceful_shutdown=2)
+            config = uvicorn.Config(
+                self.app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=2
+            )
             server = uvicorn.Server(config)
             thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
             thread.start()
@@ -378,11 +384,8 @@ class EchoServer:
                 thread.join(10)
 
     def value(self, sample: str) -> float:
-        """The value of one line of /metrics, by its name and labels."""
-        for line in self.metrics.exposition()[0].decode().splitlines():
-            if line.rpartition(" ")[0] == sample:
-                return float(line.rpartition(" ")[2])
-        raise BadRequest(f"no sample {sample}")
+        """The value of one line of /metrics, by its name and its labels but for the model's name."""
+        return scraped(self.metrics.exposition()[0].decode())[sample]
 
 
 def wait_until(done: object, seconds: float = 60.0) -> None:
