@@ -24,6 +24,8 @@ from service.api.openai.completions import completion_routes
 from service.api.openai.models import model_routes
 from service.api.openai.responses import responses_routes
 from service.api.request_id import RequestId
+from service.api.requests import requests_routes
+from service.api.runs import run_routes
 from service.api.training import training_routes
 from service.core import Encoder, EngineStatus, GenerationService, Operator, Sampling, Unavailable
 from service.metrics import Metrics
@@ -65,6 +67,8 @@ def build_api(
         messages_routes(frontend),
         model_routes(models, limits.max_context),
         training_routes(operator, threads),
+        run_routes(operator, threads),
+        requests_routes(service),
         adapter_routes(service, operator, threads),
         generations_routes(operator, threads),
         health_routes(service.status, metrics),

@@ -3,7 +3,7 @@
 Imports nothing but the standard library: whoever wants to know what flows through the house reads these files.
 """
 
-from service.core.erasure import Erased, Forget, Selection
+from service.core.erasure import Erased, Forget, Selection, request_id
 from service.core.errors import (
     AdapterRefused,
     BadRequest,
@@ -60,6 +60,8 @@ from service.core.protocols import (
     Piece,
     PieceKind,
     Place,
+    RequestState,
+    RequestStatus,
     RoundObserver,
     Staged,
     Ticket,
@@ -129,6 +131,8 @@ __all__ = [
     "Prompt",
     "Provenance",
     "RedraftError",
+    "RequestState",
+    "RequestStatus",
     "Round",
     "RoundCosts",
     "RoundObserver",
@@ -151,4 +155,5 @@ __all__ = [
     "Unavailable",
     "Verdict",
     "python_command",
+    "request_id",
 ]

@@ -64,7 +64,9 @@ def messages_routes(frontend: Frontend) -> APIRouter:
         frontend.models.check(body.model)
         one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
         stream = bool(body.stream)
-        exchange, (answer,) = await frontend.submit([_asked(body, frontend)], live=stream or one_call)
+        exchange, (answer,) = await frontend.submit(
+            [_asked(body, frontend)], live=stream or one_call, route=request.url.path
+        )
         writer = _Writer(exchange, answer, body.model or frontend.models.name, frontend.limits.max_context)
         return await respond(
             writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)

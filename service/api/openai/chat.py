@@ -72,7 +72,9 @@ def chat_routes(frontend: Frontend) -> APIRouter:
         """Answer a chat: one JSON answer, or server-sent events with `stream`."""
         frontend.models.check(body.model)
         asked, stream, one_call = _asked(body, frontend), bool(body.stream), body.parallel_tool_calls is False
-        exchange, answers = await frontend.submit([asked], each=body.n or 1, live=stream or one_call)
+        exchange, answers = await frontend.submit(
+            [asked], each=body.n or 1, live=stream or one_call, route=request.url.path
+        )
         writer = _Writer(exchange, answers, frontend, body)
         return await respond(
             writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)
