@@ -333,16 +333,21 @@ class EngineThread:
         with self._condition:
             unstarted = self._scheduler.drop_cancelled()
         for ticket in unstarted:
-            row = ticket.row or engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
+            row = self._row(ticket, engine)
             row.finish = FinishReason.CANCELLED
             self._finish(ticket, row, engine)
         self._end_cancelled(engine)
         while (ticket := self._next_ticket(engine)) is not None:
             # It waits until it has its row: `drain` must see it, and an error must reach it.
-            ticket.row = ticket.row or engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
+            ticket.row = self._row(ticket, engine)
             prefill = engine.decoder.start_prefill(ticket.row)
             with self._condition:
                 self._scheduler.admit(ticket, prefill)
+
+    @staticmethod
+    def _row(ticket: Ticket, engine: Engine) -> Request:
+        """Its row, where it had one before it was preempted; else a new one."""
+        return ticket.row or engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
 
     def _next_ticket(self, engine: Engine) -> Ticket | None:
         prefilling, scheduler = self._prefilling(), self._scheduler

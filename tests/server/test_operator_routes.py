@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import httpx
 import psutil
@@ -63,6 +64,7 @@ def test_a_stream_is_ended_within_one_round(tmp_path: Path, monkeypatch: pytest.
             until(lambda: server.get("/requests")["requests"] == [])
             # The one that was under way.
             assert len(rounds) <= before + 1
+            event: dict[str, Any] = {}
             for event in events:
                 tokens += event["tokens"]
         assert event["finish_reason"] == "cancelled" and event["id"] == running["id"]
