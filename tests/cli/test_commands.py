@@ -113,7 +113,9 @@ def test_doctor_describes_this_machine(tmp_path: Path, redraft: Redraft) -> None
     assert shown["cores"] == str(os.cpu_count())
     assert shown["database"] == found["database"] == f"{tmp_path / 'home' / 'redraft.db'}, not set up yet"
     alone = redraft("doctor", "--config", config, "--json", "-")
-    assert (alone.status, json.loads(alone.out)["versions"]) == (done.status, found["versions"]), "nothing else on stdout"
+    assert (alone.status, json.loads(alone.out)["versions"]) == (done.status, found["versions"]), (
+        "nothing else on stdout"
+    )
     assert (done.status == 0) == (found["problems"] == [])
     assert ("nothing is wrong" in done.out) == (found["problems"] == found["warnings"] == [])
     assert not (tmp_path / "home").exists(), "looking changes nothing"
@@ -502,8 +504,8 @@ def test_cases_are_listed_and_purged(served: Served, redraft: Redraft) -> None:
     assert before["generations of even"] + before["generations of odd"] == before["generations"]
     listed = cells(redraft("cases", "list", "--limit", 5, *config).out)
     assert len(listed) == 5
-    assert {row[1] for row in listed} <= {"even", "odd"}
-    assert all(0 <= float(row[5]) <= 1 and 0 <= float(row[6]) <= 1 for row in listed)
+    assert {row[2] for row in listed} <= {"even", "odd"}
+    assert all(0 <= float(row[6]) <= 1 and 0 <= float(row[7]) <= 1 for row in listed)
     rest = cells(redraft("cases", "list", "--limit", 10_000, "--offset", 5, *config).out)
     assert len(rest) == before["failure cases"] - 5
 
@@ -553,7 +555,7 @@ def test_markup_in_a_domain_does_not_break_the_tables(served: Served, redraft: R
         try:
             until(lambda name=name: f"generations of {name}" in recorded(redraft, served))
             listed = redraft("cases", "list", "--config", served.config)
-            assert {row[1] for row in cells(listed.out)} >= {name}
+            assert {row[2] for row in cells(listed.out)} >= {name}
         finally:
             redraft("cases", "purge", "--client", "brackets", "--config", served.config, "--url", served.server.url)
 
