@@ -27,6 +27,7 @@ def show(
     port: Annotated[int | None, typer.Option(help="As `serve` takes it.")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="As `serve` takes it.")] = None,
     database: Database = None,
+    train: Annotated[bool, typer.Option("--train/--no-train", help="As `serve` takes it.")] = True,
     json: Json = None,
 ) -> None:
     """Every setting, its value, and where that comes from: a flag, the environment, the file of --config, or the default.
@@ -41,6 +42,7 @@ def show(
         server__port=port,
         engine__num_draft_tokens=num_draft_tokens,
         store__url=database,
+        training__run_here=None if train else False,
     )
     found = _chosen(list_settings(config, flags), name or [])
     shown = {each.name: _plain(each) for each in found}

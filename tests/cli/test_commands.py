@@ -437,6 +437,15 @@ def test_adapters_are_listed_switched_and_rolled_back(served: Served, redraft: R
     assert redraft("adapters", "activate", second.id, *url).out == f"adapter {second.id} serves now\n"
 
 
+def test_the_state_of_a_server_is_shown(served: Served, redraft: Redraft) -> None:
+    done = redraft("status", "--url", served.server.url, "--json", "-")
+    found = json.loads(done.out)
+    assert (done.status, done.err, found["ready"]) == (0, "", True)
+    assert found["model"] == str(served.pair[0]) and found["adapter"] == served.server.get("/adapters")["active"]
+    assert found["requests"] == {"running": 0, "waiting": 0}
+    assert 0 < found["acceptance_rate"] < 1 < found["tokens_per_call"] < 8
+
+
 def test_training_is_followed_to_its_end(served: Served, redraft: Redraft, monkeypatch: pytest.MonkeyPatch) -> None:
     url = ("--url", served.server.url)
     with monkeypatch.context() as patch:

@@ -17,8 +17,10 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from typer.testing import CliRunner
 
+from service.api import build_startup_api
 from service.cli.console import printable
 from service.cli.root import app
 from service.core import BARE_DRAFT, FailureCase, Progress, Round, RunState, TrainingRun, Trigger
@@ -313,10 +315,14 @@ def test_settings_are_shown_with_their_origins(
     monkeypatch.setenv("REDRAFT_SERVER__PORT", "2000")
     monkeypatch.setenv("REDRAFT_ENGINE__MAX_ROWS", "5")
     monkeypatch.setenv("REDRAFT_ENGINE__PREFIX_CACHE_MB", "")
-    found = settings_of(redraft, "--config", config, "--port", 3000, "--draft", "none")
+    found = settings_of(redraft, "--config", config, "--port", 3000, "--draft", "none", "--no-train")
     assert found["engine.max_waiting"] == (4, "file") and found["models.target"] == ("file", "file")
     assert found["engine.max_rows"] == (5, "environment")
     assert found["server.port"] == (3000, "flag") and found["models.draft"] == ("none", "flag")
+    assert found["training.run_here"] == (False, "flag") and settings_of(redraft)["training.run_here"] == (
+        True,
+        "default",
+    )
     assert found["engine.prefix_cache_mb"] == (None, "default"), "an empty variable is none"
     assert list(settings_of(redraft, "server.port", "gate")) == [
         "gate." + name for name in type(defaults.gate).model_fields
@@ -407,6 +413,27 @@ def test_a_server_that_is_not_ready_says_why(redraft: Redraft) -> None:
         done = redraft("status", "--url", url, "--json", "-")
         assert done.status == 1
         assert (json.loads(done.out)["ready"], json.loads(done.out)["reason"]) == (False, "no progress for 61 s")
+
+
+class Starting(EchoServer):
+    """A server whose models are being loaded."""
+
+    @property
+    def app(self) -> FastAPI:
+        return build_startup_api(
+            stage=lambda: "loading",
+            metrics=self.metrics,
+            allowed_hosts=self.allowed_hosts,
+        )
+
+
+def test_a_server_that_starts_says_so(redraft: Redraft) -> None:
+    with Starting().served() as url:
+        done = redraft("status", "--url", url)
+    assert (done.status, done.err) == (1, "")
+    rows = {row[0]: row[1] for row in cells(done.out)}
+    assert rows["ready"] == "no: the server is starting: loading"
+    assert (rows["model"], rows["adapter"], rows["requests"]) == ("", "", "")
 
 
 def test_where_no_server_answers_status_fails(redraft: Redraft) -> None:
