@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -309,20 +310,33 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Generator[None]:
-        """As uvicorn's own, but a signal that asked us to end is not raised again afterwards: it would kill the process
-        before the recorder has written what it holds."""
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        """Nothing: `run_server` handles signals, until all is closed and not only while requests are served."""
+        yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Drain, then close connections as uvicorn does; at once after a second Ctrl-C."""
-        if not self.force_exit:
-            await asyncio.to_thread(self._drain)
+        """Drain, then close connections as uvicorn does."""
+        await asyncio.to_thread(self._drain)
         await super().shutdown(sockets)
+
+
+@contextmanager
+def _signals(server: Server) -> Generator[None]:
+    """SIGINT and SIGTERM end the server in order. A second one ends the process at once, with status 128 and its number, as
+    shells have it: running answers are cut, and what the recorder holds is lost, as after a crash."""
+    asked = False
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        if asked:
+            os._exit(128 + number)
+        asked = server.should_exit = True
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -349,7 +363,8 @@ def _check_certificate(certfile: Path | None, keyfile: Path | None) -> None:
 
 
 def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
-    """Serve until a signal comes. Returns the exit status: FATAL_EXIT after the engine died.
+    """Serve until a signal comes. Returns the exit status: FATAL_EXIT after the engine died. A second signal ends the process
+    at once, with status 128 and its number.
 
     HTTP answers at once, with 503 while the models load; on_ready is called with the URL, on another thread, when they have
     been loaded. Raises what made serving impossible.
@@ -383,31 +398,32 @@ def run_server(settings: Settings, on_ready: Callable[[str], None]) -> int:
     _check_certificate(settings.server.ssl_certfile, settings.server.ssl_keyfile)
     listener = _listen(settings.server.host, settings.server.port)
     application = Application(settings, failed)
+    config = uvicorn.Config(
+        application,
+        interface="asgi3",
+        ws="none",
+        host=settings.server.host,
+        port=settings.server.port,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        timeout_graceful_shutdown=5,
+        ssl_certfile=settings.server.ssl_certfile,
+        ssl_keyfile=settings.server.ssl_keyfile,
+    )
     with ThreadPoolExecutor(1, thread_name_prefix="redraft-start") as starter:
-        try:
-            config = uvicorn.Config(
-                application,
-                interface="asgi3",
-                ws="none",
-                host=settings.server.host,
-                port=settings.server.port,
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                timeout_graceful_shutdown=5,
-                ssl_certfile=settings.server.ssl_certfile,
-                ssl_keyfile=settings.server.ssl_keyfile,
-            )
-            server = Server(
-                config,
-                on_listening=lambda: starter.submit(application.start).add_done_callback(started),
-                drain=application.drain,
-            )
-            server.run(sockets=[listener])
-        finally:
-            application.engine_thread.stop()
-            starter.shutdown()
-            application.stop()
+        server = Server(
+            config,
+            on_listening=lambda: starter.submit(application.start).add_done_callback(started),
+            drain=application.drain,
+        )
+        with _signals(server):
+            try:
+                server.run(sockets=[listener])
+            finally:
+                application.engine_thread.stop()
+                starter.shutdown()
+                application.stop()
     if unable:
         raise unable[0]
     if application.engine_thread.loading:

@@ -9,8 +9,10 @@ import os
 import re
 import tomllib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, cast
 from urllib.parse import quote
 
 from limits import parse as parse_rate
@@ -18,6 +20,7 @@ from platformdirs import user_data_path
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -317,19 +320,13 @@ def load_settings(config: Path | None = None, flags: Mapping[str, object] | None
     """
     if config is not None and not config.is_file():
         raise BadRequest(f"no such configuration file: {config}", field="config")
+    if unknown := [name for name in os.environ if _section(name) not in {None, *Settings.model_fields}]:
+        raise BadRequest(f"settings refused: {', '.join(sorted(unknown))}: there is no such section", field="settings")
 
     class Configured(Settings):
         model_config = SettingsConfigDict(toml_file=config)
 
-    tree: dict[str, object] = {}
-    for name, value in (flags or {}).items():
-        *path, leaf = name.split(".")
-        node = tree
-        for part in path:
-            child = node.setdefault(part, {})
-            assert isinstance(child, dict)
-            node = child
-        node[leaf] = value
+    tree = _tree(flags or {})
     try:
         return Configured(**tree)  # pyright: ignore[reportArgumentType]
     except ValidationError as error:
@@ -341,3 +338,70 @@ def load_settings(config: Path | None = None, flags: Mapping[str, object] | None
         raise BadRequest(f"{config} cannot be read as TOML: {error}", field="config") from error
     except SettingsError as error:
         raise BadRequest(f"settings refused: {error}", field="settings") from error
+
+
+class Origin(StrEnum):
+    """Where a setting's value comes from, strongest first."""
+
+    FLAG = "flag"
+    ENVIRONMENT = "environment"
+    FILE = "file"
+    DEFAULT = "default"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting: its dotted name, its value, and where that comes from."""
+
+    name: str
+    value: object
+    origin: Origin
+
+
+def list_settings(config: Path | None = None, flags: Mapping[str, object] | None = None) -> list[Setting]:
+    """Every setting as `load_settings` reads it, in the order of the sections. Raises BadRequest as that does."""
+    settings = load_settings(config, flags)
+    file = TomlConfigSettingsSource(Settings, toml_file=config)() if config is not None else {}
+    given = {
+        Origin.FLAG: _leaves(_tree(flags or {})),
+        Origin.ENVIRONMENT: _leaves(EnvSettingsSource(Settings)()),
+        Origin.FILE: _leaves(file),
+    }
+    return [
+        Setting(name, value, next((origin for origin, names in given.items() if name in names), Origin.DEFAULT))
+        for name, value in _leaves(dict(settings)).items()
+    ]
+
+
+def _section(variable: str) -> str | None:
+    """The section that an environment variable names; None where it names no setting of one."""
+    section, separator, _ = variable.lower().removeprefix("redraft_").partition("__")
+    return section if separator and variable.lower().startswith("redraft_") else None
+
+
+def _tree(flags: Mapping[str, object]) -> dict[str, object]:
+    """Flags by their dotted names as one tree."""
+    tree: dict[str, object] = {}
+    for name, value in flags.items():
+        *path, leaf = name.split(".")
+        node = tree
+        for part in path:
+            child = node.setdefault(part, {})
+            assert isinstance(child, dict)
+            node = child
+        node[leaf] = value
+    return tree
+
+
+def _leaves(tree: Mapping[str, object]) -> dict[str, object]:
+    """The values of a tree of sections by their dotted names."""
+    found: dict[str, object] = {}
+    for name, value in tree.items():
+        if isinstance(value, Section):
+            value = dict(value)
+        if isinstance(value, Mapping):
+            inner = _leaves(cast("Mapping[str, object]", value))
+            found |= {f"{name}.{below}": leaf for below, leaf in inner.items()}
+        else:
+            found[name] = value
+    return found

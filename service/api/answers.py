@@ -91,7 +91,10 @@ class Answer:
         assert self.finished is not None
         if self.finished.finish is FinishReason.LENGTH:
             return EndReason.LENGTH
-        return EndReason.TOOL_CALLS if self.calls else EndReason.STOP
+        if self.calls:
+            return EndReason.TOOL_CALLS
+        # What was cancelled is not whole, and these routes have one word for that.
+        return EndReason.STOP if self.finished.finish is FinishReason.STOP else EndReason.LENGTH
 
     def add(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Append pieces; returns them as they are to be sent, each call with an id that no other has."""

@@ -30,6 +30,8 @@ from service.api.openai.responses import responses_routes
 from service.api.rates import RateLimit
 from service.api.request_id import RequestId
 from service.api.request_log import RequestLog
+from service.api.requests import requests_routes
+from service.api.runs import run_routes
 from service.api.session import session_routes
 from service.api.training import training_routes
 from service.core import Doorkeeper, Encoder, EngineStatus, GenerationService, Operator, Sampling, Unavailable
@@ -102,6 +104,8 @@ def build_api(
         messages_routes(frontend),
         model_routes(models, limits.max_context),
         training_routes(operator, threads),
+        run_routes(operator, threads),
+        requests_routes(service),
         adapter_routes(service, operator, threads),
         generations_routes(operator, threads),
         session_routes(doors.keeper, threads),

@@ -98,11 +98,11 @@ class Frontend:
     share: bool = False
 
     async def submit(
-        self, asked: Sequence[Asked], caller: Caller, *, each: int = 1, live: bool
+        self, asked: Sequence[Asked], caller: Caller, *, each: int = 1, live: bool, route: str
     ) -> tuple[Exchange, list[Answer]]:
         """Encode the prompts and queue answers to them, `each` to each of them, those of the first prompt first. A prompt that
         cannot fit by its bytes, or for which the queue has no place, is not encoded. live: events are wanted as they come, not
-        only at an answer's end. Raises BadRequest, Overloaded, Unavailable."""
+        only at an answer's end. route: the request's path. Raises BadRequest, Overloaded, Unavailable."""
         for one in asked:
             check_size(one, self.limits)
         seconds = self.limits.request_timeout
@@ -115,7 +115,7 @@ class Frontend:
             several = [_answer_number(prompt, i) for prompt in prompts for i in range(each)]
             made = [self._answer(one) for one in asked for _ in range(each)]
             try:
-                exchange.submit(self.service, several, places)
+                exchange.submit(self.service, several, places, route=route)
             except BaseException:
                 exchange.close()
                 raise

@@ -68,13 +68,16 @@ class Exchange:
         if self._entry is not None:
             self._entry.per_prompt = per_prompt
 
-    def submit(self, service: GenerationService, prompts: Sequence[Prompt], places: Sequence[Place]) -> None:
-        """Queue a request to the engine for each answer, in its place. Raises the errors of GenerationService.submit."""
+    def submit(
+        self, service: GenerationService, prompts: Sequence[Prompt], places: Sequence[Place], *, route: str
+    ) -> None:
+        """Queue a request to the engine for each answer, in its place. route: the request's. Raises the errors of
+        GenerationService.submit."""
         for index, (prompt, place) in enumerate(zip(prompts, places, strict=True)):
             answer = _Answer(len(prompt.tokens), [])
             self._answers.append(answer)
             answer.ticket = service.submit(
-                prompt, lambda event, i=index, own=answer: self._receive(i, own, event), place
+                prompt, lambda event, i=index, own=answer: self._receive(i, own, event), place, route=route
             )
             self._metrics.request_started()
             if self._entry is not None:

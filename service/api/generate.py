@@ -31,7 +31,8 @@ def generate_routes(frontend: Frontend) -> APIRouter:
     )
     async def generate(body: GenerateRequest, request: Request) -> Response:
         """Generate text: one JSON answer, or server-sent events with `stream`."""
-        exchange, answers = await frontend.submit([_asked(body)], caller_of(request), live=body.stream)
+        caller = caller_of(request)
+        exchange, answers = await frontend.submit([_asked(body)], caller, live=body.stream, route=request.url.path)
         if body.stream:
             patience = frontend.limits.keepalive_seconds
             return EventStream(exchange, _server_sent(exchange, model, patience, body.return_tokens))

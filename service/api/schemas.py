@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import AwareDatetime, BaseModel, BeforeValidator, ConfigDict, Field
 
-from service.core import AdapterState, FinishReason, RunState, Sampling, Timings, Trigger
+from service.core import AdapterState, FinishReason, RequestState, RunState, Sampling, Timings, Trigger
 
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
@@ -236,6 +236,34 @@ class RunAnswer(ResponseModel):
     error: str | None
     created_at: datetime
     finished_at: datetime | None
+
+
+class RunsAnswer(ResponseModel):
+    """Training runs, newest first."""
+
+    runs: list[RunAnswer]
+
+
+class RequestAnswer(ResponseModel):
+    """A request under way. waiting_seconds: from its arrival until it joined the batch, or until now. running_seconds: since it
+    joined the batch; null: it has not. adapter: the version that served in its last round (0: the bare draft); null: there was
+    none yet."""
+
+    id: str
+    state: RequestState
+    route: str
+    prompt_tokens: int
+    tokens: int
+    """Output tokens so far."""
+    waiting_seconds: float
+    running_seconds: float | None
+    adapter: int | None
+
+
+class RequestsAnswer(ResponseModel):
+    """Requests under way, in the order of arrival."""
+
+    requests: list[RequestAnswer]
 
 
 class AdapterAnswer(ResponseModel):

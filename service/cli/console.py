@@ -11,15 +11,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 # Printed text holds names that clients chose, so markup is off.
-out = Console(markup=False)
-err = Console(stderr=True, markup=False)
+out = Console(markup=False, emoji=False)
+err = Console(stderr=True, markup=False, emoji=False)
 
+STDOUT = Path("-")
+"""As the file of --json: standard output, where nothing else goes then."""
 
 HEARTBEAT_SECONDS = 8.0
 """Longest silence of work in stages on a stderr that is no terminal."""
@@ -107,18 +110,37 @@ def stages(title: str) -> Generator[Stages]:
                 thread.join()
 
 
+def printable(text: str) -> str:
+    """Text as a terminal may be given it: control characters, and what changes the direction or order of others, become escapes
+    such as \\x1b."""
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode("ascii") for each in text)
+
+
 def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-    """A table on stdout, one line or more a row."""
+    """A table on stdout, one line or more a row. Whatever cells hold is made printable."""
     made = Table(title=title, title_justify="left")
     for name in columns:
         made.add_column(name, overflow="fold")
     for row in rows:
-        made.add_row(*(str(value) for value in row))
+        made.add_row(*(printable(str(value)) for value in row))
     out.print(made)
 
 
-def write_json(path: Path | None, content: Mapping[str, object]) -> None:
-    """Write `content` there, making the folder first; without a path, nothing. Raises OSError."""
-    if path is not None:
+def only_json(context: typer.Context, path: Path | None) -> Path | None:
+    """The callback of --json: with `-` whatever else the command would print on stdout is left out."""
+    if path == STDOUT:
+        out.quiet = True
+        context.call_on_close(lambda: setattr(out, "quiet", False))
+    return path
+
+
+def write_json(path: Path | None, content: Mapping[str, object], *, so_far: bool = False) -> None:
+    """Write `content` there, making the folder first, or to STDOUT; without a path, nothing. so_far: more is to come, for which
+    a file is written again and stdout is not written before. Raises OSError."""
+    text = json.dumps(content, indent=2) + "\n"
+    if path == STDOUT:
+        if not so_far:
+            sys.stdout.write(text)
+    elif path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.console import err, out, table
-from service.cli.options import Config, Database, settings_from
+from service.cli.console import err, out, table, write_json
+from service.cli.options import Config, Database, Json, settings_from
 from service.core import Access
 
 if TYPE_CHECKING:
@@ -51,18 +51,25 @@ def create(
 
 
 @keys.command("list")
-def list_keys(config: Config = None, database: Database = None) -> None:
+def list_keys(config: Config = None, database: Database = None, json: Json = None) -> None:
     """Every key by its name, revoked ones too."""
     stores = _open(config, database)
     try:
-        rows = [
-            (key.name, key.access.role, f"{key.created_at:%Y-%m-%d %H:%M}",
-             "" if key.revoked_at is None else f"{key.revoked_at:%Y-%m-%d %H:%M}")
-            for key in stores.keys.all()
-        ]  # fmt: skip
+        found = stores.keys.all()
     finally:
         stores.close()
+    rows = [
+        (key.name, key.access.role, f"{key.created_at:%Y-%m-%d %H:%M}",
+         "" if key.revoked_at is None else f"{key.revoked_at:%Y-%m-%d %H:%M}")
+        for key in found
+    ]  # fmt: skip
     table("API keys", ("name", "role", "made", "revoked"), rows)
+    plain = [
+        {"name": key.name, "role": key.access.role, "created_at": key.created_at.isoformat(),
+         "revoked_at": None if key.revoked_at is None else key.revoked_at.isoformat()}
+        for key in found
+    ]  # fmt: skip
+    write_json(json, {"keys": plain})
 
 
 @keys.command()

@@ -11,23 +11,28 @@ from typing import Annotated, Any, cast
 import httpx
 import typer
 
-from service.cli.console import out, progress, table
+from service.cli.console import out, progress, table, write_json
 from service.cli.models import model_folders
-from service.cli.options import LOCAL, Config, Url, settings_from
-from service.core import BadRequest, RedraftError, RunState, Unavailable
+from service.cli.options import LOCAL, VERSION, Config, Json, Url, adapter_name, adapter_version, settings_from
+from service.core import BARE_DRAFT, BadRequest, RedraftError, RunState, Unavailable
 
 adapters = typer.Typer(help="Adapter versions of the draft.", no_args_is_help=True)
 
 
-def ask(url: str, method: str, path: str, sent: object = None, **headers: str) -> dict[str, Any]:
-    """One call to the server's API, with the key in REDRAFT_API_KEY, if any. Raises RedraftError with the server's own
-    message."""
+def call(url: str, method: str, path: str, sent: object = None, **headers: str) -> httpx.Response:
+    """One call to a server, with the key in REDRAFT_API_KEY, if any; whatever it answers. Raises Unavailable where none
+    does."""
     if key := os.environ.get("REDRAFT_API_KEY"):
         headers["Authorization"] = f"Bearer {key}"
     try:
-        answer = httpx.request(method, f"{url.rstrip('/')}{path}", headers=headers, json=sent, timeout=120.0)
+        return httpx.request(method, f"{url.rstrip('/')}{path}", headers=headers, json=sent, timeout=120.0)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise Unavailable(f"no server answers at {url} ({error}); is `redraft serve` running?") from error
+
+
+def ask(url: str, method: str, path: str, sent: object = None, **headers: str) -> dict[str, Any]:
+    """One call to the server's API. Raises RedraftError with the server's own message, Unavailable where none answers."""
+    answer = call(url, method, path, sent, **headers)
     try:
         body = answer.json()
         refused = str(body["error"]["message"]) if answer.is_error else None
@@ -61,40 +66,57 @@ def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the 
 
 
 @adapters.command("list")
-def list_adapters(config: Config = None) -> None:
+def list_adapters(config: Config = None, json: Json = None) -> None:
     """Every adapter version, newest first."""
+    from service.api.schemas import AdapterAnswer
     from service.store.stores import open_stores
 
     stores = open_stores(settings_from(config))
     try:
-        rows = [
-            (a.id, a.state, a.parent, a.run or "", a.erased_texts or "", a.rank, a.sha256[:12],
-             f"{a.created_at:%Y-%m-%d %H:%M}", a.folder)
-            for a in stores.adapters.all()
-        ]  # fmt: skip
+        found = stores.adapters.all()
     finally:
         stores.close()
+    rows = [
+        (a.id, a.state, adapter_name(a.parent), a.run or "", a.erased_texts or "", a.rank, a.sha256[:12],
+         f"{a.created_at:%Y-%m-%d %H:%M}", a.folder)
+        for a in found
+    ]  # fmt: skip
     table("adapters", ("id", "state", "parent", "run", "erased texts", "rank", "sha256", "made", "folder"), rows)
+    plain = [AdapterAnswer.model_validate(a).model_dump(mode="json") | {"folder": str(a.folder)} for a in found]
+    write_json(json, {"adapters": plain})
 
 
 @adapters.command()
-def activate(adapter: Annotated[int, typer.Argument(help="Version; 0 is the bare draft.")], url: Url = LOCAL) -> None:
+def activate(
+    adapter: Annotated[
+        int, typer.Argument(parser=adapter_version, metavar=VERSION, help="A version, or the bare draft.")
+    ],
+    url: Url = LOCAL,
+) -> None:
     """Switch a running server to an adapter version."""
-    answer = ask(url, "POST", f"/adapters/{adapter}/activate")
-    out.print(f"adapter {answer['active']} serves now")
+    _show_switch(ask(url, "POST", f"/adapters/{adapter}/activate"))
 
 
 @adapters.command()
 def rollback(
     url: Url = LOCAL,
     expected: Annotated[
-        int | None, typer.Option(min=0, help="The version to roll back: nothing happens when another one serves.")
+        int | None,
+        typer.Option(
+            parser=adapter_version,
+            metavar=VERSION,
+            help="The version to roll back: nothing happens when another one serves.",
+        ),
     ] = None,
 ) -> None:
     """Switch a running server back to the active adapter's parent. Counts as a lost watch: what the adapter learnt from is
     quarantined, and the next run waits."""
-    answer = ask(url, "POST", "/adapters/rollback" + ("" if expected is None else f"?expected={expected}"))
-    out.print(f"adapter {answer['active']} serves now")
+    _show_switch(ask(url, "POST", "/adapters/rollback" + ("" if expected is None else f"?expected={expected}")))
+
+
+def _show_switch(answer: dict[str, Any]) -> None:
+    active = answer["active"]
+    out.print(f"{'the bare draft' if active == BARE_DRAFT else f'adapter {active}'} serves now")
 
 
 @adapters.command()

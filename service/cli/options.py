@@ -9,27 +9,61 @@ from typing import Annotated, cast
 
 import typer
 
+from service.cli.console import only_json
+from service.core import BARE_DRAFT
 from service.settings import Settings, load_settings
 
 Config = Annotated[Path | None, typer.Option("--config", help="A TOML file of settings; see configs/.")]
 Target = Annotated[str | None, typer.Option("--target", help="Target model: catalogue name, hub name, or folder.")]
-Draft = Annotated[str | None, typer.Option("--draft", help='Draft model, or "none"; by default one is looked for.')]
+Draft = Annotated[
+    str | None,
+    typer.Option("--draft", help='Draft model, or "none" for no speculation; by default one is looked for.'),
+]
 Database = Annotated[
     str | None,
     typer.Option("--database", help="URL of the database (store.url); by default SQLite in the home folder."),
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Also write the result to this file as JSON.")]
+Json = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        callback=only_json,
+        help="Also write the result to this file as JSON; -: to standard output, and nothing else there.",
+    ),
+]
 Prompts = Annotated[Path, typer.Option(help="JSON lines with id, domain, prompt.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens of one prompt, at most.")]
 Markdown = Annotated[Path | None, typer.Option("--markdown", help="Also put the result into this document.")]
 Url = Annotated[str, typer.Option("--url", help="Where the server is.", envvar="REDRAFT_URL")]
 LOCAL = "http://127.0.0.1:8321"
+BARE = "bare"
+"""What commands call the bare draft, where they take or show adapter versions."""
+VERSION = "VERSION|bare"
+"""How help shows an option that takes one."""
+
+
+def given_flags(**flags: object) -> dict[str, object]:
+    """The flags that were given, by the settings' dotted names; a flag's name has its dot written as two underscores."""
+    return {name.replace("__", "."): value for name, value in flags.items() if value is not None}
 
 
 def settings_from(config: Path | None, **flags: object) -> Settings:
-    """Settings with the flags that were given; a flag's name has its dot written as two underscores."""
-    given = {name.replace("__", "."): value for name, value in flags.items() if value is not None}
-    return load_settings(config, given)
+    """Settings with the flags that were given, which are named as `given_flags` takes them."""
+    return load_settings(config, given_flags(**flags))
+
+
+def adapter_version(text: str) -> int:
+    """The id of an adapter version; `bare` (or 0): the bare draft. Raises typer.BadParameter."""
+    if text == BARE:
+        return BARE_DRAFT
+    if not text.isascii() or not text.isdigit():
+        raise typer.BadParameter(f"{text!r} is no version: a number, or {BARE} for the bare draft")
+    return int(text)
+
+
+def adapter_name(version: int) -> str:
+    """An adapter version as commands show it: its id, or `bare`."""
+    return str(version) if version != BARE_DRAFT else BARE
 
 
 def again(context: typer.Context) -> str:

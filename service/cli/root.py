@@ -2,20 +2,44 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
-from service.cli import bench, data, demo, drafts, keys, operate, runs, serving, talk
+from service.cli import bench, completion, data, demo, drafts, keys, operate, runs, serving, status, talk
+from service.cli import config as settings
 from service.cli import eval as evaluation
+from service.cli.examples import add_examples
 
 app = typer.Typer(
     name="redraft",
-    help="Speculative decoding on MLX whose draft model keeps learning from the traffic it serves.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"redraft {version('redraft')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+    show_completion: completion.Show = None,
+    install_completion: completion.Install = None,
+) -> None:
+    """Speculative decoding on MLX whose draft model keeps learning from the traffic it serves."""
+
+
 app.command()(serving.serve)
 app.command()(serving.trainer)
+app.command()(status.status)
 app.command()(demo.demo)
 app.command()(serving.doctor)
 app.add_typer(serving.models, name="models")
@@ -28,5 +52,7 @@ app.add_typer(bench.group, name="bench")
 app.add_typer(data.cases, name="cases")
 app.add_typer(operate.adapters, name="adapters")
 app.add_typer(runs.runs, name="runs")
+app.add_typer(settings.config, name="config")
 app.add_typer(data.db, name="db")
 app.add_typer(keys.keys, name="keys")
+add_examples(app)

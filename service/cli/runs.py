@@ -6,10 +6,99 @@ from typing import Annotated
 
 import typer
 
-from service.cli.console import err, out
-from service.cli.options import Config, settings_from
+from service.cli.console import err, out, table, write_json
+from service.cli.options import Config, Json, adapter_name, settings_from
+from service.core import Progress, TrainingRun, Verdict
 
 runs = typer.Typer(help="Training runs.", no_args_is_help=True)
+
+
+@runs.command("list")
+def list_runs(
+    limit: Annotated[int, typer.Option(min=1, help="How many, newest first.")] = 20,
+    before: Annotated[int | None, typer.Option(min=1, help="Only runs before this one.")] = None,
+    config: Config = None,
+    json: Json = None,
+) -> None:
+    """Training runs, newest first."""
+    from service.api.schemas import RunAnswer
+    from service.store.stores import open_stores
+
+    stores = open_stores(settings_from(config))
+    try:
+        found = stores.runs.latest(limit, before)
+    finally:
+        stores.close()
+    rows = [
+        (r.id, r.state, r.trigger, f"{r.created_at:%Y-%m-%d %H:%M}", adapter_name(r.parent), r.cases, r.generations,
+         r.adapter or "", outcome(r))
+        for r in found
+    ]  # fmt: skip
+    columns = ("id", "state", "trigger", "started", "on top of", "cases", "generations", "adapter", "outcome")
+    table("training runs", columns, rows)
+    write_json(json, {"runs": [RunAnswer.model_validate(run).model_dump(mode="json") for run in found]})
+
+
+@runs.command()
+def show(
+    run: Annotated[int, typer.Argument(min=1, help="Id of the run.")],
+    config: Config = None,
+    json: Json = None,
+) -> None:
+    """One training run: its progress, and its verdict by domain."""
+    from service.api.schemas import RunAnswer
+    from service.store.stores import open_stores
+
+    stores = open_stores(settings_from(config))
+    try:
+        found = stores.runs.get(run)
+    finally:
+        stores.close()
+    rows: list[tuple[str, object]] = [
+        ("state", found.state),
+        ("trigger", found.trigger),
+        ("started", f"{found.created_at:%Y-%m-%d %H:%M:%S} UTC"),
+        ("ended", "" if found.finished_at is None else f"{found.finished_at:%Y-%m-%d %H:%M:%S} UTC"),
+        ("on top of adapter", adapter_name(found.parent)),
+        ("failure cases", found.cases),
+        ("generations", found.generations),
+        ("progress", _progress(found.progress)),
+        ("adapter it made", found.adapter or ""),
+        ("outcome", outcome(found)),
+        *_verdict_rows(found.verdict),
+    ]
+    table(f"training run {run}", ("what", "value"), rows)
+    write_json(json, RunAnswer.model_validate(found).model_dump(mode="json"))
+
+
+def outcome(run: TrainingRun) -> str:
+    """Why a run ended as it did: the gate's reason, or the error; empty while it goes on."""
+    return (run.verdict.reason if run.verdict is not None else run.error) or ""
+
+
+def _progress(progress: Progress) -> str:
+    parts = [f"step {progress.step} of {progress.steps}"]
+    if progress.loss is not None:
+        parts.append(f"loss {progress.loss:.3f} nats")
+    if progress.tokens_per_second is not None:
+        parts.append(f"{progress.tokens_per_second:.0f} tokens/s")
+    if progress.paused is not None:
+        parts.append(f"paused: {progress.paused}")
+    return ", ".join(parts)
+
+
+def _verdict_rows(verdict: Verdict | None) -> list[tuple[str, object]]:
+    if verdict is None:
+        return []
+    rows: list[tuple[str, object]] = [
+        ("predicted gain (90 % interval)", _gain(verdict.gain, verdict.low90, verdict.high90)),
+        ("measured on", f"{verdict.prompts} prompts, {verdict.tokens} tokens"),
+    ]
+    return rows + [(f"gain in {name or 'no domain'}", _gain(*gain)) for name, gain in sorted(verdict.domains.items())]
+
+
+def _gain(gain: float, low: float, high: float) -> str:
+    return f"{gain:+.1%} ({low:+.1%} to {high:+.1%})"
 
 
 @runs.command()

@@ -4,7 +4,7 @@ Imports nothing but the standard library: whoever wants to know what flows throu
 """
 
 from service.core.access import ANYBODY, LOCAL, Access, ApiKey, Caller
-from service.core.erasure import Erased, Forget, Selection
+from service.core.erasure import Erased, Forget, Selection, request_id
 from service.core.errors import (
     AdapterRefused,
     BadRequest,
@@ -62,6 +62,8 @@ from service.core.protocols import (
     Piece,
     PieceKind,
     Place,
+    RequestState,
+    RequestStatus,
     RoundObserver,
     Staged,
     Ticket,
@@ -137,6 +139,8 @@ __all__ = [
     "Prompt",
     "Provenance",
     "RedraftError",
+    "RequestState",
+    "RequestStatus",
     "Round",
     "RoundCosts",
     "RoundObserver",
@@ -159,4 +163,5 @@ __all__ = [
     "Unavailable",
     "Verdict",
     "python_command",
+    "request_id",
 ]

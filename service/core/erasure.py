@@ -15,6 +15,11 @@ _PREFIX = re.compile(r"^(chatcmpl-|cmpl-|resp_|msg_)")
 """Of ids in answers of OpenAI's and Anthropic's routes."""
 
 
+def request_id(name: str) -> str:
+    """A request's own id, of the id that a route's answer has."""
+    return _PREFIX.sub("", name)
+
+
 @dataclass(frozen=True, slots=True)
 class Selection:
     """Generations to erase: those that match all that is given, or everything. ids: of generations, also with the prefix that
@@ -36,7 +41,7 @@ class Selection:
                 "say which generations to erase (ids, api_key, client, domain, before), or everything, not both"
             )
         if self.ids is not None:
-            object.__setattr__(self, "ids", frozenset(_PREFIX.sub("", name) for name in self.ids))
+            object.__setattr__(self, "ids", frozenset(request_id(name) for name in self.ids))
         if self.before is not None:
             try:
                 # SQLite would compare the digits and pass over the time zone.

@@ -37,7 +37,7 @@ class Ticket(Protocol):
 
     def cancel(self) -> None:
         """Give the row back before the next round. Idempotent; harmless after the end. The sink gets Finished with
-        FinishReason.CANCELLED (or Failed when the request never started)."""
+        FinishReason.CANCELLED and what there is of the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +73,31 @@ class EngineStatus:
     speedup: float = 0.0
 
 
+class RequestState(StrEnum):
+    """WAITING: in the queue, also after it was preempted. PREFILLING: it has a row, its prompt is being read. RUNNING: it is
+    decoded."""
+
+    WAITING = "waiting"
+    PREFILLING = "prefilling"
+    RUNNING = "running"
+
+
+@dataclass(frozen=True, slots=True)
+class RequestStatus:
+    """A request under way, without its text. route: that it came by. tokens: output tokens so far. waiting_seconds: from its
+    arrival until it joined the batch, or until now. running_seconds: since it joined the batch; None: it has not. adapter: the
+    version that served in its last round; None: there was none yet."""
+
+    id: str
+    state: RequestState
+    route: str
+    prompt_tokens: int
+    tokens: int
+    waiting_seconds: float
+    running_seconds: float | None
+    adapter: int | None
+
+
 class GenerationService(Protocol):
     """What the API sees of the engine."""
 
@@ -81,9 +106,17 @@ class GenerationService(Protocol):
         when not serving."""
         ...
 
-    def submit(self, prompt: Prompt, sink: Sink, place: Place | None = None) -> Ticket:
-        """Queue a request, in the place that was reserved for it if there is one. Raises BadRequest when the prompt cannot
-        fit, Unavailable when not serving, and without a place Overloaded when the queue is full."""
+    def submit(self, prompt: Prompt, sink: Sink, place: Place | None = None, *, route: str = "") -> Ticket:
+        """Queue a request, in the place that was reserved for it if there is one. route: that it came by. Raises BadRequest
+        when the prompt cannot fit, Unavailable when not serving, and without a place Overloaded when the queue is full."""
+        ...
+
+    def requests(self) -> list[RequestStatus]:
+        """The requests under way, in the order in which they arrived. Waits for no round."""
+        ...
+
+    def cancel(self, request_id: str) -> RequestStatus:
+        """Cancel a request under way, as its ticket does. Returns what it was until now. Raises NotFound."""
         ...
 
     def on_delivered(self, flush: Callable[[], None]) -> None:
@@ -325,6 +358,15 @@ class Operator(Protocol):
 
     def run(self, run_id: int) -> TrainingRun:
         """Raises NotFound."""
+        ...
+
+    def runs(self, limit: int, before: int | None = None) -> list[TrainingRun]:
+        """The newest `limit` runs, newest first. before: only those with smaller ids."""
+        ...
+
+    def end_run(self, run_id: int) -> TrainingRun:
+        """End a run under way, whichever process of the database does it: its child is stopped, the run CRASHED, its texts are
+        free for the next one. Raises NotFound, Conflict when it is over or after the end."""
         ...
 
     def adapters(self) -> list[AdapterRef]:

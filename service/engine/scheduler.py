@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 
-from service.core import Overloaded
+from service.core import Overloaded, RequestState
 from service.engine.prefill import Prefill
 from service.engine.strategy import BURST
 from service.engine.ticket import Ticket
@@ -47,6 +47,14 @@ class Scheduler:
     def free_rows(self) -> int:
         """Rows for which a request could be admitted."""
         return max(0, self._max_rows - self.rows)
+
+    def states(self) -> list[tuple[Ticket, RequestState]]:
+        """Every request and its state, the first to arrive first. From any thread, under the lock."""
+        # In the order in which they move on: a request that starts to run meanwhile is seen in one state or in two.
+        found = dict.fromkeys(self.waiting, RequestState.WAITING)
+        found |= dict.fromkeys(self.prefilling, RequestState.PREFILLING)
+        found |= dict.fromkeys(self.running, RequestState.RUNNING)
+        return sorted(found.items(), key=lambda item: item[0].arrived_at)
 
     @property
     def unfinished(self) -> bool:

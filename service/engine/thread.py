@@ -19,8 +19,10 @@ from service.core import (
     Failed,
     FinishReason,
     GenerationSink,
+    NotFound,
     Prompt,
     RedraftError,
+    RequestStatus,
     RoundObserver,
     Selection,
     Sink,
@@ -120,10 +122,10 @@ class EngineThread:
             self._scheduler.reserve()
         return Place(self._release)
 
-    def submit(self, prompt: Prompt, sink: Sink, place: core.Place | None = None) -> Ticket:
+    def submit(self, prompt: Prompt, sink: Sink, place: core.Place | None = None, *, route: str = "") -> Ticket:
         """See core.GenerationService. `sink` is called on the engine's thread."""
         self._serving_engine().check(prompt)
-        ticket = Ticket(prompt, sink)
+        ticket = Ticket(prompt, sink, route)
         with self._condition:
             self._serving_engine()
             # A place that was released meanwhile is no place.
@@ -134,6 +136,23 @@ class EngineThread:
         if must_wait:
             self._on_wait()
         return ticket
+
+    def requests(self) -> list[RequestStatus]:
+        """See core.GenerationService."""
+        with self._condition:
+            states = self._scheduler.states()
+        return [ticket.status(state) for ticket, state in states]
+
+    def cancel(self, request_id: str) -> RequestStatus:
+        """See core.GenerationService."""
+        with self._condition:
+            states = self._scheduler.states()
+        for ticket, state in states:
+            if ticket.id == request_id:
+                status = ticket.status(state)
+                ticket.cancel()
+                return status
+        raise NotFound("no such request is under way")
 
     def on_delivered(self, flush: Callable[[], None]) -> None:
         """See core.GenerationService."""
@@ -315,19 +334,21 @@ class EngineThread:
         with self._condition:
             unstarted = self._scheduler.drop_cancelled()
         for ticket in unstarted:
-            if ticket.row is None:
-                ticket.send(Failed(Unavailable("cancelled before it started")))
-            else:
-                # It had been preempted.
-                ticket.row.finish = FinishReason.CANCELLED
-                self._finish(ticket, ticket.row, engine)
+            row = self._row(ticket, engine)
+            row.finish = FinishReason.CANCELLED
+            self._finish(ticket, row, engine)
         self._end_cancelled(engine)
         while (ticket := self._next_ticket(engine)) is not None:
             # It waits until it has its row: `drain` must see it, and an error must reach it.
-            ticket.row = ticket.row or engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
+            ticket.row = self._row(ticket, engine)
             prefill = engine.decoder.start_prefill(ticket.row)
             with self._condition:
                 self._scheduler.admit(ticket, prefill)
+
+    @staticmethod
+    def _row(ticket: Ticket, engine: Engine) -> Request:
+        """Its row, where it had one before it was preempted; else a new one."""
+        return ticket.row or engine.new_request(ticket.id, ticket.prompt, ticket.arrived_at)
 
     def _next_ticket(self, engine: Engine) -> Ticket | None:
         prefilling, scheduler = self._prefilling(), self._scheduler

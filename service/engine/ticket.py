@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from service.core import Delta, Event, Prompt, Sink
+from service.core import Delta, Event, Prompt, RequestState, RequestStatus, Sink
 from service.engine.request import Request
 
 
@@ -37,10 +37,11 @@ class Place:
 
 class Ticket:
     """core.Ticket: a submitted request. arrived_at: perf_counter. row: its state in the engine, None until it has a row for the
-    first time. sink: receives its events."""
+    first time. sink: receives its events. route: that it came by."""
 
-    def __init__(self, prompt: Prompt, sink: Sink) -> None:
+    def __init__(self, prompt: Prompt, sink: Sink, route: str = "") -> None:
         self.id = uuid.uuid4().hex
+        self.route = route
         self.arrived_at = time.perf_counter()
         self.prompt = prompt
         self.sink = sink
@@ -53,6 +54,22 @@ class Ticket:
     def tokens(self) -> Sequence[int]:
         """Its prompt and what there is of its output."""
         return self.prompt.tokens if self.row is None else self.row.tokens
+
+    def status(self, state: RequestState) -> RequestStatus:
+        """What it is now, in this state of the scheduler's. From any thread."""
+        row, now = self.row, time.perf_counter()
+        started_at = row.decode_started_at if row is not None else 0.0
+        last = row.rounds[-1] if row is not None and row.rounds else None
+        return RequestStatus(
+            id=self.id,
+            state=state,
+            route=self.route,
+            prompt_tokens=len(self.prompt.tokens),
+            tokens=0 if row is None else row.emitted,
+            waiting_seconds=(started_at or now) - self.arrived_at,
+            running_seconds=now - started_at if started_at else None,
+            adapter=None if last is None else last.adapter,
+        )
 
     def cancel(self) -> None:
         """See core.Ticket. Sets a flag that the engine's thread reads before its next round."""

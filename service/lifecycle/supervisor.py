@@ -131,8 +131,9 @@ class Supervisor:
             self._lock.release()
 
     def follow(self) -> None:
-        """Do at once what other processes of the database have decided: forget what they erase, serve what they promote; and
-        give up those that have ended. Called more often than `tick`; does nothing while that is at work."""
+        """Do at once what other processes of the database have decided: forget what they erase, serve what they promote, stop
+        a child whose run they ended; and give up those that have ended. Called more often than `tick`; does nothing while that
+        is at work."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -140,6 +141,7 @@ class Supervisor:
                 return
             self._eraser.carry_out()
             self._context.give_up_orphans()
+            self._stop_ended_run()
             if self._context.who.draft and self._context.switching.behind():
                 self._serve_active()
         except StoreError:
@@ -237,6 +239,12 @@ class Supervisor:
                 log.warning("the engine does not serve the active adapter yet: %s", error)
             self._switch_error = str(error)
 
+    def _stop_ended_run(self) -> None:
+        """Stop the child whose run an operator has ended, here or in another process of the database."""
+        job = self._jobs.job
+        if isinstance(job, training.RunJob) and not job.child.ended and job.run_over:
+            self._jobs.end()
+
     def _clean(self) -> None:
         clean(self._context, child_under_way=self.working)
 
@@ -270,6 +278,25 @@ class Supervisor:
     def run(self, run_id: int) -> TrainingRun:
         """The training run with this id. Raises NotFound."""
         return self._context.stores.runs.get(run_id)
+
+    def runs(self, limit: int, before: int | None = None) -> list[TrainingRun]:
+        """See core.Operator."""
+        return self._context.stores.runs.latest(limit, before)
+
+    def end_run(self, run_id: int) -> TrainingRun:
+        """See core.Operator. The row decides: the process whose run it is stops its child when it sees that (`follow`)."""
+        with self._lock:
+            if self._stopped:
+                raise Conflict("shutting down")
+            run = self._context.stores.runs.get(run_id)
+            if run.state.over:
+                raise Conflict(f"run {run_id} is over ({run.state})")
+            self._context.crash(run, training.ENDED, give_back=True)
+            log.info("run %d: %s", run_id, training.ENDED)
+            self._stop_ended_run()
+            # The folder that its child may have left.
+            self._clean()
+            return self._context.stores.runs.get(run_id)
 
     def adapters(self) -> list[AdapterRef]:
         """All adapters, newest first."""

@@ -30,6 +30,7 @@ RESERVOIR = 256
 """Generations that the replay buffer holds per domain."""
 BUSY = "serving is busy"
 CANDIDATE = "candidate"
+ENDED = "ended by an operator"
 
 
 def claim(context: LifecycleContext, trigger: Trigger, key: str | None, *, here: bool = True) -> TrainingRun | None:
@@ -129,6 +130,11 @@ class RunJob:
     def abandon(self, reason: str) -> None:
         """The run becomes CRASHED, and its texts are as if it had never had them."""
         self._context.crash(self._context.stores.runs.get(self._run.id), reason, give_back=True)
+
+    @property
+    def run_over(self) -> bool:
+        """Whether its run is over by the rows."""
+        return self._context.stores.runs.get(self._run.id).state.over
 
     def _register(self, made: Candidate) -> None:
         run, context = self._run, self._context

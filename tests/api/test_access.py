@@ -34,7 +34,8 @@ CLIENT = [
 ]  # fmt: skip
 OPERATOR = [
     "GET /metrics", "POST /train", "GET /train/{id}", "GET /adapters", "POST /adapters/{id}/activate",
-    "POST /adapters/rollback", "DELETE /generations",
+    "POST /adapters/rollback", "DELETE /generations", "GET /runs", "GET /runs/{id}", "DELETE /runs/{id}", "GET /requests",
+    "DELETE /requests/{id}",
 ]  # fmt: skip
 TABLE = {name: access for access, names in enumerate((PUBLIC, CLIENT, OPERATOR)) for name in names}
 

@@ -96,4 +96,4 @@ def test_a_page_of_another_origin_reaches_nothing(tmp_path: Path) -> None:
         ("OPTIONS", "/generate", 403),
     }
     assert {status for _, _, status in server.seen} == {403}
-    assert (server.operator.runs, len(server.operator.known), server.engine.tickets) == ([], 2, [])
+    assert (server.operator.known_runs, len(server.operator.known), server.engine.tickets) == ([], 2, [])

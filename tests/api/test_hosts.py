@@ -75,7 +75,7 @@ def test_a_page_of_another_site_is_refused_whatever_it_posts(
 ) -> None:
     headers = {"Origin": EVIL} | ({"Content-Type": media} if media else {})
     assert_forbidden(send(place, "POST", path, headers, body), "Origin")
-    assert (server.operator.runs, len(server.operator.known), server.engine.tickets) == ([], 2, [])
+    assert (server.operator.known_runs, len(server.operator.known), server.engine.tickets) == ([], 2, [])
 
 
 @pytest.mark.parametrize("path", GETS)

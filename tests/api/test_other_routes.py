@@ -6,6 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 
@@ -15,7 +16,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from service.api.compatible import client_tag
 from service.core import AdapterRef, AdapterRefused, Progress, RunState, Selection, StoreError, Verdict
-from tests.support.echo_engine import EchoEngine, EchoServer, InMemoryOperator, make_run
+from tests.support.echo_engine import EchoEngine, EchoServer, InMemoryOperator, make_run, wait_until
 from tests.support.scraped import scraped
 
 
@@ -46,7 +47,7 @@ def test_training_is_requested_once_and_followed(http: httpx.Client, server: Ech
     assert http.post("/train", headers=key).json() == first.json()
     assert_shape(http.post("/train"), 409, "conflict")
     assert_shape(http.post("/train", headers={"Idempotency-Key": "tuesday"}), 409, "conflict")
-    server.operator.runs[0] = make_run(1, progress=Progress(3, 12, 0.5, 1.25, 900.0, 4.5, "on battery"))
+    server.operator.known_runs[0] = make_run(1, progress=Progress(3, 12, 0.5, 1.25, 900.0, 4.5, "on battery"))
     shown = http.get(first.headers["location"]).json()
     assert shown["state"] == "training"
     assert shown["progress"] == {
@@ -63,7 +64,7 @@ def test_training_is_requested_once_and_followed(http: httpx.Client, server: Ech
 def test_figures_that_are_not_finite_are_sent_as_null(http: httpx.Client, server: EchoServer) -> None:
     verdict = Verdict(False, "worse", 30, 2_000, math.nan, -math.inf, 0.5, {"sql": (math.nan, 0.0, 1.0)})
     run = make_run(1, RunState.REJECTED, Progress(1, 2, math.nan, math.inf))
-    server.operator.runs.append(replace(run, verdict=verdict))
+    server.operator.known_runs.append(replace(run, verdict=verdict))
     shown = http.get("/train/1").json()
     assert (shown["progress"]["loss"], shown["progress"]["grad_norm"]) == (None, None)
     assert (shown["verdict"]["gain"], shown["verdict"]["low90"], shown["verdict"]["high90"]) == (None, None, 0.5)
@@ -77,6 +78,89 @@ def test_a_run_number_that_cannot_be_is_named(http: httpx.Client, number: str) -
 
 def test_an_unknown_run_is_not_found(http: httpx.Client) -> None:
     assert_shape(http.get("/train/7"), 404, "not_found")
+
+
+def test_runs_are_paged_from_the_newest_on(http: httpx.Client, server: EchoServer) -> None:
+    server.operator.known_runs += [make_run(number, RunState.REJECTED) for number in range(1, 26)]
+
+    def page(**query: int) -> list[int]:
+        return [run["id"] for run in http.get("/runs", params=query).json()["runs"]]
+
+    assert page() == list(range(25, 5, -1))
+    assert page(before=6) == [5, 4, 3, 2, 1]
+    assert page(limit=2) == [25, 24] and page(limit=2, before=24) == [23, 22]
+    assert page(limit=100, before=1) == []
+    assert (
+        http.get("/runs/7").json()
+        == http.get("/train/7").json()
+        == http.get("/runs?limit=1&before=8").json()["runs"][0]
+    )
+    for field, wrong in (("limit", "0"), ("limit", "101"), ("limit", "x"), ("before", "0"), ("before", str(2**63))):
+        assert_shape(http.get("/runs", params={field: wrong}), 400, "bad_request", field)
+
+
+def test_a_run_is_ended_once(http: httpx.Client, server: EchoServer) -> None:
+    server.operator.known_runs.append(make_run(1))
+    ended = http.delete("/runs/1")
+    assert ended.status_code == 200
+    assert (ended.json()["state"], ended.json()["error"]) == ("crashed", "ended by an operator")
+    assert ended.json() == http.get("/runs/1").json()
+    assert_shape(http.delete("/runs/1"), 409, "conflict")
+    assert_shape(http.delete("/runs/2"), 404, "not_found")
+    assert_shape(http.get("/runs/2"), 404, "not_found")
+    assert_shape(http.delete("/runs/0"), 400, "bad_request", "id")
+    assert_shape(http.request("DELETE", "/runs/1", json={"force": True}), 400, "bad_request", "body")
+    assert_shape(http.delete("/runs/1?force=1"), 400, "bad_request", "force")
+
+
+SECRET = "a text of somebody's"
+
+
+def test_requests_under_way_are_shown_without_their_text_and_ended() -> None:
+    """Its client has what there is of the answer, in the words of the route that it came by."""
+    server = EchoServer(engine=EchoEngine(pause=0.05))
+    long = SECRET * 50
+    chat = {"messages": [{"role": "user", "content": long}]}
+    asked = {"/generate": {"prompt": long}, "/v1/completions": {"prompt": long}, "/v1/chat/completions": chat}
+    with server.served() as address, httpx.Client(base_url=address, timeout=60) as http, ThreadPoolExecutor(3) as pool:
+        assert http.get("/requests").json() == {"requests": []}
+        answers = {path: pool.submit(http.post, path, json=body) for path, body in asked.items()}
+        wait_until(lambda: len(server.engine.requests()) == 3 and all(t.sent > 3 for t in server.engine.tickets))
+        shown = http.get("/requests")
+        assert SECRET not in shown.text and "somebody" not in shown.text
+        found = {each["route"]: each for each in shown.json()["requests"]}
+        assert found.keys() == asked.keys()
+        one = found["/generate"]
+        assert sorted(one) == [
+            "adapter", "id", "prompt_tokens", "route", "running_seconds", "state", "tokens", "waiting_seconds"
+        ]  # fmt: skip
+        assert (one["state"], one["prompt_tokens"], one["adapter"]) == ("running", len(long) + 2, 3) and one[
+            "tokens"
+        ] > 3
+        ended = {path: http.delete(f"/requests/{prefix}{found[path]['id']}") for path, prefix in PREFIXES.items()}
+        assert {answer.status_code for answer in ended.values()} == {202}
+        assert [answer.json()["id"] for answer in ended.values()] == [found[path]["id"] for path in PREFIXES]
+        whole = {path: answer.result(60).json() for path, answer in answers.items()}
+        assert whole["/generate"]["finish_reason"] == "cancelled" and whole["/generate"]["id"] == one["id"]
+        # OpenAI's word for an answer that is not whole.
+        assert whole["/v1/completions"]["choices"][0]["finish_reason"] == "length"
+        assert whole["/v1/chat/completions"]["choices"][0]["finish_reason"] == "length"
+        texts = [
+            whole["/generate"]["text"],
+            whole["/v1/completions"]["choices"][0]["text"],
+            whole["/v1/chat/completions"]["choices"][0]["message"]["content"],
+        ]
+        assert all(3 < len(text) < len(long) and long.startswith(text) for text in texts)
+        assert http.get("/requests").json() == {"requests": []}
+        gone = http.delete(f"/requests/{one['id']}")
+        assert_shape(gone, 404, "not_found")
+        assert_shape(http.delete("/requests/" + "x" * 200), 400, "bad_request", "id")
+        assert_shape(http.request("DELETE", f"/requests/{one['id']}", json={"a": 1}), 400, "bad_request", "body")
+    assert server.value('redraft:requests_finished_total{finish="cancelled"}') == 3
+
+
+PREFIXES = {"/generate": "", "/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
+"""Of the ids in their answers."""
 
 
 @pytest.mark.parametrize("key", [b"", b"a b", b"x" * 129, b"\xe9"])
@@ -258,6 +342,10 @@ def test_the_schema_names_every_route_and_the_error_shape(http: httpx.Client) ->
         "/health/live",
         "/health/ready",
         "/metrics",
+        "/requests",
+        "/requests/{id}",
+        "/runs",
+        "/runs/{id}",
         "/train",
         "/train/{id}",
         "/v1/chat/completions",

@@ -1,6 +1,5 @@
 """Every command, run in this process: its output, and that bad input gives one sentence and a non-zero status."""
 
-import io
 import json
 import os
 import re
@@ -23,10 +22,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import typer
 from typer.testing import CliRunner
 
-from service.cli import console, main
 from service.cli.root import app
 from service.core import (
     BARE_DRAFT,
@@ -54,50 +51,11 @@ from service.store.log.generations import split_of
 from service.store.processes.members import Members
 from service.store.registry.runs import MAX_CRASHES
 from service.store.stores import open_stores
+from tests.support.command_line import TREE, Outcome, Redraft, cells, commands, one_sentence
 from tests.support.databases import PostgresDatabases
 from tests.support.oracle import naive
 from tests.support.tiny_server import generate, prompts, register_adapters, tiny_server, write_pair
 from tests.support.typed import layers_of
-
-TREE = typer.main.get_command(app)
-
-
-def commands(group: Any, path: tuple[str, ...] = ()) -> list[tuple[tuple[str, ...], Any]]:
-    """Every command and group with its path, the root first."""
-    found = [(path, group)]
-    for name, command in getattr(group, "commands", {}).items():
-        found += commands(command, (*path, name))
-    return found
-
-
-@dataclass(frozen=True)
-class Outcome:
-    status: int
-    out: str
-    err: str
-
-
-Redraft = Callable[..., Outcome]
-
-
-@pytest.fixture
-def redraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Redraft:
-    """redraft("cases", "list", …) -> the outcome of the command line, run in this process."""
-    for shown in (console.out, console.err):
-        monkeypatch.setattr(shown, "_width", 240)
-
-    def run(*words: object, stdin: str = "") -> Outcome:
-        monkeypatch.setattr(sys, "argv", ["redraft", *map(str, words)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        found = capsys.readouterr()
-        status = ended.value.code or 0
-        assert isinstance(status, int)
-        return Outcome(status, found.out, found.err)
-
-    return run
 
 
 def child(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -109,11 +67,6 @@ def child(*words: object, **environment: str) -> subprocess.CompletedProcess[str
         timeout=120,
         env=os.environ | environment,
     )
-
-
-def cells(text: str) -> list[list[str]]:
-    """The rows of a printed table, without the header."""
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in text.splitlines() if line.startswith("│")]
 
 
 # ------------------------------------------------------------------------------------------------- without a server
@@ -158,6 +111,10 @@ def test_doctor_describes_this_machine(tmp_path: Path, redraft: Redraft) -> None
         assert shown[f"version of {name}"] == found["versions"][name] == version(name)
     assert shown["cores"] == str(os.cpu_count())
     assert shown["database"] == found["database"] == f"{tmp_path / 'home' / 'redraft.db'}, not set up yet"
+    alone = redraft("doctor", "--config", config, "--json", "-")
+    assert (alone.status, json.loads(alone.out)["versions"]) == (done.status, found["versions"]), (
+        "nothing else on stdout"
+    )
     assert (done.status == 0) == (found["problems"] == [])
     assert ("nothing is wrong" in done.out) == (found["problems"] == found["warnings"] == [])
     assert not (tmp_path / "home").exists(), "looking changes nothing"
@@ -456,7 +413,7 @@ def test_adapters_are_listed_switched_and_rolled_back(served: Served, redraft: R
     done = redraft("adapters", "rollback", "--expected", second.id, *url)
     assert done.status == 1 and f"adapter {first.id} serves, not {second.id}" in done.err
     done = redraft("adapters", "rollback", "--expected", first.id, *url)
-    assert (done.status, done.out) == (0, "adapter 0 serves now\n")
+    assert (done.status, done.out) == (0, "the bare draft serves now\n")
     assert served.server.get("/adapters")["active"] == 0
     assert states() == {str(second.id): "retired", str(first.id): "rolled_back"}
     for words, message in (
@@ -468,6 +425,15 @@ def test_adapters_are_listed_switched_and_rolled_back(served: Served, redraft: R
         assert message in done.err
         one_sentence(done)
     assert redraft("adapters", "activate", second.id, *url).out == f"adapter {second.id} serves now\n"
+
+
+def test_the_state_of_a_server_is_shown(served: Served, redraft: Redraft) -> None:
+    done = redraft("status", "--url", served.server.url, "--json", "-")
+    found = json.loads(done.out)
+    assert (done.status, done.err, found["ready"]) == (0, "", True)
+    assert found["model"] == str(served.pair[0]) and found["adapter"] == served.server.get("/adapters")["active"]
+    assert found["requests"] == {"running": 0, "waiting": 0}
+    assert 0 < found["acceptance_rate"] < 1 < found["tokens_per_call"] < 8
 
 
 def test_training_is_followed_to_its_end(served: Served, redraft: Redraft, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -537,8 +503,8 @@ def test_cases_are_listed_and_purged(served: Served, redraft: Redraft) -> None:
     assert before["generations of even"] + before["generations of odd"] == before["generations"]
     listed = cells(redraft("cases", "list", "--limit", 5, *config).out)
     assert len(listed) == 5
-    assert {row[1] for row in listed} <= {"even", "odd"}
-    assert all(0 <= float(row[5]) <= 1 and 0 <= float(row[6]) <= 1 for row in listed)
+    assert {row[2] for row in listed} <= {"even", "odd"}
+    assert all(0 <= float(row[6]) <= 1 and 0 <= float(row[7]) <= 1 for row in listed)
     rest = cells(redraft("cases", "list", "--limit", 10_000, "--offset", 5, *config).out)
     assert len(rest) == before["failure cases"] - 5
 
@@ -588,19 +554,12 @@ def test_markup_in_a_domain_does_not_break_the_tables(served: Served, redraft: R
         try:
             until(lambda name=name: f"generations of {name}" in recorded(redraft, served))
             listed = redraft("cases", "list", "--config", served.config)
-            assert {row[1] for row in cells(listed.out)} >= {name}
+            assert {row[2] for row in cells(listed.out)} >= {name}
         finally:
             redraft("cases", "purge", "--client", "brackets", "--config", served.config, "--url", served.server.url)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
-
-
-def one_sentence(done: Outcome) -> None:
-    """Exactly one line, on stderr only."""
-    assert done.status != 0
-    assert done.out == ""
-    assert re.fullmatch(r"redraft: \S[^\n]*\n", done.err), done.err
 
 
 @pytest.mark.parametrize(
@@ -653,7 +612,9 @@ def test_bad_input_is_answered_with_one_sentence(
         (("cases", "purge", "--before", "yesterday"), "--before"),
         (("cases", "list", "--limit", "0"), "--limit"),
         (("cases", "release", "--run", "0"), "--run"),
-        (("adapters", "activate", "x"), "integer"),
+        (("adapters", "activate", "x"), "'x' is no version"),
+        (("adapters", "rollback", "--expected", "-1"), "'-1' is no version"),
+        (("eval", "agreement", "--prompts", "a", "--adapter", "none"), "'none' is no version"),
         (("make-draft", "--target", "a", "--out", "b", "--layers", "a,b"), "separated by commas"),
         (("make-draft", "--target", "a", "--out", "b", "--dtype", "int8"), "float32 or bfloat16"),
         (("generate", "hi", "--temperature", "-1"), "--temperature"),

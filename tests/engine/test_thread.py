@@ -32,11 +32,13 @@ from service.core import (
     Finished,
     FinishReason,
     Generation,
+    NotFound,
     Overloaded,
     PairError,
     Place,
     Prompt,
     Provenance,
+    RequestState,
     Round,
     Sampling,
     Selection,
@@ -629,14 +631,15 @@ def test_cancelled_while_queued() -> None:
         for _ in range(2):
             gone.cancel()
         hold.release.set()
-        gone.failed("cancelled before it started")
-        assert gone.events == [gone.end()]
+        end = gone.finished(FinishReason.CANCELLED)
+        assert end.output == () and gone.events == [end]
+        assert end.timings.prompt_n == len(gone.prompt.tokens) and end.timings.rounds == 0
         running.finished()
         stays.finished(FinishReason.LENGTH)
         for client in (gone, stays):
             client.cancel()
         harness.submit(prompt(4)).finished()
-        gone.failed("cancelled before it started")
+        assert gone.end() is end
         stays.finished(FinishReason.LENGTH)
     assert len(harness.generations) == 3 and gone.ticket.result().id not in {g.id for g in harness.generations}
 
@@ -693,6 +696,53 @@ def test_cancelled_while_decoding() -> None:
     assert [g.finish for g in harness.generations if g.id == end.id] == [FinishReason.CANCELLED]
 
 
+def test_requests_under_way_are_shown_and_cancelled_by_their_ids() -> None:
+    """In every state, while the engine's thread is in the middle of a call, and without waiting for that."""
+    prefill, decode = BlockingHook(at=2, match=lambda fed: fed.shape == (1, CHUNK)), BlockingHook()
+
+    def both(fed: mx.array, logits: mx.array) -> mx.array:
+        return decode(fed, prefill(fed, logits))
+
+    with EngineHarness(both, rows=2) as harness:
+        running = harness.submit(prompt(1, tokens=64))
+        assert decode.reached.wait(PATIENCE)
+        assert [(each.id, each.state) for each in harness.thread.requests()] == [
+            (running.ticket.result().id, RequestState.PREFILLING)
+        ]
+        decode.release.set()
+        assert running.started.wait(PATIENCE)
+        long = harness.submit(prompt(5, length=100))
+        assert prefill.reached.wait(PATIENCE)
+        waiting = harness.submit(prompt(3))
+        clients = [running, long, waiting]
+        ids = [client.ticket.result().id for client in clients]
+        shown = harness.thread.requests()
+        assert [each.id for each in shown] == ids, "in the order of arrival"
+        assert [each.state for each in shown] == [
+            RequestState.RUNNING,
+            RequestState.PREFILLING,
+            RequestState.WAITING,
+        ]
+        assert [each.prompt_tokens for each in shown] == [12, 100, 12]
+        assert [each.tokens for each in shown] == [len(running.tokens), 0, 0]
+        assert [each.adapter for each in shown] == [BARE_DRAFT, None, None]
+        assert [each.running_seconds is None for each in shown] == [False, True, True]
+        assert all(each.waiting_seconds > 0 for each in shown) and (shown[0].running_seconds or 0.0) > 0.0
+        for id, status in zip(ids, shown, strict=True):
+            assert harness.thread.cancel(id).state is status.state
+        with pytest.raises(NotFound):
+            harness.thread.cancel("nobody's")
+        rounds = len(harness.observed)
+        prefill.release.set()
+        for client in clients:
+            client.finished(FinishReason.CANCELLED)
+        wait_for(lambda: harness.thread.requests() == [], "all were cancelled")
+        # A round that was launched before may end meanwhile.
+        assert len(harness.observed) <= rounds + 1 and harness.rows_held() == (0, 0)
+        with pytest.raises(NotFound):
+            harness.thread.cancel(ids[0])
+
+
 def test_a_storm_of_cancellations_leaves_nothing_behind() -> None:
     rng = random.Random(7)
     asked = [prompt(seed % 12, length=6 + 7 * (seed % 12)) for seed in range(40)]
@@ -708,12 +758,8 @@ def test_a_storm_of_cancellations_leaves_nothing_behind() -> None:
         with ThreadPoolExecutor(4) as pool:
             clients = list(pool.map(one, range(len(asked))))
         for client, moment in zip(clients, when, strict=True):
-            if isinstance(client.end(), Failed):
-                client.failed("cancelled before it started")
-                assert moment == 0
-            else:
-                assert moment is not None or client.finished().finish is not FinishReason.CANCELLED
-                client.finished()
+            assert moment is not None or client.finished().finish is not FinishReason.CANCELLED
+            client.finished()
         assert harness.rows_held() == (0, 0)
         wait_for(lambda: harness.thread.status().rows == 0, "every place was given back")
         assert harness.thread.status().ready and harness.thread.status().waiting == 0

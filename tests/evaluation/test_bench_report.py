@@ -54,7 +54,7 @@ def test_a_section_is_replaced_and_the_rest_of_the_document_left_alone(tmp_path:
     document = tmp_path / "new" / "benchmarks.md"
 
     def write(name: str, title: str, value: str) -> str:
-        publish(report(name, title, value), json=None, png=None, markdown=document)
+        publish(report(name, title, value), png=None, markdown=document)
         return document.read_text()
 
     first = write("decode", "One stream -- maths", "21")
@@ -80,9 +80,10 @@ def test_another_machine_s_section_is_another_one() -> None:
     assert with_section(both, here, "three") == both.replace("one", "three")
 
 
-def test_json_and_picture_are_written_where_asked(tmp_path: Path) -> None:
-    publish(report("decode", "t", "1"), json=tmp_path / "a" / "r.json", png=tmp_path / "b" / "r.png", markdown=None)
-    written = json.loads((tmp_path / "a" / "r.json").read_text())
+def test_json_names_the_machine_and_the_picture_is_drawn_where_asked(tmp_path: Path) -> None:
+    found = report("decode", "t", "1")
+    publish(found, png=tmp_path / "b" / "r.png", markdown=None)
+    written = json.loads(json.dumps(found.as_json()))
     assert written["arms"]["plain"]["tokens_per_second"] == 1.5
     assert (written["name"], written["title"]) == ("decode", "t")
     assert written["command"] == "redraft bench x --prompts a.jsonl"

@@ -125,8 +125,36 @@ def test_a_running_answer_is_finished_before_the_server_ends(served: LocalServer
             end = stream.read(lambda event: "finish_reason" in event or "error" in event)
         assert late == 503
         assert end.get("finish_reason") in {"stop", "length"}, end
+        assert served._process.wait(60.0) == 0
     finally:
-        assert served.stop() == 0
+        served.stop()
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)], ids=["SIGTERM", "SIGINT"]
+)
+def test_a_second_signal_ends_the_server_at_once(served: LocalServer, number: signal.Signals) -> None:
+    """While eight answers of half a minute's work are under way, which the first signal waits for."""
+    assert served._process is not None
+    # Never the end token: 2,000 rounds in any case.
+    asked = {"prompt": "abcdefgh", "max_tokens": 2000, "n": 8, "stream": True, "logit_bias": {"0": -100}}
+    try:
+        with httpx.stream("POST", f"{served.url}/v1/completions", json=asked, timeout=60.0) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            served._process.send_signal(number)
+            deadline = time.monotonic() + 60.0
+            while served.request("GET", "/health/ready").status_code == 200:
+                assert time.monotonic() < deadline
+            assert served._process.poll() is None
+            sent_at = time.monotonic()
+            served._process.send_signal(number)
+            assert served._process.wait(10.0) == 128 + number
+            assert time.monotonic() - sent_at < 2.0
+            with pytest.raises(httpx.RemoteProtocolError):
+                list(lines)
+    finally:
+        served.stop()
 
 
 def test_an_answer_that_takes_too_long_is_ended_with_an_error(

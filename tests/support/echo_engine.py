@@ -39,6 +39,8 @@ from service.core import (
     Overloaded,
     Progress,
     Prompt,
+    RequestState,
+    RequestStatus,
     RunState,
     Sampling,
     Selection,
@@ -157,6 +159,8 @@ class EchoTicket:
     id: str
     prompt: Prompt
     sink: Sink
+    route: str = ""
+    sent: int = 0
     cancelled: threading.Event = field(default_factory=threading.Event)
     cancelled_at: float | None = None
 
@@ -193,12 +197,28 @@ class EchoEngine:
     def _release(self) -> None:
         self.reserved -= 1
 
-    def submit(self, prompt: Prompt, sink: Sink, place: core.Place | None = None) -> EchoTicket:
+    def submit(self, prompt: Prompt, sink: Sink, place: core.Place | None = None, *, route: str = "") -> EchoTicket:
         (place or self.reserve()).release()
-        ticket = EchoTicket(f"echo-{len(self.tickets)}", prompt, sink)
+        ticket = EchoTicket(f"echo-{len(self.tickets)}", prompt, sink, route)
         self.tickets.append(ticket)
         threading.Thread(target=self._generate, args=(ticket,), daemon=True).start()
         return ticket
+
+    def requests(self) -> list[RequestStatus]:
+        return [
+            RequestStatus(
+                ticket.id, RequestState.RUNNING, ticket.route, len(ticket.prompt.tokens), ticket.sent, 0.5, 1.5, 3
+            )
+            for ticket in self.tickets
+            if ticket.id not in self.ended
+        ]
+
+    def cancel(self, request_id: str) -> RequestStatus:
+        found = [status for status in self.requests() if status.id == request_id]
+        if not found:
+            raise NotFound("no such request is under way")
+        next(ticket for ticket in self.tickets if ticket.id == request_id).cancel()
+        return found[0]
 
     def on_delivered(self, flush: Callable[[], None]) -> None:
         self.flushes.append(flush)
@@ -237,6 +257,7 @@ class EchoEngine:
             first = first or time.monotonic() - began
             likely = tuple((token + i, -0.5 - i) for i in range(ticket.prompt.logprobs or 0))
             logprobs = () if ticket.prompt.logprobs is None else (TokenLogprobs(token, -0.5, likely),)
+            ticket.sent += 1
             self._send(ticket, Delta(character(token), (token,), (len(output) % 2 == 0,), logprobs))
         self.ended[ticket.id] = finish
         prompt = len(ticket.prompt.tokens)
@@ -272,7 +293,7 @@ class InMemoryOperator:
     """core.Operator on two lists."""
 
     def __init__(self) -> None:
-        self.runs: list[TrainingRun] = []
+        self.known_runs: list[TrainingRun] = []
         self.keys: dict[str, int] = {}
         self.erased: list[tuple[Selection, bool]] = []
         self.known = [make_adapter(3, AdapterState.ACTIVE), make_adapter(2, AdapterState.RETIRED)]
@@ -280,17 +301,28 @@ class InMemoryOperator:
     def request_training(self, idempotency_key: str | None) -> TrainingRun:
         if idempotency_key in self.keys:
             return self.run(self.keys[idempotency_key])
-        if any(not run.state.over for run in self.runs):
+        if any(not run.state.over for run in self.known_runs):
             raise Conflict("a training run is under way")
-        self.runs.append(make_run(len(self.runs) + 1))
+        self.known_runs.append(make_run(len(self.known_runs) + 1))
         if idempotency_key is not None:
-            self.keys[idempotency_key] = len(self.runs)
-        return self.runs[-1]
+            self.keys[idempotency_key] = len(self.known_runs)
+        return self.known_runs[-1]
+
+    def runs(self, limit: int, before: int | None = None) -> list[TrainingRun]:
+        found = [run for run in reversed(self.known_runs) if before is None or run.id < before]
+        return found[:limit]
+
+    def end_run(self, run_id: int) -> TrainingRun:
+        run = self.run(run_id)
+        if run.state.over:
+            raise Conflict(f"run {run_id} is over ({run.state})")
+        self.known_runs[run_id - 1] = replace(run, state=RunState.CRASHED, error="ended by an operator")
+        return self.known_runs[run_id - 1]
 
     def run(self, run_id: int) -> TrainingRun:
-        if not 0 < run_id <= len(self.runs):
+        if not 0 < run_id <= len(self.known_runs):
             raise NotFound(f"there is no training run {run_id}")
-        return self.runs[run_id - 1]
+        return self.known_runs[run_id - 1]
 
     def adapters(self) -> list[AdapterRef]:
         return self.known

@@ -5,8 +5,7 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -79,14 +78,6 @@ def tiny_server(root: Path, pair: tuple[Path, Path], **sections: Mapping[str, ob
     return LocalServer(root / "state", settings_of(pair, **sections), root / "home")
 
 
-class SignallessServer(Server):
-    """Leaves the signal handlers of this process alone."""
-
-    @contextmanager
-    def capture_signals(self) -> Generator[None]:
-        yield
-
-
 class InProcessServer(LocalServer):
     """The same server on threads of this process, which saves the seconds that the imports of a new process take.
 
@@ -110,7 +101,7 @@ class InProcessServer(LocalServer):
             access_log=False,
             timeout_graceful_shutdown=5,
         )
-        self._web = SignallessServer(config, on_listening=lambda: None, drain=application.drain)
+        self._web = Server(config, on_listening=lambda: None, drain=application.drain)
         self._thread = threading.Thread(target=self._web.run, daemon=True)
         self._thread.start()
         end = time.monotonic() + 60.0

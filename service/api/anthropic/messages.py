@@ -66,7 +66,7 @@ def messages_routes(frontend: Frontend) -> APIRouter:
         one_call = body.tool_choice is not None and bool(body.tool_choice.disable_parallel_tool_use)
         stream = bool(body.stream)
         exchange, (answer,) = await frontend.submit(
-            [_asked(body, frontend)], caller_of(request), live=stream or one_call
+            [_asked(body, frontend)], caller_of(request), live=stream or one_call, route=request.url.path
         )
         writer = _Writer(exchange, answer, body.model or frontend.models.name, frontend.limits.max_context)
         return await respond(

@@ -74,7 +74,7 @@ def chat_routes(frontend: Frontend) -> APIRouter:
         frontend.models.check(body.model)
         asked, stream, one_call = _asked(body, frontend), bool(body.stream), body.parallel_tool_calls is False
         exchange, answers = await frontend.submit(
-            [asked], caller_of(request), each=body.n or 1, live=stream or one_call
+            [asked], caller_of(request), each=body.n or 1, live=stream or one_call, route=request.url.path
         )
         writer = _Writer(exchange, answers, frontend, body)
         return await respond(

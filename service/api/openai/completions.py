@@ -41,7 +41,9 @@ def completion_routes(frontend: Frontend) -> APIRouter:
         frontend.models.check(body.model)
         prompts = _prompts(body)
         asked = [asked_by(body, prompt, frontend, body.max_tokens, logprobs=body.logprobs) for prompt in prompts]
-        exchange, answers = await frontend.submit(asked, caller_of(request), each=body.n or 1, live=bool(body.stream))
+        exchange, answers = await frontend.submit(
+            asked, caller_of(request), each=body.n or 1, live=bool(body.stream), route=request.url.path
+        )
         writer = _Writer(exchange, answers, len(prompts), frontend, body)
         return await respond(writer, request, frontend, stream=bool(body.stream), ignored=())
 

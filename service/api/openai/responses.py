@@ -81,7 +81,8 @@ def responses_routes(frontend: Frontend) -> APIRouter:
         frontend.models.check(body.model)
         one_call = body.parallel_tool_calls is False
         asked = _asked(body, frontend)
-        exchange, (answer,) = await frontend.submit([asked], caller_of(request), live=bool(body.stream) or one_call)
+        live = bool(body.stream) or one_call
+        exchange, (answer,) = await frontend.submit([asked], caller_of(request), live=live, route=request.url.path)
         writer, stream = _Writer(exchange, answer, frontend, body, asked), bool(body.stream)
         return await respond(
             writer, request, frontend, stream=stream, one_call=one_call, ignored=_ignored(body, frontend)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from service.cli.console import stages, table
+from service.cli.console import stages, table, write_json
 from service.cli.models import pair_folders
 from service.cli.options import settings_from
 from service.core import BadRequest
@@ -49,7 +49,8 @@ def show(report: Report, json: Path | None, png: Path | None, markdown: Path | N
     from service.evaluation.bench.report import publish
 
     table(report.title, report.columns, report.rows)
-    publish(report, json=json, png=png, markdown=markdown)
+    write_json(json, report.as_json())
+    publish(report, png=png, markdown=markdown)
 
 
 @contextmanager

@@ -8,15 +8,18 @@ import typer
 
 from service.cli.console import progress, table, write_json
 from service.cli.models import pair_folders
-from service.cli.options import Config, Draft, Json, Prompts, Target, settings_from
-from service.core import BARE_DRAFT, BadRequest
+from service.cli.options import VERSION, Config, Draft, Json, Prompts, Target, adapter_version, settings_from
+from service.core import BARE_DRAFT
 
 
 def agreement(
     prompts: Prompts,
     domain: Annotated[str | None, typer.Option(help="Only prompts of this domain.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Only the first so many.")] = None,
-    adapter: Annotated[str, typer.Option(help='Adapter version, or "none" for the bare draft.')] = "none",
+    adapter: Annotated[
+        int | None,
+        typer.Option(parser=adapter_version, metavar=VERSION, help="Adapter version; by default the bare draft."),
+    ] = None,
     config: Config = None,
     target: Target = None,
     draft: Draft = None,
@@ -29,9 +32,8 @@ def agreement(
     settings = settings_from(config, models__target=target, models__draft=draft)
     lines = read_prompts(prompts, domain=domain, limit=limit)
     models = pair_folders(settings)
-    version = _version(adapter)
     with progress("greedy text") as bar:
-        found = run_agreement(settings, models, lines, version, bar)
+        found = run_agreement(settings, models, lines, BARE_DRAFT if adapter is None else adapter, bar)
     rows: list[tuple[str, object]] = [
         ("agreement with the target's greedy text", f"{found.agreement:.4f}"),
         ("tokens per target call (K = 4)", f"{found.acceptance_length:.3f}"),
@@ -41,11 +43,3 @@ def agreement(
     ]
     table("agreement", ("what", "measured"), rows)
     write_json(json, found.plain())
-
-
-def _version(adapter: str) -> int:
-    if adapter == "none":
-        return BARE_DRAFT
-    if not adapter.isdigit():
-        raise BadRequest(f"--adapter takes a version or none, not {adapter!r}", field="adapter")
-    return int(adapter)

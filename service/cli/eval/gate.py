@@ -38,6 +38,7 @@ def gate(
     settings = settings_from(config, models__target=target, models__draft=draft)
     models, general = pair_and_general(settings)
     command, found = again(context), list[Judged]()
+    content: dict[str, object] = {"command": command, "machine": host.describe(), "gate": settings.gate.model_dump()}
     with stages("gate") as on_progress:
         for one in run_gate(
             settings,
@@ -54,7 +55,8 @@ def gate(
             on_progress=on_progress,
         ):
             found.append(one)
-            head = {"command": command, "machine": host.describe(), "gate": settings.gate.model_dump()}
-            write_json(json, head | {"judged": [each.plain() for each in found]})
+            content["judged"] = [each.plain() for each in found]
+            write_json(json, content, so_far=True)
+    write_json(json, content)
     title = f"The gate on adapters of {train.name.removesuffix('.jsonl')}, {cases} generations"
     show("gate", title, command, COLUMNS, cells(found), markdown)

@@ -24,4 +24,4 @@ def show(
     from service.evaluation.bench.report import Report, publish
 
     table(title, columns, rows)
-    publish(Report(name, title, command, columns, rows, {}, {}), json=None, png=None, markdown=markdown)
+    publish(Report(name, title, command, columns, rows, {}, {}), png=None, markdown=markdown)

@@ -35,6 +35,11 @@ def poison(
     settings = settings_from(config, models__target=target, models__draft=draft)
     models, general = pair_and_general(settings)
     command, found = again(context), list[Poisoned]()
+    content: dict[str, object] = {
+        "command": command,
+        "machine": host.describe(),
+        "training": settings.training.model_dump(),
+    }
     with stages("poison") as on_progress:
         for one in run_poison(
             settings,
@@ -48,7 +53,8 @@ def poison(
             on_progress=on_progress,
         ):
             found.append(one)
-            head = {"command": command, "machine": host.describe(), "training": settings.training.model_dump()}
-            write_json(json, head | {"attacks": {each.attack: each.plain() for each in found}})
+            content["attacks"] = {each.attack: each.plain() for each in found}
+            write_json(json, content, so_far=True)
+    write_json(json, content)
     title = f"Hostile traffic along with {honest.name.removesuffix('.jsonl')}, measured on {test.name.removesuffix('.jsonl')}"
     show("poison", title, command, COLUMNS, tuple(one.cells() for one in found), markdown)

@@ -10,7 +10,7 @@ import typer
 
 from service.cli.console import progress, table, write_json
 from service.cli.models import pair_folders
-from service.cli.options import Config, Draft, Json, Target, settings_from
+from service.cli.options import VERSION, Config, Draft, Json, Target, adapter_name, adapter_version, settings_from
 from service.core import BARE_DRAFT, BadRequest
 
 if TYPE_CHECKING:
@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 
 def score(
     adapter: Annotated[
-        list[str] | None, typer.Option(help='Adapter version, or "bare"; repeat for more. Without: bare and active.')
+        list[int] | None,
+        typer.Option(
+            parser=adapter_version,
+            metavar=VERSION,
+            help="Adapter version, or the bare draft; repeat for more. Without: bare and active.",
+        ),
     ] = None,
     k: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4",
     vocabulary: Annotated[
@@ -46,7 +51,7 @@ def score(
     lengths = _lengths(k)
     stores = open_stores(settings)
     try:
-        versions = [_version(one) for one in adapter] if adapter else [BARE_DRAFT, *_active(stores, models[1])]
+        versions = adapter or [BARE_DRAFT, *_active(stores, models[1])]
         with progress("scoring") as bar:
             found = run_score(
                 stores,
@@ -69,7 +74,7 @@ def score(
 def _show(found: Sequence[Scored]) -> None:
     lines = [
         (
-            one.adapter or "bare",
+            adapter_name(one.adapter),
             f"{one.sampling} ({one.generations})",
             each.k,
             f"{each.tokens_per_call:.3f}",
@@ -95,14 +100,6 @@ def _active(stores: Stores, folder: Path) -> list[int]:
 
     active = stores.adapters.active(model_fingerprint(folder))
     return [] if active is None else [active.id]
-
-
-def _version(adapter: str) -> int:
-    if adapter == "bare":
-        return BARE_DRAFT
-    if not adapter.isdigit():
-        raise BadRequest(f"--adapter takes a version or bare, not {adapter!r}", field="adapter")
-    return int(adapter)
 
 
 def _lengths(k: str) -> list[int]:

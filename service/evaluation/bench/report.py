@@ -6,7 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from json import dumps
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -34,7 +33,7 @@ class Report:
     """The result of one benchmark.
 
     name: such as "decode". title: what was measured on which prompts, in one line. command: runs it again; names files without
-    their folders. columns, rows: the table. plain: the JSON, to which `publish` adds the machine. bars: panel -> bar -> value.
+    their folders. columns, rows: the table. plain: what `as_json` has beyond that and the machine. bars: panel -> bar -> value.
     """
 
     name: str
@@ -44,6 +43,11 @@ class Report:
     rows: tuple[tuple[object, ...], ...]
     plain: dict[str, Any]
     bars: Mapping[str, Mapping[str, float]]
+
+    def as_json(self) -> dict[str, Any]:
+        """All of it but table and bars, with the machine."""
+        content = {"name": self.name, "title": self.title, "command": self.command}
+        return content | self.plain | {"machine": host.describe()}
 
 
 def spread(values: Sequence[float], resamples: int = 2000, seed: int = 0) -> Spread:
@@ -64,14 +68,9 @@ def ratios(speeds: Mapping[str, Sequence[float]], pairs: Sequence[tuple[str, str
     }
 
 
-def publish(report: Report, *, json: Path | None, png: Path | None, markdown: Path | None) -> None:
-    """Write the files whose path is given. JSON and document describe the machine. In the document, a section of the same
+def publish(report: Report, *, png: Path | None, markdown: Path | None) -> None:
+    """Write the picture and the document whose path is given. The document describes the machine; in it, a section of the same
     title and machine is replaced. Raises OSError."""
-    if json is not None:
-        json.parent.mkdir(parents=True, exist_ok=True)
-        content = {"name": report.name, "title": report.title, "command": report.command}
-        content |= report.plain | {"machine": host.describe()}
-        json.write_text(dumps(content, indent=2) + "\n", encoding="utf-8")
     if png is not None:
         draw_bars(png, report.bars, report.title)
     if markdown is not None:

@@ -274,13 +274,13 @@ class Runs:
             row = connection.execute(query).one_or_none()
         return None if row is None else _run(row)
 
-    def latest(self, limit: int) -> list[TrainingRun]:
-        """The newest `limit` runs, newest first."""
+    def latest(self, limit: int, before: int | None = None) -> list[TrainingRun]:
+        """The newest `limit` runs of any pair, newest first. before: of those with smaller ids."""
+        query = select(training_runs).order_by(training_runs.c.id.desc()).limit(limit)
+        if before is not None:
+            query = query.where(training_runs.c.id < before)
         with self._db.read() as connection:
-            return [
-                _run(row)
-                for row in connection.execute(select(training_runs).order_by(training_runs.c.id.desc()).limit(limit))
-            ]
+            return [_run(row) for row in connection.execute(query)]
 
     def ended(self) -> list[TrainingRun]:
         """The runs of any pair that are over, oldest first."""

@@ -1,0 +1,58 @@
+"""Failure cases as text: what the draft proposed and what the target said instead, with a bit of what is around them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from service.core import FailureCase, RedraftError
+from service.settings import Settings
+
+if TYPE_CHECKING:
+    from service.models.text import TextEncoder
+    from service.store.log.cases import CaseContext
+
+BEFORE, AFTER = 16, 8
+"""Tokens around a case."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaseText:
+    """Bytes that are no UTF-8, as parts of characters are, are escapes in it."""
+
+    before: str
+    drafted: str
+    target: str
+    after: str
+
+
+class CaseReader:
+    """Decodes failure cases by the target's tokenizer. Fetches no model: raises RedraftError where it is not on this disk."""
+
+    def __init__(self, settings: Settings) -> None:
+        from mlx_lm.utils import load_tokenizer
+
+        from service.models.fingerprint import tokenizer_fingerprint
+        from service.models.machine import folder_at_hand
+        from service.models.text import TextEncoder
+
+        name = settings.models.target
+        folder = folder_at_hand(name, settings.home)
+        if folder is None:
+            raise RedraftError(f"the tokenizer of {name} is not on this disk: `redraft models get {name}` fetches it")
+        self._fingerprint = tokenizer_fingerprint(folder)
+        self._encoder: TextEncoder = TextEncoder(load_tokenizer(folder))
+
+    def read(self, case: FailureCase, context: CaseContext) -> CaseText | None:
+        """The case as text; None where its tokens are another tokenizer's."""
+        if context.tokenizer != self._fingerprint:
+            return None
+        return CaseText(
+            self._text(context.before),
+            self._text((case.drafted,)),
+            self._text((case.target,)),
+            self._text(context.after),
+        )
+
+    def _text(self, tokens: tuple[int, ...]) -> str:
+        return b"".join(map(self._encoder.token_bytes, tokens)).decode("utf-8", "backslashreplace")

@@ -1,0 +1,80 @@
+"""`config`: the settings as the other commands read them."""
+
+from __future__ import annotations
+
+import json as encoding
+from typing import Annotated
+
+import typer
+
+from service.cli.console import table, write_json
+from service.cli.options import Config, Database, Draft, Json, Target, given_flags
+from service.core import BadRequest
+from service.settings import Setting, list_settings
+
+config = typer.Typer(help="Settings: which there are, and where their values come from.", no_args_is_help=True)
+
+
+@config.command()
+def show(
+    name: Annotated[
+        list[str] | None, typer.Argument(help="Settings (engine.max_rows) or sections (engine); by default all.")
+    ] = None,
+    config: Config = None,
+    target: Target = None,
+    draft: Draft = None,
+    host: Annotated[str | None, typer.Option(help="As `serve` takes it.")] = None,
+    port: Annotated[int | None, typer.Option(help="As `serve` takes it.")] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="As `serve` takes it.")] = None,
+    database: Database = None,
+    train: Annotated[bool, typer.Option("--train/--no-train", help="As `serve` takes it.")] = True,
+    json: Json = None,
+) -> None:
+    """Every setting, its value, and where that comes from: a flag, the environment, the file of --config, or the default.
+
+    A flag goes before the environment, and that before the file. Names that are no settings are refused, in the file and in the
+    environment too. Passwords are not shown.
+    """
+    flags = given_flags(
+        models__target=target,
+        models__draft=draft,
+        server__host=host,
+        server__port=port,
+        engine__num_draft_tokens=num_draft_tokens,
+        store__url=database,
+        training__run_here=None if train else False,
+    )
+    found = _chosen(list_settings(config, flags), name or [])
+    shown = {each.name: _plain(each) for each in found}
+    rows = [(each.name, _text(shown[each.name]), each.origin) for each in found]
+    table("settings", ("name", "value", "from"), rows)
+    plain = [{"name": each.name, "value": shown[each.name], "from": each.origin} for each in found]
+    write_json(json, {"settings": plain})
+
+
+def _chosen(found: list[Setting], names: list[str]) -> list[Setting]:
+    """Those of these names and sections, or all. Raises BadRequest for a name that is neither."""
+    for name in names:
+        if not any(_named(each, name) for each in found):
+            raise BadRequest(f"there is no setting {name}", field="name")
+    return [each for each in found if not names or any(_named(each, name) for name in names)]
+
+
+def _named(setting: Setting, name: str) -> bool:
+    return setting.name == name or setting.name.startswith(f"{name}.")
+
+
+def _plain(setting: Setting) -> object:
+    """Its value as JSON can hold it, without a password."""
+    from service.store.backends.backend import shown, sqlite_path
+
+    value = setting.value
+    if setting.name == "store.url" and isinstance(value, str) and sqlite_path(value) is None:
+        return shown(value)
+    return value if value is None or isinstance(value, bool | int | float | list) else str(value)
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else encoding.dumps(value)

@@ -1,0 +1,102 @@
+"""`status`: one screen about a running server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from service.cli.console import table, write_json
+from service.cli.operate import ask, call
+from service.cli.options import LOCAL, Json, Url, adapter_name
+from service.core import RedraftError, RunState, Unavailable
+
+RUNS = 20
+"""Newest runs among which verdicts are looked for."""
+VERDICTS = 3
+
+
+def status(url: Url = LOCAL, json: Json = None) -> None:
+    """What a running server does: whether it is ready, its requests, how well its draft does, training.
+
+    Exits with 0 when the server is ready, with 1 when it is not or when none answers.
+    """
+    found = _read(url)
+    _show(url, found)
+    write_json(json, {"url": url} | found)
+    if not found["ready"]:
+        raise typer.Exit(1)
+
+
+def _read(url: str) -> dict[str, Any]:
+    """The server's state; None for what it does not say. Raises Unavailable where none answers."""
+    ready, reason = _ask(url, "/health/ready")
+    models, _ = _ask(url, "/v1/models")
+    adapters, _ = _ask(url, "/adapters")
+    requests, _ = _ask(url, "/requests")
+    runs, _ = _ask(url, f"/runs?limit={RUNS}")
+    found = [] if runs is None else runs["runs"]
+    counted = _counters(call(url, "GET", "/metrics").text)
+    drafted, calls = counted.get("spec_decode_num_draft_tokens_total"), counted.get("rounds_total")
+    return {
+        "ready": ready is not None,
+        "reason": reason,
+        "model": None if models is None else models["data"][0]["id"],
+        "adapter": None if adapters is None else adapters["active"],
+        "requests": None if requests is None else _states(requests["requests"]),
+        "acceptance_rate": counted["spec_decode_num_accepted_tokens_total"] / drafted if drafted else None,
+        "tokens_per_call": counted["generation_tokens_total"] / calls if calls else None,
+        "run": next((run for run in found if not RunState(run["state"]).over), None),
+        "verdicts": [run for run in found if run["verdict"] is not None][:VERDICTS],
+    }
+
+
+def _ask(url: str, path: str) -> tuple[dict[str, Any] | None, str | None]:
+    """A JSON object of the server's, or why it has none now. Raises Unavailable where none answers."""
+    try:
+        return ask(url, "GET", path), None
+    except Unavailable:
+        raise
+    except RedraftError as error:
+        return None, str(error)
+
+
+def _states(requests: list[dict[str, Any]]) -> dict[str, int]:
+    """Requests by their state; those whose prompt is being read count as running."""
+    waiting = sum(request["state"] == "waiting" for request in requests)
+    return {"running": len(requests) - waiting, "waiting": waiting}
+
+
+def _counters(metrics: str) -> dict[str, float]:
+    """The metrics without labels, by their names without the prefix."""
+    found: dict[str, float] = {}
+    for line in metrics.splitlines():
+        name, _, value = line.partition(" ")
+        if name.startswith("redraft:") and "{" not in name:
+            found[name.removeprefix("redraft:")] = float(value.split()[0])
+    return found
+
+
+def _show(url: str, found: dict[str, Any]) -> None:
+    requests, run = found["requests"], found["run"]
+    adapter, rate, tokens = found["adapter"], found["acceptance_rate"], found["tokens_per_call"]
+    rows: list[tuple[str, object]] = [
+        ("ready", "yes" if found["ready"] else f"no: {found['reason']}"),
+        ("model", found["model"] or ""),
+        ("adapter", "" if adapter is None else adapter_name(adapter)),
+        ("requests", "" if requests is None else f"{requests['running']} running, {requests['waiting']} waiting"),
+        ("acceptance rate", "" if rate is None else f"{rate:.3f} of the drafted tokens, since the start"),
+        ("tokens per target call", "" if tokens is None else f"{tokens:.2f}, since the start"),
+        ("training run", "none under way" if run is None else _progress(run)),
+        *(
+            (f"verdict of run {each['id']}", f"{each['state']}: {each['verdict']['reason']}")
+            for each in found["verdicts"]
+        ),
+    ]
+    table(f"redraft at {url}", ("what", "now"), rows)
+
+
+def _progress(run: dict[str, Any]) -> str:
+    done = run["progress"]
+    paused = f", paused: {done['paused']}" if done["paused"] else ""
+    return f"run {run['id']}: {run['state']}, step {done['step']} of {done['steps']}{paused}"

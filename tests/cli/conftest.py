@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from service.cli import console, main
+from tests.support.command_line import Outcome, Redraft
+
+
+@pytest.fixture
+def redraft(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Redraft:
+    """redraft("cases", "list", …) -> the outcome of the command line, run in this process."""
+    for shown in (console.out, console.err):
+        monkeypatch.setattr(shown, "_width", 240)
+
+    def run(*words: object, stdin: str = "") -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["redraft", *map(str, words)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        found = capsys.readouterr()
+        status = ended.value.code or 0
+        assert isinstance(status, int)
+        return Outcome(status, found.out, found.err)
+
+    return run
