@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import typer
@@ -14,6 +15,7 @@ from service.core import RedraftError, RunState, Unavailable
 RUNS = 20
 """Newest runs among which verdicts are looked for."""
 VERDICTS = 3
+SAMPLE = re.compile(r'^redraft:(\w+)\{model_name="(?:[^"\\]|\\.)*"\} (\S+)', re.MULTILINE)
 
 
 def status(url: Url = LOCAL, json: Json = None) -> None:
@@ -68,13 +70,8 @@ def _states(requests: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _counters(metrics: str) -> dict[str, float]:
-    """The metrics without labels, by their names without the prefix."""
-    found: dict[str, float] = {}
-    for line in metrics.splitlines():
-        name, _, value = line.partition(" ")
-        if name.startswith("redraft:") and "{" not in name:
-            found[name.removeprefix("redraft:")] = float(value.split()[0])
-    return found
+    """The metrics without labels but the model's name, by their names without the prefix."""
+    return {name: float(value) for name, value in SAMPLE.findall(metrics)}
 
 
 def _show(url: str, found: dict[str, Any]) -> None:

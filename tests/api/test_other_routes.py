@@ -156,7 +156,7 @@ def test_requests_under_way_are_shown_without_their_text_and_ended() -> None:
         assert_shape(gone, 404, "not_found")
         assert_shape(http.delete("/requests/" + "x" * 200), 400, "bad_request", "id")
         assert_shape(http.request("DELETE", f"/requests/{one['id']}", json={"a": 1}), 400, "bad_request", "body")
-    assert server.value('redraft:requests_finished_total{finish="cancelled"}') == 3
+    assert server.value('redraft:request_success_total{finished_reason="abort"}') == 3
 
 
 PREFIXES = {"/generate": "", "/v1/completions": "cmpl-", "/v1/chat/completions": "chatcmpl-"}
@@ -346,6 +346,7 @@ def test_the_schema_names_every_route_and_the_error_shape(http: httpx.Client) ->
         "/requests/{id}",
         "/runs",
         "/runs/{id}",
+        "/session",
         "/train",
         "/train/{id}",
         "/v1/chat/completions",

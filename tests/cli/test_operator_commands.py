@@ -20,7 +20,7 @@ import pytest
 from fastapi import FastAPI
 from typer.testing import CliRunner
 
-from service.api import build_startup_api
+from service.api import Doors, build_startup_api
 from service.cli.console import printable
 from service.cli.root import app
 from service.core import BARE_DRAFT, FailureCase, Progress, Round, RunState, TrainingRun, Trigger
@@ -423,7 +423,7 @@ class Starting(EchoServer):
         return build_startup_api(
             stage=lambda: "loading",
             metrics=self.metrics,
-            allowed_hosts=self.allowed_hosts,
+            doors=Doors(self.keeper, self.allowed_hosts),
         )
 
 
