@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api import Limits, ModelNames, build_api, build_startup_api
+from service.api import Feed, Limits, ModelNames, build_api, build_startup_api
 from service.app import TARGETS, Folders, resolve_models
 from service.core import Forget, ModelError, Unavailable
 from service.engine import device
@@ -45,6 +45,7 @@ from service.models.text import TextEncoder, bytes_per_token
 from service.settings import Settings
 from service.store.permissions import make_private, private_folder
 from service.store.processes.members import Role
+from service.store.registry.overview import PairOverview
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ class Application:
         self._serving: Serving | None = None
         self._supervisor: Supervisor | None = None
         self._queue: QueueMonitor | None = None
+        self._feed: Feed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -122,6 +124,10 @@ class Application:
         queue.start()
         self._queue = queue
         token_bytes = bytes_per_token(tokenizer)
+        overview = PairOverview(self.stores.database, serving.pair.provenance)
+        self._feed = Feed(
+            settings.models.target, self.engine_thread.status, self.metrics, newest_run=overview.newest_run
+        )
         self._api = build_api(
             service=self.engine_thread,
             encoder=encoder,
@@ -137,6 +143,8 @@ class Application:
             ),
             models=ModelNames(settings.models.target, settings.server.model_aliases),
             allowed_hosts=self._allowed_hosts,
+            overview=overview,
+            feed=self._feed,
             defaults=sampling_defaults(serving.folders.target),
         )
 
@@ -152,6 +160,8 @@ class Application:
 
     def drain(self) -> None:
         """Refuse new requests, let running ones finish within the drain time, end the rest with an error."""
+        if self._feed is not None:
+            self._feed.end()
         self.engine_thread.drain(self.settings.server.drain_seconds)
         self.engine_thread.stop()
 

@@ -90,6 +90,8 @@ def routes() -> set[tuple[str, str]]:
         limits=limits,
         models=ModelNames("m"),
         allowed_hosts=(),
+        overview=nothing,
+        feed=nothing,
     )
     found = {
         (method, route.path)

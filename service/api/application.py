@@ -23,9 +23,10 @@ from service.api.openai.chat import chat_routes
 from service.api.openai.completions import completion_routes
 from service.api.openai.models import model_routes
 from service.api.openai.responses import responses_routes
+from service.api.page import Feed, page_files, page_routes
 from service.api.request_id import RequestId
 from service.api.training import training_routes
-from service.core import Encoder, EngineStatus, GenerationService, Operator, Sampling, Unavailable
+from service.core import Encoder, EngineStatus, GenerationService, Operator, Overview, Sampling, Unavailable
 from service.metrics import Metrics
 
 OPERATOR_THREADS = 4
@@ -44,12 +45,14 @@ def build_api(
     limits: Limits,
     models: ModelNames,
     allowed_hosts: Collection[str],
+    overview: Overview,
+    feed: Feed,
     defaults: Sampling | None = None,
 ) -> FastAPI:
     """The ASGI application. It starts and stops nothing: that is its builder's business.
 
-    allowed_hosts: names and addresses by which clients may call this server, without ports. defaults: sampling where a request
-    to an OpenAI or Anthropic route says nothing; None: greedy.
+    allowed_hosts: names and addresses by which clients may call this server, without ports. overview, feed: what the page
+    shows. defaults: sampling where a request to an OpenAI or Anthropic route says nothing; None: greedy.
     """
     # No documentation pages: they would load scripts from elsewhere. The schema itself is at /openapi.json.
     app = FastAPI(title="Redraft", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -68,6 +71,8 @@ def build_api(
         adapter_routes(service, operator, threads),
         generations_routes(operator, threads),
         health_routes(service.status, metrics),
+        page_files(),
+        page_routes(overview, encoder, feed),
     ):
         app.include_router(router, responses=ERRORS)
     install(app, metrics)
@@ -80,7 +85,7 @@ def build_api(
 
 
 def build_startup_api(*, stage: Callable[[], str], metrics: Metrics, allowed_hosts: Collection[str]) -> FastAPI:
-    """The ASGI application while the models load: alive, not ready, and 503 with Retry-After on every other route.
+    """The ASGI application while the models load: alive, not ready, the page, and 503 with Retry-After on every other route.
 
     stage: what start-up is doing now, in a word; the message of every 503 ends with it.
     """
@@ -93,6 +98,7 @@ def build_startup_api(*, stage: Callable[[], str], metrics: Metrics, allowed_hos
         starting()
 
     app.include_router(health_routes(starting, metrics))
+    app.include_router(page_files())
     app.router.default = refuse
     install(app, metrics)
     app.add_middleware(HostGuard, allowed_hosts=allowed_hosts, metrics=metrics)

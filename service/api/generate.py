@@ -63,6 +63,7 @@ def _asked(body: GenerateRequest) -> Asked:
         domain=body.domain,
         client=body.client,
         store=body.store,
+        num_draft_tokens=body.num_draft_tokens,
         split=False,
     )
 

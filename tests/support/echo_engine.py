@@ -17,7 +17,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from service import core
-from service.api import Limits, ModelNames, build_api
+from service.api import Feed, Limits, ModelNames, build_api
 from service.core import (
     AdapterRef,
     AdapterState,
@@ -25,6 +25,7 @@ from service.core import (
     BadRequest,
     Conflict,
     Delta,
+    Disagreement,
     EngineStatus,
     Erased,
     Event,
@@ -33,6 +34,7 @@ from service.core import (
     FinishReason,
     Grammar,
     GrammarKind,
+    History,
     NotFound,
     Overloaded,
     Progress,
@@ -307,6 +309,25 @@ class InMemoryOperator:
         return Erased(2, (3,), (3,) if retire_adapters else ())
 
 
+class InMemoryOverview:
+    """core.Overview of what a test puts into it."""
+
+    def __init__(self) -> None:
+        now = datetime.now(UTC)
+        self.known = History(now, now, (), (), ())
+        self.cases: list[Disagreement] = []
+        self.run: TrainingRun | None = None
+
+    def history(self, hours: int) -> History:
+        return self.known
+
+    def disagreements(self, limit: int) -> list[Disagreement]:
+        return self.cases[:limit]
+
+    def newest_run(self) -> TrainingRun | None:
+        return self.run
+
+
 LIMITS = Limits(max_body_bytes=20_000, request_timeout=20.0, keepalive_seconds=5.0, max_tokens=1_000, max_context=4_000)
 
 
@@ -316,6 +337,7 @@ class EchoServer:
 
     engine: EchoEngine = field(default_factory=EchoEngine)
     operator: InMemoryOperator = field(default_factory=InMemoryOperator)
+    overview: InMemoryOverview = field(default_factory=InMemoryOverview)
     encoder: Codepoints = field(default_factory=Codepoints)
     metrics: Metrics = field(default_factory=lambda: Metrics(draft_tokens=3))
     limits: Limits = LIMITS
@@ -324,6 +346,7 @@ class EchoServer:
 
     @property
     def app(self) -> FastAPI:
+        self.feed = Feed("echo", self.engine.status, self.metrics, self.overview.newest_run)
         return build_api(
             service=self.engine,
             encoder=self.encoder,
@@ -332,6 +355,8 @@ class EchoServer:
             limits=self.limits,
             models=ModelNames("echo", ["gpt-4o"]),
             allowed_hosts=self.allowed_hosts,
+            overview=self.overview,
+            feed=self.feed,
             defaults=self.defaults,
         )
 
@@ -350,6 +375,7 @@ class EchoServer:
             try:
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
             finally:
+                self.feed.end()
                 server.should_exit = True
                 thread.join(10)
 

@@ -110,7 +110,7 @@ def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
     sampling: dict[str, Any] = json.loads(row.sampling)
     sampling["stop"] = tuple(sampling["stop"])
     prompt = Prompt(
-        tokens=_ids(row.prompt),
+        tokens=ids_of(row.prompt),
         sampling=Sampling(**sampling),
         domain=row.domain,
         client=row.client,
@@ -119,7 +119,7 @@ def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
     return Generation(
         id=row.id,
         prompt=prompt,
-        output=_ids(row.output),
+        output=ids_of(row.output),
         finish=FinishReason(row.finish),
         rounds=rounds_of(row.rounds),
         cases=tuple(cases),
@@ -135,7 +135,7 @@ def generation_of(row: Row[Any], cases: Sequence[FailureCase]) -> Generation:
 def _grammar(row: Row[Any]) -> AnswerGrammar | None:
     if row.grammar_text is None:
         return None
-    return AnswerGrammar(row.grammar_text, row.opening, _ids(row.closing) if row.closing else ())
+    return AnswerGrammar(row.grammar_text, row.opening, ids_of(row.closing) if row.closing else ())
 
 
 def rounds_of(stored: str) -> tuple[Round, ...]:
@@ -153,7 +153,8 @@ def case_of(row: Row[Any]) -> FailureCase:
     return FailureCase(row.position, row.drafted, row.target, row.p, row.q, row.margin, row.tie)
 
 
-def _ids(blob: bytes) -> tuple[int, ...]:
+def ids_of(blob: bytes) -> tuple[int, ...]:
+    """Token ids from the bytes that `id_bytes` made."""
     return tuple(np.frombuffer(blob, dtype="<u4").tolist())
 
 

@@ -1,0 +1,69 @@
+"""GET /events, /history and /cases: what the page shows. /cases has texts of clients in it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Query, Response
+
+from service.api.page.feed import Feed
+from service.api.page.files import SECURITY
+from service.api.page.schemas import CaseAnswer, CasesAnswer, HistoryAnswer
+from service.core import Disagreement, Encoder, Overview
+
+THREADS = 2
+"""Reads of the database at once: many open pages take nothing from requests."""
+Hours = Annotated[int, Query(ge=1, le=24 * 366)]
+Limit = Annotated[int, Query(ge=1, le=100)]
+
+
+def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
+    """What the page reads. encoder: makes text of tokens."""
+    router = APIRouter()
+    threads = CapacityLimiter(THREADS)
+
+    # Not in the document: a client that tries every route would wait for its end.
+    @router.get("/events", include_in_schema=False)
+    async def events() -> Response:
+        """Server-sent events: a snapshot when something has changed, once a second at most."""
+        return feed.listen()
+
+    @router.get("/history")
+    async def history(response: Response, hours: Hours = 24) -> HistoryAnswer:
+        """Acceptance over the last so many hours, by adapter and by depth, and the adapters with their verdicts."""
+        response.headers.update(SECURITY)
+        found = await to_thread.run_sync(overview.history, hours, limiter=threads)
+        return HistoryAnswer.model_validate(found)
+
+    @router.get("/cases")
+    async def cases(response: Response, limit: Limit = 20) -> CasesAnswer:
+        """Of the newest failure cases those of which the draft was surest and the target least, with the text before them."""
+        response.headers.update({**SECURITY, "cache-control": "no-store"})
+
+        def read() -> list[CaseAnswer]:
+            return [_case(found, encoder) for found in overview.disagreements(limit)]
+
+        return CasesAnswer(cases=await to_thread.run_sync(read, limiter=threads))
+
+    return router
+
+
+def _case(found: Disagreement, encoder: Encoder) -> CaseAnswer:
+    def text(*tokens: int) -> str:
+        return b"".join(map(encoder.token_bytes, tokens)).decode("utf-8", "replace")
+
+    return CaseAnswer(
+        id=found.generation,
+        position=found.position,
+        domain=found.domain,
+        client=found.client,
+        adapter=found.adapter,
+        # The context may begin inside a character.
+        context=text(*found.context).lstrip("\ufffd"),
+        drafted=text(found.drafted),
+        target=text(found.target),
+        p=found.p,
+        q=found.q,
+        created_at=found.created_at,
+    )
