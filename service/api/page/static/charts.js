@@ -71,10 +71,9 @@ export function timeChart(svg, { series, marks, from, to, low, high, gap, format
     return group;
   }, (node, mark, index) => {
     change(node, { class: mark.back ? 'mark back' : 'mark' });
-    change(node.children[0], { x1: x(mark.x), x2: x(mark.x), y1: 12, y2: height - BOTTOM });
+    change(node.children[0], { x1: x(mark.x), x2: x(mark.x), y1: index % 2 ? 25 : 13, y2: height - BOTTOM });
     // Neighbours are written in two rows.
-    const end = x(mark.x) > width - 60;
-    change(node.children[1], { x: x(mark.x) + (end ? -4 : 4), y: index % 2 ? 22 : 10, 'text-anchor': end ? 'end' : 'start' });
+    change(node.children[1], { x: x(mark.x), y: index % 2 ? 22 : 10, 'text-anchor': 'middle' });
     setText(node.children[1], mark.label);
   });
   list(paths, series, () => draw('path'), (node, one) => {
@@ -142,7 +141,7 @@ export function gainChart(svg, { rows, label }) {
     change(node, { x1: x(value), x2: x(value), y1: 2, y2: height - BOTTOM, class: Math.abs(value) < 1e-9 ? 'zero' : '' }));
   list(grid, levels, text, (node, value) => {
     change(node, { x: x(value), y: height - 5, 'text-anchor': 'middle' });
-    setText(node, gain(value).replace('.0', ''));
+    setText(node, Math.abs(value) < 1e-9 ? '0' : gain(value).replace('.0', ''));
   });
   list(names, rows, () => {
     const group = draw('g');

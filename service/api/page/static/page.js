@@ -14,7 +14,8 @@ const REFRESH = 10_000; // between two reads of the history while something happ
 const IDLE_REFRESH = 60_000;
 const MARKS = 24;
 
-const counters = []; // {at, tokens, rounds, drafted, accepted}, one a second
+// {at, tokens, rounds, drafted, accepted}, one a second: one without a snapshot is one in which nothing changed.
+const counters = [];
 const speeds = [];
 let latest = null;
 let past = null;
@@ -61,28 +62,28 @@ function show(snapshot) {
   setId('speedup', `${number(speedup, 2)} ×`);
   showRun(snapshot.run);
   showRollback();
-  count();
+  showRates();
 }
 
 // What tells that the history has something new.
 const moved = ({ metrics, adapter, run }) =>
   [metrics.generation_tokens_total, metrics.adapter_promotions_total, metrics.adapter_rollbacks_total, adapter, run?.state].join();
 
-// Rates are of counters: a second without a snapshot is one in which nothing changed.
-function count() {
-  if (latest === null) return;
+function countersNow() {
   const { metrics } = latest;
-  const now = {
+  return {
     at: performance.now() / 1000,
     tokens: metrics.generation_tokens_total,
     rounds: metrics.rounds_total,
     drafted: metrics.spec_decode_num_draft_tokens_total,
     accepted: metrics.spec_decode_num_accepted_tokens_total,
   };
+}
+
+function showRates() {
+  const now = countersNow();
   // After a restart of the server they begin again.
   if (counters.length > 0 && now.tokens < counters.at(-1).tokens) counters.length = 0;
-  counters.push(now);
-  if (counters.length > SECONDS) counters.shift();
   const since = (seconds) => counters.find((one) => one.at >= now.at - seconds) ?? now;
   const recent = since(RATE_SECONDS);
   setId('speed', number(now.at > recent.at ? (now.tokens - recent.tokens) / (now.at - recent.at) : 0));
@@ -101,9 +102,11 @@ function ratio(id, then, now, over, under, format) {
 
 function eachSecond() {
   if (latest !== null) {
-    count();
-    const [last, now] = [counters.at(-2) ?? counters.at(-1), counters.at(-1)];
-    speeds.push(now.at > last.at ? Math.max(0, (now.tokens - last.tokens) / (now.at - last.at)) : 0);
+    showRates();
+    const [last, now] = [counters.at(-1), countersNow()];
+    counters.push(now);
+    if (counters.length > SECONDS) counters.shift();
+    speeds.push(last === undefined ? 0 : (now.tokens - last.tokens) / (now.at - last.at));
     if (speeds.length > SECONDS) speeds.shift();
     sparkline(byId('speed-chart'), speeds, SECONDS);
     setId('speed-peak', `Peak ${number(Math.max(...speeds), 0)}.`);
@@ -261,8 +264,8 @@ function showTimes({ points, adapters }) {
   const to = Math.max(...points.map(at), from + 60_000);
   const marks = adapters
     .flatMap(({ id, gate, watch }) => [
-      gate?.verdict.promoted && { x: Date.parse(gate.at), label: `▲ ${id} promoted`, back: false },
-      watch && !watch.verdict.promoted && { x: Date.parse(watch.at), label: `▼ ${id} rolled back`, back: true },
+      gate?.verdict.promoted && { x: Date.parse(gate.at), label: `▲ ${id}`, words: `adapter ${id} promoted`, back: false },
+      watch && !watch.verdict.promoted && { x: Date.parse(watch.at), label: `▼ ${id}`, words: `adapter ${id} rolled back`, back: true },
     ])
     .filter((mark) => mark && mark.x >= from && mark.x <= to)
     .sort((a, b) => a.x - b.x)
@@ -275,8 +278,8 @@ function showTimes({ points, adapters }) {
     }));
   const rate = (point) => point.accepted / point.drafted;
   const perCall = (point) => point.tokens / point.rounds;
-  const shared = { marks, from, to, gap: (to - from) / 8 };
-  const swaps = marks.map((mark) => mark.label.slice(2)).join(', ') || 'no swap';
+  const shared = { marks, from, to, gap: (to - from) / 20 };
+  const swaps = marks.map((mark) => mark.words).join(', ') || 'no swap';
   const highest = Math.max(...points.map(perCall).filter(Number.isFinite), 1.5);
   timeChart(byId('acceptance-chart'), {
     ...shared, series: series(rate), low: 0, high: 1, format: (value) => percent(value), label: `Acceptance rate over time. ${spoken(points, ids, rate, percent)}; ${swaps}.`,

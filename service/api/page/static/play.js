@@ -85,8 +85,7 @@ async function single(signal) {
   setId('answer-title', 'Answer');
   const body = { ...asked(), temperature: Number(byId('temperature').value), store: byId('store').checked };
   const done = await generate(body, byId('answer'), signal);
-  setId('answer-figures', figures(done));
-  return `Done: ${figures(done)}.`;
+  return `${figures(done)}.`;
 }
 
 // With the draft first: afterwards the answer could be looked up in what was said before.

@@ -6,7 +6,7 @@ const CONTROL = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u180e\u200
 export function visible(text) {
   return String(text).replace(CONTROL, (character) => {
     const code = character.charCodeAt(0);
-    return code < 0x20 ? String.fromCharCode(0x2400 + code) : `⟨U+${code.toString(16).toUpperCase().padStart(4, '0')}⟩`;
+    return `⟨U+${code.toString(16).toUpperCase().padStart(4, '0')}⟩`;
   });
 }
 
