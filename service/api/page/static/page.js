@@ -29,7 +29,7 @@ async function follow() {
   for (;;) {
     try {
       const response = await ask('events');
-      changed = true;
+      refresh();
       for await (const { event, data } of events(response)) if (event === 'snapshot') show(JSON.parse(data));
       state('The connection ended', false);
     } catch (error) {
@@ -112,7 +112,7 @@ function eachSecond() {
     setId('speed-peak', `Peak ${number(Math.max(...speeds), 0)}.`);
   }
   const age = performance.now() - refreshedAt;
-  if (!document.hidden && latest !== null && ((changed && age > REFRESH) || age > IDLE_REFRESH || refreshedAt === 0)) refresh();
+  if (!document.hidden && latest !== null && ((changed && age > REFRESH) || age > IDLE_REFRESH)) refresh();
 }
 
 // ---------------------------------------------------------------------------------------------------------- training
