@@ -10,6 +10,7 @@ const SECONDS = 300; // of speeds that are shown, and of counters that are held
 const RATE_SECONDS = 10;
 const MINUTE = 60;
 const RETRY = 2000;
+const PAUSE = 2000; // after a switch of adapters
 const REFRESH = 10_000; // between two reads of the history while something happens
 const IDLE_REFRESH = 60_000;
 const MARKS = 24;
@@ -165,12 +166,17 @@ function showRollback() {
   setId('rollback-note', active === 0 ? 'The bare draft serves.' : what);
 }
 
-// Says which version it means: a second click finds another one serving, and is refused.
+// Says which version it means: where another one serves by now, the server refuses.
 async function rollback() {
   await adapterAction(`adapters/rollback?expected=${latest.adapter}`);
 }
 
+// When buttons of adapters act again: the second click of a double one means no second switch.
+let actAgainAt = 0;
+
 async function adapterAction(path) {
+  if (performance.now() < actAgainAt) return;
+  actAgainAt = Infinity;
   try {
     const { active } = await (await post(path)).json();
     setId('adapter-result', `${active === 0 ? 'The bare draft' : `Adapter ${active}`} serves now.`);
@@ -178,9 +184,9 @@ async function adapterAction(path) {
     showRollback();
     refresh();
   } catch (error) {
-    // The answer to the click before it stays.
-    if (error.status === 409 && byId('adapter-result').textContent.endsWith('serves now.')) return;
     setId('adapter-result', `Nothing was changed: ${error.message}.`);
+  } finally {
+    actAgainAt = performance.now() + PAUSE;
   }
 }
 

@@ -14,9 +14,7 @@ export async function ask(path, options = {}) {
       await logIn();
       continue;
     }
-    const error = new Error(await message(response));
-    error.status = response.status;
-    throw error;
+    throw new Error(await message(response));
   }
 }
 
