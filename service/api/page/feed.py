@@ -120,9 +120,11 @@ class Feed:
 class EventFeed(StreamingResponse):
     """One listener's stream. left: called when it is over, however it ends."""
 
+    media_type = "text/event-stream"
+
     def __init__(self, frames: AsyncIterator[bytes], left: Callable[[], None]) -> None:
         headers = {**SECURITY, "cache-control": "no-store", "x-accel-buffering": "no"}
-        super().__init__(frames, media_type="text/event-stream", headers=headers)
+        super().__init__(frames, headers=headers)
         self._left = left
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -23,8 +23,11 @@ def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
     router = APIRouter()
     threads = CapacityLimiter(THREADS)
 
-    # Not in the document: a client that tries every route would wait for its end.
-    @router.get("/events", include_in_schema=False)
+    @router.get(
+        "/events",
+        response_class=Response,
+        responses={200: {"description": "Snapshots, until the server ends.", "content": {"text/event-stream": {}}}},
+    )
     async def events() -> Response:
         """Server-sent events: a snapshot when something has changed, once a second at most."""
         return feed.listen()
