@@ -246,20 +246,19 @@ def test_a_snapshot_comes_at_once_and_after_every_change(http: httpx.Client, ser
         assert (first["model"], first["ready"], first["adapter"], first["waiting"]) == ("echo", True, 3, 0)
         assert first["memory"]["active"] == 0
         assert (first["run"]["id"], first["run"]["progress"]["step"], first["run"]["progress"]["loss"]) == (7, 3, None)
-        assert first["metrics"]["generation_tokens_total"] == 0
-        assert "estimated_speedup" not in first["metrics"] or first["metrics"]["estimated_speedup"] >= 0
+        assert first["totals"]["generation_tokens_total"] == 0
         changed_at = time.monotonic()
         server.metrics.observe([Round(3, 0, 4, 2, 3)], 0.01)
-        counts = next(snapshots)["metrics"]
+        counts = next(snapshots)["totals"]
         assert time.monotonic() - changed_at < 2.0
         assert [counts[f"spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted")] == [4, 2]
         assert (counts["generation_tokens_total"], counts["rounds_total"]) == (3, 1)
 
 
-def test_every_value_without_labels_is_in_a_snapshot(server: EchoServer) -> None:
-    values = server.metrics.values()
+def test_totals_are_of_counters_without_labels(server: EchoServer) -> None:
+    before = server.metrics.totals()
     server.metrics.observe([Round(3, 0, 4, 2, 3)], 0.01)
-    assert {name for name, value in server.metrics.values().items() if value != values[name]} == {
+    assert {name for name, value in server.metrics.totals().items() if value != before[name]} == {
         "generation_tokens_total",
         "rounds_total",
         *(f"spec_decode_num_{name}_total" for name in ("drafts", "draft_tokens", "accepted_tokens", "tested_tokens")),
@@ -328,22 +327,39 @@ def test_a_slow_listener_gets_the_newest_snapshot_and_holds_up_no_other(monkeypa
     status = Numbered()
     feed = Feed("model", status, Metrics(3), no_run)
 
-    async def running(frames: Any) -> int:
-        frame = (await anext(frames)).decode()
-        return json.loads(frame.partition("data: ")[2])["running"]
-
     async def both() -> tuple[list[int], list[int]]:
         quick, slow = feed.listen().body_iterator, feed.listen().body_iterator
-        late = [await running(slow)]
-        seen = [await running(quick) for _ in range(30)]
-        return seen, [*late, await running(slow)]
+        late = [await rows(slow)]
+        seen = [await rows(quick) for _ in range(30)]
+        return seen, [*late, await rows(slow)]
 
     seen, late = asyncio.run(both())
     assert seen == sorted(set(seen)) and len(seen) == 30
     # What came meanwhile was dropped, not gathered.
     assert late[1] >= seen[-1]
-    # One snapshot for all.
-    assert status.asked <= len(seen) + 5
+
+
+def test_listeners_share_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed_module, "SECONDS", 0.05)
+    status = Numbered()
+    feed = Feed("model", status, Metrics(3), no_run)
+
+    async def listen() -> None:
+        frames = feed.listen().body_iterator
+        for _ in range(10):
+            await rows(frames)
+
+    async def together() -> None:
+        await asyncio.gather(*(listen() for _ in range(6)))
+
+    asyncio.run(together())
+    assert 10 <= status.asked < 30, "each of the six made its own"
+
+
+async def rows(frames: Any) -> int:
+    """Requests that run, by the next snapshot."""
+    frame = (await anext(frames)).decode()
+    return json.loads(frame.partition("data: ")[2])["rows"]
 
 
 def test_a_database_that_is_away_leaves_the_engine_s_figures(server: EchoServer) -> None:

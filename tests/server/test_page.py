@@ -24,7 +24,7 @@ def test_an_open_page_sees_what_is_served_and_does_not_hold_up_the_end(tmp_path:
             outputs = [generate(server, line.prompt, domain="a domain") for line in prompts(6)]
             answered_at = time.monotonic()
             tokens = sum(len(output["tokens"]) for output in outputs)
-            while next(snapshots)["metrics"]["generation_tokens_total"] < tokens:
+            while next(snapshots)["totals"]["generation_tokens_total"] < tokens:
                 assert time.monotonic() - answered_at < 2.0
             drafted = sum(output["timings"]["draft_n"] for output in outputs)
             history = recorded(server.url, len(outputs))

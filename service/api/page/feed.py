@@ -103,15 +103,8 @@ class Feed:
         status, run = self._status(), self._run
         shown: dict[str, Any] = {
             "model": self._model,
-            "ready": status.ready,
-            "reason": status.reason,
-            "running": status.rows,
-            "waiting": status.waiting,
-            "adapter": status.adapter,
-            "draft_failures": status.draft_failures,
-            "memory": asdict(status.memory),
-            "kv_cache_usage": status.kv_cache_usage,
-            "metrics": self._metrics.values(),
+            **asdict(status),
+            "totals": self._metrics.totals(),
             "run": None if run is None else RunAnswer.model_validate(run).model_dump(mode="json"),
         }
         return json.dumps(shown, separators=(",", ":")).encode()

@@ -51,33 +51,33 @@ function show(snapshot) {
   state(snapshot.ready ? 'Serving' : `Not ready: ${visible(snapshot.reason)}`, snapshot.ready);
   setId('model', visible(snapshot.model));
   if (before === null || moved(before) !== moved(snapshot)) changed = true;
-  setId('requests', `${snapshot.running} running`);
-  setId('requests-note', `${snapshot.waiting} waiting, ${number(snapshot.metrics.requests_started_total, 0)} since the start`);
+  setId('requests', `${snapshot.rows} running`);
+  setId('requests-note', `${snapshot.waiting} waiting, ${number(snapshot.totals.requests_started_total, 0)} since the start`);
   setId('memory', bytes(snapshot.memory.active));
   setId('memory-note', `${percent(snapshot.kv_cache_usage)} of the room for keys and values in use`);
   setId('adapter', snapshot.adapter === 0 ? 'none' : snapshot.adapter);
   const failures = snapshot.draft_failures ? `, ${snapshot.draft_failures} failures of the draft` : '';
   setId('adapter-note', `${snapshot.adapter === 0 ? 'the bare draft serves' : 'drafts now'}${failures}`);
-  const speedup = snapshot.metrics.estimated_speedup;
-  byId('speedup-tile').hidden = !(speedup > 0);
-  setId('speedup', `${number(speedup, 2)} ×`);
+  // Unknown where the costs of rounds are not measured.
+  byId('speedup-tile').hidden = !(snapshot.speedup > 0);
+  setId('speedup', `${number(snapshot.speedup, 2)} ×`);
   showRun(snapshot.run);
   showRollback();
   showRates();
 }
 
 // What tells that the history has something new.
-const moved = ({ metrics, adapter, run }) =>
-  [metrics.generation_tokens_total, metrics.adapter_promotions_total, metrics.adapter_rollbacks_total, adapter, run?.state].join();
+const moved = ({ totals, adapter, run }) =>
+  [totals.generation_tokens_total, totals.adapter_promotions_total, totals.adapter_rollbacks_total, adapter, run?.state].join();
 
 function countersNow() {
-  const { metrics } = latest;
+  const { totals } = latest;
   return {
     at: performance.now() / 1000,
-    tokens: metrics.generation_tokens_total,
-    rounds: metrics.rounds_total,
-    drafted: metrics.spec_decode_num_draft_tokens_total,
-    accepted: metrics.spec_decode_num_accepted_tokens_total,
+    tokens: totals.generation_tokens_total,
+    rounds: totals.rounds_total,
+    drafted: totals.spec_decode_num_draft_tokens_total,
+    accepted: totals.spec_decode_num_accepted_tokens_total,
   };
 }
 
