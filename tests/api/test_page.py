@@ -19,6 +19,7 @@ import pytest
 
 from service.api import Feed, build_startup_api
 from service.api.page import feed as feed_module
+from service.api.page import routes as page_routes
 from service.core import (
     AdapterRecord,
     AdapterState,
@@ -175,6 +176,20 @@ def test_history_is_shown_field_by_field(http: httpx.Client, server: EchoServer)
     verdict = adapter["gate"]["verdict"]
     assert (verdict["gain"], verdict["low90"], verdict["high90"]) == (0.2, 0.1, None)
     assert verdict["domains"] == {HOSTILE: [0.1, 0.0, 0.2]}
+
+
+def test_a_history_is_read_once_for_all_who_ask_in_two_seconds(
+    http: httpx.Client, server: EchoServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    history = server.overview.history
+    server.overview.history = lambda hours: (read.append(hours), history(hours))[1]
+    for hours in (24, 24, 24, 1, 1):
+        assert http.get(f"/history?hours={hours}").status_code == 200
+    assert read == [24, 1]
+    monkeypatch.setattr(page_routes, "FRESH_SECONDS", 0.0)
+    http.get("/history?hours=1")
+    assert read == [24, 1, 1]
 
 
 @pytest.mark.parametrize("query", ["hours=0", "hours=8785", "hours=x", "hours=1.5"])

@@ -336,7 +336,7 @@ def main(chromium: str, real: str, echo: str, *names: str) -> None:
                 function(browser, real, echo)
             except Exception as error:  # noqa: BLE001  (the others are made all the same)
                 traceback.print_exc(file=sys.stdout)
-                print(f"failed {function.__name__}: {error}", flush=True)
+                print(f"failed {function.__name__}: {error!r}", flush=True)
             else:
                 print(f"ok {function.__name__} ({time.monotonic() - started_at:.1f} s)", flush=True)
         browser.close()

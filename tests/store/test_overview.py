@@ -77,7 +77,12 @@ def test_points_are_by_adapter_in_order_of_time(stores: Stores) -> None:
 def test_a_swap_inside_one_stretch_makes_two_points(stores: Stores) -> None:
     log = [made(0, 600), *(made(1, 6) for _ in range(30)), *(made(2, 5) for _ in range(30)), made(3, 0.5)]
     points = fill(stores, log).history(24).points
-    assert [(point.adapter, point.generations) for point in points] == [(0, 1), (1, traffic.EDGE), (2, 19), (3, 1)]
+    assert [(point.adapter, point.generations) for point in points] == [
+        (0, 1),
+        (1, traffic.EDGE),
+        (2, traffic.EDGE - 1),
+        (3, 1),
+    ]
     stores.close()
 
 

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, func, select
+from sqlalchemy import Connection, Row, Select, and_, bindparam, func, select
 
 from service.core import DepthCounts, Provenance, Round, Source, TrafficPoint
 from service.store.log.queries import same_pair
@@ -19,10 +19,16 @@ from service.store.times import utc
 
 STRETCHES = 60
 """Into which the time is divided."""
-EDGE = 20
+EDGE = 10
 """Generations that are read at either end of a stretch: a switch of adapters inside it shows, and a long log costs no more."""
 DEPTHS = 4
 """Adapters whose acceptance by depth is shown: the newest of those that drafted."""
+
+_BETWEEN = and_(generations.c.seq >= bindparam("low"), generations.c.seq < bindparam("high"))
+_NEAREST: Select[Any] = (
+    select(generations.c.seq, generations.c.created_at).where(_BETWEEN).order_by(generations.c.seq).limit(1)
+)
+"""Made once: a search asks it some hundred times."""
 
 
 @dataclass(slots=True)
@@ -113,9 +119,10 @@ def _sample(connection: Connection, low: int, high: int) -> list[Row[Any]]:
     """The first and the last EDGE generations with low <= seq < high."""
     made = generations.c
     columns = (made.seq, made.created_at, made.rounds, made.target, made.tokenizer, made.draft)
-    query: Select[Any] = select(*columns).where(made.seq >= low, made.seq < high).limit(EDGE)
-    found = {row.seq: row for order in (made.seq, made.seq.desc()) for row in connection.execute(query.order_by(order))}
-    return list(found.values())
+    query: Select[Any] = select(*columns).where(_BETWEEN).limit(EDGE)
+    between = {"low": low, "high": high}
+    ends = [connection.execute(query.order_by(order), between) for order in (made.seq, made.seq.desc())]
+    return list({row.seq: row for end in ends for row in end}.values())
 
 
 def _seqs_at(connection: Connection, low: int, high: int, moments: Sequence[datetime]) -> list[int]:
@@ -135,6 +142,4 @@ def _seqs_at(connection: Connection, low: int, high: int, moments: Sequence[date
 
 def _nearest(connection: Connection, low: int, high: int) -> Row[Any] | None:
     """The first generation with low <= seq < high."""
-    made = generations.c
-    query: Select[Any] = select(made.seq, made.created_at).where(made.seq >= low, made.seq < high)
-    return connection.execute(query.order_by(made.seq).limit(1)).one_or_none()
+    return connection.execute(_NEAREST, {"low": low, "high": high}).one_or_none()

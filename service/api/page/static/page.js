@@ -182,7 +182,8 @@ async function adapterAction(path) {
     setId('adapter-result', `${active === 0 ? 'The bare draft' : `Adapter ${active}`} serves now.`);
     latest.adapter = active;
     showRollback();
-    refresh();
+    // Until then the server may show the history that it read before.
+    setTimeout(refresh, PAUSE);
   } catch (error) {
     setId('adapter-result', `Nothing was changed: ${error.message}.`);
   } finally {
