@@ -254,6 +254,28 @@ def an_open_page_does_not_grow(browser: Browser, real: str, echo: str) -> None:
 
 
 @check
+def while_models_load_the_stage_is_shown(browser: Browser, real: str, echo: str) -> None:
+    """As api.application.build_startup_api answers, and then as a server that is ready."""
+    inside = browser.new_context()
+    page = inside.new_page()
+    stages = ["fetching", "loading"]
+
+    def starting(route: Route) -> None:
+        if not stages:
+            route.continue_()
+            return
+        message = f"the server is starting: {stages.pop(0)}"
+        body = {"error": {"message": message, "type": "", "param": None, "code": "unavailable"}}
+        route.fulfill(status=503, json=body)
+
+    page.route(f"{echo}/events", starting)
+    page.goto(f"{echo}/")
+    for text in ("the server is starting: fetching", "the server is starting: loading", "Serving"):
+        expect(page.locator("#state")).to_have_text(text, timeout=10_000)
+    inside.close()
+
+
+@check
 def a_key_is_asked_for_and_stored_nowhere(browser: Browser, real: str, echo: str) -> None:
     """The server asks for one once routes answer 401, which is done to them here on their way."""
     keys: list[object] = []

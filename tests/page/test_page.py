@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 
 import pytest
 
@@ -23,18 +21,14 @@ from service.core import (
     TrafficPoint,
     Verdict,
 )
+from tests.support.browser import CHROMIUM, PAGE, SECONDS, make_environment
 from tests.support.echo_engine import EchoEngine, EchoServer, make_run
 from tests.support.tiny_server import generate, in_process_server, prompts, register_adapters, write_pair
 
-FOLDER = Path(__file__).parent
-SCRIPT = FOLDER / "browser.py"
+SCRIPT = PAGE / "browser.py"
 CHECKS = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
 HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\u202egnp.exe\u0007"
 """As in browser.py, which no test can import: it runs without this project."""
-CHROMIUM = next(
-    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
-)
-SECONDS = 300
 
 pytestmark = [
     pytest.mark.nightly,
@@ -73,15 +67,7 @@ def hostile_server() -> EchoServer:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each check came to: "" where it passed."""
     folder = tmp_path_factory.mktemp("page")
-    uv = shutil.which("uv")
-    assert uv is not None, "uv is not installed"
-    python = folder / "environment" / "bin" / "python"
-    needs = ["-r", str(FOLDER / "requirements.txt")]
-    for command in (
-        [uv, "venv", "-q", str(python.parents[1])],
-        [uv, "pip", "install", "-q", "--python", str(python), *needs],
-    ):
-        subprocess.run(command, check=True, timeout=SECONDS)
+    python = make_environment(folder / "environment")
     pair = write_pair(folder)
     real = in_process_server(folder, pair)
     register_adapters(real, pair, 2)

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from itertools import pairwise
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, and_, bindparam, func, select
+from sqlalchemy import Connection, Row, and_, bindparam, func, select
 
 from service.core import DepthCounts, Provenance, Round, Source, TrafficPoint
 from service.store.log.queries import same_pair
@@ -25,9 +25,7 @@ DEPTHS = 4
 """Adapters whose acceptance by depth is shown: the newest of those that drafted."""
 
 _BETWEEN = and_(generations.c.seq >= bindparam("low"), generations.c.seq < bindparam("high"))
-_NEAREST: Select[Any] = (
-    select(generations.c.seq, generations.c.created_at).where(_BETWEEN).order_by(generations.c.seq).limit(1)
-)
+_NEAREST: Any = select(generations.c.seq, generations.c.created_at).where(_BETWEEN).order_by(generations.c.seq).limit(1)
 """Made once: a search asks it some hundred times."""
 
 
@@ -119,7 +117,7 @@ def _sample(connection: Connection, low: int, high: int) -> list[Row[Any]]:
     """The first and the last EDGE generations with low <= seq < high."""
     made = generations.c
     columns = (made.seq, made.created_at, made.rounds, made.target, made.tokenizer, made.draft)
-    query: Select[Any] = select(*columns).where(_BETWEEN).limit(EDGE)
+    query: Any = select(*columns).where(_BETWEEN).limit(EDGE)
     between = {"low": low, "high": high}
     ends = [connection.execute(query.order_by(order), between) for order in (made.seq, made.seq.desc())]
     return list({row.seq: row for end in ends for row in end}.values())

@@ -12,7 +12,7 @@ const MINUTE = 60;
 const RETRY = 2000;
 const PAUSE = 2000; // after a switch of adapters
 const REFRESH = 10_000; // between two reads of the history while something happens
-const IDLE_REFRESH = 60_000;
+const IDLE_REFRESH = 30_000;
 const MARKS = 24;
 
 // {at, tokens, rounds, drafted, accepted}, one a second: one without a snapshot is one in which nothing changed.
