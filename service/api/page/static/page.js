@@ -136,7 +136,7 @@ function showRun(run) {
   setId('run-left', progress.seconds_left === null ? '–' : duration(progress.seconds_left));
   const outcome = run.error ?? run.verdict?.reason ?? '';
   const ended = over ? ` Ended ${when(run.finished_at)}. ${visible(outcome)}` : '';
-  setId('run-note', `On top of ${adapterName(run.parent)}, on ${run.cases} failure cases of ${run.generations} answers (${why}).${ended}`);
+  setId('run-note', `On top of ${run.parent === 0 ? 'the bare draft' : adapterName(run.parent)}, on ${run.cases} failure cases of ${run.generations} answers (${why}).${ended}`);
 }
 
 // One key until the server has answered: a second click asks for the same run.
@@ -268,7 +268,7 @@ function showTimes({ points, adapters }) {
   const ids = [...new Set(points.map((point) => point.adapter))].sort((a, b) => b - a);
   const at = (point) => Date.parse(point.at);
   const from = Math.min(...points.map(at));
-  const to = Math.max(...points.map(at), from + 60_000);
+  const to = Math.max(...points.map(at), from + 10_000);
   const marks = adapters
     .flatMap(({ id, gate, watch }) => [
       gate?.verdict.promoted && { x: Date.parse(gate.at), label: `▲ ${id}`, words: `adapter ${id} promoted`, back: false },

@@ -45,10 +45,12 @@ export function duration(seconds) {
 }
 
 const CLOCK = new Intl.DateTimeFormat(undefined, { hour: '2-digit', minute: '2-digit' });
+const SECONDS = new Intl.DateTimeFormat(undefined, { hour: '2-digit', minute: '2-digit', second: '2-digit' });
 const DAY = new Intl.DateTimeFormat(undefined, { month: 'short', day: 'numeric' });
 
 // A moment, in milliseconds, as short as `span` milliseconds around it allow.
 export function moment(at, span) {
+  if (span <= 6e5) return SECONDS.format(at);
   if (span <= 36e5 * 26) return CLOCK.format(at);
   return span <= 36e5 * 24 * 3 ? `${DAY.format(at)} ${CLOCK.format(at)}` : DAY.format(at);
 }
