@@ -154,7 +154,7 @@ def case_of(row: Row[Any]) -> FailureCase:
 
 
 def ids_of(blob: bytes) -> tuple[int, ...]:
-    """Token ids from the bytes that `id_bytes` made."""
+    """Token ids from a column that holds them."""
     return tuple(np.frombuffer(blob, dtype="<u4").tolist())
 
 

@@ -8,7 +8,7 @@ from sqlalchemy import select
 
 from service.core import AdapterRecord, AdapterState, Disagreement, History, Judgement, Provenance, TrainingRun
 from service.store.database import Database
-from service.store.log.cases import Cases
+from service.store.log.disagreements import worst_cases
 from service.store.log.traffic import read_traffic
 from service.store.registry.adapters import EvaluationKind
 from service.store.registry.runs import Runs
@@ -26,7 +26,6 @@ class PairOverview:
     def __init__(self, database: Database, who: Provenance) -> None:
         self._db = database
         self._who = who
-        self._cases = Cases(database)
         self._runs = Runs(database)
 
     def history(self, hours: int) -> History:
@@ -39,7 +38,8 @@ class PairOverview:
 
     def disagreements(self, limit: int) -> list[Disagreement]:
         """See core.Overview."""
-        return self._cases.worst(self._who, limit)
+        with self._db.read() as connection:
+            return worst_cases(connection, self._who, limit)
 
     def newest_run(self) -> TrainingRun | None:
         """See core.Overview."""
