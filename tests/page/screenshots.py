@@ -17,10 +17,10 @@ from tests.support.browser import CHROMIUM, PAGE, SECONDS, make_environment
 IMAGES = PAGE.parents[1] / "docs" / "images"
 SETTINGS: dict[str, dict[str, object]] = {
     "engine": {"max_rows": 4},
-    "training": {"min_cases": 1, "min_tokens": 1500, "epochs": 3, "tick_seconds": 0.5, "cooldown_seconds": 5.0},
+    "training": {"min_cases": 1, "min_tokens": 1000, "epochs": 3, "tick_seconds": 0.5, "cooldown_seconds": 5.0},
     "gate": {"watch_generations": 10**6, "min_prompts": 10, "min_tokens": 200, "max_prompts": 24},
 }
-ANSWERS = 60
+ANSWERS = 30
 """That the new adapter drafts before the pictures are taken."""
 LIMIT_SECONDS = 1200.0
 
@@ -35,7 +35,7 @@ def main() -> None:
         server = LocalServer(folder / "server", SETTINGS, folder / "home")
         server.start()
         lines = itertools.chain.from_iterable(traffic_prompts(400, seed) for seed in itertools.count())
-        clients = Clients(server.url, lines, clients=2, max_tokens=48)
+        clients = Clients(server.url, lines, clients=2, max_tokens=32)
         try:
             end, until = time.monotonic() + LIMIT_SECONDS, None
             while until is None or len(clients.answers) < until:
