@@ -22,6 +22,10 @@ wheel:
 clients *names:
     uv run python -m tests.clients {{names}}
 
+# The page in a real Chromium (Debian: apt install chromium).
+page:
+    uv run pytest -n 0 -m nightly tests/page
+
 # The tests of every day: `just test tests/engine -k lossless`.
 test *args:
     uv run pytest {{args}}

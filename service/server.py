@@ -20,7 +20,7 @@ from types import FrameType
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from service.api import Doors, Limits, ModelNames, build_api, build_startup_api
+from service.api import Doors, Feed, Limits, ModelNames, build_api, build_startup_api
 from service.app import TARGETS, Folders, resolve_models
 from service.core import Access, BadRequest, Forget, ModelError, Unavailable
 from service.engine import device
@@ -50,6 +50,7 @@ from service.settings import Settings
 from service.store.access.key_ring import REFRESH_SECONDS, KeyRing
 from service.store.permissions import make_private, private_folder
 from service.store.processes.members import Role
+from service.store.registry.overview import PairOverview
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class Application:
         self._serving: Serving | None = None
         self._supervisor: Supervisor | None = None
         self._queue: QueueMonitor | None = None
+        self._feed: Feed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
@@ -135,6 +137,10 @@ class Application:
         queue.start()
         self._queue = queue
         token_bytes = bytes_per_token(tokenizer)
+        overview = PairOverview(self.stores.database, serving.pair.provenance)
+        self._feed = Feed(
+            settings.models.target, self.engine_thread.status, self.metrics, newest_run=overview.newest_run
+        )
         self._api = build_api(
             service=self.engine_thread,
             encoder=encoder,
@@ -150,6 +156,8 @@ class Application:
             ),
             models=ModelNames(settings.models.target, settings.server.model_aliases),
             doors=self._doors,
+            overview=overview,
+            feed=self._feed,
             defaults=sampling_defaults(serving.folders.target),
         )
 
@@ -186,6 +194,8 @@ class Application:
 
     def drain(self) -> None:
         """Refuse new requests, let running ones finish within the drain time, end the rest with an error."""
+        if self._feed is not None:
+            self._feed.end()
         self.engine_thread.drain(self.settings.server.drain_seconds)
         self.engine_thread.stop()
 

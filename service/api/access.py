@@ -22,6 +22,8 @@ from service.core import Access, Caller, Doorkeeper, RedraftError
 from service.metrics import Metrics
 
 ROUTES: Mapping[tuple[str, str], Access] = {
+    ("GET", "/"): Access.PUBLIC,
+    ("GET", "/page/{name}"): Access.PUBLIC,
     ("GET", "/health"): Access.PUBLIC,
     ("GET", "/health/live"): Access.PUBLIC,
     ("GET", "/health/ready"): Access.PUBLIC,
@@ -49,6 +51,9 @@ ROUTES: Mapping[tuple[str, str], Access] = {
     ("POST", "/adapters/{id}/activate"): Access.OPERATOR,
     ("POST", "/adapters/rollback"): Access.OPERATOR,
     ("DELETE", "/generations"): Access.OPERATOR,
+    ("GET", "/events"): Access.OPERATOR,
+    ("GET", "/history"): Access.OPERATOR,
+    ("GET", "/cases"): Access.OPERATOR,
 }
 """By method and path. A route that is not here cannot be served (`check_routes`); a path that no route has asks for a key, so
 that nobody without one learns which there are."""

@@ -27,6 +27,7 @@ from service.api.openai.chat import chat_routes
 from service.api.openai.completions import completion_routes
 from service.api.openai.models import model_routes
 from service.api.openai.responses import responses_routes
+from service.api.page import Feed, page_files, page_routes
 from service.api.rates import RateLimit
 from service.api.request_id import RequestId
 from service.api.request_log import RequestLog
@@ -34,7 +35,7 @@ from service.api.requests import requests_routes
 from service.api.runs import run_routes
 from service.api.session import session_routes
 from service.api.training import training_routes
-from service.core import Doorkeeper, Encoder, EngineStatus, GenerationService, Operator, Sampling, Unavailable
+from service.core import Doorkeeper, Encoder, EngineStatus, GenerationService, Operator, Overview, Sampling, Unavailable
 from service.metrics import Metrics
 
 OPERATOR_THREADS = 4
@@ -82,11 +83,14 @@ def build_api(
     limits: Limits,
     models: ModelNames,
     doors: Doors,
+    overview: Overview,
+    feed: Feed,
     defaults: Sampling | None = None,
 ) -> FastAPI:
     """The ASGI application. It starts and stops nothing: that is its builder's business.
 
-    defaults: sampling where a request to an OpenAI or Anthropic route says nothing; None: greedy.
+    overview, feed: what the page shows. defaults: sampling where a request to an OpenAI or Anthropic route says nothing; None:
+    greedy.
     """
     # No documentation pages: they would load scripts from elsewhere. The schema itself is at /openapi.json.
     app = FastAPI(title="Redraft", docs_url=None, redoc_url=None, redirect_slashes=False)
@@ -110,6 +114,8 @@ def build_api(
         generations_routes(operator, threads),
         session_routes(doors.keeper, threads),
         health_routes(service.status, metrics),
+        page_files(),
+        page_routes(overview, encoder, feed),
     ):
         check_routes(router)
         app.include_router(router, responses=ERRORS)
@@ -123,7 +129,7 @@ def build_api(
 
 
 def build_startup_api(*, stage: Callable[[], str], metrics: Metrics, doors: Doors) -> FastAPI:
-    """The ASGI application while the models load: alive, not ready, and 503 with Retry-After on every other route.
+    """The ASGI application while the models load: alive, not ready, the page, and 503 with Retry-After on every other route.
 
     stage: what start-up is doing now, in a word; the message of every 503 ends with it.
     """
@@ -136,6 +142,7 @@ def build_startup_api(*, stage: Callable[[], str], metrics: Metrics, doors: Door
         starting()
 
     app.include_router(health_routes(starting, metrics))
+    app.include_router(page_files())
     app.router.default = refuse
     install(app, metrics)
     doors.install(app, metrics)

@@ -65,6 +65,7 @@ def _asked(body: GenerateRequest) -> Asked:
         domain=body.domain,
         client=body.client,
         store=body.store,
+        num_draft_tokens=body.num_draft_tokens,
         split=False,
     )
 

@@ -84,6 +84,8 @@ class Hosts:
                 "of server.allowed_hosts, or one of server.cors_origins",
                 field="Origin",
             )
+        if _is_link(scope):
+            return
         if any(site.strip().lower() in _OTHER_SITES for site in _values(scope, b"sec-fetch-site")):
             raise Forbidden(
                 "pages of other sites may not call this server, whose names are those of server.allowed_hosts",
@@ -97,6 +99,11 @@ class Hosts:
         if not origins:
             return scope["method"] in {"GET", "HEAD"}
         return all(_same_origin(origin, "".join(hosts)) for origin in origins)
+
+
+def _is_link(scope: Scope) -> bool:
+    """Whether somebody has followed a link to our page, which holds nothing by itself."""
+    return scope["path"] == "/" and scope["method"] == "GET" and _values(scope, b"sec-fetch-mode") == ["navigate"]
 
 
 def _same_origin(origin: str, host: str) -> bool:

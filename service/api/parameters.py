@@ -23,7 +23,6 @@ MinP = Annotated[Number, Field(ge=0, le=1)]
 NewSeed = Annotated[Whole, INTEGRAL]
 Seed = Annotated[NewSeed | None, BeforeValidator(minus_one_is_none, json_schema_input_type=NewSeed | None)]
 """-1: none."""
-DraftTokens = Annotated[Whole, Field(ge=0, le=64), INTEGRAL]
 Name = Annotated[Text, Field(min_length=1, max_length=MAX_NAME_CHARS)]
 """Of a tool or a format."""
 Effort = Annotated[Text, Field(min_length=1, max_length=16)]

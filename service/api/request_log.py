@@ -18,8 +18,8 @@ from service.logs import FIELDS
 
 log = logging.getLogger(__name__)
 
-PROBED = frozenset({"/health", "/health/live", "/health/ready", "/metrics"})
-"""Routes of probes and scrapers, which come every few seconds: their lines are of level DEBUG."""
+PROBED = frozenset({"/health", "/health/live", "/health/ready", "/metrics", "/events", "/history", "/cases"})
+"""Routes of probes, scrapers and open pages, which come every few seconds: their lines are of level DEBUG."""
 DIGITS = 4
 """Decimals of seconds."""
 

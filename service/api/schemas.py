@@ -33,6 +33,7 @@ INTEGRAL = BeforeValidator(_whole)
 """Comes last, so that the schema keeps the bounds."""
 Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Tokens = Annotated[Whole, Field(ge=1, lt=2**31), INTEGRAL]
+DraftTokens = Annotated[Whole, Field(ge=0, le=64), INTEGRAL]
 StopString = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_STOP_CHARS)]
 
 
@@ -121,6 +122,8 @@ class GenerateRequest(RequestModel):
     store: Flag = True
     """False: nothing of this request is recorded."""
     return_tokens: Flag = False
+    num_draft_tokens: DraftTokens | None = None
+    """Tokens proposed for it in a round, at most; 0: none."""
 
 
 class Usage(ResponseModel):

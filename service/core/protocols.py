@@ -11,6 +11,7 @@ from typing import Protocol, Self
 from service.core.access import Caller
 from service.core.erasure import Erased, Selection
 from service.core.generation import Constraint, Generation, Grammar, Prompt, Round, Sink
+from service.core.overview import Disagreement, History
 from service.core.training import AdapterRef, TrainingRun
 
 
@@ -387,4 +388,21 @@ class Operator(Protocol):
         """Delete generations, and have every place forget their texts, before they are written too. A child that may have read
         one is ended, and its run CRASHED. Adapters that learnt one are marked; retire_adapters: all that are marked never serve
         again. Raises Conflict after the end, Unavailable, TimeoutError, StoreError."""
+        ...
+
+
+class Overview(Protocol):
+    """What the server's page reads of the rows of its pair. Each call reads a bounded number of rows, however many there are.
+    Raises StoreError."""
+
+    def history(self, hours: int) -> History:
+        """The last so many hours, or what there is of them."""
+        ...
+
+    def disagreements(self, limit: int) -> list[Disagreement]:
+        """Of the newest failure cases those of which the draft was surest and the target least, one for each pair of tokens."""
+        ...
+
+    def newest_run(self) -> TrainingRun | None:
+        """The newest training run, over or not; None: there was none."""
         ...

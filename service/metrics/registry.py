@@ -92,6 +92,16 @@ class Metrics:
             return text, openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(shown), CONTENT_TYPE_PLAIN_0_0_4
 
+    def totals(self) -> dict[str, float]:
+        """What the counters without labels stand at, by their names in the table."""
+        return {
+            name: sample.value
+            for name, counter in self._counters.items()
+            for family in counter.collect()
+            for sample in family.samples
+            if sample.name == PREFIX + name and not sample.labels
+        }
+
     def watch_engine(self, status: Callable[[], EngineStatus]) -> None:
         """Ask `status` once at every scrape for the engine's gauges, which are 0 until this is called."""
         self._status = status

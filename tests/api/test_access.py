@@ -27,7 +27,10 @@ from tests.support.echo_engine import EchoServer
 from tests.support.store_rows import url_of
 
 EVIL = "https://evil.example"
-PUBLIC = ["GET /health", "GET /health/live", "GET /health/ready", "GET /session", "POST /session", "DELETE /session"]
+PUBLIC = [
+    "GET /", "GET /page/{name}", "GET /health", "GET /health/live", "GET /health/ready", "GET /session", "POST /session",
+    "DELETE /session",
+]  # fmt: skip
 CLIENT = [
     "POST /generate", "POST /v1/chat/completions", "POST /v1/completions", "POST /v1/responses", "POST /v1/messages",
     "POST /v1/messages/count_tokens", "GET /v1/models", "GET /v1/models/{id:path}",
@@ -35,7 +38,7 @@ CLIENT = [
 OPERATOR = [
     "GET /metrics", "POST /train", "GET /train/{id}", "GET /adapters", "POST /adapters/{id}/activate",
     "POST /adapters/rollback", "DELETE /generations", "GET /runs", "GET /runs/{id}", "DELETE /runs/{id}", "GET /requests",
-    "DELETE /requests/{id}",
+    "DELETE /requests/{id}", "GET /events", "GET /history", "GET /cases",
 ]  # fmt: skip
 TABLE = {name: access for access, names in enumerate((PUBLIC, CLIENT, OPERATOR)) for name in names}
 
@@ -73,10 +76,11 @@ def bearer(secret: str) -> dict[str, str]:
 
 def call(http: httpx.Client, name: str, headers: dict[str, str]) -> int:
     method, path = name.split()
-    path = path.replace("{id}", "1").replace("{id:path}", "echo")
-    return http.request(
-        method, path, headers=headers, json={} if method == "POST" and "/v1" in path else None
-    ).status_code
+    path = path.replace("{id}", "1").replace("{id:path}", "echo").replace("{name}", "index.html")
+    body = {} if method == "POST" and "/v1" in path else None
+    # GET /events never ends.
+    with http.stream(method, path, headers=headers, json=body) as answer:
+        return answer.status_code
 
 
 def test_every_route_is_in_the_table_and_a_new_one_without_an_entry_cannot_be_served(place: Place) -> None:
@@ -102,7 +106,10 @@ def test_codes_of_every_route_for_every_key_and_page(http: httpx.Client, place: 
         found = call(http, name, headers | more)
         assert found == expected if expected else found not in {401, 403}, more
     assert call(http, name, headers | {"origin": EVIL}) == 403
-    assert call(http, name, headers | {"sec-fetch-site": "cross-site"}) == 403
+    # Another site may have a link to the page, which shows nothing by itself.
+    link = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "navigate"}
+    assert (call(http, name, headers | link) == 403) is (name != "GET /")
+    assert call(http, name, headers | link | {"sec-fetch-mode": "cors"}) == 403
     # A key in a header is enough to call the server by another name.
     found = call(http, name, headers | {"host": "other.example"})
     assert found not in {401, 403} if has and through else found == 403

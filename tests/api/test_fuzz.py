@@ -50,6 +50,7 @@ nearly = st.fixed_dictionaries(
         "client": text,
         "store": st.booleans() | anything,
         "return_tokens": st.booleans(),
+        "num_draft_tokens": number,
     },
 )
 

@@ -16,7 +16,10 @@ from tests.support.echo_engine import EchoServer
 
 EVIL = "https://evil.example"
 POSTS = ("/generate", "/train", "/adapters/2/activate", "/adapters/rollback")
-GETS = ("/train/1", "/adapters", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/nothing-here")
+GETS = (
+    *("/train/1", "/adapters", "/health/live", "/health/ready", "/metrics", "/openapi.json", "/nothing-here"),
+    *("/", "/page/page.js", "/events", "/history", "/cases"),
+)
 
 # Requests that a page may send without a preflight: forms, and fetch with what a form could send.
 BOUNDARY = "----WebKitFormBoundary7MA4YWxkTrZu0gW"

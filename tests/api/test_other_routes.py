@@ -323,7 +323,7 @@ def test_metrics_are_scraped_in_the_format_asked_for(http: httpx.Client, server:
 
 
 def test_unknown_routes_and_methods_have_the_same_shape(http: httpx.Client) -> None:
-    for path in ("/", "/generate/", "/docs", "/adapters/", "/adapters/2/delete", "/..%2f..%2fetc/passwd", "/%ff"):
+    for path in ("/page", "/generate/", "/docs", "/adapters/", "/adapters/2/delete", "/..%2f..%2fetc/passwd", "/%ff"):
         assert_shape(http.get(path), 404, "not_found")
     for method, path in (("GET", "/generate"), ("PUT", "/train"), ("DELETE", "/adapters"), ("POST", "/health/live")):
         refused = http.request(method, path)
@@ -337,10 +337,13 @@ def test_the_schema_names_every_route_and_the_error_shape(http: httpx.Client) ->
         "/adapters",
         "/adapters/rollback",
         "/adapters/{id}/activate",
+        "/cases",
+        "/events",
         "/generate",
         "/generations",
         "/health/live",
         "/health/ready",
+        "/history",
         "/metrics",
         "/requests",
         "/requests/{id}",

@@ -17,7 +17,7 @@ from mlx_lm.generate import TextStateMachine
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from service import core
-from service.api import Doors, Limits, ModelNames, build_api
+from service.api import Doors, Feed, Limits, ModelNames, build_api
 from service.core import (
     LOCAL,
     AdapterRef,
@@ -26,6 +26,7 @@ from service.core import (
     Caller,
     Conflict,
     Delta,
+    Disagreement,
     Doorkeeper,
     EngineStatus,
     Erased,
@@ -35,6 +36,7 @@ from service.core import (
     FinishReason,
     Grammar,
     GrammarKind,
+    History,
     NotFound,
     Overloaded,
     Progress,
@@ -364,6 +366,25 @@ class OpenHouse:
         pass
 
 
+class InMemoryOverview:
+    """core.Overview of what a test puts into it."""
+
+    def __init__(self) -> None:
+        now = datetime.now(UTC)
+        self.known = History(now, now, (), (), ())
+        self.cases: list[Disagreement] = []
+        self.run: TrainingRun | None = None
+
+    def history(self, hours: int) -> History:
+        return self.known
+
+    def disagreements(self, limit: int) -> list[Disagreement]:
+        return self.cases[:limit]
+
+    def newest_run(self) -> TrainingRun | None:
+        return self.run
+
+
 LIMITS = Limits(max_body_bytes=20_000, request_timeout=20.0, keepalive_seconds=5.0, max_tokens=1_000, max_context=4_000)
 
 
@@ -373,6 +394,7 @@ class EchoServer:
 
     engine: EchoEngine = field(default_factory=EchoEngine)
     operator: InMemoryOperator = field(default_factory=InMemoryOperator)
+    overview: InMemoryOverview = field(default_factory=InMemoryOverview)
     encoder: Codepoints = field(default_factory=Codepoints)
     metrics: Metrics = field(default_factory=lambda: Metrics(3, "echo"))
     limits: Limits = LIMITS
@@ -384,6 +406,7 @@ class EchoServer:
 
     @property
     def app(self) -> FastAPI:
+        self.feed = Feed("echo", self.engine.status, self.metrics, self.overview.newest_run)
         return build_api(
             service=self.engine,
             encoder=self.encoder,
@@ -392,6 +415,8 @@ class EchoServer:
             limits=self.limits,
             models=ModelNames("echo", ["gpt-4o"]),
             doors=Doors(self.keeper, self.allowed_hosts, self.cors_origins, self.rate_limit),
+            overview=self.overview,
+            feed=self.feed,
             defaults=self.defaults,
         )
 
@@ -412,6 +437,7 @@ class EchoServer:
             try:
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
             finally:
+                self.feed.end()
                 server.should_exit = True
                 thread.join(10)
 

@@ -13,7 +13,6 @@ from service.api.compatible import Ignored, Unserved
 from service.api.parameters import (
     MAX_TOOLS,
     NULL,
-    DraftTokens,
     Effort,
     Name,
     Schema,
@@ -26,6 +25,7 @@ from service.api.schemas import (
     MAX_MESSAGES,
     MAX_STOPS,
     Client,
+    DraftTokens,
     Flag,
     RequestModel,
     ResponseModel,

@@ -17,7 +17,6 @@ from service.api.parameters import (
     MAX_TOOLS,
     NULL,
     PLAIN_FORMAT,
-    DraftTokens,
     Effort,
     MinP,
     Name,
@@ -30,6 +29,7 @@ from service.api.parameters import (
 from service.api.schemas import (
     MAX_MESSAGES,
     Client,
+    DraftTokens,
     Flag,
     RequestModel,
     ResponseModel,

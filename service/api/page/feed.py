@@ -1,0 +1,128 @@
+"""Snapshots of the server, once a second, for every page that is open."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any
+
+from anyio import to_thread
+from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from service.api.exchange import KEEP_ALIVE
+from service.api.page.files import SECURITY
+from service.api.schemas import RunAnswer
+from service.core import EngineStatus, Overloaded, StoreError, TrainingRun
+from service.metrics import Metrics
+
+log = logging.getLogger(__name__)
+
+SECONDS = 1.0
+"""Between two snapshots."""
+SILENCE = 15.0
+"""Longest time without a byte, so that proxies do not end the connection."""
+LISTENERS = 32
+"""Pages that may listen at once."""
+RETRY_SECONDS = 5
+
+
+class Feed:
+    """What GET /events sends. One snapshot is made for all listeners, and only while there are any. Each gets the newest when
+    it is ready for one: a listener that reads slowly misses snapshots, and nothing waits for it or gathers.
+
+    status: of the engine; must return at once. newest_run: the newest training run; may block.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        status: Callable[[], EngineStatus],
+        metrics: Metrics,
+        newest_run: Callable[[], TrainingRun | None],
+    ) -> None:
+        self._model = model
+        self._status = status
+        self._metrics = metrics
+        self._newest_run = newest_run
+        self._run: TrainingRun | None = None
+        self._snapshot = b""
+        self._made_at = -SECONDS
+        self._lock = asyncio.Lock()
+        self._listeners = 0
+        self._ended = False
+
+    @property
+    def listeners(self) -> int:
+        """How many there are."""
+        return self._listeners
+
+    def end(self) -> None:
+        """End every stream within SECONDS, and begin none. From any thread."""
+        self._ended = True
+
+    def listen(self) -> EventFeed:
+        """The response to one more listener. Raises Overloaded when there are LISTENERS already."""
+        if self._ended or self._listeners >= LISTENERS:
+            raise Overloaded(f"{LISTENERS} pages listen already", retry_after=RETRY_SECONDS)
+        self._listeners += 1
+        return EventFeed(self._frames(), self._left)
+
+    def _left(self) -> None:
+        self._listeners -= 1
+
+    async def _frames(self) -> AsyncIterator[bytes]:
+        sent, sent_at = b"", 0.0
+        loop = asyncio.get_running_loop()
+        while not self._ended:
+            newest = await self._newest()
+            if newest != sent:
+                sent, sent_at = newest, loop.time()
+                yield b"event: snapshot\ndata: " + newest + b"\n\n"
+            elif loop.time() - sent_at >= SILENCE:
+                sent_at = loop.time()
+                yield KEEP_ALIVE
+            await asyncio.sleep(SECONDS)
+
+    async def _newest(self) -> bytes:
+        loop = asyncio.get_running_loop()
+        async with self._lock:
+            if loop.time() - self._made_at >= SECONDS / 2:
+                self._snapshot = await to_thread.run_sync(self._make)
+                self._made_at = loop.time()
+            return self._snapshot
+
+    def _make(self) -> bytes:
+        # The database may be away for a while: what the engine does is shown all the same.
+        with suppress(StoreError):
+            self._run = self._newest_run()
+        status, run = self._status(), self._run
+        shown: dict[str, Any] = {
+            "model": self._model,
+            **asdict(status),
+            "totals": self._metrics.totals(),
+            "run": None if run is None else RunAnswer.model_validate(run).model_dump(mode="json"),
+        }
+        return json.dumps(shown, separators=(",", ":")).encode()
+
+
+class EventFeed(StreamingResponse):
+    """One listener's stream. left: called when it is over, however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, frames: AsyncIterator[bytes], left: Callable[[], None]) -> None:
+        headers = {**SECURITY, "cache-control": "no-store", "x-accel-buffering": "no"}
+        super().__init__(frames, headers=headers)
+        self._left = left
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._left()

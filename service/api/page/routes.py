@@ -1,0 +1,94 @@
+"""GET /events, /history and /cases: what the page shows. /cases has texts of clients in it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from anyio import CapacityLimiter, to_thread
+from fastapi import APIRouter, Query, Response
+
+from service.api.page.feed import Feed
+from service.api.page.files import SECURITY
+from service.api.page.schemas import CaseAnswer, CasesAnswer, HistoryAnswer
+from service.core import Disagreement, Encoder, Overview
+
+THREADS = 2
+"""Reads of the database at once: many open pages take little from requests."""
+FRESH_SECONDS = 2.0
+"""A history is this old at most: it is read once in that time, however many pages are open."""
+Hours = Annotated[int, Query(ge=1, le=24 * 366)]
+Limit = Annotated[int, Query(ge=1, le=100)]
+
+
+def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
+    """What the page reads. encoder: makes text of tokens."""
+    router = APIRouter()
+    threads = CapacityLimiter(THREADS)
+    recent = _RecentHistory(overview, threads)
+
+    @router.get(
+        "/events",
+        response_class=Response,
+        responses={200: {"description": "Snapshots, until the server ends.", "content": {"text/event-stream": {}}}},
+    )
+    async def events() -> Response:
+        """Server-sent events: a snapshot when something has changed, once a second at most."""
+        return feed.listen()
+
+    @router.get("/history")
+    async def history(response: Response, hours: Hours = 24) -> HistoryAnswer:
+        """Acceptance over the last so many hours, by adapter and by depth, and the adapters with their verdicts."""
+        response.headers.update(SECURITY)
+        return await recent.of(hours)
+
+    @router.get("/cases")
+    async def cases(response: Response, limit: Limit = 20) -> CasesAnswer:
+        """Of the newest failure cases those of which the draft was surest and the target least, with the text before them."""
+        response.headers.update({**SECURITY, "cache-control": "no-store"})
+
+        def read() -> list[CaseAnswer]:
+            return [_case(found, encoder) for found in overview.disagreements(limit)]
+
+        return CasesAnswer(cases=await to_thread.run_sync(read, limiter=threads))
+
+    return router
+
+
+class _RecentHistory:
+    """The history that was read last."""
+
+    def __init__(self, overview: Overview, threads: CapacityLimiter) -> None:
+        self._overview = overview
+        self._threads = threads
+        self._lock = asyncio.Lock()
+        self._read: tuple[int, float, HistoryAnswer] | None = None
+
+    async def of(self, hours: int) -> HistoryAnswer:
+        """Of the last so many hours. One is read at a time."""
+        loop = asyncio.get_running_loop()
+        async with self._lock:
+            if self._read is None or self._read[0] != hours or loop.time() - self._read[1] > FRESH_SECONDS:
+                found = await to_thread.run_sync(self._overview.history, hours, limiter=self._threads)
+                self._read = hours, loop.time(), HistoryAnswer.model_validate(found)
+            return self._read[2]
+
+
+def _case(found: Disagreement, encoder: Encoder) -> CaseAnswer:
+    def text(*tokens: int) -> str:
+        return b"".join(map(encoder.token_bytes, tokens)).decode("utf-8", "replace")
+
+    return CaseAnswer(
+        id=found.generation,
+        position=found.position,
+        domain=found.domain,
+        client=found.client,
+        adapter=found.adapter,
+        # The context may begin inside a character.
+        context=text(*found.context).lstrip("\ufffd"),
+        drafted=text(found.drafted),
+        target=text(found.target),
+        p=found.p,
+        q=found.q,
+        created_at=found.created_at,
+    )

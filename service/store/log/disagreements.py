@@ -1,0 +1,62 @@
+"""The failure cases in which draft and target disagreed most, with the text before them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, Row, select
+
+from service.core import Disagreement, Provenance, Source
+from service.store.log.queries import same_pair
+from service.store.log.rows import ids_of, rounds_of
+from service.store.tables import failure_cases, generations
+from service.store.times import utc
+
+NEWEST = 2000
+"""Failure cases of which the worst are shown."""
+ALIKE = 10
+"""Cases that are read for each that is shown: templated traffic has the same one again and again."""
+CONTEXT = 48
+"""Tokens before a case that are shown with it."""
+
+
+def worst_cases(connection: Connection, who: Provenance, limit: int) -> list[Disagreement]:
+    """See core.Overview.disagreements. Near-ties are left out."""
+    newest = select(failure_cases).order_by(failure_cases.c.id.desc()).limit(NEWEST).subquery()
+    named = ("id", "domain", "client", "created_at", "prompt", "output", "rounds", "tokenizer", "draft")
+    query = (
+        select(
+            *(newest.c[name] for name in ("position", "drafted", "p", "q")),
+            newest.c.target.label("correct"),
+            *(generations.c[name] for name in (*named, "target")),
+        )
+        .join_from(newest, generations, generations.c.seq == newest.c.seq)
+        .where(newest.c.tie.is_(False))
+        .order_by((newest.c.q - newest.c.p).desc(), newest.c.id.desc())
+        .limit(ALIKE * limit)
+    )
+    worst: dict[tuple[int, int], Disagreement] = {}
+    for row in connection.execute(query):
+        # The pair is compared outside, as in queries.newest.
+        if same_pair(row, who) and len(worst) < limit:
+            worst.setdefault((row.drafted, row.correct), _disagreement(row))
+    return list(worst.values())
+
+
+def _disagreement(row: Row[Any]) -> Disagreement:
+    at = row.position
+    inside = [made for made in rounds_of(row.rounds) if made.start <= at < made.start + made.emitted]
+    drafting = [made.adapter for made in inside if made.drafted and made.source is Source.DRAFT]
+    return Disagreement(
+        generation=row.id,
+        position=at,
+        domain=row.domain,
+        client=row.client,
+        adapter=drafting[0] if drafting else None,
+        context=(*ids_of(row.prompt), *ids_of(row.output)[:at])[-CONTEXT:],
+        drafted=row.drafted,
+        target=row.correct,
+        p=row.p,
+        q=row.q,
+        created_at=utc(row.created_at),
+    )

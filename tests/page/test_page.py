@@ -1,0 +1,91 @@
+"""The page in a real Chromium, driven by Playwright from an environment of its own (browser.py): one test for each check."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from service.core import (
+    AdapterRecord,
+    AdapterState,
+    DepthCounts,
+    Disagreement,
+    History,
+    Judgement,
+    Progress,
+    RunState,
+    TrafficPoint,
+    Verdict,
+)
+from tests.support.browser import CHROMIUM, PAGE, SECONDS, make_environment
+from tests.support.echo_engine import EchoEngine, EchoServer, make_run
+from tests.support.tiny_server import generate, in_process_server, prompts, register_adapters, write_pair
+
+SCRIPT = PAGE / "browser.py"
+CHECKS = re.findall(r"^@check\ndef (\w+)", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">\u202egnp.exe\u0007"
+"""As in browser.py, which no test can import: it runs without this project."""
+
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine (Debian: apt install chromium)"),
+]
+
+
+def hostile_server() -> EchoServer:
+    """Answers with its prompt, a token each 10 ms; its rows hold hostile texts, and figures for every chart."""
+    server = EchoServer(engine=EchoEngine(pause=0.01))
+    now = datetime.now(UTC)
+    points = [
+        TrafficPoint(now - timedelta(minutes=60 - i), i // 20, 20, 300 + i, 200, 400, 200 + 3 * i) for i in range(60)
+    ]
+    lost = Verdict(False, HOSTILE, 40, 900, -0.1, -0.2, 0.01, {HOSTILE: (-0.1, -0.2, 0.0)})
+    won = replace(lost, promoted=True, gain=0.2, low90=0.1, high90=0.3)
+    server.overview.known = History(
+        now - timedelta(hours=24),
+        now,
+        tuple(points),
+        tuple(DepthCounts(i, (90, 80, 70), (60 + i, 40, 20)) for i in (2, 1, 0)),
+        (
+            AdapterRecord(3, 2, 9, AdapterState.REJECTED, now, Judgement(now, lost), None),
+            AdapterRecord(2, 1, 8, AdapterState.ACTIVE, now, Judgement(now - timedelta(minutes=20), won), None),
+            AdapterRecord(1, 0, 7, AdapterState.ROLLED_BACK, now, Judgement(now, won), Judgement(now, lost)),
+        ),
+    )
+    text = tuple(map(ord, HOSTILE))
+    server.overview.cases = [Disagreement("g", 3, HOSTILE, HOSTILE, 2, text, 0x202E, ord("\n"), 0.01, 0.97, now)]
+    run = make_run(9, RunState.FAILED, Progress(3, 12, 0.5, 1.0, 900.0, 2.0))
+    server.overview.run = replace(run, error=HOSTILE, finished_at=now)
+    return server
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What each check came to: "" where it passed."""
+    folder = tmp_path_factory.mktemp("page")
+    python = make_environment(folder / "environment")
+    pair = write_pair(folder)
+    real = in_process_server(folder, pair)
+    register_adapters(real, pair, 2)
+    real.start()
+    try:
+        for line in prompts(5):
+            generate(real, line.prompt)
+        with hostile_server().served() as echo:
+            script = [str(python), str(SCRIPT), str(CHROMIUM), real.url, echo]
+            done = subprocess.run(script, capture_output=True, text=True, timeout=SECONDS, check=False)
+    finally:
+        real.stop()
+    print(done.stdout, done.stderr, sep="\n")
+    failed = dict(re.findall(r"^failed (\w+): (.*)", done.stdout, re.MULTILINE))
+    passed = dict.fromkeys(re.findall(r"^ok (\w+)", done.stdout, re.MULTILINE), "")
+    return passed | failed
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_page(results: dict[str, str], name: str) -> None:
+    assert results.get(name, "it was not reached") == ""
