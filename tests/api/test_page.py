@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api import Feed, build_startup_api
+from service.api import Doors, Feed, build_startup_api
 from service.api.page import feed as feed_module
 from service.api.page import routes as page_routes
 from service.core import (
@@ -38,7 +38,7 @@ from service.core import (
     Verdict,
 )
 from service.metrics import Metrics
-from tests.support.echo_engine import Codepoints, EchoServer, make_run
+from tests.support.echo_engine import Codepoints, EchoServer, OpenHouse, make_run
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\u202egnp\u0007\u2028"
 NOW = datetime(2026, 3, 1, 12, tzinfo=UTC)
@@ -135,7 +135,7 @@ def test_scripts_name_elements_that_exist_and_make_no_html() -> None:
 
 
 def test_while_models_load_the_page_is_there_and_says_the_stage() -> None:
-    api = build_startup_api(stage=lambda: "loading", metrics=Metrics(3), allowed_hosts=["server"])
+    api = build_startup_api(stage=lambda: "loading", metrics=Metrics(3), doors=Doors(OpenHouse(), ["server"]))
 
     async def get(path: str) -> httpx.Response:
         transport = httpx.ASGITransport(api)

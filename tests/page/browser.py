@@ -1,7 +1,7 @@
-"""Checks of the page in a real Chromium: `browser.py CHROMIUM REAL ECHO`, the two servers' addresses.
+"""Checks of the page in a real Chromium: `browser.py CHROMIUM REAL ECHO LOCKED KEY`, the three servers' addresses and a key.
 
 REAL: a server on a tiny pair with two adapters, the newest active. ECHO: one whose engine repeats its prompt and whose rows are
-hostile. Prints `ok NAME` or `failed NAME: why` for every check.
+hostile. LOCKED: one that asks for a key, KEY is an operator's. Prints `ok NAME` or `failed NAME: why` for every check.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ HOSTILE = "<script>document.title='taken'</script><img src=x onerror=\"document.
 SHOWN = HOSTILE.replace("\u202e", "⟨U+202E⟩").replace("\u0007", "⟨U+0007⟩")
 PHONE = {"viewport": {"width": 360, "height": 740}, "is_mobile": True, "has_touch": True}
 CHECKS: list[Callable[[Browser, str, str], None]] = []
+LOCKED: list[str] = []
 
 
 def check(function: Callable[[Browser, str, str], None]) -> Callable[[Browser, str, str], None]:
@@ -347,7 +348,32 @@ def a_double_click_rolls_back_once(browser: Browser, real: str, echo: str) -> No
     assert states == {newest: "rolled_back", newest - 1: "active"}, states
 
 
-def main(chromium: str, real: str, echo: str, *names: str) -> None:
+@check
+def a_key_opens_the_page_and_stays_nowhere(browser: Browser, real: str, echo: str) -> None:
+    address, key = LOCKED
+    inside = browser.new_context()
+    page = inside.new_page()
+    page.goto(f"{address}/")
+    expect(page.locator("#login")).to_be_visible(timeout=20_000)
+    page.fill("#login-key", "rd-nothing")
+    page.keyboard.press("Enter")
+    expect(page.locator("#login-error")).to_have_text("The server does not know this key.")
+    page.fill("#login-key", key)
+    page.keyboard.press("Enter")
+    expect(page.locator("#state")).to_have_text("Serving", timeout=20_000)
+    expect(page.locator("#login")).to_be_hidden()
+    (cookie,) = inside.cookies()
+    assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict") and key not in cookie["value"]
+    stored = page.evaluate("JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])")
+    assert stored == '[{},{},""]', stored
+    assert key not in page.content()
+    page.reload()
+    expect(page.locator("#state")).to_have_text("Serving", timeout=20_000)
+    inside.close()
+
+
+def main(chromium: str, real: str, echo: str, locked: str, key: str, *names: str) -> None:
+    LOCKED.extend((locked, key))
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
         for function in CHECKS:

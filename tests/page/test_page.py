@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
 
 from service.core import (
+    Access,
     AdapterRecord,
     AdapterState,
     DepthCounts,
@@ -21,8 +25,12 @@ from service.core import (
     TrafficPoint,
     Verdict,
 )
+from service.store.access.key_ring import KeyRing
+from service.store.access.keys import Keys
+from service.store.database import Database, upgrade
 from tests.support.browser import CHROMIUM, PAGE, SECONDS, make_environment
 from tests.support.echo_engine import EchoEngine, EchoServer, make_run
+from tests.support.store_rows import url_of
 from tests.support.tiny_server import generate, in_process_server, prompts, register_adapters, write_pair
 
 SCRIPT = PAGE / "browser.py"
@@ -63,6 +71,19 @@ def hostile_server() -> EchoServer:
     return server
 
 
+@contextmanager
+def locked(folder: Path) -> Generator[tuple[str, str]]:
+    """The address of a server that asks for a key, and an operator's."""
+    url = url_of(folder / "keys.db")
+    upgrade(url)
+    database = Database(url)
+    keys = Keys(database)
+    key = keys.create("me", Access.OPERATOR)
+    with EchoServer(keeper=KeyRing(keys)).served() as address:
+        yield address, key
+    database.close()
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """What each check came to: "" where it passed."""
@@ -75,8 +96,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     try:
         for line in prompts(5):
             generate(real, line.prompt)
-        with hostile_server().served() as echo:
-            script = [str(python), str(SCRIPT), str(CHROMIUM), real.url, echo]
+        with hostile_server().served() as echo, locked(folder) as (closed, key):
+            script = [str(python), str(SCRIPT), str(CHROMIUM), real.url, echo, closed, key]
             done = subprocess.run(script, capture_output=True, text=True, timeout=SECONDS, check=False)
     finally:
         real.stop()
