@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 
+from sqlalchemy import update
+
 from service.core import Generation, RunState, Trigger
 from service.store.database import Database
 from service.store.log.generations import Generations
 from service.store.log.likeness import KINDS
 from service.store.registry.runs import Runs
 from service.store.replay.buffer import Replay
+from service.store.tables import generations
 from tests.support.databases import BY_NIGHT
 from tests.support.store_rows import HELD_OUT_TEXT, TRAIN_TEXT, WHO, case, generation, texts
 
@@ -50,6 +53,25 @@ def test_failures_and_successes_are_remembered_once(database: Database) -> None:
     assert held(database) == {g.id for g in [*well, *badly, *late, *more]}
     replay.offer_run(999, CAPACITY, seed=0)
     assert replay.sizes() == {("code", ""): 10}
+
+
+@BY_NIGHT
+def test_quarantined_texts_are_not_remembered(database: Database) -> None:
+    """Neither those that a run has learnt from, nor those between them that left no failure."""
+    store, replay = Generations(database), Replay(database)
+    well, badly = ([generation(cases=cases) for _ in range(4)] for cases in ([], [case(2)]))
+    store.add([*well, *badly]).result()
+    bad = [well[1], badly[1], badly[3]]
+    aside = update(generations).where(generations.c.id.in_([g.id for g in bad])).values(quarantined_run=1)
+    runs = Runs(database)
+    run = runs.claim(trigger=Trigger.MANUAL, who=WHO, parent=0, limit=1000)
+    assert run is not None
+    database.write(lambda connection: connection.execute(aside).rowcount).result()
+    replay.offer_run(run.id, CAPACITY, seed=0)
+    free = {g.id for g in [*well, *badly]} - {g.id for g in bad}
+    assert held(database) == free
+    replay.offer("code", [g.id for g in bad], CAPACITY, seed=0)
+    assert held(database) == free
 
 
 def test_equal_texts_take_one_slot(database: Database) -> None:

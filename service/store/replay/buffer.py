@@ -34,6 +34,7 @@ _TEXT = (
     generations.c.domain,
     generations.c.first_user,
 )
+_FREE = generations.c.quarantined_run.is_(None)
 
 
 class Replay:
@@ -45,13 +46,13 @@ class Replay:
 
     def offer(self, domain: str | None, generation_ids: Sequence[str], capacity: int, seed: int) -> None:
         """Offer texts to the reservoir of a domain, or (None) each to its own: its tag's, or its kind's. A slot that a deletion
-        has emptied is filled first. Held-out generations, unknown ids and texts held already are passed over."""
+        has emptied is filled first. Held-out and quarantined generations, unknown ids and texts held already are passed over."""
 
         def work(connection: Connection) -> None:
             rows: dict[str, Any] = {}
             for start in range(0, len(generation_ids), 500):
                 some = list(generation_ids[start : start + 500])
-                query = select(*_TEXT).where(generations.c.id.in_(some), generations.c.split == TRAIN)
+                query = select(*_TEXT).where(generations.c.id.in_(some), generations.c.split == TRAIN, _FREE)
                 rows |= {row.id: row for row in connection.execute(query)}
             _offer(connection, domain, [rows[name] for name in generation_ids if name in rows], capacity, seed)
 
@@ -59,7 +60,8 @@ class Replay:
 
     def offer_run(self, run_id: int, capacity: int, seed: int) -> None:
         """Offer what a run has learnt from, each text to its own reservoir, and with it what was logged since the run before
-        and left no failure case: later runs must not forget what the draft does well either."""
+        and left no failure case: later runs must not forget what the draft does well either. Texts that were quarantined
+        meanwhile are passed over."""
 
         def work(connection: Connection) -> None:
             new = run_texts.c.role == Role.NEW
@@ -86,7 +88,7 @@ class Replay:
                 generations.c.cases.is_not(None),
                 ~cases.exists(),
             )
-            query = select(*_TEXT).where(or_(texts_of(run_id, Role.NEW), well)).order_by(generations.c.seq)
+            query = select(*_TEXT).where(or_(texts_of(run_id, Role.NEW), well), _FREE).order_by(generations.c.seq)
             _offer(connection, None, connection.execute(query).all(), capacity, seed)
 
         self._db.write(work, urgent=False).result()
