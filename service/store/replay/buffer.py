@@ -46,7 +46,8 @@ class Replay:
 
     def offer(self, domain: str | None, generation_ids: Sequence[str], capacity: int, seed: int) -> None:
         """Offer texts to the reservoir of a domain, or (None) each to its own: its tag's, or its kind's. A slot that a deletion
-        has emptied is filled first. Held-out and quarantined generations, unknown ids and texts held already are passed over."""
+        has emptied is filled first. Held-out and quarantined generations, unknown ids and texts held already are passed
+        over."""
 
         def work(connection: Connection) -> None:
             rows: dict[str, Any] = {}
