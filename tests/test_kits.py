@@ -6,7 +6,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -83,7 +83,7 @@ def test_metrics_and_labels_of_an_expression_exist(whose: str, expression: str, 
             assert not wanted.startswith("$") or wanted[1:] in VARIABLES
     named = {label.strip() for group in GROUPED.findall(expression) for label in group.split(",")} - {""}
     assert named <= all_labels
-    shown = set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", text)) - {"$value"}
+    shown = set(re.findall(r"\{\{\s*(?:\$labels\.)?(\w+)\s*\}\}", text))
     assert shown <= all_labels
     # An aggregation loses every label that it does not name.
     if re.search(r"\b(?:sum|max|min)\b", expression):
@@ -113,6 +113,12 @@ def test_every_alert_is_tested_for_being_raised_and_for_its_end() -> None:
                 break
         else:
             pytest.fail(f"{rule['alert']} has no test")
+
+
+def test_every_alert_is_in_the_documentation() -> None:
+    text = (CONFIGS.parent / "docs" / "deployment.md").read_text()
+    rows = re.findall(r"^\| `(Redraft\w+)` \| .* \| (\d+) min \|$", text, re.MULTILINE)
+    assert rows == [(rule["alert"], rule["for"].removesuffix("m")) for rule in ALERTS]
 
 
 def test_every_panel_says_what_it_shows() -> None:
@@ -185,7 +191,7 @@ def test_prometheus_accepts_the_configuration_of_the_services(tmp_path: Path) ->
 
 
 @contextmanager
-def prometheus(folder: Path, scraped: str) -> Iterator[Callable[..., Any]]:
+def prometheus(folder: Path, scraped: str) -> Generator[Callable[..., Any]]:
     """A Prometheus that scrapes `scraped` (HOST:PORT) and evaluates the rules every second. Yields a function that GETs a path
     of its API and returns the answer's data."""
     config = {
