@@ -22,6 +22,10 @@ wheel:
 clients *names:
     uv run python -m tests.clients {{names}}
 
+# Write docs/reference.md from the code.
+docs:
+    uv run python -m tests.support.reference
+
 # The tests of every day: `just test tests/engine -k lossless`.
 test *args:
     uv run pytest {{args}}
