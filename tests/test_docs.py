@@ -1,7 +1,9 @@
 """The documents name every setting, metric, route and command, and their links are valid."""
 
+import ast
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import cast
 
@@ -154,3 +156,31 @@ def test_every_setting_has_a_docstring() -> None:
     named = {(kind.__name__, name) for kind in sections for name in kind.model_fields}
     assert len(named) >= 70
     assert named - docstrings().keys() == set()
+
+
+def texts_of_the_code() -> Iterator[str]:
+    """Every string in service/ but docstrings, with "..." for the values in it."""
+    for path in (ROOT / "service").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            match node:
+                case ast.JoinedStr(values=values):
+                    yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in values)
+                case ast.Constant(value=str(text)) if id(node) not in alone:
+                    yield re.sub(r"%(?:\.\d+)?[dsrf]", "...", text)
+                case _:
+                    pass
+
+
+def test_every_message_in_troubleshooting_is_one_of_the_code() -> None:
+    text = TEXT["docs/troubleshooting.md"]
+    quoted = {each for each in re.findall(r"`([^`]+)`", text) if is_message(each)}
+    assert len(quoted) >= 80
+    known = list(texts_of_the_code())
+    assert [each for each in sorted(quoted) if not any(each.strip() in code for code in known)] == []
+
+
+def is_message(quoted: str) -> bool:
+    """Whether it is a sentence, or part of one, and no command, setting or request."""
+    return " " in quoted and not re.match(r"redraft |hf |\S+ = |\{|Authorization|--|[A-Z]+ /", quoted)
