@@ -26,6 +26,10 @@ clients *names:
 page:
     uv run pytest -n 0 -m nightly tests/page
 
+# Write docs/reference.md from the code.
+docs:
+    uv run python -m tests.support.reference
+
 # The tests of every day: `just test tests/engine -k lossless`.
 test *args:
     uv run pytest {{args}}

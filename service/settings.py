@@ -78,7 +78,7 @@ class EngineSettings(Section):
     """How tokens are made."""
 
     num_draft_tokens: int = Field(default=7, ge=0, le=16)
-    """Tokens drafted per round, at most; 0: the draft model rests."""
+    """Tokens drafted per round, at most; 0: the draft model is not used."""
     adaptive: bool = True
     """Draft as many as pay for the batch at hand, by how sure the draft is of each, down to none; false: always
     num_draft_tokens."""
@@ -121,6 +121,7 @@ class StoreSettings(Section):
     adapters: Path | None = None
     """Where adapter folders live; None: in the home folder."""
     record: bool = True
+    """Record prompts and answers, which is what the draft learns from; false also needs training.enabled = false."""
     max_generations: int = Field(default=50_000, ge=1)
     """Older generations beyond this many are purged by the tick."""
 
@@ -129,14 +130,17 @@ class TrainingSettings(Section):
     """When and how the draft's adapter is trained. Defaults: docs/decisions.md."""
 
     enabled: bool = True
+    """Runs start by themselves; false: only when asked for (`redraft train`)."""
     run_here: bool = True
     """Do runs in children of this server; false leaves them to other processes of the same database (`redraft trainer`)."""
     tick_seconds: float = Field(default=15.0, gt=0)
+    """How often is looked whether a run should start, an adapter is decided on, or old texts are to be deleted."""
     min_cases: int = Field(default=400, ge=1)
     """Untrained, untied failure cases needed before a run starts by itself."""
     min_tokens: int = Field(default=4_000, ge=1)
     """Output tokens of the untrained generations needed before a run starts by itself."""
     cooldown_seconds: float = Field(default=300.0, ge=0)
+    """No run starts by itself for so long after the last one."""
     max_generations: int = Field(default=800, ge=1)
     """Newest untrained generations a single run trains on."""
     window: int = Field(default=700, ge=0)
@@ -144,19 +148,27 @@ class TrainingSettings(Section):
     replay: Share = 0.2
     """Share of the training examples that come from the replay buffer."""
     rank: int = Field(default=16, ge=1, le=256)
+    """LoRA rank."""
     scale: float = Field(default=2.0, gt=0)
     """LoRA scale: what the low-rank product is multiplied by."""
     learning_rate: float = Field(default=1e-3, gt=0)
+    """Of AdamW, at its highest."""
     epochs: int = Field(default=2, ge=1)
+    """Passes over the training texts."""
     batch_size: int = Field(default=8, ge=1)
+    """Examples in a step."""
     accumulate: int = Field(default=1, ge=1)
+    """Batches whose gradients are averaged for one step."""
     max_length: int = Field(default=512, ge=8)
     """Prompt and response tokens of one example; a longer text becomes several, which overlap by half."""
     reject_weight: float = Field(default=1.0, ge=1.0)
     """Loss weight of positions where the draft was first rejected."""
     clip: float = Field(default=1.0, gt=0)
+    """Largest norm of a gradient; a larger one is scaled down to it."""
     warmup: Share = 0.1
+    """Share of the steps in which the learning rate rises."""
     niceness: int = Field(default=10, ge=0, le=19)
+    """Of the child process: 19 leaves the most of the CPU to others."""
     gpu_share: Share = Field(default=0.65, gt=0)
     """On a GPU a run is throttled to this share of the time, so that serving has the rest."""
     threads: int = Field(default=0, ge=0)
@@ -177,12 +189,15 @@ class GateSettings(Section):
     """What a candidate must prove, and what rolls it back."""
 
     min_prompts: int = Field(default=30, ge=1)
+    """Held-out prompts needed for a verdict."""
     min_tokens: int = Field(default=2_000, ge=1)
+    """Their output tokens needed for a verdict."""
     max_prompts: int = Field(default=200, ge=1)
     """The newest held-out prompts that a candidate is scored on, and as many texts of the golden set."""
     domain_tolerance: Share = 0.02
     """A domain blocks when its gain lies below minus this, and surely below 0."""
     bootstrap: int = Field(default=2_000, ge=100)
+    """Resamples from which the confidence bounds are computed."""
     watch_generations: int = Field(default=200, ge=1)
     """New generations after a promotion on which the adapter is compared with its parent and the bare draft: after a
     sixteenth, a quarter, a half and all of them, until it is decided."""
@@ -195,14 +210,18 @@ class ServerSettings(Section):
     """How the server is reached, and what one request may cost."""
 
     host: str = "127.0.0.1"
+    """Address to listen on."""
     port: int = Field(default=8321, ge=0, le=65535)
+    """Port to listen on; 0: a free one."""
     allowed_hosts: list[str] = ["localhost", "127.0.0.1", "::1"]
     """Names and addresses by which clients may call this server (`Host`), without ports; `host` is always one of them."""
     model_aliases: list[str] = []
     """Other names by which requests to the OpenAI and Anthropic routes may call the target, as clients come with names of
     their own."""
     max_body_bytes: int = Field(default=2**20, ge=1024)
+    """Largest body of a request; a larger one gets 413."""
     request_timeout: float = Field(default=600.0, gt=0)
+    """Seconds that a request may take, waiting included; then 504."""
     keepalive_seconds: float = Field(default=15.0, gt=0)
     """Silence on a stream after which an SSE comment is sent."""
     drain_seconds: float = Field(default=30.0, ge=0)
@@ -220,8 +239,9 @@ class ServerSettings(Section):
     cors_origins: list[str] = []
     """Origins of other sites' pages that may call this server, such as "https://chat.example"."""
     ssl_certfile: Path | None = None
+    """Certificate (chain) for HTTPS, PEM; goes with ssl_keyfile."""
     ssl_keyfile: Path | None = None
-    """For HTTPS: certificate (chain) and key, PEM."""
+    """Its key, PEM."""
     log_format: Literal["text", "json"] = "text"
     """Of the lines on stderr."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -277,6 +297,7 @@ class Settings(BaseSettings):
     )
 
     home: Path = Field(default_factory=default_home)
+    """Where models, adapters and the database live where nothing else is said (`REDRAFT_HOME`)."""
     models: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
     store: StoreSettings = StoreSettings()

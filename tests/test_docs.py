@@ -1,9 +1,11 @@
 """The documents name every setting, metric, route and command, and their links are valid."""
 
+import ast
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import pytest
 import typer
@@ -11,11 +13,10 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from pydantic_settings import BaseSettings
 
-from service.api import Doors, Limits, ModelNames, build_api
 from service.cli.root import app
-from service.metrics import METRICS, Metrics
+from service.metrics import METRICS
 from service.settings import Settings, load_settings
-from tests.support.echo_engine import EchoEngine, OpenHouse
+from tests.support.reference import FILE, build, commands, docstrings, reference
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -85,19 +86,7 @@ def test_every_metric_s_labels_are_in_the_table() -> None:
 
 
 def routes() -> set[tuple[str, str]]:
-    nothing: Any = None
-    limits = Limits(max_body_bytes=1024, request_timeout=1.0, keepalive_seconds=1.0, max_tokens=1, max_context=1)
-    api = build_api(
-        service=EchoEngine(),
-        encoder=nothing,
-        operator=nothing,
-        metrics=Metrics(3),
-        limits=limits,
-        models=ModelNames("m"),
-        doors=Doors(OpenHouse(), ()),
-        overview=nothing,
-        feed=nothing,
-    )
+    api = build()
     found = {
         (method, route.path)
         for route in api.routes
@@ -114,22 +103,19 @@ def test_every_route_is_in_the_readme_and_no_other() -> None:
     assert named == routes()
 
 
-def commands(group: object, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    children: dict[str, object] = getattr(group, "commands", {})
-    if not children:
-        return [path]
-    return [leaf for name, child in children.items() for leaf in commands(child, (*path, name))]
+def command_names() -> list[tuple[str, ...]]:
+    return [path for path, _ in commands(typer.main.get_command(app))]
 
 
 def test_every_command_is_in_the_readme_and_no_other() -> None:
     named: set[tuple[str, ...]] = set()
-    tops = {path[0] for path in commands(typer.main.get_command(app))}
+    tops = {path[0] for path in command_names()}
     flat = " ".join(TEXT["README.md"].split())
     for top, rest in re.findall(r"redraft ([a-z][\w-]*)(?: ([a-z][\w|-]*))?", flat):
         if top in tops:
-            groups = {path[0] for path in commands(typer.main.get_command(app)) if len(path) > 1}
+            groups = {path[0] for path in command_names() if len(path) > 1}
             named |= {(top, name) for name in rest.split("|")} if top in groups else {(top,)}
-    assert named == set(commands(typer.main.get_command(app)))
+    assert named == set(command_names())
 
 
 @pytest.mark.parametrize("name", TEXT)
@@ -159,3 +145,42 @@ def test_the_way_of_a_failure_case_names_functions_that_exist() -> None:
     assert [int(number) for number, *_ in rows] == list(range(1, 13)), "twelve at most, or it is no way to follow"
     for _, function, file in rows:
         assert f"def {function}(" in (ROOT / "service" / file).read_text(encoding="utf-8"), (file, function)
+
+
+def test_the_reference_is_what_the_code_says() -> None:
+    assert FILE.read_text(encoding="utf-8") == reference(), "run `just docs`"
+
+
+def test_every_setting_has_a_docstring() -> None:
+    sections = [type(value) for _, value in Settings() if isinstance(value, BaseModel)]
+    named = {(kind.__name__, name) for kind in sections for name in kind.model_fields}
+    assert len(named) >= 70
+    assert named - docstrings().keys() == set()
+
+
+def texts_of_the_code() -> Iterator[str]:
+    """Every string in service/ but docstrings, with "..." for the values in it."""
+    for path in (ROOT / "service").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            match node:
+                case ast.JoinedStr(values=values):
+                    yield "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in values)
+                case ast.Constant(value=str(text)) if id(node) not in alone:
+                    yield re.sub(r"%(?:\.\d+)?[dsrf]", "...", text)
+                case _:
+                    pass
+
+
+def test_every_message_in_troubleshooting_is_one_of_the_code() -> None:
+    text = TEXT["docs/troubleshooting.md"]
+    quoted = {each for each in re.findall(r"`([^`]+)`", text) if is_message(each)}
+    assert len(quoted) >= 80
+    known = list(texts_of_the_code())
+    assert [each for each in sorted(quoted) if not any(each.strip() in code for code in known)] == []
+
+
+def is_message(quoted: str) -> bool:
+    """Whether it is a sentence, or part of one, and no command, setting or request."""
+    return " " in quoted and not re.match(r"redraft |hf |\S+ = |\{|Authorization|--|[A-Z]+ /", quoted)

@@ -583,7 +583,6 @@ def test_markup_in_a_domain_does_not_break_the_tables(served: Served, redraft: R
         (("adapters", "export", "1", "{empty}/out"), "run `redraft db upgrade`"),
         (("cases", "purge", "--everything"), "run `redraft db upgrade`"),
         (("cases", "release"), "run `redraft db upgrade`"),
-        (("serve", "--host", "0.0.0.0", "--port", "0"), "redraft keys create"),
         (("serve", "--port", "70000"), "server.port"),
         (("serve", "--num-draft-tokens", "99"), "engine.num_draft_tokens"),
         (("doctor", "--json", "{file}/doctor.json"), "/file"),

@@ -403,6 +403,8 @@ class EchoServer:
     cors_origins: Sequence[str] = ()
     rate_limit: str | None = None
     defaults: Sampling | None = None
+    feed: Feed | None = None
+    """Of the application that was made last."""
 
     @property
     def app(self) -> FastAPI:
@@ -437,7 +439,8 @@ class EchoServer:
             try:
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
             finally:
-                self.feed.end()
+                if self.feed is not None:
+                    self.feed.end()
                 server.should_exit = True
                 thread.join(10)
 
