@@ -32,7 +32,6 @@ from service.store.tables import generations
 from tests.support.databases import Databases
 from tests.support.store_rows import ADAPTERS, LOST, WHO, generation, promote
 
-NOW = datetime.now(UTC)
 OTHER = Provenance("o" * 64, WHO.tokenizer, WHO.draft)
 
 
@@ -44,7 +43,7 @@ def stores(databases: Databases, tmp_path: Path) -> Stores:
 def made(adapter: int, minutes: float, *, accepted: int = 2, who: Provenance = WHO, **rest: object) -> Generation:
     """An answer of two rounds, recorded so many minutes ago."""
     rounds = (Round(adapter, 0, 4, accepted, 3), Round(adapter, 3, 3, 3, 2, Source.LOOKUP))
-    created = NOW - timedelta(minutes=minutes)
+    created = datetime.now(UTC) - timedelta(minutes=minutes)
     return replace(generation(who=who, created=created, **rest), rounds=rounds)  # pyright: ignore[reportArgumentType]
 
 
@@ -152,7 +151,7 @@ def test_a_million_cases_are_shown_at_once(stores: Stores, capsys: pytest.Captur
     count = fill_log(stores.generations, WHO, 1_000_000)
     assert count * CASES >= 1_000_000
     overview = PairOverview(stores.database, WHO)
-    hours = int((NOW - datetime(2026, 1, 1, tzinfo=UTC)).total_seconds() / 3600) + 1
+    hours = int((datetime.now(UTC) - datetime(2026, 1, 1, tzinfo=UTC)).total_seconds() / 3600) + 1
     seconds: dict[str, float] = {}
     for name, read in (
         ("history", lambda: overview.history(hours).points),

@@ -54,6 +54,8 @@ What each does in full, and examples, are in its `--help`.
 """
 
 NOT_DESCRIBED = {
+    ("GET", "/"): "The page.",
+    ("GET", "/page/{name}"): "One of its files.",
     ("GET", "/health"): "The same as /health/ready.",
     ("GET", "/openapi.json"): "The schema of every route.",
 }
