@@ -403,12 +403,18 @@ class EchoServer:
     cors_origins: Sequence[str] = ()
     rate_limit: str | None = None
     defaults: Sampling | None = None
-    feed: Feed | None = None
+    feed: Feed = field(init=False)
     """Of the application that was made last."""
+
+    def __post_init__(self) -> None:
+        self.feed = self._new_feed()
+
+    def _new_feed(self) -> Feed:
+        return Feed("echo", self.engine.status, self.metrics, self.overview.newest_run)
 
     @property
     def app(self) -> FastAPI:
-        self.feed = Feed("echo", self.engine.status, self.metrics, self.overview.newest_run)
+        self.feed = self._new_feed()
         return build_api(
             service=self.engine,
             encoder=self.encoder,
@@ -439,8 +445,7 @@ class EchoServer:
             try:
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
             finally:
-                if self.feed is not None:
-                    self.feed.end()
+                self.feed.end()
                 server.should_exit = True
                 thread.join(10)
 
