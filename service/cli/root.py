@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -11,6 +10,7 @@ from service.cli import bench, completion, data, demo, drafts, keys, operate, ru
 from service.cli import config as settings
 from service.cli import eval as evaluation
 from service.cli.examples import add_examples
+from service.core import package_version
 
 app = typer.Typer(
     name="redraft",
@@ -22,7 +22,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"redraft {version('redraft')}")
+        typer.echo(f"redraft {package_version('redraft')}")
         raise typer.Exit
 
 

@@ -46,7 +46,7 @@ from service.core.generation import (
     Timings,
     TokenLogprobs,
 )
-from service.core.interpreter import python_command
+from service.core.interpreter import package_version, python_command
 from service.core.overview import AdapterRecord, DepthCounts, Disagreement, History, Judgement, TrafficPoint
 from service.core.protocols import (
     AnswerReader,
@@ -171,6 +171,7 @@ __all__ = [
     "Trigger",
     "Unavailable",
     "Verdict",
+    "package_version",
     "python_command",
     "request_id",
 ]

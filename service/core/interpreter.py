@@ -1,8 +1,17 @@
-"""How this package starts another Python."""
+"""The Python that runs: what is installed in it, and how another one is started."""
 
 from __future__ import annotations
 
 import sys
+from importlib.metadata import PackageNotFoundError, version
+
+
+def package_version(name: str) -> str:
+    """The version of an installed package; without its metadata, that it is not installed."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed, run from its source"
 
 
 def python_command(*words: str) -> list[str]:

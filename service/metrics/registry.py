@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, fields
-from importlib.metadata import version
 from typing import cast
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -24,6 +23,7 @@ from service.core import (
     Source,
     Timings,
     TrainingRun,
+    package_version,
 )
 from service.metrics.adapters import ACCEPTED, ADAPTER_COUNTERS, DRAFTED, DRAFTS, FAILURES, AdapterCounts
 from service.metrics.definitions import CODES, FINISHED_REASONS, METRICS, MODEL_LABEL, PREFIX, TIES
@@ -251,7 +251,7 @@ class Metrics:
         """Show which versions run. backend, device: MLX's, once they are known."""
         info = self._gauges["build_info"]
         info.clear()
-        info.labels(version("redraft"), version("mlx"), backend, device).set(1)
+        info.labels(package_version("redraft"), package_version("mlx"), backend, device).set(1)
 
     def _series(self, name: str, label: str | None = None) -> Counter:
         counter = self._counters[name]

@@ -6,12 +6,12 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import mlx.core as mx
 
 from service import FAST_BLAS
+from service.core import package_version
 from service.models.memory import total_bytes
 
 _PACKAGES = ("redraft", "mlx", "mlx-lm")
@@ -30,7 +30,7 @@ def describe() -> dict[str, object]:
         "accelerator": None if device == "cpu" else str(mx.device_info().get("device_name", "unknown")),
         "precision": "float32" if device == "cpu" else "as stored",
         "blas": _blas(),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": {name: package_version(name) for name in _PACKAGES},
     }
 
 
@@ -43,19 +43,12 @@ def label() -> str:
 def sentence() -> str:
     """The machine, package versions, device, precision of the weights and BLAS as one sentence."""
     found = describe()
-    versions = ", ".join(f"{name} {_version(name)}" for name in _PACKAGES)
+    versions = ", ".join(f"{name} {package_version(name)}" for name in _PACKAGES)
     accelerator = f"{found['accelerator']}; " if found["accelerator"] else ""
     return (
         f"{accelerator}{found['processor']}, {found['cores']} cores, {found['memory_gib']} GiB; {found['system']}; "
         f"{versions}; MLX on {found['device']}, weights {found['precision']}, BLAS {found['blas']}."
     )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed, run from its source"
 
 
 def _device() -> str:
