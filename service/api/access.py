@@ -83,6 +83,10 @@ class Policy:
         found = (access for name, pattern, access in self._patterns if name == method and pattern.fullmatch(path))
         return next(found, Access.CLIENT)
 
+    def methods(self, path: str) -> list[str]:
+        """Those that routes have for a path."""
+        return sorted({method for method, pattern, _ in self._patterns if pattern.fullmatch(path)})
+
 
 def _pattern(path: str) -> re.Pattern[str]:
     parts = re.split(r"\{[^}]*?(:path)?\}", path)

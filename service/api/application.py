@@ -11,7 +11,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Receive, Scope, Send
 
-from service.api.access import Guard, check_routes
+from service.api.access import Guard, Policy, check_routes
 from service.api.adapters import adapter_routes
 from service.api.anthropic.messages import messages_routes
 from service.api.asking import Frontend, ModelNames
@@ -119,7 +119,7 @@ def build_api(
     ):
         check_routes(router)
         app.include_router(router, responses=ERRORS)
-    install(app, metrics)
+    install(app, metrics, Policy().methods)
     app.add_middleware(BodyLimit, limits=limits)
     app.add_middleware(QueueLimit, service=service, metrics=metrics)
     if doors.rate_limit is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 from fastapi import FastAPI, Request
@@ -211,8 +211,9 @@ def _path(path: Sequence[object], body: object, kind: str) -> list[object]:
     return found
 
 
-def install(app: FastAPI, metrics: Metrics) -> None:
-    """Bring everything raised inside the application into the one shape, and count refusals of routes that generate."""
+def install(app: FastAPI, metrics: Metrics, methods: Callable[[str], Sequence[str]] = lambda path: ()) -> None:
+    """Bring everything raised inside the application into the one shape, and count refusals of routes that generate. methods:
+    those that routes have for a path; without, `Allow` names those of the first route alone."""
 
     def refuse(request: Request, response: JSONResponse, code: str) -> JSONResponse:
         if request.url.path in GENERATING and request.method == "POST":
@@ -232,7 +233,10 @@ def install(app: FastAPI, metrics: Metrics) -> None:
         code = HTTP_CODES.get(error.status_code, "bad_request" if error.status_code < 500 else "internal_error")
         note_error(code)
         described = _described(error.status_code, error.detail, code)
-        return refuse(request, JSONResponse(described.model_dump(), error.status_code, error.headers), code)
+        headers = dict(error.headers or {})
+        if error.status_code == 405 and (allowed := methods(request.url.path)):
+            headers["allow"] = ", ".join(allowed)
+        return refuse(request, JSONResponse(described.model_dump(), error.status_code, headers), code)
 
     app.add_exception_handler(RedraftError, on_own)
     app.add_exception_handler(RequestValidationError, on_invalid)

@@ -132,6 +132,13 @@ def test_the_two_headers_for_keys(http: httpx.Client, place: Place) -> None:
     assert [http.get("/nothing", headers=h).status_code for h in ({}, bearer(client))] == [401, 404]
 
 
+def test_allow_names_every_method_of_a_path(http: httpx.Client, place: Place) -> None:
+    key = bearer(place.secrets["operator"])
+    for path, allowed in (("/session", "DELETE, GET, POST"), ("/runs/1", "DELETE, GET"), ("/generate", "POST")):
+        refused = http.put(path, headers=key)
+        assert (refused.status_code, refused.headers["allow"]) == (405, allowed)
+
+
 def test_refused_keys_are_counted_where_they_would_generate(http: httpx.Client, place: Place) -> None:
     sample = 'redraft:requests_refused_total{code="invalid_api_key"}'
     before = place.server.value(sample)

@@ -14,6 +14,8 @@ from pathlib import Path
 COUNTING = "^/v1/messages/count_tokens$"
 """Of this operation schemathesis 4.32.5 makes up no invalid requests but those of its coverage phase: it looks for an array of
 what no block of content is, and finds none. The body is that of /v1/messages without what is said of the answer."""
+SEED = "3"
+"""With 1 schemathesis 4.32.5 takes a body of /v1/responses for invalid whose tools are all of types that the document names."""
 ENDLESS = "^/events$"
 """Its answer is a stream that ends with the server."""
 
@@ -32,7 +34,7 @@ def main(address: str, examples: int) -> int:
     half, whole = str((examples + 1) // 2), str(examples)
     others, counting = ("--exclude-path-regex", f"{COUNTING}|{ENDLESS}"), ("--include-path-regex", COUNTING)
     runs = [
-        ("examples,coverage,fuzzing", *others, "--max-examples", half, "--seed", "1"),
+        ("examples,coverage,fuzzing", *others, "--max-examples", half, "--seed", SEED),
         ("fuzzing", *others, "--max-examples", half, "--seed", "2"),
         ("examples,coverage", *counting, "--seed", "1"),
         ("fuzzing", *counting, "--mode", "positive", "--max-examples", whole, "--seed", "1"),
