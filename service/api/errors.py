@@ -235,7 +235,7 @@ def install(app: FastAPI, metrics: Metrics, methods: Callable[[str], Sequence[st
         described = _described(error.status_code, error.detail, code)
         headers = dict(error.headers or {})
         if error.status_code == 405 and (allowed := methods(request.url.path)):
-            headers["allow"] = ", ".join(allowed)
+            headers["Allow"] = ", ".join(allowed)
         return refuse(request, JSONResponse(described.model_dump(), error.status_code, headers), code)
 
     app.add_exception_handler(RedraftError, on_own)
