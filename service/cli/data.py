@@ -165,6 +165,7 @@ def purge(
     config: Config = None,
     keep: Annotated[int | None, typer.Option(min=0, help="Keep this many newest generations.")] = None,
     id: Annotated[list[str] | None, typer.Option(help="Erase the generation of this answer; may be repeated.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Erase what was asked with the key of this name.")] = None,
     client: Annotated[str | None, typer.Option(help="Erase the generations of this client.")] = None,
     domain: Annotated[str | None, typer.Option(help="Erase the generations of this domain.")] = None,
     before: Annotated[
@@ -181,9 +182,9 @@ def purge(
     from service.api.compatible import client_tag
     from service.store.stores import open_stores
 
-    chosen = bool(id or client or domain or before)
+    chosen = bool(id or api_key or client or domain or before)
     if (keep is not None) + chosen + everything != 1:
-        raise typer.BadParameter("say one of --keep N, --id/--client/--domain/--before, --everything")
+        raise typer.BadParameter("say one of --keep N, --id/--api-key/--client/--domain/--before, --everything")
     settings = settings_from(config)
     stores = open_stores(settings)
     try:
@@ -193,6 +194,7 @@ def purge(
             return
         selection = Selection(
             ids=frozenset(id) if id else None,
+            api_key=api_key or None,
             client=client_tag(client or None),
             domain=domain or None,
             before=before,
