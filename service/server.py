@@ -97,6 +97,8 @@ class Application:
         )
         self.metrics.watch_engine(self.engine_thread.status)
         self._keys = self._key_ring()
+        self._key_clock = Clock(self._keys.refresh, REFRESH_SECONDS)
+        self._key_clock.start()
         self._doors = Doors(
             self._keys,
             allowed_hosts=[*settings.server.allowed_hosts, settings.server.host],
@@ -177,9 +179,6 @@ class Application:
         except BaseException:
             self.learning.close()
             raise
-        clock = Clock(ring.refresh, REFRESH_SECONDS)
-        clock.start()
-        self._key_clock = clock
         return ring
 
     def places(self, encoder: TextEncoder) -> dict[str, Forget]:

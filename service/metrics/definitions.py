@@ -44,7 +44,7 @@ TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 
 @dataclass(frozen=True, slots=True)
 class Definition:
     """One metric. `name` lacks the prefix and is otherwise as exposed (counters end in _total); times are seconds. labels:
-    those beside MODEL_LABEL."""
+    those other than MODEL_LABEL."""
 
     name: str
     kind: Literal["counter", "gauge", "histogram"]
