@@ -52,6 +52,9 @@ class LearningLoop:
         self._on_fatal = on_fatal
         self._supervisor: Supervisor | None = None
         self._clocks: list[Clock] = []
+        self._launcher = ProcessLauncher(
+            settings.home / TRAINING_LOG, settings.training.threads, share=set_blas_threads
+        )
         # Not the supervisor's clock: loading models and long ticks must not let the lease run out.
         self._heartbeat = Clock(self._renew, RENEW_SECONDS)
         self._heartbeat.start()
@@ -71,12 +74,13 @@ class LearningLoop:
             stores=stores,
             members=self._members,
             switching=Switching(engine, stores.adapters, place.who.draft, events, shared=self._members.shared),
-            launcher=ProcessLauncher(settings.home / TRAINING_LOG, settings.training.threads, share=set_blas_threads),
+            launcher=self._launcher,
             events=events,
             rules=lifecycle_rules(settings, place.folders, place.who),
             who=place.who,
             machine=place.machine,
         )
+        forget = {**forget, "waiting_child": lambda selection: self._launcher.end_ready()}
         supervisor = Supervisor(context, busy=busy, forget=forget)
         supervisor.start()
         self._clocks = [
@@ -94,6 +98,7 @@ class LearningLoop:
             clock.stop()
         if self._supervisor is not None:
             self._supervisor.stop()
+        self._launcher.end_ready()
 
     def close(self) -> None:
         """Leave those that share the database, and close it; what is queued is written."""

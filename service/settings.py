@@ -134,7 +134,7 @@ class TrainingSettings(Section):
     run_here: bool = True
     """Do runs in children of this server; false leaves them to other processes of the same database (`redraft trainer`)."""
     tick_seconds: float = Field(default=15.0, gt=0)
-    """How often is looked whether a run should start, an adapter is decided on, or old texts are to be deleted."""
+    """How often is looked whether a run should start or old texts are to be deleted."""
     min_cases: int = Field(default=400, ge=1)
     """Untrained, untied failure cases needed before a run starts by itself."""
     min_tokens: int = Field(default=4_000, ge=1)

@@ -145,16 +145,11 @@ def measured_costs(pair: Pair) -> Costs:
 
 
 class _LocalChannel(Channel):
-    """A channel without pipes: one job in, its messages in a list."""
+    """A channel without pipes: the messages of a job in a list."""
 
-    def __init__(self, spec: Mapping[str, object]) -> None:
+    def __init__(self) -> None:
         super().__init__(-1, io.StringIO())
-        self._job = json.dumps(dict(spec))
         self.messages: list[Mapping[str, object]] = []
-
-    def first_line(self) -> str:
-        """The job, as JSON."""
-        return self._job
 
     def send(self, kind: str, message: Mapping[str, object] | None = None) -> None:
         """Append a message as it would come out of a pipe."""
@@ -189,8 +184,8 @@ class LocalLauncher:
 
     def launch(self, spec: Mapping[str, object]) -> _LocalJob:
         """Do the job, and return its handle with all messages."""
-        channel = _LocalChannel(spec)
-        job.perform(channel)
+        channel = _LocalChannel()
+        job.perform(channel, json.dumps(dict(spec)))
         return _LocalJob(channel.messages)
 
 

@@ -1,10 +1,11 @@
-"""The child's channel to its parent: it sends messages on stdout and receives its job, pause and resume on stdin."""
+"""The child's channel to its parent: it sends messages on stdout and receives jobs, pause and resume on stdin."""
 
 from __future__ import annotations
 
 import json
 import logging
 import os
+import queue
 import sys
 import threading
 import time
@@ -30,6 +31,7 @@ class Channel:
     def __init__(self, stdin: int, stdout: TextIO) -> None:
         self._lines = _lines(stdin)
         self._out = stdout
+        self._jobs: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._paused = threading.Event()
         self.share = 1.0
         """Share of the time in which this process works, above 0 and at most 1: `hold` throttles it to that."""
@@ -43,12 +45,11 @@ class Channel:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         return cls(sys.stdin.fileno(), stdout)
 
-    def first_line(self) -> str:
-        """The first line of stdin, which is the job; empty where there is none. Starts the thread that reads the commands after
-        it."""
-        line = next(self._lines, "")
+    def jobs(self) -> Iterator[str]:
+        """The jobs that arrive on stdin, one after the other, without an end. Call once: starts the thread that reads stdin."""
         threading.Thread(target=self._watch, name="redraft-stdin", daemon=True).start()
-        return line
+        while True:
+            yield self._jobs.get()
 
     @property
     def paused(self) -> bool:
@@ -83,6 +84,10 @@ class Channel:
             elif line.strip() == "resume":
                 self._paused.clear()
                 log.info("resumed")
+            else:
+                # A new job has not been paused yet.
+                self._paused.clear()
+                self._jobs.put(line)
         os._exit(ORPHANED)
 
 

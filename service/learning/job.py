@@ -1,12 +1,14 @@
-"""The child process: `python -m service.learning.job`, which reads its job from one line of stdin (see `spec`).
+"""The child process: `python -m service.learning.job`, which reads jobs from stdin, a line each (see `spec`).
 
 Messages on stdout are one JSON object a line: cases, texts, progress, candidate, scores, then done, or failed with a
-reason; either ends with status 0, anything else is a crash. stdin carries pause and resume; at its end the child exits at
-once. Only the main thread uses MLX. The child writes nothing to the database: rows are the parent's.
+reason. After either it waits for the next job: starting, importing and preparing a GPU take longer than most comparisons.
+stdin also carries pause and resume; at its end the child exits at once. Only the main thread uses MLX. The child writes nothing
+to the database: rows are the parent's.
 """
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -30,37 +32,40 @@ from service.learning.training_job import TrainingJob
 from service.store.database import Database
 from service.store.log.generations import Generations
 
+log = logging.getLogger(__name__)
+
 CACHE_BYTES = 2**30
 """Freed memory MLX may keep for reuse."""
 
 
-def main() -> int:
-    """`perform` the job that arrives on stdin.
-
-    Returns exit status 0 whether it is done or failed; any other exception ends the process.
-    """
+def main() -> None:
+    """`perform` the jobs that arrive on stdin. Any exception but a RedraftError ends the process."""
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    perform(Channel.claim())
-    return 0
+    channel = Channel.claim()
+    for line in channel.jobs():
+        perform(channel, line)
 
 
-def perform(channel: Channel) -> None:
-    """Run the job that arrives on the channel and end with a `done` message, or `failed` for a RedraftError."""
+def perform(channel: Channel, line: str) -> None:
+    """Do one job and end with a `done` message, or `failed` for a RedraftError."""
     try:
-        run(channel)
+        run(channel, line)
     except RedraftError as error:
         channel.send("failed", {"reason": str(error)})
-    else:
-        channel.send("done")
+        return
+    # What it held is free before the next job.
+    gc.collect()
+    mx.clear_cache()
+    channel.send("done", {"waits": True})
 
 
-def run(channel: Channel) -> None:
-    """Read the job and do it. Raises RedraftError with the reason when it cannot be done."""
-    job = parse(channel.first_line())
+def run(channel: Channel, line: str) -> None:
+    """Do the job that this line of JSON describes. Raises RedraftError with the reason when it cannot be done."""
+    job = parse(line)
     lower_priority(job.training.niceness)
-    if mx.default_device().type != mx.cpu:
-        # Niceness is about the processor alone.
-        channel.share = job.training.gpu_share
+    # Niceness is about the processor alone. A comparison is short, and what serves may be bad.
+    throttled = isinstance(job, TrainJob) and mx.default_device().type != mx.cpu
+    channel.share = job.training.gpu_share if throttled else 1.0
     mx.set_cache_limit(CACHE_BYTES)
     database = Database(job.url, read_only=True)
     try:
@@ -78,6 +83,7 @@ def score_adapters(job: ScoreJob, channel: Channel, database: Database) -> None:
     masks = answer_masks(found, cache(partial(load_grammars, job)))
     texts = usable([generation for generation in found if generation.output and generation.prompt.tokens], masks)
     draft = load_draft(job)
+    log.info("models loaded; %d of %d texts can be scored", len(texts), len(job.generations))
     scores: dict[str, list[Score]] = {}
     models: dict[str, nn.Module] = {}
     for name, folder in job.adapters.items():
@@ -94,6 +100,7 @@ def score_adapters(job: ScoreJob, channel: Channel, database: Database) -> None:
             between=channel.hold,
         )
         lora.detach(draft.model)
+        log.info("adapter %s scored", name)
     channel.hold()
     channel.send("scores", {"scores": scores_message(scores), "steps": step_ratios(models)})
 
@@ -109,4 +116,4 @@ def lower_priority(niceness: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

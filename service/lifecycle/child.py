@@ -21,8 +21,9 @@ class Pause(StrEnum):
 
 
 class Child:
-    """One child process. `poll` fills `inbox`; whoever reads it takes a message off only after handling it, so that a failure
-    to handle it (the database is away) loses nothing. The last message is always an Ending, and then the process has ended."""
+    """One job of a child process. `poll` fills `inbox`; whoever reads it takes a message off only after handling it, so that a
+    failure to handle it (the database is away) loses nothing. The last message is always an Ending, and then the job has
+    ended."""
 
     def __init__(self, handle: JobHandle, started: datetime) -> None:
         self.inbox: deque[Message] = deque()
@@ -42,7 +43,7 @@ class Child:
 
     @property
     def ended(self) -> bool:
-        """Its process has ended; messages may be left in `inbox`."""
+        """Its job has ended; messages may be left in `inbox`."""
         return self._ended
 
     @property
@@ -95,6 +96,7 @@ class Child:
         return self._paused_before + max(here, timedelta())
 
     def stop(self) -> None:
-        """End the process, whatever it does."""
-        self._ended = True
-        self._handle.stop(GRACE_SECONDS)
+        """End the job, whatever it does. Idempotent: its process may do another by then."""
+        if not self._ended:
+            self._ended = True
+            self._handle.stop(GRACE_SECONDS)

@@ -23,9 +23,13 @@ class Job(Protocol):
         """The child process of this job."""
         ...
 
+    @property
+    def yields(self) -> bool:
+        """Whether its child pauses while requests wait: the slot sees to that."""
+        ...
+
     def pause(self, busy: bool, strain: str | None) -> None:
-        """Pause while the machine cannot spare what the job takes (`strain` says why), else resume. busy: requests wait; the
-        slot pauses any child for that."""
+        """Pause while the machine cannot spare what the job takes (`strain` says why), else resume. busy: requests wait."""
         ...
 
     def handle(self, message: Message) -> None:
@@ -59,10 +63,10 @@ class JobSlot:
         self._job = job
 
     def pause_for_requests(self) -> None:
-        """Pause the child while serving is busy, or resume it. May be called from any thread; waits for no tick. The run's row
-        shows it at the next tick."""
+        """Pause a child that yields while serving is busy, or resume it. May be called from any thread; waits for no tick. The
+        run's row shows it at the next tick."""
         with self._pausing:
-            if (job := self.job) is not None:
+            if (job := self.job) is not None and job.yields:
                 job.child.pause(Pause.BUSY, self._busy(), self._context.now())
 
     def poll(self) -> None:

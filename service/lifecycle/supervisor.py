@@ -131,9 +131,9 @@ class Supervisor:
             self._lock.release()
 
     def follow(self) -> None:
-        """Do at once what other processes of the database have decided: forget what they erase, serve what they promote, stop
-        a child whose run they ended; and give up those that have ended. Called more often than `tick`; does nothing while that
-        is at work."""
+        """Do what must not wait for a tick: handle what the child sent, start a comparison that is due, and do what other
+        processes of the database have decided: forget what they erase, serve what they promote, stop a child whose run they
+        ended; and give up those that have ended. Called more often than `tick`; does nothing while that is at work."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -142,8 +142,12 @@ class Supervisor:
             self._eraser.carry_out()
             self._context.give_up_orphans()
             self._stop_ended_run()
-            if self._context.who.draft and self._context.switching.behind():
-                self._serve_active()
+            self._jobs.poll()
+            if self._context.who.draft:
+                if self._context.switching.behind():
+                    self._serve_active()
+                elif self._context.trains and not self.working:
+                    self._start_comparison()
         except StoreError:
             # Ticks report it, which are fewer.
             pass
@@ -196,9 +200,13 @@ class Supervisor:
             if run.owner is None and (taken := context.stores.runs.take(run.id, context.members.token)) is not None:
                 self._jobs.start(training.start(context, taken))
             return
-        self._jobs.start(self._watch.start())
+        self._start_comparison()
         if not self.working:
             self._start_if_due()
+
+    def _start_comparison(self) -> None:
+        if self._watch.pending() is not None and self._context.members.leads():
+            self._jobs.start(self._watch.start())
 
     def _start_if_due(self) -> None:
         context, rules = self._context, self._context.rules.training

@@ -82,6 +82,11 @@ class RunJob:
         """The child process."""
         return self._child
 
+    @property
+    def yields(self) -> bool:
+        """Yes: training has time."""
+        return True
+
     def pause(self, busy: bool, strain: str | None) -> None:
         """Pause for `strain`, unless an operator asked for the run, and record the reason whenever it changes."""
         # Whoever asks for a run wants it now, on battery or not.

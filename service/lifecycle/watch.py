@@ -32,18 +32,19 @@ class Watch:
     def __init__(self, context: LifecycleContext) -> None:
         self._context = context
         self._failures: dict[int, int] = {}
+        self._over: int | None = None
+        """The adapter whose watch was found over last; none begins anew."""
 
     def pending(self) -> AdapterRef | None:
         """The active adapter, when it was promoted by a gate and its watch is not over."""
         adapters = self._context.stores.adapters
         ref = adapters.active(self._context.who.draft)
-        if (
-            ref is None
-            or not adapters.evaluations(ref.id, EvaluationKind.GATE)
-            or adapters.evaluations(ref.id, EvaluationKind.WATCH)
-        ):
+        if ref is None or ref.id == self._over:
             return None
-        return ref
+        if adapters.evaluations(ref.id, EvaluationKind.WATCH):
+            self._over = ref.id
+            return None
+        return ref if adapters.evaluations(ref.id, EvaluationKind.GATE) else None
 
     def start(self) -> WatchJob | None:
         """Start the next comparison once enough has been generated since the promotion."""
@@ -77,6 +78,7 @@ class Watch:
         except OSError as error:
             self.failed(ref, f"the child could not be started: {error}")
             return None
+        log.info("adapter %d is compared on %d answers since its promotion", ref.id, len(fresh))
         return WatchJob(self._context, self, ref, child, done=done, last=last)
 
     def failed(self, ref: AdapterRef, reason: str) -> None:
@@ -114,9 +116,13 @@ class WatchJob:
         """The child process."""
         return self._child
 
+    @property
+    def yields(self) -> bool:
+        """No: a comparison is short, and under a load that never ends a bad adapter would serve for ever."""
+        return False
+
     def pause(self, busy: bool, strain: str | None) -> None:
-        """Does nothing: a comparison does not pause for `strain`."""
-        # Whatever the machine is short of: a comparison is short, and a bad adapter costs more while it waits.
+        """Does nothing: a comparison does not pause for `strain` either."""
 
     def handle(self, message: Message) -> None:
         """Take the scores; when the child is done decide about the adapter; a failure counts against its ATTEMPTS."""

@@ -32,7 +32,7 @@ def until(condition: Callable[[], bool]) -> None:
 def test_hold_waits_while_the_parent_pauses_and_says_for_how_long(pipe: tuple[int, int]) -> None:
     channel = Channel(pipe[0], io.StringIO())
     os.write(pipe[1], b"the job\npause\n")
-    assert channel.first_line() == "the job"
+    assert next(channel.jobs()) == "the job"
     until(lambda: channel.paused)
 
     def resume() -> None:
@@ -65,3 +65,14 @@ def test_with_all_of_the_time_nothing_is_throttled(pipe: tuple[int, int]) -> Non
     started_at = time.perf_counter()
     channel.hold()
     assert time.perf_counter() - started_at < 0.1
+
+
+def test_a_new_job_begins_without_the_pause_of_the_one_before(pipe: tuple[int, int]) -> None:
+    channel = Channel(pipe[0], io.StringIO())
+    jobs = channel.jobs()
+    os.write(pipe[1], b"one\npause\n")
+    assert next(jobs) == "one"
+    until(lambda: channel.paused)
+    os.write(pipe[1], b"two\n")
+    assert next(jobs) == "two"
+    assert channel.hold() < 0.1

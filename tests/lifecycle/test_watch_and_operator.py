@@ -1,6 +1,7 @@
 """The watch after a promotion, rollbacks, and what an operator may request."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
@@ -64,6 +65,49 @@ def test_a_forced_bad_promotion_is_rolled_back_to_its_parent(installation: Insta
         server.supervisor.tick()
         assert server.engine.active == parent.id
         check_consistent(server)
+
+
+def test_neither_the_gate_nor_the_watch_waits_for_a_tick(installation: Installation) -> None:
+    installation.plan_children(score="worse")
+    with installation.server() as server:
+
+        def follow_until(done: Callable[[], bool]) -> None:
+            end = time.monotonic() + 60
+            while not done():
+                assert time.monotonic() < end
+                server.supervisor.follow()
+                time.sleep(0.01)
+
+        server.traffic()
+        server.supervisor.tick()
+        follow_until(lambda: server.events.promotions == 1)
+        server.traffic(cases=0)
+        follow_until(lambda: server.events.rollbacks == 1)
+        assert server.engine.active == BARE_DRAFT
+        check_consistent(server)
+
+
+def test_requests_that_wait_pause_training_and_no_comparison(installation: Installation) -> None:
+    installation.plan_children(score="hang")
+    with installation.server() as server:
+        ref = server.promote()
+        server.busy = True
+        server.traffic(cases=0)
+        server.tick_until(lambda: len(server.launcher.started) == 2)
+        server.supervisor.tick()
+        assert paused(server) is False
+        server.supervisor.activate(ref.id)
+        server.supervisor._jobs.end()
+        installation.plan_children(train="hang")
+        server.traffic()
+        server.tick_until(lambda: len(server.launcher.started) == 3)
+        assert paused(server) is True
+
+
+def paused(server: Server) -> bool:
+    job = server.supervisor._jobs.job
+    assert job is not None
+    return job.child._paused_since is not None
 
 
 @pytest.mark.parametrize(("score", "warnings"), [("fair", 0), ("short", 1)])

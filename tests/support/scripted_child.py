@@ -122,6 +122,9 @@ def train(job: dict[str, object], act: str, undrafted: dict[str, int]) -> None:
 def score(job: dict[str, object], act: str) -> None:
     if act == "kill":
         die()
+    if act == "hang":
+        sys.stdin.read()
+        sys.exit(75)
     adapters: dict[str, str | None] = job["adapters"]  # pyright: ignore[reportAssignmentType]
     names: list[str] = job["generations"]  # pyright: ignore[reportAssignmentType]
     found = {name: scores(folder, names) for name, folder in adapters.items()}

@@ -17,7 +17,7 @@ import pytest
 
 from service.core import Generation, Provenance, RunState, Trigger
 from service.learning import job
-from service.learning.channel import Channel
+from service.learning.channel import ORPHANED, Channel
 from service.settings import GateSettings, TrainingSettings
 from service.store.database import Database
 from service.store.log.generations import Generations
@@ -99,9 +99,12 @@ class Child:
         return json.loads(line)
 
     def read_to_end(self) -> list[Message]:
-        """All messages up to a clean end."""
-        found = [json.loads(line) for line in self.stdout]
-        assert self.process.wait(30) == 0
+        """All messages of a job that ends by itself; after it the child waits, and ends with its stdin."""
+        found = [self.message()]
+        while found[-1]["type"] not in {"done", "failed"}:
+            found.append(self.message())
+        self.stdin.close()
+        assert self.process.wait(30) == ORPHANED
         return found
 
     def until_training(self) -> Message:
@@ -140,15 +143,12 @@ def child(spec: object) -> Generator[Child]:
 
 
 class RecordingChannel(Channel):
-    """A channel without streams: one job in, the messages out as a list. Nothing watches for the parent's end."""
+    """A channel without streams: the messages of a job as a list. Nothing watches for the parent's end."""
 
-    def __init__(self, spec: Message, on_message: Callable[[Message], None]) -> None:
+    def __init__(self, on_message: Callable[[Message], None]) -> None:
         super().__init__(-1, io.StringIO())
         self.messages: list[Message] = []
-        self._job, self._on_message = json.dumps(spec), on_message
-
-    def first_line(self) -> str:
-        return self._job
+        self._on_message = on_message
 
     def send(self, kind: str, message: Mapping[str, object] | None = None) -> None:
         # As they come out of the pipe.
@@ -158,12 +158,12 @@ class RecordingChannel(Channel):
 
 def perform(spec: Message, on_message: Callable[[Message], None] = lambda message: None) -> list[Message]:
     """The messages of a job that runs in this process, which keeps its priority. A child's 4 s of imports are saved."""
-    channel = RecordingChannel(spec, on_message)
+    channel = RecordingChannel(on_message)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "lower_priority", lambda niceness: None)
         before = mx.set_cache_limit(job.CACHE_BYTES)
         try:
-            job.perform(channel)
+            job.perform(channel, json.dumps(spec))
         finally:
             mx.set_cache_limit(before)
     return channel.messages
