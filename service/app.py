@@ -100,4 +100,7 @@ def lifecycle_rules(settings: Settings, folders: Folders, who: Provenance) -> Ru
         max_generations=settings.store.max_generations,
         adapters=settings.adapters_dir,
         spec=spec,
+        max_days=settings.store.max_days,
+        max_bytes=None if settings.store.max_mb is None else settings.store.max_mb * 2**20,
+        targets=settings.home / TARGETS,
     )

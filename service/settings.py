@@ -123,7 +123,12 @@ class StoreSettings(Section):
     record: bool = True
     """Record prompts and answers, which is what the draft learns from; false also needs training.enabled = false."""
     max_generations: int = Field(default=50_000, ge=1)
-    """Older generations beyond this many are purged by the tick."""
+    """Older generations beyond this many are purged by the tick, but for those that are replayed."""
+    max_days: float | None = Field(default=None, gt=0)
+    """Generations that were recorded longer ago are purged too, replayed ones among them; None: however old they are."""
+    max_mb: int | None = Field(default=None, ge=1)
+    """Size (MiB) of the tokens, rounds and probabilities that are recorded, at most: beyond it the oldest are purged, replayed
+    ones among them; None: no bound but their number."""
 
 
 class TrainingSettings(Section):

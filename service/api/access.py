@@ -7,7 +7,7 @@ long as a server on a loopback address has never had a key, it asks for none, an
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from http.cookies import CookieError, SimpleCookie
 from typing import cast
 
@@ -102,6 +102,11 @@ def caller_of(connection: HTTPConnection) -> Caller:
     return cast("Caller", connection.state.caller)
 
 
+def still_allowed(connection: HTTPConnection) -> Callable[[], bool]:
+    """Whether the guard would let this request in now: its key may be revoked since, its session over."""
+    return cast("Callable[[], bool]", connection.state.still_allowed)
+
+
 class Guard:
     """ASGI middleware in front of every route: who calls, from where, and whether that is enough. 401 without a key that opens
     anything, 403 with one that does not open this route, for pages of other sites, and for hosts that are not this server's.
@@ -120,14 +125,23 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] == "http":
+            state = scope.setdefault("state", {})
+            state["still_allowed"] = lambda: self._allows(scope)
             try:
-                scope.setdefault("state", {})["caller"] = self._check(scope)
+                state["caller"] = self._check(scope)
             except RedraftError as error:
                 if scope["path"] in GENERATING and scope["method"] == "POST":
                     self._metrics.request_refused(error.code)
                 await answer(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _allows(self, scope: Scope) -> bool:
+        try:
+            self._check(scope)
+        except RedraftError:
+            return False
+        return True
 
     def _check(self, scope: Scope) -> Caller:
         """Raises Unauthorized, Forbidden."""

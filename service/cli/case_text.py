@@ -1,7 +1,9 @@
-"""Failure cases as text: what the draft proposed and what the target said instead, with a bit of what is around them."""
+"""Recorded tokens as text; of failure cases what the draft proposed and what the target said instead, with a bit of what is
+around them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,8 +28,8 @@ class CaseText:
     after: str
 
 
-class CaseReader:
-    """Decodes failure cases by the target's tokenizer. Fetches no model: raises RedraftError where it is not on this disk."""
+class TextReader:
+    """Decodes tokens by the target's tokenizer. Fetches no model: raises RedraftError where it is not on this disk."""
 
     def __init__(self, settings: Settings) -> None:
         from mlx_lm.utils import load_tokenizer
@@ -43,6 +45,10 @@ class CaseReader:
         self._fingerprint = tokenizer_fingerprint(folder)
         self._encoder: TextEncoder = TextEncoder(load_tokenizer(folder))
 
+    def text(self, tokens: Sequence[int], tokenizer: str) -> str | None:
+        """Bytes that are no UTF-8 are escapes in it. None where the tokens are another tokenizer's."""
+        return self._text(tokens) if tokenizer == self._fingerprint else None
+
     def read(self, case: FailureCase, context: CaseContext) -> CaseText | None:
         """The case as text; None where its tokens are another tokenizer's."""
         if context.tokenizer != self._fingerprint:
@@ -54,5 +60,5 @@ class CaseReader:
             self._text(context.after),
         )
 
-    def _text(self, tokens: tuple[int, ...]) -> str:
+    def _text(self, tokens: Sequence[int]) -> str:
         return b"".join(map(self._encoder.token_bytes, tokens)).decode("utf-8", "backslashreplace")

@@ -44,7 +44,6 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "cases list": ("redraft cases list --limit 50 --text", "redraft cases list --json -"),
     "cases show": ("redraft cases show 17", "redraft cases show 17 --json -"),
     "cases stats": ("redraft cases stats", "redraft cases stats --json -"),
-    "cases purge": ("redraft cases purge --client ada", "redraft cases purge --keep 10000"),
     "cases quarantined": ("redraft cases quarantined",),
     "cases release": ("redraft cases release", "redraft cases release --run 7"),
     "adapters list": ("redraft adapters list", "redraft adapters list --json -"),
@@ -63,6 +62,8 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     "keys create": ("redraft keys create ada", "redraft keys create me --role operator"),
     "keys list": ("redraft keys list", "redraft keys list --json -"),
     "keys revoke": ("redraft keys revoke ada",),
+    "data export": ("redraft data export --client ada --out ada.jsonl", "redraft data export --everything --out -"),
+    "data erase": ("redraft data erase --client ada", "redraft data erase --keep 10000"),
     "db upgrade": ("redraft db upgrade", "redraft db upgrade --config server.toml"),
 }
 """By command."""

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from service.cli import bench, completion, data, demo, drafts, keys, operate, runs, serving, status, talk
+from service.cli import bench, cases, completion, data, demo, drafts, keys, operate, runs, serving, status, talk
 from service.cli import config as settings
 from service.cli import eval as evaluation
 from service.cli.examples import add_examples
@@ -49,7 +49,8 @@ app.command()(talk.chat)
 app.command()(operate.train)
 app.add_typer(evaluation.group, name="eval")
 app.add_typer(bench.group, name="bench")
-app.add_typer(data.cases, name="cases")
+app.add_typer(cases.cases, name="cases")
+app.add_typer(data.data, name="data")
 app.add_typer(operate.adapters, name="adapters")
 app.add_typer(runs.runs, name="runs")
 app.add_typer(settings.config, name="config")

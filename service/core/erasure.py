@@ -22,9 +22,9 @@ def request_id(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Generations to erase: those that match all that is given, or everything. ids: of generations, also with the prefix that
-    they have in a route's answers. api_key: name of the key that they were asked for with. before: created before this
-    moment, of local time where it names no other. Raises BadRequest where nothing is given, or something besides
+    """Generations to erase or to copy: those that match all that is given, or everything. ids: of generations, also with the
+    prefix that they have in a route's answers. api_key: name of the key that they were asked for with. before: created before
+    this moment, of local time where it names no other. Raises BadRequest where nothing is given, or something besides
     `everything`."""
 
     ids: frozenset[str] | None = None
@@ -37,9 +37,7 @@ class Selection:
     def __post_init__(self) -> None:
         given = any(each is not None for each in (self.ids, self.api_key, self.client, self.domain, self.before))
         if given is self.everything:
-            raise BadRequest(
-                "say which generations to erase (ids, api_key, client, domain, before), or everything, not both"
-            )
+            raise BadRequest("say which generations (ids, api_key, client, domain, before), or everything, not both")
         if self.ids is not None:
             object.__setattr__(self, "ids", frozenset(request_id(name) for name in self.ids))
         if self.before is not None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future
+from contextlib import suppress
+from datetime import datetime, timedelta
+from pathlib import Path
 
 from service.lifecycle.context import LifecycleContext
 from service.store.artifacts import sweep
@@ -15,10 +18,15 @@ SWEEP_GRACE_SECONDS = 86_400.0
 
 
 def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
-    """Delete generations beyond `max_generations`, in the background, and folders that no row knows. Folders only while nobody
-    trains: one may be about to be named. Of other databases' folders this knows nothing: they have their grace."""
+    """Delete generations beyond what the log may hold, in the background, targets that are too old, and folders that no row
+    knows. Folders only while nobody trains: one may be about to be named. Of other databases' folders this knows nothing: they
+    have their grace."""
     stores, rules = context.stores, context.rules
-    stores.generations.purge(rules.max_generations).add_done_callback(_report)
+    before = None if rules.max_days is None else context.database_now() - timedelta(days=rules.max_days)
+    purge = stores.generations.purge(rules.max_generations, before=before, max_bytes=rules.max_bytes)
+    purge.add_done_callback(_report)
+    if before is not None and rules.targets is not None:
+        _remove_older(rules.targets, before)
     if child_under_way or stores.runs.unfinished():
         return
     context.discard_candidates("its run ended without a verdict")
@@ -26,6 +34,14 @@ def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
     removed = sweep(rules.adapters, known, SWEEP_GRACE_SECONDS if context.members.shared else 0.0)
     if removed:
         log.info("removed %d adapter folders that no row knows", len(removed))
+
+
+def _remove_older(root: Path, before: datetime) -> None:
+    for path in root.glob("*/*.npz"):
+        # Another process of this folder may be removing the same.
+        with suppress(FileNotFoundError):
+            if path.stat().st_mtime < before.timestamp():
+                path.unlink()
 
 
 def _report(purge: Future[int]) -> None:

@@ -30,14 +30,18 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """max_generations: what the log may hold. adapters: root of the adapter folders. spec: the part of a child's job
-    that is the same for every job (learning.spec)."""
+    """max_generations, max_days, max_bytes: what the log may hold (StoreSettings). adapters: root of the adapter folders. spec:
+    the part of a child's job that is the same for every job (learning.spec). targets: folder of the targets that children
+    computed; None: there is none."""
 
     training: TrainingSettings
     gate: GateSettings
     max_generations: int
     adapters: Path
     spec: Mapping[str, object]
+    max_days: float | None = None
+    max_bytes: int | None = None
+    targets: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

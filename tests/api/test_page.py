@@ -337,13 +337,17 @@ def no_run() -> TrainingRun | None:
     return None
 
 
+def always() -> bool:
+    return True
+
+
 def test_a_slow_listener_gets_the_newest_snapshot_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "SECONDS", 0.02)
     status = Numbered()
     feed = Feed("model", status, Metrics(3), no_run)
 
     async def both() -> tuple[list[int], list[int]]:
-        quick, slow = feed.listen().body_iterator, feed.listen().body_iterator
+        quick, slow = feed.listen(always).body_iterator, feed.listen(always).body_iterator
         late = [await rows(slow)]
         seen = [await rows(quick) for _ in range(30)]
         return seen, [*late, await rows(slow)]
@@ -360,7 +364,7 @@ def test_listeners_share_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     feed = Feed("model", status, Metrics(3), no_run)
 
     async def listen() -> None:
-        frames = feed.listen().body_iterator
+        frames = feed.listen(always).body_iterator
         for _ in range(10):
             await rows(frames)
 
@@ -384,7 +388,7 @@ def test_a_database_that_is_away_leaves_the_engine_s_figures(server: EchoServer)
     feed = Feed("model", server.engine.status, Metrics(3), away)
 
     async def first() -> dict[str, Any]:
-        async for frame in feed.listen().body_iterator:
+        async for frame in feed.listen(always).body_iterator:
             return json.loads(bytes(frame).partition(b"data: ")[2])  # pyright: ignore[reportArgumentType]
         raise AssertionError("nothing was sent")
 
@@ -396,5 +400,5 @@ def test_a_listener_too_many_is_refused_before_it_takes_a_place(monkeypatch: pyt
     monkeypatch.setattr(feed_module, "LISTENERS", 0)
     feed = Feed("model", Numbered(), Metrics(3), no_run)
     with pytest.raises(Overloaded):
-        feed.listen()
+        feed.listen(always)
     assert feed.listeners == 0

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -216,7 +217,7 @@ def test_a_database_in_postgresql_is_set_up_and_used(
         "adapter 1 rolled back",
         "crashes",
     ]
-    purged = redraft("cases", "purge", "--everything", "--config", config).out
+    purged = redraft("data", "erase", "--everything", "--config", config).out
     assert purged == "2 generations deleted\nadapters that learnt them: 1\n"
     postgres_databases.clear()
 
@@ -324,7 +325,7 @@ def test_without_a_server_files_are_erased_with_the_rows(tmp_path: Path, redraft
     for path in (*files, prefixes / "notes.txt"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("what somebody said")
-    asked = ("cases", "purge", "--config", config)
+    asked = ("data", "erase", "--config", config)
     done = redraft(*asked, "--id", "nobody's", "--id", "question 99")
     assert (done.status, done.out) == (0, "0 generations deleted\n")
     assert not any(path.exists() for path in files), "nobody knows whose they are"
@@ -508,28 +509,44 @@ def test_cases_are_listed_and_purged(served: Served, redraft: Redraft) -> None:
     rest = cells(redraft("cases", "list", "--limit", 10_000, "--offset", 5, *config).out)
     assert len(rest) == before["failure cases"] - 5
 
+    check_export(redraft, served)
     url = ("--url", served.server.url)
 
     def deleted(done: Outcome, count: int) -> bool:
         """Adapters that learnt them may be named below."""
         return done.status == 0 and done.out.splitlines()[0] == f"{count} generations deleted"
 
-    done = redraft("cases", "purge", "--client", "someone", "--before", "2001-01-01", *config, *url)
+    done = redraft("data", "erase", "--client", "someone", "--before", "2001-01-01", *config, *url)
     assert (done.status, done.out) == (0, "0 generations deleted\n")
-    done = redraft("cases", "purge", "--client", "someone", *config, "--url", "http://127.0.0.1:1")
+    done = redraft("data", "erase", "--client", "someone", *config, "--url", "http://127.0.0.1:1")
     assert "no server answers" in done.err and recorded(redraft, served) == before, "a server has the database"
-    done = redraft("cases", "purge", "--client", "someone", *config, *url)
+    done = redraft("data", "erase", "--client", "someone", *config, *url)
     assert deleted(done, 4)
     odd = recorded(redraft, served)["generations of odd"]
-    done = redraft("cases", "purge", "--domain", "odd", *config, *url)
+    done = redraft("data", "erase", "--domain", "odd", *config, *url)
     assert deleted(done, odd)
     left = recorded(redraft, served)
     assert left["generations"] == left["generations of even"] == before["generations"] - 4 - odd
-    done = redraft("cases", "purge", "--keep", 1, *config)
+    done = redraft("data", "erase", "--keep", 1, *config)
     assert (done.status, done.out) == (0, f"{left['generations'] - 1} generations deleted\n")
-    done = redraft("cases", "purge", "--everything", *config, *url)
+    done = redraft("data", "erase", "--everything", *config, *url)
     assert deleted(done, 1)
     assert set(recorded(redraft, served).values()) == {0}
+
+
+def check_export(redraft: Redraft, served: Served) -> None:
+    before, file = recorded(redraft, served), served.config.with_name("copy.jsonl")
+    done = redraft("data", "export", "--client", "someone", "--out", file, "--config", served.config)
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert done.status == 0 and "4 generations written" in done.err
+    assert len(lines) == 4 and {line["client"] for line in lines} == {"someone"}
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    for line in lines:
+        assert line["prompt"] and line["prompt_tokens"] and len(line["answer_tokens"]) > 0
+        assert line["answer"] is not None and line["finish_reason"] in {"stop", "length"}
+    done = redraft("data", "export", "--everything", "--out", "-", "--config", served.config)
+    assert len(done.out.splitlines()) == before["generations"]
+    assert recorded(redraft, served) == before
 
 
 def test_agreement_is_measured_and_written_as_json(served: Served, redraft: Redraft, tmp_path: Path) -> None:
@@ -556,7 +573,7 @@ def test_markup_in_a_domain_does_not_break_the_tables(served: Served, redraft: R
             listed = redraft("cases", "list", "--config", served.config)
             assert {row[2] for row in cells(listed.out)} >= {name}
         finally:
-            redraft("cases", "purge", "--client", "brackets", "--config", served.config, "--url", served.server.url)
+            redraft("data", "erase", "--client", "brackets", "--config", served.config, "--url", served.server.url)
 
 
 # ---------------------------------------------------------------------------------------------------------- bad input
@@ -581,7 +598,7 @@ def test_markup_in_a_domain_does_not_break_the_tables(served: Served, redraft: R
         (("adapters", "rollback", "--url", "nonsense"), "no server answers at nonsense"),
         (("adapters", "list"), "run `redraft db upgrade`"),
         (("adapters", "export", "1", "{empty}/out"), "run `redraft db upgrade`"),
-        (("cases", "purge", "--everything"), "run `redraft db upgrade`"),
+        (("data", "erase", "--everything"), "run `redraft db upgrade`"),
         (("cases", "release"), "run `redraft db upgrade`"),
         (("serve", "--port", "70000"), "server.port"),
         (("serve", "--num-draft-tokens", "99"), "engine.num_draft_tokens"),
@@ -605,10 +622,12 @@ def test_bad_input_is_answered_with_one_sentence(
     ("words", "message"),
     [
         (("nonsense",), "No such command"),
-        (("cases", "purge"), "say one of --keep"),
-        (("cases", "purge", "--keep", "1", "--everything"), "say one of --keep"),
-        (("cases", "purge", "--id", "a", "--everything"), "say one of --keep"),
-        (("cases", "purge", "--before", "yesterday"), "--before"),
+        (("data", "erase"), "say one of --keep"),
+        (("data", "export", "--out", "-"), "say some of"),
+        (("data", "export", "--out", "-", "--id", "a", "--everything"), "say some of"),
+        (("data", "erase", "--keep", "1", "--everything"), "say one of --keep"),
+        (("data", "erase", "--id", "a", "--everything"), "say one of --keep"),
+        (("data", "erase", "--before", "yesterday"), "--before"),
         (("cases", "list", "--limit", "0"), "--limit"),
         (("cases", "release", "--run", "0"), "--run"),
         (("adapters", "activate", "x"), "'x' is no version"),

@@ -1,7 +1,8 @@
 """The whole cycle on a real database with real child processes."""
 
+import os
 from concurrent.futures import Future
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
@@ -108,6 +109,30 @@ def test_old_generations_are_purged(installation: Installation) -> None:
             server.supervisor.tick()
         server.db.write(lambda connection: None, urgent=False).result(60)
         assert server.generations.stats().generations == 10
+
+
+def test_what_is_too_old_is_purged_with_its_targets(installation: Installation) -> None:
+    files = [installation.home / "targets" / "of a target" / f"{name}.npz" for name in ("old", "new")]
+    files[0].parent.mkdir(parents=True)
+    for path in files:
+        path.touch()
+    long_ago = (datetime.now(UTC) - timedelta(days=3)).timestamp()
+    os.utime(files[0], (long_ago, long_ago))
+    installation.max_days = 2.0
+    with installation.server(enabled=False) as server:
+        server.traffic(20)
+        installation.clock_offset = timedelta(days=1)
+        for _ in range(41):
+            server.supervisor.tick()
+        server.db.write(lambda connection: None, urgent=False).result(60)
+        assert server.generations.stats().generations == 20
+        assert [path.exists() for path in files] == [False, True]
+        installation.clock_offset = timedelta(days=400)
+        for _ in range(41):
+            server.supervisor.tick()
+        server.db.write(lambda connection: None, urgent=False).result(60)
+        assert server.generations.stats().generations == 0
+        assert not files[1].exists()
 
 
 def test_a_parent_that_stops_serving_while_its_candidate_is_staged(installation: Installation) -> None:

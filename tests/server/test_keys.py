@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event, Thread
 
 import httpx
 import pytest
@@ -45,6 +46,31 @@ def within(seconds: float, holds: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+@contextmanager
+def listening(server: InProcessServer, headers: dict[str, str]) -> Generator[Thread]:
+    """A thread that lives as long as a stream of GET /events does."""
+    opened, left = Event(), Event()
+
+    def listen() -> None:
+        with (
+            httpx.Client(base_url=server.url, timeout=60) as http,
+            http.stream("GET", "/events", headers=headers) as answer,
+        ):
+            assert answer.status_code == 200
+            for _ in answer.iter_lines():
+                opened.set()
+                if left.is_set():
+                    return
+
+    thread = Thread(target=listen, daemon=True)
+    thread.start()
+    assert opened.wait(10.0)
+    try:
+        yield thread
+    finally:
+        left.set()
+
+
 def column(server: InProcessServer, query: str) -> list[object]:
     engine = create_engine(f"sqlite:///{server.folder / 'redraft.db'}")
     with engine.connect() as connection:
@@ -61,8 +87,10 @@ def test_keys_that_are_made_and_revoked_while_a_server_runs(tmp_path: Path) -> N
             return http.post("/generate", json={"prompt": PROMPT, "max_tokens": 4, **more}, headers=headers)
 
         assert ask({}).status_code == 200
-        operator = made(server, "me", "operator")
-        within(2.0, lambda: ask({}).status_code == 401)
+        with listening(server, {}) as listener:
+            operator = made(server, "me", "operator")
+            within(2.0, lambda: ask({}).status_code == 401)
+            within(3.0, lambda: not listener.is_alive())
         ada, bob = made(server, "ada"), made(server, "bob")
         within(2.0, lambda: http.get("/v1/models", headers=bob).status_code == 200)
         # What was cached without a key, or with another, is not used.
@@ -76,6 +104,12 @@ def test_keys_that_are_made_and_revoked_while_a_server_runs(tmp_path: Path) -> N
         CliRunner().invoke(app, ["keys", "revoke", "ada", "--config", str(server.config)], catch_exceptions=False)
         within(2.0, lambda: ask(ada).status_code == 401)
         assert ask(bob).status_code == 200
+        other = made(server, "other", "operator")
+        within(2.0, lambda: http.get("/adapters", headers=other).status_code == 200)
+        with listening(server, operator) as stays, listening(server, other) as ends:
+            CliRunner().invoke(app, ["keys", "revoke", "other", "--config", str(server.config)], catch_exceptions=False)
+            within(3.0, lambda: not ends.is_alive())
+            assert stays.is_alive()
         listed = (
             CliRunner().invoke(app, ["keys", "list", "--config", str(server.config)], catch_exceptions=False).stdout
         )

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sqlalchemy import select
 
-from service.core import BadRequest, Erased, Provenance, Round, RunState, Sampling, Selection, Trigger
+from service.core import BadRequest, Erased, Generation, Provenance, Round, RunState, Sampling, Selection, Trigger
 from service.store.database import Database
 from service.store.log.generations import Generations, split_of
+from service.store.log.rows import target_bytes, values_of
 from service.store.log.training_texts import TrainingTexts, UntrainedCounts
 from service.store.registry.lineage import Lineage
 from service.store.registry.runs import Runs
@@ -232,6 +233,31 @@ def test_purge_keeps_the_newest(database: Database) -> None:
     assert store.purge(keep=4).result() == 6
     assert {g.id for g in store.by_ids([g.id for g in made])} == {g.id for g in made[-4:]}
     assert store.purge(keep=0).result() == 4
+
+
+def test_purge_by_age_and_by_size_spares_nothing(database: Database) -> None:
+    store = Generations(database)
+    made = [replace(generation(collected=targets(5)), created_at=START + timedelta(days=day)) for day in range(10)]
+    store.add(made).result()
+    everything = Selection(everything=True)
+    assert store.names(everything) == [g.id for g in made]
+    assert store.names(Selection(before=START + timedelta(days=2))) == [g.id for g in made[:2]]
+    replay = Replay(database)
+    replay.offer("all", [g.id for g in made[:3]], 100, seed=0)
+    assert store.purge(keep=7).result() == 0, "they are replayed"
+    assert store.purge(keep=100, before=START + timedelta(days=3)).result() == 3
+    one = stored_bytes(made[0])
+    assert store.purge(keep=100, max_bytes=7 * one).result() == 0
+    assert store.purge(keep=100, max_bytes=4 * one - 1).result() == 4
+    assert store.names(everything) == [g.id for g in made[7:]]
+    assert store.purge(keep=100, before=START + timedelta(days=20), max_bytes=1).result() == 3
+
+
+def stored_bytes(made: Generation) -> int:
+    values = values_of(made)
+    assert made.targets is not None
+    names = ("prompt", "output", "first_user", "rounds", "logprobs", "sampled_logprobs")
+    return sum(len(values[name]) for name in names) + len(target_bytes(made.targets))
 
 
 @BY_NIGHT

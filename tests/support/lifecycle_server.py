@@ -235,6 +235,8 @@ class Server:
                     backoff_seconds=installation.backoff,
                 ),
                 max_generations=installation.keep,
+                max_days=installation.max_days,
+                targets=installation.home / "targets",
                 adapters=root,
                 spec={"out": str(root), **(spec or {})},
             ),
@@ -311,6 +313,7 @@ class Installation:
         self.clock_offset = timedelta()
         self.behind = timedelta()
         self.keep = 10_000
+        self.max_days: float | None = None
         self.watch, self.backoff = ENOUGH, 0.0
         self.forget: dict[str, Forget] = {}
         self.plan_children()

@@ -65,20 +65,21 @@ class Feed:
         """End every stream within SECONDS, and begin none. From any thread."""
         self._ended = True
 
-    def listen(self) -> EventFeed:
-        """The response to one more listener. Raises Overloaded when there are LISTENERS already."""
+    def listen(self, allowed: Callable[[], bool]) -> EventFeed:
+        """The response to one more listener, which ends when it is not `allowed` any more. Raises Overloaded when there are
+        LISTENERS already."""
         if self._ended or self._listeners >= LISTENERS:
             raise Overloaded(f"{LISTENERS} pages listen already", retry_after=RETRY_SECONDS)
         self._listeners += 1
-        return EventFeed(self._frames(), self._left)
+        return EventFeed(self._frames(allowed), self._left)
 
     def _left(self) -> None:
         self._listeners -= 1
 
-    async def _frames(self) -> AsyncIterator[bytes]:
+    async def _frames(self, allowed: Callable[[], bool]) -> AsyncIterator[bytes]:
         sent, sent_at = b"", 0.0
         loop = asyncio.get_running_loop()
-        while not self._ended:
+        while not self._ended and allowed():
             newest = await self._newest()
             if newest != sent:
                 sent, sent_at = newest, loop.time()

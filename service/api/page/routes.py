@@ -6,8 +6,9 @@ import asyncio
 from typing import Annotated
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
+from service.api.access import still_allowed
 from service.api.page.feed import Feed
 from service.api.page.files import SECURITY
 from service.api.page.schemas import CaseAnswer, CasesAnswer, HistoryAnswer
@@ -30,11 +31,16 @@ def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
     @router.get(
         "/events",
         response_class=Response,
-        responses={200: {"description": "Snapshots, until the server ends.", "content": {"text/event-stream": {}}}},
+        responses={
+            200: {
+                "description": "Snapshots, until the server ends or the caller's key is revoked.",
+                "content": {"text/event-stream": {}},
+            }
+        },
     )
-    async def events() -> Response:
+    async def events(request: Request) -> Response:
         """Server-sent events: a snapshot when something has changed, once a second at most."""
-        return feed.listen()
+        return feed.listen(still_allowed(request))
 
     @router.get("/history")
     async def history(response: Response, hours: Hours = 24) -> HistoryAnswer:

@@ -6,14 +6,15 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, insert, literal, select, update
 
-from service.core import Generation, Provenance, Round
+from service.core import Generation, Provenance, Round, Selection
 from service.store.database import Database
 from service.store.log.cases import add_cases, undrafted
-from service.store.log.queries import load, newest, of_target, same_pair
+from service.store.log.queries import load, newest, of_target, same_pair, selected
 from service.store.log.rows import grammar_values, rounds_of, target_bytes, text_key, values_of
 from service.store.log.run_texts import claimed_by_run, completed_run_texts
 from service.store.log.sampler import Text, text
@@ -33,6 +34,22 @@ answers that had to follow a grammar, of which too little is stored."""
 TURNS_READ = 10
 """Generations read for each conversation that is wanted."""
 _TEXT = tuple(generations.c[name] for name in ("id", "prompt", "output", "client", "api_key", "first_user"))
+
+
+_BYTES = sum(
+    (
+        func.coalesce(func.length(column), 0)
+        for column in (
+            *(
+                generations.c[name]
+                for name in ("prompt", "output", "first_user", "rounds", "logprobs", "sampled_logprobs")
+            ),
+            generation_targets.c.blob,
+        )
+    ),
+    start=literal(0),
+)
+"""What a generation takes: its tokens, rounds and probabilities. Rows and indexes take some more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +140,12 @@ class Generations:
         """Those that are still there, newest first."""
         return load(self._db, generations.c.id.in_(list(ids)))
 
+    def names(self, selection: Selection) -> list[str]:
+        """The ids of those that are selected, oldest first."""
+        query = select(generations.c.id).where(*selected(selection)).order_by(generations.c.seq)
+        with self._db.read() as connection:
+            return list(connection.execute(query).scalars())
+
     def stats(self) -> CaseStats:
         """Totals over everything stored, of any target and draft. domains: generations by tag, "" for those without one."""
 
@@ -154,24 +177,40 @@ class Generations:
             int(requests), total, int(tokens), cases, ties, trained, quarantined, {str(d or ""): n for d, n in domains}
         )
 
-    def purge(self, keep: int, *, spare_replay: bool = True) -> Future[int]:
-        """Delete all but the newest `keep` generations, with everything that hangs on them; how many went.
+    def purge(
+        self, keep: int, *, before: datetime | None = None, max_bytes: int | None = None, spare_replay: bool = True
+    ) -> Future[int]:
+        """Delete all but the newest `keep` generations, with everything that hangs on them; how many went. before: also what
+        was recorded before this moment. max_bytes: also the oldest, until the others' `_BYTES` are no more.
 
-        spare_replay: what the replay buffer holds stays, or its reservoirs would hold recent texts alone. At most the newest
-        `keep` of it, since clients may name as many domains as they like.
+        spare_replay: what the replay buffer holds is not counted out, or its reservoirs would hold recent texts alone. At most
+        the newest `keep` of it, since clients may name as many domains as they like. Age and size spare nothing.
         """
 
         def work(connection: Connection) -> int:
             oldest = connection.execute(
                 select(generations.c.seq).order_by(generations.c.seq.desc()).offset(keep).limit(1)
             ).scalar()
-            if oldest is None:
-                return 0
-            held = select(replay_buffer.c.seq).distinct().order_by(replay_buffer.c.seq.desc()).limit(keep)
-            spared = [generations.c.seq.not_in(held)] if spare_replay else []
-            return remove(connection, generations.c.seq <= oldest, *spared)
+            gone = 0
+            if oldest is not None:
+                held = select(replay_buffer.c.seq).distinct().order_by(replay_buffer.c.seq.desc()).limit(keep)
+                spared = [generations.c.seq.not_in(held)] if spare_replay else []
+                gone += remove(connection, generations.c.seq <= oldest, *spared)
+            if before is not None:
+                gone += remove(connection, generations.c.created_at < before.astimezone(UTC))
+            if max_bytes is not None:
+                gone += remove(connection, generations.c.seq <= _too_many_bytes(connection, max_bytes))
+            return gone
 
         return self._db.write(work, urgent=False, scrub=True)
+
+
+def _too_many_bytes(connection: Connection, most: int) -> int:
+    """The newest generation that does not fit into so many bytes with those after it; 0: all fit."""
+    so_far = func.sum(_BYTES).over(order_by=generations.c.seq.desc()).label("so_far")
+    joined = generations.join(generation_targets, generation_targets.c.seq == generations.c.seq, isouter=True)
+    sizes = select(generations.c.seq, so_far).select_from(joined).subquery()
+    return connection.execute(select(func.max(sizes.c.seq)).where(sizes.c.so_far > most)).scalar() or 0
 
 
 def _text(row: Row[Any]) -> Text:

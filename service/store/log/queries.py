@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Row, and_, select
 
-from service.core import FailureCase, Generation, Provenance
+from service.core import FailureCase, Generation, Provenance, Selection
 from service.store.database import Database
 from service.store.log.rows import generation_of
 from service.store.log.run_texts import PAGE
@@ -57,6 +57,22 @@ def newest(
     query = select(*columns, *pair).where(*where).order_by(generations.c.seq.desc()).limit(limit)
     with database.read() as connection:
         return connection.execute(query).all()
+
+
+def selected(selection: Selection) -> list[ColumnElement[bool]]:
+    """Conditions of a generation; none for everything."""
+    found: list[ColumnElement[bool]] = []
+    if selection.ids is not None:
+        found.append(generations.c.id.in_(selection.ids))
+    if selection.api_key is not None:
+        found.append(generations.c.api_key == selection.api_key)
+    if selection.client is not None:
+        found.append(generations.c.client == selection.client)
+    if selection.domain is not None:
+        found.append(generations.c.domain == selection.domain)
+    if selection.before is not None:
+        found.append(generations.c.created_at < selection.before)
+    return found
 
 
 def of_target(who: Provenance) -> ColumnElement[bool]:

@@ -9,6 +9,7 @@ from sqlalchemy import ColumnElement, Connection, func, select, update
 from service.core import AdapterState, Erased, Selection
 from service.store.database import Database
 from service.store.log.generations import HELD_OUT, remove
+from service.store.log.queries import selected
 from service.store.registry.adapters import move_adapter, reinstate
 from service.store.tables import adapters, generations, run_texts
 
@@ -25,16 +26,16 @@ class Lineage:
         """The adapters that learnt selected texts, whatever these were to their runs (see Role), and all that were trained on
         top of those: id to the number of such texts. What the log no longer holds is not known."""
         with self._db.read() as connection:
-            return {adapter: len(texts) for adapter, texts in _learnt(connection, _where(selection)).items()}
+            return {adapter: len(texts) for adapter, texts in _learnt(connection, selected(selection)).items()}
 
     def runs(self, selection: Selection) -> set[int]:
         """The runs that learn, or learnt, from selected texts."""
         with self._db.read() as connection:
-            return set(_texts_by_run(connection, _where(selection)))
+            return set(_texts_by_run(connection, selected(selection)))
 
     def held_out(self, selection: Selection) -> bool:
         """Whether one of the selected texts is only measured on."""
-        query = select(generations.c.seq).where(generations.c.split == HELD_OUT, *_where(selection)).limit(1)
+        query = select(generations.c.seq).where(generations.c.split == HELD_OUT, *selected(selection)).limit(1)
         with self._db.read() as connection:
             return connection.execute(query).scalar() is not None
 
@@ -48,7 +49,7 @@ class Lineage:
         """
 
         def work(connection: Connection) -> Erased:
-            where = _where(selection)
+            where = selected(selection)
             learnt = _learnt(connection, where)
             for adapter, texts in learnt.items():
                 count = func.coalesce(adapters.c.erased_texts, 0) + len(texts)
@@ -58,22 +59,6 @@ class Lineage:
             return Erased(gone, tuple(sorted(learnt)), tuple(revoked))
 
         return self._db.write(work, scrub=True).result()
-
-
-def _where(selection: Selection) -> list[ColumnElement[bool]]:
-    """Of a generation; empty for everything."""
-    found: list[ColumnElement[bool]] = []
-    if selection.ids is not None:
-        found.append(generations.c.id.in_(selection.ids))
-    if selection.api_key is not None:
-        found.append(generations.c.api_key == selection.api_key)
-    if selection.client is not None:
-        found.append(generations.c.client == selection.client)
-    if selection.domain is not None:
-        found.append(generations.c.domain == selection.domain)
-    if selection.before is not None:
-        found.append(generations.c.created_at < selection.before)
-    return found
 
 
 def _texts_by_run(connection: Connection, where: Sequence[ColumnElement[bool]]) -> dict[int, set[int]]:
