@@ -26,9 +26,10 @@ clients *names:
 page:
     uv run pytest -n 0 -m nightly tests/page
 
-# Write docs/reference.md from the code.
+# Write docs/reference.md from the code, and today's tests into docs/promises.md.
 docs:
     uv run python -m tests.support.reference
+    uv run python -m tests.support.promises
 
 # The tests of every day: `just test tests/engine -k lossless`.
 test *args:
@@ -37,6 +38,11 @@ test *args:
 # What takes minutes: every family at full length, kills, full-size experiments. Run it before an issue closes.
 nightly *args:
     uv run pytest -m nightly --timeout 3600 -o faulthandler_timeout=3900 {{args}}
+
+# The tests that hold what docs/promises.md promises, at full length; writes that page: `just promises`, `just promises daily`
+# (the tests of every day alone), `just promises 6 20` (these, and no page).
+promises *which:
+    uv run python -m tests.promises {{which}}
 
 # One-line changes, each of which must fail a named test (tests/mutants.toml): `just mutants` or `just mutants NAME ...`.
 mutants *names:

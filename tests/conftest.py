@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,3 +79,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that take long come first, so that all workers end at about the same time."""
     ranks = {name: rank for rank, name in enumerate(SLOWEST_FIRST)}
     items.sort(key=lambda item: ranks.get(item.path.parent.name, len(ranks)))
+    for item in items:
+        # Reports bring these from the workers (tests/support/promises.py).
+        item.user_properties.extend(("promise", marker.args[0]) for marker in item.iter_markers("promise"))
+
+
+@pytest.fixture
+def figure(record_property: Callable[[str, object], None]) -> Callable[[str], None]:
+    """Say what a test measured, for docs/promises.md."""
+    return lambda text: record_property("figure", text)

@@ -32,6 +32,8 @@ UNSET = {
     "engine.max_gap_ms",
     "store.url",
     "store.adapters",
+    "store.max_days",
+    "store.max_mb",
     "server.api_key",
     "server.operator_key",
     "server.rate_limit",
@@ -74,6 +76,7 @@ def test_the_default_file_holds_every_setting_with_its_default() -> None:
     assert leaves(load_settings(ROOT / "configs" / "default.toml")) == settings
 
 
+@pytest.mark.promise(32)
 def test_every_metric_is_in_the_table_with_its_kind() -> None:
     rows = re.findall(r"^\| `redraft:(\w+)` \| (\w+) \|", TEXT["docs/metrics.md"], re.MULTILINE)
     assert sorted(rows) == sorted((item.name, item.kind) for item in METRICS)
@@ -97,6 +100,7 @@ def routes() -> set[tuple[str, str]]:
     return found | schema
 
 
+@pytest.mark.promise(32)
 def test_every_route_is_in_the_readme_and_no_other() -> None:
     named = set(re.findall(r"\b(GET|POST|PUT|DELETE|PATCH) (/[\w/{}]*)", TEXT["README.md"]))
     assert len(routes()) >= 8
@@ -107,6 +111,7 @@ def command_names() -> list[tuple[str, ...]]:
     return [path for path, _ in commands(typer.main.get_command(app))]
 
 
+@pytest.mark.promise(32)
 def test_every_command_is_in_the_readme_and_no_other() -> None:
     named: set[tuple[str, ...]] = set()
     tops = {path[0] for path in command_names()}
@@ -147,6 +152,7 @@ def test_the_way_of_a_failure_case_names_functions_that_exist() -> None:
         assert f"def {function}(" in (ROOT / "service" / file).read_text(encoding="utf-8"), (file, function)
 
 
+@pytest.mark.promise(32)
 def test_the_reference_is_what_the_code_says() -> None:
     assert FILE.read_text(encoding="utf-8") == reference(), "run `just docs`"
 

@@ -67,6 +67,7 @@ def one_round(draw: st.DrawFn) -> Round:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.lists(one_round(), max_size=5), max_size=25), st.integers(1, 8))
+@pytest.mark.promise(4)
 def test_counters_equal_a_recount_of_the_rounds(batches: list[list[Round]], limit: int) -> None:
     metrics = Metrics(draft_tokens=K, adapters_kept=limit)
     for batch in batches:

@@ -83,6 +83,7 @@ def call(http: httpx.Client, name: str, headers: dict[str, str]) -> int:
         return answer.status_code
 
 
+@pytest.mark.promise(27)
 def test_every_route_is_in_the_table_and_a_new_one_without_an_entry_cannot_be_served(place: Place) -> None:
     routers = [each.original_router for each in place.server.app.routes if isinstance(each, _IncludedRouter)]
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
@@ -95,6 +96,7 @@ def test_every_route_is_in_the_table_and_a_new_one_without_an_entry_cannot_be_se
 
 @pytest.mark.parametrize("who", ["nobody", "wrong", "client", "own", "operator", "mine"])
 @pytest.mark.parametrize("name", TABLE)
+@pytest.mark.promise(27)
 def test_codes_of_every_route_for_every_key_and_page(http: httpx.Client, place: Place, name: str, who: str) -> None:
     has = {"nobody": 0, "wrong": 0, "client": 1, "own": 1, "operator": 2, "mine": 2}[who]
     headers = {} if who == "nobody" else bearer(place.secrets.get(who, "rd-nothing"))
@@ -178,6 +180,7 @@ def test_a_key_opens_and_is_revoked_while_the_server_runs(tmp_path: Path) -> Non
     database.close()
 
 
+@pytest.mark.promise(27)
 def test_the_database_holds_no_key_and_no_session(tmp_path: Path) -> None:
     url = url_of(tmp_path / "redraft.db")
     upgrade(url)
@@ -273,6 +276,7 @@ def test_a_session_ends_with_its_key_and_after_twelve_hours(place: Place, http: 
 # ------------------------------------------------------------------------------------------------------- rates, CORS
 
 
+@pytest.mark.promise(26)
 def test_a_key_that_sends_too_much_waits_and_others_do_not(tmp_path: Path) -> None:
     place = Place(tmp_path)
     place.server.rate_limit = "3/second"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import string
+import sys
 from functools import cache
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -79,6 +82,7 @@ def assert_answered(response: httpx.Response) -> None:
 
 
 @EXAMPLES
+@pytest.mark.promise(25)
 def test_any_bytes(examples: int) -> None:
     @settings(SETTINGS, max_examples=examples)
     @given(paths, st.binary(max_size=200) | like_json)
@@ -89,6 +93,7 @@ def test_any_bytes(examples: int) -> None:
 
 
 @EXAMPLES
+@pytest.mark.promise(25)
 def test_any_json(examples: int) -> None:
     @settings(SETTINGS, max_examples=examples)
     @given(paths, anything)
@@ -99,6 +104,7 @@ def test_any_json(examples: int) -> None:
 
 
 @EXAMPLES
+@pytest.mark.promise(25)
 def test_requests_that_are_almost_right(examples: int) -> None:
     @settings(SETTINGS, max_examples=examples)
     @given(nearly)
@@ -114,6 +120,7 @@ def test_requests_that_are_almost_right(examples: int) -> None:
 
 @settings(SETTINGS, max_examples=30)
 @given(st.sampled_from(["GET", "POST"]), st.text(string.printable + "é\u2028\x00", max_size=12), st.text(max_size=40))
+@pytest.mark.promise(25)
 def test_any_path_and_key(method: str, part: str, key: str) -> None:
     quoted = quote(part)
     headers = {"Idempotency-Key": key.encode("ascii", "ignore").decode().translate(dict.fromkeys(range(32)))}
@@ -123,6 +130,78 @@ def test_any_path_and_key(method: str, part: str, key: str) -> None:
         assert response.status_code in {200, 202, 400, 404, 405}, response.text
         if response.status_code >= 400:
             assert sorted(response.json()["error"]) == ["code", "message", "param", "type"]
+
+
+MARK = "no-such-name"
+"""In every hostile name, so that a path that was made of one is recognised."""
+opened: list[str] = []
+
+
+@cache
+def watch_paths() -> None:
+    """Note every path of this process that a name went into. Audit hooks stay for ever."""
+
+    def note(event: str, arguments: tuple[object, ...]) -> None:
+        if event.startswith(("open", "os.", "shutil.", "glob.", "pathlib.")):
+            opened.extend(path for path in map(str, arguments) if MARK in path)
+
+    sys.addaudithook(note)
+
+
+def hostile_name(rng: random.Random) -> str:
+    parts = [
+        "..",
+        ".",
+        "/",
+        "\\",
+        "%2e%2e",
+        "%2f",
+        "%00",
+        "\x00",
+        "~",
+        "C:",
+        "//",
+        "file:",
+        "etc",
+        "passwd",
+        "\u202e",
+        "é",
+        " ",
+    ]
+    chosen = rng.choices(parts, k=rng.randint(1, 6))
+    return "".join(
+        [*chosen, rng.choice(["", "/"]), MARK, *rng.choices(["", ".js", "/..", "\x00.js", ".safetensors"], k=1)]
+    )
+
+
+@pytest.mark.promise(28)
+@pytest.mark.parametrize("names", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
+@pytest.mark.promise(28)
+def test_hostile_names_never_reach_a_path(names: int, tmp_path: Path) -> None:
+    watch_paths()
+    opened.clear()
+    with pytest.raises(FileNotFoundError):
+        (tmp_path / MARK).read_text()
+    assert opened, "a path would be noticed"
+    opened.clear()
+    rng = random.Random(28)
+    routes = ["/page/{}", "/adapters/{}/activate", "/runs/{}", "/requests/{}", "/v1/models/{}", "/train/{}", "/{}"]
+
+    async def ask_all() -> None:
+        transport = httpx.ASGITransport(app())
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for _ in range(names):
+                name = hostile_name(rng)
+                # As it is where HTTP allows that, and quoted.
+                path = rng.choice(routes).format(quote(name, safe=rng.choice(["", "/%.~:"])))
+                answer = await client.request(rng.choice(["GET", "POST", "DELETE"]), path)
+                # A path that goes up again may be another route's.
+                assert 400 <= answer.status_code < 500 or MARK not in answer.url.path, (path, answer.status_code)
+                body = {"prompt": "a", "max_tokens": 1, rng.choice(["domain", "client", "model"]): name[:64]}
+                assert (await client.post("/generate", json=body)).status_code in {200, 400}
+
+    asyncio.run(ask_all())
+    assert not opened
 
 
 def test_the_limit_itself_is_served_and_one_byte_more_is_not() -> None:

@@ -226,6 +226,7 @@ def test_a_query_is_refused(http: httpx.Client) -> None:
     assert_refused(http.post("/generate?seed=1", json={"prompt": "a"}), 400, "bad_request", "seed")
 
 
+@pytest.mark.promise(26)
 def test_a_body_beyond_the_limit_is_refused_declared_or_chunked(server: EchoServer, http: httpx.Client) -> None:
     size = 5 * LIMITS.max_body_bytes
     headers = {"content-type": "application/json"}
@@ -238,6 +239,7 @@ def test_a_body_beyond_the_limit_is_refused_declared_or_chunked(server: EchoServ
     assert server.value('redraft:requests_refused_total{code="body_too_large"}') == 3
 
 
+@pytest.mark.promise(26)
 def test_a_body_that_never_ends_is_given_up() -> None:
     with EchoServer(limits=replace(LIMITS, request_timeout=0.3)).served() as address:
         connection = HTTPConnection(urlsplit(address).netloc, timeout=60)
@@ -276,6 +278,7 @@ def test_an_engine_that_stops_midway_is_an_error_in_either_mode() -> None:
     assert server.value('redraft:requests_refused_total{code="unavailable"}') == 0
 
 
+@pytest.mark.promise(26)
 def test_a_request_out_of_time_is_cancelled_in_either_mode() -> None:
     server = EchoServer(
         engine=EchoEngine(pause=0.05), limits=replace(LIMITS, request_timeout=0.4, keepalive_seconds=0.1)
@@ -303,6 +306,7 @@ def test_a_silent_stream_is_kept_alive() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("pause", [0.02, 30.0], ids=["decoding", "queued"])
+@pytest.mark.promise(23)
 def test_a_disconnected_client_frees_its_row_at_once(stream: bool, pause: float) -> None:
     server = EchoServer(engine=EchoEngine(pause=pause))
     with server.served() as address:
@@ -318,6 +322,7 @@ def test_a_disconnected_client_frees_its_row_at_once(stream: bool, pause: float)
     assert server.engine.ended[ticket.id] == "cancelled"
 
 
+@pytest.mark.promise(23)
 def test_a_hundred_aborted_streams_leave_no_request_running() -> None:
     server = EchoServer(engine=EchoEngine(pause=0.01))
     with server.served() as address, httpx.Client(base_url=address) as client:
@@ -348,6 +353,7 @@ def test_requests_are_counted_as_they_end(server: EchoServer, http: httpx.Client
     assert server.value('redraft:request_success_total{finished_reason="abort"}') == 0
 
 
+@pytest.mark.promise(30)
 def test_no_prompt_text_in_errors_or_logs(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG)
     canary = "xyzzy-canary"
@@ -420,6 +426,7 @@ def test_a_place_is_held_while_a_prompt_is_tokenised_and_given_back_whatever_hap
         ({"messages": [{"role": "user", "content": "x" * 60}, {"role": "assistant", "content": "x" * 41}]}, 200),
     ],
 )
+@pytest.mark.promise(26)
 def test_a_prompt_that_cannot_fit_by_its_bytes_is_refused_untokenised(asked: dict[str, Any], status: int) -> None:
     """Only text that every chat template keeps is counted."""
     encoder = CountingEncoder()

@@ -77,6 +77,7 @@ def test_the_page_and_its_files_are_served_with_a_policy(http: httpx.Client) -> 
 @pytest.mark.parametrize(
     "path", ["/page/", "/page/nothing.js", "/page/..%2ffiles.py", "/page/%2e%2e/files.py", "/index.html"]
 )
+@pytest.mark.promise(28)
 def test_no_other_file_is_served(http: httpx.Client, path: str) -> None:
     answer = http.get(path)
     assert answer.status_code == 404

@@ -175,6 +175,7 @@ def chat(content: str, **more: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
+@pytest.mark.promise(30)
 def test_no_line_holds_a_text_or_a_name_that_a_client_chose(form: Literal["text", "json"]) -> None:
     tool = {"type": "function", "function": {"name": CANARY, "description": CANARY, "parameters": {"title": CANARY}}}
     odd = {"x-request-id": f"a {CANARY}", "user-agent": CANARY, "cookie": CANARY, "authorization": CANARY}

@@ -7,5 +7,6 @@ from tests.clients.__main__ import SCHEMATHESIS, main
 
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
+@pytest.mark.promise(25)
 def test_every_answer_to_5000_requests_of_each_operation_is_as_documented() -> None:
     assert main([SCHEMATHESIS], examples=5000) == 0

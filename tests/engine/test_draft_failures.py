@@ -109,6 +109,7 @@ def either(request: pytest.FixtureRequest) -> Generator[None]:
 @pytest.mark.parametrize("rows", ["greedy", "seeded", "grammar"])
 @pytest.mark.parametrize("after", [0, 5])
 @pytest.mark.usefixtures("either")
+@pytest.mark.promise(5)
 def test_an_error_raised_by_the_rounds_evaluation(
     tmp_path: Path, kind: str, rows: str, after: int, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -138,6 +139,7 @@ def test_an_error_raised_by_the_rounds_evaluation(
 @pytest.mark.parametrize("kind", ["npy", "safetensors"])
 @pytest.mark.parametrize("rows", ["greedy", "seeded", "grammar"])
 @pytest.mark.usefixtures("either")
+@pytest.mark.promise(5)
 def test_an_error_raised_during_verification(
     tmp_path: Path, kind: str, rows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,6 +201,7 @@ def test_every_exception_is_logged_once_with_its_traceback(caplog: pytest.LogCap
 
 
 @pytest.mark.usefixtures("either")
+@pytest.mark.promise(5)
 def test_a_row_with_non_finite_draft_logits_continues_without_drafts(caplog: pytest.LogCaptureFixture) -> None:
     """The other rows are drafted for as before, and the row itself is drafted for again after a while."""
     rows, alone = rows_of(4, tokens=3 * RETRY), rows_of(4, tokens=3 * RETRY)

@@ -198,6 +198,7 @@ CORRUPTIONS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("kind", CORRUPTIONS)
+@pytest.mark.promise(7)
 def test_damaged_adapters_are_refused(tmp_path: Path, kind: str) -> None:
     base, ref, _ = make(tmp_path / "a")
     before = np.array(base(TOKENS))
@@ -208,6 +209,7 @@ def test_damaged_adapters_are_refused(tmp_path: Path, kind: str) -> None:
     assert np.array_equal(np.array(base(TOKENS)), before)
 
 
+@pytest.mark.promise(7)
 def test_altered_files_are_refused_by_their_hash(tmp_path: Path) -> None:
     base, ref, _ = make(tmp_path / "a")
     _weights(lambda w: w.update({_first(w): w[_first(w)] * 1.01}))(ref.folder)

@@ -68,6 +68,7 @@ def report(name: str, dtype: str, made: list[Text]) -> TieReport:
         ("lfm2", "float16"),
     ],
 )
+@pytest.mark.promise(1)
 def test_all_differences_are_ties_and_no_more_than_the_target_s_own(name: str, dtype: str) -> None:
     """Each kind of cache in one precision; the nightly tests run all of them in both, with more tokens."""
     found = report(name, dtype, texts(name, dtype, count=4, tokens=20, lookup=name == "llama"))
@@ -79,6 +80,7 @@ def test_all_differences_are_ties_and_no_more_than_the_target_s_own(name: str, d
     ("kind", "dtype"),
     [("position one on", "bfloat16"), ("stale key", "float16"), ("mask hides the token before", "bfloat16")],
 )
+@pytest.mark.promise(1)
 def test_planted_faults_are_no_ties(kind: str, dtype: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         plant(Fault(kind, None, None), patch)
@@ -91,6 +93,7 @@ def test_planted_faults_are_no_ties(kind: str, dtype: str) -> None:
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.promise(1)
 def test_the_rate_of_ties_over_thousands_of_tokens(dtype: str) -> None:
     found = [report(name, dtype, texts(name, dtype, count=40, tokens=64, lookup=True)) for name in FAMILIES]
     assert [each for each in found if each.differences] == []

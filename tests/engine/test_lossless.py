@@ -1,7 +1,7 @@
 """Outputs are the target's own with any draft, draft length and batch, and across swaps (float32)."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cache
 
 import mlx.core as mx
@@ -155,6 +155,7 @@ ANY = given(
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
+@pytest.mark.promise(1)
 def test_any_draft_any_batch(kind: str, k: int, batch: int, seed: int, greedy: bool, strategy: Strategy) -> None:
     _, wrong = differences(kind, k, batch, seed, greedy, count=3, strategy=strategy)
     assert not wrong
@@ -163,6 +164,7 @@ def test_any_draft_any_batch(kind: str, k: int, batch: int, seed: int, greedy: b
 @pytest.mark.nightly
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
+@pytest.mark.promise(1)
 def test_any_draft_any_batch_at_length(
     kind: str, k: int, batch: int, seed: int, greedy: bool, strategy: Strategy
 ) -> None:
@@ -186,7 +188,10 @@ def test_any_draft_any_batch_at_length(
         pytest.param(CUDA, False, id="CUDA-seeded"),
     ],
 )
-def test_thousands_of_tokens(count: int, prompts_each: int, stepwise: bool, greedy: bool, strategy: Strategy) -> None:
+@pytest.mark.promise(1)
+def test_thousands_of_tokens(
+    count: int, prompts_each: int, stepwise: bool, greedy: bool, strategy: Strategy, figure: Callable[[str], None]
+) -> None:
     """Every kind of draft in turn, with different draft lengths and batch sizes."""
     tokens, wrong, seed = 0, list[str](), 0
     while tokens < count or seed < len(KINDS):
@@ -194,6 +199,7 @@ def test_thousands_of_tokens(count: int, prompts_each: int, stepwise: bool, gree
         case = (kind, k, batch, 50_000 + seed, greedy, prompts_each)
         emitted, differing = differences(*case, stepwise=stepwise, strategy=strategy)
         tokens, wrong, seed = tokens + emitted, wrong + differing, seed + 1
+    figure(f"{tokens} tokens ({'greedy' if greedy else 'seeded'}), {len(wrong)} differ")
     assert not wrong
 
 
@@ -210,6 +216,7 @@ def test_one_pass_finds_what_stepwise_decoding_finds(greedy: bool) -> None:
             assert forced(target(), prompt.tokens, wrong, prompt.sampling, EOS) != wrong
 
 
+@pytest.mark.promise(1)
 def test_the_check_itself_can_fail() -> None:
     """The same comparison catches a decoder that accepts proposals without verification."""
     asked = prompts(random.Random(3), True, 4)
@@ -248,6 +255,7 @@ class FailingDraft(nn.Module):
         for how in ("raises", "nan")
     ],
 )
+@pytest.mark.promise(5)
 def test_a_broken_draft_costs_speed_only(how: str, after: int, greedy: bool) -> None:
     asked = prompts(random.Random(after), greedy, 6)
     counted: list[int] = []

@@ -55,6 +55,7 @@ def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 @pytest.mark.parametrize("top_p", [1.0, 0.8])
 @pytest.mark.parametrize("top_k", [0, 4])
+@pytest.mark.promise(2)
 def test_draws_follow_the_target(temperature: float, top_p: float, top_k: int) -> None:
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k)
     seed = int(temperature * 10 + top_p * 100) + top_k
@@ -68,6 +69,7 @@ def test_draws_follow_the_target(temperature: float, top_p: float, top_k: int) -
         assert p_value(counts, expected[position]) > 1e-4
 
 
+@pytest.mark.promise(2)
 def test_the_statistic_notices_a_biased_rule() -> None:
     """The same χ² test rejects samples of the draft's distribution."""
     p, q = draw_logits(1)

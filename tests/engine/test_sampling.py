@@ -83,6 +83,7 @@ GOLDEN_NOISE = {
 same text in every later version."""
 
 
+@pytest.mark.promise(3)
 def test_seeded_noise_is_pinned() -> None:
     for (seed, position), key in GOLDEN_KEYS.items():
         assert noise_key(seed, position) == seeded_key(seed, position) == key
@@ -92,6 +93,7 @@ def test_seeded_noise_is_pinned() -> None:
         assert np.allclose(seeded_noise(seed, position, width), values, atol=2e-5)
 
 
+@pytest.mark.promise(3)
 def test_seeds_and_positions_differ() -> None:
     keys = {noise_key(seed, position) for seed in range(64) for position in range(64)}
     assert len(keys) == 64 * 64

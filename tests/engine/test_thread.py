@@ -623,6 +623,7 @@ def test_start_and_submit_raise_the_loading_error() -> None:
 # --------------------------------------------------------------------------------------------------------- cancellation
 
 
+@pytest.mark.promise(23)
 def test_cancelled_while_queued() -> None:
     hold = BlockingHook()
     with EngineHarness(hold, rows=1) as harness:
@@ -644,6 +645,7 @@ def test_cancelled_while_queued() -> None:
     assert len(harness.generations) == 3 and gone.ticket.result().id not in {g.id for g in harness.generations}
 
 
+@pytest.mark.promise(23)
 def test_cancelled_during_prefill() -> None:
     """Prefill stops after the current chunk, and the place goes to a waiting request."""
     hold = BlockingHook(at=2, match=lambda fed: fed.shape == (1, CHUNK))
@@ -664,6 +666,7 @@ def test_cancelled_during_prefill() -> None:
     assert Counter(g.id for g in harness.generations) == Counter(c.finished().id for c in (*others, follower))
 
 
+@pytest.mark.promise(23)
 def test_cancelled_while_decoding() -> None:
     """The row and its memory are gone before the next round, and other requests are unaffected."""
     hold = BlockingHook()
@@ -743,6 +746,25 @@ def test_requests_under_way_are_shown_and_cancelled_by_their_ids() -> None:
             harness.thread.cancel(ids[0])
 
 
+@pytest.mark.promise(3)
+@pytest.mark.parametrize("repetitions", [2, pytest.param(20, marks=pytest.mark.nightly)])
+def test_a_seed_repeats_among_other_requests_and_seeds_differ(repetitions: int) -> None:
+    """Batches differ from one repetition to the next; float32 is exact but for ties, of which seeded noise leaves none here."""
+    count, rng = 32, random.Random(3)
+    same = prompt(5, tokens=16, temperature=1.0, seed=0)
+    asked = [replace(same, sampling=replace(same.sampling, seed=seed)) for seed in range(count)]
+    outputs: dict[int | None, set[tuple[int, ...]]] = {}
+    with EngineHarness(waiting=count) as harness:
+        for _ in range(repetitions):
+            order = rng.sample(asked, count)
+            for client in [harness.submit(one) for one in order]:
+                assert client.ended.wait(PATIENCE)
+                outputs.setdefault(client.prompt.sampling.seed, set()).add(tuple(client.tokens))
+    assert all(len(found) == 1 for found in outputs.values()), "a seed says the same whatever else is asked"
+    assert len(set.union(*outputs.values())) >= 30
+
+
+@pytest.mark.promise(23)
 def test_a_storm_of_cancellations_leaves_nothing_behind() -> None:
     rng = random.Random(7)
     asked = [prompt(seed % 12, length=6 + 7 * (seed % 12)) for seed in range(40)]
@@ -781,6 +803,7 @@ def test_a_storm_of_cancellations_leaves_nothing_behind() -> None:
         (40, "nan"),
     ],
 )
+@pytest.mark.promise(5)
 def test_a_broken_draft_costs_speed_only(how: str, after: int) -> None:
     breaking = FailingHook(after, how)
     with EngineHarness(draft=breaking) as harness:
@@ -852,6 +875,7 @@ def test_running_rows_draft_as_well_as_before_once_the_draft_recovers(how: str, 
     assert accepted[:7] == [K] * 3 + [0] * 4 and set(accepted[7:-1]) == {K}
 
 
+@pytest.mark.promise(21)
 def test_a_failing_target_ends_every_request_with_the_reason() -> None:
     with EngineHarness(FailingHook(12, "raises"), rows=2, hang_seconds=2.0) as harness:
         clients = [harness.submit(one) for one in long_prompts(5, 48)]
@@ -893,6 +917,7 @@ def test_a_request_that_cannot_be_handled_still_ends(where: str) -> None:
 # ------------------------------------------------------------------------------------------------------- the heartbeat
 
 
+@pytest.mark.promise(21)
 def test_a_hanging_target_is_reported_and_may_recover() -> None:
     hold = BlockingHook(at=2, match=decoding)
     with EngineHarness(hold, hang_seconds=4.0) as harness:
@@ -911,6 +936,7 @@ def test_a_hanging_target_is_reported_and_may_recover() -> None:
 
 
 @pytest.mark.parametrize("at", ["reading", "decoding"])
+@pytest.mark.promise(21)
 def test_a_target_that_hangs_for_good_is_given_up(at: str) -> None:
     hold = BlockingHook(at=2, match=decoding) if at == "decoding" else BlockingHook(match=lambda fed: not decoding(fed))
     with EngineHarness(hold, rows=2, hang_seconds=1.0) as harness:
@@ -959,6 +985,7 @@ def test_a_late_return_does_not_hide_the_reason() -> None:
 # ------------------------------------------------------------------------------------------------------------- the end
 
 
+@pytest.mark.promise(24)
 def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
     hold = BlockingHook()
     with EngineHarness(hold, rows=2) as harness:
@@ -979,6 +1006,7 @@ def test_draining_finishes_running_requests_and_refuses_new_ones() -> None:
 
 
 @pytest.mark.parametrize("comes_back", [True, False])
+@pytest.mark.promise(24)
 def test_requests_left_after_the_drain_end_with_the_reason(comes_back: bool) -> None:
     """Running, in prefill or waiting: each gets one Failed, whether or not the current call returns."""
     hold = BlockingHook(at=3, match=decoding)
@@ -1038,6 +1066,7 @@ def test_draining_also_waits_while_no_row_is_taken(moment: str) -> None:
 
 
 @pytest.mark.parametrize(("many", "tokens"), [(16, 80), pytest.param(50, 224, marks=pytest.mark.nightly)])
+@pytest.mark.promise(6)
 def test_many_swaps_while_eight_requests_stream(tmp_path: Path, many: int, tokens: int) -> None:
     """Every swap is requested during a draft call and applies to all rows from the next round on."""
     inside, asked_for = threading.Semaphore(0), threading.Semaphore(0)
@@ -1102,6 +1131,7 @@ def spelled(tokens: Sequence[int]) -> str:
     return "".join(chr(0x100 + token) for token in tokens if token not in EOS)
 
 
+@pytest.mark.promise(4)
 def test_the_logged_generation_matches_what_was_delivered() -> None:
     hold = BlockingHook()
     stop = long_prompts(1, 48)[0]

@@ -60,6 +60,7 @@ def test_the_gate_needs_texts_enough(quick: Settings, models: tuple[Path, Path],
 
 
 @pytest.mark.nightly
+@pytest.mark.promise(10)
 def test_the_gate_decides_correctly_every_time(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
     """20 better candidates are promoted, 20 with shuffled targets refused, and of 100 noisy ones no worthless one."""
     learn, other = list(prompts(60, 1)), list(prompts(60, 2))

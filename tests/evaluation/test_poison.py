@@ -13,6 +13,7 @@ from tests.support.tiny_server import prompts
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(("requests", "attacks"), [(60, 1), (240, 3)])
+@pytest.mark.promise(31)
 def test_hostile_traffic_goes_through_the_loop(
     quick: Settings, models: tuple[Path, Path], requests: int, attacks: int
 ) -> None:

@@ -69,6 +69,7 @@ def test_the_report_of_a_stream() -> None:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("tagged", [True, False])
+@pytest.mark.promise(11)
 def test_a_stream_learns_what_it_sees(
     settings: Settings, models: tuple[Path, Path], tmp_path: Path, tagged: bool
 ) -> None:

@@ -125,6 +125,7 @@ def test_only_trainable_parameters_change_and_only_they_are_in_the_optimiser(mon
 
 
 @pytest.mark.parametrize("bad", [NAN, Points(mx.full((4, 3), 3e38), mx.zeros((4, 1)))])
+@pytest.mark.promise(17)
 def test_a_bad_batch_is_skipped_and_counted_without_effect(bad: Points) -> None:
     good = [points(i) for i in range(12)]
     clean, guarded = line(), line()
@@ -149,6 +150,7 @@ def test_an_infinite_gradient_of_a_finite_loss_is_skipped() -> None:
     assert all(mx.isfinite(array).all().item() for array in weights(model).values())
 
 
+@pytest.mark.promise(17)
 def test_too_many_bad_batches_fail_the_run_with_the_reason() -> None:
     good = [points(i) for i in range(20)]
     assert fit(line(), [*good, NAN, NAN]).skipped == 2
@@ -158,6 +160,7 @@ def test_too_many_bad_batches_fail_the_run_with_the_reason() -> None:
         fit(line(), [NAN] * 10)
 
 
+@pytest.mark.promise(17)
 def test_non_finite_weights_fail_the_run() -> None:
     model = line()
     model.bias = mx.full((1,), float("nan"))
@@ -171,6 +174,7 @@ def test_non_finite_weights_fail_the_run() -> None:
         train(model, [points(1)] * 3, loss_fn=ignoring, optimiser=Optimiser(learning_rate=0.1, steps=3))
 
 
+@pytest.mark.promise(17)
 def test_a_learning_rate_a_million_times_too_high_fails_the_run() -> None:
     target = tiny_llama(1, sharpness=40.0)
     texts = with_targets(target, random_texts(24, seed=2))
@@ -233,6 +237,7 @@ def test_the_remainder_of_an_epoch_is_applied() -> None:
     assert not same(one, other)
 
 
+@pytest.mark.promise(17)
 def test_no_trainable_example_fails_the_run() -> None:
     with pytest.raises(TrainingFailed, match="4 empty"):
         fit(line(), [EMPTY] * 4)

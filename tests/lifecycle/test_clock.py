@@ -1,6 +1,8 @@
 import threading
 import time
 
+import pytest
+
 from service.lifecycle.clock import Clock
 
 
@@ -29,6 +31,7 @@ def test_it_ticks_until_it_is_stopped() -> None:
     clock.stop()
 
 
+@pytest.mark.promise(16)
 def test_slow_ticks_never_overlap_and_stop_waits_for_the_last() -> None:
     running, most, ended = 0, 0, 0
     begun = threading.Semaphore(0)

@@ -4,6 +4,8 @@ import threading
 import time
 from contextlib import suppress
 
+import pytest
+
 from service.core import (
     AdapterState,
     RunState,
@@ -39,6 +41,7 @@ def test_ticks_from_many_threads_start_one_run(installation: Installation) -> No
 
 
 @POSTGRES
+@pytest.mark.promise(15)
 def test_two_supervisors_on_one_database_start_one_run(installation: Installation) -> None:
     with installation.server() as one, installation.server() as other:
         one.traffic()
@@ -58,6 +61,7 @@ def test_two_supervisors_on_one_database_start_one_run(installation: Installatio
 
 
 @POSTGRES
+@pytest.mark.promise(15)
 def test_the_run_of_a_process_that_fell_silent_is_given_up(installation: Installation) -> None:
     installation.plan_children(train="hang")
     with installation.server() as gone, installation.server(cooldown_seconds=300.0) as other:

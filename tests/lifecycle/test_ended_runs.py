@@ -26,6 +26,7 @@ def alive(server: Server) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.promise(19)
 def test_a_run_under_way_is_ended_with_its_child(installation: Installation) -> None:
     installation.plan_children(train="hang")
     with installation.server(cooldown_seconds=300.0) as server:

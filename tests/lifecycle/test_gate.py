@@ -211,6 +211,7 @@ def test_domains_are_not_blocked_by_chance_the_more_there_are() -> None:
         ),
     ],
 )
+@pytest.mark.promise(10)
 def test_of_100_candidates_that_are_only_noise_ten_at_most_are_promoted(
     differ: float, texts: int, costs: Sequence[float] | None
 ) -> None:
@@ -229,6 +230,7 @@ def test_of_100_candidates_that_are_only_noise_ten_at_most_are_promoted(
         (0.1, LEVEL, 20),
     ],
 )
+@pytest.mark.promise(10)
 def test_of_20_candidates_that_are_truly_two_per_cent_better_19_pass(
     differ: float, costs: Sequence[float] | None, trials: int
 ) -> None:

@@ -200,6 +200,7 @@ def test_repeated_interim_checks_rarely_roll_back_an_equal_adapter(costs: Sequen
 
 
 @pytest.mark.parametrize(("worse", "within"), [(-0.2, 12), (-0.06, 50), (-0.03, 50), (-0.015, 200)])
+@pytest.mark.promise(10)
 def test_a_worse_adapter_is_rolled_back_and_costs_at_most_2_percent_of_200_generations(
     worse: float, within: int
 ) -> None:

@@ -97,6 +97,7 @@ def test_recorded_generations_are_stored(make_log: Callable[..., RecordedLog]) -
     assert log.recorder.dropped == 0
 
 
+@pytest.mark.promise(30)
 def test_a_request_with_store_false_is_never_written(make_log: Callable[..., RecordedLog]) -> None:
     log = make_log()
     log.recorder.record(generation("secret", store=False))
@@ -115,6 +116,7 @@ def test_a_request_with_store_false_is_not_buffered(make_log: Callable[..., Reco
     assert log.recorder.dropped == 0
 
 
+@pytest.mark.promise(14)
 def test_a_locked_database_delays_no_request_and_drops_only_the_overflow(
     make_log: Callable[..., RecordedLog],
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_locked_database_delays_no_request_and_drops_only_the_overflow(
     assert log.stored + log.recorder.dropped == 310
 
 
+@pytest.mark.promise(14)
 def test_a_database_that_refuses_everything_costs_counted_losses_and_recovers(
     make_log: Callable[..., RecordedLog],
 ) -> None:
@@ -144,6 +147,7 @@ def test_a_database_that_refuses_everything_costs_counted_losses_and_recovers(
     assert (log.stored, log.recorder.dropped) == (5, 40)
 
 
+@pytest.mark.promise(14)
 def test_a_short_failure_loses_nothing(make_log: Callable[..., RecordedLog]) -> None:
     log = make_log(backoff_seconds=0.1)
     with log.broken():
@@ -153,6 +157,7 @@ def test_a_short_failure_loses_nothing(make_log: Callable[..., RecordedLog]) -> 
     assert (log.stored, log.recorder.dropped) == (10, 0)
 
 
+@pytest.mark.promise(14)
 def test_a_database_that_is_gone_is_survived(make_log: Callable[..., RecordedLog]) -> None:
     log = make_log(backoff_seconds=0.005)
     log.database.close()

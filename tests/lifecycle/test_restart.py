@@ -49,6 +49,7 @@ def live(server: Server, writes: int, *, after: bool) -> bool:
     ],
     indirect=["databases"],
 )
+@pytest.mark.promise(9)
 def test_a_kill_at_any_write_is_survived(installation: Installation, after: bool, score: str, first: int) -> None:
     """The server is killed at each write of the cycle in turn. Scores make no difference before the watch's verdict."""
     installation.plan_children(score=score)

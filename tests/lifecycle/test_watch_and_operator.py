@@ -209,6 +209,7 @@ def test_an_operator_cannot_activate_a_rejected_candidate(installation: Installa
         check_consistent(server)
 
 
+@pytest.mark.promise(7)
 def test_activating_a_damaged_adapter_changes_nothing(installation: Installation) -> None:
     with installation.server() as server:
         ref = server.promote()
@@ -260,6 +261,7 @@ def quarantined_and_replayable(server: Server) -> tuple[int, int]:
     return server.generations.stats().quarantined, sum(server.replay.sizes().values())
 
 
+@pytest.mark.promise(10)
 def test_a_forced_bad_promotion_is_gone_within_200_generations_and_does_not_come_back(
     installation: Installation,
 ) -> None:

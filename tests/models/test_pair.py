@@ -81,6 +81,7 @@ def test_padded_logits_meet_at_the_common_width(make_model: MakeModel) -> None:
     assert (pair.vocabulary, pair.shared_vocabulary) == (264, 264)
 
 
+@pytest.mark.promise(5)
 def test_logits_that_do_not_cover_the_tokenizer_are_refused(make_model: MakeModel) -> None:
     with pytest.raises(PairError, match=r"draft's logits cover 250 tokens.*258"):
         load_pair(make_model("target"), make_model("draft", vocab_size=250))
@@ -91,6 +92,7 @@ def _byte_vocabulary(make_model: MakeModel) -> tuple[Path, dict[str, int]]:
     return target, json.loads((target / "tokenizer.json").read_text())["model"]["vocab"]
 
 
+@pytest.mark.promise(5)
 def test_two_tokens_exchanged_are_refused_though_the_sizes_agree(make_model: MakeModel) -> None:
     target, vocabulary = _byte_vocabulary(make_model)
     exchanged = vocabulary | {"a": vocabulary["b"], "b": vocabulary["a"]}
@@ -98,6 +100,7 @@ def test_two_tokens_exchanged_are_refused_though_the_sizes_agree(make_model: Mak
         load_pair(target, make_model("draft", vocabulary=exchanged))
 
 
+@pytest.mark.promise(5)
 def test_another_end_token_is_refused(make_model: MakeModel) -> None:
     with pytest.raises(PairError, match=r"end tokens: \[0\] and \[1\]"):
         load_pair(make_model("target"), make_model("draft", eos="<s>"))

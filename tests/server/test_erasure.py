@@ -173,6 +173,7 @@ def keep_targets(server: InProcessServer, root: Path) -> list[int]:
 @pytest.mark.parametrize(
     "learns", [keep_targets, pytest.param(learn, marks=pytest.mark.nightly)], ids=["without a child", "with a child"]
 )
+@pytest.mark.promise(30)
 def test_an_erased_text_is_nowhere(tmp_path: Path, learns: Callable[[InProcessServer, Path], list[int]]) -> None:
     canary, root = Canary(), tmp_path / "server"
     server = in_process_server(

@@ -111,6 +111,7 @@ def streaming(server: LocalServer, max_tokens: int) -> Generator[Stream]:
         yield Stream(answer.iter_lines())
 
 
+@pytest.mark.promise(24)
 def test_a_running_answer_is_finished_before_the_server_ends(served: LocalServer) -> None:
     """Meanwhile new requests are refused with a response, not with a closed port."""
     assert served._process is not None
@@ -133,6 +134,7 @@ def test_a_running_answer_is_finished_before_the_server_ends(served: LocalServer
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)], ids=["SIGTERM", "SIGINT"]
 )
+@pytest.mark.promise(24)
 def test_a_second_signal_ends_the_server_at_once(served: LocalServer, number: signal.Signals) -> None:
     """While eight answers of half a minute's work are under way, which the first signal waits for."""
     assert served._process is not None

@@ -129,6 +129,7 @@ def test_keys_may_share_what_is_cached(tmp_path: Path) -> None:
     assert found == [False, True]
 
 
+@pytest.mark.promise(27)
 def test_an_address_that_others_reach_needs_a_key(tmp_path: Path) -> None:
     server = in_process_server(tmp_path, write_pair(tmp_path))
     flags = {"server.host": "0.0.0.0", "server.port": 0}

@@ -5,6 +5,7 @@ import random
 import signal
 import sqlite3
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -152,7 +153,8 @@ def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> Non
 
 
 @pytest.mark.nightly
-def test_the_server_is_killed_at_random_moments(tmp_path: Path) -> None:
+@pytest.mark.promise(12)
+def test_the_server_is_killed_at_random_moments(tmp_path: Path, figure: Callable[[str], None]) -> None:
     pair = write_pair(tmp_path)
     training = {"enabled": True, "min_cases": 20, "min_tokens": 100, "cooldown_seconds": 0.0, "epochs": 40}
     server = tiny_server(tmp_path, pair, training=training)
@@ -185,9 +187,11 @@ def test_the_server_is_killed_at_random_moments(tmp_path: Path) -> None:
     assert orphans and settled
     ended(orphans)
     check_restart(server, settled)
+    figure(f"{KILLS} kills of a server, {len(settled)} answers that were stored, all there")
 
 
 @pytest.mark.nightly
+@pytest.mark.promise(19)
 def test_the_training_child_is_killed_at_random_moments(tmp_path: Path) -> None:
     server = tiny_server(tmp_path, write_pair(tmp_path), training={"epochs": 200})
     rng = random.Random(1)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.support.echo_engine import wait_until
 from tests.support.scraped import scraped
@@ -60,6 +61,7 @@ def test_every_line_is_json_and_a_request_s_has_the_figures_of_its_answer(tmp_pa
     assert (refused["status"], refused["error"]) == (400, "bad_request")
 
 
+@pytest.mark.promise(4)
 def test_what_a_server_measures_of_requests_is_scraped(tmp_path: Path) -> None:
     """By the names that vLLM's V1 engine has."""
     pair = write_pair(tmp_path)

@@ -157,6 +157,7 @@ def test_a_second_server_on_the_same_database_is_refused(
 
 
 @pytest.mark.nightly
+@pytest.mark.promise(19)
 def test_requests_that_wait_pause_training_between_two_ticks(tmp_path: Path) -> None:
     server = tiny_server(tmp_path, write_pair(tmp_path), training=LONG, engine={"max_rows": 1})
     server.start()

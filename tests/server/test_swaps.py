@@ -20,8 +20,13 @@ from tests.support.tiny_server import generate, in_process_server, prompts, regi
     [(in_process_server, 6, 8), pytest.param(tiny_server, 50, 25, marks=pytest.mark.nightly)],
     ids=["6", "50-process"],
 )
+@pytest.mark.promise(6)
 def test_swaps_under_eight_streams_do_not_change_outputs(
-    tmp_path: Path, make: Callable[[Path, tuple[Path, Path]], LocalServer], swaps: int, checked: int
+    tmp_path: Path,
+    make: Callable[[Path, tuple[Path, Path]], LocalServer],
+    swaps: int,
+    checked: int,
+    figure: Callable[[str], None],
 ) -> None:
     pair = write_pair(tmp_path)
     server = make(tmp_path, pair)
@@ -43,6 +48,7 @@ def test_swaps_under_eight_streams_do_not_change_outputs(
 
     answers = clients.answers
     assert len(answers) >= 8
+    figure(f"{swaps} swaps, {len(answers)} streams, none failed or cut")
     assert [answer.error for answer in answers if answer.error] == [], "no error, no cut stream"
     assert all(set(answer.adapters) <= {first.id, second.id} and answer.adapters for answer in answers)
     assert {version for answer in answers for version in answer.adapters} == {first.id, second.id}
@@ -54,6 +60,7 @@ def test_swaps_under_eight_streams_do_not_change_outputs(
         assert answer.tokens == naive(target.model, asked, Sampling(max_tokens=48), ends)
 
 
+@pytest.mark.promise(7)
 def test_unknown_adapters_change_nothing(tmp_path: Path) -> None:
     pair = write_pair(tmp_path)
     server = in_process_server(tmp_path, pair)

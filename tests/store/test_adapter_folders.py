@@ -56,6 +56,7 @@ def test_nothing_is_published_over_anything(tmp_path: Path, taken: str) -> None:
 
 
 @pytest.mark.skipif(hasattr(fcntl, "F_FULLFSYNC"), reason="macOS syncs another way")
+@pytest.mark.promise(9)
 def test_all_is_on_disk_before_the_name_and_the_name_before_the_return(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

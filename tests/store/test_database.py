@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[2]
 
 @BY_NIGHT
 @pytest.mark.parametrize("deaths", [2, pytest.param(5, marks=pytest.mark.nightly)])
-def test_every_acknowledged_row_survives_kill_9(url: str, databases: Databases, deaths: int) -> None:
+@pytest.mark.promise(12)
+def test_every_acknowledged_row_survives_kill_9(
+    url: str, databases: Databases, deaths: int, figure: Callable[[str], None]
+) -> None:
     rng = random.Random(11)
     acknowledged: set[str] = set()
     for attempt in range(deaths):
@@ -56,8 +59,10 @@ def test_every_acknowledged_row_survives_kill_9(url: str, databases: Databases, 
         assert orphans == []
         assert cases == 2 * len(stored)
     assert len(acknowledged) >= 3 * deaths
+    figure(f"{databases.kind}: {deaths} kills, {len(acknowledged)} acknowledged rows, all there")
 
 
+@pytest.mark.promise(13)
 def test_many_writers_and_readers_never_see_a_lock(database: Database) -> None:
     store = Generations(database)
     errors: list[Exception] = []

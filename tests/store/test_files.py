@@ -57,6 +57,7 @@ def test_the_hash_sees_names_bytes_and_nothing_else(tmp_path: Path) -> None:
     assert folder_sha256(one) != folder_sha256(other)
 
 
+@pytest.mark.promise(9)
 def test_a_kill_at_any_step_leaves_the_whole_folder_or_none(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     whole = folder_sha256(written(tmp_path / "model"))

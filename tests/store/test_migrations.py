@@ -134,6 +134,7 @@ def test_downgrade_and_upgrade_restore_the_schema(bare: str) -> None:
 
 
 @POSTGRES
+@pytest.mark.promise(18)
 def test_every_revision_up_and_down_restores_the_schema(bare: str) -> None:
     """SQLite's batch mode changes order and names of columns and keys that it copies."""
     names = [script.revision for script in ScriptDirectory(str(migrations())).walk_revisions()][::-1]
@@ -146,6 +147,7 @@ def test_every_revision_up_and_down_restores_the_schema(bare: str) -> None:
         assert schema(bare) == before, name
 
 
+@pytest.mark.promise(18)
 def test_rows_live_through_every_migration(bare: str) -> None:
     upgrade(bare)
     made = generation(collected=targets(5))
@@ -363,6 +365,7 @@ def test_a_revoked_adapter_does_not_serve_an_earlier_version(bare: str) -> None:
     assert [row["state"] for row in dump(bare)["adapters"]] == ["broken"]
 
 
+@pytest.mark.promise(18)
 def test_a_newer_database_is_not_touched(bare: str) -> None:
     upgrade(bare)
     run_sql(bare, "UPDATE alembic_version SET version_num = '9999'")

@@ -281,6 +281,7 @@ def test_reservoirs_hold_what_they_held_but_for_quarantined_texts(database: Data
     }
 
 
+@pytest.mark.promise(18)
 def test_every_column_that_stays_has_its_values(tmp_path: Path) -> None:
     path = tmp_path / "old.db"
     url = load(path)

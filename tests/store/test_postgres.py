@@ -65,6 +65,7 @@ def test_writers_that_meet_leave_what_they_would_have_left_one_after_the_other(u
         database.close()
 
 
+@pytest.mark.promise(13)
 def test_recorders_do_not_wait_for_each_other_and_everybody_else_does(url: str) -> None:
     run_sql(url, COUNTER)
     several = [Database(url) for _ in range(3)]

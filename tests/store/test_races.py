@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,10 @@ RACES = 1000
 
 @POSTGRES
 @pytest.mark.nightly
-def test_of_four_that_claim_at_once_one_gets_the_run(tmp_path: Path, databases: PostgresDatabases) -> None:
+@pytest.mark.promise(15)
+def test_of_four_that_claim_at_once_one_gets_the_run(
+    tmp_path: Path, databases: PostgresDatabases, figure: Callable[[str], None]
+) -> None:
     url = databases.empty(tmp_path)
     database = Database(url)
     Generations(database).add([generation(), generation()]).result()
@@ -45,5 +49,6 @@ def test_of_four_that_claim_at_once_one_gets_the_run(tmp_path: Path, databases: 
             child.communicate(timeout=60)
     found = Runs(database).latest(2 * RACES)
     assert len(found) == len({run.fencing for run in found}) == RACES
+    figure(f"{RACES} races of four processes, one run each")
     assert all(Runs(database).texts(run.id) == 2 for run in found[:10]), "each draft learns each text"
     database.close()

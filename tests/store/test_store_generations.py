@@ -173,6 +173,7 @@ CANARY_TOKENS = [0xC0FFEE, 0xBADCAB, 0xFACADE] * 700
     ],
     ids=["client", "domain", "both", "ids", "before", "purge"],
 )
+@pytest.mark.promise(30)
 def test_removed_texts_leave_no_bytes(database: Database, tmp_path: Path, selection: Selection | None) -> None:
     """In PostgreSQL no rows: what stays in its files until VACUUM is the server's."""
     store, replay = Generations(database), Replay(database)

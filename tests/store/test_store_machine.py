@@ -311,6 +311,7 @@ class Machine(RuleBasedStateMachine):
 
 @BY_NIGHT
 @pytest.mark.parametrize("examples", [6, pytest.param(100, marks=pytest.mark.nightly)])
+@pytest.mark.promise(8)
 def test_any_order_of_events_keeps_runs_and_adapters_legal(databases: Databases, examples: int) -> None:
     class Here(Machine):
         pass

@@ -294,6 +294,7 @@ def test_unknown_ids_are_not_found(database: Database) -> None:
         runs.move(99, 1, RunState.TRAINING)
 
 
+@pytest.mark.promise(15)
 def test_eight_claims_at_once_make_one_run(url: str) -> None:
     databases = [Database(url) for _ in range(2)]  # another process' writer is another thread to SQLite
     Generations(databases[0]).add([generation() for _ in range(5)]).result()
@@ -359,6 +360,7 @@ def test_the_database_itself_allows_one_active_adapter_of_a_draft(database: Data
     assert active is not None and active.id == ref.id
 
 
+@pytest.mark.promise(15)
 def test_a_key_names_one_run_for_ever(database: Database) -> None:
     runs = Runs(database)
     Generations(database).add([generation()]).result()
