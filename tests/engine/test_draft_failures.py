@@ -180,7 +180,7 @@ def test_errors_of_evaluations(chosen: str) -> None:
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-p", "no:cacheprovider", "-m", "own_process", "-k", chosen]
     command.append(__file__)
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stdout
 
 
