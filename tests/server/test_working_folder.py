@@ -48,10 +48,9 @@ def test_the_training_child_imports_this_package(tmp_path: Path, monkeypatch: py
     process = ProcessLauncher(tmp_path / "training.log").launch({"kind": "nonsense"})
     try:
         end = time.monotonic() + 60
-        while process.exit_code() is None:
+        while not (messages := process.poll()) and process.exit_code() is None:
             assert time.monotonic() < end
             time.sleep(0.05)
-        messages = process.poll()
         assert [message["type"] for message in messages] == ["failed"], (tmp_path / "training.log").read_text()
     finally:
         process.stop(0.0)
