@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import cast
 
 from service.core import python_command
+from service.lifecycle.child import GRACE_SECONDS
 
 READY_SECONDS = 60.0
 """How long a child that has done its job waits for another. The first checks of a promotion come sooner where there is traffic,
 and elsewhere the seconds that a child takes to start (14 on an H200) cost little."""
-GRACE_SECONDS = 5.0
 
 
 class Process:
