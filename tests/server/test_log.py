@@ -84,7 +84,19 @@ def test_what_a_server_measures_of_requests_is_scraped(tmp_path: Path) -> None:
     assert found["redraft:spec_decode_estimated_speedup"] > 0
     (info,) = [name for name in found if name.startswith("redraft:build_info")]
     assert 'backend=""' not in info and 'device=""' not in info
+
+
+def test_failure_cases_are_counted_as_they_are_stored(tmp_path: Path) -> None:
+    """Each round drafts: where costs decide, a slow moment may leave nothing to reject."""
+    server = in_process_server(tmp_path, write_pair(tmp_path), engine={"adaptive": False})
+    server.start()
+    try:
+        generate(server, "what is this?", max_tokens=40)
+        text = server.request("GET", "/metrics").text
+    finally:
+        server.stop()
     with closing(sqlite3.connect(server.folder / "redraft.db")) as database:
         stored = dict(database.execute("SELECT tie, count(*) FROM failure_cases GROUP BY tie").fetchall())
+    found = scraped(text)
     counted = {tie: found[f'redraft:failure_cases_total{{tie="{str(bool(tie)).lower()}"}}'] for tie in (0, 1)}
     assert counted == {0: 0, 1: 0} | stored and stored[0] > 0
