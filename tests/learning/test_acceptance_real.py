@@ -221,8 +221,14 @@ def test_rounds_of_another_draft_are_predicted_exactly(
     assert [s.calls for s in scores] != [s.calls for s in ours]
 
 
-@pytest.mark.parametrize("kind", list(SAMPLINGS))
-@pytest.mark.parametrize("version", ["adapter", "a cut head"])
+@pytest.mark.parametrize(
+    ("version", "kind"),
+    [
+        pytest.param(version, kind, marks=pytest.mark.nightly if (i + j) % 2 else ())
+        for i, version in enumerate(["adapter", "a cut head"])
+        for j, kind in enumerate(SAMPLINGS)
+    ],
+)
 def test_logged_rounds_accept_what_the_scores_of_their_draft_predict(
     drafts: LoggedDrafts, kind: str, version: str
 ) -> None:
@@ -309,7 +315,7 @@ def test_tokens_per_call_of_unseeded_traffic_are_predicted_on_average(
 
 
 @pytest.mark.parametrize("texts", [180, pytest.param(300, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("vocabulary", [30, VOCABULARY])
+@pytest.mark.parametrize("vocabulary", [30, pytest.param(VOCABULARY, marks=pytest.mark.nightly)])
 def test_overlap_is_the_acceptance_rate_of_the_first_token(vocabulary: int, texts: int) -> None:
     """Unfiltered sampling at T = 1. Up to 32 tokens the stored targets are complete; beyond, the tail bounds the error."""
     target = tiny_llama(1, vocabulary=vocabulary, sharpness=1.5)

@@ -92,8 +92,14 @@ def brute(head: Head, g: Generation, k: int) -> tuple[tuple[Round, ...], list[tu
     return tuple(rounds), cases
 
 
-@pytest.mark.parametrize("samplings", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("k", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("k", "samplings"),
+    [
+        pytest.param(k, samplings, id=f"{k}-{name}", marks=pytest.mark.nightly if (i + j) % 2 else ())
+        for i, k in enumerate([1, 2, 4])
+        for j, (samplings, name) in enumerate([(SEEDED, "seeded"), (GREEDY, "greedy")])
+    ],
+)
 def test_rounds_and_calls_equal_drafting_step_by_step(
     head: Head, decode: Decode, samplings: list[Sampling], k: int
 ) -> None:

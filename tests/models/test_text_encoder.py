@@ -201,21 +201,23 @@ def thinking_encoder() -> TextEncoder:
 
 
 def test_what_requests_left_is_forgotten() -> None:
-    encoder, words = thinking_encoder(), ["a-note", "a-choice"]
+    encoder = thinking_encoder()
 
-    def use() -> list[bytes]:
-        options = {"ending": "<think></think>", "note": "-".join((words[0], "4b1d"))}
-        source = json.dumps(["-".join((words[1], "4b1d"))])
-        return encoder.constraint(Grammar(GrammarKind.CHOICE, source, "f"), options).masks(())
+    def secrets(time: str) -> list[str]:
+        return ["-".join((word, time, "4b1d")) for word in ("note", "choice")]
 
-    def held() -> list[str]:
-        return holders(lambda: ([], ["-".join((word, "4b1d")) for word in words]))
+    def use(time: str) -> list[bytes]:
+        note, choice = secrets(time)
+        options = {"ending": "<think></think>", "note": note}
+        return encoder.constraint(Grammar(GrammarKind.CHOICE, json.dumps([choice]), "f"), options).masks(())
 
-    before = use()
-    assert len(held()) == 2, "by template options, and by grammar"
+    before = use("first")
     encoder.forget()
-    assert held() == []
-    assert use() == before
+    assert use("later") == before
+    held = holders(lambda: ([], [*secrets("first"), *secrets("later")]))
+    assert len(held) == 2, "what came later, by template options and by grammar, and nothing of the first"
+    encoder.forget()
+    assert use("first") == before
     # What else is cleared is not to be seen from Python.
     assert callable(getattr(byte_level().model, "_clear_cache"))  # noqa: B009
 

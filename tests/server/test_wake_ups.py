@@ -98,7 +98,14 @@ def text_of(answer: httpx.Response) -> str:
     return "".join(json.loads(event).get("text", "") for event in events)
 
 
-@pytest.mark.parametrize("modes", [[False], [True], [False, True]], ids=["whole", "streamed", "both"])
+@pytest.mark.parametrize(
+    "modes",
+    [
+        pytest.param([False], id="whole", marks=pytest.mark.nightly),
+        pytest.param([True], id="streamed", marks=pytest.mark.nightly),
+        pytest.param([False, True], id="both"),
+    ],
+)
 def test_a_round_wakes_the_event_loop_once_and_only_for_what_clients_wait_for(
     tmp_path: Path, pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, modes: list[bool]
 ) -> None:
