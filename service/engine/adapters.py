@@ -94,7 +94,8 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
             cut(model, ids)
     except ModelError as error:
         raise AdapterRefused(f"adapter {ref.id}: {error}") from error
-    device.wait(model.parameters())
+    # LoRA layers begin with random values, which nobody reads: MLX would hold the graph of the random state for ever.
+    device.wait(model.parameters(), mx.random.state)
     model.eval()
     yield Draft(ref.id, model)
 

@@ -174,7 +174,6 @@ def hostile_name(rng: random.Random) -> str:
     )
 
 
-@pytest.mark.promise(28)
 @pytest.mark.parametrize("names", [300, pytest.param(10_000, marks=pytest.mark.nightly)])
 @pytest.mark.promise(28)
 def test_hostile_names_never_reach_a_path(names: int, tmp_path: Path) -> None:
@@ -194,7 +193,7 @@ def test_hostile_names_never_reach_a_path(names: int, tmp_path: Path) -> None:
                 name = hostile_name(rng)
                 # As it is where HTTP allows that, and quoted.
                 path = rng.choice(routes).format(quote(name, safe=rng.choice(["", "/%.~:"])))
-                answer = await client.request(rng.choice(["GET", "POST", "DELETE"]), path)
+                answer = await client.request(rng.choice(["GET", "POST", "DELETE"]), f"http://localhost{path}")
                 # A path that goes up again may be another route's.
                 assert 400 <= answer.status_code < 500 or MARK not in answer.url.path, (path, answer.status_code)
                 body = {"prompt": "a", "max_tokens": 1, rng.choice(["domain", "client", "model"]): name[:64]}

@@ -12,6 +12,7 @@ import time
 import traceback
 import urllib.request
 from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -252,6 +253,34 @@ def an_open_page_does_not_grow(browser: Browser, real: str, echo: str) -> None:
         page.click("#generate")
         page.wait_for_timeout(1500)
         assert page.evaluate(count) == before
+
+
+@check
+def open_for_2000_requests_it_takes_less_than_150_mb(browser: Browser, real: str, echo: str) -> None:
+    """Of memory, as Linux divides what processes share (PSS)."""
+
+    def megabytes() -> float:
+        found = browser.new_browser_cdp_session().send("SystemInfo.getProcessInfo")["processInfo"]
+        sizes: list[int] = []
+        for process in found:
+            if process["type"] == "renderer":
+                with open(f"/proc/{process['id']}/smaps_rollup", encoding="ascii") as lines:
+                    sizes.append(next(int(line.split()[1]) for line in lines if line.startswith("Pss:")))
+        return max(sizes) / 1024
+
+    with opened(browser, real) as page:
+        loaded(page)
+        page.wait_for_timeout(1500)
+        before, sizes, noted = megabytes(), list[float](), page.locator("#requests-note").inner_text()
+        with ThreadPoolExecutor(4) as clients:
+            for start in range(0, 2000, 200):
+                texts = [f"request {start + i}" for i in range(200)]
+                list(clients.map(lambda text: fetch(f"{real}/generate", {"prompt": text, "max_tokens": 4}), texts))
+                page.wait_for_timeout(100)
+                sizes.append(megabytes())
+        expect(page.locator("#requests-note")).not_to_have_text(noted)
+    print("memory of the page, MB:", round(before), [round(size) for size in sizes])
+    assert max(sizes) < 150, sizes
 
 
 @check

@@ -167,7 +167,7 @@ def test_requests_that_wait_pause_training_between_two_ticks(tmp_path: Path) -> 
         train(server)
         log = tmp_path / "home" / "training.log"
         with ThreadPoolExecutor(4) as clients:
-            answers = [clients.submit(generate, server, "abc " * i, max_tokens=500) for i in range(1, 5)]
+            answers = [clients.submit(generate, server, "abc " * i, max_tokens=200) for i in range(1, 5)]
             until(lambda: " paused" in log.read_text())
             assert all(answer.result(120)["tokens"] for answer in answers)
         until(lambda: log.read_text().rstrip().endswith("resumed"))

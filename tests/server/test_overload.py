@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import numpy as np
+import psutil
 import pytest
 
 import service.server
@@ -147,3 +150,94 @@ def test_refusals_take_at_most_100_ms(tmp_path: Path, pair: tuple[Path, Path], f
     )
     assert burst <= 0.1
     assert spread <= 0.1
+
+
+ROWS, WAITING, ANSWER = 4, 12, 64
+"""Places of the server that is asked for a minute, and the tokens of its answers."""
+SECONDS, TIMES = 60, 10
+MEMORY_BYTES = 8 * 2**20
+"""Growth over the second half of the minute, at most."""
+
+
+@dataclass
+class Asked:
+    """seconds: until the first byte of the answer. tokens: of its last event; None where it was cut."""
+
+    status: int
+    seconds: float
+    tokens: int | None
+
+
+async def ask(port: int, number: int) -> Asked:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    body = json.dumps({"prompt": long_prompt(number, 500), "max_tokens": ANSWER, "stream": True}).encode()
+    head = (
+        f"POST /generate HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+    )
+    started = time.monotonic()
+    try:
+        writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        status = int((await reader.readline()).split()[1])
+        seconds = time.monotonic() - started
+        text = (await reader.read()).decode()
+        whole = re.search(r'"completion_tokens": ?(\d+)', text) if "data: [DONE]" in text else None
+        return Asked(status, seconds, int(whole[1]) if whole else None)
+    finally:
+        writer.close()
+
+
+async def rate(port: int, seconds: float) -> float:
+    """Answers a second where no more ask at once than there are places."""
+    end = time.monotonic() + seconds
+
+    async def client(number: int) -> int:
+        served = 0
+        while time.monotonic() < end:
+            assert (await ask(port, number * 100_000 + served)).status == 200
+            served += 1
+        return served
+
+    return sum(await asyncio.gather(*(client(number) for number in range(ROWS + WAITING)))) / seconds
+
+
+async def flood(port: int, every: float, count: int, memory: Callable[[], int]) -> tuple[list[Asked], list[int]]:
+    """So many requests, one each so many seconds, whatever becomes of those before; and the memory once a second."""
+    start, asked, sizes = time.monotonic(), list[asyncio.Task[Asked]](), list[int]()
+    for number in range(count):
+        await asyncio.sleep(start + number * every - time.monotonic())
+        asked.append(asyncio.create_task(ask(port, number)))
+        if len(sizes) < time.monotonic() - start:
+            sizes.append(memory())
+    return list(await asyncio.gather(*asked)), sizes
+
+
+@pytest.mark.bench
+@pytest.mark.promise(22)
+def test_ten_times_what_it_serves_for_a_minute(
+    tmp_path: Path, pair: tuple[Path, Path], figure: Callable[[str], None]
+) -> None:
+    server: LocalServer = tiny_server(
+        tmp_path, pair, engine={"max_rows": ROWS, "max_waiting": WAITING, "prefix_cache_mb": 4}
+    )
+    server.start()
+    try:
+        assert server._process is not None
+        process = psutil.Process(server._process.pid)
+        served = asyncio.run(rate(server.port, 15.0))
+        every = 1 / (TIMES * served)
+        asked, sizes = asyncio.run(flood(server.port, every, round(SECONDS / every), lambda: process.memory_info().rss))
+        after = asyncio.run(rate(server.port, 15.0))
+    finally:
+        assert server.stop() == 0
+    refused = [each.seconds for each in asked if each.status == 503]
+    admitted = [each for each in asked if each.status != 503]
+    p99, growth = float(np.percentile(refused, 99)), max(sizes[-5:]) - max(sizes[len(sizes) // 2 : len(sizes) // 2 + 5])
+    figure(
+        f"{served:.0f} answers a second; {len(asked)} requests in {SECONDS} s: {len(refused)} refused, the 99th of 100 "
+        f"within {1e3 * p99:.0f} ms, {len(admitted)} answered; memory {growth / 2**20:+.1f} MiB in the second half; "
+        f"afterwards {after / served:.2f} of its speed"
+    )
+    assert len(refused) > len(asked) / 2 and len(admitted) > served * SECONDS / 4
+    assert all(each.status == 200 and each.tokens == ANSWER for each in admitted)
+    assert p99 <= 0.1
+    assert growth <= MEMORY_BYTES

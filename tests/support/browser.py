@@ -10,7 +10,7 @@ PAGE = Path(__file__).resolve().parents[1] / "page"
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), None
 )
-SECONDS = 300
+SECONDS = 600
 """Of making the environment, and of a script in it."""
 
 
