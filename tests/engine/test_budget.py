@@ -170,7 +170,7 @@ def test_the_oldest_runs_through(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sent_back and not any(ticket is clients[0].ticket.result() for ticket in sent_back)
 
 
-@pytest.mark.parametrize("way", [pytest.param(CPU, id="cpu", marks=pytest.mark.nightly), pytest.param(CUDA, id="cuda")])
+@BOTH
 def test_nobody_is_admitted_only_to_go_back(way: Strategy) -> None:
     """One comes when the other is about to need more positions, with which both do not fit: it waits for that one's end."""
     first, second = long_prompts(1, 2 * STEP + 10)[0], prompt(1, 6, 8)
