@@ -68,6 +68,9 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
     yield None
 
     model = shallow_copy(base)
+    # LoRA layers begin with random values, which nobody computes: from one state to the next their graph would grow with every
+    # load. All that samples has keys of its own.
+    mx.random.seed(0)
     try:
         linear_to_lora_layers(model, len(cast("list[object]", base.layers)), config)
     except Exception as error:
@@ -94,8 +97,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
             cut(model, ids)
     except ModelError as error:
         raise AdapterRefused(f"adapter {ref.id}: {error}") from error
-    # LoRA layers begin with random values, which nobody reads: MLX would hold the graph of the random state for ever.
-    device.wait(model.parameters(), mx.random.state)
+    device.wait(model.parameters())
     model.eval()
     yield Draft(ref.id, model)
 

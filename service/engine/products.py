@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from typing import Any, TypeAlias, cast
+from weakref import ReferenceType, ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -44,6 +45,7 @@ SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 Weight: TypeAlias = tuple[mx.array, ...]
 """A matrix (outputs, inner) by itself; or quantised: its numbers of 4 bits (outputs, inner / 8), uint32, and their scales and
 biases (outputs, groups)."""
+_Linear: TypeAlias = "FewTokenLinear | FewTokenQuantizedLinear"
 
 
 @dataclass(slots=True)
@@ -126,9 +128,10 @@ def few_tokens(x: mx.array, weights: Sequence[Weight]) -> list[mx.array]:
 
 @dataclass(frozen=True, slots=True)
 class _Siblings:
-    """Layers that are usually given the same input."""
+    """Other layers that are usually given the same input as a layer. In a cycle of references the weights of a draft that no
+    longer serves would stay until Python's collector runs."""
 
-    layers: tuple[FewTokenLinear | FewTokenQuantizedLinear, ...]
+    layers: tuple[ReferenceType[_Linear], ...]
 
 
 def _weight(layer: nn.Module) -> Weight:
@@ -142,7 +145,7 @@ def _alike(one: Weight, other: Weight) -> bool:
     return [(a.dtype, a.shape[1]) for a in one] == [(a.dtype, a.shape[1]) for a in other]
 
 
-def _product(layer: FewTokenLinear | FewTokenQuantizedLinear, x: mx.array) -> mx.array | None:
+def _product(layer: _Linear, x: mx.array) -> mx.array | None:
     """What the kernel makes of a linear layer's input, without its bias; None where it does not multiply these."""
     call, weight = _call.get(), _weight(layer)
     if call is None or mx.default_device().type == mx.cpu or not fits(x, weight):
@@ -152,8 +155,8 @@ def _product(layer: FewTokenLinear | FewTokenQuantizedLinear, x: mx.array) -> mx
         return out
     # A layer that was given something else than its sibling multiplies by itself.
     siblings: _Siblings | None = None if given is not None else getattr(layer, "siblings", None)
-    others = [] if siblings is None else [each for each in siblings.layers if each is not layer]
-    others = [each for each in others if _alike(_weight(each), weight)]
+    alive = [] if siblings is None else [each for refer in siblings.layers if (each := refer()) is not None]
+    others = [each for each in alive if _alike(_weight(each), weight)]
     out, *more = few_tokens(x, [weight, *map(_weight, others)])
     call.ready.update({id(each): (x, product) for each, product in zip(others, more, strict=True)})
     return out
@@ -222,10 +225,10 @@ def route(model: nn.Module) -> None:
     for module in model.modules():
         for names in SIBLINGS:
             found = [module.get(name) for name in names]
-            layers = tuple(each for each in found if isinstance(each, FewTokenLinear | FewTokenQuantizedLinear))
+            layers = [each for each in found if isinstance(each, FewTokenLinear | FewTokenQuantizedLinear)]
             if len(layers) > 1:
                 for layer in layers:
-                    layer.siblings = _Siblings(layers)
+                    layer.siblings = _Siblings(tuple(ref(each) for each in layers if each is not layer))
 
 
 def inside() -> bool:

@@ -68,7 +68,7 @@ class Replay:
                 self._called = True
                 # With the kernels that a trace has, so that both give the same bits.
                 cache.lengths.equal = False
-                return self._by_kernel(arguments, cache)
+                return _by_kernel(self._call, arguments, cache)
             trace = self._new_trace(pages.groups, pages.written())
         try:
             returned, buffers, writes = trace(arguments, cache.lengths.starts(cache.ahead), pages.table, buffers)
@@ -83,20 +83,24 @@ class Replay:
             self._traces.popitem(last=False)
         return returned
 
-    def _by_kernel(self, arguments: Arguments, cache: RowCache) -> Any:
-        with products.by_kernel():
-            return self._call(arguments, cache)
-
     def _new_trace(self, groups: Groups, written: Sequence[int]) -> Callable[..., Any]:
+        # Not `self`, which holds the traces: in a cycle they and the weights in them would stay until Python's collector runs.
+        model, call = self._model, self._call
+
         def run(
             arguments: Arguments, starts: mx.array, table: mx.array, buffers: Sequence[mx.array]
         ) -> tuple[Any, ...]:
-            cache = RowCache.traced(self._model, starts, table, groups, written, buffers)
-            returned = self._by_kernel(arguments, cache)
+            cache = RowCache.traced(model, starts, table, groups, written, buffers)
+            returned = _by_kernel(call, arguments, cache)
             assert cache.pages is not None
             return returned, *cache.pages.traced_writes()
 
         return cast("Callable[..., Any]", mx.compile(run))
+
+
+def _by_kernel(call: Call, arguments: Arguments, cache: RowCache) -> Any:
+    with products.by_kernel():
+        return call(arguments, cache)
 
 
 def _kind(leaf: Any) -> Hashable:

@@ -1,15 +1,21 @@
 """Model calls that are traced and replayed: when they are, and that they compute what the calls do."""
 
+import gc
+import itertools
 import logging
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from service.core import Prompt, Sampling
 from service.engine import attention, replay
+from service.engine.adapters import Draft
+from service.engine.decoder import Decoder
 from service.engine.drafters.model import DraftCalls
 from service.engine.kv import paged_layer
 from service.engine.kv.cache import RowCache
@@ -19,8 +25,9 @@ from service.engine.replay import FIRST_CALLS, Replay
 from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
 from service.engine.target import Target
 from service.models.heads import cut
+from tests.support.batches import serve
 from tests.support.cuda import NEEDS_CUDA, row_calls
-from tests.support.oracle import tiny_llama
+from tests.support.oracle import noisy_copy, tiny_llama
 from tests.support.pages import pages_of
 from tests.support.typed import as_int
 
@@ -197,6 +204,33 @@ def test_only_so_many_traces_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [calls(n) for n in (3, 2)] == [0, 0], "the last two"
     assert [calls(1) for _ in range(2)] == [1, 0]
     assert [calls(n) for n in (2, 1, 3)] == [0, 0, 1], "the one that was used longest ago has gone"
+
+
+def test_a_version_that_no_longer_drafts_is_freed_at_once(target: Any) -> None:
+    """Its weights are the device's memory, which Python's collector does not see: it may come too late."""
+    versions = [Draft(number, noisy_copy(target, number, 0.1)) for number in range(3)]
+    modules = {version.adapter: [ref(each) for each in version.model.modules()] for version in versions}
+    decoder = Decoder(target, versions.pop(0), vocabulary=V, k=3)
+    rounds = itertools.count(1)
+    left: dict[int, int] = {}
+
+    def between(decoder: Decoder) -> None:
+        if next(rounds) % 15 == 0 and versions:
+            before = decoder.batch.drafter
+            assert before is not None
+            left[before.draft.adapter] = len(decoder.rows)
+            decoder.switch(versions.pop(0))
+
+    gc.collect()
+    gc.disable()
+    try:
+        prompts = [Prompt(tuple(range(5 + i, 15 + 2 * i)), Sampling(max_tokens=30)) for i in range(12)]
+        serve(decoder, prompts, max_rows=4, between=between)
+        alive = {adapter: sum(each() is not None for each in modules[adapter]) for adapter in modules}
+    finally:
+        gc.enable()
+    assert left.keys() == {0, 1} and all(left.values()), "switched between rounds"
+    assert alive == {0: 0, 1: 0, 2: len(modules[2])}
 
 
 def test_a_model_that_cannot_be_traced_runs_as_it_is(caplog: pytest.LogCaptureFixture) -> None:

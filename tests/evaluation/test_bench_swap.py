@@ -12,7 +12,18 @@ from tests.support.published import check_published
 
 @pytest.mark.nightly
 def test_swap_measures_gaps_and_recording(settings: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
-    report = run_swap(settings, models, clients=2, swaps=2, max_tokens=120, rows=(1, 2), turns=1, tokens=8)
+    report = run_swap(
+        settings,
+        models,
+        title="2 swaps",
+        command="redraft bench swap --swaps 2",
+        clients=2,
+        swaps=2,
+        max_tokens=120,
+        rows=(1, 2),
+        turns=1,
+        tokens=8,
+    )
     found = report.plain
     assert found["failed_requests"] == 0 and found["requests"] >= 2
     assert found["arms"].keys() == {"swap", "quiet", "record_on_1", "record_off_1", "record_on_2", "record_off_2"}
@@ -28,4 +39,4 @@ def test_swap_measures_gaps_and_recording(settings: Settings, models: tuple[Path
 
 def test_swap_needs_clients(settings: Settings, models: tuple[Path, Path]) -> None:
     with pytest.raises(RedraftError):
-        run_swap(settings, models, clients=0)
+        run_swap(settings, models, title="", command="", clients=0)

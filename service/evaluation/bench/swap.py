@@ -13,6 +13,7 @@ from statistics import median, quantiles
 import mlx.core as mx
 
 from service.core import BARE_DRAFT, AdapterRef, Provenance, RedraftError, TrainingRun, Trigger
+from service.engine import device
 from service.evaluation.bench.recording_cost import OFF, ON, measure_recording
 from service.evaluation.bench.report import Report, ratios
 from service.evaluation.bench.synthetic_log import fill_log
@@ -56,6 +57,8 @@ def run_swap(
     settings: Settings,
     models: tuple[Path, Path],
     *,
+    title: str,
+    command: str,
     clients: int = 8,
     swaps: int = 10,
     max_tokens: int = 64,
@@ -69,9 +72,11 @@ def run_swap(
     A swap's span reaches from its request to SETTLE_SECONDS after its answer, and is followed by a span as long without a
     swap.
 
-    models: folders of target and draft. clients: streams at a time. max_tokens: of one answer. rows, turns, tokens: batch
-    sizes, turns and tokens of a stream of the measurement of recording. Raises RedraftError when no stream ran during a swap.
+    models: folders of target and draft. title, command: of the report. clients: streams at a time. max_tokens: of one answer.
+    rows, turns, tokens: batch sizes, turns and tokens of a stream of the measurement of recording. Raises RedraftError when no
+    stream ran during a swap.
     """
+    device.limit_cache()
     pair = load_pair(*models)
     if pair.draft is None or clients < 1 or swaps < 1:
         raise RedraftError("swapping needs a draft, a client and a swap")
@@ -79,6 +84,9 @@ def run_swap(
         folder = Path(scratch)
         speeds = _recording(settings, pair, folder, rows, turns, tokens, on_progress)
         refs = _make_adapters(settings, folder, pair, models[1])
+        # The server is to find the memory of this process.
+        del pair
+        mx.clear_cache()
         measured = _serve(settings, folder, refs, clients, swaps, max_tokens, on_progress)
     gaps = {arm: measured.gaps_ms(arm) for arm in (SWAP, QUIET)}
     if not all(each for arm in gaps.values() for each in arm):
@@ -92,7 +100,7 @@ def run_swap(
         "tokens": tokens,
         "num_draft_tokens": settings.engine.num_draft_tokens,
     }
-    return _report(measured, gaps, speeds, rows, used)
+    return _report(measured, gaps, speeds, rows, used, title, command)
 
 
 def _recording(
@@ -126,6 +134,8 @@ def _report(
     speeds: Mapping[str, Sequence[float]],
     rows: Sequence[int],
     settings: Mapping[str, object],
+    title: str,
+    command: str,
 ) -> Report:
     longest = {arm: [max(each) for each in spans] for arm, spans in gaps.items()}
     failed = [answer.error for answer in measured.answers if answer.error]
@@ -138,8 +148,8 @@ def _report(
 
     return Report(
         name="swap",
-        title=f"{settings['swaps']} swaps under {settings['clients']} streams, and recording",
-        command=f"redraft bench swap --clients {settings['clients']} --swaps {settings['swaps']}",
+        title=title,
+        command=command,
         columns=("what", "with", "without", "ratio", "promised"),
         rows=(
             ("longest gap, ms", *both(lambda arm: max(longest[arm])), f"{whole:.2f}", f"<= {PROMISED_GAP}"),
