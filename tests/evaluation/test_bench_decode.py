@@ -161,6 +161,7 @@ def test_outputs_are_the_target_s_and_calls_are_counted_right(bench_files: Bench
     assert found["settings"]["adapter"] == {"version": 7}
 
 
+@pytest.mark.nightly
 def test_half_precision_is_compared_up_to_ties(bench_files: BenchFiles, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator, where weights keep their stored precision."""
 

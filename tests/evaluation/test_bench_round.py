@@ -223,6 +223,7 @@ def test_the_bare_loop_ends_with_the_end_token(pair: Pair) -> None:
     assert arm.decode(Prompt(text, sampling)).tokens == output[: output.index(output[9]) + 1]
 
 
+@pytest.mark.nightly
 def test_bare_is_reported_beside_mlx_lm_and_the_engine(bench: Bench, files: RoundFiles, tmp_path: Path) -> None:
     out = tmp_path / "bare.json"
     words = ("--modes", "plain", "--bare", "--prompts", files.prompts, "--limit", 2, "--max-tokens", 12, "--json", out)

@@ -42,7 +42,7 @@ def test_the_rate_is_of_all_streams_together() -> None:
 @pytest.mark.parametrize(
     ("kind", "turns", "names"),
     [
-        (InProcessServer, 1, ["plain", "mlx_lm_server"]),
+        pytest.param(InProcessServer, 1, ["plain", "mlx_lm_server"], marks=pytest.mark.nightly),
         pytest.param(
             LocalServer, 2, ["plain", "static", "mlx_lm_server", "mlx_lm_server_draft"], marks=pytest.mark.nightly
         ),

@@ -16,7 +16,8 @@ from tests.support.published import check_published
 from tests.support.typed import as_floats, as_ints, as_rows
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("processes", [1, 2])
 def test_train_compares_both_trainers(
     settings: Settings, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: int
 ) -> None:

@@ -200,6 +200,7 @@ def thinking_encoder() -> TextEncoder:
     return TextEncoder(TokenizerWrapper(fast))
 
 
+@pytest.mark.nightly
 def test_what_requests_left_is_forgotten() -> None:
     encoder = thinking_encoder()
 
