@@ -21,7 +21,7 @@ from tests.support.echo_engine import LIMITS, EchoServer
 FOLDER = Path(__file__).parent
 SECONDS = 300
 """Of a client's script, and of each step that makes its environment."""
-EXAMPLES = 500
+EXAMPLES = 250
 """Requests that schemathesis makes up for each operation; it has a second for each."""
 SETTINGS: dict[str, dict[str, object]] = {
     "training": {"enabled": False},

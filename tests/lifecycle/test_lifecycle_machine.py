@@ -431,7 +431,7 @@ def test_any_order_of_events_keeps_the_lifecycle_legal(databases: Databases, exa
 
     Here.databases, Here.happened = databases, Counter()
     if databases.kind == "postgres" and examples > 100:  # three times as long
-        examples //= 3
+        examples //= 2
     run_state_machine_as_test(
         Here,
         settings=settings(
