@@ -162,9 +162,7 @@ def test_the_shipped_draft_is_assembled_once_and_again_when_it_changes(conversio
     assert left == {"smollm2-135m", "smollm2-135m-draft"}
 
 
-@pytest.mark.parametrize(
-    "name", ["smollm2-135m-draft", pytest.param("smollm2-135m-eagle", marks=pytest.mark.nightly)]
-)
+@pytest.mark.parametrize("name", ["smollm2-135m-draft", pytest.param("smollm2-135m-eagle", marks=pytest.mark.nightly)])
 def test_shipped_drafts_are_accepted_often_and_keep_the_output(with_draft: Callable[[str], Pair], name: str) -> None:
     pair = with_draft(name)
     assert pair.draft is not None

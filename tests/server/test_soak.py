@@ -16,6 +16,7 @@ from service.models.pair import load_model
 from service.models.text import TextEncoder
 from tests.support import leaking_server
 from tests.support.oracle import forced
+from tests.support.resources import Resources
 from tests.support.tiny_server import prompts, register_adapters, tiny_server, write_pair
 
 SECONDS = 300
@@ -81,7 +82,7 @@ def test_2000_requests_and_200_swaps_leave_no_trace(tmp_path: Path, leaks: bool,
     lines = itertools.chain.from_iterable(prompts(500, seed) for seed in itertools.count())
     errors: list[str] = []
 
-    def phase(number: int) -> tuple[int, int, int]:
+    def phase(number: int) -> Resources:
         clients = Clients(server.url, itertools.islice(lines, REQUESTS), clients=8, max_tokens=16)
         for swap in range(SWAPS):
             server.post(f"/adapters/{ids[(number * SWAPS + swap) % 2]}/activate")
@@ -89,7 +90,7 @@ def test_2000_requests_and_200_swaps_leave_no_trace(tmp_path: Path, leaks: bool,
         errors.extend(answer.error for answer in clients.answers if answer.error)
         assert len(clients.answers) == REQUESTS
         time.sleep(0.5)
-        return process.memory_info().rss, process.num_fds(), process.num_threads()
+        return Resources.of(process)
 
     server.start()
     try:
@@ -97,10 +98,10 @@ def test_2000_requests_and_200_swaps_leave_no_trace(tmp_path: Path, leaks: bool,
         process = psutil.Process(server._process.pid)
         for number in range(WARM_PHASES):
             phase(number)
-        found = np.array([phase(number) for number in range(PHASES)])
+        found = [phase(number) for number in range(PHASES)]
     finally:
         assert server.stop() == 0
-    memory, files, threads = found.T
+    memory = [each.memory for each in found]
     slope = float(np.polyfit(np.arange(PHASES), memory, 1)[0])
     assert errors == []
     if leaks:
@@ -108,5 +109,4 @@ def test_2000_requests_and_200_swaps_leave_no_trace(tmp_path: Path, leaks: bool,
         return
     figure(f"{PHASES * REQUESTS} requests, {PHASES * SWAPS} swaps: {slope / 2**20:+.2f} MiB for 100 requests")
     assert slope <= SLOPE_BYTES, [round(each / 2**20) for each in memory]
-    for counts in (files, threads):
-        assert abs(int(counts[-1]) - int(counts[0])) <= 2
+    found[-1].check_alike(found[0])
