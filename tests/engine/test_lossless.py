@@ -180,7 +180,7 @@ def test_any_draft_any_batch_at_length(
 @pytest.mark.parametrize(
     ("strategy", "greedy"),
     [
-        pytest.param(CPU, True, id="CPU-greedy"),
+        pytest.param(CPU, True, id="CPU-greedy", marks=pytest.mark.nightly),
         pytest.param(CPU, False, id="CPU-seeded", marks=pytest.mark.nightly),
         pytest.param(METAL, True, id="Metal-greedy", marks=pytest.mark.nightly),
         pytest.param(METAL, False, id="Metal-seeded", marks=pytest.mark.nightly),

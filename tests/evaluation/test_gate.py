@@ -30,6 +30,7 @@ def test_shuffled_targets_are_the_same_ones_elsewhere() -> None:
     assert [g.targets and g.targets.positions for g in dealt] == [3, 50, 7]
 
 
+@pytest.mark.nightly
 def test_the_gate_on_adapters_of_every_kind(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
     learn, other = list(prompts(60, 1)), list(prompts(30, 2))
     sizes: dict[str, Any] = {"count": 1, "noisy": len(NOISES), "cases": 30, "max_tokens": 16}

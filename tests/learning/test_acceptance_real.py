@@ -284,7 +284,7 @@ def test_a_prompt_of_one_token_has_its_first_round_undrafted(drafts: LoggedDraft
 @pytest.mark.parametrize(
     ("version", "k", "pairs", "texts"),
     [
-        ("adapter", 5, 1, 80),
+        pytest.param("adapter", 5, 1, 80, marks=pytest.mark.nightly),
         pytest.param("adapter", 5, 8, 240, marks=pytest.mark.nightly),
         pytest.param("another draft", 2, 8, 240, marks=pytest.mark.nightly),
     ],

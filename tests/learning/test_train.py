@@ -369,6 +369,7 @@ def growth(each: Callable[[], None]) -> int:
     return sizes[-1] - sizes[len(sizes) // 3]
 
 
+@pytest.mark.nightly
 def test_memory_stays_flat() -> None:
     leaked: list[mmap.mmap] = []
 
