@@ -27,6 +27,7 @@ SLOPE_BYTES = 2**20
 """Growth for 100 clients, at most, of what is not freed memory that MLX holds, which has a limit of its own."""
 FREED = 'redraft:memory_bytes{kind="cache"}'
 IDLE_SECONDS = 11.0
+"""After which a thread of the pool is idle for too long."""
 NOTICED_SECONDS = 0.1
 """Until the event loop has read that a connection is gone, on a machine that does other things."""
 
