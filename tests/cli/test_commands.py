@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from click.testing import CliRunner as ClickRunner
 from typer.testing import CliRunner
 
 from service.cli.root import app
@@ -79,7 +80,7 @@ def child(*words: object, **environment: str) -> subprocess.CompletedProcess[str
     ids=lambda value: " ".join(value) or "redraft" if isinstance(value, tuple) else "",
 )
 def test_help_names_every_option_and_describes_the_command(path: tuple[str, ...], command: Any) -> None:
-    result = CliRunner().invoke(app, [*path, "--help"])
+    result = ClickRunner().invoke(TREE, [*path, "--help"])
     assert result.exit_code == 0
     text = " ".join(re.sub(r"[^\w\s./-]", " ", result.output).split())
     assert command.help

@@ -73,7 +73,7 @@ def assert_the_target_s_own(target: Model, rows: Sequence[Request]) -> None:
             kind,
             strategy,
             id=f"{'adaptive' if adaptive else 'fixed'}-{kind}-{name}",
-            marks=pytest.mark.nightly if (i + j + adaptive) % 3 else (),
+            marks=pytest.mark.nightly if (i + j + adaptive) % 4 else (),
         )
         for adaptive in (False, True)
         for i, kind in enumerate(["none", "model", "cut", "wrong"])
@@ -138,7 +138,7 @@ def assert_logged(target: nn.Module, row: Request) -> None:
 
 
 @STRATEGIES
-@pytest.mark.parametrize("limit", [1, 7])
+@pytest.mark.parametrize("limit", [1, pytest.param(7, marks=pytest.mark.nightly)])
 def test_an_answer_whose_grammar_meets_a_limit_is_cut(
     target: Model, draft: nn.Module, strategy: Strategy, limit: int
 ) -> None:
@@ -348,9 +348,15 @@ def test_drafted_rounds_follow_each_other_around_few_constrained_rows(
         assert eagle or sum(each.accepted for each in row.rounds) > 0
 
 
-@pytest.mark.parametrize("strategy", [METAL, CUDA], ids=["Metal", "CUDA"])
-@pytest.mark.parametrize("eagle", [False, True], ids=["no draft", "parked head"])
-@pytest.mark.parametrize("cancelled", [0, 1], ids=["a free row leaves", "a constrained row leaves"])
+@pytest.mark.parametrize(
+    ("strategy", "eagle", "cancelled"),
+    [
+        pytest.param(strategy, i, k, id=f"{row}-{drafts}-{name}", marks=pytest.mark.nightly if (i + j + k) % 2 else ())
+        for i, drafts in enumerate(["no draft", "parked head"])
+        for j, (strategy, name) in enumerate([(METAL, "Metal"), (CUDA, "CUDA")])
+        for k, row in enumerate(["a free row leaves", "a constrained row leaves"])
+    ],
+)
 def test_rows_come_and_go_in_the_pipeline(strategy: Strategy, eagle: bool, cancelled: int, behind: list[int]) -> None:
     """Texts and logged log-probabilities are the masked target's, whoever ends, leaves or joins."""
     target = plain_llama(0) if eagle else tiny_llama(0)

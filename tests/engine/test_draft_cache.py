@@ -64,7 +64,7 @@ def either(request: pytest.FixtureRequest) -> Generator[None]:
         yield
 
 
-@pytest.mark.parametrize("kind", ["attention", "lfm2", "rwkv7"])
+@pytest.mark.parametrize("kind", ["attention", "lfm2", pytest.param("rwkv7", marks=pytest.mark.nightly)])
 @pytest.mark.usefixtures("either")
 def test_look_ups_leave_a_clean_draft_cache(kind: str) -> None:
     model = draft(kind)

@@ -169,7 +169,7 @@ def test_an_error_of_the_target_is_the_caller_s(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        "(greedy and npy and CPU) or (seeded and safetensors and Metal) or (grammar and npy and Metal) or caller",
+        "(greedy and npy and CPU) or (grammar and safetensors and Metal) or caller",
         pytest.param("test", marks=pytest.mark.nightly),
     ],
     ids=["some", "all"],

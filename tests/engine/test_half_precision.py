@@ -78,7 +78,11 @@ def test_all_differences_are_ties_and_no_more_than_the_target_s_own(name: str, d
 
 @pytest.mark.parametrize(
     ("kind", "dtype"),
-    [("position one on", "bfloat16"), ("stale key", "float16"), ("mask hides the token before", "bfloat16")],
+    [
+        ("position one on", "bfloat16"),
+        ("stale key", "float16"),
+        pytest.param("mask hides the token before", "bfloat16", marks=pytest.mark.nightly),
+    ],
 )
 @pytest.mark.promise(1)
 def test_planted_faults_are_no_ties(kind: str, dtype: str) -> None:

@@ -153,7 +153,7 @@ ANY = given(
 )
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @ANY
 @pytest.mark.promise(1)
 def test_any_draft_any_batch(kind: str, k: int, batch: int, seed: int, greedy: bool, strategy: Strategy) -> None:

@@ -45,7 +45,7 @@ def drafts_of(target: Model, vocabulary: int) -> dict[str, Draft | None]:
         pytest.param(CUDA, id="CUDA"),
     ],
 )
-@pytest.mark.parametrize("count", [8, pytest.param(1000, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [5, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_every_answer_is_valid_and_the_masked_target_s_own(
     encoder: TextEncoder, target: Model, strategy: Strategy, count: int
 ) -> None:

@@ -451,7 +451,11 @@ class EchoServer:
 
     def value(self, sample: str) -> float:
         """The value of one line of /metrics, by its name and its labels but for the model's name."""
-        return scraped(self.metrics.exposition()[0].decode())[sample]
+        return self.values()[sample]
+
+    def values(self) -> dict[str, float]:
+        """Every line of /metrics, as `value` names them."""
+        return scraped(self.metrics.exposition()[0].decode())
 
 
 def wait_until(done: object, seconds: float = 60.0) -> None:
