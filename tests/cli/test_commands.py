@@ -23,7 +23,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from click.testing import CliRunner as ClickRunner
 from typer.testing import CliRunner
 
 from service.cli.root import app
@@ -79,10 +78,13 @@ def child(*words: object, **environment: str) -> subprocess.CompletedProcess[str
     commands(TREE),
     ids=lambda value: " ".join(value) or "redraft" if isinstance(value, tuple) else "",
 )
-def test_help_names_every_option_and_describes_the_command(path: tuple[str, ...], command: Any) -> None:
-    result = ClickRunner().invoke(TREE, [*path, "--help"])
-    assert result.exit_code == 0
-    text = " ".join(re.sub(r"[^\w\s./-]", " ", result.output).split())
+def test_help_names_every_option_and_describes_the_command(
+    path: tuple[str, ...], command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        TREE.main([*path, "--help"], prog_name="redraft")
+    assert ended.value.code == 0
+    text = " ".join(re.sub(r"[^\w\s./-]", " ", capsys.readouterr().out).split())
     assert command.help
     assert " ".join(re.sub(r"[^\w\s./-]", " ", command.help).split()[:4]) in text
     for parameter in command.params:
