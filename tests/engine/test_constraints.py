@@ -351,7 +351,9 @@ def test_drafted_rounds_follow_each_other_around_few_constrained_rows(
 @pytest.mark.parametrize(
     ("strategy", "eagle", "cancelled"),
     [
-        pytest.param(strategy, i, k, id=f"{row}-{drafts}-{name}", marks=pytest.mark.nightly if (i + j + k) % 2 else ())
+        pytest.param(
+            strategy, bool(i), k, id=f"{row}-{drafts}-{name}", marks=pytest.mark.nightly if (i + j + k) % 2 else ()
+        )
         for i, drafts in enumerate(["no draft", "parked head"])
         for j, (strategy, name) in enumerate([(METAL, "Metal"), (CUDA, "CUDA")])
         for k, row in enumerate(["a free row leaves", "a constrained row leaves"])

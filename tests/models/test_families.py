@@ -156,9 +156,9 @@ def test_decodes_as_mlx_lm_does(name: str) -> None:
     compare(name, (IDENTICAL | RECURRENT)[name], CONTROLLED_TOKENS if controls else TOKENS, controls=controls)
 
 
-@pytest.mark.parametrize("name", [name for name in IDENTICAL if name not in DECODED])
+@pytest.mark.parametrize("name", [name for name in IDENTICAL | RECURRENT if name not in DECODED])
 def test_is_served(name: str) -> None:
-    start(build(name, IDENTICAL[name]))
+    start(build(name, (IDENTICAL | RECURRENT)[name]))
 
 
 @pytest.mark.nightly
