@@ -77,6 +77,7 @@ def test_all_servers_say_the_same(
         assert result["arms"]["plain"]["tokens_per_call"] == 1.0
         assert "static" not in names or result["arms"]["static"]["tokens_per_call"] > 1.0
         assert result["arms"]["mlx_lm_server"]["tokens_per_call"] is None
+        assert {arm["estimated_speedup"] for arm in result["arms"].values()} == {None}, "costs are not measured"
         ours, theirs = (result["arms"][name]["turns"] for name in (names[-len(names) // 2 - 1], names[-1]))
         ratio = result["ratios"][f"{names[-len(names) // 2 - 1]}/{names[-1]}"]
         assert ratio["low"] == min(a / b for a, b in zip(ours, theirs, strict=True))
@@ -84,6 +85,18 @@ def test_all_servers_say_the_same(
     assert list(report.bars) == ["tokens/s, 1 client", "tokens/s, 2 clients"]
     assert len(report.rows) == 2 * {2: 2 + 1, 4: 4 + 5}[len(names)]
     json.dumps(found)
+
+
+@pytest.mark.nightly
+def test_a_server_that_drafts_says_what_it_estimates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.evaluation.bench.servers.LocalServer", InProcessServer)
+    load = Load(list(prompts(3)), clients=[3], turns=1, max_tokens=64)
+    settings = Settings(home=tmp_path / "home")
+    report = run_serve(settings, write_pair(tmp_path), load, title="t", command="c", arms=["plain", "static"])
+    arms = report.plain["arms"]
+    assert arms["plain"]["estimated_speedup"] is None
+    assert 0.1 < arms["static"]["estimated_speedup"] < 10
+    assert [row[-1] for row in report.rows] == ["", f"{arms['static']['estimated_speedup']:.2f} x", ""]
 
 
 def test_each_server_has_its_draft(tmp_path: Path) -> None:

@@ -60,8 +60,20 @@ class Load:
         ]
 
 
-Measured = dict[int, dict[str, list[list[Answer]]]]
-"""clients -> server -> the answers of each turn."""
+ESTIMATE = "redraft:spec_decode_estimated_speedup"
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The answers of one server to the prompts of one turn, in their order. estimated: the speed-up over plain that the server
+    reported when they were there; None where it reports none."""
+
+    answers: list[Answer]
+    estimated: float | None
+
+
+Measured = dict[int, dict[str, list[Turn]]]
+"""clients -> server -> its turns."""
 
 
 def run_serve(
@@ -82,7 +94,8 @@ def run_serve(
     of the `adapted` server. mlx_lm_draft: the draft of mlx_lm.server; None for the same, where it runs that.
 
     JSON: clients{N{arms{NAME{tokens_per_second, low, high, tokens_per_call, identical, same_text, first_ms{p50, p95},
-    gap_ms{p50, p95}, …}}, ratios{"A/B"{median, low, high}}}}; `arms` and `ratios` on top are those of the most clients.
+    gap_ms{p50, p95}, estimated_speedup, …}}, ratios{"A/B"{median, low, high}}}}; `arms` and `ratios` on top are those of the
+    most clients. estimated_speedup: the server's own, the median of the turns' ends.
     same_text: the share of answers whose text is the plain server's; identical: whether all are. tokens_per_call: of one
     stream, None where a server does not report it. Raises BadRequest for servers that cannot be made, RedraftError when one
     does not start or a request fails.
@@ -133,8 +146,16 @@ def _measure(
     for cell, (clients, lines) in enumerate(cells):
         for place, name in enumerate(rotated(list(servers), cell // len(load.clients))):
             on_progress("asking", cell * len(servers) + place, len(cells) * len(servers))
-            measured[clients][name].append(_ask(name, servers[name], lines, clients, load.max_tokens))
+            answers = _ask(name, servers[name], lines, clients, load.max_tokens)
+            measured[clients][name].append(Turn(answers, _estimated(servers[name]) if name in OURS else None))
     return measured
+
+
+def _estimated(server: BenchServer) -> float | None:
+    """The estimated speed-up in the server's metrics; None where it has none, as without anything that drafts."""
+    lines = server.process.request("GET", "/metrics").text.splitlines()
+    values = [float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{ESTIMATE}{{", f"{ESTIMATE} "))]
+    return next((value for value in values if value > 0), None)
 
 
 def _ask(name: str, server: BenchServer, lines: Sequence[PromptLine], clients: int, max_tokens: int) -> list[Answer]:
@@ -155,10 +176,11 @@ def rate(answers: Sequence[Answer]) -> float:
     return sum(answer.count for answer in answers) / seconds
 
 
-def _figures(turns: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]]) -> dict[str, Any]:
-    answers = [answer for turn in turns for answer in turn]
-    speed = spread([rate(turn) for turn in turns])
-    alike = [a.text == b.text for a, b in zip(answers, (one for turn in plain for one in turn), strict=True)]
+def _figures(turns: Sequence[Turn], plain: Sequence[Turn]) -> dict[str, Any]:
+    answers = [answer for turn in turns for answer in turn.answers]
+    speed = spread([rate(turn.answers) for turn in turns])
+    alike = [a.text == b.text for a, b in zip(answers, (one for turn in plain for one in turn.answers), strict=True)]
+    estimates = [turn.estimated for turn in turns if turn.estimated is not None]
     tokens, calls = sum(answer.count for answer in answers), sum(answer.calls for answer in answers)
     return {
         "tokens_per_second": speed.median,
@@ -172,7 +194,8 @@ def _figures(turns: Sequence[Sequence[Answer]], plain: Sequence[Sequence[Answer]
         "requests": len(answers),
         "tokens": tokens,
         "prompt_tokens": sum(answer.prompt_tokens for answer in answers),
-        "turns": [rate(turn) for turn in turns],
+        "turns": [rate(turn.answers) for turn in turns],
+        "estimated_speedup": float(np.median(estimates)) if estimates else None,
     }
 
 
@@ -194,7 +217,7 @@ def _report(measured: Measured, title: str, command: str, settings: dict[str, An
         }
         rows += [_row(number, name, arm) for name, arm in arms.items()]
         rows += [
-            (number, name, f"{one.median:.2f} x ({one.low:.2f} to {one.high:.2f})", "", "", "")
+            (number, name, f"{one.median:.2f} x ({one.low:.2f} to {one.high:.2f})", "", "", "", "")
             for name, one in found.items()
         ]
     most = clients[str(max(measured))]
@@ -206,6 +229,7 @@ def _report(measured: Measured, title: str, command: str, settings: dict[str, An
         "first token, p50 / p95",
         "between pieces",
         "same text",
+        "speed-up as it estimates",
     )
     return Report("serve", title, command, columns, tuple(rows), plain, bars)
 
@@ -216,4 +240,5 @@ def _row(clients: int, name: str, arm: Mapping[str, Any]) -> tuple[object, ...]:
         " / ".join("none" if value is None else f"{value:.0f}" for value in arm[key].values()) + " ms"
         for key in ("first_ms", "gap_ms")
     )
-    return (clients, name, speed, first, gap, f"{arm['same_text']:.0%}")
+    estimated = "" if arm["estimated_speedup"] is None else f"{arm['estimated_speedup']:.2f} x"
+    return (clients, name, speed, first, gap, f"{arm['same_text']:.0%}", estimated)
