@@ -1,4 +1,8 @@
-"""Pictures of the page: `shots.py CHROMIUM ADDRESS FOLDER`."""
+"""Pictures of the page: `shots.py CHROMIUM ADDRESS FOLDER`.
+
+Opens the page and takes a picture; prints the wall time in seconds at which the page first names an adapter; waits for a line
+on standard input; takes the others.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,38 @@ from playwright.sync_api import expect, sync_playwright
 
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking")
 PROMPT = "Write a SQL query: the names of all customers in Berlin, sorted."
+WIDE = {"viewport": {"width": 1080, "height": 1220}}
+PHONE = {"viewport": {"width": 390, "height": 844}}
+NAMED = """() => new Promise((resolve) => {
+  const look = () => /^[0-9]+$/.test(document.getElementById('adapter').textContent) && resolve(Date.now() / 1000);
+  new MutationObserver(look).observe(document.getElementById('adapter'), {childList: true, characterData: true, subtree: true});
+  look();
+})"""
 
 
 def main(chromium: str, address: str, folder: str) -> None:
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=list(FLAGS))
-        wide = {"viewport": {"width": 1080, "height": 1220}}
-        for name, context in (
-            ("light", {**wide, "color_scheme": "light"}),
-            ("dark", {**wide, "color_scheme": "dark"}),
-            ("phone", {"viewport": {"width": 390, "height": 844}, "color_scheme": "light"}),
-        ):
-            page = browser.new_context(**context).new_page()
-            page.goto(f"{address}/")
+        light = browser.new_context(**WIDE, color_scheme="light").new_page()
+        light.goto(f"{address}/")
+        expect(light.locator("#state")).to_have_text("Serving", timeout=60_000)
+        light.screenshot(path=Path(folder) / "page-new.png")
+        print(light.evaluate(NAMED), flush=True)
+        sys.stdin.readline()
+        dark = browser.new_context(**WIDE, color_scheme="dark").new_page()
+        phone = browser.new_context(**PHONE, color_scheme="light").new_page()
+        for name, page in (("light", light), ("dark", dark), ("phone", phone)):
+            if page is not light:
+                page.goto(f"{address}/")
             expect(page.locator("#cases-list li").first).to_be_visible(timeout=60_000)
             page.wait_for_timeout(12_000)
             page.screenshot(path=Path(folder) / f"page-{name}.png")
-            if name == "light":
-                page.fill("#prompt", PROMPT)
-                page.fill("#most", "64")
-                page.click("#race")
-                expect(page.locator("#try-result")).to_contain_text("times as fast", timeout=120_000)
-                page.locator("#try").screenshot(path=Path(folder) / "page-race.png")
-                page.locator("#cases").screenshot(path=Path(folder) / "page-cases.png")
+        light.fill("#prompt", PROMPT)
+        light.fill("#most", "64")
+        light.click("#race")
+        expect(light.locator("#try-result")).to_contain_text("times as fast", timeout=120_000)
+        light.locator("#try").screenshot(path=Path(folder) / "page-race.png")
+        light.locator("#cases").screenshot(path=Path(folder) / "page-cases.png")
         browser.close()
 
 
