@@ -17,7 +17,7 @@ from service.store.stores import Stores
 
 log = logging.getLogger(__name__)
 
-TARGETS = "targets"
+TARGETS, PRACTICE = "targets", "practice"
 """In the home folder: the target's distributions for texts that were logged without them (learning.targets)."""
 
 
@@ -25,9 +25,10 @@ def erase(stores: Stores, settings: Settings, selection: Selection, *, retire_ad
     """What lifecycle.Supervisor.erase does, where no server runs: files and rows. Raises StoreError, OSError."""
     # Here alone: they import MLX.
     from service.engine.kv import prefix_files
-    from service.learning import targets
+    from service.learning import practice_text, targets
 
     targets.remove_files(settings.home / TARGETS)
+    practice_text.remove(settings.home / PRACTICE)
     if (folder := settings.engine.prefix_cache_dir) is not None:
         prefix_files.remove_files(folder)
     return stores.lineage.erase(selection, retire_adapters=retire_adapters)
@@ -103,4 +104,5 @@ def lifecycle_rules(settings: Settings, folders: Folders, who: Provenance) -> Ru
         max_days=settings.store.max_days,
         max_bytes=None if settings.store.max_mb is None else settings.store.max_mb * 2**20,
         targets=settings.home / TARGETS,
+        practice=settings.home / PRACTICE,
     )

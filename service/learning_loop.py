@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,9 +67,11 @@ class LearningLoop:
         events: Events,
         *,
         busy: Callable[[], bool] = lambda: False,
+        idle_seconds: Callable[[], float] = lambda: math.inf,
         forget: Mapping[str, Forget],
     ) -> Supervisor:
-        """Serve the adapter that the database says is active, and begin to tick. busy, forget: as Supervisor has them."""
+        """Serve the adapter that the database says is active, and begin to tick. busy, idle_seconds, forget: as Supervisor has
+        them."""
         settings, stores = self._settings, self.stores
         context = LifecycleContext(
             stores=stores,
@@ -81,7 +84,7 @@ class LearningLoop:
             machine=place.machine,
         )
         forget = {**forget, "waiting_child": lambda selection: self._launcher.end_ready()}
-        supervisor = Supervisor(context, busy=busy, forget=forget)
+        supervisor = Supervisor(context, busy=busy, idle_seconds=idle_seconds, forget=forget)
         supervisor.start()
         self._clocks = [
             Clock(supervisor.tick, settings.training.tick_seconds),

@@ -21,7 +21,7 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import Doors, Feed, Limits, ModelNames, build_api, build_startup_api
-from service.app import TARGETS, Folders, resolve_models
+from service.app import PRACTICE, TARGETS, Folders, resolve_models
 from service.core import Access, BadRequest, Forget, ModelError, Unavailable
 from service.engine import device
 from service.engine.adapters import served
@@ -33,12 +33,14 @@ from service.engine.kv.prefix import PrefixCache
 from service.engine.prefill import Pace
 from service.engine.preflight import check_rows
 from service.engine.thread import EngineThread
+from service.learning import practice_text
 from service.learning.loading import training_bytes
+from service.learning.practice import practice_bytes
 from service.learning.targets import remove_files
 from service.learning_loop import TRAINING_LOG, LearningLoop, Place
 from service.lifecycle.clock import Clock
-from service.lifecycle.queue_monitor import QueueMonitor
 from service.lifecycle.recorder import Recorder
+from service.lifecycle.request_monitor import IDLE_SECONDS, RequestMonitor
 from service.lifecycle.supervisor import Supervisor
 from service.metrics import Metrics
 from service.models.generation_config import sampling_defaults
@@ -79,7 +81,9 @@ class Application:
         self.settings = settings
         self.stage = "fetching"
         private_folder(settings.home)
-        make_private(settings.adapters_dir, settings.home / TARGETS, settings.home / TRAINING_LOG)
+        make_private(
+            settings.adapters_dir, settings.home / TARGETS, settings.home / PRACTICE, settings.home / TRAINING_LOG
+        )
         self.learning = LearningLoop(settings, Role.SERVER, on_fatal)
         self.stores = self.learning.stores
         most = max(settings.engine.num_draft_tokens, settings.engine.num_lookup_tokens)
@@ -93,6 +97,7 @@ class Application:
             observer=self.metrics,
             hang_seconds=settings.engine.hang_seconds,
             on_fatal=on_fatal,
+            on_submit=self._notify_submit,
             on_wait=self._notify_wait,
         )
         self.metrics.watch_engine(self.engine_thread.status)
@@ -109,7 +114,8 @@ class Application:
         self._api: ASGIApp = build_startup_api(stage=lambda: self.stage, metrics=self.metrics, doors=self._doors)
         self._serving: Serving | None = None
         self._supervisor: Supervisor | None = None
-        self._queue: QueueMonitor | None = None
+        self._queue: RequestMonitor | None = None
+        self._requests: RequestMonitor | None = None
         self._feed: Feed | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -127,17 +133,21 @@ class Application:
         self.metrics.built(backend(), machine)
         tokenizer = serving.pair.target.tokenizer
         encoder = TextEncoder(tokenizer, serving.pair.vocabulary, serving.pair.eos)
-        queue = QueueMonitor(lambda: self.engine_thread.status().waiting, self._pause_training)
+        queue = RequestMonitor(lambda: self.engine_thread.status().waiting, self._pause_training)
+        requests = RequestMonitor(self._count_requests, self._pause_training, IDLE_SECONDS)
         supervisor = self._supervisor = self.learning.start(
             Place(serving.folders, serving.pair.provenance, machine),
             self.engine_thread,
             self.metrics,
             # Where requests have to wait for a row, serving needs all there is.
             busy=lambda: queue.busy,
+            # Practice takes nothing from any request.
+            idle_seconds=lambda: requests.quiet_for,
             forget=self.places(encoder),
         )
-        queue.start()
-        self._queue = queue
+        for monitor in (queue, requests):
+            monitor.start()
+        self._queue, self._requests = queue, requests
         token_bytes = bytes_per_token(tokenizer)
         overview = PairOverview(self.stores.database, serving.pair.provenance)
         self._feed = Feed(
@@ -189,6 +199,7 @@ class Application:
             "recorder": self.recorder.forget,
             "encoder": lambda selection: encoder.forget(),
             "targets": lambda selection: remove_files(self.settings.home / TARGETS),
+            "practice": lambda selection: practice_text.remove(self.settings.home / PRACTICE),
         }
 
     def drain(self) -> None:
@@ -211,6 +222,14 @@ class Application:
     def _pause_training(self) -> None:
         if self._supervisor is not None:
             self._supervisor.pause_child()
+
+    def _count_requests(self) -> int:
+        status = self.engine_thread.status()
+        return status.waiting + status.rows
+
+    def _notify_submit(self) -> None:
+        if self._requests is not None:
+            self._requests.notify()
 
     def _notify_wait(self) -> None:
         if self._queue is not None:
@@ -274,6 +293,8 @@ class Application:
         if runs.enabled and folders.draft is not None:
             rows, length = runs.batch_size, runs.max_length
             training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
+            if runs.practice:
+                training = max(training, practice_bytes(pair.target.model, pair.vocabulary))
         plan = plan_memory(
             pair.target.model,
             pair.draft.model if pair.draft is not None else None,

@@ -188,6 +188,14 @@ class TrainingSettings(Section):
     """The same while the system slows the machine down to cool it."""
     pause_on_memory_pressure: bool = True
     """The same while the system is short of memory."""
+    practice: bool = False
+    """While nothing is asked, the target writes text like what was logged, and the draft learns from it."""
+    practice_minutes_per_day: float = Field(default=60.0, ge=0, le=1440)
+    """So many minutes of practice in 24 hours, what is asked for included; none starts by itself beyond it."""
+    practice_gb: float = Field(default=2.0, ge=0)
+    """Practice text that stays on disk; the oldest goes first."""
+    practice_rank: int = Field(default=64, ge=1, le=256)
+    """LoRA rank of what practice trains; later runs on top of it have at least its rank."""
 
 
 class GateSettings(Section):

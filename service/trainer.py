@@ -10,8 +10,9 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-from service.app import TARGETS, resolve_models
-from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, BadRequest, Staged
+from service.app import PRACTICE, TARGETS, resolve_models
+from service.core import BARE_DRAFT, AdapterRef, AdapterRefused, BadRequest, Forget, Staged
+from service.learning import practice_text
 from service.learning.targets import remove_files
 from service.learning_loop import LearningLoop, Place
 from service.metrics import Metrics
@@ -79,7 +80,10 @@ def run_trainer(settings: Settings, on_ready: Callable[[], None]) -> int:
                 raise BadRequest("there is no draft to train: these settings name a target alone", field="models.draft")
             place = Place(folders, provenance_of(folders.target, folders.draft), machine_kind())
             events = Metrics(max(settings.engine.num_draft_tokens, settings.engine.num_lookup_tokens))
-            forget = {"targets": lambda selection: remove_files(settings.home / TARGETS)}
+            forget: dict[str, Forget] = {
+                "targets": lambda selection: remove_files(settings.home / TARGETS),
+                "practice": lambda selection: practice_text.remove(settings.home / PRACTICE),
+            }
             loop.start(place, Unserved(), events, forget=forget)
             on_ready()
             ended.wait()

@@ -206,6 +206,8 @@ class ProgressAnswer(ResponseModel):
     seconds_left: Finite
     paused: str | None = None
     """Why it is paused, if it is."""
+    writing: bool = False
+    """Whether the target writes practice text, which steps and rate are about."""
 
 
 class VerdictAnswer(ResponseModel):

@@ -51,13 +51,30 @@ def train(url: Url = LOCAL, wait: Annotated[bool, typer.Option(help="Follow the 
     Exits with 0 when the run ended as promoted or rejected (the gate's verdict, either way), with 1 when it failed or crashed.
     With --no-wait: with 0 when it was started.
     """
-    run = ask(url, "POST", "/train", **{"Idempotency-Key": uuid.uuid4().hex})
+    _follow(url, "/train", wait)
+
+
+def practise(
+    minutes: Annotated[float, typer.Option(min=0.1, help="For writing and training together.")] = 15.0,
+    url: Url = LOCAL,
+    wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True,
+) -> None:
+    """Let the target of a running server write text like what was logged, and train the draft on it.
+
+    It pauses while requests are answered. Exits as `train` does.
+    """
+    _follow(url, f"/train?practice_minutes={minutes:g}", wait)
+
+
+def _follow(url: str, path: str, wait: bool) -> None:
+    run = ask(url, "POST", path, **{"Idempotency-Key": uuid.uuid4().hex})
     with progress(f"run {run['id']}") as bar:
         while wait and not RunState(run["state"]).over:
             time.sleep(1.0)
             run = ask(url, "GET", f"/train/{run['id']}")
             done = run["progress"]
-            note = run["state"] if done["loss"] is None else f"{run['state']}, loss {done['loss']:.3f}"
+            state = "writing" if done["writing"] else run["state"]
+            note = state if done["loss"] is None else f"{state}, loss {done['loss']:.3f}"
             bar(done["step"], done["steps"] or 1, note)
     if run["state"] in {RunState.FAILED, RunState.CRASHED}:
         raise RedraftError(f"run {run['id']} {run['state']}: {run['error'] or 'the server gives no reason'}")

@@ -96,4 +96,5 @@ def _show(url: str, found: dict[str, Any]) -> None:
 def _progress(run: dict[str, Any]) -> str:
     done = run["progress"]
     paused = f", paused: {done['paused']}" if done["paused"] else ""
-    return f"run {run['id']}: {run['state']}, step {done['step']} of {done['steps']}{paused}"
+    state = "writing practice text" if done["writing"] else run["state"]
+    return f"run {run['id']}: {state}, step {done['step']} of {done['steps']}{paused}"

@@ -352,9 +352,9 @@ class Doorkeeper(Protocol):
 class Operator(Protocol):
     """What an operator may ask of the lifecycle: the API and the CLI see the supervisor through this."""
 
-    def request_training(self, idempotency_key: str | None) -> TrainingRun:
-        """Force one run. The same key returns the same run. Raises Conflict when a run is under way, BadRequest when
-        nothing has been recorded yet."""
+    def request_training(self, idempotency_key: str | None, practice_minutes: float | None = None) -> TrainingRun:
+        """Force one run. practice_minutes: on text that the target writes, for so long; None: on what was logged. The same key
+        returns the same run. Raises Conflict when a run is under way, BadRequest when nothing has been recorded yet."""
         ...
 
     def run(self, run_id: int) -> TrainingRun:

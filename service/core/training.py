@@ -94,17 +94,19 @@ RUN_MOVES: Mapping[RunState, frozenset[RunState]] = {
 
 
 class Trigger(StrEnum):
-    """CASES: enough failure cases. DRIFT: the serving draft keeps less of the traffic than it used to. MANUAL: asked for."""
+    """CASES: enough failure cases. DRIFT: the serving draft keeps less of the traffic than it used to. MANUAL: asked for.
+    PRACTICE: nothing is asked, and the run learns from text that the target writes for it; or practice was asked for."""
 
     CASES = "cases"
     DRIFT = "drift"
     MANUAL = "manual"
+    PRACTICE = "practice"
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
     """Where a run is. Loss is nats per response position, rates are training tokens per second of wall time. paused: why it
-    is paused; None: it is not."""
+    is paused; None: it is not. writing: the target writes practice text, which steps and rate are about."""
 
     step: int = 0
     steps: int = 0
@@ -113,6 +115,7 @@ class Progress:
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     paused: str | None = None
+    writing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

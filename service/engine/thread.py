@@ -63,8 +63,8 @@ class EngineThread:
     """core.GenerationService and core.DraftSwitch over one Engine.
 
     `build` makes the Engine and runs on the thread itself, for MLX objects belong to the thread that made them. `on_fatal`
-    is called from the watchdog when the thread died or made no progress for `hang_seconds` while work was waiting. `on_wait`
-    is called from `submit` when a request has to wait for a row, and must return at once.
+    is called from the watchdog when the thread died or made no progress for `hang_seconds` while work was waiting. `on_submit`
+    is called from `submit` with every request, `on_wait` when one has to wait for a row; both must return at once.
     """
 
     def __init__(
@@ -77,11 +77,13 @@ class EngineThread:
         observer: RoundObserver,
         hang_seconds: float = 120.0,
         on_fatal: Callable[[str], None] = lambda reason: None,
+        on_submit: Callable[[], None] = lambda: None,
         on_wait: Callable[[], None] = lambda: None,
     ) -> None:
         self._build = build
         self._recorder = recorder
         self._observer = observer
+        self._on_submit = on_submit
         self._on_wait = on_wait
         self._engine: Engine | None = None
         self._scheduler = Scheduler(max_rows, max_waiting)
@@ -133,6 +135,7 @@ class EngineThread:
                 self._scheduler.check_capacity()
             must_wait = self._scheduler.add(ticket)
             self._condition.notify()
+        self._on_submit()
         if must_wait:
             self._on_wait()
         return ticket

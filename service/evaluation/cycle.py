@@ -27,6 +27,7 @@ def run_cycle(
     tests: Mapping[str, Sequence[PromptLine]],
     *,
     replay: float | None = None,
+    practice_minutes: float | None = None,
     beside: bool = False,
     max_tokens: int = 128,
     keep: Path | None = None,
@@ -34,7 +35,8 @@ def run_cycle(
 ) -> dict[str, Any]:
     """Serve `train`, train once at the settings' values, and measure agreement on `tests` before and after.
 
-    models: folders of target and draft. replay: another replay share than the settings'. beside: one client goes on asking
+    models: folders of target and draft. replay: another replay share than the settings'. practice_minutes: the run is one of
+    practice, for so long. beside: one client goes on asking
     during the run. keep: folder to leave database, adapters and log in.
 
     Returns tests{name{before, after}}, verdict, state, train_prompts, replay, train_seconds, training and, with `beside`,
@@ -46,6 +48,7 @@ def run_cycle(
             train,
             keep or Path(scratch),
             replay=replay,
+            practice_minutes=practice_minutes,
             beside=beside,
             max_tokens=max_tokens,
             on_progress=on_progress,
@@ -64,6 +67,7 @@ def run_cycle(
         "state": result.run["state"],
         "train_prompts": len(train),
         "replay": settings.training.replay if replay is None else replay,
+        "practice_minutes": practice_minutes,
         "train_seconds": result.seconds,
         "training": settings.training.model_dump(),
     }

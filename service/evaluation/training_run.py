@@ -54,14 +54,16 @@ def serve_and_train(
     folder: Path,
     *,
     replay: float | None = None,
+    practice_minutes: float | None = None,
     beside: bool = False,
     max_tokens: int = 128,
     on_progress: OnProgress = silent,
 ) -> TrainingResult:
     """Serve the prompts, request one training run and wait for its end.
 
-    folder: keeps database, adapters and log. replay: another replay share than the settings'. beside: one client goes on asking
-    during the run. Raises RedraftError when the server does not start, or when a request or the run fails.
+    folder: keeps database, adapters and log. replay: another replay share than the settings'. practice_minutes: the run is one
+    of practice. beside: one client goes on asking during the run. Raises RedraftError when the server does not start, or when
+    a request or the run fails.
     """
     server = _server(settings, folder, replay)
     speed: ClientSpeed | None = None
@@ -71,9 +73,9 @@ def serve_and_train(
         clients.wait(lambda done: on_progress("serving", done, len(train)))
         clients.raise_failures()
         if beside:
-            run, seconds, speed = _train_beside_client(server, train, max_tokens, on_progress)
+            run, seconds, speed = _train_beside_client(server, train, max_tokens, practice_minutes, on_progress)
         else:
-            run, started, ended = _train(server, on_progress)
+            run, started, ended = _train(server, practice_minutes, on_progress)
             seconds = ended - started
     finally:
         server.stop()
@@ -103,9 +105,11 @@ def _server(settings: Settings, folder: Path, replay: float | None) -> LocalServ
     )
 
 
-def _train(server: LocalServer, on_progress: OnProgress) -> tuple[dict[str, Any], float, float]:
+def _train(
+    server: LocalServer, practice_minutes: float | None, on_progress: OnProgress
+) -> tuple[dict[str, Any], float, float]:
     """Request a run and wait for its end: the run, and time.monotonic() at its start and its end."""
-    run = server.post("/train")
+    run = server.post("/train" if practice_minutes is None else f"/train?practice_minutes={practice_minutes:g}")
     started = time.monotonic()
     while not RunState(run["state"]).over:
         time.sleep(0.5)
@@ -115,14 +119,18 @@ def _train(server: LocalServer, on_progress: OnProgress) -> tuple[dict[str, Any]
 
 
 def _train_beside_client(
-    server: LocalServer, train: Sequence[PromptLine], max_tokens: int, on_progress: OnProgress
+    server: LocalServer,
+    train: Sequence[PromptLine],
+    max_tokens: int,
+    practice_minutes: float | None,
+    on_progress: OnProgress,
 ) -> tuple[dict[str, Any], float, ClientSpeed]:
     """The run, its seconds, and the speed of one client before it and during it."""
     alone = Clients(server.url, iter(train[:ALONE]), clients=1, max_tokens=max_tokens)
     alone.wait(lambda done: on_progress("one client, alone", done, ALONE))
     before = _speed(alone, 0.0, time.monotonic())
     with _asking(server, train, max_tokens) as client:
-        run, started, ended = _train(server, on_progress)
+        run, started, ended = _train(server, practice_minutes, on_progress)
     return run, ended - started, ClientSpeed(before, _speed(client, started, ended))
 
 

@@ -26,6 +26,7 @@ from service.learning import lora
 from service.learning.channel import Channel
 from service.learning.loading import load_draft, load_grammars, serving_vocabulary, target_width
 from service.learning.masks import answer_masks, usable
+from service.learning.practice import PracticeJob
 from service.learning.scoring.score import score, scores_message
 from service.learning.spec import ScoreJob, TrainJob, parse
 from service.learning.training_job import TrainingJob
@@ -64,13 +65,15 @@ def run(channel: Channel, line: str) -> None:
     job = parse(line)
     lower_priority(job.training.niceness)
     # Niceness is about the processor alone. A comparison is short, and what serves may be bad.
-    throttled = isinstance(job, TrainJob) and mx.default_device().type != mx.cpu
+    # Practice pauses for every request, so that it need not leave any of the time.
+    throttled = isinstance(job, TrainJob) and job.practice is None and mx.default_device().type != mx.cpu
     channel.share = job.training.gpu_share if throttled else 1.0
     mx.set_cache_limit(CACHE_BYTES)
     database = Database(job.url, read_only=True)
     try:
         if isinstance(job, TrainJob):
-            TrainingJob(job, channel, database).run()
+            kind = TrainingJob if job.practice is None else PracticeJob
+            kind(job, channel, database).run()
         else:
             score_adapters(job, channel, database)
     finally:

@@ -35,24 +35,24 @@ def serving_vocabulary(job: JobSpec, adapter: Path | None) -> list[int] | None:
     return own if own is not None else vocabulary.read(job.draft)
 
 
-def load_draft(job: JobSpec) -> Loaded:
-    """The draft; an EAGLE head is bound to its target, which is loaded too. Raises TrainingFailed when files of a model changed
-    since it was put to service, or when there is no memory for the target."""
+def load_draft(job: JobSpec, target: nn.Module | None = None) -> Loaded:
+    """The draft; an EAGLE head is bound to `target`, which is loaded too where it is None. Raises TrainingFailed when files of
+    a model changed since it was put to service, or when there is no memory for the target."""
     draft = load_model(job.draft)
     if draft.fingerprint != job.provenance.draft:
         raise TrainingFailed(f"the draft in {job.draft.name} is not the one that serves: its files changed")
     if eagle.is_eagle_config(draft.config):
-        eagle.bind(draft.model, load_target(job)[0])
+        eagle.bind(draft.model, target or load_target(job).model)
     return draft
 
 
-def load_target(job: JobSpec) -> tuple[nn.Module, int]:
-    """The target, and the width of its logits. Raises TrainingFailed when its files changed or there is no memory for it."""
+def load_target(job: JobSpec) -> Loaded:
+    """The target. Raises TrainingFailed when its files changed or there is no memory for it."""
     check_memory(_BASE + _weight_bytes(job.target), least_gb=0.0)
     target = load_model(job.target)
     if target.fingerprint != job.provenance.target:
         raise TrainingFailed(f"the target in {job.target.name} is not the one that serves: its files changed")
-    return target.model, target_width(job)
+    return target
 
 
 def load_grammars(job: JobSpec) -> Grammars:

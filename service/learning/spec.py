@@ -15,13 +15,22 @@ from service.settings import GateSettings, TrainingSettings
 
 
 @dataclass(frozen=True, slots=True)
+class Practice:
+    """folder: of practice text, this run's and earlier ones'. minutes: for writing and training."""
+
+    folder: Path
+    minutes: float
+
+
+@dataclass(frozen=True, slots=True)
 class TrainJob:
     """Train one adapter on the texts that a run claimed, publish it, score it and its parent.
 
     url: of the database. fencing: the run's token when the job was started. parent: folder of the adapter to train on top of,
     None for the bare draft (parent_id 0). out: folder of adapter folders. general: file of the general set, None where there is
     none. cache: folder of computed targets (see TargetCache). k: longest draft length to score at, and the draft length of the
-    simulated rounds that give undrafted texts their cases. tie_margin: the engine's, in nats.
+    simulated rounds that give undrafted texts their cases. tie_margin: the engine's, in nats. practice: train on text that the
+    target writes; None: on what the run claimed.
     """
 
     url: str
@@ -39,6 +48,7 @@ class TrainJob:
     k: int
     tie_margin: float
     provenance: Provenance
+    practice: Practice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +95,7 @@ def parse(line: str) -> JobSpec:
                 cache=Path(spec["cache"]),
                 gate=GateSettings(**spec["gate"]),
                 tie_margin=float(spec["tie_margin"]),
+                practice=_practice(spec.get("practice")),
             )
         if spec["kind"] == "score":
             return ScoreJob(
@@ -95,6 +106,10 @@ def parse(line: str) -> JobSpec:
     except (ValueError, KeyError, TypeError, AttributeError, ValidationError) as error:
         raise TrainingFailed(f"the job description is incomplete or wrong: {error!r}") from error
     raise TrainingFailed(f"no such kind of job: {spec['kind']!r}")
+
+
+def _practice(value: Mapping[str, Any] | None) -> Practice | None:
+    return None if value is None else Practice(Path(value["folder"]), float(value["minutes"]))
 
 
 def _folder(value: object) -> Path | None:

@@ -72,7 +72,7 @@ def replay_count(new: int, share: float) -> int:
 
 def cap_shares(generations: Sequence[Generation]) -> list[Generation]:
     """Each text once, and of every client and template no more than its share (`sampler.capped`), in the order given."""
-    selected = {one.id for one in capped([_text(str(i), g) for i, g in enumerate(generations)])}
+    selected = {one.id for one in capped([as_text(g, str(i)) for i, g in enumerate(generations)])}
     return [g for i, g in enumerate(generations) if str(i) in selected]
 
 
@@ -99,10 +99,11 @@ def _domain(generation: Generation) -> Domain:
     return generation.prompt.domain, generation.prompt.kind
 
 
-def _text(name: str, generation: Generation) -> Text:
+def as_text(generation: Generation, name: str | None = None) -> Text:
+    """What the sampler needs to know of a generation. name: another than its id."""
     prompt = generation.prompt
     return text(
-        name,
+        name or generation.id,
         prompt=id_bytes(prompt.tokens),
         output=id_bytes(generation.output),
         client=prompt.api_key or prompt.client,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Callable, Sequence, Set
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 
@@ -56,6 +56,18 @@ MAX_VALIDATION, VALIDATION_SHARE = 16, 0.05
 """Examples set aside for the validation loss: so many at most, this share of all."""
 
 
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """A draft with its trained adapter. vocabulary: the reduced vocabulary that it serves with; None: the head is whole.
+    skipped: texts that could not be learnt from."""
+
+    draft: Loaded
+    shape: lora.Shape
+    vocabulary: list[int] | None
+    report: TrainReport
+    skipped: int = 0
+
+
 class TrainingJob:
     """Does a `train` job and sends messages about it; rows are written by the parent."""
 
@@ -69,10 +81,16 @@ class TrainingJob:
     def run(self) -> None:
         """Sends cases (where texts are undrafted), texts, progress, candidate, scores. Raises RedraftError."""
         self._check_current()
+        learnt = self._learn()
+        folder, sha256 = self._publish(learnt.draft.model, learnt.shape, learnt.vocabulary)
+        self._send_candidate(folder, sha256, learnt)
+        self._score(learnt.draft, learnt.vocabulary)
+
+    def _learn(self) -> Learnt:
         data, tokens = self._data()
         self._check_memory(data)
         draft = load_draft(self.job)
-        shape = self._wrap(draft.model)
+        shape = self._wrap(draft.model, self.job.training.rank)
         reduced = self._reduced_vocabulary(draft, tokens)
         report = fit_adapter(
             draft.model,
@@ -82,9 +100,7 @@ class TrainingJob:
             on_progress=self._send_progress,
             hold=self.channel.hold,
         )
-        folder, sha256 = self._publish(draft.model, shape, reduced)
-        self._send_candidate(folder, sha256, shape, lora.counts(draft.model), data, report)
-        self._score(draft, reduced)
+        return Learnt(draft, shape, reduced, report, skipped=sum(data.skipped.values()))
 
     def _check_current(self) -> None:
         """A run that was given up or started anew must not publish."""
@@ -162,7 +178,7 @@ class TrainingJob:
         complete = with_targets(
             texts,
             cache=TargetCache(job.cache, job.provenance.target),
-            load_target=lambda: load_target(job),
+            load_target=lambda: (load_target(job).model, target_width(job)),
             masks=masks,
             between=self.channel.hold,
         )
@@ -186,9 +202,13 @@ class TrainingJob:
         needed = training_bytes(job.target, job.draft, rows=rows, length=length)
         check_memory(needed, least_gb=job.training.memory_gb)
 
-    def _wrap(self, model: nn.Module) -> lora.Shape:
+    def _wrap(self, model: nn.Module, rank: int) -> lora.Shape:
+        """Add LoRA of this rank, or of the parent's where that is higher."""
         job = self.job
-        shape = lora.wrap(model, rank=job.training.rank, scale=job.training.scale, seed=job.run)
+        if job.parent is not None:
+            parent, _ = lora.read(job.parent, job.provenance.draft)
+            rank = max(rank, parent.rank)
+        shape = lora.wrap(model, rank=rank, scale=job.training.scale, seed=job.run)
         if job.parent is not None:
             lora.warm_start(model, shape, job.parent, job.provenance.draft)
         return shape
@@ -220,9 +240,8 @@ class TrainingJob:
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
 
-    def _send_candidate(
-        self, folder: Path, sha256: str, shape: lora.Shape, counts: lora.Counts, data: Dataset, report: TrainReport
-    ) -> None:
+    def _send_candidate(self, folder: Path, sha256: str, learnt: Learnt) -> None:
+        shape, counts = learnt.shape, lora.counts(learnt.draft.model)
         self.channel.send(
             "candidate",
             {
@@ -233,15 +252,19 @@ class TrainingJob:
                 "keys": list(shape.keys),
                 "trainable": counts.trainable,
                 "frozen": counts.frozen,
-                "skipped": sum(data.skipped.values()),
-                "skipped_batches": report.skipped,
+                "skipped": learnt.skipped,
+                "skipped_batches": learnt.report.skipped,
             },
         )
+
+    def _held_out(self) -> list[Generation]:
+        job = self.job
+        return held_out(Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run)
 
     def _score(self, draft: Loaded, reduced: list[int] | None) -> None:
         """Score the candidate, which `draft` is, and then its parent, and send the scores."""
         job = self.job
-        drawn = held_out(Generations(self.database), job.provenance, limit=job.gate.max_prompts, run=job.run)
+        drawn = self._held_out()
         masks = answer_masks(drawn, self.grammars)
         logged = usable(drawn, masks)
         golden = self.general.generations(job.provenance, golden=True)[: job.gate.max_prompts] if self.general else []

@@ -18,17 +18,20 @@ SWEEP_GRACE_SECONDS = 86_400.0
 
 
 def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
-    """Delete generations beyond what the log may hold, in the background, targets that are too old, and folders that no row
-    knows. Folders only while nobody trains: one may be about to be named. Of other databases' folders this knows nothing: they
-    have their grace."""
+    """Delete generations beyond what the log may hold, in the background, targets and practice text that are too old or too
+    much, and folders that no row knows. Folders and practice text only while nobody trains: a folder may be about to be named.
+    Of other databases' folders this knows nothing: they have their grace."""
     stores, rules = context.stores, context.rules
     before = None if rules.max_days is None else context.database_now() - timedelta(days=rules.max_days)
     purge = stores.generations.purge(rules.max_generations, before=before, max_bytes=rules.max_bytes)
     purge.add_done_callback(_report)
-    if before is not None and rules.targets is not None:
-        _remove_older(rules.targets, before)
+    for folder in (rules.targets, rules.practice):
+        if before is not None and folder is not None:
+            _remove_older(folder, before)
     if child_under_way or stores.runs.unfinished():
         return
+    if rules.practice is not None:
+        _keep_newest(rules.practice, int(rules.training.practice_gb * 2**30))
     context.discard_candidates("its run ended without a verdict")
     known = [ref.folder for ref in stores.adapters.all()]
     removed = sweep(rules.adapters, known, SWEEP_GRACE_SECONDS if context.members.shared else 0.0)
@@ -42,6 +45,17 @@ def _remove_older(root: Path, before: datetime) -> None:
         with suppress(FileNotFoundError):
             if path.stat().st_mtime < before.timestamp():
                 path.unlink()
+
+
+def _keep_newest(root: Path, most: int) -> None:
+    """Remove the oldest files of practice text until no more than `most` bytes are left."""
+    with suppress(FileNotFoundError):
+        files = sorted(((p.stat().st_mtime, p.stat().st_size, p) for p in root.glob("*/*.npz")), reverse=True)
+        kept = 0
+        for _, size, path in files:
+            kept += size
+            if kept > most:
+                path.unlink(missing_ok=True)
 
 
 def _report(purge: Future[int]) -> None:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 class Rules:
     """max_generations, max_days, max_bytes: what the log may hold (StoreSettings). adapters: root of the adapter folders. spec:
     the part of a child's job that is the same for every job (learning.spec). targets: folder of the targets that children
-    computed; None: there is none."""
+    computed; None: there is none. practice: the same of practice text."""
 
     training: TrainingSettings
     gate: GateSettings
@@ -42,6 +42,7 @@ class Rules:
     max_days: float | None = None
     max_bytes: int | None = None
     targets: Path | None = None
+    practice: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from service.core import IllegalMove
@@ -15,6 +16,14 @@ from service.lifecycle.messages import Message
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What serving needs now. waiting: requests wait for a row. asked: a request is being answered, or was a moment ago."""
+
+    waiting: bool = False
+    asked: bool = False
+
+
 class Job(Protocol):
     """A child at work, and what its messages mean."""
 
@@ -23,13 +32,12 @@ class Job(Protocol):
         """The child process of this job."""
         ...
 
-    @property
-    def yields(self) -> bool:
-        """Whether its child pauses while requests wait: the slot sees to that."""
+    def yields(self, demand: Demand) -> bool:
+        """Whether its child pauses for what serving needs: the slot sees to that. Called from any thread."""
         ...
 
-    def pause(self, busy: bool, strain: str | None) -> None:
-        """Pause while the machine cannot spare what the job takes (`strain` says why), else resume. busy: requests wait."""
+    def pause(self, demand: Demand, strain: str | None) -> None:
+        """Pause while the machine cannot spare what the job takes (`strain` says why), else resume."""
         ...
 
     def handle(self, message: Message) -> None:
@@ -42,12 +50,14 @@ class Job(Protocol):
 
 
 class JobSlot:
-    """Holds the one job that may be under way. busy: whether serving needs the machine for itself. strain: why the machine
-    cannot spare what training takes, None when it can. Not thread-safe but for `pause_for_requests`."""
+    """Holds the one job that may be under way. demand: what serving needs now. strain: why the machine cannot spare what
+    training takes, None when it can. Not thread-safe but for `pause_for_requests`."""
 
-    def __init__(self, context: LifecycleContext, busy: Callable[[], bool], strain: Callable[[], str | None]) -> None:
+    def __init__(
+        self, context: LifecycleContext, demand: Callable[[], Demand], strain: Callable[[], str | None]
+    ) -> None:
         self._context = context
-        self._busy = busy
+        self._demand = demand
         self._strain = strain
         self._pausing = threading.Lock()
         self._job: Job | None = None
@@ -63,11 +73,11 @@ class JobSlot:
         self._job = job
 
     def pause_for_requests(self) -> None:
-        """Pause a child that yields while serving is busy, or resume it. May be called from any thread; waits for no tick. The
-        run's row shows it at the next tick."""
+        """Pause the child while it yields to what serving needs, or resume it. May be called from any thread; waits for no
+        tick. The run's row shows it at the next tick."""
         with self._pausing:
-            if (job := self.job) is not None and job.yields:
-                job.child.pause(Pause.BUSY, self._busy(), self._context.now())
+            if (job := self.job) is not None:
+                job.child.pause(Pause.BUSY, job.yields(self._demand()), self._context.now())
 
     def poll(self) -> None:
         """Handle what the child has sent, and free the slot when it has ended. Raises what a handler raised: the message is
@@ -78,7 +88,7 @@ class JobSlot:
         job.child.poll(self._context.now(), self._context.rules.training.timeout_seconds)
         try:
             self.pause_for_requests()
-            job.pause(self._busy(), self._strain())
+            job.pause(self._demand(), self._strain())
             while job.child.inbox:
                 job.handle(job.child.inbox[0])
                 # Taken off only now: had the database been away, the next tick would try again.

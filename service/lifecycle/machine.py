@@ -18,6 +18,8 @@ from service.settings import TrainingSettings
 
 EVERY_SECONDS = 30.0
 TOOL_SECONDS = 5.0
+AWAY_SECONDS = 300.0
+"""Whoever has not touched keyboard or pointer for so long does not use the machine."""
 STALLED = 10.0
 """Percent of the last ten seconds in which something waited for memory: a machine that swaps."""
 WARNING = 2
@@ -72,6 +74,12 @@ def squeezed(pressure_level: str) -> bool:
     return pressure_level.strip().isdigit() and int(pressure_level) >= WARNING
 
 
+def untouched_seconds(ioreg: str) -> float | None:
+    """From `ioreg -c IOHIDSystem`: since somebody last used keyboard or pointer of a Mac; None: not known."""
+    found = re.search(r'"HIDIdleTime"\s*=\s*(\d+)', ioreg)
+    return None if found is None else int(found[1]) / 1e9
+
+
 # ---------------------------------------------------------------------------------------------------------- effects
 
 
@@ -119,6 +127,17 @@ def on_macos(training: TrainingSettings, ask: Callable[..., str] = _ask) -> str 
     if training.pause_on_memory_pressure and squeezed(ask(*level)):
         return "memory is short"
     return None
+
+
+def user_on_macos(ask: Callable[..., str] = _ask) -> str | None:
+    """That somebody uses this Mac, None when nobody is known to."""
+    untouched = untouched_seconds(ask("/usr/sbin/ioreg", "-c", "IOHIDSystem", "-d", "4"))
+    return "somebody uses the machine" if untouched is not None and untouched < AWAY_SECONDS else None
+
+
+def somebody_here() -> Callable[[], str | None]:
+    """Says that somebody uses this machine. Linux does not tell."""
+    return MachineStrain(user_on_macos) if sys.platform == "darwin" else lambda: None
 
 
 class MachineStrain:

@@ -9,10 +9,17 @@ from datetime import datetime
 
 from service.core import TrainingRun, Trigger, Verdict
 from service.store.log.training_texts import UntrainedCounts
+from service.store.registry.practice import Practised
 
 DRIFT_SHARE = 0.25
 """After drift this share of the usual cases and tokens is enough: what is new has to be learnt soon, but not from nothing."""
 MAX_DOUBLINGS = 5
+IDLE_SECONDS = 60.0
+"""Practice starts when nothing was asked for so long."""
+RUN_MINUTES, LEAST_MINUTES = 15.0, 2.0
+"""Of one practice run that starts by itself."""
+REFUSED, NEW_AFTER_REFUSED = 2, 100
+"""After so many practice runs in a row that were refused, none starts by itself until so many generations are new."""
 ROLLED_BACK = Verdict(False, "an operator rolled it back", 0, 0, 0.0, 0.0, 0.0)
 """The watch's verdict on an adapter that an operator rolled back: lost, though nothing was compared."""
 
@@ -36,28 +43,20 @@ def backoff(watches: Sequence[tuple[datetime, Verdict]], seconds: float) -> Back
     return Backoff(decided[0][0], seconds * 2.0 ** min(rollbacks - 1, MAX_DOUBLINGS), rollbacks)
 
 
-def decide(
-    counts: UntrainedCounts,
+def hindrance(
     last_run: TrainingRun | None,
     now: datetime,
     *,
-    min_cases: int,
-    min_tokens: int,
     cooldown_seconds: float,
     enabled: bool = True,
     watching: bool = False,
-    drifted: bool = False,
     waiting: Backoff | None = None,
     strain: str | None = None,
-) -> Trigger | str:
-    """A trigger when a run should start now, else the reason why not.
+) -> str | None:
+    """Why no run of any kind should start by itself now, whatever there is to learn; None: nothing is against it.
 
-    counts: what a run could learn from; undrafted texts count with the cases that are expected of them. last_run: the newest
-    run, over or not. watching: the active adapter is still being compared on live traffic; a run on top of it would be measured
-    against a parent that may be about to go. drifted: less of what the serving draft proposes is accepted than used to be.
-    strain: what the machine cannot spare.
-
-    A run that was rejected has had its texts, so the same thresholds demand that many new ones; after drift it takes fewer.
+    last_run: the newest run, over or not. watching: the active adapter is still being compared on live traffic; a run on top of
+    it would be measured against a parent that may be about to go. strain: what the machine cannot spare.
     """
     if not enabled:
         return "training is switched off"
@@ -71,14 +70,50 @@ def decide(
             return f"cooling down for another {left:.0f} s"
     if waiting is not None and (left := _left(now, waiting.since, waiting.seconds)) > 0:
         return f"another {left:.0f} s after {waiting.rollbacks} adapters in a row were rolled back"
-    if strain is not None:
-        return strain
+    return strain
+
+
+def decide(
+    counts: UntrainedCounts,
+    hindered: str | None,
+    *,
+    min_cases: int,
+    min_tokens: int,
+    drifted: bool = False,
+) -> Trigger | str:
+    """A trigger when a run on logged texts should start now, else the reason why not.
+
+    counts: what a run could learn from; undrafted texts count with the cases that are expected of them. hindered: see
+    `hindrance`. drifted: less of what the serving draft proposes is accepted than used to be.
+
+    A run that was rejected has had its texts, so the same thresholds demand that many new ones; after drift it takes fewer.
+    """
+    if hindered is not None:
+        return hindered
     missing = lacking(counts, Trigger.CASES, min_cases=min_cases, min_tokens=min_tokens)
     if missing is None:
         return Trigger.CASES
     if drifted:
         missing = lacking(counts, Trigger.DRIFT, min_cases=min_cases, min_tokens=min_tokens)
     return missing or Trigger.DRIFT
+
+
+def practice_minutes(done: Practised, *, per_day: float, idle_seconds: float, user: str | None) -> float | str:
+    """How many minutes a practice run may take now, else the reason why none should start by itself.
+
+    done: what practice of this pair did before. per_day: minutes of it in 24 hours. idle_seconds: for how long nothing was
+    asked. user: that somebody uses the machine, None where nobody is known to.
+    """
+    if idle_seconds < IDLE_SECONDS:
+        return "requests are answered"
+    if user is not None:
+        return user
+    if done.refused >= REFUSED and done.new < NEW_AFTER_REFUSED:
+        return f"{done.refused} practice runs in a row were refused: {done.new} of {NEW_AFTER_REFUSED} new generations"
+    left = per_day - done.seconds / 60
+    if left < LEAST_MINUTES:
+        return f"practised for {done.seconds / 60:.0f} of {per_day:g} minutes in the last 24 hours"
+    return min(left, RUN_MINUTES)
 
 
 def lacking(counts: UntrainedCounts, trigger: Trigger, *, min_cases: int, min_tokens: int) -> str | None:

@@ -1,4 +1,4 @@
-"""Notices at once that requests wait for a row: serving needs the whole machine then, and a child has to pause."""
+"""Notices at once that requests wait for a row, or that any is answered: a child has to pause then."""
 
 from __future__ import annotations
 
@@ -12,15 +12,21 @@ log = logging.getLogger(__name__)
 POLL_SECONDS = 0.05
 QUIET_SECONDS = 0.5
 """A queue that has been empty for so long is over: a child that paused for less would only lose time."""
+IDLE_SECONDS = 5.0
+"""Clients that ask one thing after another leave pauses: nothing is asked any more when it was quiet for so long."""
 
 
-class QueueMonitor:
+class RequestMonitor:
     """Calls `on_change` on a thread of its own whenever `busy` changes: true as soon as `notify` is called, false once
-    `waiting()`, the number of queued requests, has been 0 for QUIET_SECONDS."""
+    `count()`, the number of requests that are meant, has been 0 for `quiet_seconds`."""
 
-    def __init__(self, waiting: Callable[[], int], on_change: Callable[[], None]) -> None:
-        self._waiting = waiting
+    def __init__(
+        self, count: Callable[[], int], on_change: Callable[[], None], quiet_seconds: float = QUIET_SECONDS
+    ) -> None:
+        self._count = count
         self._on_change = on_change
+        self._quiet_seconds = quiet_seconds
+        self._quiet_since = time.monotonic()
         self._wake = threading.Event()
         self._busy = threading.Event()
         self._stopping = False
@@ -28,11 +34,16 @@ class QueueMonitor:
 
     @property
     def busy(self) -> bool:
-        """True from the first request that waits until the queue has been empty for a moment."""
+        """True from the first request until there has been none for a moment."""
         return self._busy.is_set()
 
+    @property
+    def quiet_for(self) -> float:
+        """Seconds since there was a request; 0 while `busy`."""
+        return 0.0 if self.busy else time.monotonic() - self._quiet_since
+
     def notify(self) -> None:
-        """A request has to wait. Returns at once, from any thread."""
+        """There is one more request. Returns at once, from any thread."""
         self._wake.set()
 
     def start(self) -> None:
@@ -53,11 +64,12 @@ class QueueMonitor:
                 return
             self._change(True)
             empty_since = time.monotonic()
-            while not self._stopping and time.monotonic() - empty_since < QUIET_SECONDS:
+            while not self._stopping and time.monotonic() - empty_since < self._quiet_seconds:
                 self._wake.clear()
                 time.sleep(POLL_SECONDS)
-                if self._waiting() or self._wake.is_set():
+                if self._count() or self._wake.is_set():
                     empty_since = time.monotonic()
+            self._quiet_since = empty_since
             if not self._stopping:
                 self._change(False)
 

@@ -34,9 +34,10 @@ from service.lifecycle.cleaning import clean
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.drift_monitor import DriftMonitor
 from service.lifecycle.erasing import Eraser
-from service.lifecycle.jobs import JobSlot
-from service.lifecycle.machine import MachineStrain
+from service.lifecycle.jobs import Demand, JobSlot
+from service.lifecycle.machine import MachineStrain, somebody_here
 from service.lifecycle.watch import Watch
+from service.store.registry.practice import practised
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +50,10 @@ COSTS_SECONDS = 3600.0
 
 
 class Supervisor:
-    """core.Operator, and the tick. context.members has joined. busy: whether serving needs the machine for itself. strain: why
-    the machine cannot spare what training takes (None: by the rules, as far as the system tells). forget: every place outside
-    the rows that keeps texts after their requests have ended, by name.
+    """core.Operator, and the tick. context.members has joined. busy: whether serving needs the machine for itself.
+    idle_seconds: for how long nothing has been asked here. strain: why the machine cannot spare what training takes; user: that
+    somebody uses it (None: by the rules, as far as the system tells). forget: every place outside the rows that keeps texts
+    after their requests have ended, by name.
 
     At most one child at a time. A run is this supervisor's own from the moment it claimed it; another's is left alone as long
     as its process is a member.
@@ -62,12 +64,16 @@ class Supervisor:
         context: LifecycleContext,
         *,
         busy: Callable[[], bool] = lambda: False,
+        idle_seconds: Callable[[], float] = lambda: math.inf,
         strain: Callable[[], str | None] | None = None,
+        user: Callable[[], str | None] | None = None,
         forget: Mapping[str, Forget] | None = None,
     ) -> None:
         self._context = context
         self._strain = strain or MachineStrain.here(context.rules.training)
-        self._jobs = JobSlot(context, busy, self._strain)
+        self._user = user or somebody_here()
+        self._idle_seconds = idle_seconds
+        self._jobs = JobSlot(context, lambda: Demand(busy(), asked=idle_seconds() == 0.0), self._strain)
         self._watch = Watch(context)
         self._drift = DriftMonitor(context)
         self._eraser = Eraser(context, self._jobs, forget or {})
@@ -215,21 +221,40 @@ class Supervisor:
             # The draft is switched off: undrafted texts do not call for a better one.
             counts = replace(counts, undrafted=0)
         watched = context.stores.adapters.watched(context.who.draft, WATCHES)
-        decision = policy.decide(
-            counts,
+        hindered = policy.hindrance(
             context.stores.runs.newest(context.who),
             context.database_now(),
-            min_cases=rules.min_cases,
-            min_tokens=rules.min_tokens,
             cooldown_seconds=rules.cooldown_seconds,
             enabled=rules.enabled,
             watching=self._watch.pending() is not None,
-            drifted=rules.enabled and self._drift.update().alarm,
             waiting=policy.backoff(watched, context.rules.gate.backoff_seconds),
             strain=self._strain(),
         )
-        if isinstance(decision, Trigger) and (run := training.claim(context, decision, None)) is not None:
+        decision = policy.decide(
+            counts,
+            hindered,
+            min_cases=rules.min_cases,
+            min_tokens=rules.min_tokens,
+            drifted=rules.enabled and self._drift.update().alarm,
+        )
+        if isinstance(decision, Trigger):
+            run = training.claim(context, decision, None)
+        elif hindered is None and rules.practice:
+            run = self._claim_practice()
+        else:
+            return
+        if run is not None:
             self._jobs.start(training.start(context, run))
+
+    def _claim_practice(self) -> TrainingRun | None:
+        context, rules = self._context, self._context.rules.training
+        minutes = policy.practice_minutes(
+            practised(context.stores.database, context.who, context.database_now()),
+            per_day=rules.practice_minutes_per_day,
+            idle_seconds=self._idle_seconds(),
+            user=self._user(),
+        )
+        return training.claim_practice(context, minutes, None) if isinstance(minutes, float) else None
 
     def _record_costs(self) -> None:
         """Once, and again before they are too old for others to go by."""
@@ -258,11 +283,11 @@ class Supervisor:
 
     # --------------------------------------------------------------------------------------------------- core.Operator
 
-    def request_training(self, idempotency_key: str | None) -> TrainingRun:
-        """Claim a run and start its child, or leave that to the process that leads. The same key returns the same run.
+    def request_training(self, idempotency_key: str | None, practice_minutes: float | None = None) -> TrainingRun:
+        """See core.Operator. Claims a run and starts its child, or leaves that to the process that leads.
 
-        Raises Conflict during a run or comparison, without a draft, after `stop`, or where no process trains; BadRequest with
-        nothing to learn.
+        Raises Conflict also during a comparison, without a draft, after `stop`, or where no process trains; BadRequest also for
+        more minutes than a run may take.
         """
         context, runs = self._context, self._context.stores.runs
         with self._lock:
@@ -275,7 +300,15 @@ class Supervisor:
             here = context.trains and context.members.leads()
             if not here and not context.members.has_trainer():
                 raise Conflict("no process trains for this server: start `redraft trainer`")
-            run = training.claim(context, Trigger.MANUAL, idempotency_key, here=here)
+            if practice_minutes is None:
+                run = training.claim(context, Trigger.MANUAL, idempotency_key, here=here)
+            else:
+                most = context.rules.training.timeout_seconds / 60
+                if practice_minutes > most:
+                    raise BadRequest(
+                        f"a run may take {most:g} minutes (training.timeout_seconds)", field="practice_minutes"
+                    )
+                run = training.claim_practice(context, practice_minutes, idempotency_key, here=here)
             if run is None:
                 raise BadRequest("nothing has been recorded yet that a run could learn from")
             if here:

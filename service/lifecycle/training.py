@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Collection
 from dataclasses import replace
+from datetime import datetime
 
 from service.core import (
     AdapterRef,
@@ -21,6 +22,7 @@ from service.core import (
 from service.lifecycle import policy
 from service.lifecycle.child import Child, Pause
 from service.lifecycle.context import LifecycleContext
+from service.lifecycle.jobs import Demand
 from service.lifecycle.messages import Candidate, Cases, Crashed, Done, Failed, Message, Scores, Texts
 from service.store.log.run_texts import Role
 
@@ -29,7 +31,14 @@ log = logging.getLogger(__name__)
 RESERVOIR = 256
 """Generations that the replay buffer holds per domain."""
 BUSY = "serving is busy"
+ASKED = "requests are answered"
 CANDIDATE = "candidate"
+SEEDS = 1000
+"""Logged texts that the practice of one run begins like."""
+MINUTES = "practice_minutes"
+"""In a practice run's configuration, beside its settings."""
+GIVE_UP_SECONDS = 600.0
+"""A practice run that had to pause for requests for so long gives the memory back; what was written stays on disk."""
 ENDED = "ended by an operator"
 
 
@@ -48,13 +57,37 @@ def claim(context: LifecycleContext, trigger: Trigger, key: str | None, *, here:
     )
 
 
+def claim_practice(
+    context: LifecycleContext, minutes: float, key: str | None, *, here: bool = True
+) -> TrainingRun | None:
+    """Open a practice run on top of what serves, for so many minutes; None when a run is under way or nothing was logged that
+    it could begin like. here: as in `claim`."""
+    seeds = context.stores.training_texts.seeds(context.who, SEEDS)
+    return context.stores.runs.claim(
+        trigger=Trigger.PRACTICE,
+        who=context.who,
+        parent=context.active_adapter(),
+        limit=SEEDS,
+        owner=context.members.token if here else None,
+        idempotency_key=key,
+        config={**context.rules.training.model_dump(), MINUTES: minutes},
+        seeds=seeds,
+    )
+
+
 def start(context: LifecycleContext, run: TrainingRun) -> RunJob | None:
     """Start the child of a claimed run; None when it could not be started (the run is CRASHED then)."""
     parent = context.adapter_folder(run.parent)
+    more: dict[str, object] = {}
+    if run.trigger is Trigger.PRACTICE:
+        _, config = context.stores.runs.recipe(run.id)
+        more["practice"] = {"folder": str(context.rules.practice), "minutes": config[MINUTES]}
     # The row first: only one process can move it, so only one child is ever started for it.
     moved = context.stores.runs.move(run.id, run.fencing, RunState.TRAINING)
     try:
-        child = context.launch(kind="train", run=run.id, fencing=run.fencing, parent=parent, parent_id=run.parent)
+        child = context.launch(
+            kind="train", run=run.id, fencing=run.fencing, parent=parent, parent_id=run.parent, **more
+        )
     except OSError as error:
         context.crash(moved, f"the child could not be started: {error}")
         return None
@@ -73,7 +106,9 @@ class RunJob:
         self._scores: Scores | None = None
         self._paused: str | None = None
         self._cases_added = False
-        self._texts_given_back = False
+        self._dropped = False
+        """It was stopped here: what it sent before does not count any more."""
+        self._busy_since: datetime | None = None
         self._texts_recorded = False
         """Whether all that it learns from is in run_texts."""
 
@@ -82,26 +117,41 @@ class RunJob:
         """The child process."""
         return self._child
 
-    @property
-    def yields(self) -> bool:
-        """Yes: training has time."""
-        return True
+    def yields(self, demand: Demand) -> bool:
+        """Training has time while requests wait, and practice while any is answered."""
+        return demand.asked if self._practises else demand.waiting
 
-    def pause(self, busy: bool, strain: str | None) -> None:
-        """Pause for `strain`, unless an operator asked for the run, and record the reason whenever it changes."""
+    def pause(self, demand: Demand, strain: str | None) -> None:
+        """Pause for `strain`, unless an operator asked for the run, and record the reason whenever it changes. A practice run
+        that has been paused for requests for too long is given up."""
         # Whoever asks for a run wants it now, on battery or not.
         strained = strain if self._run.trigger is not Trigger.MANUAL else None
-        reason = strained or (BUSY if busy else None)
-        self._child.pause(Pause.STRAIN, strained is not None, self._context.now())
+        busy, now = self.yields(demand), self._context.now()
+        reason = strained or ((ASKED if self._practises else BUSY) if busy else None)
+        self._child.pause(Pause.STRAIN, strained is not None, now)
         run, runs = self._run, self._context.stores.runs
-        if reason != self._paused and not self._child.ended:
+        if self._child.ended:
+            return
+        if reason != self._paused:
             self._context.events.training(runs.pause(run.id, run.fencing, reason))
             self._paused = reason
+        if not busy:
+            self._busy_since = None
+            return
+        self._busy_since = self._busy_since or now
+        if self._practises and (now - self._busy_since).total_seconds() > GIVE_UP_SECONDS:
+            self._dropped = True
+            self._child.stop()
+            self._context.crash(runs.get(run.id), f"given up after {GIVE_UP_SECONDS / 60:.0f} minutes of requests")
+
+    @property
+    def _practises(self) -> bool:
+        return self._run.trigger is Trigger.PRACTICE
 
     def handle(self, message: Message) -> None:
         """Record progress, candidate or scores; when the child is done the gate decides; a failure ends the run."""
         run, runs = self._run, self._context.stores.runs
-        if self._texts_given_back:
+        if self._dropped:
             return  # sent before it was stopped
         match message:
             case Cases(found):
@@ -269,7 +319,7 @@ class RunJob:
                 self._run.id, self._run.fencing, RunState.FAILED, error=reason, give_back=True
             )
             self._context.report_end(moved)
-        self._texts_given_back = True
+        self._dropped = True
         self._child.stop()
         log.info("run %d gives its texts back: %s", self._run.id, reason)
 

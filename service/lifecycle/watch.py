@@ -8,6 +8,7 @@ from service.core import BARE_DRAFT, AdapterRef, AdapterState, IllegalMove, Roun
 from service.lifecycle.child import Child
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.interim_check import CheckResult, check_schedule, interim_check
+from service.lifecycle.jobs import Demand
 from service.lifecycle.messages import Crashed, Done, Failed, Message, Scores
 from service.store.log.sampler import sample
 from service.store.registry.adapters import EvaluationKind
@@ -116,12 +117,11 @@ class WatchJob:
         """The child process."""
         return self._child
 
-    @property
-    def yields(self) -> bool:
+    def yields(self, demand: Demand) -> bool:
         """No: a comparison is short, and under a load that never ends a bad adapter would serve for ever."""
         return False
 
-    def pause(self, busy: bool, strain: str | None) -> None:
+    def pause(self, demand: Demand, strain: str | None) -> None:
         """Does nothing: a comparison does not pause for `strain` either."""
 
     def handle(self, message: Message) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from service.core import ModelError
 
-CONFIG, LAYERS, GENERAL = "config.json", "layers.safetensors", "general.npz"
-"""`layers.safetensors` holds every weight but the embeddings; `general.npz` the replay set (not part of the model). The
-vocabulary is optional."""
+CONFIG, LAYERS, GENERAL, OPENINGS = "config.json", "layers.safetensors", "general.npz", "openings.txt"
+"""`layers.safetensors` holds every weight but the embeddings; `general.npz` the replay set, `openings.txt` what user turns of
+the training text began with (neither is part of the model). The vocabulary is optional."""
 
 VOCABULARY = "vocabulary.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")

@@ -58,7 +58,18 @@ def test_training_is_requested_once_and_followed(http: httpx.Client, server: Ech
         "tokens_per_second": 900.0,
         "seconds_left": 4.5,
         "paused": "on battery",
+        "writing": False,
     }
+
+
+def test_practice_is_asked_for_by_its_minutes(http: httpx.Client, server: EchoServer) -> None:
+    for wrong in ("0", "-1", "1441", "x", "nan"):
+        answer = http.post(f"/train?practice_minutes={wrong}")
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == "practice_minutes", wrong
+    run = http.post("/train?practice_minutes=2.5").json()
+    assert run["trigger"] == "practice"
+    server.operator.known_runs[0] = make_run(1, progress=Progress(2, 9, writing=True))
+    assert http.get("/train/1").json()["progress"]["writing"] is True
 
 
 def test_figures_that_are_not_finite_are_sent_as_null(http: httpx.Client, server: EchoServer) -> None:

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from mlx_lm.tuner.utils import load_adapters
 
-from service.core import AcceptRule, Provenance, RunState, Sampling, Score, TrainingFailed
+from service.core import AcceptRule, RunState, Score, TrainingFailed
 from service.learning.channel import ORPHANED
 from service.learning.general_set import GeneralSet
 from service.learning.scoring.score import score
@@ -22,17 +22,25 @@ from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import TrainJob, parse
 from service.learning.training_job import merge_cases
 from service.models import vocabulary
-from service.models.fingerprint import folder_sha256, model_fingerprint, tokenizer_fingerprint
+from service.models.fingerprint import folder_sha256
 from service.models.heads import cut
 from service.models.pair import load_model
 from service.store.log.generations import TRAIN, Generations, split_of
 from service.store.log.training_texts import TrainingTexts
 from tests.support.databases import BY_NIGHT
-from tests.support.logged_texts import VOCABULARY, case, served
+from tests.support.logged_texts import VOCABULARY, case
 from tests.support.logged_texts import generation as logged_generation
-from tests.support.model_folders import save_model
-from tests.support.oracle import noisy_copy, tiny_llama
-from tests.support.training_child import TRAINING, Child, Home, LoggedPair, Message, child, of_type, perform
+from tests.support.training_child import (
+    TRAINING,
+    Child,
+    Home,
+    LoggedPair,
+    Message,
+    child,
+    make_logged_pair,
+    of_type,
+    perform,
+)
 from tests.support.typed import as_float
 
 REDUCED = list(range(VOCABULARY))[:1:-1][:60]
@@ -42,30 +50,7 @@ LONG = {"epochs": 2000, "learning_rate": 1e-4}
 
 @pytest.fixture(scope="module")
 def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
-    root = tmp_path_factory.mktemp("logged_pair")
-    target = tiny_llama(1, sharpness=8.0)
-    draft = noisy_copy(target, 2, 0.5)
-    folders = save_model(target, root / "target"), save_model(draft, root / "draft")
-    vocabulary.write(REDUCED, folders[1])
-    who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
-    samplings = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=3, max_tokens=24), Sampling(temperature=0.7)]
-    samplings = [replace(samplings[i % 3], max_tokens=24) for i in range(60)]
-    logged = [
-        replace(
-            g,
-            id=f"g{i}",
-            prompt=replace(g.prompt, first_user=f"question {i}", domain="sql" if i % 2 else None),
-            provenance=who,
-            # Some were logged without the target's distribution.
-            targets=None if i % 10 == 1 else g.targets,
-        )
-        for i, g in enumerate(served(target, draft, samplings, k=3))
-    ]
-    general = GeneralSet.of(
-        (g.prompt.tokens, g.output) for g in served(target, draft, [Sampling(max_tokens=16)] * 40, k=3, seed=7)
-    )
-    general.save(root / "general.npz")
-    return LoggedPair(root, *folders, root / "general.npz", who, logged)
+    return make_logged_pair(tmp_path_factory.mktemp("logged_pair"), REDUCED)
 
 
 @BY_NIGHT

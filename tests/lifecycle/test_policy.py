@@ -1,15 +1,32 @@
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 import pytest
 
 from service.core import Progress, RunState, TrainingRun, Trigger, Verdict
-from service.lifecycle.policy import MAX_DOUBLINGS, Backoff, backoff, decide, lacking
+from service.lifecycle import policy
+from service.lifecycle.policy import MAX_DOUBLINGS, Backoff, backoff, lacking
 from service.store.log.training_texts import UntrainedCounts
 
 NOW = datetime(2026, 1, 1, tzinfo=UTC)
 ENOUGH = UntrainedCounts(cases=100, tokens=1000, generations=20)
 QUARTER = UntrainedCounts(cases=25, tokens=250, generations=5)
+
+
+def decide(
+    counts: UntrainedCounts,
+    last_run: TrainingRun | None,
+    now: datetime,
+    *,
+    min_cases: int,
+    min_tokens: int,
+    drifted: bool = False,
+    **hindrances: Any,
+) -> Trigger | str:
+    """What the supervisor does with both."""
+    hindered = policy.hindrance(last_run, now, **hindrances)
+    return policy.decide(counts, hindered, min_cases=min_cases, min_tokens=min_tokens, drifted=drifted)
 
 
 def run(state: RunState, seconds_ago: float | None) -> TrainingRun:

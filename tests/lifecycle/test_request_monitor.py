@@ -16,7 +16,7 @@ from service.engine.engine import Engine
 from service.engine.thread import EngineThread
 from service.lifecycle.child import Child, Pause
 from service.lifecycle.launcher import ProcessLauncher
-from service.lifecycle.queue_monitor import QueueMonitor
+from service.lifecycle.request_monitor import RequestMonitor
 from tests.support.lifecycle_server import WHO, Installation
 from tests.support.oracle import noisy_copy, tiny_llama
 
@@ -63,7 +63,7 @@ class QueueSetup:
         self.waits: list[float] = []
         self.process = ProcessLauncher(tmp_path / "child.log", command=("-c", ECHO)).launch({"kind": "train"})
         self.child = Child(self.process, NOW)
-        self.monitor = QueueMonitor(lambda: self.thread.status().waiting, self.pause)
+        self.monitor = RequestMonitor(lambda: self.thread.status().waiting, self.pause)
         self.thread = EngineThread(
             self.build, max_rows=1, max_waiting=9, recorder=Noop(), observer=Noop(), on_wait=self.on_wait
         )
@@ -150,7 +150,7 @@ def test_a_stop_that_comes_just_before_the_flag_is_cleared_is_not_missed() -> No
             self.set()
             super().clear()
 
-    monitor = QueueMonitor(lambda: 0, lambda: None)
+    monitor = RequestMonitor(lambda: 0, lambda: None)
     monitor._wake = StoppedLate()
     monitor.start()
     monitor.notify()

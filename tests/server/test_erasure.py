@@ -15,10 +15,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from service.core import RunState
 from service.engine.drafters.lookup import NGramIndex
+from service.learning.make.target_text import TargetText
+from service.learning.practice_text import Kind, Piece, PracticeText
 from service.learning.targets import TargetCache
 from service.store.log.generations import TRAIN, split_of
 from tests.support.heap import holders
@@ -167,6 +170,9 @@ def keep_targets(server: InProcessServer, root: Path) -> list[int]:
     for made in generations.by_ids(generations.names_after(who, 0, 9)):
         assert made.targets is not None
         TargetCache(root / "home" / "targets", who.target).store(made, made.targets)
+        tokens = np.array([[*made.prompt.tokens, *made.output]], dtype=np.int32)
+        text = TargetText(tokens, np.zeros(tokens.shape, dtype=np.uint8), np.zeros(1))
+        PracticeText(root / "home" / "practice", who.target).save(Piece(1, Kind.LOG, text), 1, len(made.output))
     return []
 
 
@@ -231,6 +237,8 @@ def check(
     until(lambda: list(prefixes.iterdir()))
     adapters = learns(server, root)
     assert list((root / "home" / "targets").rglob("*.npz"))
+    practised = "home/practice" in "\n".join(on_disk(root, needles()))
+    assert practised or learns is not keep_targets
     held = "\n".join(holders(secrets))
     for where in ("prefix.Node", "prefix_files.File", "Lookup", "OrderedDict"):
         assert where in held, f"the test does not reach {where}"
@@ -242,7 +250,7 @@ def check(
     # The answer within a grammar was learnt too.
     assert [each["erased_texts"] for each in server.get("/adapters")["adapters"]] == [2 for _ in adapters]
     assert list(prefixes.iterdir()) == []
-    assert list((root / "home" / "targets").rglob("*.npz")) == []
+    assert [file for place in ("targets", "practice") for file in (root / "home" / place).rglob("*.npz")] == []
     assert not found_by_look_up()
     assert on_disk(root, needles()) == set()
     assert (root / "server.log").stat().st_size

@@ -9,16 +9,17 @@ from sqlalchemy import select
 
 from service.core import AdapterRef, Generation, IllegalMove, Provenance, RunState, Selection, TrainingRun, Trigger
 from service.store.database import Database
-from service.store.log.generations import Generations
+from service.store.log.generations import TRAIN, Generations, split_of
 from service.store.log.quarantine import Quarantine, QuarantinedTexts
 from service.store.log.run_texts import Role
+from service.store.log.sampler import MIN_TEXTS
 from service.store.log.training_texts import TrainingTexts, UntrainedCounts
 from service.store.registry.adapters import Adapters
 from service.store.registry.lineage import Lineage
 from service.store.registry.runs import Runs
 from service.store.replay.buffer import Replay
 from service.store.tables import generations, run_texts
-from tests.support.store_rows import ADAPTERS, LOST, WHO, case, generation, promote
+from tests.support.store_rows import ADAPTERS, HELD_OUT_TEXT, LOST, WHO, case, generation, promote
 
 OTHER = replace(WHO, draft="e" * 64)
 
@@ -119,3 +120,32 @@ def test_a_text_that_is_new_to_a_run_is_not_counted_for_the_next_while_it_runs(t
     assert texts.training_texts.untrained(WHO).generations == 0
     texts.runs.move(run.id, run.fencing, RunState.CRASHED)
     assert texts.training_texts.untrained(WHO).generations == 3
+
+
+def test_seeds_are_learnable_chats_of_this_target_and_of_many_clients(database: Database) -> None:
+    store, runs, logged = Generations(database), Runs(database), TrainingTexts(database)
+    words = [word for word in ("abcdefghij"[i % 10] * (1 + i // 10) for i in range(60)) if split_of(word) == TRAIN]
+    loud = [generation(first_user=f"{word}", client="loud", tokens=[7, i]) for i, word in enumerate(words[:30])]
+    others = [generation(first_user=word, client=f"client {i}", tokens=[8, i]) for i, word in enumerate(words[30:], 1)]
+    left_out = [
+        generation(first_user=HELD_OUT_TEXT),
+        generation(first_user=" "),
+        generation(output=[]),
+        generation(who=replace(WHO, target="another")),
+    ]
+    drafted_otherwise = generation(client="b", who=replace(WHO, draft="another"))
+    store.add([*loud, *others, *left_out, drafted_otherwise]).result()
+    seeds = logged.seeds(WHO, 100)
+    assert {one.id for one in others} | {drafted_otherwise.id} <= set(seeds)
+    assert not {one.id for one in left_out} & set(seeds)
+    assert len({one.id for one in loud} & set(seeds)) == MIN_TEXTS, "a tenth of these would be fewer"
+    assert logged.seeds(WHO, 3) == seeds[:3] and len(seeds[:3]) == 3
+    # Claimed for practice, they are new to the next run on logged texts.
+    run = runs.claim(trigger=Trigger.PRACTICE, who=WHO, parent=0, limit=9, seeds=[*seeds, "gone"])
+    assert run is not None and (run.cases, run.generations) == (0, len(seeds))
+    assert {one.id for one in logged.seeds_of(run.id)} == set(seeds)
+    assert logged.claimed(run.id) == []
+    # An erasure of one finds the adapter.
+    ref = promote(runs, Adapters(database, ADAPTERS), run)
+    assert Lineage(database).adapters(Selection(ids=frozenset({others[0].id}))) == {ref.id: 1}
+    assert runs.claim(trigger=Trigger.PRACTICE, who=WHO, parent=0, limit=9, seeds=[]) is None

@@ -9,7 +9,7 @@ from service.core import Prompt, Sampling
 from service.store.database import Database
 from service.store.log.generations import Generations
 from service.store.log.rows import id_bytes
-from service.store.log.sampler import MIN_TEXTS, Text, conversation, sample, text
+from service.store.log.sampler import MIN_TEXTS, Text, capped, conversation, sample, text
 from tests.support.databases import BY_NIGHT
 from tests.support.store_rows import WHO, generation, texts
 
@@ -28,6 +28,23 @@ def test_equal_texts_are_drawn_once_and_no_client_has_more_than_half() -> None:
     assert sum(one in flood for one in drawn) == 21
     few = sample([*checks, honest[0], *flood], 100, 1)
     assert sum(one in flood for one in few) == MIN_TEXTS
+
+
+def test_of_seeds_no_client_has_more_than_a_tenth_or_its_equal_part() -> None:
+    def asked(client: str, count: int) -> list[Text]:
+        words = ["abcdefghij"[i % 10] * (1 + i // 10) for i in range(count)]
+        return [
+            logged(f"{client} {i}", f"{client} {word}", output=i, client=client, prompt=sum(client.encode()))
+            for i, word in enumerate(words)
+        ]
+
+    many = [asked(f"client {chr(97 + i)}", 20) for i in range(12)]
+    drawn = capped([*asked("loud", 500), *(one for each in many for one in each)], client_share=0.1)
+    assert sum(one.id.startswith("loud") for one in drawn) <= len(drawn) / 10
+    assert sum(one.id.startswith("loud") for one in drawn) > MIN_TEXTS
+    two = capped([*asked("loud", 100), *asked("quiet", 50)], client_share=0.1)
+    assert sum(one.id.startswith("loud") for one in two) == 50
+    assert len(capped(asked("alone", 100), client_share=0.1)) == 100
 
 
 def test_one_health_check_does_not_cut_the_only_client() -> None:

@@ -300,12 +300,13 @@ class InMemoryOperator:
         self.erased: list[tuple[Selection, bool]] = []
         self.known = [make_adapter(3, AdapterState.ACTIVE), make_adapter(2, AdapterState.RETIRED)]
 
-    def request_training(self, idempotency_key: str | None) -> TrainingRun:
+    def request_training(self, idempotency_key: str | None, practice_minutes: float | None = None) -> TrainingRun:
         if idempotency_key in self.keys:
             return self.run(self.keys[idempotency_key])
         if any(not run.state.over for run in self.known_runs):
             raise Conflict("a training run is under way")
-        self.known_runs.append(make_run(len(self.known_runs) + 1))
+        run = make_run(len(self.known_runs) + 1)
+        self.known_runs.append(run if practice_minutes is None else replace(run, trigger=Trigger.PRACTICE))
         if idempotency_key is not None:
             self.keys[idempotency_key] = len(self.known_runs)
         return self.known_runs[-1]

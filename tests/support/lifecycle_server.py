@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 import time
@@ -153,6 +154,7 @@ class Launcher(ProcessLauncher):
         super().__init__(log, command=command)
         self.started: list[Process] = []
         self.kinds: list[str] = []
+        self.specs: list[Mapping[str, object]] = []
         self.missing = False
 
     def launch(self, spec: Mapping[str, object]) -> Process:
@@ -161,6 +163,7 @@ class Launcher(ProcessLauncher):
         process = super().launch(spec)
         self.started.append(process)
         self.kinds.append(str(spec["kind"]))
+        self.specs.append(spec)
         return process
 
 
@@ -216,7 +219,9 @@ class Server:
             (str(Path(__file__).with_name("scripted_child.py")), str(installation.plan)),
         )
         self.busy = False
+        self.idle_seconds = math.inf
         self.strain: str | None = None
+        self.user: str | None = None
         self.behind = installation.behind
         settings = {"min_cases": 3 * ENOUGH, "min_tokens": 10, "cooldown_seconds": 0.0, **training}
         context = LifecycleContext(
@@ -237,6 +242,7 @@ class Server:
                 max_generations=installation.keep,
                 max_days=installation.max_days,
                 targets=installation.home / "targets",
+                practice=installation.home / "practice",
                 adapters=root,
                 spec={"out": str(root), **(spec or {})},
             ),
@@ -245,7 +251,12 @@ class Server:
             clock=None if self.behind else lambda: datetime.now(UTC) + installation.clock_offset,
         )
         self.supervisor = Supervisor(
-            context, busy=lambda: self.busy, strain=lambda: self.strain, forget=installation.forget
+            context,
+            busy=lambda: self.busy,
+            idle_seconds=lambda: self.idle_seconds,
+            strain=lambda: self.strain,
+            user=lambda: self.user,
+            forget=installation.forget,
         )
 
     def traffic(self, count: int = ENOUGH, *, cases: int = 3) -> None:

@@ -6,22 +6,28 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from service.core import Generation, Provenance, RunState, Trigger
+from service.core import Generation, Provenance, RunState, Sampling, TrainingRun, Trigger
 from service.learning import job
 from service.learning.channel import ORPHANED, Channel
+from service.learning.general_set import GeneralSet
+from service.models import vocabulary
+from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint
 from service.settings import GateSettings, TrainingSettings
 from service.store.database import Database
 from service.store.log.generations import Generations
 from service.store.registry.runs import Runs
+from tests.support.logged_texts import served
+from tests.support.model_folders import save_model
+from tests.support.oracle import noisy_copy, tiny_llama
 
 Message = dict[str, Any]
 GATE: Message = {"min_prompts": 5, "min_tokens": 100}
@@ -38,6 +44,33 @@ class LoggedPair:
     general: Path
     who: Provenance
     logged: list[Generation]
+
+
+def make_logged_pair(root: Path, reduced: Sequence[int]) -> LoggedPair:
+    """A tiny pair whose draft has a reduced vocabulary, 60 generations, some of them without targets, and a general set."""
+    target = tiny_llama(1, sharpness=8.0)
+    draft = noisy_copy(target, 2, 0.5)
+    folders = save_model(target, root / "target"), save_model(draft, root / "draft")
+    vocabulary.write(reduced, folders[1])
+    who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
+    samplings = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=3, max_tokens=24), Sampling(temperature=0.7)]
+    samplings = [replace(samplings[i % 3], max_tokens=24) for i in range(60)]
+    logged = [
+        replace(
+            g,
+            id=f"g{i}",
+            prompt=replace(g.prompt, first_user=f"question {i}", domain="sql" if i % 2 else None),
+            provenance=who,
+            # Some were logged without the target's distribution.
+            targets=None if i % 10 == 1 else g.targets,
+        )
+        for i, g in enumerate(served(target, draft, samplings, k=3))
+    ]
+    general = GeneralSet.of(
+        (g.prompt.tokens, g.output) for g in served(target, draft, [Sampling(max_tokens=16)] * 40, k=3, seed=7)
+    )
+    general.save(root / "general.npz")
+    return LoggedPair(root, *folders, root / "general.npz", who, logged)
 
 
 class Home:
@@ -58,7 +91,11 @@ class Home:
         run = self.runs.claim(trigger=Trigger.MANUAL, who=self.logged_pair.who, parent=0, limit=30)
         assert run is not None
         self.runs.move(run.id, run.fencing, RunState.TRAINING)
-        spec: Message = {
+        return self.spec_of(run, training=training, gate=gate) | changes
+
+    def spec_of(self, run: TrainingRun, *, training: Message | None = None, gate: Message | None = None) -> Message:
+        """The job of a run that is being trained."""
+        return {
             "kind": "train",
             "tie_margin": 1e-3,
             "url": self.url,
@@ -76,7 +113,6 @@ class Home:
             "k": 3,
             "provenance": asdict(self.logged_pair.who),
         }
-        return spec | changes
 
     def published(self) -> list[str]:
         return sorted(path.name for path in self.out.iterdir())

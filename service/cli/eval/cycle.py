@@ -25,6 +25,10 @@ def cycle(
     replay: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Another replay share than the settings'.")
     ] = None,
+    practice_minutes: Annotated[
+        float | None,
+        typer.Option(min=0.1, help="Train on text that the target writes, for so long, and not on the log."),
+    ] = None,
     beside: Annotated[
         bool,
         typer.Option(
@@ -48,6 +52,7 @@ def cycle(
             read_prompts(train, limit=train_limit),
             tests,
             replay=replay,
+            practice_minutes=practice_minutes,
             beside=beside,
             keep=keep,
             on_progress=on_progress,

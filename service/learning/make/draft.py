@@ -28,7 +28,7 @@ from service.models.arrays import named_arrays
 from service.models.draft_choice import write_made_for
 from service.models.heads import cut
 from service.models.pair import Loaded, load_model
-from service.models.shipped import GENERAL, extract
+from service.models.shipped import GENERAL, OPENINGS, extract
 
 Report = Callable[[str, int, int, str], None]
 """(stage, done, of, note)"""
@@ -137,6 +137,8 @@ def make_draft(
     save_model_folder(weights, config, target.folder, scratch)
     if recipe.vocabulary:
         _write_vocabulary(target, draft, text, recipe.vocabulary, scratch, report)
+    if recipe.openings:
+        (scratch / OPENINGS).write_text("\n".join(recipe.openings) + "\n", encoding="utf-8")
     write_made_for(scratch, target.fingerprint)
     scratch.rename(out)
     if package is not None:

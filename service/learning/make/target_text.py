@@ -6,7 +6,7 @@ Rows run in step. User turns are sampled at T = 1, answers at their row's own te
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,15 +95,19 @@ def write_text(
     greedy: float = 0.25,
     openings: Sequence[str] = (),
     turn: int | None = None,
+    between: Callable[[], object] = lambda: None,
 ) -> TargetText:
     """`rows` texts of `length` tokens, written by the target.
 
     greedy: share of rows whose answers are greedy; the temperatures of the others are uniform in 0..1. openings: words that
     user turns begin with, drawn anew for each turn ("": none are forced); with them user turns have lower temperatures, since
-    the openings bring variety. turn: tokens after which a turn is ended, so that rows have more turns and fewer loops.
+    the openings bring variety. turn: tokens after which a turn is ended, so that rows have more turns and fewer loops. between:
+    called before every target call.
     """
+    between()
     writer = _Writer(target, rows, length, seed, greedy, openings, turn or length)
     for at in range(writer.start, length):
+        between()
         writer.step(at)
     return TargetText(writer.tokens, writer.role, writer.temperature)
 

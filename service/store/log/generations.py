@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, delete, func, insert, literal, select, update
+from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, literal, select, update
 
 from service.core import Generation, Provenance, Round, Selection
 from service.store.database import Database
 from service.store.log.cases import add_cases, undrafted
-from service.store.log.queries import load, newest, of_target, same_pair, selected
+from service.store.log.queries import TEXT, load, newest, of_target, same_pair, selected, text_of
 from service.store.log.rows import grammar_values, rounds_of, target_bytes, text_key, values_of
 from service.store.log.run_texts import claimed_by_run, completed_run_texts
-from service.store.log.sampler import Text, text
+from service.store.log.sampler import Text
 from service.store.tables import (
     failure_cases,
     generation_targets,
@@ -33,7 +33,6 @@ TRAIN, HELD_OUT = "train", "held_out"
 answers that had to follow a grammar, of which too little is stored."""
 TURNS_READ = 10
 """Generations read for each conversation that is wanted."""
-_TEXT = tuple(generations.c[name] for name in ("id", "prompt", "output", "client", "api_key", "first_user"))
 
 
 _BYTES = sum(
@@ -104,12 +103,12 @@ class Generations:
 
     def held_out_texts(self, who: Provenance, conversations: int) -> list[Text]:
         """Of the newest `conversations` that no run may train on, one text per prompt, newest first."""
-        query = select(*_TEXT).where(generations.c.seq.in_(_held_out(who))).order_by(generations.c.seq.desc())
+        query = select(*TEXT).where(generations.c.seq.in_(_held_out(who))).order_by(generations.c.seq.desc())
         known = set[str]()
         found: list[Text] = []
         with self._db.read() as connection:
             for row in connection.execute(query.limit(TURNS_READ * conversations)):
-                one = _text(row)
+                one = text_of(row)
                 if one.conversation in known or len(known) < conversations:
                     known.add(one.conversation)
                     found.append(one)
@@ -117,8 +116,8 @@ class Generations:
 
     def texts_after(self, who: Provenance, seq: int, limit: int) -> list[Text]:
         """Of the newest `limit` generations, those of this pair that were recorded after one, newest first."""
-        rows = newest(self._db, limit, *_TEXT, generations.c.output_tokens, where=[generations.c.seq > seq])
-        return [_text(row) for row in rows if same_pair(row, who) and row.output_tokens > 0]
+        rows = newest(self._db, limit, *TEXT, generations.c.output_tokens, where=[generations.c.seq > seq])
+        return [text_of(row) for row in rows if same_pair(row, who) and row.output_tokens > 0]
 
     def names_after(self, who: Provenance, seq: int, limit: int) -> list[str]:
         """Of the newest `limit` generations, the ids of those of this pair that were recorded after one, newest first."""
@@ -211,11 +210,6 @@ def _too_many_bytes(connection: Connection, most: int) -> int:
     joined = generations.join(generation_targets, generation_targets.c.seq == generations.c.seq, isouter=True)
     sizes = select(generations.c.seq, so_far).select_from(joined).subquery()
     return connection.execute(select(func.max(sizes.c.seq)).where(sizes.c.so_far > most)).scalar() or 0
-
-
-def _text(row: Row[Any]) -> Text:
-    client = row.api_key or row.client
-    return text(row.id, prompt=row.prompt, output=row.output, client=client, first_user=row.first_user)
 
 
 def _held_out(who: Provenance) -> Select[tuple[int]]:

@@ -23,6 +23,7 @@ KINDS = 16
 """Kinds there may be; once there are so many, a prompt goes to the nearest."""
 SHARE = 0.5
 """Of a reservoir, or of what a run learns from, that one client or one template may hold where there is anything else."""
+_CLIENT = b"client:"
 _KIND = re.compile(r"cluster:([0-9a-f]{16})")
 
 
@@ -43,8 +44,13 @@ def template(first_user: str, prompt: Sequence[int]) -> bytes:
 def groups_of(client: str | None, template: bytes) -> frozenset[bytes]:
     """The groups of a text: its template, and its client where it has a client tag."""
     return frozenset(
-        {b"template:" + template} | ({b"client:" + client.encode("utf-8", "surrogatepass")} if client else set())
+        {b"template:" + template} | ({_CLIENT + client.encode("utf-8", "surrogatepass")} if client else set())
     )
+
+
+def is_client(group: bytes) -> bool:
+    """Whether a group is a client's, and no template's."""
+    return group.startswith(_CLIENT)
 
 
 def kind(prompt: Sequence[int], known: Sequence[str]) -> str:

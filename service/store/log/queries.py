@@ -12,8 +12,11 @@ from service.core import FailureCase, Generation, Provenance, Selection
 from service.store.database import Database
 from service.store.log.rows import generation_of
 from service.store.log.run_texts import PAGE
+from service.store.log.sampler import Text, text
 from service.store.tables import failure_cases, generation_targets, generations, grammars
 
+TEXT = tuple(generations.c[name] for name in ("id", "prompt", "output", "client", "api_key", "first_user"))
+"""What `text_of` reads of a row."""
 _CASE = tuple(failure_cases.c[field.name] for field in fields(FailureCase))
 
 
@@ -44,6 +47,12 @@ def load(database: Database, *where: ColumnElement[bool], limit: int | None = No
             for seq, *values in connection.execute(query).all():
                 cases[seq].append(FailureCase(*values))
     return [generation_of(row, cases[row.seq]) for row in rows]
+
+
+def text_of(row: Row[Any]) -> Text:
+    """What the sampler needs to know of a row with the columns TEXT."""
+    client = row.api_key or row.client
+    return text(row.id, prompt=row.prompt, output=row.output, client=client, first_user=row.first_user)
 
 
 def newest(

@@ -31,12 +31,13 @@ PAGE = 500
 class Role(StrEnum):
     """NEW: its failure cases are what the run was claimed for; no other run of the same draft gets it, unless this one crashes.
     WINDOW: one of the newest before them. REPLAY: out of the replay buffer. RELEASED: it was new, was quarantined later, and is
-    free again."""
+    free again. SEED: the target wrote practice text that begins like its prompt."""
 
     NEW = "new"
     WINDOW = "window"
     REPLAY = "replay"
     RELEASED = "released"
+    SEED = "seed"
 
 
 COMPLETED = tuple(state.value for state in RunState if state.over and state is not RunState.CRASHED)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from service.core import Prompt
-from service.store.log.likeness import SHARE, content_key, groups_of, template
+from service.store.log.likeness import SHARE, content_key, groups_of, is_client, template
 from service.store.log.rows import id_bytes
 
 FEW_OTHERS = 0.02
@@ -56,21 +56,28 @@ def _conversation(first_user: str, prompt: bytes) -> str:
     return hashlib.sha256(beginning).hexdigest()[:16]
 
 
-def capped(texts: Sequence[Text]) -> list[Text]:
+def capped(texts: Sequence[Text], *, client_share: float = SHARE) -> list[Text]:
     """Each text once, and of one client or one template no more than their share of what stays, in the order given: the first
     of each stay. Texts without a client tag belong to no client. Where there is hardly anything else, a group may have it all.
 
-    The largest group that is too large is cut to what all others hold together, and so on, until none is. MIN_TEXTS of a group
-    always stay, so that a single text of somebody else cannot cut a whole service to nothing.
+    The group that exceeds its share most is cut to it, and so on, until none does. MIN_TEXTS of a group always stay, so that a
+    single text of somebody else cannot cut a whole service to nothing. client_share: of one client; its equal part where there
+    are too few clients for that.
     """
     distinct: dict[bytes, Text] = {}
     for one in texts:
         distinct.setdefault(one.key, one)
     left = list(distinct.values())
+    clients = {group for one in left for group in one.groups if is_client(group)}
+    client_share = max(client_share, 1.0 / max(len(clients), 2))
+
+    def share(group: bytes) -> float:
+        return client_share if group in clients else SHARE
+
     while left:
         counts = Counter(group for one in left for group in one.groups)
-        largest, held = max(counts.items(), key=lambda item: (item[1], item[0]))
-        most = max(int((len(left) - held) * SHARE / (1.0 - SHARE)), MIN_TEXTS)
+        largest, held = max(counts.items(), key=lambda item: (item[1] / share(item[0]), item[0]))
+        most = max(int((len(left) - held) * share(largest) / (1.0 - share(largest))), MIN_TEXTS)
         others = {one.conversation for one in left if largest not in one.groups}
         if held <= most or len(others) < FEW_OTHERS * len({one.conversation for one in left}):
             break

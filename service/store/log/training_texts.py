@@ -6,17 +6,20 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, and_, case, func, or_, select
 
 from service.core import Generation, Provenance
 from service.store.database import Database
 from service.store.log.generations import TRAIN
-from service.store.log.queries import load, newest, of_target, same_target
+from service.store.log.queries import TEXT, load, newest, of_target, same_target, text_of
 from service.store.log.run_texts import Role, claimed_by_run, texts_of
+from service.store.log.sampler import capped
 from service.store.tables import generations, run_texts
 
 READ_PER_TEXT = 4
 """Generations that are read for each that the window wants: some are held out, quarantined, or the run's own."""
+CLIENT_SHARE = 0.1
+"""Of the texts that practice begins like, what one client may have at most, where there are ten."""
 RATED = 500
 """Newest texts with failure cases that say how many cases a token has."""
 
@@ -90,6 +93,22 @@ class TrainingTexts:
         with self._db.read() as connection:
             return set(connection.execute(query).scalars())
 
+    def seeds(self, who: Provenance, limit: int) -> list[str]:
+        """Ids of the newest texts of this target and tokenizer whose prompts practice may begin like: none is held out or
+        quarantined, each has a user's message, and no client has more than CLIENT_SHARE of them, no template more than half
+        (`sampler.capped`). At most `limit`, newest first."""
+        columns = (*TEXT, generations.c.split, generations.c.output_tokens, generations.c.quarantined_run)
+        fit = [
+            text_of(row)
+            for row in newest(self._db, READ_PER_TEXT * limit, *columns)
+            if _learnable(row) and same_target(row, who) and row.first_user.strip()
+        ]
+        return [one.id for one in capped(fit, client_share=CLIENT_SHARE)][:limit]
+
+    def seeds_of(self, run_id: int) -> list[Generation]:
+        """The texts of the log that a run's practice began like, and that are still there, newest first."""
+        return load(self._db, texts_of(run_id, Role.SEED))
+
     def window(self, who: Provenance, run_id: int, limit: int) -> list[Generation]:
         """The newest `limit` texts of this target and tokenizer that are not the run's own, none of them held out or
         quarantined. Newest first."""
@@ -97,12 +116,17 @@ class TrainingTexts:
             return []
         columns = (generations.c.seq, generations.c.split, generations.c.output_tokens, generations.c.quarantined_run)
         rows = newest(self._db, READ_PER_TEXT * limit, *columns)
-        fit = [r for r in rows if r.split == TRAIN and r.output_tokens and r.quarantined_run is None]
+        fit = [row for row in rows if _learnable(row)]
         with self._db.read() as connection:
             query = select(run_texts.c.seq).where(run_texts.c.run == run_id, run_texts.c.role == Role.NEW)
             own = set(connection.execute(query).scalars())
         seqs = [r.seq for r in fit if same_target(r, who) and r.seq not in own][:limit]
         return load(self._db, generations.c.seq.in_(seqs))
+
+
+def _learnable(row: Row[Any]) -> bool:
+    """Whether it is neither held out nor quarantined, and has an answer."""
+    return row.split == TRAIN and row.output_tokens > 0 and row.quarantined_run is None
 
 
 def untrained_generations(who: Provenance, limit: int) -> Select[Any]:

@@ -56,10 +56,12 @@ class Runs:
         owner: str | None = None,
         idempotency_key: str | None = None,
         config: Mapping[str, object] | None = None,
+        seeds: Sequence[str] | None = None,
     ) -> TrainingRun | None:
         """Open a run on the newest `limit` generations that no run of this draft has had, with failure cases or undrafted. Its
         `cases` counts near-ties too, and what `add_cases` adds. owner: the token of the process that does it;
-        None: it waits for one that takes it.
+        None: it waits for one that takes it. seeds: of practice, ids of the generations that it begins like, in place of new
+        ones.
 
         None when a run of this pair is not over yet or nothing is left to train on. A known idempotency key returns its run.
         """
@@ -71,7 +73,10 @@ class Runs:
                     return _run(row)
             if _open(connection, who) is not None:
                 return None
-            seqs = list(connection.execute(untrained_generations(who, limit)).scalars())
+            if seeds is None:
+                role, seqs = Role.NEW, list(connection.execute(untrained_generations(who, limit)).scalars())
+            else:
+                role, seqs = Role.SEED, _seqs(connection, seeds)
             if not seqs:
                 return None
             made = connection.execute(
@@ -95,13 +100,14 @@ class Runs:
                 )
             ).inserted_primary_key
             assert made is not None
-            insert_run_texts(connection, made[0], Role.NEW, seqs)
-            count = select(func.count()).select_from(failure_cases)
-            cases = sum(
-                connection.execute(count.where(failure_cases.c.seq.in_(seqs[start : start + PAGE]))).scalar_one()
-                for start in range(0, len(seqs), PAGE)
-            )
-            connection.execute(update(training_runs).where(training_runs.c.id == made[0]).values(cases=cases))
+            insert_run_texts(connection, made[0], role, seqs)
+            if role is Role.NEW:
+                count = select(func.count()).select_from(failure_cases)
+                cases = sum(
+                    connection.execute(count.where(failure_cases.c.seq.in_(seqs[start : start + PAGE]))).scalar_one()
+                    for start in range(0, len(seqs), PAGE)
+                )
+                connection.execute(update(training_runs).where(training_runs.c.id == made[0]).values(cases=cases))
             return _get(connection, made[0])
 
         return self._db.write(work).result()
@@ -182,9 +188,7 @@ class Runs:
 
         def work(connection: Connection) -> None:
             held_run(connection, run_id, fencing)
-            for start in range(0, len(names), PAGE):
-                query = select(generations.c.seq).where(generations.c.id.in_(names[start : start + PAGE]))
-                insert_run_texts(connection, run_id, role, list(connection.execute(query).scalars()))
+            insert_run_texts(connection, run_id, role, _seqs(connection, names))
 
         self._db.write(work).result()
 
@@ -269,7 +273,7 @@ class Runs:
 
     def newest(self, who: Provenance) -> TrainingRun | None:
         """The newest run of this pair, over or not; None: there is none."""
-        query = select(training_runs).where(*_pair(who)).order_by(training_runs.c.id.desc()).limit(1)
+        query = select(training_runs).where(*of_pair(who)).order_by(training_runs.c.id.desc()).limit(1)
         with self._db.read() as connection:
             row = connection.execute(query).one_or_none()
         return None if row is None else _run(row)
@@ -329,15 +333,25 @@ _ORPHANED = and_(~_WAITING, or_(training_runs.c.owner.is_(None), ~_of_a_member))
 
 
 def _open(connection: Connection, who: Provenance) -> Row[Any] | None:
-    return connection.execute(select(training_runs).where(_UNFINISHED, *_pair(who))).one_or_none()
+    return connection.execute(select(training_runs).where(_UNFINISHED, *of_pair(who))).one_or_none()
 
 
-def _pair(who: Provenance) -> tuple[ColumnElement[bool], ...]:
+def of_pair(who: Provenance) -> tuple[ColumnElement[bool], ...]:
+    """Whether a run trains for this pair."""
     return (
         training_runs.c.target == who.target,
         training_runs.c.tokenizer == who.tokenizer,
         training_runs.c.draft == who.draft,
     )
+
+
+def _seqs(connection: Connection, names: Sequence[str]) -> list[int]:
+    """Of these generation ids, those that are in the log."""
+    pages = [names[start : start + PAGE] for start in range(0, len(names), PAGE)]
+    found = (
+        connection.execute(select(generations.c.seq).where(generations.c.id.in_(page))).scalars() for page in pages
+    )
+    return [seq for page in found for seq in page]
 
 
 def _move(connection: Connection, row: Row[Any], state: RunState, **values: object) -> None:

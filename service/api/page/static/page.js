@@ -125,9 +125,9 @@ function showRun(run) {
   byId('run-figures').hidden = !here || over;
   if (!here) return;
   const { progress } = run;
-  const why = { cases: 'enough failure cases', drift: 'drift', manual: 'asked for' }[run.trigger];
+  const why = { cases: 'enough failure cases', drift: 'drift', manual: 'asked for', practice: 'practice' }[run.trigger];
   setId('run-line', `Run ${run.id}: ${run.state}${progress.paused && !over ? `, paused: ${visible(progress.paused)}` : ''}.`);
-  setId('run-steps', `Step ${progress.step} of ${progress.steps || '?'}`);
+  setId('run-steps', `${progress.writing ? 'The target writes: piece' : 'Step'} ${progress.step} of ${progress.steps || '?'}`);
   byId('run-progress').max = progress.steps || 1;
   byId('run-progress').value = progress.step;
   setId('run-loss', number(progress.loss, 3));
@@ -136,7 +136,8 @@ function showRun(run) {
   setId('run-left', progress.seconds_left === null ? '–' : duration(progress.seconds_left));
   const outcome = run.error ?? run.verdict?.reason ?? '';
   const ended = over ? ` Ended ${when(run.finished_at)}. ${visible(outcome)}` : '';
-  setId('run-note', `On top of ${run.parent === 0 ? 'the bare draft' : adapterName(run.parent)}, on ${run.cases} failure cases of ${run.generations} answers (${why}).${ended}`);
+  const from = run.trigger === 'practice' ? 'text written like' : `${run.cases} failure cases of`;
+  setId('run-note', `On top of ${run.parent === 0 ? 'the bare draft' : adapterName(run.parent)}, on ${from} ${run.generations} answers (${why}).${ended}`);
 }
 
 // One key until the server has answered: a second click asks for the same run.

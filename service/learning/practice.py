@@ -1,0 +1,240 @@
+"""A `train` job of practice: the target writes text, and the adapter is trained on it (docs/learning.md, "Practice").
+
+Half of the text begins like logged prompts, half is like what the draft was made from, so that it does not unlearn the rest.
+The target is in this process: no engine, and so nothing that counts, caches or plans traffic, ever sees this text.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Sequence
+from itertools import count, islice
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from service.core import Generation, Progress, TrainingFailed
+from service.engine.footprint import row_bytes, weight_bytes
+from service.learning.channel import Channel
+from service.learning.loading import load_draft, load_target, target_width
+from service.learning.make.distil import Distillation, batches
+from service.learning.make.target_text import TargetText, write_text
+from service.learning.practice_text import Kind, Piece, PracticeText
+from service.learning.scoring.score import held_out
+from service.learning.spec import Practice, TrainJob
+from service.learning.texts import as_text
+from service.learning.train import Optimiser, TrainReport, train
+from service.learning.training_job import Learnt, TrainingJob
+from service.models.arrays import named_arrays
+from service.models.memory import device_free_bytes
+from service.models.pair import Loaded
+from service.models.shipped import OPENINGS
+from service.store.database import Database
+from service.store.log.generations import Generations
+from service.store.log.training_texts import TrainingTexts
+
+log = logging.getLogger(__name__)
+
+LENGTH, TURN = 384, 96
+"""Tokens of a practice text, and of a turn in it at most."""
+MOST_ROWS, MOST_ROWS_CPU = 1024, 64
+"""Texts that are written together."""
+BATCH = 32
+"""Texts of a training step, where memory does for so many."""
+ROWS_ASIDE, BATCH_ASIDE = 256, 8
+"""Texts that are written and trained on together in the memory that a server with practice leaves for it."""
+CUTS, SHORTEST_CUT, LONGEST_OPENING = 4, 0.6, 600
+"""Cuts of each logged prompt; the least share of its characters that a cut has; characters of an opening at most."""
+WRITING_SHARE = 0.6
+"""Of the run's minutes; the rest is for training."""
+LEARNING_RATE, WARMUP = 2e-3, 0.05
+FREE_SHARE = 0.5
+"""Of the memory that is free, for rows that are written, and for a training step."""
+_LOGITS_COPIES = 8
+"""Float32 arrays as wide as the logits that a training step holds."""
+
+
+class PracticeJob(TrainingJob):
+    """Does a `train` job whose `practice` is set."""
+
+    def __init__(self, job: TrainJob, channel: Channel, database: Database) -> None:
+        super().__init__(job, channel, database)
+        assert job.practice is not None
+        self.practice: Practice = job.practice
+        self.seeds = TrainingTexts(database).seeds_of(job.run)
+        self.stored = PracticeText(job.practice.folder, job.provenance.target)
+        self._started = time.perf_counter()
+        self._paused = 0.0
+
+    def _learn(self) -> Learnt:
+        job = self.job
+        if not self.seeds:
+            raise TrainingFailed("none of the texts that practice should begin like is in the log any more")
+        target = load_target(job)
+        dtype = _working_dtype(target.model)
+        target.model.set_dtype(dtype)
+        written = self._write(target)
+        earlier = list(self.stored.pieces(job.run))
+        self._send_seeds({piece.run for piece in earlier})
+        draft = load_draft(job, target.model)
+        shape = self._wrap(draft.model, job.training.practice_rank)
+        reduced = self._reduced_vocabulary(draft, [(*seed.prompt.tokens, *seed.output) for seed in self.seeds])
+        text = mixed([*written, *earlier])
+        report = self._train(draft.model, text, Distillation(target.model, dtype, blend=True))
+        return Learnt(draft, shape, reduced, report)
+
+    def _held_out(self) -> list[Generation]:
+        job = self.job
+        return held_out(
+            Generations(self.database),
+            job.provenance,
+            limit=job.gate.max_prompts,
+            run=job.run,
+            seeds=[as_text(seed) for seed in self.seeds],
+        )
+
+    # ------------------------------------------------------------------------------------------------------- writing
+
+    def _write(self, target: Loaded) -> list[Piece]:
+        """Pieces of both kinds in turn, one of each at least, for their share of the minutes. Each is stored at once."""
+        job = self.job
+        rows = writing_rows(target.model, target_width(job), device_free_bytes())
+        openings = {
+            Kind.LOG: cuts([seed.prompt.first_user for seed in self.seeds], job.run),
+            Kind.GENERAL: general_openings(job),
+        }
+        end = WRITING_SHARE * 60 * self.practice.minutes
+        pieces: list[Piece] = []
+        for number in count():
+            started = self._elapsed()
+            for kind, words in openings.items():
+                seed = 2 * (job.run << 16 | number) + (kind is Kind.GENERAL)
+                text = write_text(
+                    target, rows=rows, length=LENGTH, seed=seed, openings=words, turn=TURN, between=self._hold
+                )
+                mx.clear_cache()
+                piece = Piece(job.run, kind, text)
+                self.stored.save(piece, job.fencing, number)
+                pieces.append(piece)
+            now = self._elapsed()
+            took = now - started
+            planned = max(round(end / took), number + 1)
+            self._send_progress(
+                Progress(
+                    number + 1,
+                    planned,
+                    tokens_per_second=2 * rows * LENGTH / took,
+                    seconds_left=60 * self.practice.minutes - now,
+                    writing=True,
+                )
+            )
+            if now + took > end:
+                return pieces
+        raise AssertionError("count() has no end")
+
+    def _send_seeds(self, runs: set[int]) -> None:
+        """Report the seeds of earlier runs whose text is learnt from: an erasure of one has to find this adapter too."""
+        logged = TrainingTexts(self.database)
+        names = {seed.id for run in runs for seed in logged.seeds_of(run)} - {seed.id for seed in self.seeds}
+        self.channel.send("texts", {"window": [], "replay": sorted(names)})
+
+    # ------------------------------------------------------------------------------------------------------ training
+
+    def _train(self, model: nn.Module, text: TargetText, loss: Distillation) -> TrainReport:
+        """One pass over the text, or over as much of it as there is time for."""
+        rows = max(min(BATCH, len(text.tokens), batch_rows(target_width(self.job), device_free_bytes())), 1)
+        step = self._step_seconds(model, text, loss, rows)
+        left = max(60 * self.practice.minutes - self._elapsed(), 0.0)
+        steps = max(min(len(text.tokens) // rows, int(left / step)), 1)
+        log.info("%d steps of %d texts, %.2f s each; %d texts there", steps, rows, step, len(text.tokens))
+        return train(
+            model,
+            islice(batches(text, rows, 1, self.job.run), steps),
+            loss_fn=loss,
+            optimiser=Optimiser(LEARNING_RATE, steps, warmup=WARMUP, clip=self.job.training.clip),
+            on_progress=self._send_progress,
+            hold=self._hold,
+        )
+
+    def _step_seconds(self, model: nn.Module, text: TargetText, loss: Distillation, rows: int) -> float:
+        """Of a training step, measured by the second of two."""
+        gradient_of = nn.value_and_grad(model, loss)
+        seconds = 0.0
+        for batch in islice(batches(text.first(2 * rows), rows, 2, 0), 2):
+            self._hold()
+            started = time.perf_counter()
+            mx.eval(gradient_of(model, batch))
+            seconds = time.perf_counter() - started
+        return max(seconds, 1e-3)
+
+    def _hold(self) -> float:
+        paused = self.channel.hold()
+        self._paused += paused
+        return paused
+
+    def _elapsed(self) -> float:
+        """Seconds since the job began, without pauses."""
+        return time.perf_counter() - self._started - self._paused
+
+
+def cuts(prompts: Sequence[str], seed: int) -> list[str]:
+    """What user turns begin with: each prompt cut at CUTS places, so that the target goes on differently."""
+    rng = random.Random(seed)
+    return [
+        prompt[: max(1, int(len(prompt) * rng.uniform(SHORTEST_CUT, 1.0)))]
+        for prompt in (words[:LONGEST_OPENING] for words in prompts)
+        for _ in range(CUTS)
+    ]
+
+
+def general_openings(job: TrainJob) -> list[str]:
+    """What user turns of general text begin with: what they began with in the text that the draft was made from, where that is
+    known; else nothing, and the target begins by itself."""
+    folders = [job.draft, *([job.general.parent] if job.general is not None else [])]
+    found = next((folder / OPENINGS for folder in folders if (folder / OPENINGS).is_file()), None)
+    return found.read_text(encoding="utf-8").splitlines() if found is not None else []
+
+
+def mixed(pieces: Sequence[Piece]) -> TargetText:
+    """The texts of both kinds, as many of each where there are, in the order given. Pieces have equal lengths."""
+    by_kind = [[piece.text for piece in pieces if piece.kind is kind] for kind in Kind]
+    joined = [TargetText.joined(texts) for texts in by_kind if texts]
+    rows = min(len(text.tokens) for text in joined)
+    return TargetText.joined([text.first(rows) for text in joined])
+
+
+def practice_bytes(target: nn.Module, width: int) -> int:
+    """Bytes that practice needs to go at a fair speed, a second copy of the target among them. width: of the logits."""
+    writing = ROWS_ASIDE * _writing_bytes(target, width)
+    return weight_bytes(target) + max(writing, BATCH_ASIDE * _training_bytes(width))
+
+
+def writing_rows(target: nn.Module, width: int, free: int) -> int:
+    """How many texts are written together. width: of the logits. free: bytes."""
+    most = MOST_ROWS_CPU if mx.default_device().type == mx.cpu else MOST_ROWS
+    return max(min(most, int(FREE_SHARE * free / _writing_bytes(target, width))), 1)
+
+
+def batch_rows(width: int, free: int) -> int:
+    """How many texts a training step may have. width: of the logits. free: bytes."""
+    return int(FREE_SHARE * free / _training_bytes(width))
+
+
+def _writing_bytes(target: nn.Module, width: int) -> int:
+    """Of a text that is written: its keys and values, and three arrays as wide as the logits."""
+    return row_bytes(target, None).of(LENGTH) + 12 * width
+
+
+def _training_bytes(width: int) -> int:
+    """Of a text in a training step."""
+    return 4 * _LOGITS_COPIES * LENGTH * width
+
+
+def _working_dtype(target: nn.Module) -> mx.Dtype:
+    """float32 on a CPU; elsewhere the target's own, bfloat16 for float32: several times as fast."""
+    if mx.default_device().type == mx.cpu:
+        return mx.float32
+    dtypes = {array.dtype for _, array in named_arrays(target.parameters())} & {mx.float16, mx.bfloat16, mx.float32}
+    return dtypes.pop() if len(dtypes) == 1 and mx.float32 not in dtypes else mx.bfloat16

@@ -1,0 +1,69 @@
+"""Practice text on disk: what the target wrote while nothing was asked, a file for each piece.
+
+`<target>/<run>-<fencing>-<number>-<kind>.npz` below the practice folder. What a run's text began like is in run_texts (SEED).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from zipfile import BadZipFile
+
+from service.learning.make.target_text import TargetText
+from service.store.permissions import private_folder
+
+
+class Kind(StrEnum):
+    """LOG: its user turns begin like logged prompts. GENERAL: as in the text that the draft was made from, or freely."""
+
+    LOG = "log"
+    GENERAL = "general"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of one kind that a run wrote."""
+
+    run: int
+    kind: Kind
+    text: TargetText
+
+
+class PracticeText:
+    """The practice text of one target. root: the practice folder. target: its fingerprint."""
+
+    def __init__(self, root: Path, target: str) -> None:
+        self._root = root
+        self._folder = root / target
+
+    def save(self, piece: Piece, fencing: int, number: int) -> None:
+        """Write a file, whole or not at all. number: of the run's pieces. Raises OSError."""
+        private_folder(self._root)
+        private_folder(self._folder)
+        final = self._folder / f"{piece.run:08d}-{fencing}-{number:04d}-{piece.kind}.npz"
+        scratch = final.with_name(f".{final.name}.part.npz")
+        piece.text.save(scratch)
+        os.replace(scratch, final)
+
+    def pieces(self, before: int) -> Iterator[Piece]:
+        """The pieces of earlier runs than `before`, newest first. Files that cannot be read are passed over."""
+        for path in sorted(self._folder.glob("[0-9]*.npz"), reverse=True):
+            run, _, _, kind = path.stem.split("-")
+            if int(run) >= before:
+                continue
+            try:
+                yield Piece(int(run), Kind(kind), TargetText.load(path))
+            except (OSError, ValueError, KeyError, BadZipFile):
+                # Removed meanwhile, or damaged.
+                continue
+
+
+def remove(root: Path) -> None:
+    """Remove all practice text below `root`, of every target. Raises OSError."""
+    for path in root.glob("*/*.npz"):
+        path.unlink(missing_ok=True)
+    for path in root.glob("*/.*.part.npz"):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,50 @@
+"""What practice of a pair has done, by its runs' rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from sqlalchemy import func, select
+
+from service.core import Provenance, RunState, Trigger
+from service.store.database import Database
+from service.store.registry.runs import of_pair
+from service.store.tables import generations, training_runs
+from service.store.times import utc
+
+DAY = timedelta(hours=24)
+NEWEST = 64
+"""Practice runs that are looked at."""
+MOST_NEW = 1000
+"""New generations that are counted at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Practised:
+    """seconds: of the practice runs that began in the last 24 hours, pauses included. refused: the newest practice runs in a
+    row that were rejected or failed. new: generations logged since the newest of these was claimed, MOST_NEW at most."""
+
+    seconds: float = 0.0
+    refused: int = 0
+    new: int = 0
+
+
+def practised(database: Database, who: Provenance, now: datetime) -> Practised:
+    """What practice of this pair has done. now: the database's time."""
+    runs = training_runs.c
+    query = select(runs.state, runs.created_at, runs.finished_at, runs.log_end)
+    query = query.where(runs.trigger == Trigger.PRACTICE.value, *of_pair(who)).order_by(runs.id.desc()).limit(NEWEST)
+    with database.read() as connection:
+        rows = connection.execute(query).all()
+        today = [row for row in rows if utc(row.created_at) > now - DAY]
+        ends = [utc(row.finished_at) if row.finished_at is not None else now for row in today]
+        seconds = sum((end - utc(row.created_at)).total_seconds() for row, end in zip(today, ends, strict=True))
+        # One that crashed, or was given up for requests, says nothing about practice.
+        decided = [row for row in rows if row.state != RunState.CRASHED.value and RunState(row.state).over]
+        refused = next((i for i, row in enumerate(decided) if row.state == RunState.PROMOTED.value), len(decided))
+        if not refused:
+            return Practised(seconds)
+        newer = select(generations.c.seq).where(generations.c.seq > decided[0].log_end).limit(MOST_NEW).subquery()
+        new = connection.execute(select(func.count()).select_from(newer)).scalar_one()
+    return Practised(seconds, refused, new)

@@ -1,0 +1,179 @@
+"""Practice: text that a tiny target writes, and jobs that train on it."""
+
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from service.core import RunState, Trigger
+from service.learning import practice, practice_text
+from service.learning.make.target_text import ANSWER, FORCED, USER, TargetText
+from service.learning.practice_text import Kind, Piece, PracticeText
+from service.learning.spec import TrainJob, parse
+from service.learning.texts import as_text
+from service.store.log.generations import TRAIN, Generations, split_of
+from service.store.log.run_texts import Role
+from service.store.log.training_texts import TrainingTexts
+from tests.support.training_child import Home, LoggedPair, Message, make_logged_pair, of_type, perform
+
+REDUCED = list(range(2, 62))
+
+
+@pytest.fixture(scope="module")
+def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
+    made = make_logged_pair(tmp_path_factory.mktemp("logged_pair"), REDUCED)
+    # 40 templates: the last 20 questions differ from others in a number alone.
+    for i, one in enumerate(made.logged):
+        made.logged[i] = replace(
+            one, prompt=replace(one.prompt, first_user=f"{'abcdefghij'[i % 10] * (1 + i % 40)} {i}")
+        )
+    return made
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"LENGTH": 64, "TURN": 12, "MOST_ROWS_CPU": 16, "BATCH": 8}.items():
+        monkeypatch.setattr(practice, name, value)
+
+
+def practice_spec(home: Home, folder: Path, minutes: float, **changes: object) -> Message:
+    """The job of a claimed practice run."""
+    who = home.logged_pair.who
+    seeds = TrainingTexts(home.database).seeds(who, 100)
+    run = home.runs.claim(trigger=Trigger.PRACTICE, who=who, parent=0, limit=100, seeds=seeds)
+    assert run is not None
+    home.runs.move(run.id, run.fencing, RunState.TRAINING)
+    spec = home.spec_of(run, training={"practice_rank": 12})
+    return spec | {"practice": {"folder": str(folder), "minutes": minutes}} | changes
+
+
+def test_a_practice_run_from_claim_to_scores(home: Home, logged_pair: LoggedPair, tmp_path: Path) -> None:
+    spec = practice_spec(home, tmp_path / "practice", 0.03)
+    messages = perform(spec)
+    kinds = [message["type"] for message in messages]
+    assert list(dict.fromkeys(kinds)) == ["progress", "texts", "candidate", "scores", "done"]
+    progress = of_type(messages, "progress")
+    writing = [one["writing"] for one in progress]
+    assert writing == sorted(writing, reverse=True) and writing[0] and not writing[-1], (
+        "first it writes, then it trains"
+    )
+    assert all(one["loss"] is None for one in progress if one["writing"])
+    assert of_type(messages, "texts") == [{"type": "texts", "window": [], "replay": []}]
+    (candidate,) = of_type(messages, "candidate")
+    assert candidate["rank"] == 12
+    # It is recorded which texts it began like, and none of them is held out or new to the next run.
+    seeds = TrainingTexts(home.database).seeds_of(spec["run"])
+    assert {one.id for one in seeds} == {g.id for g in logged_pair.logged if split_of(g.prompt.first_user) == TRAIN}
+    assert TrainingTexts(home.database).claimed(spec["run"]) == []
+    # The text is on disk: as much of one kind as of the other.
+    files = sorted(path.name for path in (tmp_path / "practice" / logged_pair.who.target).iterdir())
+    assert Counter(name.rsplit("-", 1)[1] for name in files) == {
+        "log.npz": len(files) // 2,
+        "general.npz": len(files) // 2,
+    }
+    # What the gate compares on has nothing in common with them.
+    (scores,) = of_type(messages, "scores")
+    judged = [g for g in logged_pair.logged if g.id in {s["generation"] for s in scores["scores"]["candidate"]}]
+    assert judged
+    conversations = {as_text(one).conversation for one in seeds}
+    assert not any(as_text(one).conversation in conversations for one in judged)
+
+
+def test_held_out_texts_like_a_seed_leave_that_gate(home: Home, logged_pair: LoggedPair, tmp_path: Path) -> None:
+    spec = practice_spec(home, tmp_path / "practice", 0.01)
+    held_out = Generations(home.database).held_out(logged_pair.who, 100)
+    templates = {as_text(one).groups for one in TrainingTexts(home.database).seeds_of(spec["run"])}
+    left = {one.id for one in held_out if not any(as_text(one).groups & groups for groups in templates)}
+    (scores,) = of_type(perform(spec), "scores")
+    assert {s["generation"] for s in scores["scores"]["0"]} == left < {one.id for one in held_out}
+
+
+def test_a_run_learns_from_the_text_of_earlier_ones_and_says_what_that_began_like(
+    home: Home, logged_pair: LoggedPair, tmp_path: Path
+) -> None:
+    folder = tmp_path / "practice"
+    first = practice_spec(home, folder, 0.01)
+    perform(first)
+    home.runs.move(first["run"], first["fencing"], RunState.FAILED, error="the test ends it")
+    some = [g.id for g in logged_pair.logged if split_of(g.prompt.first_user) == TRAIN][:3]
+    run = home.runs.claim(trigger=Trigger.PRACTICE, who=logged_pair.who, parent=0, limit=100, seeds=some)
+    assert run is not None
+    home.runs.move(run.id, run.fencing, RunState.TRAINING)
+    spec = home.spec_of(run) | {"practice": {"folder": str(folder), "minutes": 0.01}}
+    (texts,) = of_type(perform(spec), "texts")
+    earlier = {one.id for one in TrainingTexts(home.database).seeds_of(first["run"])}
+    assert set(texts["replay"]) == earlier - set(some)
+
+
+def test_without_a_seed_that_is_left_the_run_fails(home: Home, tmp_path: Path) -> None:
+    spec = practice_spec(home, tmp_path / "practice", 0.01)
+    home.database.write(lambda connection: _forget_seeds(connection)).result()
+    assert "is in the log any more" in of_type(perform(spec), "failed")[0]["reason"]
+
+
+def _forget_seeds(connection: object) -> None:
+    from sqlalchemy import Connection, delete
+
+    from service.store.tables import run_texts
+
+    assert isinstance(connection, Connection)
+    connection.execute(delete(run_texts).where(run_texts.c.role == Role.SEED))
+
+
+def text(rows: int, value: int) -> TargetText:
+    role = np.array([[FORCED, USER, ANSWER]] * rows, dtype=np.uint8)
+    return TargetText(np.full((rows, 3), value, dtype=np.int32), role, np.zeros(rows))
+
+
+def test_pieces_come_back_newest_first_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
+    stored = PracticeText(tmp_path, "t")
+    for run, kind in ((3, Kind.LOG), (4, Kind.GENERAL), (5, Kind.LOG)):
+        stored.save(Piece(run, kind, text(2, run)), fencing=1, number=0)
+    (tmp_path / "t" / "00000004-1-0001-log.npz").write_bytes(b"damaged")
+    assert [(one.run, one.kind, one.text.tokens.shape) for one in stored.pieces(before=5)] == [
+        (4, Kind.GENERAL, (2, 3)),
+        (3, Kind.LOG, (2, 3)),
+    ]
+    assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path, tmp_path / "t"))
+    practice_text.remove(tmp_path)
+    assert list((tmp_path / "t").iterdir()) == []
+
+
+def test_both_kinds_have_as_many_texts_the_newest_first() -> None:
+    pieces = [Piece(2, Kind.LOG, text(2, 1)), Piece(2, Kind.GENERAL, text(2, 2)), Piece(1, Kind.LOG, text(4, 3))]
+    assert practice.mixed(pieces).tokens[:, 0].tolist() == [1, 1, 2, 2]
+    assert practice.mixed(pieces[:1]).tokens[:, 0].tolist() == [1, 1]
+
+
+def test_cuts_are_beginnings_of_bounded_length() -> None:
+    prompts = ["abcdefghij", "x" * 5000, "y"]
+    found = practice.cuts(prompts, 1)
+    assert len(found) == 3 * practice.CUTS
+    assert all(prompts[i // practice.CUTS].startswith(one) for i, one in enumerate(found))
+    assert {6 <= len(one) <= 10 for one in found[: practice.CUTS]} == {True}
+    assert max(map(len, found)) <= practice.LONGEST_OPENING
+    assert practice.cuts(prompts, 2) != found
+
+
+def test_general_text_begins_as_the_draft_s_own_did_or_freely(
+    home: Home, logged_pair: LoggedPair, tmp_path: Path
+) -> None:
+    job = parse(json.dumps(practice_spec(home, tmp_path / "practice", 0.01)))
+    assert isinstance(job, TrainJob)
+    assert practice.general_openings(job) == []
+    (tmp_path / "openings.txt").write_text("\nSummarize:\n", encoding="utf-8")
+    assert practice.general_openings(replace(job, general=tmp_path / "general.npz")) == ["", "Summarize:"]
+
+
+def test_rows_follow_the_memory_that_is_free(logged_pair: LoggedPair) -> None:
+    from service.models.pair import load_model
+
+    target = load_model(logged_pair.target).model
+    assert practice.writing_rows(target, 100, 2**40) == practice.MOST_ROWS_CPU
+    assert practice.writing_rows(target, 100, 0) == 1
+    few = practice.writing_rows(target, 100, 200_000)
+    assert 1 < few < practice.MOST_ROWS_CPU
+    assert practice.batch_rows(100_000, 2**34) > practice.batch_rows(200_000, 2**34) > 0

@@ -1,0 +1,137 @@
+"""Practice runs: when they start, what they are given, and that they yield."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from service.core import BadRequest, RunState, Trigger
+from service.lifecycle import policy
+from service.lifecycle.machine import untouched_seconds, user_on_macos
+from service.lifecycle.training import GIVE_UP_SECONDS
+from service.store.registry.practice import Practised, practised
+from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server
+
+FEW = 5
+"""Texts that are too few for a run on logged texts."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, policy.RUN_MINUTES),
+        ({"idle_seconds": policy.IDLE_SECONDS - 1}, "requests are answered"),
+        ({"user": "somebody uses the machine"}, "somebody uses the machine"),
+        ({"done": Practised(seconds=50 * 60)}, 10.0),
+        ({"done": Practised(seconds=59 * 60)}, "practised for 59 of 60 minutes in the last 24 hours"),
+        ({"done": Practised(refused=1)}, policy.RUN_MINUTES),
+        ({"done": Practised(refused=2, new=99)}, "2 practice runs in a row were refused: 99 of 100 new generations"),
+        ({"done": Practised(refused=2, new=100)}, policy.RUN_MINUTES),
+    ],
+)
+def test_when_practice_may_start(changes: dict[str, object], expected: float | str) -> None:
+    given: dict[str, object] = {"done": Practised(), "per_day": 60.0, "idle_seconds": 1e9, "user": None, **changes}
+    assert policy.practice_minutes(given.pop("done"), **given) == expected  # pyright: ignore[reportArgumentType]
+
+
+def practising(server: Server) -> bool:
+    run = server.runs.current(WHO)
+    return run is not None and run.trigger is Trigger.PRACTICE
+
+
+def test_it_starts_by_itself_when_nothing_is_asked(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server(practice=True) as server:
+        server.supervisor.tick()
+        assert server.runs.current(WHO) is None, "nothing was logged that it could begin like"
+        server.traffic(FEW)
+        server.idle_seconds = policy.IDLE_SECONDS / 2
+        server.supervisor.tick()
+        assert server.runs.current(WHO) is None
+        server.idle_seconds = policy.IDLE_SECONDS
+        server.supervisor.tick()
+        assert practising(server)
+        run = server.runs.current(WHO)
+        assert run is not None
+        assert (run.cases, run.generations, server.runs.texts(run.id)) == (0, FEW, FEW)
+        assert len(server.training_texts.seeds_of(run.id)) == FEW
+        assert server.launcher.specs[-1]["practice"] == {
+            "folder": str(installation.home / "practice"),
+            "minutes": policy.RUN_MINUTES,
+        }
+        # The texts are new to runs that learn from them, whatever becomes of this one.
+        assert server.training_texts.untrained(WHO).generations == FEW
+
+
+def test_off_by_default_and_texts_that_are_enough_come_first(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as server:
+        server.traffic(FEW)
+        server.supervisor.tick()
+        assert server.runs.current(WHO) is None
+    with installation.server(practice=True) as server:
+        server.traffic(ENOUGH)
+        server.supervisor.tick()
+        run = server.runs.current(WHO)
+        assert run is not None and run.trigger is Trigger.CASES
+
+
+def test_it_pauses_while_anything_is_asked_and_gives_up_in_the_end(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server(practice=True) as server:
+        server.traffic(FEW)
+        server.supervisor.tick()
+        pauses: list[bool] = []
+        process, pause = server.launcher.started[0], server.launcher.started[0].pause
+        process.pause = lambda paused: (pauses.append(paused), pause(paused))[0]  # pyright: ignore
+        for seconds in (9.0, 0.0, 0.0, 3.0):
+            server.idle_seconds = seconds
+            server.supervisor.pause_child()
+        assert pauses == [True, False], "no request has to wait for a row for that"
+        server.idle_seconds = 0.0
+        server.supervisor.tick()
+        run = server.runs.current(WHO)
+        assert run is not None and run.progress.paused == "requests are answered"
+        installation.clock_offset = timedelta(seconds=GIVE_UP_SECONDS - 5)
+        server.supervisor.tick()
+        assert practising(server)
+        installation.clock_offset = timedelta(seconds=GIVE_UP_SECONDS + 5)
+        server.tick_until(server.ended(RunState.CRASHED))
+        (ended,) = server.runs.latest(9)
+        assert ended.error == "given up after 10 minutes of requests"
+        assert not server.supervisor.working and process.exit_code() is not None
+
+
+def test_what_it_makes_goes_through_the_gate_and_is_counted(installation: Installation) -> None:
+    with installation.server(practice=True, practice_minutes_per_day=0.0) as server:
+        server.traffic(FEW)
+        server.supervisor.tick()
+        assert server.runs.current(WHO) is None, "no minute is left today"
+        with pytest.raises(BadRequest, match="60 minutes"):
+            server.supervisor.request_training(None, 61.0)
+        run = server.supervisor.request_training("once", 3.0)
+        assert server.supervisor.request_training("once", 3.0).id == run.id
+        assert run.trigger is Trigger.PRACTICE
+        server.tick_until(lambda: server.events.promotions == 1)
+        now = datetime.now(UTC)
+        assert practised(server.db, WHO, now + timedelta(hours=25)) == Practised()
+        done = practised(server.db, WHO, now)
+        assert 0 < done.seconds < 60 and not done.refused
+        installation.plan_children(train="worse")
+        server.supervisor.activate(server.events.serving_now)
+        for count in (1, 2):
+            server.supervisor.request_training(None, 3.0)
+            server.tick_until(server.ended(RunState.REJECTED, count))
+            assert practised(server.db, WHO, datetime.now(UTC)).refused == count
+        server.traffic(4)
+        assert practised(server.db, WHO, datetime.now(UTC)).new == 4
+
+
+def test_a_mac_says_whether_somebody_uses_it() -> None:
+    text = '  | |   "HIDIdleTime" = 12000000000\n'
+    assert untouched_seconds(text) == 12.0
+    assert untouched_seconds("nothing") is None
+    assert user_on_macos(lambda *command: text) == "somebody uses the machine"
+    assert user_on_macos(lambda *command: text.replace("12000000000", "900000000000")) is None
+    assert user_on_macos(lambda *command: "") is None
