@@ -62,8 +62,8 @@ class StrictRequest(Request):
 
 
 class StrictRoute(APIRoute):
-    """A route that refuses input it would otherwise ignore: unknown query parameters, a body it does not take, and a body that
-    is not application/json."""
+    """A route that refuses input it would otherwise ignore: a query parameter that is given twice, unknown ones (but of GET), a
+    body it does not take, and a body that is not application/json."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """FastAPI's handler behind these checks."""
@@ -72,14 +72,15 @@ class StrictRoute(APIRoute):
         known = {parameter.alias for parameter in self.dependant.query_params}
 
         async def strict(request: Request) -> Response:
-            if request.method not in {"POST", "DELETE"}:
+            changes = request.method in {"POST", "DELETE"}
+            for name in request.query_params:
+                if name in known and len(request.query_params.getlist(name)) > 1:
+                    raise BadRequest("the same query parameter is given twice", field=printable(name))
+                if name not in known and changes:
+                    raise BadRequest("this route takes no such query parameter", field=printable(name))
+            if not changes:
                 return await handle(request)
             request = StrictRequest(request.scope, request.receive)
-            for name in request.query_params:
-                if name not in known:
-                    raise BadRequest("this route takes no such query parameter", field=printable(name))
-                if len(request.query_params.getlist(name)) > 1:
-                    raise BadRequest("the same query parameter is given twice", field=printable(name))
             if takes_body:
                 media = request.headers.get("content-type", "").split(";")[0].strip().lower()
                 if media != "application/json":

@@ -62,6 +62,27 @@ def test_training_is_requested_once_and_followed(http: httpx.Client, server: Ech
     }
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "name"),
+    [
+        ("GET", "/runs?limit=3&limit=4", "limit"),
+        ("GET", "/runs?before=x&before=9", "before"),
+        ("GET", "/history?hours=2&hours=3", "hours"),
+        ("GET", "/cases?limit=2&limit=3", "limit"),
+        ("POST", "/train?practice_minutes=2&practice_minutes=3", "practice_minutes"),
+        ("POST", "/adapters/rollback?expected=2&expected=3", "expected"),
+    ],
+)
+def test_a_query_parameter_that_is_given_twice_is_refused(
+    http: httpx.Client, method: str, path: str, name: str
+) -> None:
+    assert_shape(http.request(method, path), 400, "bad_request", name)
+
+
+def test_unknown_query_parameters_of_what_only_reads_are_ignored(http: httpx.Client) -> None:
+    assert http.get("/runs?cache=1&cache=2").status_code == 200
+
+
 def test_practice_is_asked_for_by_its_minutes(http: httpx.Client, server: EchoServer) -> None:
     for wrong in ("0", "-1", "1441", "x", "nan"):
         answer = http.post(f"/train?practice_minutes={wrong}")

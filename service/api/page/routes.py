@@ -12,6 +12,7 @@ from service.api.access import still_allowed
 from service.api.page.feed import Feed
 from service.api.page.files import SECURITY
 from service.api.page.schemas import CaseAnswer, CasesAnswer, HistoryAnswer
+from service.api.strict import StrictRoute
 from service.core import Disagreement, Encoder, Overview
 
 THREADS = 2
@@ -24,7 +25,7 @@ Limit = Annotated[int, Query(ge=1, le=100)]
 
 def page_routes(overview: Overview, encoder: Encoder, feed: Feed) -> APIRouter:
     """What the page reads. encoder: makes text of tokens."""
-    router = APIRouter()
+    router = APIRouter(route_class=StrictRoute)
     threads = CapacityLimiter(THREADS)
     recent = _RecentHistory(overview, threads)
 
