@@ -36,7 +36,7 @@ CANDIDATE = "candidate"
 SEEDS = 1000
 """Logged texts that the practice of one run begins like."""
 MINUTES = "practice_minutes"
-"""In a practice run's configuration, beside its settings."""
+"""In a practice run's configuration, with its settings."""
 GIVE_UP_SECONDS = 600.0
 """A practice run that had to pause for requests for so long gives the memory back; what was written stays on disk."""
 ENDED = "ended by an operator"
