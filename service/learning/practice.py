@@ -39,8 +39,8 @@ log = logging.getLogger(__name__)
 
 LENGTH, TURN = 384, 96
 """Tokens of a practice text, and of a turn in it at most."""
-MOST_ROWS, MOST_ROWS_CPU = 1024, 64
-"""Texts that are written together."""
+MOST_ROWS, MOST_ROWS_CPU = 1024, 16
+"""Texts that are written together. More on a CPU write hardly more in a second, and a run would overrun its minutes."""
 BATCH = 32
 """Texts of a training step, where memory does for so many."""
 ROWS_ASIDE, BATCH_ASIDE = 256, 8
