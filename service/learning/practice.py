@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from itertools import count, islice
+from itertools import islice
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -76,7 +76,8 @@ class PracticeJob(TrainingJob):
         dtype = _working_dtype(target.model)
         target.model.set_dtype(dtype)
         written = self._write(target)
-        earlier = list(self.stored.pieces(job.run))
+        # Another release may have written texts of another length.
+        earlier = [piece for piece in self.stored.pieces(job.run) if piece.text.tokens.shape[1] == LENGTH]
         self._send_seeds({piece.run for piece in earlier})
         draft = load_draft(job, target.model)
         shape = self._wrap(draft.model, job.training.practice_rank)
@@ -107,7 +108,8 @@ class PracticeJob(TrainingJob):
         }
         end = WRITING_SHARE * 60 * self.practice.minutes
         pieces: list[Piece] = []
-        for number in count():
+        while True:
+            number = len(pieces) // len(openings)
             started = self._elapsed()
             for kind, words in openings.items():
                 seed = 2 * (job.run << 16 | number) + (kind is Kind.GENERAL)
@@ -132,12 +134,10 @@ class PracticeJob(TrainingJob):
             )
             if now + took > end:
                 return pieces
-        raise AssertionError("count() has no end")
 
     def _send_seeds(self, runs: set[int]) -> None:
         """Report the seeds of earlier runs whose text is learnt from: an erasure of one has to find this adapter too."""
-        logged = TrainingTexts(self.database)
-        names = {seed.id for run in runs for seed in logged.seeds_of(run)} - {seed.id for seed in self.seeds}
+        names = TrainingTexts(self.database).seed_names(runs) - {seed.id for seed in self.seeds}
         self.channel.send("texts", {"window": [], "replay": sorted(names)})
 
     # ------------------------------------------------------------------------------------------------------ training

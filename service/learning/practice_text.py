@@ -62,8 +62,6 @@ class PracticeText:
 
 
 def remove(root: Path) -> None:
-    """Remove all practice text below `root`, of every target. Raises OSError."""
+    """Remove all practice text below `root`, of every target, half-written files among it. Raises OSError."""
     for path in root.glob("*/*.npz"):
-        path.unlink(missing_ok=True)
-    for path in root.glob("*/.*.part.npz"):
         path.unlink(missing_ok=True)

@@ -138,6 +138,7 @@ def test_pieces_come_back_newest_first_and_damaged_ones_are_passed_over(tmp_path
         (3, Kind.LOG, (2, 3)),
     ]
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path, tmp_path / "t"))
+    (tmp_path / "t" / ".00000006-1-0000-log.npz.part.npz").write_bytes(b"half-written")
     practice_text.remove(tmp_path)
     assert list((tmp_path / "t").iterdir()) == []
 

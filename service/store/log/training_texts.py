@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,6 +109,13 @@ class TrainingTexts:
     def seeds_of(self, run_id: int) -> list[Generation]:
         """The texts of the log that a run's practice began like, and that are still there, newest first."""
         return load(self._db, texts_of(run_id, Role.SEED))
+
+    def seed_names(self, runs: Collection[int]) -> set[str]:
+        """Ids of the texts of the log that the practice of these runs began like."""
+        query = select(generations.c.id).join_from(run_texts, generations, generations.c.seq == run_texts.c.seq)
+        with self._db.read() as connection:
+            query = query.where(run_texts.c.role == Role.SEED, run_texts.c.run.in_(runs))
+            return set(connection.execute(query).scalars())
 
     def window(self, who: Provenance, run_id: int, limit: int) -> list[Generation]:
         """The newest `limit` texts of this target and tokenizer that are not the run's own, none of them held out or
