@@ -10,7 +10,7 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from itertools import islice
+from itertools import count, islice
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -47,8 +47,6 @@ ROWS_ASIDE, BATCH_ASIDE = 256, 8
 """Texts that are written and trained on together in the memory that a server with practice leaves for it."""
 CUTS, SHORTEST_CUT, LONGEST_OPENING = 4, 0.6, 600
 """Cuts of each logged prompt; the least share of its characters that a cut has; characters of an opening at most."""
-WRITING_SHARE = 0.6
-"""Of the run's minutes; the rest is for training."""
 LEARNING_RATE, WARMUP = 2e-3, 0.05
 FREE_SHARE = 0.5
 """Of the memory that is free, for rows that are written, and for a training step."""
@@ -75,15 +73,16 @@ class PracticeJob(TrainingJob):
         target = load_target(job)
         dtype = _working_dtype(target.model)
         target.model.set_dtype(dtype)
-        written = self._write(target)
-        # Another release may have written texts of another length.
-        earlier = [piece for piece in self.stored.pieces(job.run) if piece.text.tokens.shape[1] == LENGTH]
-        self._send_seeds({piece.run for piece in earlier})
         draft = load_draft(job, target.model)
         shape = self._wrap(draft.model, job.training.practice_rank)
         reduced = self._reduced_vocabulary(draft, [(*seed.prompt.tokens, *seed.output) for seed in self.seeds])
-        text = mixed([*written, *earlier])
-        report = self._train(draft.model, text, Distillation(target.model, dtype, blend=True))
+        loss = Distillation(target.model, dtype, blend=True)
+        # Another release may have written texts of another length.
+        earlier = [piece for piece in self.stored.pieces(job.run) if piece.text.tokens.shape[1] == LENGTH]
+        written, text_seconds = self._write(target, draft.model, loss, sum(len(one.text.tokens) for one in earlier))
+        learnt = [*written, *islice(earlier, len(written))]
+        self._send_seeds({piece.run for piece in learnt} - {job.run})
+        report = self._train(draft.model, mixed(learnt), loss, text_seconds)
         return Learnt(draft, shape, reduced, report)
 
     def _held_out(self) -> list[Generation]:
@@ -98,18 +97,19 @@ class PracticeJob(TrainingJob):
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def _write(self, target: Loaded) -> list[Piece]:
-        """Pieces of both kinds in turn, one of each at least, for their share of the minutes. Each is stored at once."""
+    def _write(self, target: Loaded, draft: nn.Module, loss: Distillation, earlier: int) -> tuple[list[Piece], float]:
+        """Pieces of both kinds in turn, one of each at least, while there is time to learn from all of them and from as many
+        texts of earlier runs; and the seconds that learning from a text takes. Each is stored at once. earlier: texts of those
+        runs."""
         job = self.job
         rows = writing_rows(target.model, target_width(job), device_free_bytes())
         openings = {
             Kind.LOG: cuts([seed.prompt.first_user for seed in self.seeds], job.run),
             Kind.GENERAL: general_openings(job),
         }
-        end = WRITING_SHARE * 60 * self.practice.minutes
         pieces: list[Piece] = []
-        while True:
-            number = len(pieces) // len(openings)
+        text_seconds = 0.0
+        for number in count():
             started = self._elapsed()
             for kind, words in openings.items():
                 seed = 2 * (job.run << 16 | number) + (kind is Kind.GENERAL)
@@ -120,20 +120,23 @@ class PracticeJob(TrainingJob):
                 piece = Piece(job.run, kind, text)
                 self.stored.save(piece, job.fencing, number)
                 pieces.append(piece)
-            now = self._elapsed()
-            took = now - started
-            planned = max(round(end / took), number + 1)
+            took = self._elapsed() - started
+            text_seconds = text_seconds or self._text_seconds(draft, pieces[0].text, loss)
+            texts = rows * len(pieces)
+            left = self._left() - text_seconds * (texts + min(earlier, texts))
+            further = max(int(left / (took + text_seconds * rows * len(openings))), 0)
             self._send_progress(
                 Progress(
                     number + 1,
-                    planned,
-                    tokens_per_second=2 * rows * LENGTH / took,
-                    seconds_left=60 * self.practice.minutes - now,
+                    number + 1 + further,
+                    tokens_per_second=len(openings) * rows * LENGTH / took,
+                    seconds_left=self._left(),
                     writing=True,
                 )
             )
-            if now + took > end:
-                return pieces
+            if not further:
+                break
+        return pieces, text_seconds
 
     def _send_seeds(self, runs: set[int]) -> None:
         """Report the seeds of earlier runs whose text is learnt from: an erasure of one has to find this adapter too."""
@@ -142,13 +145,13 @@ class PracticeJob(TrainingJob):
 
     # ------------------------------------------------------------------------------------------------------ training
 
-    def _train(self, model: nn.Module, text: TargetText, loss: Distillation) -> TrainReport:
+    def _train(self, model: nn.Module, text: TargetText, loss: Distillation, text_seconds: float) -> TrainReport:
         """One pass over the text, or over as much of it as there is time for."""
-        rows = max(min(BATCH, len(text.tokens), batch_rows(target_width(self.job), device_free_bytes())), 1)
-        step = self._step_seconds(model, text, loss, rows)
-        left = max(60 * self.practice.minutes - self._elapsed(), 0.0)
-        steps = max(min(len(text.tokens) // rows, int(left / step)), 1)
-        log.info("%d steps of %d texts, %.2f s each; %d texts there", steps, rows, step, len(text.tokens))
+        rows = self._batch(text)
+        steps = max(min(len(text.tokens) // rows, int(self._left() / (rows * text_seconds))), 1)
+        log.info(
+            "%d steps of %d texts, %.2f s each; %d texts there", steps, rows, rows * text_seconds, len(text.tokens)
+        )
         return train(
             model,
             islice(batches(text, rows, 1, self.job.run), steps),
@@ -158,16 +161,26 @@ class PracticeJob(TrainingJob):
             hold=self._hold,
         )
 
-    def _step_seconds(self, model: nn.Module, text: TargetText, loss: Distillation, rows: int) -> float:
-        """Of a training step, measured by the second of two."""
+    def _text_seconds(self, model: nn.Module, text: TargetText, loss: Distillation) -> float:
+        """Of a training step for each of its texts, measured by the second of two."""
+        rows = self._batch(text)
         gradient_of = nn.value_and_grad(model, loss)
         seconds = 0.0
-        for batch in islice(batches(text.first(2 * rows), rows, 2, 0), 2):
+        for batch in islice(batches(text, rows, 2, 0), 2):
             self._hold()
             started = time.perf_counter()
             mx.eval(gradient_of(model, batch))
             seconds = time.perf_counter() - started
-        return max(seconds, 1e-3)
+        mx.clear_cache()
+        return max(seconds, 1e-3) / rows
+
+    def _batch(self, text: TargetText) -> int:
+        """Texts of a training step."""
+        return max(min(BATCH, len(text.tokens), batch_rows(target_width(self.job), device_free_bytes())), 1)
+
+    def _left(self) -> float:
+        """Seconds of the run's minutes."""
+        return max(60 * self.practice.minutes - self._elapsed(), 0.0)
 
     def _hold(self) -> float:
         paused = self.channel.hold()
