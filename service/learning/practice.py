@@ -14,13 +14,14 @@ from itertools import count, islice
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 
 from service.core import Generation, Progress, TrainingFailed
 from service.engine.footprint import row_bytes, weight_bytes
 from service.learning.channel import Channel
 from service.learning.loading import load_draft, load_target, target_width
 from service.learning.make.distil import Distillation, batches
-from service.learning.make.target_text import TargetText, write_text
+from service.learning.make.target_text import ANSWER, FORCED, TargetText, write_text
 from service.learning.practice_text import Kind, Piece, PracticeText
 from service.learning.scoring.score import held_out
 from service.learning.spec import Practice, TrainJob
@@ -28,6 +29,7 @@ from service.learning.texts import as_text
 from service.learning.train import Optimiser, TrainReport, train
 from service.learning.training_job import Learnt, TrainingJob
 from service.models.arrays import named_arrays
+from service.models.heads import cut, full_head
 from service.models.memory import device_free_bytes
 from service.models.pair import Loaded
 from service.models.shipped import OPENINGS
@@ -41,8 +43,10 @@ LENGTH, TURN = 384, 96
 """Tokens of a practice text, and of a turn in it at most."""
 MOST_ROWS, MOST_ROWS_CPU = 1024, 16
 """Texts that are written together. More on a CPU write hardly more in a second, and a run would overrun its minutes."""
-BATCH = 32
-"""Texts of a training step, where memory does for so many."""
+BATCH, LEAST_BATCH, STEPS = 32, 4, 64
+"""Texts of a training step at most and at least, where memory does for so many; steps of a run, where that leaves so many."""
+LOGGED_PASSES = 2
+"""How often the logged texts themselves are learnt from."""
 ROWS_ASIDE, BATCH_ASIDE = 256, 8
 """Texts that are written and trained on together in the memory that a server with practice leaves for it."""
 CUTS, SHORTEST_CUT, LONGEST_OPENING = 4, 0.6, 600
@@ -74,15 +78,22 @@ class PracticeJob(TrainingJob):
         dtype = _working_dtype(target.model)
         target.model.set_dtype(dtype)
         draft = load_draft(job, target.model)
-        shape = self._wrap(draft.model, job.training.practice_rank)
         reduced = self._reduced_vocabulary(draft, [(*seed.prompt.tokens, *seed.output) for seed in self.seeds])
+        if reduced is not None:
+            # The draft learns what it may propose. Wide logits are most of a training step otherwise.
+            cut(target.model, reduced)
+            cut(draft.model, reduced)
+        shape = self._wrap(draft.model, job.training.practice_rank)
         loss = Distillation(target.model, dtype, blend=True)
+        logged = packed(self.seeds)
         # Another release may have written texts of another length.
         earlier = [piece for piece in self.stored.pieces(job.run) if piece.text.tokens.shape[1] == LENGTH]
-        written, text_seconds = self._write(target, draft.model, loss, sum(len(one.text.tokens) for one in earlier))
+        count_earlier = sum(len(piece.text.tokens) for piece in earlier)
+        written, text_seconds = self._write(target, draft.model, loss, len(logged.tokens), count_earlier)
         learnt = [*written, *islice(earlier, len(written))]
         self._send_seeds({piece.run for piece in learnt} - {job.run})
-        report = self._train(draft.model, mixed(learnt), loss, text_seconds)
+        text = TargetText.joined([mixed(learnt), *[logged] * LOGGED_PASSES])
+        report = self._train(draft.model, text, loss, text_seconds)
         return Learnt(draft, shape, reduced, report)
 
     def _held_out(self) -> list[Generation]:
@@ -97,10 +108,12 @@ class PracticeJob(TrainingJob):
 
     # ------------------------------------------------------------------------------------------------------- writing
 
-    def _write(self, target: Loaded, draft: nn.Module, loss: Distillation, earlier: int) -> tuple[list[Piece], float]:
-        """Pieces of both kinds in turn, one of each at least, while there is time to learn from all of them and from as many
-        texts of earlier runs; and the seconds that learning from a text takes. Each is stored at once. earlier: texts of those
-        runs."""
+    def _write(
+        self, target: Loaded, draft: nn.Module, loss: Distillation, logged: int, earlier: int
+    ) -> tuple[list[Piece], float]:
+        """Pieces of both kinds in turn, one of each at least, while there is time to learn from all of them, from the log and
+        from as many texts of earlier runs; and the seconds that learning from a text takes. Each is stored at once. logged:
+        texts of the log. earlier: texts of earlier runs."""
         job = self.job
         rows = writing_rows(target.model, target_width(job), device_free_bytes())
         openings = {
@@ -113,9 +126,10 @@ class PracticeJob(TrainingJob):
             started = self._elapsed()
             for kind, words in openings.items():
                 seed = 2 * (job.run << 16 | number) + (kind is Kind.GENERAL)
-                text = write_text(
-                    target, rows=rows, length=LENGTH, seed=seed, openings=words, turn=TURN, between=self._hold
-                )
+                with full_head(target.model):
+                    text = write_text(
+                        target, rows=rows, length=LENGTH, seed=seed, openings=words, turn=TURN, between=self._hold
+                    )
                 mx.clear_cache()
                 piece = Piece(job.run, kind, text)
                 self.stored.save(piece, job.fencing, number)
@@ -123,7 +137,7 @@ class PracticeJob(TrainingJob):
             took = self._elapsed() - started
             text_seconds = text_seconds or self._text_seconds(draft, pieces[0].text, loss)
             texts = rows * len(pieces)
-            left = self._left() - text_seconds * (texts + min(earlier, texts))
+            left = self._left() - text_seconds * (texts + min(earlier, texts) + LOGGED_PASSES * logged)
             further = max(int(left / (took + text_seconds * rows * len(openings))), 0)
             self._send_progress(
                 Progress(
@@ -175,8 +189,9 @@ class PracticeJob(TrainingJob):
         return max(seconds, 1e-3) / rows
 
     def _batch(self, text: TargetText) -> int:
-        """Texts of a training step."""
-        return max(min(BATCH, len(text.tokens), batch_rows(target_width(self.job), device_free_bytes())), 1)
+        """Texts of a training step: fewer where there are few texts, so that there are STEPS steps."""
+        wanted = min(max(len(text.tokens) // STEPS, LEAST_BATCH), BATCH, len(text.tokens))
+        return max(min(wanted, batch_rows(target_width(self.job), device_free_bytes())), 1)
 
     def _left(self) -> float:
         """Seconds of the run's minutes."""
@@ -208,6 +223,25 @@ def general_openings(job: TrainJob) -> list[str]:
     folders = [job.draft, *([job.general.parent] if job.general is not None else [])]
     found = next((folder / OPENINGS for folder in folders if (folder / OPENINGS).is_file()), None)
     return found.read_text(encoding="utf-8").splitlines() if found is not None else []
+
+
+def packed(generations: Sequence[Generation]) -> TargetText:
+    """Logged texts one after another in rows of LENGTH tokens, the beginning of a longer one left out. What had to follow a
+    grammar is left out too: the target itself would have gone on differently."""
+    texts = [
+        ((*one.prompt.tokens, *one.output), [FORCED] * len(one.prompt.tokens) + [ANSWER] * len(one.output))
+        for one in generations
+        if one.grammar is None
+    ]
+    tokens = np.array([token for words, _ in texts for token in words[-LENGTH:]], dtype=np.int32)
+    role = np.array([each for _, roles in texts for each in roles[-LENGTH:]], dtype=np.uint8)
+    rows = -(-len(tokens) // LENGTH)
+    spare = rows * LENGTH - len(tokens)
+    return TargetText(
+        np.pad(tokens, (0, spare)).reshape(rows, LENGTH),
+        np.pad(role, (0, spare), constant_values=FORCED).reshape(rows, LENGTH),
+        np.zeros(rows),
+    )
 
 
 def mixed(pieces: Sequence[Piece]) -> TargetText:

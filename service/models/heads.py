@@ -92,6 +92,7 @@ class CutHead(nn.Module):
         self._extra: tuple[mx.array, mx.array, mx.array | None] | None = None
         """Ids (B, 1, reduced + n) of the reduced vocabulary and the extra ids; the extra ids' rows of the head and biases."""
         self._full = False
+        self._narrow = False
 
     @property
     def in_vocabulary(self) -> NDArray[np.bool_]:
@@ -112,11 +113,14 @@ class CutHead(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Logits (..., width) from hidden states (..., hidden): -inf outside the reduced vocabulary and the extra ids, but
-        the whole head's inside `full_head`."""
+        the whole head's inside `full_head`, and (..., reduced) inside `narrow_head`."""
         return cast("Any", self.whole)(x) if self._full else self._full_width(x, cast("Any", self.rows)(x))
 
     def _full_width(self, x: mx.array, logits: mx.array) -> mx.array:
-        """Logits (B, N, width), -inf where none are given. x: (B, N, hidden). logits: (B, N, reduced)."""
+        """Logits (B, N, width), -inf where none are given; `logits` inside `narrow_head`. x: (B, N, hidden). logits: (B, N,
+        reduced)."""
+        if self._narrow:
+            return logits
         ids = self._ids
         if self._extra is not None:
             ids, rows, bias = self._extra
@@ -219,6 +223,18 @@ def extra_ids_allowed(head: CutHead | None, ids: mx.array | None) -> Generator[N
     finally:
         if head is not None:
             head.allow_extra_ids(None)
+
+
+@contextmanager
+def narrow_head(model: nn.Module) -> Generator[None]:
+    """Inside the block the logits of a model whose head is cut are those of the reduced vocabulary alone, by ascending id."""
+    if (head := cut_head(model)) is not None:
+        head._narrow = True  # pyright: ignore[reportPrivateUsage]
+    try:
+        yield
+    finally:
+        if head is not None:
+            head._narrow = False  # pyright: ignore[reportPrivateUsage]
 
 
 @contextmanager

@@ -21,6 +21,7 @@ from mlx.utils import tree_map
 from service.learning.draft_steps import UNROLLED
 from service.learning.make.target_text import ANSWER, FORCED, TargetText
 from service.models import eagle
+from service.models.heads import narrow_head
 
 _SHARED = ("embed_tokens", "wte", "lm_head")
 """Modules that are the target's and are not trained: the draft ships without them."""
@@ -87,7 +88,7 @@ class TargetDistribution:
 
 class Distillation:
     """The loss for `train`. The draft's weights are float32 and both models run in `dtype`. blend: of KL and total variation;
-    otherwise KL alone."""
+    otherwise KL alone. Where both models' heads are cut to the same ids, both distributions are over these alone."""
 
     def __init__(self, target: nn.Module, dtype: mx.Dtype, *, blend: bool = False) -> None:
         self.target = target
@@ -100,6 +101,10 @@ class Distillation:
 
         Memory: several float32 arrays as wide as the target's logits; with four draft steps about a dozen.
         """
+        with narrow_head(self.target), narrow_head(draft):
+            return self._loss(draft, batch)
+
+    def _loss(self, draft: nn.Module, batch: TextBatch) -> mx.array:
         inputs = batch.tokens[:, :-1]
         distribution = TargetDistribution.of(self.target(inputs))
         if not isinstance(draft, eagle.Model):
