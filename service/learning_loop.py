@@ -14,6 +14,7 @@ from service.core import DraftSwitch, Forget, Outdated, Provenance, RedraftError
 from service.lifecycle.clock import Clock
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.launcher import ProcessLauncher
+from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Events, Switching
 from service.settings import Settings
@@ -51,6 +52,7 @@ class LearningLoop:
             self.stores.close()
             raise
         self._on_fatal = on_fatal
+        self.practice = PracticeChoice(settings.training, settings.home)
         self._supervisor: Supervisor | None = None
         self._clocks: list[Clock] = []
         self._launcher = ProcessLauncher(
@@ -84,7 +86,7 @@ class LearningLoop:
             machine=place.machine,
         )
         forget = {**forget, "waiting_child": lambda selection: self._launcher.end_ready()}
-        supervisor = Supervisor(context, busy=busy, idle_seconds=idle_seconds, forget=forget)
+        supervisor = Supervisor(context, practice=self.practice, busy=busy, idle_seconds=idle_seconds, forget=forget)
         supervisor.start()
         self._clocks = [
             Clock(supervisor.tick, settings.training.tick_seconds),

@@ -151,7 +151,11 @@ class Application:
         token_bytes = bytes_per_token(tokenizer)
         overview = PairOverview(self.stores.database, serving.pair.provenance)
         self._feed = Feed(
-            settings.models.target, self.engine_thread.status, self.metrics, newest_run=overview.newest_run
+            settings.models.target,
+            self.engine_thread.status,
+            self.metrics,
+            newest_run=overview.newest_run,
+            practice=supervisor.practice,
         )
         self._api = build_api(
             service=self.engine_thread,
@@ -287,13 +291,13 @@ class Application:
         )
 
     def _memory_plan(self, folders: Folders, pair: Pair, free: int) -> MemoryPlan:
-        """Divides the memory that is free once everything is loaded. Raises ModelError where nothing is left for keys and
-        values."""
+        """Divides the memory that is free once everything is loaded. Practice that is off now, and turned on later, makes do
+        with what is free then. Raises ModelError where nothing is left for keys and values."""
         engine, runs, training = self.settings.engine, self.settings.training, 0
         if runs.enabled and folders.draft is not None:
             rows, length = runs.batch_size, runs.max_length
             training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
-            if runs.practice:
+            if self.learning.practice.on:
                 training = max(training, practice_bytes(pair.target.model, pair.vocabulary))
         plan = plan_memory(
             pair.target.model,

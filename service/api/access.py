@@ -42,6 +42,8 @@ ROUTES: Mapping[tuple[str, str], Access] = {
     ("GET", "/metrics"): Access.OPERATOR,
     ("POST", "/train"): Access.OPERATOR,
     ("GET", "/train/{id}"): Access.OPERATOR,
+    ("GET", "/practice"): Access.OPERATOR,
+    ("PUT", "/practice"): Access.OPERATOR,
     ("GET", "/runs"): Access.OPERATOR,
     ("GET", "/runs/{id}"): Access.OPERATOR,
     ("DELETE", "/runs/{id}"): Access.OPERATOR,

@@ -68,7 +68,7 @@ class Doors:
             app.add_middleware(
                 CORSMiddleware,
                 allow_origins=self.cors_origins,
-                allow_methods=["GET", "POST", "DELETE"],
+                allow_methods=["GET", "POST", "PUT", "DELETE"],
                 allow_headers=["*"],
                 expose_headers=["x-request-id", "retry-after", IGNORED],
             )

@@ -249,6 +249,22 @@ class RunsAnswer(ResponseModel):
     runs: list[RunAnswer]
 
 
+class PracticeRequest(RequestModel):
+    """The body of PUT /practice."""
+
+    on: Flag
+
+
+class PracticeAnswer(ResponseModel):
+    """Whether practice starts by itself."""
+
+    on: bool
+    fixed: str | None
+    """Why that cannot be changed while the server runs; null: it can."""
+    waits: str | None
+    """Why none started when that was last looked at; null: nothing was against it, a run is under way, or it is off."""
+
+
 class RequestAnswer(ResponseModel):
     """A request under way. waiting_seconds: from its arrival until it joined the batch, or until now. running_seconds: since it
     joined the batch; null: it has not. adapter: the version that served in its last round (0: the bare draft); null: there was

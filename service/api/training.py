@@ -1,4 +1,5 @@
-"""POST /train and GET /train/{id}: start a training run, and show its progress."""
+"""POST /train and GET /train/{id}: start a training run, and show its progress. GET and PUT /practice: whether practice starts
+by itself."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Annotated
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Header, Path, Query, Response
 
-from service.api.schemas import RunAnswer
+from service.api.schemas import PracticeAnswer, PracticeRequest, RunAnswer
 from service.api.strict import StrictRoute
 from service.core import Operator
 
@@ -19,7 +20,7 @@ IdempotencyKey = Annotated[
 
 
 def training_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
-    """The routes that start and show training runs. threads: for calls that block."""
+    """The routes that start and show training runs, and turn practice on and off. threads: for calls that block."""
     router = APIRouter(route_class=StrictRoute)
 
     @router.post("/train", status_code=202)
@@ -36,5 +37,18 @@ def training_routes(operator: Operator, threads: CapacityLimiter) -> APIRouter:
     async def show(run_id: RunId) -> RunAnswer:
         """The run's state, progress and outcome."""
         return RunAnswer.model_validate(await to_thread.run_sync(operator.run, run_id, limiter=threads))
+
+    @router.get("/practice")
+    async def practice() -> PracticeAnswer:
+        """Whether practice starts by itself, why that cannot be changed, and why none starts now."""
+        return PracticeAnswer.model_validate(operator.practice())
+
+    @router.put("/practice")
+    async def choose_practice(asked: PracticeRequest) -> PracticeAnswer:
+        """Let practice start by itself, after a restart too, or not; off ends a run of it that started by itself. Turned on it
+        makes do with the memory that is free: a server that starts with it on sets some aside. 409 where the configuration sets
+        `training.practice`, or no run can start here."""
+        chosen = await to_thread.run_sync(operator.choose_practice, asked.on, limiter=threads)
+        return PracticeAnswer.model_validate(chosen)
 
     return router

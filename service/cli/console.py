@@ -1,8 +1,9 @@
-"""Output of the commands: progress on stderr, tables on stdout, and JSON files for programs."""
+"""Output of the commands: progress on stderr, tables on stdout, and JSON files for programs; and questions at a terminal."""
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -108,6 +109,30 @@ def stages(title: str) -> Generator[Stages]:
             over.set()
             if thread.ident is not None:
                 thread.join()
+
+
+def at_terminal() -> bool:
+    """Whether somebody at a terminal can be asked: it is there for input and output, and this process is not in its background,
+    where reading would stop it."""
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        return False
+    try:
+        return os.tcgetpgrp(sys.stdin.fileno()) == os.getpgrp()
+    except OSError:
+        # A terminal without job control.
+        return True
+
+
+def agrees(question: str) -> bool | None:
+    """What somebody at the terminal answers, no by default; None: nothing, the input ended."""
+    while True:
+        try:
+            answer = input(f"{question} [y/N]: ").strip().lower()
+        except EOFError:
+            out.print()
+            return None
+        if answer in {"", "n", "no", "y", "yes"}:
+            return answer.startswith("y")
 
 
 def printable(text: str) -> str:

@@ -29,7 +29,7 @@ EXAMPLES: Mapping[str, Sequence[str]] = {
     ),
     "chat": ("redraft chat", "redraft chat --draft none"),
     "train": ("redraft train", "redraft train --no-wait --url http://127.0.0.1:9000"),
-    "practise": ("redraft practise", "redraft practise --minutes 5 --no-wait"),
+    "practise": ("redraft practise", "redraft practise --minutes 5 --no-wait", "redraft practise --on"),
     "eval agreement": ("redraft eval agreement --prompts test.jsonl --adapter 3 --json -",),
     "eval cycle": ("redraft eval cycle --train a.jsonl --train-limit 500 --test b.jsonl",),
     "eval stream": ("redraft eval stream sql.jsonl:500 maths.jsonl:500",),

@@ -76,6 +76,20 @@ def draft_of(settings: Settings) -> tuple[str | None, str]:
     return name, f"{name}, {why}"
 
 
+def may_have_draft(settings: Settings) -> bool:
+    """Whether a draft is named or there is one to look for. Fetches nothing."""
+    from service.models.draft_choice import choices
+    from service.models.machine import folder_at_hand
+
+    named, target, home = settings.models.draft, settings.models.target, settings.home
+    if named is not None:
+        return named != "none"
+    try:
+        return bool(choices(target, folder_at_hand(target, home), home))
+    except ModelError:
+        return False
+
+
 def require_unneeded(model: StoredModel, settings: Settings) -> None:
     """Raises Conflict while an adapter is active that was trained for this model as a draft; StoreError where the database
     cannot be asked."""

@@ -1,4 +1,4 @@
-"""`train` and `adapters`: requests of an operator to a running server, over HTTP, and to the log."""
+"""`train`, `practise` and `adapters`: requests of an operator to a running server, over HTTP, and to the log."""
 
 from __future__ import annotations
 
@@ -58,12 +58,29 @@ def practise(
     minutes: Annotated[float, typer.Option(min=0.1, help="For writing and training together.")] = 15.0,
     url: Url = LOCAL,
     wait: Annotated[bool, typer.Option(help="Follow the run to its end.")] = True,
+    by_itself: Annotated[
+        bool | None,
+        typer.Option(
+            "--on/--off", help="Start no run now: from now on runs of practice start by themselves, or none does."
+        ),
+    ] = None,
 ) -> None:
     """Let the target of a running server write text like what was logged, and train the draft on it.
 
-    It pauses while requests are answered. Exits as `train` does.
+    It pauses while requests are answered. Exits as `train` does. With --on or --off the server remembers, after a restart too,
+    whether it practises by itself while nothing is asked; where its configuration sets training.practice, that is refused.
     """
+    if by_itself is not None:
+        now = ask(url, "PUT", "/practice", {"on": by_itself})
+        out.print(f"practice by itself is {practice_text(now)}", highlight=False, soft_wrap=True)
+        return
     _follow(url, f"/train?practice_minutes={minutes:g}", wait)
+
+
+def practice_text(state: dict[str, Any]) -> str:
+    """Whether practice starts by itself, in words."""
+    text = "on" if state["on"] else "off"
+    return f"{text}, waits: {state['waits']}" if state["waits"] else text
 
 
 def _follow(url: str, path: str, wait: bool) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from service.cli.console import err, out, stages, table, write_json
+from service.cli.console import agrees, at_terminal, err, out, stages, table, write_json
 from service.cli.options import Config, Database, Draft, Json, Target, settings_from
 from service.core import RedraftError, StoreError
 from service.settings import Settings
@@ -70,6 +70,8 @@ def serve(
     say = _log(settings)
     for notice in start_notices(settings):
         say(notice)
+    if at_terminal():
+        _ask_about_practice(settings)
 
     def ready(url: str) -> None:
         # What was loaded lives as long as the process. Each full collection would walk all of it, 0.1 s in which nobody's
@@ -79,6 +81,29 @@ def serve(
         say(f"redraft serves at {url}")
 
     _exit(run_server(settings, ready))
+
+
+def _ask_about_practice(settings: Settings) -> None:
+    """Ask, once, whether the target may practise by itself, and store the answer: where practice is possible, and neither the
+    configuration nor an earlier answer says it."""
+    from service.cli.models import may_have_draft
+    from service.lifecycle.practice_choice import PracticeChoice
+
+    training = settings.training
+    choice = PracticeChoice(training, settings.home)
+    trains = training.enabled and training.run_here and settings.engine.num_draft_tokens > 0
+    if not (choice.open and trains and may_have_draft(settings)):
+        return
+    where = ", never on battery" if training.pause_on_battery else ""
+    out.print(
+        "While nothing is asked, the target can write text like what was logged, from which its draft learns: it uses the idle "
+        f"machine for {training.practice_minutes_per_day:g} minutes a day at most{where}, and writes "
+        f"{training.practice_gb:g} GB at most in {settings.home}.\n"
+        "To change the answer later: the page, `redraft practise --on` or `--off`, or training.practice.",
+        highlight=False,
+    )
+    if (may := agrees("May it practise?")) is not None:
+        choice.make(may)
 
 
 def trainer(

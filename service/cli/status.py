@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from service.cli.console import table, write_json
-from service.cli.operate import ask, call
+from service.cli.operate import ask, call, practice_text
 from service.cli.options import LOCAL, Json, Url, adapter_name
 from service.core import RedraftError, RunState, Unavailable
 
@@ -36,6 +36,7 @@ def _read(url: str) -> dict[str, Any]:
     models, _ = _ask(url, "/v1/models")
     adapters, _ = _ask(url, "/adapters")
     requests, _ = _ask(url, "/requests")
+    practice, _ = _ask(url, "/practice")
     runs, _ = _ask(url, f"/runs?limit={RUNS}")
     found = [] if runs is None else runs["runs"]
     counted = _counters(call(url, "GET", "/metrics").text)
@@ -48,6 +49,7 @@ def _read(url: str) -> dict[str, Any]:
         "requests": None if requests is None else _states(requests["requests"]),
         "acceptance_rate": counted["spec_decode_num_accepted_tokens_total"] / drafted if drafted else None,
         "tokens_per_call": counted["generation_tokens_total"] / calls if calls else None,
+        "practice": practice,
         "run": next((run for run in found if not RunState(run["state"]).over), None),
         "verdicts": [run for run in found if run["verdict"] is not None][:VERDICTS],
     }
@@ -75,7 +77,7 @@ def _counters(metrics: str) -> dict[str, float]:
 
 
 def _show(url: str, found: dict[str, Any]) -> None:
-    requests, run = found["requests"], found["run"]
+    requests, run, practice = found["requests"], found["run"], found["practice"]
     adapter, rate, tokens = found["adapter"], found["acceptance_rate"], found["tokens_per_call"]
     rows: list[tuple[str, object]] = [
         ("ready", "yes" if found["ready"] else f"no: {found['reason']}"),
@@ -85,6 +87,7 @@ def _show(url: str, found: dict[str, Any]) -> None:
         ("acceptance rate", "" if rate is None else f"{rate:.3f} of the drafted tokens, since the start"),
         ("tokens per target call", "" if tokens is None else f"{tokens:.2f}, since the start"),
         ("training run", "none under way" if run is None else _progress(run)),
+        ("practice by itself", "" if practice is None else practice_text(practice)),
         *(
             (f"verdict of run {each['id']}", f"{each['state']}: {each['verdict']['reason']}")
             for each in found["verdicts"]

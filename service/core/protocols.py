@@ -12,7 +12,7 @@ from service.core.access import Caller
 from service.core.erasure import Erased, Selection
 from service.core.generation import Constraint, Generation, Grammar, Prompt, Round, Sink
 from service.core.overview import Disagreement, History
-from service.core.training import AdapterRef, TrainingRun
+from service.core.training import AdapterRef, PracticeState, TrainingRun
 
 
 class Place(Protocol):
@@ -368,6 +368,16 @@ class Operator(Protocol):
     def end_run(self, run_id: int) -> TrainingRun:
         """End a run under way, whichever process of the database does it: its child is stopped, the run CRASHED, its texts are
         free for the next one. Raises NotFound, Conflict when it is over or after the end."""
+        ...
+
+    def practice(self) -> PracticeState:
+        """Whether practice starts by itself. Returns at once."""
+        ...
+
+    def choose_practice(self, on: bool) -> PracticeState:
+        """Let practice start by itself from now on, after a restart too, or not. Off ends a practice run that started by
+        itself, none that was asked for. Raises Conflict where that is fixed or after the end, Unavailable where the choice
+        cannot be stored, StoreError."""
         ...
 
     def adapters(self) -> list[AdapterRef]:

@@ -142,6 +142,16 @@ class TrainingRun:
 
 
 @dataclass(frozen=True, slots=True)
+class PracticeState:
+    """Whether practice starts by itself. fixed: why that cannot be changed while the server runs; None: an operator may. waits:
+    why none started when that was last looked at; None: nothing was against it, a run is under way, or it is off."""
+
+    on: bool
+    fixed: str | None = None
+    waits: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class RoundCosts:
     """What rounds of one request cost on a kind of machine. seconds: of rounds that draft 1, 2, ... tokens. more: what each
     takes beyond that for a draft whose steps cost once more."""

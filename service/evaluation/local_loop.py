@@ -31,6 +31,7 @@ from service.learning.scoring.simulate import Simulated, simulate_rounds
 from service.lifecycle import gate
 from service.lifecycle.clock import Clock
 from service.lifecycle.context import LifecycleContext
+from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
 from service.metrics.registry import Metrics
@@ -229,7 +230,9 @@ class LocalLoop:
             machine=machine_kind(),
             judge=judge,
         )
-        self.supervisor = Supervisor(context, strain=lambda: None)
+        self.supervisor = Supervisor(
+            context, practice=PracticeChoice(self.settings.training, folder), strain=lambda: None
+        )
         try:
             self._members.join()
             self._heartbeat.start()

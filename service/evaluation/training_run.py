@@ -90,6 +90,8 @@ def serve_and_train(
 
 def _server(settings: Settings, folder: Path, replay: float | None) -> LocalServer:
     training = settings.training.model_dump(exclude_unset=True) | {"min_cases": NEVER, "tick_seconds": 0.5}
+    # What an operator chose in this home is no part of the measurement.
+    training["practice"] = settings.training.practice
     if replay is not None:
         training["replay"] = replay
     return LocalServer(

@@ -23,6 +23,7 @@ from service.core import (
     Erased,
     Forget,
     IllegalMove,
+    PracticeState,
     Selection,
     StoreError,
     TrainingRun,
@@ -36,6 +37,7 @@ from service.lifecycle.drift_monitor import DriftMonitor
 from service.lifecycle.erasing import Eraser
 from service.lifecycle.jobs import Demand, JobSlot
 from service.lifecycle.machine import MachineStrain, somebody_here
+from service.lifecycle.practice_choice import CONFIGURED, PracticeChoice
 from service.lifecycle.watch import Watch
 from service.store.registry.practice import practised
 
@@ -50,10 +52,10 @@ COSTS_SECONDS = 3600.0
 
 
 class Supervisor:
-    """core.Operator, and the tick. context.members has joined. busy: whether serving needs the machine for itself.
-    idle_seconds: for how long nothing has been asked here. strain: why the machine cannot spare what training takes; user: that
-    somebody uses it (None: by the rules, as far as the system tells). forget: every place outside the rows that keeps texts
-    after their requests have ended, by name.
+    """core.Operator, and the tick. context.members has joined. practice: whether it starts by itself, and who says so. busy:
+    whether serving needs the machine for itself. idle_seconds: for how long nothing has been asked here. strain: why the
+    machine cannot spare what training takes; user: that somebody uses it (None: by the rules, as far as the system tells).
+    forget: every place outside the rows that keeps texts after their requests have ended, by name.
 
     At most one child at a time. A run is this supervisor's own from the moment it claimed it; another's is left alone as long
     as its process is a member.
@@ -63,6 +65,7 @@ class Supervisor:
         self,
         context: LifecycleContext,
         *,
+        practice: PracticeChoice,
         busy: Callable[[], bool] = lambda: False,
         idle_seconds: Callable[[], float] = lambda: math.inf,
         strain: Callable[[], str | None] | None = None,
@@ -73,6 +76,11 @@ class Supervisor:
         self._strain = strain or MachineStrain.here(context.rules.training)
         self._user = user or somebody_here()
         self._idle_seconds = idle_seconds
+        self._practice = practice
+        self._practice_waits: str | None = None
+        """Why no practice started when that was last looked at."""
+        self._practice_run: int | None = None
+        """The newest practice run that started by itself here."""
         self._jobs = JobSlot(context, lambda: Demand(busy(), asked=idle_seconds() == 0.0), self._strain)
         self._watch = Watch(context)
         self._drift = DriftMonitor(context)
@@ -239,22 +247,33 @@ class Supervisor:
         )
         if isinstance(decision, Trigger):
             run = training.claim(context, decision, None)
-        elif hindered is None and rules.practice:
-            run = self._claim_practice()
+        elif self._practice.on:
+            run = self._claim_practice(hindered)
         else:
             return
         if run is not None:
             self._jobs.start(training.start(context, run))
 
-    def _claim_practice(self) -> TrainingRun | None:
+    def _claim_practice(self, hindered: str | None) -> TrainingRun | None:
         context, rules = self._context, self._context.rules.training
+        self._practice_waits = hindered
+        if hindered is not None:
+            return None
         minutes = policy.practice_minutes(
             practised(context.stores.database, context.who, context.database_now()),
             per_day=rules.practice_minutes_per_day,
             idle_seconds=self._idle_seconds(),
             user=self._user(),
         )
-        return training.claim_practice(context, minutes, None) if isinstance(minutes, float) else None
+        if isinstance(minutes, str):
+            self._practice_waits = minutes
+            return None
+        run = training.claim_practice(context, minutes, None)
+        if run is None:
+            self._practice_waits = "nothing has been recorded yet that it could begin like"
+        else:
+            self._practice_run = run.id
+        return run
 
     def _record_costs(self) -> None:
         """Once, and again before they are too old for others to go by."""
@@ -332,12 +351,48 @@ class Supervisor:
             run = self._context.stores.runs.get(run_id)
             if run.state.over:
                 raise Conflict(f"run {run_id} is over ({run.state})")
-            self._context.crash(run, training.ENDED, give_back=True)
-            log.info("run %d: %s", run_id, training.ENDED)
-            self._stop_ended_run()
-            # The folder that its child may have left.
-            self._clean()
+            self._end_run(run, training.ENDED)
             return self._context.stores.runs.get(run_id)
+
+    def _end_run(self, run: TrainingRun, reason: str) -> None:
+        self._context.crash(run, reason, give_back=True)
+        log.info("run %d: %s", run.id, reason)
+        self._stop_ended_run()
+        # The folder that its child may have left.
+        self._clean()
+
+    def practice(self) -> PracticeState:
+        """See core.Operator."""
+        if (impossible := self._no_practice()) is not None:
+            return PracticeState(False, impossible)
+        on = self._practice.on
+        waits = self._practice_waits if on and not self.working else None
+        return PracticeState(on, CONFIGURED if self._practice.configured else None, waits)
+
+    def choose_practice(self, on: bool) -> PracticeState:
+        """See core.Operator. Memory for practice is set aside at the start, where it is on then: turned on later it makes do
+        with what is free."""
+        with self._lock:
+            if self._stopped:
+                raise Conflict("shutting down")
+            if (impossible := self._no_practice()) is not None:
+                raise Conflict(impossible)
+            self._practice.make(on)
+            self._practice_waits = None
+            log.info("practice is turned %s", "on" if on else "off")
+            run = None if on else self._context.stores.runs.current(self._context.who)
+            if run is not None and run.id == self._practice_run:
+                self._end_run(run, training.TURNED_OFF)
+            return self.practice()
+
+    def _no_practice(self) -> str | None:
+        """Why no practice can start by itself here, whatever is chosen."""
+        context, rules = self._context, self._context.rules.training
+        if not context.who.draft:
+            return "this server runs without a draft model"
+        if not rules.enabled:
+            return "no run starts by itself (training.enabled is false)"
+        return None if rules.run_here else "this server leaves runs to others (training.run_here is false)"
 
     def adapters(self) -> list[AdapterRef]:
         """All adapters, newest first."""

@@ -40,6 +40,7 @@ MINUTES = "practice_minutes"
 GIVE_UP_SECONDS = 600.0
 """A practice run that had to pause for requests for so long gives the memory back; what was written stays on disk."""
 ENDED = "ended by an operator"
+TURNED_OFF = "practice was turned off"
 
 
 def claim(context: LifecycleContext, trigger: Trigger, key: str | None, *, here: bool = True) -> TrainingRun | None:

@@ -29,6 +29,7 @@ from service.core import (
     History,
     Judgement,
     Overloaded,
+    PracticeState,
     Progress,
     Round,
     RunState,
@@ -338,6 +339,10 @@ def no_run() -> TrainingRun | None:
     return None
 
 
+def no_practice() -> PracticeState:
+    return PracticeState(False)
+
+
 def always() -> bool:
     return True
 
@@ -345,7 +350,7 @@ def always() -> bool:
 def test_a_slow_listener_gets_the_newest_snapshot_and_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "SECONDS", 0.02)
     status = Numbered()
-    feed = Feed("model", status, Metrics(3), no_run)
+    feed = Feed("model", status, Metrics(3), no_run, no_practice)
 
     async def both() -> tuple[list[int], list[int]]:
         quick, slow = feed.listen(always).body_iterator, feed.listen(always).body_iterator
@@ -362,7 +367,7 @@ def test_a_slow_listener_gets_the_newest_snapshot_and_holds_up_no_other(monkeypa
 def test_listeners_share_a_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "SECONDS", 0.05)
     status = Numbered()
-    feed = Feed("model", status, Metrics(3), no_run)
+    feed = Feed("model", status, Metrics(3), no_run, no_practice)
 
     async def listen() -> None:
         frames = feed.listen(always).body_iterator
@@ -386,7 +391,7 @@ def test_a_database_that_is_away_leaves_the_engine_s_figures(server: EchoServer)
     def away() -> TrainingRun | None:
         raise StoreError("the database is away")
 
-    feed = Feed("model", server.engine.status, Metrics(3), away)
+    feed = Feed("model", server.engine.status, Metrics(3), away, no_practice)
 
     async def first() -> dict[str, Any]:
         async for frame in feed.listen(always).body_iterator:
@@ -399,7 +404,7 @@ def test_a_database_that_is_away_leaves_the_engine_s_figures(server: EchoServer)
 
 def test_a_listener_too_many_is_refused_before_it_takes_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feed_module, "LISTENERS", 0)
-    feed = Feed("model", Numbered(), Metrics(3), no_run)
+    feed = Feed("model", Numbered(), Metrics(3), no_run, no_practice)
     with pytest.raises(Overloaded):
         feed.listen(always)
     assert feed.listeners == 0

@@ -28,6 +28,7 @@ from sqlalchemy import select
 
 from service.core import BARE_DRAFT, AdapterState, BadRequest, Conflict, RunState, Selection, Trigger
 from service.lifecycle.context import LifecycleContext, Rules
+from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
 from service.models.fingerprint import folder_sha256
@@ -189,7 +190,12 @@ class Machine(RuleBasedStateMachine):
             machine="a test's machine",
             clock=lambda: datetime.now(UTC) + self.clock_offset,
         )
-        self.supervisor = Supervisor(context, busy=lambda: self.busy, strain=lambda: self.strain)
+        self.supervisor = Supervisor(
+            context,
+            practice=PracticeChoice(context.rules.training, self.home),
+            busy=lambda: self.busy,
+            strain=lambda: self.strain,
+        )
         self.supervisor.start()
         assert self.runs.current(WHO) is None, "a start leaves no run open"
 

@@ -39,6 +39,7 @@ from service.core import (
     History,
     NotFound,
     Overloaded,
+    PracticeState,
     Progress,
     Prompt,
     RequestState,
@@ -298,6 +299,7 @@ class InMemoryOperator:
         self.known_runs: list[TrainingRun] = []
         self.keys: dict[str, int] = {}
         self.erased: list[tuple[Selection, bool]] = []
+        self.practice_state = PracticeState(False)
         self.known = [make_adapter(3, AdapterState.ACTIVE), make_adapter(2, AdapterState.RETIRED)]
 
     def request_training(self, idempotency_key: str | None, practice_minutes: float | None = None) -> TrainingRun:
@@ -326,6 +328,15 @@ class InMemoryOperator:
         if not 0 < run_id <= len(self.known_runs):
             raise NotFound(f"there is no training run {run_id}")
         return self.known_runs[run_id - 1]
+
+    def practice(self) -> PracticeState:
+        return self.practice_state
+
+    def choose_practice(self, on: bool) -> PracticeState:
+        if self.practice_state.fixed is not None:
+            raise Conflict(self.practice_state.fixed)
+        self.practice_state = PracticeState(on)
+        return self.practice_state
 
     def adapters(self) -> list[AdapterRef]:
         return self.known
@@ -411,7 +422,7 @@ class EchoServer:
         self.feed = self._new_feed()
 
     def _new_feed(self) -> Feed:
-        return Feed("echo", self.engine.status, self.metrics, self.overview.newest_run)
+        return Feed("echo", self.engine.status, self.metrics, self.overview.newest_run, self.operator.practice)
 
     @property
     def app(self) -> FastAPI:

@@ -38,6 +38,7 @@ from service.core import (
 )
 from service.lifecycle.context import LifecycleContext, Rules
 from service.lifecycle.launcher import Process, ProcessLauncher
+from service.lifecycle.practice_choice import PracticeChoice
 from service.lifecycle.supervisor import Supervisor
 from service.lifecycle.switching import Switching
 from service.models.fingerprint import folder_sha256
@@ -252,6 +253,7 @@ class Server:
         )
         self.supervisor = Supervisor(
             context,
+            practice=PracticeChoice(context.rules.training, installation.home),
             busy=lambda: self.busy,
             idle_seconds=lambda: self.idle_seconds,
             strain=lambda: self.strain,

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from service.api.exchange import KEEP_ALIVE
 from service.api.page.files import SECURITY
 from service.api.schemas import RunAnswer
-from service.core import EngineStatus, Overloaded, StoreError, TrainingRun
+from service.core import EngineStatus, Overloaded, PracticeState, StoreError, TrainingRun
 from service.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ class Feed:
     """What GET /events sends. One snapshot is made for all listeners, and only while there are any. Each gets the newest when
     it is ready for one: a listener that reads slowly misses snapshots, and nothing waits for it or gathers.
 
-    status: of the engine; must return at once. newest_run: the newest training run; may block.
+    status, practice: of the engine, and of practice; must return at once. newest_run: the newest training run; may block.
     """
 
     def __init__(
@@ -44,11 +44,13 @@ class Feed:
         status: Callable[[], EngineStatus],
         metrics: Metrics,
         newest_run: Callable[[], TrainingRun | None],
+        practice: Callable[[], PracticeState],
     ) -> None:
         self._model = model
         self._status = status
         self._metrics = metrics
         self._newest_run = newest_run
+        self._practice = practice
         self._run: TrainingRun | None = None
         self._snapshot = b""
         self._made_at = -SECONDS
@@ -107,6 +109,7 @@ class Feed:
             **asdict(status),
             "totals": self._metrics.totals(),
             "run": None if run is None else RunAnswer.model_validate(run).model_dump(mode="json"),
+            "practice": asdict(self._practice()),
         }
         return json.dumps(shown, separators=(",", ":")).encode()
 

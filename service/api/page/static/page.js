@@ -1,9 +1,9 @@
-// The page: what the server says each second (GET /events), what it recorded (GET /history, /cases), and buttons.
+// The page: what the server says each second (GET /events), what it recorded (GET /history, /cases), buttons and a switch.
 
 import { depthChart, gainChart, seriesClass, sparkline, timeChart } from './charts.js';
 import { byId, list, make, setId, setText } from './nodes.js';
 import { startPlay } from './play.js';
-import { ask, events, post, read } from './server.js';
+import { ask, events, post, putJson, read } from './server.js';
 import { adapterName, bytes, duration, gain, number, percent, visible, visibleToken, when } from './text.js';
 
 const SECONDS = 300; // of speeds that are shown, and of counters that are held
@@ -62,6 +62,7 @@ function show(snapshot) {
   byId('speedup-tile').hidden = !(snapshot.speedup > 0);
   setId('speedup', `${number(snapshot.speedup, 2)} ×`);
   showRun(snapshot.run);
+  showPractice(snapshot.practice);
   showRollback();
   showRates();
 }
@@ -154,6 +155,35 @@ async function train() {
   } catch (error) {
     trainingKey = null;
     setId('train-result', `Not started: ${error.message}.`);
+  }
+}
+
+// Whether the switch waits for an answer: what a snapshot says of it meanwhile is old.
+let choosing = false;
+
+function showPractice({ on, fixed, waits }) {
+  const box = byId('practice');
+  if (choosing) return;
+  box.checked = on;
+  box.disabled = fixed !== null;
+  const why = [fixed && `Fixed: ${visible(fixed)}.`, waits && `Waits: ${visible(waits)}.`];
+  setId('practice-why', why.filter(Boolean).join(' '));
+}
+
+async function choosePractice() {
+  if (choosing) return;
+  choosing = true;
+  const { checked: on } = byId('practice');
+  let now = null;
+  try {
+    now = await (await putJson('practice', { on })).json();
+    setId('practice-result', now.on ? 'Practice is on, after a restart too.' : 'Practice is off, after a restart too.');
+  } catch (error) {
+    setId('practice-result', `Nothing was changed: ${error.message}.`);
+  } finally {
+    choosing = false;
+    if (now !== null) latest.practice = now;
+    showPractice(latest.practice);
   }
 }
 
@@ -365,6 +395,7 @@ function caseItem() {
 
 byId('train').addEventListener('click', train);
 byId('rollback').addEventListener('click', rollback);
+byId('practice').addEventListener('change', choosePractice);
 byId('adapters-table').addEventListener('click', ({ target }) => {
   if (target.dataset.adapter) adapterAction(`adapters/${target.dataset.adapter}/activate`);
 });

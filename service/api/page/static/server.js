@@ -25,6 +25,9 @@ export const post = (path, options = {}) => ask(path, { method: 'POST', ...optio
 export const postJson = (path, body, options = {}) =>
   post(path, { headers: { 'content-type': 'application/json' }, body: JSON.stringify(body), ...options });
 
+export const putJson = (path, body) =>
+  ask(path, { method: 'PUT', headers: { 'content-type': 'application/json' }, body: JSON.stringify(body) });
+
 async function message(response) {
   try {
     return visible((await response.json()).error.message);
