@@ -72,7 +72,7 @@ class StrictRoute(APIRoute):
         known = {parameter.alias for parameter in self.dependant.query_params}
 
         async def strict(request: Request) -> Response:
-            changes = request.method in {"POST", "DELETE"}
+            changes = request.method in {"POST", "PUT", "DELETE"}
             for name in request.query_params:
                 if name in known and len(request.query_params.getlist(name)) > 1:
                     raise BadRequest("the same query parameter is given twice", field=printable(name))

@@ -38,7 +38,7 @@ CLIENT = [
 OPERATOR = [
     "GET /metrics", "POST /train", "GET /train/{id}", "GET /adapters", "POST /adapters/{id}/activate",
     "POST /adapters/rollback", "DELETE /generations", "GET /runs", "GET /runs/{id}", "DELETE /runs/{id}", "GET /requests",
-    "DELETE /requests/{id}", "GET /events", "GET /history", "GET /cases",
+    "DELETE /requests/{id}", "GET /events", "GET /history", "GET /cases", "GET /practice", "PUT /practice",
 ]  # fmt: skip
 TABLE = {name: access for access, names in enumerate((PUBLIC, CLIENT, OPERATOR)) for name in names}
 

@@ -15,7 +15,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from service.api.compatible import client_tag
-from service.core import AdapterRef, AdapterRefused, Progress, RunState, Selection, StoreError, Verdict
+from service.core import AdapterRef, AdapterRefused, PracticeState, Progress, RunState, Selection, StoreError, Verdict
 from tests.support.echo_engine import EchoEngine, EchoServer, InMemoryOperator, make_run, wait_until
 from tests.support.scraped import scraped
 
@@ -91,6 +91,26 @@ def test_practice_is_asked_for_by_its_minutes(http: httpx.Client, server: EchoSe
     assert run["trigger"] == "practice"
     server.operator.known_runs[0] = make_run(1, progress=Progress(2, 9, writing=True))
     assert http.get("/train/1").json()["progress"]["writing"] is True
+
+
+def test_practice_is_turned_on_and_off(http: httpx.Client, server: EchoServer) -> None:
+    assert http.get("/practice").json() == {"on": False, "fixed": None, "waits": None}
+    for on in (True, True, False, True):
+        answer = http.put("/practice", json={"on": on})
+        assert (answer.status_code, answer.json()["on"]) == (200, on)
+    for wrong in (1, "true", None, [True]):
+        assert_shape(http.put("/practice", json={"on": wrong}), 400, "bad_request", "on")
+    assert_shape(http.put("/practice", json={}), 400, "bad_request", "on")
+    assert_shape(http.put("/practice", json={"on": False, "now": True}), 400, "bad_request", "now")
+    assert_shape(http.put("/practice"), 415, "unsupported_media_type")
+    twice = http.put("/practice", content='{"on": true, "on": false}', headers={"content-type": "application/json"})
+    assert_shape(twice, 400, "bad_request", "on")
+    assert_shape(http.put("/practice?on=false", json={"on": False}), 400, "bad_request", "on")
+    assert http.get("/practice").json()["on"] is True
+    server.operator.practice_state = PracticeState(True, "training.practice is set", "requests are answered")
+    assert_shape(http.put("/practice", json={"on": False}), 409, "conflict")
+    fixed = {"on": True, "fixed": "training.practice is set", "waits": "requests are answered"}
+    assert http.get("/practice").json() == fixed
 
 
 def test_figures_that_are_not_finite_are_sent_as_null(http: httpx.Client, server: EchoServer) -> None:
@@ -377,6 +397,7 @@ def test_the_schema_names_every_route_and_the_error_shape(http: httpx.Client) ->
         "/health/ready",
         "/history",
         "/metrics",
+        "/practice",
         "/requests",
         "/requests/{id}",
         "/runs",

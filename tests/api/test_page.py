@@ -264,12 +264,20 @@ def test_a_snapshot_comes_at_once_and_after_every_change(http: httpx.Client, ser
         assert first["memory"]["active"] == 0
         assert (first["run"]["id"], first["run"]["progress"]["step"], first["run"]["progress"]["loss"]) == (7, 3, None)
         assert first["totals"]["generation_tokens_total"] == 0
+        assert first["practice"] == {"on": False, "fixed": None, "waits": None}
         changed_at = time.monotonic()
         server.metrics.observe([Round(3, 0, 4, 2, 3)], 0.01)
         counts = next(snapshots)["totals"]
         assert time.monotonic() - changed_at < 2.0
         assert [counts[f"spec_decode_num_{name}_tokens_total"] for name in ("draft", "accepted")] == [4, 2]
         assert (counts["generation_tokens_total"], counts["rounds_total"]) == (3, 1)
+
+
+def test_a_snapshot_comes_when_practice_is_turned_on(http: httpx.Client) -> None:
+    with listening(http) as snapshots:
+        assert next(snapshots)["practice"]["on"] is False
+        assert http.put("/practice", json={"on": True}).status_code == 200
+        assert next(snapshots)["practice"]["on"] is True
 
 
 def test_totals_are_of_counters_without_labels(server: EchoServer) -> None:

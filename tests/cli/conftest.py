@@ -1,12 +1,23 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
+from collections.abc import Generator
 
 import pytest
 
 from service.cli import console, main
 from tests.support.command_line import Outcome, Redraft
+
+
+@pytest.fixture
+def umask() -> Generator[None]:
+    """`serve` narrows it."""
+    before = os.umask(0o022)
+    os.umask(before)
+    yield
+    os.umask(before)
 
 
 @pytest.fixture

@@ -729,15 +729,6 @@ def test_an_export_that_cannot_be_written_is_answered_with_one_sentence(
     one_sentence(done)
 
 
-@pytest.fixture
-def umask() -> Generator[None]:
-    """`serve` narrows it."""
-    before = os.umask(0o022)
-    os.umask(before)
-    yield
-    os.umask(before)
-
-
 @pytest.mark.usefixtures("umask")
 def test_a_port_in_use_ends_the_server(tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REDRAFT_HOME", str(tmp_path / "home"))

@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 from service.api import Doors, build_startup_api
 from service.cli.console import printable
 from service.cli.root import app
-from service.core import BARE_DRAFT, FailureCase, Progress, Round, RunState, TrainingRun, Trigger
+from service.core import BARE_DRAFT, FailureCase, PracticeState, Progress, Round, RunState, TrainingRun, Trigger
 from service.models.fingerprint import tokenizer_fingerprint
 from service.models.pair import load_model
 from service.settings import Settings, load_settings
@@ -399,6 +399,27 @@ def test_a_server_s_state_is_one_screen(redraft: Redraft) -> None:
     assert rows["acceptance rate"].startswith("0.750") and rows["tokens per target call"].startswith("2.50")
     assert rows["training run"] == "run 7: training, step 3 of 12, paused: busy"
     assert rows["verdict of run 5"] == f"rejected: {printable(HOSTILE)}"
+
+
+def test_practice_by_itself_is_turned_on_and_off(redraft: Redraft) -> None:
+    server = EchoServer()
+    with server.served() as url:
+
+        def state() -> str:
+            rows = {row[0]: row[1] for row in cells(redraft("status", "--url", url).out)}
+            return rows["practice by itself"]
+
+        assert state() == "off"
+        for word, text in (("--on", "on"), ("--off", "off")):
+            done = redraft("practise", word, "--url", url)
+            assert (done.status, done.out, done.err) == (0, f"practice by itself is {text}\n", "")
+            assert state() == text and server.operator.known_runs == []
+        server.operator.practice_state = PracticeState(True, "training.practice is set", "requests are answered")
+        assert state() == "on, waits: requests are answered"
+        refused = redraft("practise", "--off", "--url", url)
+        one_sentence(refused)
+        assert "training.practice is set" in refused.err
+        assert plain(redraft, "status", "--url", url)["practice"]["on"] is True
 
 
 def test_a_server_that_is_not_ready_says_why(redraft: Redraft) -> None:

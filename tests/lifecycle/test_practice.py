@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import re
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from service.core import BadRequest, RunState, Trigger
+from service.core import BadRequest, Conflict, PracticeState, RunState, Trigger
 from service.lifecycle import policy
 from service.lifecycle.machine import untouched_seconds, user_on_macos
+from service.lifecycle.practice_choice import FILE
 from service.lifecycle.training import GIVE_UP_SECONDS
 from service.store.registry.practice import Practised, practised
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server
@@ -135,3 +139,92 @@ def test_a_mac_says_whether_somebody_uses_it() -> None:
     assert user_on_macos(lambda *command: text) == "somebody uses the machine"
     assert user_on_macos(lambda *command: text.replace("12000000000", "900000000000")) is None
     assert user_on_macos(lambda *command: "") is None
+
+
+def test_it_is_turned_on_and_off_while_the_server_runs(installation: Installation) -> None:
+    """Off ends what started by itself, and the next start remembers."""
+    installation.plan_children(train="hang")
+    with installation.server() as server:
+        server.traffic(FEW)
+        server.supervisor.tick()
+        assert server.supervisor.practice() == PracticeState(False)
+        assert server.supervisor.choose_practice(True) == PracticeState(True)
+        server.idle_seconds = 0.0
+        server.supervisor.tick()
+        assert server.supervisor.practice() == PracticeState(True, waits="requests are answered")
+        server.idle_seconds = math.inf
+        server.supervisor.tick()
+        assert practising(server) and server.supervisor.practice() == PracticeState(True)
+        assert server.supervisor.choose_practice(False) == PracticeState(False)
+        (ended,) = server.runs.latest(9)
+        assert (ended.state, ended.error) == (RunState.CRASHED, "practice was turned off")
+        assert not server.supervisor.working and server.launcher.started[0].exit_code() is not None
+        server.supervisor.tick()
+        assert server.runs.current(WHO) is None
+        server.supervisor.choose_practice(True)
+    with installation.server() as server:
+        server.supervisor.tick()
+        assert practising(server)
+
+
+def test_turned_off_it_leaves_what_was_asked_for(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as server:
+        server.traffic(FEW)
+        server.supervisor.choose_practice(True)
+        server.supervisor.tick()
+        assert practising(server)
+        server.supervisor.choose_practice(False)
+        run = server.supervisor.request_training(None, 3.0)
+        server.supervisor.choose_practice(True)
+        server.supervisor.choose_practice(False)
+        assert server.supervisor.run(run.id).state is RunState.TRAINING and server.supervisor.working
+
+
+def test_why_none_starts_is_told(installation: Installation) -> None:
+    with installation.server(practice=True, cooldown_seconds=600.0) as server:
+        server.supervisor.tick()
+        nothing = "nothing has been recorded yet that it could begin like"
+        assert server.supervisor.practice().waits == nothing
+        server.traffic(FEW)
+        server.strain = "the machine runs on its battery"
+        server.supervisor.tick()
+        assert server.supervisor.practice().waits == "the machine runs on its battery"
+        server.strain = None
+        server.supervisor.request_training(None)
+        assert server.supervisor.practice().waits is None, "a run is under way"
+        server.tick_until(lambda: server.supervisor.runs(1)[0].state.over and not server.supervisor.working)
+        server.tick_until(lambda: server.supervisor.practice().waits is not None)
+
+
+@pytest.mark.parametrize(
+    ("training", "why"),
+    [
+        ({"practice": True}, "training.practice is set in the configuration"),
+        ({"practice": False}, "training.practice is set in the configuration"),
+        ({"enabled": False}, "no run starts by itself (training.enabled is false)"),
+        ({"run_here": False, "practice": True}, "this server leaves runs to others (training.run_here is false)"),
+    ],
+)
+def test_where_it_is_fixed_nobody_turns_it(installation: Installation, training: dict[str, object], why: str) -> None:
+    with installation.server(**training) as server:  # pyright: ignore[reportArgumentType]
+        on = training.get("practice") is True and "run_here" not in training
+        assert server.supervisor.practice() == PracticeState(on, why)
+        for wanted in (True, False):
+            with pytest.raises(Conflict, match=re.escape(why)):
+                server.supervisor.choose_practice(wanted)
+        assert not (installation.home / FILE).exists()
+
+
+def test_without_a_draft_or_after_the_end_nobody_turns_it(installation: Installation) -> None:
+    with installation.server() as server:
+        context = server.supervisor._context
+        server.supervisor._context = replace(context, who=replace(WHO, draft=""))
+        assert server.supervisor.practice() == PracticeState(False, "this server runs without a draft model")
+        with pytest.raises(Conflict, match="without a draft model"):
+            server.supervisor.choose_practice(True)
+        server.supervisor._context = context
+        server.supervisor.stop()
+        with pytest.raises(Conflict, match="shutting down"):
+            server.supervisor.choose_practice(True)
+        assert not (installation.home / FILE).exists()

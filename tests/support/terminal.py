@@ -1,0 +1,45 @@
+"""A process at a terminal of its own."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+TAKE = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
+"""The process makes its input its terminal, so that Ctrl-C there reaches it."""
+
+
+def at_a_terminal(
+    arguments: Sequence[str], environment: Mapping[str, str], *, prompt: str = "", keys: bytes = b""
+) -> tuple[int, str]:
+    """The exit status of Python with these arguments, and what the terminal showed. keys: typed once `prompt` is shown."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", TAKE, sys.executable, *arguments],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+        env={**os.environ, "COLUMNS": "100", **environment},
+    )
+    os.close(theirs)
+    shown, typed = b"", not keys
+    try:
+        while True:
+            try:
+                piece = os.read(ours, 4096)
+            except OSError:  # Linux says so at the end.
+                break
+            if not piece:
+                break
+            shown += piece
+            if not typed and prompt.encode() in shown:
+                os.write(ours, keys)
+                typed = True
+        return process.wait(60), shown.decode()
+    finally:
+        process.kill()
+        os.close(ours)
