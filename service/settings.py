@@ -189,7 +189,8 @@ class TrainingSettings(Section):
     pause_on_memory_pressure: bool = True
     """The same while the system is short of memory."""
     practice: bool = False
-    """While nothing is asked, the target writes text like what was logged, and the draft learns from it."""
+    """While nothing is asked, the target writes text like what was logged, and the draft learns from it. Set, true or false, it
+    wins over what an operator chose (`redraft practise --on`, the page)."""
     practice_minutes_per_day: float = Field(default=60.0, ge=0, le=1440)
     """So many minutes of practice in 24 hours, what is asked for included; none starts by itself beyond it."""
     practice_gb: float = Field(default=2.0, ge=0)

@@ -126,8 +126,10 @@ def at_terminal() -> bool:
 def agrees(question: str) -> bool | None:
     """What somebody at the terminal answers, no by default; None: nothing, the input ended."""
     while True:
+        # By itself `input` writes its prompt to stderr, which may be a file.
+        out.print(f"{question} [y/N]: ", end="", highlight=False, soft_wrap=True)
         try:
-            answer = input(f"{question} [y/N]: ").strip().lower()
+            answer = input().strip().lower()
         except EOFError:
             out.print()
             return None

@@ -12,7 +12,7 @@ from service.cli import serving
 from service.lifecycle.practice_choice import FILE, PracticeChoice
 from service.settings import TrainingSettings, load_settings
 from tests.support.command_line import Redraft
-from tests.support.terminal import at_a_terminal
+from tests.support.terminal import CTRL_C, at_a_terminal
 
 PROMPT = "May it practise? [y/N]"
 TERMINAL = "print('at a terminal:', console.at_terminal(), flush=True)"
@@ -37,7 +37,7 @@ def taken() -> Iterator[int]:
 
 @pytest.mark.parametrize(
     ("keys", "stored"),
-    [(b"perhaps\nYES\n", True), (b"\n", False), (b"\x03", None), (b"\x04", None)],
+    [(b"perhaps\nYES\n", True), (b"\n", False), (CTRL_C, None), (b"\x04", None)],
     ids=["yes", "return", "ctrl-c", "ctrl-d"],
 )
 def test_the_answer_is_stored_and_asked_for_once(tmp_path: Path, taken: int, keys: bytes, stored: bool | None) -> None:
@@ -49,7 +49,7 @@ def test_the_answer_is_stored_and_asked_for_once(tmp_path: Path, taken: int, key
     assert "60 minutes a day at most, never on battery, and writes 2 GB at most" in said
     assert "training.practice" in said and "the page" in said
     # As Ctrl-C ends every command; all others went on to the port.
-    assert status == (130 if keys == b"\x03" else 1) and ("in use" in text) is (status == 1)
+    assert status == (130 if keys == CTRL_C else 1) and ("in use" in text) is (status == 1)
     choice = PracticeChoice(TrainingSettings(), home)
     assert (choice.open, choice.on) == (stored is None, bool(stored))
     if stored:
@@ -60,6 +60,13 @@ def test_the_answer_is_stored_and_asked_for_once(tmp_path: Path, taken: int, key
 def test_nobody_is_asked_in_the_background_of_a_terminal() -> None:
     _, text = at_a_terminal(["-c", BACKGROUND], {})
     assert text.split("\r\n")[:2] == ["at a terminal: True", "at a terminal: False"]
+
+
+def test_the_prompt_shows_where_stderr_is_a_file() -> None:
+    away = "import os; os.dup2(os.open(os.devnull, os.O_WRONLY), 2); from service.cli import console"
+    words = ["-c", f"{away}; print('said:', console.agrees('Well?'))"]
+    status, text = at_a_terminal(words, {}, prompt="Well? [y/N]: ", keys=b"y\n")
+    assert status == 0 and "said: True" in text
 
 
 @pytest.mark.usefixtures("umask")

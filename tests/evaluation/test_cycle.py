@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from service.evaluation.cycle import run_cycle
-from service.settings import GateSettings, Settings, TrainingSettings
+from service.evaluation.training_run import _server
+from service.settings import GateSettings, Settings, TrainingSettings, load_settings
 from tests.support.tiny_server import prompts
 
 
@@ -20,3 +21,10 @@ def test_a_cycle_reports_the_speed_of_serving_during_a_run(settings: Settings, m
     assert found["train_seconds"] > 0
     assert found["beside"]["before"] > 0 and found["beside"]["during"] > 0
     assert found["tests"]["held"]["after"]["agreement"] > found["tests"]["held"]["before"]["agreement"]
+
+
+def test_what_an_operator_chose_about_practice_is_no_part_of_a_measurement(tmp_path: Path) -> None:
+    for flags in ({}, {"training.practice": True}):
+        server = _server(load_settings(None, flags), tmp_path, None)
+        measured = load_settings(server.config).training
+        assert "practice" in measured.model_fields_set and measured.practice is bool(flags)

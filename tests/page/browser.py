@@ -236,6 +236,42 @@ def the_keyboard_reaches_and_triggers_everything(browser: Browser, real: str, ec
 
 
 @check
+def practice_is_a_switch_by_keyboard_and_on_a_phone(browser: Browser, real: str, echo: str) -> None:
+    with opened(browser, echo) as page, opened(browser, echo, **PHONE) as phone:
+        box = page.get_by_role("switch", name="Practise by itself")
+        expect(box).to_be_enabled(timeout=20_000)
+        expect(box).not_to_be_checked()
+        box.focus()
+        page.keyboard.press("Space")
+        expect(page.locator("#practice-result")).to_have_text("Practice is on, after a restart too.", timeout=20_000)
+        expect(box).to_be_checked()
+        expect(box).to_be_focused()
+        assert fetch(f"{echo}/practice")["on"] is True
+        # Another page that is open follows, and its label is large enough to be touched.
+        label = phone.get_by_text("Practise by itself")
+        expect(phone.locator("#practice")).to_be_checked(timeout=20_000)
+        label.tap()
+        expect(phone.locator("#practice-result")).to_have_text("Practice is off, after a restart too.", timeout=20_000)
+        expect(box).not_to_be_checked(timeout=20_000)
+        # What the server did not do is not shown as done. (Other statuses would be errors in the console.)
+        page.route(f"{echo}/practice", lambda route: route.fulfill(status=200, body="no answer"))
+        box.click()
+        expect(page.locator("#practice-result")).to_contain_text("Nothing was changed")
+        expect(box).not_to_be_checked()
+
+
+@check
+def practice_that_is_fixed_says_why(browser: Browser, real: str, echo: str) -> None:
+    with opened(browser, real) as page:
+        box = page.get_by_role("switch", name="Practise by itself")
+        expect(page.locator("#practice-why")).to_have_text(
+            "Fixed: no run starts by itself (training.enabled is false).", timeout=20_000
+        )
+        expect(box).to_be_disabled()
+        assert "practice-note" in (box.get_attribute("aria-describedby") or "")
+
+
+@check
 def an_open_page_does_not_grow(browser: Browser, real: str, echo: str) -> None:
     with opened(browser, echo) as page:
         loaded(page)

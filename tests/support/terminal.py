@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 
 TAKE = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.executable, sys.argv[1:])"
 """The process makes its input its terminal, so that Ctrl-C there reaches it."""
+CTRL_C = b"\x03"
 
 
 def at_a_terminal(
@@ -29,6 +31,11 @@ def at_a_terminal(
     shown, typed = b"", not keys
     try:
         while True:
+            if not select.select([ours], [], [], 1.0)[0]:
+                # One that comes between the prompt and the read behind it is lost in Python until the next key.
+                if typed and keys == CTRL_C:
+                    os.write(ours, keys)
+                continue
             try:
                 piece = os.read(ours, 4096)
             except OSError:  # Linux says so at the end.
