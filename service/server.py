@@ -298,7 +298,9 @@ class Application:
             rows, length = runs.batch_size, runs.max_length
             training = training_bytes(folders.target, folders.draft, rows=rows, length=length)
             if self.learning.practice.on:
-                training = max(training, practice_bytes(pair.target.model, pair.vocabulary))
+                training = max(
+                    training, practice_bytes(pair.target.model, (folders.target, folders.draft), pair.vocabulary)
+                )
         plan = plan_memory(
             pair.target.model,
             pair.draft.model if pair.draft is not None else None,

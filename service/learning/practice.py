@@ -11,6 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from itertools import count, islice
+from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,7 +20,7 @@ import numpy as np
 from service.core import Generation, Progress, TrainingFailed
 from service.engine.footprint import row_bytes, weight_bytes
 from service.learning.channel import Channel
-from service.learning.loading import load_draft, load_target, target_width
+from service.learning.loading import load_draft, load_target, target_width, training_bytes
 from service.learning.make.distil import Distillation, batches
 from service.learning.make.target_text import ANSWER, FORCED, TargetText, write_text
 from service.learning.practice_text import Kind, Piece, PracticeText
@@ -54,7 +55,7 @@ CUTS, SHORTEST_CUT, LONGEST_OPENING = 4, 0.6, 600
 LEARNING_RATE, WARMUP = 2e-3, 0.05
 FREE_SHARE = 0.5
 """Of the memory that is free, for rows that are written, and for a training step."""
-_LOGITS_COPIES = 8
+_LOGITS_COPIES = 16
 """Float32 arrays as wide as the logits that a training step holds."""
 
 
@@ -69,6 +70,7 @@ class PracticeJob(TrainingJob):
         self.stored = PracticeText(job.practice.folder, job.provenance.target)
         self._started = time.perf_counter()
         self._paused = 0.0
+        self._text_bytes = 0
 
     def _learn(self) -> Learnt:
         job = self.job
@@ -83,6 +85,8 @@ class PracticeJob(TrainingJob):
             # The draft learns what it may propose. Wide logits are most of a training step otherwise.
             cut(target.model, reduced)
             cut(draft.model, reduced)
+        width = target_width(job) if reduced is None else len(reduced)
+        self._text_bytes = text_bytes(job.target, job.draft, width)
         shape = self._wrap(draft.model, job.training.practice_rank)
         loss = Distillation(target.model, dtype, blend=True)
         logged = packed(self.seeds)
@@ -191,7 +195,7 @@ class PracticeJob(TrainingJob):
     def _batch(self, text: TargetText) -> int:
         """Texts of a training step: fewer where there are few texts, so that there are STEPS steps."""
         wanted = min(max(len(text.tokens) // STEPS, LEAST_BATCH), BATCH, len(text.tokens))
-        return max(min(wanted, batch_rows(target_width(self.job), device_free_bytes())), 1)
+        return max(min(wanted, int(FREE_SHARE * device_free_bytes() / self._text_bytes)), 1)
 
     def _left(self) -> float:
         """Seconds of the run's minutes."""
@@ -252,10 +256,11 @@ def mixed(pieces: Sequence[Piece]) -> TargetText:
     return TargetText.joined([text.first(rows) for text in joined])
 
 
-def practice_bytes(target: nn.Module, width: int) -> int:
-    """Bytes that practice needs to go at a fair speed, a second copy of the target among them. width: of the logits."""
+def practice_bytes(target: nn.Module, folders: tuple[Path, Path], width: int) -> int:
+    """Bytes that practice needs to go at a fair speed, a second copy of the target among them. folders: of target and draft.
+    width: of the logits."""
     writing = ROWS_ASIDE * _writing_bytes(target, width)
-    return weight_bytes(target) + max(writing, BATCH_ASIDE * _training_bytes(width))
+    return weight_bytes(target) + max(writing, BATCH_ASIDE * text_bytes(*folders, width))
 
 
 def writing_rows(target: nn.Module, width: int, free: int) -> int:
@@ -264,19 +269,15 @@ def writing_rows(target: nn.Module, width: int, free: int) -> int:
     return max(min(most, int(FREE_SHARE * free / _writing_bytes(target, width))), 1)
 
 
-def batch_rows(width: int, free: int) -> int:
-    """How many texts a training step may have. width: of the logits. free: bytes."""
-    return int(FREE_SHARE * free / _training_bytes(width))
+def text_bytes(target: Path, draft: Path, width: int) -> int:
+    """Of a text in a training step: what the draft's blocks compute, and its logits. width: of these."""
+    one, two = (training_bytes(target, draft, rows=rows, length=LENGTH) for rows in (1, 2))
+    return two - one + 4 * _LOGITS_COPIES * LENGTH * width
 
 
 def _writing_bytes(target: nn.Module, width: int) -> int:
     """Of a text that is written: its keys and values, and three arrays as wide as the logits."""
     return row_bytes(target, None).of(LENGTH) + 12 * width
-
-
-def _training_bytes(width: int) -> int:
-    """Of a text in a training step."""
-    return 4 * _LOGITS_COPIES * LENGTH * width
 
 
 def _working_dtype(target: nn.Module) -> mx.Dtype:

@@ -15,6 +15,7 @@ import mlx.core as mx
 import numpy as np
 
 from service.engine.kv.cache import RowCache
+from service.engine.strategy import PAGE
 from service.models.pair import Loaded
 
 FORCED, USER, ANSWER = 0, 1, 2
@@ -130,6 +131,9 @@ class _Writer:
         self.tokens = np.zeros((rows, length), dtype=np.int32)
         self.role = np.zeros((rows, length), dtype=np.uint8)
         self.cache = RowCache(target.model, rows)
+        if (pages := self.cache.pages) is not None:
+            # All of them now: growing copies what is there, and takes the memory of both.
+            pages.pool.set_size(rows * -(-length // PAGE) * len(pages.groups.windows))
         self.start = self._prefill(self.frame.opening[:length])
         longest = max(len(self.frame.answer), len(self.frame.user) + max(map(len, self.openings)))
         self.forced = _ForcedTokens(rows, 1 + longest)
