@@ -45,7 +45,12 @@ def make_draft(
     ] = 8192,
     general: Annotated[int, typer.Option(min=0, help="Greedy exchanges written for the replay set.")] = 0,
     start: Annotated[str | None, typer.Option(help="A draft to go on from: catalogue name or folder.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Keep the text in this .npz file, or reuse what is there.")] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            help="Keep the text in this .npz file, or reuse what is there; or a folder of practice text in the home folder."
+        ),
+    ] = None,
     greedy: Annotated[float, typer.Option(min=0.0, max=1.0, help="Share of texts whose answers are greedy.")] = 0.25,
     openings: Annotated[
         Path | None, typer.Option(help="Lines that user turns begin with; an empty one: the target begins by itself.")

@@ -23,7 +23,7 @@ from service.learning.channel import Channel
 from service.learning.loading import load_draft, load_target, target_width, training_bytes
 from service.learning.make.distil import Distillation, batches
 from service.learning.make.target_text import ANSWER, FORCED, TargetText, write_text
-from service.learning.practice_text import Kind, Piece, PracticeText
+from service.learning.practice_text import Kind, Piece, PracticeText, mixed
 from service.learning.scoring.score import held_out
 from service.learning.spec import Practice, TrainJob
 from service.learning.texts import as_text
@@ -246,14 +246,6 @@ def packed(generations: Sequence[Generation]) -> TargetText:
         np.pad(role, (0, spare), constant_values=FORCED).reshape(rows, LENGTH),
         np.zeros(rows),
     )
-
-
-def mixed(pieces: Sequence[Piece]) -> TargetText:
-    """The texts of both kinds, as many of each where there are, in the order given. Pieces have equal lengths."""
-    by_kind = [[piece.text for piece in pieces if piece.kind is kind] for kind in Kind]
-    joined = [TargetText.joined(texts) for texts in by_kind if texts]
-    rows = min(len(text.tokens) for text in joined)
-    return TargetText.joined([text.first(rows) for text in joined])
 
 
 def practice_bytes(target: nn.Module, folders: tuple[Path, Path], width: int) -> int:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -48,17 +48,25 @@ class PracticeText:
         piece.text.save(scratch)
         os.replace(scratch, final)
 
-    def pieces(self, before: int) -> Iterator[Piece]:
-        """The pieces of earlier runs than `before`, newest first. Files that cannot be read are passed over."""
+    def pieces(self, before: int | None = None) -> Iterator[Piece]:
+        """The pieces of earlier runs than `before` (None: of all), newest first. Files that cannot be read are passed over."""
         for path in sorted(self._folder.glob("[0-9]*.npz"), reverse=True):
             run, _, _, kind = path.stem.split("-")
-            if int(run) >= before:
+            if before is not None and int(run) >= before:
                 continue
             try:
                 yield Piece(int(run), Kind(kind), TargetText.load(path))
             except (OSError, ValueError, KeyError, BadZipFile):
                 # Removed meanwhile, or damaged.
                 continue
+
+
+def mixed(pieces: Sequence[Piece]) -> TargetText:
+    """The texts of both kinds, as many of each where there are, in the order given. Pieces have equal lengths."""
+    by_kind = [[piece.text for piece in pieces if piece.kind is kind] for kind in Kind]
+    joined = [TargetText.joined(texts) for texts in by_kind if texts]
+    rows = min(len(text.tokens) for text in joined)
+    return TargetText.joined([text.first(rows) for text in joined])
 
 
 def remove(root: Path) -> None:

@@ -14,6 +14,8 @@ from service.core import ModelError
 from service.learning.make.distil import Distillation, TextBatch, freeze_shared
 from service.learning.make.draft import Recipe, make_draft
 from service.learning.make.eagle_head import default_feature_layers, init_eagle_head
+from service.learning.make.target_text import TargetText
+from service.learning.practice_text import Kind, Piece, PracticeText
 from service.models import eagle, vocabulary
 from service.models.pair import load_model, load_pair
 from tests.support.model_folders import save_model
@@ -67,6 +69,13 @@ def test_a_head_is_made_loads_and_can_be_gone_on_from(target: Path, tmp_path: Pa
     )
     assert again is not None
     assert again.agreement_before == pytest.approx(report.agreement, abs=0.02)
+    written = TargetText.load(tmp_path / "text.npz")
+    for kind in Kind:
+        PracticeText(tmp_path, "practice").save(Piece(1, kind, written), 1, 0)
+    practised = make_draft(target, tmp_path / "practised", RECIPE, start=first, text_file=tmp_path / "practice")
+    assert practised is not None and practised.tokens == 2 * written.tokens.size
+    with pytest.raises(ModelError, match="holds no practice text"):
+        make_draft(target, tmp_path / "other", RECIPE, start=first, text_file=tmp_path)
     with pytest.raises(ModelError, match=r"reads layers \[1, 2\] of its target, not \[1, 3\]"):
         make_draft(target, tmp_path / "other", replace(RECIPE, layers=(1, -3)), start=first)
     with pytest.raises(ModelError, match="other shapes"):

@@ -1,6 +1,7 @@
 """Practice: text that a tiny target writes, and jobs that train on it."""
 
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from service.core import RunState, Trigger
+from service.core import AnswerGrammar, RunState, Trigger
 from service.learning import practice, practice_text
+from service.learning.channel import Channel
 from service.learning.make.target_text import ANSWER, FORCED, USER, TargetText
 from service.learning.practice_text import Kind, Piece, PracticeText
 from service.learning.spec import TrainJob, parse
@@ -145,8 +147,8 @@ def test_pieces_come_back_newest_first_and_damaged_ones_are_passed_over(tmp_path
 
 def test_both_kinds_have_as_many_texts_the_newest_first() -> None:
     pieces = [Piece(2, Kind.LOG, text(2, 1)), Piece(2, Kind.GENERAL, text(2, 2)), Piece(1, Kind.LOG, text(4, 3))]
-    assert practice.mixed(pieces).tokens[:, 0].tolist() == [1, 1, 2, 2]
-    assert practice.mixed(pieces[:1]).tokens[:, 0].tolist() == [1, 1]
+    assert practice_text.mixed(pieces).tokens[:, 0].tolist() == [1, 1, 2, 2]
+    assert practice_text.mixed(pieces[:1]).tokens[:, 0].tolist() == [1, 1]
 
 
 def test_cuts_are_beginnings_of_bounded_length() -> None:
@@ -167,6 +169,34 @@ def test_general_text_begins_as_the_draft_s_own_did_or_freely(
     assert practice.general_openings(job) == []
     (tmp_path / "openings.txt").write_text("\nSummarize:\n", encoding="utf-8")
     assert practice.general_openings(replace(job, general=tmp_path / "general.npz")) == ["", "Summarize:"]
+
+
+def test_logged_texts_are_packed_without_those_that_followed_a_grammar(logged_pair: LoggedPair) -> None:
+    some = logged_pair.logged[:40]
+    grammar = replace(some[3], grammar=AnswerGrammar("start: /[a-z]/"))
+    found = practice.packed([*some, grammar])
+    words = [token for one in some for token in (*one.prompt.tokens, *one.output)]
+    roles = [role for one in some for role in [FORCED] * len(one.prompt.tokens) + [ANSWER] * len(one.output)]
+    assert found.tokens.shape[1] == practice.LENGTH
+    assert found.tokens.reshape(-1)[: len(words)].tolist() == words
+    assert found.role.reshape(-1)[: len(words)].tolist() == roles
+    assert set(found.role.reshape(-1)[len(words) :].tolist()) <= {FORCED}, (
+        "nothing is learnt from what fills the last row up"
+    )
+    long = replace(some[0], output=tuple(range(3, 60)) * 2)
+    assert practice.packed([long]).tokens[0].tolist() == list(long.output[-practice.LENGTH :])
+    assert practice.packed([grammar]).tokens.shape == (0, practice.LENGTH)
+
+
+def test_few_texts_make_more_and_smaller_steps(home: Home, logged_pair: LoggedPair, tmp_path: Path) -> None:
+    job = parse(json.dumps(practice_spec(home, tmp_path / "practice", 0.01)))
+    assert isinstance(job, TrainJob)
+    practising = practice.PracticeJob(job, Channel(0, sys.stdout), home.database)
+    practising._text_bytes = 1
+    sizes = {rows: practising._batch(text(rows, 0)) for rows in (2, 100, 400, 4000)}
+    assert sizes == {2: 2, 100: 4, 400: 6, 4000: 8}
+    practising._text_bytes = 2**60
+    assert practising._batch(text(4000, 0)) == 1, "one fits, or the step fails"
 
 
 def test_rows_follow_the_memory_that_is_free(logged_pair: LoggedPair) -> None:

@@ -12,7 +12,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from service.core import ModelError
-from service.models.heads import CutHead, cut, cut_head, full_head, split, uncut
+from service.models.heads import CutHead, cut, cut_head, full_head, narrow_head, split, uncut
 
 Build = Callable[[dict[str, Any]], nn.Module]
 
@@ -103,7 +103,13 @@ def test_a_reduced_head_gives_the_same_logits_for_its_ids(
     assert (after[..., others].max() < after[..., mx.array(reduced)].min() - 10).item()
     if (parts := split(model)) is not None:
         assert mx.array_equal(parts[1](parts[0](tokens, None)), after)
+    with narrow_head(model):
+        narrow = model(tokens)
+    assert mx.allclose(narrow, before[..., mx.array(sorted(reduced))], rtol=1e-4, atol=1e-5)
+    assert mx.array_equal(model(tokens), after), "outside of the block logits are as wide as before"
     uncut(model)
+    with narrow_head(model):
+        assert mx.array_equal(model(tokens), before), "a whole head stays whole"
     assert mx.array_equal(model(tokens), before)
 
 

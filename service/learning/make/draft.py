@@ -21,6 +21,7 @@ from service.learning.make.distil import Distillation, batch_count, batches, fre
 from service.learning.make.eagle_head import init_eagle_head
 from service.learning.make.prune import DEFAULT_LAYERS, prune
 from service.learning.make.target_text import ANSWER, TargetText, first_exchanges, write_text
+from service.learning.practice_text import PracticeText, mixed
 from service.learning.ranks import Ranks
 from service.learning.train import Optimiser, TrainReport, train
 from service.models import eagle, vocabulary
@@ -158,7 +159,10 @@ def make_draft(
 
 def training_text(target: Loaded, recipe: Recipe, file: Path | None, ranks: Ranks, report: Report) -> TargetText:
     """This process's training text: read from `file`, else written by the target and saved there. Where several processes share
-    the work, each has a file of its own, "NAME-RANK"."""
+    the work, each has a file of its own, "NAME-RANK". A folder is practice text, all of it. Raises ModelError where that holds
+    none."""
+    if file is not None and file.is_dir():
+        return _practice_text(file)
     if file is not None and ranks.count > 1:
         file = file.with_stem(f"{file.stem}-{ranks.index}")
     if file is not None and file.is_file():
@@ -176,6 +180,14 @@ def training_text(target: Loaded, recipe: Recipe, file: Path | None, ranks: Rank
     if file is not None:
         text.save(file)
     return text
+
+
+def _practice_text(folder: Path) -> TargetText:
+    """The practice text of one target, of both kinds in equal parts. Raises ModelError where there is none."""
+    pieces = list(PracticeText(folder.parent, folder.name).pieces())
+    if not pieces:
+        raise ModelError(f"{folder} holds no practice text")
+    return mixed(pieces)
 
 
 def _check_same_shape(draft: nn.Module, fresh: nn.Module, start: Path) -> None:
