@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 CACHE_BYTES = 2**30
 """Freed memory MLX may keep for reuse."""
+LEAST_PRIORITY = 19
+"""Niceness of practice."""
 
 
 def main() -> None:
@@ -63,16 +65,18 @@ def perform(channel: Channel, line: str) -> None:
 def run(channel: Channel, line: str) -> None:
     """Do the job that this line of JSON describes. Raises RedraftError with the reason when it cannot be done."""
     job = parse(line)
-    lower_priority(job.training.niceness)
+    practises = isinstance(job, TrainJob) and job.practice is not None
+    # Practice has all cores, and a request that comes shares them with the call under way.
+    lower_priority(LEAST_PRIORITY if practises else job.training.niceness)
     # Niceness is about the processor alone. A comparison is short, and what serves may be bad.
     # Practice pauses for every request, so that it need not leave any of the time.
-    throttled = isinstance(job, TrainJob) and job.practice is None and mx.default_device().type != mx.cpu
+    throttled = isinstance(job, TrainJob) and not practises and mx.default_device().type != mx.cpu
     channel.share = job.training.gpu_share if throttled else 1.0
     mx.set_cache_limit(CACHE_BYTES)
     database = Database(job.url, read_only=True)
     try:
         if isinstance(job, TrainJob):
-            kind = TrainingJob if job.practice is None else PracticeJob
+            kind = PracticeJob if practises else TrainingJob
             kind(job, channel, database).run()
         else:
             score_adapters(job, channel, database)

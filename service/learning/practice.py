@@ -10,7 +10,8 @@ import logging
 import random
 import time
 from collections.abc import Sequence
-from itertools import count, islice
+from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import mlx.core as mx
@@ -45,7 +46,9 @@ LENGTH, TURN = 384, 96
 MOST_ROWS, MOST_ROWS_CPU = 1024, 16
 """Texts that are written together. More on a CPU write hardly more in a second, and a run would overrun its minutes."""
 BATCH, LEAST_BATCH, STEPS = 32, 4, 64
-"""Texts of a training step at most and at least, where memory does for so many; steps of a run, where that leaves so many."""
+"""Texts of a training step at most and at least; steps of a run, where that leaves so many."""
+CALL_SECONDS = 0.1
+"""A training step is made of calls of about so long, unless one text takes longer: a request that comes waits for one."""
 LOGGED_PASSES = 2
 """How often the logged texts themselves are learnt from."""
 ROWS_ASIDE, BATCH_ASIDE = 256, 8
@@ -57,6 +60,14 @@ FREE_SHARE = 0.5
 """Of the memory that is free, for rows that are written, and for a training step."""
 _LOGITS_COPIES = 16
 """Float32 arrays as wide as the logits that a training step holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """Of training. rows: texts of a call. text_seconds: what one of them takes."""
+
+    rows: int
+    text_seconds: float
 
 
 class PracticeJob(TrainingJob):
@@ -93,11 +104,11 @@ class PracticeJob(TrainingJob):
         # Another release may have written texts of another length.
         earlier = [piece for piece in self.stored.pieces(job.run) if piece.text.tokens.shape[1] == LENGTH]
         count_earlier = sum(len(piece.text.tokens) for piece in earlier)
-        written, text_seconds = self._write(target, draft.model, loss, len(logged.tokens), count_earlier)
+        written, calls = self._write(target, draft.model, loss, len(logged.tokens), count_earlier)
         learnt = [*written, *islice(earlier, len(written))]
         self._send_seeds({piece.run for piece in learnt} - {job.run})
         text = TargetText.joined([mixed(learnt), *[logged] * LOGGED_PASSES])
-        report = self._train(draft.model, text, loss, text_seconds)
+        report = self._train(draft.model, text, loss, calls)
         return Learnt(draft, shape, reduced, report)
 
     def _held_out(self) -> list[Generation]:
@@ -114,10 +125,10 @@ class PracticeJob(TrainingJob):
 
     def _write(
         self, target: Loaded, draft: nn.Module, loss: Distillation, logged: int, earlier: int
-    ) -> tuple[list[Piece], float]:
+    ) -> tuple[list[Piece], Calls]:
         """Pieces of both kinds in turn, one of each at least, while there is time to learn from all of them, from the log and
-        from as many texts of earlier runs; and the seconds that learning from a text takes. Each is stored at once. logged:
-        texts of the log. earlier: texts of earlier runs."""
+        from as many texts of earlier runs; and the calls of the training that follows. Each is stored at once. logged: texts of
+        the log. earlier: texts of earlier runs."""
         job = self.job
         rows = writing_rows(target.model, target_width(job), device_free_bytes())
         openings = {
@@ -125,8 +136,9 @@ class PracticeJob(TrainingJob):
             Kind.GENERAL: general_openings(job),
         }
         pieces: list[Piece] = []
-        text_seconds = 0.0
-        for number in count():
+        calls: Calls | None = None
+        number = 0
+        while True:
             started = self._elapsed()
             for kind, words in openings.items():
                 seed = 2 * (job.run << 16 | number) + (kind is Kind.GENERAL)
@@ -139,10 +151,10 @@ class PracticeJob(TrainingJob):
                 self.stored.save(piece, job.fencing, number)
                 pieces.append(piece)
             took = self._elapsed() - started
-            text_seconds = text_seconds or self._text_seconds(draft, pieces[0].text, loss)
+            calls = calls or self._calls(draft, pieces[0].text, loss)
             texts = rows * len(pieces)
-            left = self._left() - text_seconds * (texts + min(earlier, texts) + LOGGED_PASSES * logged)
-            further = max(int(left / (took + text_seconds * rows * len(openings))), 0)
+            left = self._left() - calls.text_seconds * (texts + min(earlier, texts) + LOGGED_PASSES * logged)
+            further = max(int(left / (took + calls.text_seconds * rows * len(openings))), 0)
             self._send_progress(
                 Progress(
                     number + 1,
@@ -153,8 +165,8 @@ class PracticeJob(TrainingJob):
                 )
             )
             if not further:
-                break
-        return pieces, text_seconds
+                return pieces, calls
+            number += 1
 
     def _send_seeds(self, runs: set[int]) -> None:
         """Report the seeds of earlier runs whose text is learnt from: an erasure of one has to find this adapter too."""
@@ -163,39 +175,43 @@ class PracticeJob(TrainingJob):
 
     # ------------------------------------------------------------------------------------------------------ training
 
-    def _train(self, model: nn.Module, text: TargetText, loss: Distillation, text_seconds: float) -> TrainReport:
+    def _train(self, model: nn.Module, text: TargetText, loss: Distillation, calls: Calls) -> TrainReport:
         """One pass over the text, or over as much of it as there is time for."""
-        rows = self._batch(text)
-        steps = max(min(len(text.tokens) // rows, int(self._left() / (rows * text_seconds))), 1)
-        log.info(
-            "%d steps of %d texts, %.2f s each; %d texts there", steps, rows, rows * text_seconds, len(text.tokens)
-        )
+        texts = len(text.tokens)
+        # Fewer texts make smaller steps.
+        size = min(max(texts // STEPS, LEAST_BATCH), BATCH)
+        accumulate = max(round(size / calls.rows), 1)
+        step = calls.rows * accumulate
+        steps = max(min(texts // step, int(self._left() / (step * calls.text_seconds))), 1)
+        log.info("%d steps of %d calls over %d texts; %d texts there", steps, accumulate, calls.rows, texts)
         return train(
             model,
-            islice(batches(text, rows, 1, self.job.run), steps),
+            islice(batches(text, calls.rows, 1, self.job.run), steps * accumulate),
             loss_fn=loss,
-            optimiser=Optimiser(LEARNING_RATE, steps, warmup=WARMUP, clip=self.job.training.clip),
+            optimiser=Optimiser(
+                LEARNING_RATE, steps, warmup=WARMUP, clip=self.job.training.clip, accumulate=accumulate
+            ),
             on_progress=self._send_progress,
             hold=self._hold,
         )
 
-    def _text_seconds(self, model: nn.Module, text: TargetText, loss: Distillation) -> float:
-        """Of a training step for each of its texts, measured by the second of two."""
-        rows = self._batch(text)
+    def _calls(self, model: nn.Module, text: TargetText, loss: Distillation) -> Calls:
+        """The calls of a training step: over as many texts as take CALL_SECONDS and have room, up to BATCH."""
         gradient_of = nn.value_and_grad(model, loss)
-        seconds = 0.0
-        for batch in islice(batches(text, rows, 2, 0), 2):
-            self._hold()
-            started = time.perf_counter()
-            mx.eval(gradient_of(model, batch))
-            seconds = time.perf_counter() - started
-        mx.clear_cache()
-        return max(seconds, 1e-3) / rows
-
-    def _batch(self, text: TargetText) -> int:
-        """Texts of a training step: fewer where there are few texts, so that there are STEPS steps."""
-        wanted = min(max(len(text.tokens) // STEPS, LEAST_BATCH), BATCH, len(text.tokens))
-        return max(min(wanted, int(FREE_SHARE * device_free_bytes() / self._text_bytes)), 1)
+        most = min(BATCH, len(text.tokens), int(FREE_SHARE * device_free_bytes() / self._text_bytes))
+        rows = 1
+        while True:
+            seconds = 0.0
+            # The first of its shape takes longer.
+            for batch in islice(batches(text, rows, 2, 0), 2):
+                self._hold()
+                started = time.perf_counter()
+                mx.eval(gradient_of(model, batch))
+                seconds = time.perf_counter() - started
+            if seconds >= CALL_SECONDS or 2 * rows > most:
+                mx.clear_cache()
+                return Calls(rows, max(seconds, 1e-3) / rows)
+            rows *= 2
 
     def _left(self) -> float:
         """Seconds of the run's minutes."""

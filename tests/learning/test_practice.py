@@ -3,6 +3,7 @@
 import json
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +13,16 @@ import pytest
 from service.core import AnswerGrammar, RunState, Trigger
 from service.learning import practice, practice_text
 from service.learning.channel import Channel
+from service.learning.make.distil import TextBatch
 from service.learning.make.target_text import ANSWER, FORCED, USER, TargetText
 from service.learning.practice_text import Kind, Piece, PracticeText
 from service.learning.spec import TrainJob, parse
 from service.learning.texts import as_text
+from service.learning.train import Optimiser
 from service.store.log.generations import TRAIN, Generations, split_of
 from service.store.log.run_texts import Role
 from service.store.log.training_texts import TrainingTexts
+from tests.support.oracle import tiny_llama
 from tests.support.training_child import Home, LoggedPair, Message, make_logged_pair, of_type, perform
 
 REDUCED = list(range(2, 62))
@@ -188,15 +192,48 @@ def test_logged_texts_are_packed_without_those_that_followed_a_grammar(logged_pa
     assert practice.packed([grammar]).tokens.shape == (0, practice.LENGTH)
 
 
-def test_few_texts_make_more_and_smaller_steps(home: Home, logged_pair: LoggedPair, tmp_path: Path) -> None:
+class Recorded:
+    """What `train` was asked for, in place of training."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.optimiser = Optimiser(0.0, 0)
+        self.calls = list[int]()
+        monkeypatch.setattr(practice, "train", self)
+
+    def __call__(self, model: object, found: Iterable[TextBatch], *, optimiser: Optimiser, **options: object) -> None:
+        self.optimiser, self.calls = optimiser, [len(batch.tokens) for batch in found]
+
+
+@pytest.mark.parametrize(
+    ("texts", "rows", "seconds", "steps", "calls"),
+    [
+        (400, 1, 0.001, 66, 6),
+        (400, 2, 0.001, 66, 3),
+        (4000, 2, 0.001, 75, 4),
+        (4000, 8, 0.001, 75, 1),
+        (100, 1, 0.001, 25, 4),
+        (2, 2, 0.001, 1, 2),
+        (4000, 8, 0.01, 7, 1),
+    ],
+)
+def test_few_texts_make_smaller_steps_and_long_calls_are_split(
+    home: Home,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    texts: int,
+    rows: int,
+    seconds: float,
+    steps: int,
+    calls: int,
+) -> None:
     job = parse(json.dumps(practice_spec(home, tmp_path / "practice", 0.01)))
     assert isinstance(job, TrainJob)
+    recorded = Recorded(monkeypatch)
     practising = practice.PracticeJob(job, Channel(0, sys.stdout), home.database)
-    practising._text_bytes = 1
-    sizes = {rows: practising._batch(text(rows, 0)) for rows in (2, 100, 400, 4000)}
-    assert sizes == {2: 2, 100: 4, 400: 6, 4000: 8}
-    practising._text_bytes = 2**60
-    assert practising._batch(text(4000, 0)) == 1, "one fits, or the step fails"
+    monkeypatch.setattr(practising, "_left", lambda: 0.6)
+    practising._train(tiny_llama(0), text(texts, 0), None, practice.Calls(rows, seconds))  # pyright: ignore
+    assert (recorded.optimiser.steps, recorded.optimiser.accumulate) == (steps, calls)
+    assert recorded.calls == [rows] * min(steps * calls, texts // rows)
 
 
 def test_rows_follow_the_memory_that_is_free(logged_pair: LoggedPair) -> None:

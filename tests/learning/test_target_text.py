@@ -76,8 +76,8 @@ def test_the_losses_equal_their_definitions(target: Loaded) -> None:
     assert Distillation(target.model, mx.float32, blend=True)(draft, nothing).item() == 0.0
 
 
-def test_heads_cut_to_the_same_ids_are_compared_over_these_alone(target: Loaded) -> None:
-    leader, draft = noisy_copy(target.model, len(target.model.layers), 0.0), noisy_copy(tiny_llama(1), 5, 0.3)
+def test_heads_cut_to_the_same_ids_are_compared_over_these_alone() -> None:
+    leader, draft = tiny_llama(1), noisy_copy(tiny_llama(1), 5, 0.3)
     tokens = mx.array(np.random.default_rng(0).integers(3, 97, (2, 12)).astype(np.int32))
     ids = [90, 3, 17, 40, 41]
     p, q = (probabilities(model(tokens[:, :-1])[..., mx.array(ids)]) for model in (leader, draft))
@@ -85,4 +85,4 @@ def test_heads_cut_to_the_same_ids_are_compared_over_these_alone(target: Loaded)
         heads.cut(model, ids)
     loss = Distillation(leader, mx.float32)(draft, TextBatch(tokens, mx.ones((2, 11))))
     assert loss.item() == pytest.approx(float(np.sum(p * np.log(p / q), axis=-1).mean()), rel=1e-4)
-    assert draft(tokens).shape[-1] == target.model(tokens).shape[-1]
+    assert draft(tokens).shape[-1] == draft.args.vocab_size, "elsewhere logits are as wide as before"
