@@ -66,7 +66,7 @@ def run(channel: Channel, line: str) -> None:
     """Do the job that this line of JSON describes. Raises RedraftError with the reason when it cannot be done."""
     job = parse(line)
     practises = isinstance(job, TrainJob) and job.practice is not None
-    # Practice has all cores, and a request that comes shares them with the call under way.
+    # A request that comes shares the cores with the call under way.
     lower_priority(LEAST_PRIORITY if practises else job.training.niceness)
     # Niceness is about the processor alone. A comparison is short, and what serves may be bad.
     # Practice pauses for every request, so that it need not leave any of the time.

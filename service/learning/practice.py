@@ -43,13 +43,15 @@ log = logging.getLogger(__name__)
 
 LENGTH, TURN = 384, 96
 """Tokens of a practice text, and of a turn in it at most."""
-MOST_ROWS, MOST_ROWS_CPU = 1024, 16
-"""Texts that are written together. More on a CPU write hardly more in a second, and a run would overrun its minutes."""
+MOST_ROWS, MOST_ROWS_CPU = 1024, 48
+"""Texts that are written together. More on a CPU write hardly more in a second."""
+ROWS_A_MINUTE_CPU = 1.6
+"""There no more than so many for each of the run's minutes: they are written whole, and a short run would overrun its time."""
 BATCH, LEAST_BATCH, STEPS = 32, 4, 64
 """Texts of a training step at most and at least; steps of a run, where that leaves so many."""
 CALL_SECONDS = 0.1
 """A training step is made of calls of about so long, unless one text takes longer: a request that comes waits for one."""
-LOGGED_PASSES = 2
+LOGGED_PASSES = 3
 """How often the logged texts themselves are learnt from."""
 ROWS_ASIDE, BATCH_ASIDE = 256, 8
 """Texts that are written and trained on together in the memory that a server with practice leaves for it."""
@@ -130,7 +132,7 @@ class PracticeJob(TrainingJob):
         from as many texts of earlier runs; and the calls of the training that follows. Each is stored at once. logged: texts of
         the log. earlier: texts of earlier runs."""
         job = self.job
-        rows = writing_rows(target.model, target_width(job), device_free_bytes())
+        rows = writing_rows(target.model, target_width(job), device_free_bytes(), self.practice.minutes)
         openings = {
             Kind.LOG: cuts([seed.prompt.first_user for seed in self.seeds], job.run),
             Kind.GENERAL: general_openings(job),
@@ -271,9 +273,10 @@ def practice_bytes(target: nn.Module, folders: tuple[Path, Path], width: int) ->
     return weight_bytes(target) + max(writing, BATCH_ASIDE * text_bytes(*folders, width))
 
 
-def writing_rows(target: nn.Module, width: int, free: int) -> int:
-    """How many texts are written together. width: of the logits. free: bytes."""
-    most = MOST_ROWS_CPU if mx.default_device().type == mx.cpu else MOST_ROWS
+def writing_rows(target: nn.Module, width: int, free: int, minutes: float) -> int:
+    """How many texts are written together. width: of the logits. free: bytes. minutes: of the run."""
+    on_cpu = mx.default_device().type == mx.cpu
+    most = min(MOST_ROWS_CPU, int(ROWS_A_MINUTE_CPU * minutes)) if on_cpu else MOST_ROWS
     return max(min(most, int(FREE_SHARE * free / _writing_bytes(target, width))), 1)
 
 

@@ -130,14 +130,13 @@ class Process:
 
 
 class ProcessLauncher:
-    """core.Launcher. log: where the child's stderr goes. threads: BLAS threads of the child, 0 for half of the cores, and
-    for all of them where it practises: it pauses while anything is asked.
+    """core.Launcher. log: where the child's stderr goes. threads: BLAS threads of the child, 0 for half of the cores.
 
-    A child that has done its job is kept for READY_SECONDS: a comparison goes to it. Training starts in a new process, and
-    practice ends with its own.
+    A child that has done its job is kept for READY_SECONDS: a comparison goes to it. Training starts in a new process.
 
-    share: called with the number of cores left for this process while a child runs, and with all when it has ended. Two BLAS
-    libraries that each use every core wait for each other's threads: on 2 cores both ran ten times slower.
+    share: called with the number of cores left for this process while a child runs (all where it practises, since that pauses
+    while anything is asked), and with all when it has ended. Two BLAS libraries that each use every core wait for each other's
+    threads: on 2 cores both ran ten times slower.
     """
 
     def __init__(
@@ -150,7 +149,6 @@ class ProcessLauncher:
         self._log = log
         self._cores = os.cpu_count() or 1
         self._threads = threads or max(self._cores // 2, 1)
-        self._practice_threads = threads or self._cores
         self._command = python_command(*command)
         self._share = share
         self._ready: Process | None = None
@@ -162,14 +160,13 @@ class ProcessLauncher:
         OSError."""
         with self._lock:
             process = self._take()
-            practises = spec.get("practice") is not None
             if process is not None and process.exit_code() is None and spec.get("kind") == "score":
                 process.begin(spec)
             else:
                 if process is not None:
                     process.end(GRACE_SECONDS)
-                process = self._start_practice(spec) if practises else self._start(spec, self._threads, self._keep)
-            self._share(self._cores if practises else max(self._cores - self._threads, 1))
+                process = self._start(spec)
+            self._share(self._cores if spec.get("practice") else max(self._cores - self._threads, 1))
             return process
 
     def end_ready(self) -> None:
@@ -178,14 +175,10 @@ class ProcessLauncher:
             if (ready := self._take()) is not None:
                 ready.end(GRACE_SECONDS)
 
-    def _start_practice(self, spec: Mapping[str, object]) -> Process:
-        # Not kept: a comparison would run on all cores while requests are answered.
-        return self._start(spec, self._practice_threads, lambda process: process.end(GRACE_SECONDS))
-
-    def _start(self, spec: Mapping[str, object], threads: int, keep: Callable[[Process], None]) -> Process:
+    def _start(self, spec: Mapping[str, object]) -> Process:
         # Set before the child starts: BLAS libraries read it when they are loaded.
-        environment = {name: str(threads) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")}
-        return Process(self._command, spec, self._log, environment, lambda: self._share(self._cores), keep)
+        environment = {name: str(self._threads) for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS")}
+        return Process(self._command, spec, self._log, environment, lambda: self._share(self._cores), self._keep)
 
     def _keep(self, process: Process) -> None:
         with self._lock:

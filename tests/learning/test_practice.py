@@ -41,7 +41,7 @@ def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LENGTH": 64, "TURN": 12, "MOST_ROWS_CPU": 16, "BATCH": 8}.items():
+    for name, value in {"LENGTH": 64, "TURN": 12, "MOST_ROWS_CPU": 16, "ROWS_A_MINUTE_CPU": 1e4, "BATCH": 8}.items():
         monkeypatch.setattr(practice, name, value)
 
 
@@ -240,9 +240,12 @@ def test_rows_follow_the_memory_that_is_free(logged_pair: LoggedPair) -> None:
     from service.models.pair import load_model
 
     target = load_model(logged_pair.target).model
-    assert practice.writing_rows(target, 100, 2**40) == practice.MOST_ROWS_CPU
-    assert practice.writing_rows(target, 100, 0) == 1
-    few = practice.writing_rows(target, 100, 200_000)
+    assert practice.writing_rows(target, 100, 2**40, 60.0) == practice.MOST_ROWS_CPU
+    assert (
+        practice.writing_rows(target, 100, 2**40, 1e-3) == 10 and practice.writing_rows(target, 100, 2**40, 1e-6) == 1
+    )
+    assert practice.writing_rows(target, 100, 0, 60.0) == 1
+    few = practice.writing_rows(target, 100, 200_000, 60.0)
     assert 1 < few < practice.MOST_ROWS_CPU
     narrow, wide = (practice.text_bytes(logged_pair.target, logged_pair.draft, width) for width in (100, 200))
     assert wide - narrow == narrow - practice.text_bytes(logged_pair.target, logged_pair.draft, 0) > 0

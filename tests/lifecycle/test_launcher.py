@@ -19,10 +19,6 @@ for line in sys.stdin:
         sys.exit(3)
     print(json.dumps({"type": "failed", "reason": "no"} if job.get("fails") else {"type": "done", "waits": True}), flush=True)
 """
-THREADS = """
-import json, os, sys
-print(json.dumps({"threads": int(os.environ["OPENBLAS_NUM_THREADS"])}), flush=True)
-"""
 
 
 class Started:
@@ -95,19 +91,14 @@ def test_it_waits_no_longer_than_a_minute(started: Started, monkeypatch: pytest.
     assert started.do("score").pid != first.pid
 
 
-def test_practice_has_every_core_and_its_process_is_not_kept(tmp_path: Path) -> None:
-    shared: list[int] = []
-    child = CHILD.replace("import json, sys", THREADS)
-    for threads, expected in ((0, None), (1, 1)):
-        launch = ProcessLauncher(tmp_path / "child.log", threads, ("-c", child), shared.append)
-        expected = expected or launch._cores
-        process = launch.launch({"kind": "train", "practice": {"minutes": 1}})
-        found: list[object] = []
-        until(lambda process=process, found=found: found.extend(process.poll()) or len(found) == 2)
-        assert found[0] == {"threads": expected}
-        process.stop(5.0)
-        assert process.exit_code() is not None
-        assert set(shared) == {launch._cores}, "none is taken from serving, which practice waits for"
+def test_serving_has_every_core_beside_practice_and_fewer_beside_training(tmp_path: Path) -> None:
+    cores: list[int] = []
+    launch = ProcessLauncher(tmp_path / "child.log", 1, ("-c", CHILD), cores.append)
+    launch._cores = 8
+    for job in ({"practice": {"minutes": 1}}, {"practice": None}, {}):
+        process = launch.launch({"kind": "train", **job})
+        process.end(5.0)
+    assert cores == [8, 8, 7, 8, 7, 8]
 
 
 def test_an_erasure_ends_it(started: Started) -> None:
