@@ -64,15 +64,14 @@ def test_a_head_is_made_loads_and_can_be_gone_on_from(target: Path, tmp_path: Pa
     for name in SHARED:
         assert mx.array_equal(dict(tree_flatten(pair.draft.model.parameters()))[name], ours[name]).item()
 
-    again = make_draft(
-        target, tmp_path / "again", replace(RECIPE, epochs=1), start=first, text_file=tmp_path / "text.npz"
-    )
+    once = replace(RECIPE, epochs=1)
+    again = make_draft(target, tmp_path / "again", once, start=first, text_file=tmp_path / "text.npz")
     assert again is not None
     assert again.agreement_before == pytest.approx(report.agreement, abs=0.02)
     written = TargetText.load(tmp_path / "text.npz")
     for kind in Kind:
         PracticeText(tmp_path, "practice").save(Piece(1, kind, written), 1, 0)
-    practised = make_draft(target, tmp_path / "practised", RECIPE, start=first, text_file=tmp_path / "practice")
+    practised = make_draft(target, tmp_path / "practised", once, start=first, text_file=tmp_path / "practice")
     assert practised is not None and practised.tokens == 2 * written.tokens.size
     with pytest.raises(ModelError, match="holds no practice text"):
         make_draft(target, tmp_path / "other", RECIPE, start=first, text_file=tmp_path)
