@@ -91,7 +91,7 @@ def test_it_waits_no_longer_than_a_minute(started: Started, monkeypatch: pytest.
     assert started.do("score").pid != first.pid
 
 
-def test_serving_has_every_core_beside_practice_and_fewer_beside_training(tmp_path: Path) -> None:
+def test_serving_has_every_core_during_practice_and_fewer_during_training(tmp_path: Path) -> None:
     cores: list[int] = []
     launch = ProcessLauncher(tmp_path / "child.log", 1, ("-c", CHILD), cores.append)
     launch._cores = 8
