@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 import mlx.core as mx
@@ -104,10 +104,11 @@ class PracticeJob(TrainingJob):
         loss = Distillation(target.model, dtype, blend=True)
         logged = packed(self.seeds)
         # Another release may have written texts of another length.
-        earlier = [piece for piece in self.stored.pieces(job.run) if piece.text.tokens.shape[1] == LENGTH]
-        count_earlier = sum(len(piece.text.tokens) for piece in earlier)
-        written, calls = self._write(target, draft.model, loss, len(logged.tokens), count_earlier)
-        learnt = [*written, *islice(earlier, len(written))]
+        earlier = (piece for piece in self.stored.pieces(job.run) if piece.text.tokens.shape[1] == LENGTH)
+        newest = list(islice(earlier, 1))
+        written, calls = self._write(target, draft.model, loss, len(logged.tokens), earlier=bool(newest))
+        # Read only now, and no more than is learnt from: a disk may hold far more.
+        learnt = [*written, *islice(chain(newest, earlier), len(written))]
         self._send_seeds({piece.run for piece in learnt} - {job.run})
         text = TargetText.joined([mixed(learnt), *[logged] * LOGGED_PASSES])
         report = self._train(draft.model, text, loss, calls)
@@ -126,11 +127,11 @@ class PracticeJob(TrainingJob):
     # ------------------------------------------------------------------------------------------------------- writing
 
     def _write(
-        self, target: Loaded, draft: nn.Module, loss: Distillation, logged: int, earlier: int
+        self, target: Loaded, draft: nn.Module, loss: Distillation, logged: int, *, earlier: bool
     ) -> tuple[list[Piece], Calls]:
         """Pieces of both kinds in turn, one of each at least, while there is time to learn from all of them, from the log and
         from as many texts of earlier runs; and the calls of the training that follows. Each is stored at once. logged: texts of
-        the log. earlier: texts of earlier runs."""
+        the log. earlier: whether there are texts of earlier runs."""
         job = self.job
         rows = writing_rows(target.model, target_width(job), device_free_bytes(), self.practice.minutes)
         openings = {
@@ -155,8 +156,8 @@ class PracticeJob(TrainingJob):
             took = self._elapsed() - started
             calls = calls or self._calls(draft, pieces[0].text, loss)
             texts = rows * len(pieces)
-            left = self._left() - calls.text_seconds * (texts + min(earlier, texts) + LOGGED_PASSES * logged)
-            further = max(int(left / (took + calls.text_seconds * rows * len(openings))), 0)
+            left = self._left() - calls.text_seconds * (texts * (1 + earlier) + LOGGED_PASSES * logged)
+            further = max(int(left / (took + calls.text_seconds * rows * len(openings) * (1 + earlier))), 0)
             self._send_progress(
                 Progress(
                     number + 1,

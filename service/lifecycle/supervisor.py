@@ -37,9 +37,9 @@ from service.lifecycle.drift_monitor import DriftMonitor
 from service.lifecycle.erasing import Eraser
 from service.lifecycle.jobs import Demand, JobSlot
 from service.lifecycle.machine import MachineStrain, somebody_here
-from service.lifecycle.practice_choice import CONFIGURED, PracticeChoice
+from service.lifecycle.practice_choice import PracticeChoice
+from service.lifecycle.practice_starter import PracticeStarter
 from service.lifecycle.watch import Watch
-from service.store.registry.practice import practised
 
 log = logging.getLogger(__name__)
 
@@ -74,13 +74,7 @@ class Supervisor:
     ) -> None:
         self._context = context
         self._strain = strain or MachineStrain.here(context.rules.training)
-        self._user = user or somebody_here()
-        self._idle_seconds = idle_seconds
-        self._practice = practice
-        self._practice_waits: str | None = None
-        """Why no practice started when that was last looked at."""
-        self._practice_run: int | None = None
-        """The newest practice run that started by itself here."""
+        self._practice = PracticeStarter(context, practice, idle_seconds, user or somebody_here())
         self._jobs = JobSlot(context, lambda: Demand(busy(), asked=idle_seconds() == 0.0), self._strain)
         self._watch = Watch(context)
         self._drift = DriftMonitor(context)
@@ -245,35 +239,11 @@ class Supervisor:
             min_tokens=rules.min_tokens,
             drifted=rules.enabled and self._drift.update().alarm,
         )
-        if isinstance(decision, Trigger):
-            run = training.claim(context, decision, None)
-        elif self._practice.on:
-            run = self._claim_practice(hindered)
-        else:
-            return
+        run = (
+            training.claim(context, decision, None) if isinstance(decision, Trigger) else self._practice.claim(hindered)
+        )
         if run is not None:
             self._jobs.start(training.start(context, run))
-
-    def _claim_practice(self, hindered: str | None) -> TrainingRun | None:
-        context, rules = self._context, self._context.rules.training
-        self._practice_waits = hindered
-        if hindered is not None:
-            return None
-        minutes = policy.practice_minutes(
-            practised(context.stores.database, context.who, context.database_now()),
-            per_day=rules.practice_minutes_per_day,
-            idle_seconds=self._idle_seconds(),
-            user=self._user(),
-        )
-        if isinstance(minutes, str):
-            self._practice_waits = minutes
-            return None
-        run = training.claim_practice(context, minutes, None)
-        if run is None:
-            self._practice_waits = "nothing has been recorded yet that it could begin like"
-        else:
-            self._practice_run = run.id
-        return run
 
     def _record_costs(self) -> None:
         """Once, and again before they are too old for others to go by."""
@@ -363,11 +333,7 @@ class Supervisor:
 
     def practice(self) -> PracticeState:
         """See core.Operator."""
-        if (impossible := self._no_practice()) is not None:
-            return PracticeState(False, impossible)
-        on = self._practice.on
-        waits = self._practice_waits if on and not self.working else None
-        return PracticeState(on, CONFIGURED if self._practice.configured else None, waits)
+        return self._practice.state(working=self.working)
 
     def choose_practice(self, on: bool) -> PracticeState:
         """See core.Operator. Memory for practice is set aside at the start, where it is on then: turned on later it makes do
@@ -375,24 +341,13 @@ class Supervisor:
         with self._lock:
             if self._stopped:
                 raise Conflict("shutting down")
-            if (impossible := self._no_practice()) is not None:
+            if (impossible := self._practice.impossible) is not None:
                 raise Conflict(impossible)
-            self._practice.make(on)
-            self._practice_waits = None
-            log.info("practice is turned %s", "on" if on else "off")
+            self._practice.choose(on)
             run = None if on else self._context.stores.runs.current(self._context.who)
-            if run is not None and run.id == self._practice_run:
+            if run is not None and self._practice.started(run):
                 self._end_run(run, training.TURNED_OFF)
             return self.practice()
-
-    def _no_practice(self) -> str | None:
-        """Why no practice can start by itself here, whatever is chosen."""
-        context, rules = self._context, self._context.rules.training
-        if not context.who.draft:
-            return "this server runs without a draft model"
-        if not rules.enabled:
-            return "no run starts by itself (training.enabled is false)"
-        return None if rules.run_here else "this server leaves runs to others (training.run_here is false)"
 
     def adapters(self) -> list[AdapterRef]:
         """All adapters, newest first."""

@@ -13,6 +13,7 @@ from service.core import BadRequest, Conflict, PracticeState, RunState, Trigger
 from service.lifecycle import policy
 from service.lifecycle.machine import untouched_seconds, user_on_macos
 from service.lifecycle.practice_choice import FILE
+from service.lifecycle.practice_starter import PracticeStarter
 from service.lifecycle.training import GIVE_UP_SECONDS
 from service.store.registry.practice import Practised, practised
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server
@@ -218,12 +219,13 @@ def test_where_it_is_fixed_nobody_turns_it(installation: Installation, training:
 
 def test_without_a_draft_or_after_the_end_nobody_turns_it(installation: Installation) -> None:
     with installation.server() as server:
-        context = server.supervisor._context
-        server.supervisor._context = replace(context, who=replace(WHO, draft=""))
+        practice = server.supervisor._practice
+        undrafted = replace(server.supervisor._context, who=replace(WHO, draft=""))
+        server.supervisor._practice = PracticeStarter(undrafted, practice._choice, lambda: 0.0, lambda: None)
         assert server.supervisor.practice() == PracticeState(False, "this server runs without a draft model")
         with pytest.raises(Conflict, match="without a draft model"):
             server.supervisor.choose_practice(True)
-        server.supervisor._context = context
+        server.supervisor._practice = practice
         server.supervisor.stop()
         with pytest.raises(Conflict, match="shutting down"):
             server.supervisor.choose_practice(True)

@@ -1,0 +1,87 @@
+"""Starts practice runs by itself, where practice is on and nothing is asked, and says why none starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from service.core import PracticeState, TrainingRun
+from service.lifecycle import policy, training
+from service.lifecycle.context import LifecycleContext
+from service.lifecycle.practice_choice import CONFIGURED, PracticeChoice
+from service.store.registry.practice import practised
+
+log = logging.getLogger(__name__)
+
+
+class PracticeStarter:
+    """choice: whether practice is on, and who says so. idle_seconds: for how long nothing has been asked here. user: that
+    somebody uses the machine."""
+
+    def __init__(
+        self,
+        context: LifecycleContext,
+        choice: PracticeChoice,
+        idle_seconds: Callable[[], float],
+        user: Callable[[], str | None],
+    ) -> None:
+        self._context = context
+        self._choice = choice
+        self._idle_seconds = idle_seconds
+        self._user = user
+        self._waits: str | None = None
+        """Why no practice started when that was last asked."""
+        self._run: int | None = None
+        """The newest run that was claimed here."""
+
+    @property
+    def impossible(self) -> str | None:
+        """Why no practice can start by itself here, whatever is chosen."""
+        context, rules = self._context, self._context.rules.training
+        if not context.who.draft:
+            return "this server runs without a draft model"
+        if not rules.enabled:
+            return "no run starts by itself (training.enabled is false)"
+        return None if rules.run_here else "this server leaves runs to others (training.run_here is false)"
+
+    def state(self, *, working: bool) -> PracticeState:
+        """See core.Operator. working: a child is under way."""
+        if (impossible := self.impossible) is not None:
+            return PracticeState(False, impossible)
+        on = self._choice.on
+        waits = self._waits if on and not working else None
+        return PracticeState(on, CONFIGURED if self._choice.configured else None, waits)
+
+    def choose(self, on: bool) -> None:
+        """Turn practice on or off. Raises what PracticeChoice.make does."""
+        self._choice.make(on)
+        self._waits = None
+        log.info("practice is turned %s", "on" if on else "off")
+
+    def started(self, run: TrainingRun) -> bool:
+        """Whether the run is the newest that was claimed here."""
+        return run.id == self._run
+
+    def claim(self, hindered: str | None) -> TrainingRun | None:
+        """Claim a practice run, if practice is on and one is due. hindered: why no run at all may start."""
+        if not self._choice.on:
+            return None
+        self._waits = hindered
+        if hindered is not None:
+            return None
+        context = self._context
+        minutes = policy.practice_minutes(
+            practised(context.stores.database, context.who, context.database_now()),
+            per_day=context.rules.training.practice_minutes_per_day,
+            idle_seconds=self._idle_seconds(),
+            user=self._user(),
+        )
+        if isinstance(minutes, str):
+            self._waits = minutes
+            return None
+        run = training.claim_practice(context, minutes, None)
+        if run is None:
+            self._waits = "nothing has been recorded yet that it could begin like"
+        else:
+            self._run = run.id
+        return run
