@@ -60,6 +60,8 @@ CUTS, SHORTEST_CUT, LONGEST_OPENING = 4, 0.6, 600
 LEARNING_RATE, WARMUP = 2e-3, 0.05
 FREE_SHARE = 0.5
 """Of the memory that is free, for rows that are written, and for a training step."""
+OWN_IDS = 2_048
+"""Ids of a training step's texts that are not in the reduced vocabulary, about so many at most."""
 _LOGITS_COPIES = 16
 """Float32 arrays as wide as the logits that a training step holds."""
 
@@ -95,7 +97,7 @@ class PracticeJob(TrainingJob):
         draft = load_draft(job, target.model)
         reduced = self._reduced_vocabulary(draft, [(*seed.prompt.tokens, *seed.output) for seed in self.seeds])
         if reduced is not None:
-            # The draft learns what it may propose. Wide logits are most of a training step otherwise.
+            # The draft learns what it may propose there. Wide logits are most of a training step otherwise.
             cut(target.model, reduced)
             cut(draft.model, reduced)
         width = target_width(job) if reduced is None else len(reduced)
@@ -282,9 +284,9 @@ def writing_rows(target: nn.Module, width: int, free: int, minutes: float) -> in
 
 
 def text_bytes(target: Path, draft: Path, width: int) -> int:
-    """Of a text in a training step: what the draft's blocks compute, and its logits. width: of these."""
+    """Of a text in a training step: what the draft's blocks compute, and its logits. width: of these, without OWN_IDS."""
     one, two = (training_bytes(target, draft, rows=rows, length=LENGTH) for rows in (1, 2))
-    return two - one + 4 * _LOGITS_COPIES * LENGTH * width
+    return two - one + 4 * _LOGITS_COPIES * LENGTH * (width + OWN_IDS)
 
 
 def _writing_bytes(target: nn.Module, width: int) -> int:

@@ -103,9 +103,15 @@ class CutHead(nn.Module):
         """The logits (..., reduced) of the reduced vocabulary, from logits (..., width)."""
         return mx.take(logits, self._ids, axis=-1)
 
+    @property
+    def takes_extra_ids(self) -> bool:
+        """Whether the head is linear or an embedding, whose rows can be picked."""
+        return isinstance(self.whole, nn.QuantizedLinear | nn.QuantizedEmbedding | nn.Linear | nn.Embedding)
+
     def allow_extra_ids(self, ids: mx.array | None) -> None:
-        """Compute logits at ids[b] too for row b of a batch, until the next call. ids: (B, n), where repeated ids and ids of
-        the reduced vocabulary change nothing; None: none. Without effect where the head is neither linear nor an embedding."""
+        """Compute logits at ids[b] too for row b of a batch, until the next call. ids: (B, n), or (1, n) for all rows, where
+        repeated ids and ids of the reduced vocabulary change nothing; None: none. Without effect where `takes_extra_ids` is
+        false."""
         self._extra = None
         if ids is not None and (selected := _head_rows(self.whole, ids)) is not None:
             reduced = mx.broadcast_to(self._ids, (ids.shape[0], self._ids.size))
@@ -113,14 +119,12 @@ class CutHead(nn.Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Logits (..., width) from hidden states (..., hidden): -inf outside the reduced vocabulary and the extra ids, but
-        the whole head's inside `full_head`, and (..., reduced) inside `narrow_head`."""
+        the whole head's inside `full_head`, and (..., reduced + n) inside `narrow_heads`, the n extra ids last."""
         return cast("Any", self.whole)(x) if self._full else self._full_width(x, cast("Any", self.rows)(x))
 
     def _full_width(self, x: mx.array, logits: mx.array) -> mx.array:
-        """Logits (B, N, width), -inf where none are given; `logits` inside `narrow_head`. x: (B, N, hidden). logits: (B, N,
-        reduced)."""
-        if self._narrow:
-            return logits
+        """Logits (B, N, width), -inf where none are given; (B, N, reduced + n) inside `narrow_heads`. x: (B, N, hidden).
+        logits: (B, N, reduced)."""
         ids = self._ids
         if self._extra is not None:
             ids, rows, bias = self._extra
@@ -128,6 +132,8 @@ class CutHead(nn.Module):
             if bias is not None:
                 extra = extra + bias[:, None]
             logits = mx.concatenate([logits, extra.astype(logits.dtype)], axis=-1)
+        if self._narrow:
+            return logits
         # A scatter takes half the time of a gather over the full width (docs/decisions.md).
         full = mx.full((*logits.shape[:-1], len(self._in_vocabulary)), -float("inf"), dtype=logits.dtype)
         return mx.put_along_axis(full, mx.broadcast_to(ids, logits.shape), logits, axis=-1)
@@ -226,14 +232,23 @@ def extra_ids_allowed(head: CutHead | None, ids: mx.array | None) -> Generator[N
 
 
 @contextmanager
-def narrow_head(model: nn.Module) -> Generator[None]:
-    """Inside the block the logits of a model whose head is cut are those of the reduced vocabulary alone, by ascending id."""
-    if (head := cut_head(model)) is not None:
+def narrow_heads(models: Sequence[nn.Module], tokens: NDArray[np.int32]) -> Generator[None]:
+    """Inside the block the logits of models whose heads are cut to the same ids are those of the reduced vocabulary alone, by
+    ascending id, and behind them those of the other ids that are in `tokens` (n,), where every head takes such. Whole heads
+    stay whole."""
+    heads = [head for model in models if (head := cut_head(model)) is not None]
+    extra = None
+    if heads and all(head.takes_extra_ids for head in heads):
+        outside = tokens[~heads[0].in_vocabulary[tokens]]
+        extra = mx.array(outside[None]) if len(outside) else None
+    for head in heads:
+        head.allow_extra_ids(extra)
         head._narrow = True  # pyright: ignore[reportPrivateUsage]
     try:
         yield
     finally:
-        if head is not None:
+        for head in heads:
+            head.allow_extra_ids(None)
             head._narrow = False  # pyright: ignore[reportPrivateUsage]
 
 

@@ -109,10 +109,10 @@ def test_everything_but_embeddings_and_head_is_trained(bound: tuple[eagle.Model,
 @pytest.mark.parametrize("blend", [False, True])
 def test_the_loss_is_the_mean_of_its_steps(bound: tuple[eagle.Model, eagle.Model], blend: bool) -> None:
     draft, leader = bound
-    tokens = mx.array(np.random.default_rng(0).integers(3, 97, (2, 13)).astype(np.int32))
+    tokens = np.random.default_rng(0).integers(3, 97, (2, 13)).astype(np.int32)
     written = np.ones((2, 12), dtype=np.float32)
     written[0, :5] = 0.0
-    inputs = tokens[:, :-1]
+    inputs = mx.array(tokens[:, :-1])
     p = probabilities(leader(inputs))
     expected = []
     for step, state in enumerate(draft.model.unrolled(inputs, draft.features(inputs), 4)):
@@ -122,7 +122,7 @@ def test_the_loss_is_the_mean_of_its_steps(bound: tuple[eagle.Model, eagle.Model
         apart = float((np.abs(p - q).sum(axis=-1) * counted).sum() / counted.sum() / 2)
         weight = np.exp(-3.0 * (1.0 - apart)) if blend else 1.0
         expected.append(weight * kl + (1.0 - weight) * apart)
-    loss = Distillation(leader, mx.float32, blend=blend)(draft, TextBatch(tokens, mx.array(written)))
+    loss = Distillation(leader, mx.float32, blend=blend)(draft, TextBatch.of(tokens, written))
     assert loss.item() == pytest.approx(np.average(expected, weights=[1, 0.8, 0.64, 0.512]), rel=1e-4)
 
 

@@ -60,29 +60,32 @@ def probabilities(logits: mx.array) -> np.ndarray:
 
 def test_the_losses_equal_their_definitions(target: Loaded) -> None:
     draft = noisy_copy(tiny_llama(1), 5, 0.3)
-    tokens = mx.array(np.random.default_rng(0).integers(3, 97, (2, 12)).astype(np.int32))
+    tokens = np.random.default_rng(0).integers(3, 97, (2, 12)).astype(np.int32)
     written = np.ones((2, 11), dtype=np.float32)
     written[0, :5] = 0.0
-    p, q = probabilities(target.model(tokens[:, :-1])), probabilities(draft(tokens[:, :-1]))
+    p, q = (probabilities(model(mx.array(tokens[:, :-1]))) for model in (target.model, draft))
     kl = float((np.sum(p * np.log(p / q), axis=-1) * written).sum() / written.sum())
     apart = float((np.abs(p - q).sum(axis=-1) * written).sum() / written.sum() / 2)
-    batch = TextBatch(tokens, mx.array(written))
+    batch = TextBatch.of(tokens, written)
     weight = np.exp(-3.0 * (1.0 - apart))
     expected = {False: kl, True: weight * kl + (1.0 - weight) * apart}
     for blend, value in expected.items():
         loss = Distillation(target.model, mx.float32, blend=blend)(draft, batch)
         assert loss.item() == pytest.approx(value, rel=1e-4)
-    nothing = TextBatch(tokens, mx.zeros((2, 11)))
+    nothing = TextBatch.of(tokens, np.zeros((2, 11), dtype=np.float32))
     assert Distillation(target.model, mx.float32, blend=True)(draft, nothing).item() == 0.0
 
 
-def test_heads_cut_to_the_same_ids_are_compared_over_these_alone() -> None:
+def test_heads_cut_to_the_same_ids_are_compared_over_these_and_the_batch_s_own() -> None:
     leader, draft = tiny_llama(1), noisy_copy(tiny_llama(1), 5, 0.3)
-    tokens = mx.array(np.random.default_rng(0).integers(3, 97, (2, 12)).astype(np.int32))
+    tokens = np.random.default_rng(0).integers(3, 97, (2, 12)).astype(np.int32)
     ids = [90, 3, 17, 40, 41]
-    p, q = (probabilities(model(tokens[:, :-1])[..., mx.array(ids)]) for model in (leader, draft))
+    either = sorted({*ids, *tokens.ravel().tolist()})
+    assert len(ids) < len(either) < draft.args.vocab_size
+    p, q = (probabilities(model(mx.array(tokens[:, :-1]))[..., mx.array(either)]) for model in (leader, draft))
     for model in (leader, draft):
         heads.cut(model, ids)
-    loss = Distillation(leader, mx.float32)(draft, TextBatch(tokens, mx.ones((2, 11))))
+    batch = TextBatch.of(tokens, np.ones((2, 11), dtype=np.float32))
+    loss = Distillation(leader, mx.float32)(draft, batch)
     assert loss.item() == pytest.approx(float(np.sum(p * np.log(p / q), axis=-1).mean()), rel=1e-4)
-    assert draft(tokens).shape[-1] == draft.args.vocab_size, "elsewhere logits are as wide as before"
+    assert draft(mx.array(tokens)).shape[-1] == draft.args.vocab_size, "elsewhere logits are as wide as before"

@@ -7,12 +7,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from service.core import ModelError
-from service.models.heads import CutHead, cut, cut_head, full_head, narrow_head, split, uncut
+from service.models.heads import CutHead, cut, cut_head, full_head, narrow_heads, split, uncut
 
 Build = Callable[[dict[str, Any]], nn.Module]
 
@@ -103,12 +104,12 @@ def test_a_reduced_head_gives_the_same_logits_for_its_ids(
     assert (after[..., others].max() < after[..., mx.array(reduced)].min() - 10).item()
     if (parts := split(model)) is not None:
         assert mx.array_equal(parts[1](parts[0](tokens, None)), after)
-    with narrow_head(model):
+    with narrow_heads([model], np.array([2, *reduced, 50], dtype=np.int32)):
         narrow = model(tokens)
-    assert mx.allclose(narrow, before[..., mx.array(sorted(reduced))], rtol=1e-4, atol=1e-5)
+    assert mx.allclose(narrow, before[..., mx.array([*sorted(reduced), 2, 50])], rtol=1e-4, atol=1e-5)
     assert mx.array_equal(model(tokens), after), "outside of the block logits are as wide as before"
     uncut(model)
-    with narrow_head(model):
+    with narrow_heads([model], np.array([2], dtype=np.int32)):
         assert mx.array_equal(model(tokens), before), "a whole head stays whole"
     assert mx.array_equal(model(tokens), before)
 

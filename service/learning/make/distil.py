@@ -17,11 +17,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_map
+from numpy.typing import NDArray
 
 from service.learning.draft_steps import UNROLLED
 from service.learning.make.target_text import ANSWER, FORCED, TargetText
 from service.models import eagle
-from service.models.heads import narrow_head
+from service.models.heads import narrow_heads
 
 _SHARED = ("embed_tokens", "wte", "lm_head")
 """Modules that are the target's and are not trained: the draft ships without them."""
@@ -36,10 +37,17 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """tokens: (B, L) int32. written: (B, L - 1) float32, 1 where the *next* token was written and not forced."""
+    """tokens: (B, L) int32. written: (B, L - 1) float32, 1 where the *next* token was written and not forced. ids: the tokens,
+    ascending, each once."""
 
     tokens: mx.array
     written: mx.array
+    ids: NDArray[np.int32]
+
+    @classmethod
+    def of(cls, tokens: NDArray[np.int32], written: NDArray[np.float32]) -> TextBatch:
+        """The batch of these texts. tokens: (B, L). written: (B, L - 1)."""
+        return cls(mx.array(tokens), mx.array(written), np.unique(tokens))
 
     @property
     def count(self) -> int:
@@ -54,7 +62,7 @@ def batches(text: TargetText, rows: int, epochs: int, seed: int) -> Iterator[Tex
     for start in range(0, len(order) - rows + 1, rows):
         chosen = order[start : start + rows]
         written = (text.role[chosen, 1:] != FORCED).astype(np.float32)
-        yield TextBatch(mx.array(text.tokens[chosen]), mx.array(written))
+        yield TextBatch.of(text.tokens[chosen], written)
 
 
 def batch_count(text: TargetText, rows: int, epochs: int) -> int:
@@ -88,7 +96,8 @@ class TargetDistribution:
 
 class Distillation:
     """The loss for `train`. The draft's weights are float32 and both models run in `dtype`. blend: of KL and total variation;
-    otherwise KL alone. Where both models' heads are cut to the same ids, both distributions are over these alone."""
+    otherwise KL alone. Where both models' heads are cut to the same ids, both distributions are over these and the ids of the
+    batch: about what the draft may propose, for a row's own ids are served too."""
 
     def __init__(self, target: nn.Module, dtype: mx.Dtype, *, blend: bool = False) -> None:
         self.target = target
@@ -101,7 +110,7 @@ class Distillation:
 
         Memory: several float32 arrays as wide as the target's logits; with four draft steps about a dozen.
         """
-        with narrow_head(self.target), narrow_head(draft):
+        with narrow_heads((self.target, draft), batch.ids):
             return self._loss(draft, batch)
 
     def _loss(self, draft: nn.Module, batch: TextBatch) -> mx.array:
