@@ -71,15 +71,15 @@ def shared_width(job: JobSpec) -> int:
     return min(_width(job.target), _width(job.draft))
 
 
-def training_bytes(target: Path, draft: Path, *, rows: int, length: int) -> int:
+def training_bytes(target: Path, draft: Path, *, rows: int, length: int, steps: int = LEARNT_STEPS) -> int:
     """Bytes that training this draft takes at its peak, the models that `load_draft` loads among them. rows, length: of the
-    largest batch, padding included."""
+    largest batch, padding included. steps: of a round that a head learns at once."""
     config = _config(draft)
     weights = _weight_bytes(draft)
     if not eagle.is_eagle_config(config):
         return estimate_training_bytes(config, weights=weights, rows=rows, length=length)
     weights += _weight_bytes(target)
-    return estimate_training_bytes(config, weights=weights, rows=rows, length=length, steps=LEARNT_STEPS)
+    return estimate_training_bytes(config, weights=weights, rows=rows, length=length, steps=steps)
 
 
 def estimate_training_bytes(

@@ -21,6 +21,7 @@ import numpy as np
 from service.core import Generation, Progress, TrainingFailed
 from service.engine.footprint import row_bytes, weight_bytes
 from service.learning.channel import Channel
+from service.learning.draft_steps import UNROLLED
 from service.learning.loading import load_draft, load_target, target_width, training_bytes
 from service.learning.make.distil import Distillation, batches
 from service.learning.make.target_text import ANSWER, FORCED, TargetText, write_text
@@ -285,7 +286,7 @@ def writing_rows(target: nn.Module, width: int, free: int, minutes: float) -> in
 
 def text_bytes(target: Path, draft: Path, width: int) -> int:
     """Of a text in a training step: what the draft's blocks compute, and its logits. width: of these, without OWN_IDS."""
-    one, two = (training_bytes(target, draft, rows=rows, length=LENGTH) for rows in (1, 2))
+    one, two = (training_bytes(target, draft, rows=rows, length=LENGTH, steps=UNROLLED) for rows in (1, 2))
     return two - one + 4 * _LOGITS_COPIES * LENGTH * (width + OWN_IDS)
 
 

@@ -1,52 +1,32 @@
 """Training jobs of an EAGLE head: every kind of job loads the target too."""
 
 import json
-from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from service.core import AdapterRef, AdapterState, Provenance, Sampling, TrainingFailed
+from service.core import AdapterRef, AdapterState, TrainingFailed
 from service.learning import loading, lora
 from service.learning.export import export_adapter, export_fused
-from service.learning.general_set import GeneralSet
 from service.learning.loading import load_draft, training_bytes
 from service.learning.scoring.score import score
 from service.learning.scoring.simulate import simulate_rounds
 from service.learning.spec import parse
-from service.models.fingerprint import folder_sha256, model_fingerprint, tokenizer_fingerprint
+from service.models.fingerprint import folder_sha256
 from service.models.pair import load_pair, mlx_lm_runs
 from service.models.weights import bytes_in_memory
 from service.store.log.generations import Generations
-from tests.support.eagle_models import plain_llama, tiny_head
-from tests.support.logged_texts import VOCABULARY, served
+from tests.support.eagle_models import plain_llama
+from tests.support.logged_texts import VOCABULARY
 from tests.support.model_folders import save_model
-from tests.support.oracle import tiny_llama
-from tests.support.training_child import Home, LoggedPair, of_type, perform
+from tests.support.training_child import Home, LoggedPair, make_logged_head, of_type, perform
 
 
 @pytest.fixture(scope="module")
 def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
-    root = tmp_path_factory.mktemp("logged_pair")
-    target = plain_llama(1, sharpness=8.0)
-    folders = save_model(target, root / "target"), save_model(tiny_head(target, 2), root / "draft")
-    who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
-    samplings = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=3, max_tokens=24)] * 15
-    logged = [
-        replace(
-            g,
-            id=f"g{i}",
-            prompt=replace(g.prompt, first_user=f"question {i}"),
-            provenance=who,
-            targets=None if i % 10 == 1 else g.targets,
-        )
-        for i, g in enumerate(served(target, tiny_llama(5), samplings, k=2))
-    ]
-    general = GeneralSet.of((g.prompt.tokens, g.output) for g in logged[:5])
-    general.save(root / "general.npz")
-    return LoggedPair(root, *folders, root / "general.npz", who, logged)
+    return make_logged_head(tmp_path_factory.mktemp("logged_pair"))
 
 
 def test_a_run_of_a_head_and_jobs_with_its_adapter(home: Home, logged_pair: LoggedPair) -> None:

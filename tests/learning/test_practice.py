@@ -23,41 +23,32 @@ from service.store.log.generations import TRAIN, Generations, split_of
 from service.store.log.run_texts import Role
 from service.store.log.training_texts import TrainingTexts
 from tests.support.oracle import tiny_llama
-from tests.support.training_child import Home, LoggedPair, Message, make_logged_pair, of_type, perform
+from tests.support.training_child import (
+    SMALL_PRACTICE,
+    Home,
+    LoggedPair,
+    make_logged_pair,
+    of_type,
+    perform,
+    use_many_templates,
+)
 
 REDUCED = list(range(2, 62))
 
 
 @pytest.fixture(scope="module")
 def logged_pair(tmp_path_factory: pytest.TempPathFactory) -> LoggedPair:
-    made = make_logged_pair(tmp_path_factory.mktemp("logged_pair"), REDUCED)
-    # 40 templates: the last 20 questions differ from others in a number alone.
-    for i, one in enumerate(made.logged):
-        made.logged[i] = replace(
-            one, prompt=replace(one.prompt, first_user=f"{'abcdefghij'[i % 10] * (1 + i % 40)} {i}")
-        )
-    return made
+    return use_many_templates(make_logged_pair(tmp_path_factory.mktemp("logged_pair"), REDUCED))
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LENGTH": 64, "TURN": 12, "MOST_ROWS_CPU": 16, "ROWS_A_MINUTE_CPU": 1e4, "BATCH": 8}.items():
+    for name, value in SMALL_PRACTICE.items():
         monkeypatch.setattr(practice, name, value)
 
 
-def practice_spec(home: Home, folder: Path, minutes: float, **changes: object) -> Message:
-    """The job of a claimed practice run."""
-    who = home.logged_pair.who
-    seeds = TrainingTexts(home.database).seeds(who, 100)
-    run = home.runs.claim(trigger=Trigger.PRACTICE, who=who, parent=0, limit=100, seeds=seeds)
-    assert run is not None
-    home.runs.move(run.id, run.fencing, RunState.TRAINING)
-    spec = home.spec_of(run, training={"practice_rank": 12})
-    return spec | {"practice": {"folder": str(folder), "minutes": minutes}} | changes
-
-
 def test_a_practice_run_from_claim_to_scores(home: Home, logged_pair: LoggedPair, tmp_path: Path) -> None:
-    spec = practice_spec(home, tmp_path / "practice", 0.03)
+    spec = home.practice_spec(tmp_path / "practice", 0.03)
     messages = perform(spec)
     kinds = [message["type"] for message in messages]
     assert list(dict.fromkeys(kinds)) == ["progress", "texts", "candidate", "scores", "done"]
@@ -89,7 +80,7 @@ def test_a_practice_run_from_claim_to_scores(home: Home, logged_pair: LoggedPair
 
 
 def test_held_out_texts_like_a_seed_leave_that_gate(home: Home, logged_pair: LoggedPair, tmp_path: Path) -> None:
-    spec = practice_spec(home, tmp_path / "practice", 0.01)
+    spec = home.practice_spec(tmp_path / "practice", 0.01)
     held_out = Generations(home.database).held_out(logged_pair.who, 100)
     templates = {as_text(one).groups for one in TrainingTexts(home.database).seeds_of(spec["run"])}
     left = {one.id for one in held_out if not any(as_text(one).groups & groups for groups in templates)}
@@ -101,7 +92,7 @@ def test_a_run_learns_from_the_text_of_earlier_ones_and_says_what_that_began_lik
     home: Home, logged_pair: LoggedPair, tmp_path: Path
 ) -> None:
     folder = tmp_path / "practice"
-    first = practice_spec(home, folder, 0.01)
+    first = home.practice_spec(folder, 0.01)
     perform(first)
     home.runs.move(first["run"], first["fencing"], RunState.FAILED, error="the test ends it")
     some = [g.id for g in logged_pair.logged if split_of(g.prompt.first_user) == TRAIN][:3]
@@ -115,7 +106,7 @@ def test_a_run_learns_from_the_text_of_earlier_ones_and_says_what_that_began_lik
 
 
 def test_without_a_seed_that_is_left_the_run_fails(home: Home, tmp_path: Path) -> None:
-    spec = practice_spec(home, tmp_path / "practice", 0.01)
+    spec = home.practice_spec(tmp_path / "practice", 0.01)
     home.database.write(lambda connection: _forget_seeds(connection)).result()
     assert "is in the log any more" in of_type(perform(spec), "failed")[0]["reason"]
 
@@ -168,7 +159,7 @@ def test_cuts_are_beginnings_of_bounded_length() -> None:
 def test_general_text_begins_as_the_draft_s_own_did_or_freely(
     home: Home, logged_pair: LoggedPair, tmp_path: Path
 ) -> None:
-    job = parse(json.dumps(practice_spec(home, tmp_path / "practice", 0.01)))
+    job = parse(json.dumps(home.practice_spec(tmp_path / "practice", 0.01)))
     assert isinstance(job, TrainJob)
     assert practice.general_openings(job) == []
     (tmp_path / "openings.txt").write_text("\nSummarize:\n", encoding="utf-8")
@@ -226,7 +217,7 @@ def test_few_texts_make_smaller_steps_and_long_calls_are_split(
     steps: int,
     calls: int,
 ) -> None:
-    job = parse(json.dumps(practice_spec(home, tmp_path / "practice", 0.01)))
+    job = parse(json.dumps(home.practice_spec(tmp_path / "practice", 0.01)))
     assert isinstance(job, TrainJob)
     recorded = Recorded(monkeypatch)
     practising = practice.PracticeJob(job, Channel(0, sys.stdout), home.database)

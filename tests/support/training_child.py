@@ -24,7 +24,9 @@ from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint
 from service.settings import GateSettings, TrainingSettings
 from service.store.database import Database
 from service.store.log.generations import Generations
+from service.store.log.training_texts import TrainingTexts
 from service.store.registry.runs import Runs
+from tests.support.eagle_models import plain_llama, tiny_head
 from tests.support.logged_texts import served
 from tests.support.model_folders import save_model
 from tests.support.oracle import noisy_copy, tiny_llama
@@ -32,6 +34,9 @@ from tests.support.oracle import noisy_copy, tiny_llama
 Message = dict[str, Any]
 GATE: Message = {"min_prompts": 5, "min_tokens": 100}
 TRAINING: Message = {"epochs": 6, "replay": 0.25, "learning_rate": 1e-2, "rank": 8, "max_length": 96, "niceness": 7}
+
+SMALL_PRACTICE: Message = {"LENGTH": 64, "TURN": 12, "MOST_ROWS_CPU": 16, "ROWS_A_MINUTE_CPU": 1e4, "BATCH": 8}
+"""Values of service.learning.practice, for texts of tiny models."""
 
 
 @dataclass
@@ -71,6 +76,38 @@ def make_logged_pair(root: Path, reduced: Sequence[int]) -> LoggedPair:
     )
     general.save(root / "general.npz")
     return LoggedPair(root, *folders, root / "general.npz", who, logged)
+
+
+def make_logged_head(root: Path, reduced: Sequence[int] | None = None) -> LoggedPair:
+    """A tiny target and a head, 30 generations, some of them without targets, and a general set of the first. reduced: the
+    head's vocabulary; None: it has none."""
+    target = plain_llama(1, sharpness=8.0)
+    folders = save_model(target, root / "target"), save_model(tiny_head(target, 2), root / "draft")
+    if reduced is not None:
+        vocabulary.write(reduced, folders[1])
+    who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
+    samplings = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=3, max_tokens=24)] * 15
+    logged = [
+        replace(
+            g,
+            id=f"g{i}",
+            prompt=replace(g.prompt, first_user=f"question {i}"),
+            provenance=who,
+            targets=None if i % 10 == 1 else g.targets,
+        )
+        for i, g in enumerate(served(target, tiny_llama(5), samplings, k=2))
+    ]
+    general = GeneralSet.of((g.prompt.tokens, g.output) for g in logged[:5])
+    general.save(root / "general.npz")
+    return LoggedPair(root, *folders, root / "general.npz", who, logged)
+
+
+def use_many_templates(pair: LoggedPair) -> LoggedPair:
+    """The pair with prompts of up to 40 templates: those after them differ from others in a number alone."""
+    for i, one in enumerate(pair.logged):
+        words = f"{'abcdefghij'[i % 10] * (1 + i % 40)} {i}"
+        pair.logged[i] = replace(one, prompt=replace(one.prompt, first_user=words))
+    return pair
 
 
 class Home:
@@ -113,6 +150,16 @@ class Home:
             "k": 3,
             "provenance": asdict(self.logged_pair.who),
         }
+
+    def practice_spec(self, folder: Path, minutes: float) -> Message:
+        """The job of a claimed practice run. folder: of practice text."""
+        who = self.logged_pair.who
+        seeds = TrainingTexts(self.database).seeds(who, 100)
+        run = self.runs.claim(trigger=Trigger.PRACTICE, who=who, parent=0, limit=100, seeds=seeds)
+        assert run is not None
+        self.runs.move(run.id, run.fencing, RunState.TRAINING)
+        spec = self.spec_of(run, training={"practice_rank": 12})
+        return spec | {"practice": {"folder": str(folder), "minutes": minutes}}
 
     def published(self) -> list[str]:
         return sorted(path.name for path in self.out.iterdir())
