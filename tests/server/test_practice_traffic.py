@@ -28,7 +28,7 @@ ABOUT_RUNS = (
 """Series that are about runs, adapters and the process, and not about what was asked."""
 LOGGED = ("generations", "generation_targets", "failure_cases", "replay_buffer", "replay_domains", "grammars")
 """Tables with rows of traffic."""
-ASKED = 24
+ASKED = 10
 
 
 def traffic(server: InProcessServer) -> Mapping[str, float]:
@@ -62,7 +62,7 @@ def test_practice_is_in_no_figure_of_traffic(tmp_path: Path) -> None:
             generate(server, line.prompt)
         until(lambda: traffic(server)["generations"] == ASKED)
         before = traffic(server)
-        run = server.post("/train?practice_minutes=0.1")
+        run = server.post("/train?practice_minutes=0.02")
         until(lambda: RunState(server.get(f"/train/{run['id']}")["state"]).over)
         assert server.get(f"/train/{run['id']}")["adapter"] is not None
         assert traffic(server) == before
