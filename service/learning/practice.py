@@ -159,8 +159,10 @@ class PracticeJob(TrainingJob):
             took = self._elapsed() - started
             calls = calls or self._calls(draft, pieces[0].text, loss)
             texts = rows * len(pieces)
-            left = self._left() - calls.text_seconds * (texts * (1 + earlier) + LOGGED_PASSES * logged)
-            further = max(int(left / (took + calls.text_seconds * rows * len(openings) * (1 + earlier))), 0)
+            # With each text as much of earlier runs is learnt.
+            learning = calls.text_seconds * (1 + earlier)
+            left = self._left() - learning * texts - calls.text_seconds * LOGGED_PASSES * logged
+            further = max(int(left / (took + learning * rows * len(openings))), 0)
             self._send_progress(
                 Progress(
                     number + 1,

@@ -113,9 +113,9 @@ class CutHead(nn.Module):
         repeated ids and ids of the reduced vocabulary change nothing; None: none. Without effect where `takes_extra_ids` is
         false."""
         self._extra = None
-        if ids is not None and (selected := _head_rows(self.whole, ids)) is not None:
-            reduced = mx.broadcast_to(self._ids, (ids.shape[0], self._ids.size))
-            self._extra = (mx.concatenate([reduced, ids.astype(reduced.dtype)], axis=-1)[:, None], *selected)
+        if ids is not None and self.takes_extra_ids:
+            reduced, rows = mx.broadcast_to(self._ids, (ids.shape[0], self._ids.size)), _head_rows(self.whole, ids)
+            self._extra = (mx.concatenate([reduced, ids.astype(reduced.dtype)], axis=-1)[:, None], *rows)
 
     def __call__(self, x: mx.array) -> mx.array:
         """Logits (..., width) from hidden states (..., hidden): -inf outside the reduced vocabulary and the extra ids, but
@@ -139,8 +139,8 @@ class CutHead(nn.Module):
         return mx.put_along_axis(full, mx.broadcast_to(ids, logits.shape), logits, axis=-1)
 
 
-def _head_rows(whole: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | None] | None:
-    """The rows (B, n, hidden) of a head at ids (B, n), dequantised, and their biases (B, n); None for other kinds of heads."""
+def _head_rows(whole: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | None]:
+    """The rows (B, n, hidden) of a head that `takes_extra_ids` at ids (B, n), dequantised, and their biases (B, n)."""
     if isinstance(whole, nn.QuantizedLinear | nn.QuantizedEmbedding):
         quantised = cast("Any", whole)
         rows = mx.dequantize(
@@ -151,10 +151,8 @@ def _head_rows(whole: nn.Module, ids: mx.array) -> tuple[mx.array, mx.array | No
             bits=quantised.bits,
             mode=quantised.mode,
         )
-    elif isinstance(whole, nn.Linear | nn.Embedding):
-        rows = whole.weight[ids]
     else:
-        return None
+        rows = cast("Any", whole).weight[ids]
     bias = cast("mx.array | None", whole.get("bias"))
     return rows, None if bias is None else bias[ids]
 
@@ -234,12 +232,14 @@ def extra_ids_allowed(head: CutHead | None, ids: mx.array | None) -> Generator[N
 @contextmanager
 def narrow_heads(models: Sequence[nn.Module], tokens: NDArray[np.int32]) -> Generator[None]:
     """Inside the block the logits of models whose heads are cut to the same ids are those of the reduced vocabulary alone, by
-    ascending id, and behind them those of the other ids that are in `tokens` (n,), where every head takes such. Whole heads
-    stay whole."""
+    ascending id, and behind them those of the other ids that are in `tokens` (...,), ascending too, where every head takes
+    such. Whole heads stay whole."""
     heads = [head for model in models if (head := cut_head(model)) is not None]
     extra = None
     if heads and all(head.takes_extra_ids for head in heads):
-        outside = tokens[~heads[0].in_vocabulary[tokens]]
+        own = np.zeros_like(heads[0].in_vocabulary)
+        own[tokens] = True
+        outside = np.flatnonzero(own & ~heads[0].in_vocabulary)
         extra = mx.array(outside[None]) if len(outside) else None
     for head in heads:
         head.allow_extra_ids(extra)

@@ -122,7 +122,7 @@ def test_the_loss_is_the_mean_of_its_steps(bound: tuple[eagle.Model, eagle.Model
         apart = float((np.abs(p - q).sum(axis=-1) * counted).sum() / counted.sum() / 2)
         weight = np.exp(-3.0 * (1.0 - apart)) if blend else 1.0
         expected.append(weight * kl + (1.0 - weight) * apart)
-    loss = Distillation(leader, mx.float32, blend=blend)(draft, TextBatch.of(tokens, written))
+    loss = Distillation(leader, mx.float32, blend=blend)(draft, TextBatch(tokens, mx.array(written)))
     assert loss.item() == pytest.approx(np.average(expected, weights=[1, 0.8, 0.64, 0.512]), rel=1e-4)
 
 

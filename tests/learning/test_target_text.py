@@ -66,13 +66,13 @@ def test_the_losses_equal_their_definitions(target: Loaded) -> None:
     p, q = (probabilities(model(mx.array(tokens[:, :-1]))) for model in (target.model, draft))
     kl = float((np.sum(p * np.log(p / q), axis=-1) * written).sum() / written.sum())
     apart = float((np.abs(p - q).sum(axis=-1) * written).sum() / written.sum() / 2)
-    batch = TextBatch.of(tokens, written)
+    batch = TextBatch(tokens, mx.array(written))
     weight = np.exp(-3.0 * (1.0 - apart))
     expected = {False: kl, True: weight * kl + (1.0 - weight) * apart}
     for blend, value in expected.items():
         loss = Distillation(target.model, mx.float32, blend=blend)(draft, batch)
         assert loss.item() == pytest.approx(value, rel=1e-4)
-    nothing = TextBatch.of(tokens, np.zeros((2, 11), dtype=np.float32))
+    nothing = TextBatch(tokens, mx.array(np.zeros((2, 11), dtype=np.float32)))
     assert Distillation(target.model, mx.float32, blend=True)(draft, nothing).item() == 0.0
 
 
@@ -85,7 +85,7 @@ def test_heads_cut_to_the_same_ids_are_compared_over_these_and_the_batch_s_own()
     p, q = (probabilities(model(mx.array(tokens[:, :-1]))[..., mx.array(either)]) for model in (leader, draft))
     for model in (leader, draft):
         heads.cut(model, ids)
-    batch = TextBatch.of(tokens, np.ones((2, 11), dtype=np.float32))
+    batch = TextBatch(tokens, mx.array(np.ones((2, 11), dtype=np.float32)))
     loss = Distillation(leader, mx.float32)(draft, batch)
     assert loss.item() == pytest.approx(float(np.sum(p * np.log(p / q), axis=-1).mean()), rel=1e-4)
     assert draft(mx.array(tokens)).shape[-1] == draft.args.vocab_size, "elsewhere logits are as wide as before"

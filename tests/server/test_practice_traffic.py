@@ -10,7 +10,6 @@ from sqlalchemy import func, select
 
 from service.core import RunState
 from service.learning.make.target_text import TargetText
-from service.learning.practice import LENGTH
 from service.store import tables
 from service.store.database import Database
 from tests.support.scraped import scraped
@@ -28,7 +27,7 @@ ABOUT_RUNS = (
 """Series that are about runs, adapters and the process, and not about what was asked."""
 LOGGED = ("generations", "generation_targets", "failure_cases", "replay_buffer", "replay_domains", "grammars")
 """Tables with rows of traffic."""
-ASKED = 10
+ASKED = 6
 
 
 def traffic(server: InProcessServer) -> Mapping[str, float]:
@@ -70,4 +69,4 @@ def test_practice_is_in_no_figure_of_traffic(tmp_path: Path) -> None:
         server.stop()
     written = [TargetText.load(path).tokens.size for path in (tmp_path / "home" / "practice").rglob("*.npz")]
     asked = before["redraft:prompt_tokens_total"] + before["redraft:generation_tokens_total"]
-    assert sum(written) >= 2 * LENGTH and asked > 0, "text was written, and none of it was counted"
+    assert sum(written) > 2 * asked > 0, "it wrote more than was asked, and none of that was counted"

@@ -14,12 +14,13 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models import llama
 
 from service.core import Generation, Provenance, RunState, Sampling, TrainingRun, Trigger
 from service.learning import job
 from service.learning.channel import ORPHANED, Channel
 from service.learning.general_set import GeneralSet
-from service.models import vocabulary
+from service.models import eagle, vocabulary
 from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint
 from service.settings import GateSettings, TrainingSettings
 from service.store.database import Database
@@ -52,42 +53,40 @@ class LoggedPair:
 
 
 def make_logged_pair(root: Path, reduced: Sequence[int]) -> LoggedPair:
-    """A tiny pair whose draft has a reduced vocabulary, 60 generations, some of them without targets, and a general set."""
+    """A tiny pair whose draft has a reduced vocabulary, 60 generations, half of the domain sql, and a general set."""
     target = tiny_llama(1, sharpness=8.0)
     draft = noisy_copy(target, 2, 0.5)
-    folders = save_model(target, root / "target"), save_model(draft, root / "draft")
-    vocabulary.write(reduced, folders[1])
-    who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
     samplings = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=3, max_tokens=24), Sampling(temperature=0.7)]
     samplings = [replace(samplings[i % 3], max_tokens=24) for i in range(60)]
-    logged = [
-        replace(
-            g,
-            id=f"g{i}",
-            prompt=replace(g.prompt, first_user=f"question {i}", domain="sql" if i % 2 else None),
-            provenance=who,
-            # Some were logged without the target's distribution.
-            targets=None if i % 10 == 1 else g.targets,
-        )
-        for i, g in enumerate(served(target, draft, samplings, k=3))
-    ]
-    general = GeneralSet.of(
-        (g.prompt.tokens, g.output) for g in served(target, draft, [Sampling(max_tokens=16)] * 40, k=3, seed=7)
-    )
-    general.save(root / "general.npz")
-    return LoggedPair(root, *folders, root / "general.npz", who, logged)
+    general = served(target, draft, [Sampling(max_tokens=16)] * 40, k=3, seed=7)
+    made = _saved(root, (target, draft), reduced, served(target, draft, samplings, k=3), general)
+    for i, one in enumerate(made.logged):
+        made.logged[i] = replace(one, prompt=replace(one.prompt, domain="sql" if i % 2 else None))
+    return made
 
 
 def make_logged_head(root: Path, reduced: Sequence[int] | None = None) -> LoggedPair:
-    """A tiny target and a head, 30 generations, some of them without targets, and a general set of the first. reduced: the
-    head's vocabulary; None: it has none."""
+    """A tiny target and a head, 30 generations, and a general set of the first. reduced: the head's vocabulary; None: it has
+    none."""
     target = plain_llama(1, sharpness=8.0)
-    folders = save_model(target, root / "target"), save_model(tiny_head(target, 2), root / "draft")
+    samplings = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=3, max_tokens=24)] * 15
+    logged = served(target, tiny_llama(5), samplings, k=2)
+    return _saved(root, (target, tiny_head(target, 2)), reduced, logged, logged[:5])
+
+
+def _saved(
+    root: Path,
+    models: tuple[llama.Model, llama.Model | eagle.Model],
+    reduced: Sequence[int] | None,
+    logged: Sequence[Generation],
+    general: Sequence[Generation],
+) -> LoggedPair:
+    """Target and draft on disk, and what was logged with them; some of it without the target's distribution."""
+    folders = save_model(models[0], root / "target"), save_model(models[1], root / "draft")
     if reduced is not None:
         vocabulary.write(reduced, folders[1])
     who = Provenance(model_fingerprint(folders[0]), tokenizer_fingerprint(folders[0]), model_fingerprint(folders[1]))
-    samplings = [Sampling(max_tokens=24), Sampling(temperature=0.8, seed=3, max_tokens=24)] * 15
-    logged = [
+    named = [
         replace(
             g,
             id=f"g{i}",
@@ -95,11 +94,10 @@ def make_logged_head(root: Path, reduced: Sequence[int] | None = None) -> Logged
             provenance=who,
             targets=None if i % 10 == 1 else g.targets,
         )
-        for i, g in enumerate(served(target, tiny_llama(5), samplings, k=2))
+        for i, g in enumerate(logged)
     ]
-    general = GeneralSet.of((g.prompt.tokens, g.output) for g in logged[:5])
-    general.save(root / "general.npz")
-    return LoggedPair(root, *folders, root / "general.npz", who, logged)
+    GeneralSet.of((g.prompt.tokens, g.output) for g in general).save(root / "general.npz")
+    return LoggedPair(root, *folders, root / "general.npz", who, named)
 
 
 def use_many_templates(pair: LoggedPair) -> LoggedPair:

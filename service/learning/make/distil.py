@@ -37,17 +37,10 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True)
 class TextBatch:
-    """tokens: (B, L) int32. written: (B, L - 1) float32, 1 where the *next* token was written and not forced. ids: the tokens,
-    ascending, each once."""
+    """tokens: (B, L). written: (B, L - 1) float32, 1 where the *next* token was written and not forced."""
 
-    tokens: mx.array
+    tokens: NDArray[np.int32]
     written: mx.array
-    ids: NDArray[np.int32]
-
-    @classmethod
-    def of(cls, tokens: NDArray[np.int32], written: NDArray[np.float32]) -> TextBatch:
-        """The batch of these texts. tokens: (B, L). written: (B, L - 1)."""
-        return cls(mx.array(tokens), mx.array(written), np.unique(tokens))
 
     @property
     def count(self) -> int:
@@ -62,7 +55,7 @@ def batches(text: TargetText, rows: int, epochs: int, seed: int) -> Iterator[Tex
     for start in range(0, len(order) - rows + 1, rows):
         chosen = order[start : start + rows]
         written = (text.role[chosen, 1:] != FORCED).astype(np.float32)
-        yield TextBatch.of(text.tokens[chosen], written)
+        yield TextBatch(text.tokens[chosen], mx.array(written))
 
 
 def batch_count(text: TargetText, rows: int, epochs: int) -> int:
@@ -110,11 +103,11 @@ class Distillation:
 
         Memory: several float32 arrays as wide as the target's logits; with four draft steps about a dozen.
         """
-        with narrow_heads((self.target, draft), batch.ids):
+        with narrow_heads((self.target, draft), batch.tokens):
             return self._loss(draft, batch)
 
     def _loss(self, draft: nn.Module, batch: TextBatch) -> mx.array:
-        inputs = batch.tokens[:, :-1]
+        inputs = mx.array(batch.tokens[:, :-1])
         distribution = TargetDistribution.of(self.target(inputs))
         if not isinstance(draft, eagle.Model):
             return self._divergence(self._in_dtype(draft, draft, inputs), distribution, batch.written)
