@@ -709,7 +709,12 @@ def another_server(status: int, body: bytes) -> Generator[str]:
 
 @pytest.mark.parametrize(
     ("status", "body"),
-    [(404, b"<html>not here</html>"), (200, b"<html>hello</html>"), (500, b'{"detail": "broken"}'), (200, b"[]")],
+    [
+        (404, b"<html>not here</html>"),
+        pytest.param(200, b"<html>hello</html>", marks=pytest.mark.nightly),
+        pytest.param(500, b'{"detail": "broken"}', marks=pytest.mark.nightly),
+        (200, b"[]"),
+    ],
 )
 @pytest.mark.parametrize("words", [("train",), ("adapters", "rollback")], ids=["train", "rollback"])
 def test_a_different_server_at_the_address_is_recognised(

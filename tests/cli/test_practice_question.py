@@ -37,8 +37,12 @@ def taken() -> Iterator[int]:
 
 @pytest.mark.parametrize(
     ("keys", "stored"),
-    [(b"perhaps\nYES\n", True), (b"\n", False), (CTRL_C, None), (b"\x04", None)],
-    ids=["yes", "return", "ctrl-c", "ctrl-d"],
+    [
+        pytest.param(b"perhaps\nYES\n", True, id="yes"),
+        pytest.param(b"\n", False, id="return", marks=pytest.mark.nightly),
+        pytest.param(CTRL_C, None, id="ctrl-c"),
+        pytest.param(b"\x04", None, id="ctrl-d", marks=pytest.mark.nightly),
+    ],
 )
 def test_the_answer_is_stored_and_asked_for_once(tmp_path: Path, taken: int, keys: bytes, stored: bool | None) -> None:
     home = tmp_path / "home"

@@ -87,8 +87,15 @@ def logs(models: tuple[Model, Model, Model]) -> Callable[[str, int], list[Genera
 
 
 @ROWS
-@pytest.mark.parametrize("kind", SETTINGS)
-@pytest.mark.parametrize("k", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "k"),
+    [
+        ("greedy", 2),
+        ("seeded", 4),
+        pytest.param("greedy", 4, marks=pytest.mark.nightly),
+        pytest.param("seeded", 2, marks=pytest.mark.nightly),
+    ],
+)
 def test_greedy_and_seeded_positions_are_predicted_exactly(
     models: tuple[Model, Model, Model], logs: Callable[[str, int], list[Generation]], kind: str, k: int, rows: int
 ) -> None:
