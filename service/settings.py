@@ -82,7 +82,7 @@ class EngineSettings(Section):
     adaptive: bool = True
     """Draft as many as pay for the batch at hand, by how sure the draft is of each, down to none; false: always
     num_draft_tokens."""
-    num_lookup_tokens: int = Field(default=8, ge=0, le=32)
+    num_lookup_tokens: int = Field(default=15, ge=0, le=32)
     """Tokens looked up per round, at most, in what was said before, where that promises more; 0, or not adaptive: none."""
     max_rows: int = Field(default=16, ge=1, le=256)
     """Requests decoded together."""

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,6 +27,7 @@ from service.core import (
     Selection,
     Sink,
     Staged,
+    StoreError,
     Unavailable,
 )
 from service.engine import device
@@ -241,6 +242,23 @@ class EngineThread:
             try:
                 engine.decoder.forget()
             except OSError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self._command(apply, future)
+        return future
+
+    def load_look_ups(self, outputs: Iterable[tuple[str, Sequence[int]]]) -> Future[None]:
+        """Let look-ups find outputs of earlier processes (`Lookup.load`). They are read on the thread, before or after it
+        forgets any. The future fails with what reading raises, with Unavailable once the thread died or is being stopped."""
+        future: Future[None] = Future()
+
+        def apply(engine: Engine) -> None:
+            try:
+                if engine.decoder.lookup is not None:
+                    engine.decoder.lookup.load(outputs)
+            except StoreError as error:
                 future.set_exception(error)
             else:
                 future.set_result(None)

@@ -51,6 +51,18 @@ def test_targets_of_every_shape_come_back(database: Database) -> None:
     assert {g.id: g.targets for g in store.by_ids([g.id for g in made])} == {g.id: g.targets for g in made}
 
 
+def test_outputs_of_a_target_are_read_newest_first(database: Database) -> None:
+    store, made, other = Generations(database), [generation() for _ in range(7)], replace(WHO, target="x" * 64)
+    made[2] = replace(made[2], prompt=replace(made[2].prompt, api_key="ada"))
+    # Of another draft, it is the target's all the same.
+    made[4] = replace(made[4], provenance=replace(WHO, draft="y" * 64))
+    for one in made:
+        store.add([one, *(generation(who=other) for _ in range(4))]).result()
+    assert store.outputs(WHO, 100) == [(one.prompt.api_key, one.output) for one in reversed(made)]
+    assert [key for key, _ in store.outputs(WHO, 100)].index("ada") == 4
+    assert len(store.outputs(other, 100)) == 28 and len(store.outputs(other, 5)) == 4
+
+
 def test_rows_of_another_target_or_tokenizer_never_mix(database: Database) -> None:
     store, runs = Generations(database), Runs(database)
     held = texts("held_out", 1)[0]

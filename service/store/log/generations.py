@@ -14,8 +14,8 @@ from sqlalchemy import ColumnElement, Connection, Select, delete, func, insert, 
 from service.core import Generation, Provenance, Round, Selection
 from service.store.database import Database
 from service.store.log.cases import add_cases, undrafted
-from service.store.log.queries import TEXT, load, newest, of_target, same_pair, selected, text_of
-from service.store.log.rows import grammar_values, rounds_of, target_bytes, text_key, values_of
+from service.store.log.queries import TEXT, load, newest, of_target, same_pair, same_target, selected, text_of
+from service.store.log.rows import grammar_values, ids_of, rounds_of, target_bytes, text_key, values_of
 from service.store.log.run_texts import claimed_by_run, completed_run_texts
 from service.store.log.sampler import Text
 from service.store.tables import (
@@ -134,6 +134,12 @@ class Generations:
             Drafting(row.seq, rounds_of(row.rounds) if same_pair(row, who) else ())
             for row in newest(self._db, limit, *columns, where=where)
         ]
+
+    def outputs(self, who: Provenance, limit: int) -> list[tuple[str | None, tuple[int, ...]]]:
+        """Of the newest `limit` generations those of this target, newest first: the name of the key (None: without one) and the
+        output."""
+        rows = newest(self._db, limit, generations.c.api_key, generations.c.output)
+        return [(row.api_key, ids_of(row.output)) for row in rows if same_target(row, who)]
 
     def by_ids(self, ids: Sequence[str]) -> list[Generation]:
         """Those that are still there, newest first."""
