@@ -12,6 +12,10 @@ from mlx_lm.utils import load_model
 from service.core import BadRequest, ModelError
 from service.evaluation.bench import padded_models
 from service.evaluation.bench.padded_models import Shape, pad, padded_pair
+from service.models.eagle import Model as Head
+from service.models.pair import load_pair
+from tests.support.eagle_models import plain_llama, tiny_head
+from tests.support.model_folders import save_model
 from tests.support.tiny_server import write_pair
 
 WIDE = Shape(hidden=192, layers=5, heads=12, kv_heads=8, feed_forward=256)
@@ -41,6 +45,30 @@ def test_a_padded_model_says_what_its_source_says(pair: tuple[Path, Path], tmp_p
     source, padded = logits(pair[0]), logits(tmp_path / "wide")
     assert source.shape == padded.shape
     assert np.allclose(np.array(padded), np.array(source), atol=0.05 * np.abs(np.array(source)).max())
+
+
+def test_a_padded_head_reads_what_its_source_reads(tmp_path: Path) -> None:
+    target = plain_llama(0)
+    head = tiny_head(target, 1)
+    folders = save_model(target, tmp_path / "target"), save_model(head, tmp_path / "head")
+    args = target.args
+    assert args.num_key_value_heads is not None
+    heads = args.num_attention_heads // args.num_key_value_heads * 4
+    wide = Shape(3 * args.hidden_size, args.num_hidden_layers + 2, heads, 4, 2 * args.intermediate_size)
+    padded = tmp_path / "wide target", tmp_path / "wide head"
+    for i, folder in enumerate(folders):
+        pad(folder, padded[i], wide, deeper=i == 0)
+
+    def steps(folders: tuple[Path, Path]) -> list[mx.array]:
+        """Logits (40, V) of the first two steps of a round at every place of one text."""
+        pair = load_pair(*folders)
+        assert pair.draft is not None
+        model = cast("Head", pair.draft.model)
+        tokens = mx.arange(40)[None]
+        return [model.logits(hidden)[0] for hidden in model.model.unrolled(tokens, model.features(tokens), 2)]
+
+    for mine, theirs in zip(steps(padded), steps(folders), strict=True):
+        assert np.allclose(np.array(mine), np.array(theirs), atol=0.05 * np.abs(np.array(theirs)).max())
 
 
 def test_a_pair_is_padded_once_and_the_draft_keeps_its_layers(

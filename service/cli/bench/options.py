@@ -37,7 +37,7 @@ Arms = Annotated[str | None, typer.Option(help="Only these, separated by commas;
 Shape = Annotated[
     str | None,
     typer.Option(
-        help="135m, 1b, 3b, 8b or 70b: the bundled pair padded to that size, in bfloat16. Instead of --target, --draft."
+        help="135m, 1b, 3b, 8b or 70b: the pair padded to that size, in bfloat16. The bundled one, or other Llamas."
     ),
 ]
 Bits = Annotated[int | None, typer.Option(min=2, max=8, help="With --shape: quantised to so many bits a weight.")]
@@ -76,8 +76,8 @@ def adapter_of(
 def models_of(
     config: Path | None, target: str | None, draft: str | None, shape: str | None, bits: int | None
 ) -> Settings:
-    """The settings with the models that were asked for; a padded pair is made first. Raises BadRequest for options that
-    exclude each other, ModelError."""
+    """The settings with the models that were asked for; a padded pair is made first. Raises BadRequest for options that do
+    not go together, ModelError."""
     from service.evaluation.bench.padded_models import padded_pair
 
     settings = settings_from(config, models__target=target, models__draft=draft)
@@ -85,8 +85,6 @@ def models_of(
         if bits is not None:
             raise BadRequest("--bits goes with --shape", field="bits")
         return settings
-    if target is not None or draft is not None:
-        raise BadRequest("say --shape, or --target and --draft", field="shape")
     with stages("bench") as on_progress:
         made = padded_pair(pair_folders(settings), settings.home, shape, bits, on_progress)
     return settings_from(config, models__target=str(made[0]), models__draft=str(made[1]))

@@ -1,4 +1,4 @@
-"""Models of larger shapes, made by padding every matrix of a small Llama with zeros.
+"""Models of larger shapes, made by padding every matrix of a small Llama, or of an EAGLE-3 head of one, with zeros.
 
 A padded model has the outputs of the small one at the cost of a large one, so that a benchmark has the acceptance of a real
 pair at the speed of a large target. Added hidden units, heads and feed-forward units are zero; added layers write nothing to
@@ -137,7 +137,18 @@ def _padded(weights: Weights, small: Shape, shape: Shape, layers: int, dims: int
         "mlp.up_proj": (shape.feed_forward, shape.hidden),
         "mlp.down_proj": (shape.hidden, shape.feed_forward),
     }
+
+    def joined(array: mx.array) -> mx.array:
+        # (hidden, parts x hidden): reads parts that were divided by their root mean square, which is smaller over more units.
+        rows, columns = array.shape
+        parts = array.astype(mx.float32).reshape(rows, columns // small.hidden, small.hidden)
+        wide = widened(parts * (small.hidden / shape.hidden) ** 0.5, shape.hidden, parts.shape[1], shape.hidden)
+        return wide.reshape(shape.hidden, -1)
+
     made = {"model.norm.weight": norm(weights["model.norm.weight"])}
+    made |= {
+        name: joined(weights[name]) for name in ("project.weight", "model.layers.0.fuse.weight") if name in weights
+    }
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         if name in weights:
             made[name] = widened(weights[name], len(weights[name]), shape.hidden)
