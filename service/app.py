@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from service.core import Erased, Provenance, Selection
@@ -12,6 +13,7 @@ from service.lifecycle.context import Rules
 from service.models.catalog import general_set, resolve
 from service.models.draft_choice import find_draft
 from service.settings import Settings, earlier_home
+from service.store.access.key_ring import CONFIGURED
 from service.store.backends.backend import shown, sqlite_path
 from service.store.stores import Stores
 
@@ -19,6 +21,8 @@ log = logging.getLogger(__name__)
 
 TARGETS, PRACTICE = "targets", "practice"
 """In the home folder: the target's distributions for texts that were logged without them (learning.targets)."""
+LOGGED_ANSWERS = 2_000
+"""The log's newest, of any target, among which a server that starts looks for outputs of its own."""
 
 
 def erase(stores: Stores, settings: Settings, selection: Selection, *, retire_adapters: bool) -> Erased:
@@ -32,6 +36,21 @@ def erase(stores: Stores, settings: Settings, selection: Selection, *, retire_ad
     if (folder := settings.engine.prefix_cache_dir) is not None:
         prefix_files.remove_files(folder)
     return stores.lineage.erase(selection, retire_adapters=retire_adapters)
+
+
+def logged_outputs(
+    stores: Stores, settings: Settings, who: Provenance, tokens: int
+) -> Generator[tuple[str, tuple[int, ...]]]:
+    """Salt (core.Prompt.cache_salt) and tokens of the log's newest outputs, so many tokens, the newest last. None while texts
+    are being erased: this process may have forgotten them already, and they are still there. Raises StoreError."""
+    if stores.erasures.asked():
+        return
+    days, shared = settings.store.max_days, settings.server.share_across_keys
+    since = datetime.now(UTC) - timedelta(days=days) if days is not None else None
+    for key, output in stores.generations.outputs(who, tokens, LOGGED_ANSWERS, since):
+        # The key of the settings may have been another's when they were other settings.
+        if shared or key not in CONFIGURED.values():
+            yield "" if shared or key is None else key, output
 
 
 def start_notices(settings: Settings) -> list[str]:

@@ -10,7 +10,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,11 +21,12 @@ import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api import Doors, Feed, Limits, ModelNames, build_api, build_startup_api
-from service.app import PRACTICE, TARGETS, Folders, resolve_models
-from service.core import Access, BadRequest, Forget, ModelError, Provenance, StoreError, Unavailable
+from service.app import PRACTICE, TARGETS, Folders, logged_outputs, resolve_models
+from service.core import Access, BadRequest, Forget, ModelError, Provenance, RedraftError, Unavailable
 from service.engine import device
 from service.engine.adapters import served
 from service.engine.decoder import Decoder
+from service.engine.drafters.lookup import INDEX_TOKENS
 from service.engine.engine import Engine
 from service.engine.footprint import MemoryPlan, plan_memory, weight_bytes
 from service.engine.kv.budget import Budget
@@ -61,8 +62,6 @@ FATAL_EXIT = 70
 FATAL_SECONDS = 5.0
 FORGET_SECONDS = 120.0
 """Longest wait for the engine to forget between two rounds."""
-LOOKED_UP = 2_000
-"""Of the log, the newest answers in which look-ups are found after a start, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +148,7 @@ class Application:
         )
         for monitor in (queue, requests):
             monitor.start()
-        try:
-            # By now erasures of other processes come to this one too.
-            self.engine_thread.load_look_ups(self._logged_outputs(serving.pair.provenance)).result()
-        except StoreError as error:
-            log.warning("look-ups find no earlier answers: %s", error)
+        self._load_look_ups(serving.pair.provenance)
         self._queue, self._requests = queue, requests
         token_bytes = bytes_per_token(tokenizer)
         overview = PairOverview(self.stores.database, serving.pair.provenance)
@@ -184,14 +179,15 @@ class Application:
             defaults=sampling_defaults(serving.folders.target),
         )
 
-    def _logged_outputs(self, who: Provenance) -> Generator[tuple[str, Sequence[int]]]:
-        """Salt and tokens of the newest outputs in the log, newest first. None while texts are being erased: this process may
-        have forgotten them already, and they are still there."""
-        if self.stores.erasures.asked():
-            return
-        shared = self.settings.server.share_across_keys
-        for key, output in self.stores.generations.outputs(who, LOOKED_UP):
-            yield "" if shared or key is None else key, output
+    def _load_look_ups(self, who: Provenance) -> None:
+        """Let look-ups find the newest answers of the log. Called when this process is told of erasures. Raises Unavailable."""
+        try:
+            outputs = logged_outputs(self.stores, self.settings, who, INDEX_TOKENS)
+            self.engine_thread.load_look_ups(outputs).result()
+        except Unavailable:
+            raise
+        except (RedraftError, ValueError, LookupError) as error:
+            log.warning("look-ups find no answers of the log: %s", error)
 
     def _key_ring(self) -> KeyRing:
         """Raises BadRequest where others could reach the server without a key."""

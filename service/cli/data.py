@@ -118,8 +118,8 @@ def erase_data(
 def _erase(
     stores: Stores, settings: Settings, selection: Selection, *, retire_adapters: bool, url: str
 ) -> dict[str, Any]:
-    """core.Erased as an object. Where nobody serves from the database, no server can start on it meanwhile, as long as a lease
-    of 25 s lasts."""
+    """core.Erased as an object. Where nobody serves from an SQLite database, no server can start on it meanwhile, as long as a
+    lease of 25 s lasts."""
     from service.app import erase
     from service.store.processes.members import Members, Role
 
@@ -128,9 +128,12 @@ def _erase(
         members.join()
     except DatabaseTaken:
         return ask(url, "DELETE", "/generations", selection.given() | {"retire_adapters": retire_adapters})
+    # On a database that servers share one may start meanwhile: it forgets too, and reads none of it.
+    number = stores.erasures.ask(selection)
     try:
         return asdict(erase(stores, settings, selection, retire_adapters=retire_adapters))
     finally:
+        stores.erasures.end(number)
         members.leave()
 
 

@@ -27,7 +27,6 @@ from service.core import (
     Selection,
     Sink,
     Staged,
-    StoreError,
     Unavailable,
 )
 from service.engine import device
@@ -250,15 +249,17 @@ class EngineThread:
         return future
 
     def load_look_ups(self, outputs: Iterable[tuple[str, Sequence[int]]]) -> Future[None]:
-        """Let look-ups find outputs of earlier processes (`Lookup.load`). They are read on the thread, before or after it
-        forgets any. The future fails with what reading raises, with Unavailable once the thread died or is being stopped."""
+        """Let look-ups find logged outputs: (salt, tokens), the newest last. They are read on the thread, so before it forgets
+        any or after. The future fails with what reading raises, with Unavailable once the thread died or is being stopped."""
         future: Future[None] = Future()
 
         def apply(engine: Engine) -> None:
             try:
-                if engine.decoder.lookup is not None:
-                    engine.decoder.lookup.load(outputs)
-            except StoreError as error:
+                if (lookup := engine.decoder.lookup) is not None:
+                    for salt, output in outputs:
+                        lookup.add_output(output, salt)
+            except (RedraftError, ValueError, LookupError) as error:
+                # Of rows that cannot be read, which cost speed alone.
                 future.set_exception(error)
             else:
                 future.set_result(None)

@@ -29,6 +29,7 @@ from service.cli.root import app
 from service.core import (
     BARE_DRAFT,
     AdapterRef,
+    Erased,
     FailureCase,
     FinishReason,
     Generation,
@@ -36,6 +37,7 @@ from service.core import (
     Provenance,
     RunState,
     Sampling,
+    Selection,
     TrainingRun,
     Trigger,
     Verdict,
@@ -46,12 +48,12 @@ from service.models import machine
 from service.models.pair import load_model
 from service.models.text import TextEncoder
 from service.models.weights import bytes_in_memory
-from service.settings import load_settings
+from service.settings import Settings, load_settings
 from service.store.database import REVISION, revision
 from service.store.log.generations import split_of
 from service.store.processes.members import Members
 from service.store.registry.runs import MAX_CRASHES
-from service.store.stores import open_stores
+from service.store.stores import Stores, open_stores
 from tests.support.command_line import TREE, Outcome, Redraft, cells, commands, one_sentence
 from tests.support.databases import PostgresDatabases
 from tests.support.oracle import naive
@@ -343,6 +345,25 @@ def test_without_a_server_files_are_erased_with_the_rows(tmp_path: Path, redraft
     stores.close()
     done = redraft(*asked, "--everything", "--url", "http://127.0.0.1:1")
     assert (done.status, done.out) == (0, "0 generations deleted\n"), "a process that ended serves no more"
+
+
+def test_a_server_that_starts_while_a_command_erases_is_told(
+    tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, told = tmp_path / "settings.toml", list[Selection]()
+    config.write_text(f"home = {json.dumps(str(tmp_path / 'home'))}\n")
+    assert redraft("db", "upgrade", "--config", config).status == 0
+
+    def erase(stores: Stores, settings: Settings, selection: Selection, *, retire_adapters: bool) -> Erased:
+        told.extend(asked for _, asked in stores.erasures.asked())
+        return stores.lineage.erase(selection, retire_adapters=retire_adapters)
+
+    monkeypatch.setattr("service.app.erase", erase)
+    assert redraft("data", "erase", "--config", config, "--id", "one").status == 0
+    assert told == [Selection(ids=frozenset({"one"}))]
+    stores = open_stores(load_settings(config))
+    assert stores.erasures.asked() == [], "it is over"
+    stores.close()
 
 
 # ---------------------------------------------------------------------------------------------------- with a tiny server

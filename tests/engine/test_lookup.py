@@ -97,18 +97,6 @@ def test_outputs_that_are_forgotten_are_found_no_more() -> None:
     assert lookup.find(asked[2], NGramIndex()) == LookupProposal(4, [74])
 
 
-def test_the_newest_logged_outputs_are_looked_up() -> None:
-    lookup = Lookup(3)
-    newest, older, oldest = [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 7, 8], [60, 61, 62, 63, 64]
-    others = [9] * (INDEX_TOKENS - len(newest) - len(older))
-    lookup.load([("", newest), ("", older), ("ada", older), ("", others), ("", oldest)])
-    assert lookup.find([1, 2, 3, 4], NGramIndex()) == LookupProposal(4, [5, 6])
-    assert lookup.find([60, 61, 62, 63], NGramIndex()) is None, "beyond INDEX_TOKENS"
-    lookup = Lookup(3)
-    lookup.load([("", newest), ("ada", older)])
-    assert lookup.find([1, 2, 3, 4], NGramIndex(), "ada") == LookupProposal(4, [7, 8])
-
-
 def test_outputs_that_may_not_be_stored_are_not_shared() -> None:
     target = tiny_llama(0)
     prompt = tuple(random.Random(1).randrange(4, VOCABULARY) for _ in range(12))

@@ -91,4 +91,13 @@ def test_what_cannot_be_padded_is_refused(pair: tuple[Path, Path], tmp_path: Pat
         padded_pair(pair, tmp_path, "9b")
     with pytest.raises(ModelError, match="cannot be padded"):
         pad(pair[0], tmp_path / "odd", Shape(192, 5, 7, 3, 256), deeper=True)
+    with pytest.raises(ModelError, match="do not fit"):
+        pad(pair[0], tmp_path / "odd", Shape(8, 5, 12, 8, 256), deeper=True)
+    config = pair[0] / "config.json"
+    for change in ({"model_type": "qwen3"}, {"quantization": {"bits": 4, "group_size": 64}}):
+        before = config.read_text()
+        config.write_text(json.dumps(json.loads(before) | change))
+        with pytest.raises(ModelError, match="no Llama, or quantised"):
+            pad(pair[0], tmp_path / "odd", WIDE, deeper=True)
+        config.write_text(before)
     assert not (tmp_path / "odd").exists()

@@ -5,16 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy import update
 from typer.testing import CliRunner
 
+from service.app import logged_outputs
 from service.cli import app
 from service.core import Selection
 from service.engine.drafters.lookup import NGramIndex
 from service.server import Application
+from service.store.tables import generations
 from tests.support.scraped import scraped
 from tests.support.tiny_server import InProcessServer, generate, in_process_server, write_pair
 
@@ -77,19 +81,38 @@ def test_a_server_that_starts_again_finds_what_it_answered_before(tmp_path: Path
         assert not any(found(third, answer) for answer in answers)
 
 
-def test_nothing_is_read_from_the_log_while_texts_are_erased(tmp_path: Path) -> None:
-    """A process that starts meanwhile may have forgotten them before it reads, and they are still there."""
-    with running(in_process_server(tmp_path, write_pair(tmp_path), engine=ENGINE)) as server:
+def test_what_is_read_from_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    pair, store = write_pair(tmp_path), {"max_days": 7.0}
+    with running(in_process_server(tmp_path, pair, engine=ENGINE, store=store)) as server:
         answer = generate(server, "a question", seed=1, **SAMPLED)["tokens"]
         until(lambda: recorded(server) == 1)
         here = application(server)
         assert here._serving is not None
         who = here._serving.pair.provenance
-        assert [list(tokens) for _, tokens in here._logged_outputs(who)] == [answer]
+
+        def read() -> list[tuple[str, list[int]]]:
+            return [(salt, list(tokens)) for salt, tokens in logged_outputs(here.stores, here.settings, who, 10_000)]
+
+        def change(**values: object) -> None:
+            here.stores.database.write(
+                lambda connection: connection.execute(update(generations).values(values))
+            ).result()
+
+        assert read() == [("", answer)]
+        # A process that starts meanwhile may have forgotten them before it reads, and they are still there.
         number = here.stores.erasures.ask(Selection(ids=frozenset({"of another process"})))
-        assert list(here._logged_outputs(who)) == []
+        assert read() == []
         here.stores.erasures.end(number)
-        assert len(list(here._logged_outputs(who))) == 1
+        change(api_key="ada")
+        assert read() == [("ada", answer)]
+        change(api_key="api-key")
+        assert read() == [], "of whoever had the settings' key"
+        change(api_key=None, created_at=datetime.now(UTC) - timedelta(days=8))
+        assert read() == [], "not purged yet"
+        change(created_at=datetime.now(UTC), output=b"no tokens")
+    with running(in_process_server(tmp_path, pair, engine=ENGINE, store=store)) as again:
+        assert generate(again, "a question", seed=1, **SAMPLED)["tokens"] == answer
+    assert "look-ups find no answers of the log" in caplog.text
 
 
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.nightly)])

@@ -51,16 +51,20 @@ def test_targets_of_every_shape_come_back(database: Database) -> None:
     assert {g.id: g.targets for g in store.by_ids([g.id for g in made])} == {g.id: g.targets for g in made}
 
 
-def test_outputs_of_a_target_are_read_newest_first(database: Database) -> None:
+def test_the_newest_outputs_of_a_target_are_read(database: Database) -> None:
     store, made, other = Generations(database), [generation() for _ in range(7)], replace(WHO, target="x" * 64)
     made[2] = replace(made[2], prompt=replace(made[2].prompt, api_key="ada"))
     # Of another draft, it is the target's all the same.
     made[4] = replace(made[4], provenance=replace(WHO, draft="y" * 64))
+    made = [replace(one, created_at=START + timedelta(days=i)) for i, one in enumerate(made)]
     for one in made:
         store.add([one, *(generation(who=other) for _ in range(4))]).result()
-    assert store.outputs(WHO, 100) == [(one.prompt.api_key, one.output) for one in reversed(made)]
-    assert [key for key, _ in store.outputs(WHO, 100)].index("ada") == 4
-    assert len(store.outputs(other, 100)) == 28 and len(store.outputs(other, 5)) == 4
+    wanted = [(one.prompt.api_key, one.output) for one in made]
+    assert store.outputs(WHO, 10**6, 100) == wanted and wanted[2][0] == "ada"
+    assert len(store.outputs(other, 10**6, 100)) == 28 and len(store.outputs(other, 10**6, 9)) == 8
+    few = sum(len(one.output) for one in made[-3:])
+    assert store.outputs(WHO, few, 100) == wanted[-3:] and store.outputs(WHO, few - 1, 100) == wanted[-2:]
+    assert store.outputs(WHO, 10**6, 100, START + timedelta(days=4.5)) == wanted[-2:]
 
 
 def test_rows_of_another_target_or_tokenizer_never_mix(database: Database) -> None:

@@ -37,7 +37,7 @@ Arms = Annotated[str | None, typer.Option(help="Only these, separated by commas;
 Shape = Annotated[
     str | None,
     typer.Option(
-        help="135m, 1b, 3b, 8b or 70b: the pair padded to that size, in bfloat16. The bundled one, or other Llamas."
+        help="135m, 1b, 3b, 8b or 70b: the pair padded to that size, in bfloat16. Llamas with three heads a KV head."
     ),
 ]
 Bits = Annotated[int | None, typer.Option(min=2, max=8, help="With --shape: quantised to so many bits a weight.")]
@@ -97,10 +97,10 @@ def prompts_title(prompts: Path, domain: str | None, limit: int | None, max_toke
 
 
 def shape_title(shape: str | None, bits: int | None) -> str:
-    """For a title: the shape that the bundled pair was padded to."""
+    """For a title: the shape that the pair was padded to."""
     if shape is None:
         return ""
-    return f", shape {shape} ({f'{bits} bits' if bits else 'bfloat16'}): the bundled pair's acceptance at a large target's cost"
+    return f", shape {shape} ({f'{bits} bits' if bits else 'bfloat16'}): a small pair's acceptance at a large target's cost"
 
 
 def draft_title(draft: str | None) -> str:

@@ -6,7 +6,7 @@ predicts its acceptance. It costs no draft step and is verified like any other.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -129,17 +129,6 @@ class Lookup:
                 text, end = match
                 return LookupProposal(length, list(text[end : end + self.max_tokens]))
         return None
-
-    def load(self, outputs: Iterable[tuple[str, Sequence[int]]]) -> None:
-        """Add what earlier processes answered: (salt, tokens), newest first, the newest INDEX_TOKENS of it."""
-        newest, left = list[tuple[str, Sequence[int]]](), INDEX_TOKENS
-        for salt, output in outputs:
-            left -= len(output)
-            if left < 0:
-                break
-            newest.append((salt, output))
-        for salt, output in reversed(newest):
-            self.add_output(output, salt)
 
     def forget(self) -> None:
         """Drop the shared index, whose outputs are nobody's in particular."""

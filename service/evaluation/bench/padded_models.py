@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from service.core import BadRequest, ModelError
 from service.evaluation.progress import OnProgress, silent
+from service.models.fingerprint import model_fingerprint
 from service.models.vocabulary import FILE as VOCABULARY
 
 Weights = dict[str, mx.array]
@@ -59,7 +60,8 @@ def padded_pair(
     they are missing. pair: folders of the models to pad. name: one of SHAPES. Raises BadRequest, ModelError."""
     shape, folders = shape_named(name), list[Path]()
     for i, source in enumerate(pair):
-        folder = home / "models" / "-".join([source.name, name, *([f"{bits}bit"] if bits else [])])
+        parts = [source.name, name, *([f"{bits}bit"] if bits else []), model_fingerprint(source)[:8]]
+        folder = home / "models" / "-".join(parts)
         if not (folder / "config.json").is_file():
             on_progress(f"making {folder.name}", i, len(pair))
             pad(source, folder, shape, deeper=i == 0, bits=bits)
@@ -69,8 +71,10 @@ def padded_pair(
 
 def pad(source: Path, folder: Path, shape: Shape, *, deeper: bool, bits: int | None = None) -> None:
     """Write a model of this shape with the outputs of the one in `source`. deeper: with the shape's number of layers, not the
-    source's own. Raises ModelError for a source that is no Llama, or whose heads or layers do not fit."""
+    source's own. Raises ModelError for a source that is no Llama, is quantised, or does not fit."""
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
+    if config.get("model_type") != "llama" or "quantization" in config:
+        raise ModelError(f"{source} cannot be padded: it is no Llama, or quantised")
     small = Shape(
         config["hidden_size"],
         config["num_hidden_layers"],
@@ -78,9 +82,9 @@ def pad(source: Path, folder: Path, shape: Shape, *, deeper: bool, bits: int | N
         config["num_key_value_heads"],
         config["intermediate_size"],
     )
-    fits = shape.heads * small.kv_heads == shape.kv_heads * small.heads and shape.layers >= small.layers
-    if config.get("model_type") != "llama" or not fits:
-        raise ModelError(f"{source} cannot be padded: it is no Llama, or its heads or layers do not fit into {shape}")
+    larger = all(of <= to for of, to in zip(astuple(small), astuple(shape), strict=True))
+    if not larger or shape.heads * small.kv_heads != shape.kv_heads * small.heads:
+        raise ModelError(f"{source} cannot be padded: its sizes do not fit into {shape}")
     layers = shape.layers if deeper else small.layers
     dims = config.get("head_dim") or small.hidden // small.heads
     made = _padded(_read_weights(source), small, shape, layers, dims)

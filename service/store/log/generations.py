@@ -135,11 +135,25 @@ class Generations:
             for row in newest(self._db, limit, *columns, where=where)
         ]
 
-    def outputs(self, who: Provenance, limit: int) -> list[tuple[str | None, tuple[int, ...]]]:
-        """Of the newest `limit` generations those of this target, newest first: the name of the key (None: without one) and the
-        output."""
-        rows = newest(self._db, limit, generations.c.api_key, generations.c.output)
-        return [(row.api_key, ids_of(row.output)) for row in rows if same_target(row, who)]
+    def outputs(
+        self, who: Provenance, tokens: int, limit: int, since: datetime | None = None
+    ) -> list[tuple[str | None, tuple[int, ...]]]:
+        """The name of the key (None: without one) and the output of this target's newest generations, the newest last: of those
+        among the newest `limit`, made since then, as many as have so many tokens together."""
+        columns = (generations.c.seq, generations.c.output_tokens)
+        wanted, left = list[int](), tokens
+        for row in newest(
+            self._db, limit, *columns, where=[] if since is None else [generations.c.created_at >= since]
+        ):
+            if same_target(row, who):
+                left -= row.output_tokens
+                if left < 0:
+                    break
+                wanted.append(row.seq)
+        query = select(generations.c.api_key, generations.c.output).where(generations.c.seq.in_(wanted))
+        with self._db.read() as connection:
+            rows = connection.execute(query.order_by(generations.c.seq)).all()
+        return [(row.api_key, ids_of(row.output)) for row in rows]
 
     def by_ids(self, ids: Sequence[str]) -> list[Generation]:
         """Those that are still there, newest first."""
