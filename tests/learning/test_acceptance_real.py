@@ -188,7 +188,7 @@ def logs(drafts: LoggedDrafts) -> Logs:
 @pytest.mark.parametrize(
     ("kind", "version", "k"),
     [
-        pytest.param(kind, version, k, marks=pytest.mark.nightly if (h + i + j) % 3 else ())
+        pytest.param(kind, version, k, marks=pytest.mark.nightly if (h + i + j) % 3 or k == 6 else ())
         for h, kind in enumerate(SAMPLINGS)
         for i, version in enumerate(["adapter", "another draft"])
         for j, k in enumerate([1, 2, 6])
