@@ -31,11 +31,16 @@ def erase(stores: Stores, settings: Settings, selection: Selection, *, retire_ad
     from service.engine.kv import prefix_files
     from service.learning import practice_text, targets
 
-    targets.remove_files(settings.home / TARGETS)
-    practice_text.remove(settings.home / PRACTICE)
-    if (folder := settings.engine.prefix_cache_dir) is not None:
-        prefix_files.remove_files(folder)
-    return stores.lineage.erase(selection, retire_adapters=retire_adapters)
+    # On a database that servers share one may start meanwhile: it forgets too, and reads none of it.
+    number = stores.erasures.ask(selection)
+    try:
+        targets.remove_files(settings.home / TARGETS)
+        practice_text.remove(settings.home / PRACTICE)
+        if (folder := settings.engine.prefix_cache_dir) is not None:
+            prefix_files.remove_files(folder)
+        return stores.lineage.erase(selection, retire_adapters=retire_adapters)
+    finally:
+        stores.erasures.end(number)
 
 
 def logged_outputs(

@@ -180,7 +180,8 @@ class Application:
         )
 
     def _load_look_ups(self, who: Provenance) -> None:
-        """Let look-ups find the newest answers of the log. Called when this process is told of erasures. Raises Unavailable."""
+        """Let look-ups find the newest answers of the log. Called once this process is a member of the database and
+        carries out erasures. Raises Unavailable."""
         try:
             outputs = logged_outputs(self.stores, self.settings, who, INDEX_TOKENS)
             self.engine_thread.load_look_ups(outputs).result()

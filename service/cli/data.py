@@ -128,12 +128,9 @@ def _erase(
         members.join()
     except DatabaseTaken:
         return ask(url, "DELETE", "/generations", selection.given() | {"retire_adapters": retire_adapters})
-    # On a database that servers share one may start meanwhile: it forgets too, and reads none of it.
-    number = stores.erasures.ask(selection)
     try:
         return asdict(erase(stores, settings, selection, retire_adapters=retire_adapters))
     finally:
-        stores.erasures.end(number)
         members.leave()
 
 

@@ -48,12 +48,13 @@ from service.models import machine
 from service.models.pair import load_model
 from service.models.text import TextEncoder
 from service.models.weights import bytes_in_memory
-from service.settings import Settings, load_settings
+from service.settings import load_settings
 from service.store.database import REVISION, revision
 from service.store.log.generations import split_of
 from service.store.processes.members import Members
+from service.store.registry.lineage import Lineage
 from service.store.registry.runs import MAX_CRASHES
-from service.store.stores import Stores, open_stores
+from service.store.stores import open_stores
 from tests.support.command_line import TREE, Outcome, Redraft, cells, commands, one_sentence
 from tests.support.databases import PostgresDatabases
 from tests.support.oracle import naive
@@ -347,21 +348,23 @@ def test_without_a_server_files_are_erased_with_the_rows(tmp_path: Path, redraft
     assert (done.status, done.out) == (0, "0 generations deleted\n"), "a process that ended serves no more"
 
 
-def test_a_server_that_starts_while_a_command_erases_is_told(
+def test_an_erasure_by_a_command_is_open_until_its_rows_are_gone(
     tmp_path: Path, redraft: Redraft, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config, told = tmp_path / "settings.toml", list[Selection]()
+    """A server that starts meanwhile sees it."""
+    config, asked = tmp_path / "settings.toml", list[Selection]()
     config.write_text(f"home = {json.dumps(str(tmp_path / 'home'))}\n")
     assert redraft("db", "upgrade", "--config", config).status == 0
+    erase = Lineage.erase
 
-    def erase(stores: Stores, settings: Settings, selection: Selection, *, retire_adapters: bool) -> Erased:
-        told.extend(asked for _, asked in stores.erasures.asked())
-        return stores.lineage.erase(selection, retire_adapters=retire_adapters)
+    def seen(self: Lineage, selection: Selection, *, retire_adapters: bool = False) -> Erased:
+        asked.extend(each for _, each in stores.erasures.asked())
+        return erase(self, selection, retire_adapters=retire_adapters)
 
-    monkeypatch.setattr("service.app.erase", erase)
-    assert redraft("data", "erase", "--config", config, "--id", "one").status == 0
-    assert told == [Selection(ids=frozenset({"one"}))]
     stores = open_stores(load_settings(config))
+    monkeypatch.setattr(Lineage, "erase", seen)
+    assert redraft("data", "erase", "--config", config, "--id", "one").status == 0
+    assert asked == [Selection(ids=frozenset({"one"}))]
     assert stores.erasures.asked() == [], "it is over"
     stores.close()
 

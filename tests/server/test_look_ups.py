@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -19,6 +18,7 @@ from service.core import Selection
 from service.engine.drafters.lookup import NGramIndex
 from service.server import Application
 from service.store.tables import generations
+from tests.support.fleet import until
 from tests.support.scraped import scraped
 from tests.support.tiny_server import InProcessServer, generate, in_process_server, write_pair
 
@@ -48,13 +48,6 @@ def found(server: InProcessServer, answer: list[int], salt: str = "") -> bool:
     proposal = engine.decoder.lookup.find(answer[:12], NGramIndex(), salt)
     assert proposal is None or proposal.tokens == answer[12:27]
     return proposal is not None
-
-
-def until(reached: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20.0
-    while not reached():
-        assert time.monotonic() < end, "not reached"
-        time.sleep(0.02)
 
 
 def recorded(server: InProcessServer) -> int:

@@ -82,8 +82,8 @@ def pad(source: Path, folder: Path, shape: Shape, *, deeper: bool, bits: int | N
         config["num_key_value_heads"],
         config["intermediate_size"],
     )
-    larger = all(of <= to for of, to in zip(astuple(small), astuple(shape), strict=True))
-    if not larger or shape.heads * small.kv_heads != shape.kv_heads * small.heads:
+    fits = all(of <= to for of, to in zip(astuple(small), astuple(shape), strict=True))
+    if not fits or shape.heads * small.kv_heads != shape.kv_heads * small.heads:
         raise ModelError(f"{source} cannot be padded: its sizes do not fit into {shape}")
     layers = shape.layers if deeper else small.layers
     dims = config.get("head_dim") or small.hidden // small.heads

@@ -27,6 +27,7 @@ from service.store.tables import (
     replay_domains,
     run_texts,
 )
+from service.store.times import utc
 
 TRAIN, HELD_OUT = "train", "held_out"
 """Where a generation belongs: learnt from, or only measured on. Rows of older releases may be "constrained", and neither:
@@ -140,12 +141,11 @@ class Generations:
     ) -> list[tuple[str | None, tuple[int, ...]]]:
         """The name of the key (None: without one) and the output of this target's newest generations, the newest last: of those
         among the newest `limit`, made since then, as many as have so many tokens together."""
-        columns = (generations.c.seq, generations.c.output_tokens)
+        columns = (generations.c.seq, generations.c.output_tokens, generations.c.created_at)
         wanted, left = list[int](), tokens
-        for row in newest(
-            self._db, limit, *columns, where=[] if since is None else [generations.c.created_at >= since]
-        ):
-            if same_target(row, who):
+        for row in newest(self._db, limit, *columns):
+            # As the target, compared outside (`newest`).
+            if same_target(row, who) and (since is None or utc(row.created_at) >= since):
                 left -= row.output_tokens
                 if left < 0:
                     break
