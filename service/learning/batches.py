@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
+from numpy.typing import NDArray
 
 from service.learning.examples import Example
 from service.learning.masks import stack_masks
@@ -16,13 +17,30 @@ LENGTHS = 32
 
 
 @dataclass(frozen=True, slots=True)
+class TokenRows:
+    """tokens: (B, M) int32, padded at the end. lengths: of each, without padding."""
+
+    tokens: NDArray[np.int32]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, sequences: Sequence[Sequence[int] | NDArray[np.int32]]) -> TokenRows:
+        """Pad sequences of token ids to a multiple of LENGTHS."""
+        lengths = tuple(len(sequence) for sequence in sequences)
+        tokens = np.zeros((len(sequences), padded(max(lengths))), dtype=np.int32)
+        for row, sequence in zip(tokens, sequences, strict=True):
+            row[: len(sequence)] = sequence
+        return cls(tokens, lengths)
+
+
+@dataclass(frozen=True, slots=True)
 class Batch:
     """B examples padded at the end to one length L, and their N response positions (padded with weight 0).
 
     tokens: (B, L) int32. at: (N,) index into the B x L hidden states that predict. ids, logprobs: (N, top). tail,
-    weight: (N,). count: input tokens, without padding. texts: (B, M) int32, each text from its first token to the end of its
-    window, and offsets: (B,) where the windows begin; None where all begin with the text. masks: (U, W) uint32, see
-    AnswerMasks, and mask: (N,) which of them holds at a position; None where no answer had to follow a grammar.
+    weight: (N,). count: input tokens, without padding. texts: each text from its first token to the end of its window, and
+    offsets: (B,) where the windows begin; None where all begin with the text. masks: (U, W) uint32, see AnswerMasks, and
+    mask: (N,) which of them holds at a position; None where no answer had to follow a grammar.
     """
 
     tokens: mx.array
@@ -32,7 +50,7 @@ class Batch:
     tail: mx.array
     weight: mx.array
     count: int
-    texts: mx.array | None = None
+    texts: TokenRows
     offsets: mx.array | None = None
     masks: mx.array | None = None
     mask: mx.array | None = None
@@ -56,7 +74,8 @@ def padded(length: int) -> int:
 
 def collate(examples: Sequence[Example]) -> Batch:
     """Pad examples (at least one, all with equally many targets a position) into one batch."""
-    length = padded(max(len(example.tokens) for example in examples))
+    windows = TokenRows.of([example.tokens for example in examples])
+    length = windows.tokens.shape[1]
     at = np.concatenate(
         [np.arange(e.positions, dtype=np.int32) + row * length + e.start for row, e in enumerate(examples)]
     )
@@ -66,10 +85,10 @@ def collate(examples: Sequence[Example]) -> Batch:
     ids = np.broadcast_to(np.arange(top, dtype=np.int32), (spare, top))
     even = np.full((spare, top), -np.log(top), dtype=np.float32)
     none = np.full(spare, -np.inf, dtype=np.float32)
-    texts, offsets = _whole_texts(examples)
+    texts, offsets = _whole_texts(examples, windows)
     masks, mask = _masks(examples, spare)
     return Batch(
-        tokens=_rows([example.tokens for example in examples], length),
+        tokens=mx.array(windows.tokens),
         at=mx.array(np.pad(at, (0, spare))),
         ids=mx.array(np.concatenate([*(e.ids for e in examples), ids])),
         logprobs=mx.array(np.concatenate([*(e.logprobs for e in examples), even])),
@@ -83,20 +102,12 @@ def collate(examples: Sequence[Example]) -> Batch:
     )
 
 
-def _rows(sequences: Sequence[np.ndarray], length: int) -> mx.array:
-    rows = np.zeros((len(sequences), length), dtype=np.int32)
-    for row, tokens in zip(rows, sequences, strict=True):
-        row[: len(tokens)] = tokens
-    return mx.array(rows)
-
-
-def _whole_texts(examples: Sequence[Example]) -> tuple[mx.array | None, mx.array | None]:
+def _whole_texts(examples: Sequence[Example], windows: TokenRows) -> tuple[TokenRows, mx.array | None]:
     """Batch.texts and Batch.offsets."""
     if not any(len(example.before) for example in examples):
-        return None, None
-    texts = [np.concatenate([example.before, example.tokens]) for example in examples]
-    offsets = mx.array([len(example.before) for example in examples])
-    return _rows(texts, padded(max(len(text) for text in texts))), offsets
+        return windows, None
+    texts = TokenRows.of([np.concatenate([example.before, example.tokens]) for example in examples])
+    return texts, mx.array([len(example.before) for example in examples])
 
 
 def _masks(examples: Sequence[Example], spare: int) -> tuple[mx.array | None, mx.array | None]:

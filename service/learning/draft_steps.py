@@ -46,25 +46,27 @@ def states_at_positions(model: nn.Module, parts: Parts, batch: Batch) -> mx.arra
 def window_states(model: nn.Module, parts: Parts, batch: Batch, steps: int) -> list[mx.array]:
     """`states_by_step` over a batch's windows. The target's hidden states are those of the whole texts, as when serving."""
     features = None
-    if isinstance(model, eagle.Model) and batch.texts is not None and batch.offsets is not None:
-        rows, length = batch.tokens.shape
-        # A window's padding may reach past its text's end; what is read there is not learnt from.
-        at = mx.minimum(batch.offsets[:, None] + mx.arange(length)[None], batch.texts.shape[1] - 1)
-        features = model.features(batch.texts)[mx.arange(rows)[:, None], at]
+    if isinstance(model, eagle.Model):
+        features = model.features_of(batch.texts.tokens, batch.texts.lengths)
+        if batch.offsets is not None:
+            rows, length = batch.tokens.shape
+            # A window's padding may reach past its text's end; what is read there is not learnt from.
+            at = mx.minimum(batch.offsets[:, None] + mx.arange(length)[None], features.shape[1] - 1)
+            features = features[mx.arange(rows)[:, None], at]
     return states_by_step(model, parts, batch.tokens, steps, features)
 
 
 def states_by_step(
-    model: nn.Module, parts: Parts, tokens: mx.array, steps: int, features: mx.array | None = None
+    model: nn.Module, parts: Parts, tokens: mx.array, steps: int, features: mx.array | None
 ) -> list[mx.array]:
     """Hidden states (B x L, hidden) over tokens (B, L) in each of the first `steps` draft steps; one entry for an ordinary
     draft. Logits (B x L, V) where the model is not split.
 
-    features: (B, L, hidden) the target's features that an EAGLE head reads; None: of the target over just these tokens. No
-    gradient flows into them.
+    features: (B, L, hidden) the target's features that an EAGLE head reads; None for an ordinary draft. No gradient flows into
+    them.
     """
     if isinstance(model, eagle.Model):
-        features = model.features(tokens) if features is None else features
+        assert features is not None
         states = model.model.unrolled(tokens, mx.stop_gradient(features), steps)
     else:
         states = [cast("mx.array", model(tokens)) if parts is None else parts[0](tokens, None)]

@@ -16,11 +16,15 @@ from service.learning.draft_steps import LEARNT_STEPS
 from service.learning.losses import CHUNK
 from service.learning.spec import JobSpec
 from service.models import eagle, vocabulary
+from service.models.feature_cache import FeatureCache
 from service.models.grammar import Grammars
-from service.models.memory import free_bytes
+from service.models.memory import device_free_bytes, free_bytes
 from service.models.pair import Loaded, load_model
 from service.models.weights import bytes_in_memory
 
+MOST_FEATURES = 2 * 2**30
+"""Bytes of an EAGLE head's features that a job may hold: 260,000 tokens of a target of 4,096 values in half precision. No more
+than a quarter of what is free."""
 _BASE = 512 * 2**20
 """Bytes of the interpreter, MLX and its buffers."""
 _PER_HIDDEN, _PER_INNER, _PER_SCORE, _PER_LOGIT = 16, 6, 3, 5
@@ -42,7 +46,8 @@ def load_draft(job: JobSpec, target: nn.Module | None = None) -> Loaded:
     if draft.fingerprint != job.provenance.draft:
         raise TrainingFailed(f"the draft in {job.draft.name} is not the one that serves: its files changed")
     if eagle.is_eagle_config(draft.config):
-        eagle.bind(draft.model, target or load_target(job).model)
+        target = target or load_target(job).model
+        eagle.bind(draft.model, target, FeatureCache(min(MOST_FEATURES, device_free_bytes() // 4)))
     return draft
 
 

@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from service.engine.masks import allowed
 from service.engine.sampling import fit
-from service.learning.batches import padded
+from service.learning.batches import TokenRows, padded
 from service.learning.draft_steps import states_by_step
 from service.learning.masks import AnswerMasks, stack_masks
-from service.models.heads import full_head, split, token_limit
+from service.models import eagle
+from service.models.heads import ids_allowed, split, token_limit
 
 TOKENS = 2048
 """Tokens of one call, padding included; a longer text is a call of its own."""
@@ -58,12 +59,14 @@ def response_logits(
     serves; all others are -inf.
     """
     masks = [None] * len(texts) if masks is None else masks
-    with full_head(model) as in_vocabulary:
-        parts, limit = split(model), token_limit(model)
-        for indices in _groups(texts):
-            between()
+    parts, limit = split(model), token_limit(model)
+    for indices in _groups(texts):
+        between()
+        read = _inputs([texts[i] for i in indices], limit)
+        with ids_allowed(model, read.tokens) as in_vocabulary:
             group = _Group(texts, indices, in_vocabulary, [masks[i] for i in indices])
-            states = states_by_step(model, parts, group.tokens(limit), steps)
+            features = model.features_of(read.tokens, read.lengths) if isinstance(model, eagle.Model) else None
+            states = states_by_step(model, parts, mx.array(read.tokens), steps, features)
             states = [each[group.at] for each in states]
             mx.eval(states)
             for start in range(0, len(group.positions), POSITIONS):
@@ -71,8 +74,14 @@ def response_logits(
                 text, position = [i for _, i, _ in group.positions[chosen]], [j for _, _, j in group.positions[chosen]]
                 proposable, legal = group.proposable(chosen), group.legal(chosen, vocabulary)
                 for step, each in enumerate(states):
-                    logits = each[chosen] if parts is None else parts[1](each[chosen])
+                    logits = each[chosen] if parts is None else parts[1](each[None, chosen])[0]
                     yield Span(text, position, _restrict(logits, proposable, legal, vocabulary), step)
+
+
+def _inputs(texts: Sequence[Text], limit: int | None) -> TokenRows:
+    """What the model reads of texts. limit: ids from here on have no embedding and become the last one that has."""
+    read = TokenRows.of([[*prompt, *output[:-1]] for prompt, output in texts])
+    return read if limit is None else TokenRows(np.minimum(read.tokens, limit - 1), read.lengths)
 
 
 def _restrict(logits: mx.array, proposable: mx.array | None, legal: mx.array | None, vocabulary: int) -> mx.array:
@@ -104,13 +113,6 @@ class _Group:
         self.in_vocabulary = in_vocabulary
         self.first_seen = None if in_vocabulary is None else mx.array(_first_seen(self.texts, len(in_vocabulary)))
         self.masks = stack_masks(masks)
-
-    def tokens(self, limit: int | None) -> mx.array:
-        """The input (rows, length). limit: ids from here on have no embedding and become the last one that has."""
-        tokens = np.zeros((len(self.texts), self.length), dtype=np.int32)
-        for row, (prompt, output) in zip(tokens, self.texts, strict=True):
-            row[: len(prompt) + len(output) - 1] = [*prompt, *output[:-1]]
-        return mx.array(tokens if limit is None else np.minimum(tokens, limit - 1))
 
     def proposable(self, chosen: slice) -> mx.array | None:
         """(n, width) ids of the reduced vocabulary and those seen before each position; None where the head is whole."""

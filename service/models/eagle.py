@@ -19,6 +19,7 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.llama import MLP, Attention
 from mlx_lm.models.llama import ModelArgs as LlamaArgs
 
+from service.models.feature_cache import FeatureCache, Tokens
 from service.models.hidden_states import HiddenStateCapture
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -115,6 +116,7 @@ class Model(nn.Module):
         if not args.tie_word_embeddings:
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
         self._capture: HiddenStateCapture | None = None
+        self._cache: FeatureCache | None = None
 
     def __call__(self, tokens: mx.array, cache: Any = None, features: mx.array | None = None) -> mx.array:
         """Logits (B, N, V) after each of tokens (B, N). features: see Backbone."""
@@ -131,9 +133,11 @@ class Model(nn.Module):
         """The backbone's blocks, under the name that mlx-lm expects."""
         return self.model.layers
 
-    def bind(self, target: nn.Module) -> None:
-        """Capture this target's feature layers from now on. Raises PairError where it lacks them or their width differs."""
+    def bind(self, target: nn.Module, cache: FeatureCache | None = None) -> None:
+        """Capture this target's feature layers from now on. cache: for features of texts. Raises PairError where the target
+        lacks these layers or their width differs."""
         self._capture = HiddenStateCapture(target, self.args.taps, self.args.hidden_size)
+        self._cache = cache
 
     def target_features(self) -> mx.array:
         """Features (B, N, hidden) of the tokens (B, N) of the target's last call, from its captured hidden states."""
@@ -151,6 +155,10 @@ class Model(nn.Module):
         assert self._capture is not None
         self._capture.model(tokens)
         return shift_right(self.target_features())
+
+    def features_of(self, texts: Tokens, lengths: Sequence[int]) -> mx.array:
+        """`features` of texts (B, N), padded behind `lengths`; from the cache, where there is one."""
+        return self.features(mx.array(texts)) if self._cache is None else self._cache.of(texts, lengths, self.features)
 
 
 def rms_normalise(x: mx.array, eps: float) -> mx.array:
@@ -217,7 +225,7 @@ def is_eagle_config(config: Mapping[str, Any]) -> bool:
     return ARCHITECTURE in (config.get("architectures") or ())
 
 
-def bind(draft: nn.Module, target: nn.Module) -> None:
+def bind(draft: nn.Module, target: nn.Module, cache: FeatureCache | None = None) -> None:
     """Bind an EAGLE-3 head to its target; does nothing for other draft models. Raises PairError as `Model.bind`."""
     if isinstance(draft, Model):
-        draft.bind(target)
+        draft.bind(target, cache)

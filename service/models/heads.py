@@ -230,17 +230,34 @@ def extra_ids_allowed(head: CutHead | None, ids: mx.array | None) -> Generator[N
 
 
 @contextmanager
+def ids_allowed(model: nn.Module, tokens: NDArray[np.int32]) -> Generator[NDArray[np.bool_] | None]:
+    """Inside the block a cut head also gives the logits of all ids in `tokens` (...,), of the whole head where its rows cannot
+    be picked. Yields `CutHead.in_vocabulary`, (width,); None where the head is not cut."""
+    head = cut_head(model)
+    if head is None or not head.takes_extra_ids:
+        with full_head(model) as in_vocabulary:
+            yield in_vocabulary
+        return
+    with extra_ids_allowed(head, _extra_ids(head, tokens)):
+        yield head.in_vocabulary
+
+
+def _extra_ids(head: CutHead, tokens: NDArray[np.int32]) -> mx.array | None:
+    """(1, n) the ids in `tokens` (...,) that are not in the reduced vocabulary, ascending; None without any."""
+    own = np.zeros_like(head.in_vocabulary)
+    # A wider target's ids may lie beyond the head.
+    own[tokens[tokens < len(own)]] = True
+    outside = np.flatnonzero(own & ~head.in_vocabulary)
+    return mx.array(outside[None]) if len(outside) else None
+
+
+@contextmanager
 def narrow_heads(models: Sequence[nn.Module], tokens: NDArray[np.int32]) -> Generator[None]:
     """Inside the block the logits of models whose heads are cut to the same ids are those of the reduced vocabulary alone, by
     ascending id, and behind them those of the other ids that are in `tokens` (...,), ascending too, where every head takes
     such. Whole heads stay whole."""
     heads = [head for model in models if (head := cut_head(model)) is not None]
-    extra = None
-    if heads and all(head.takes_extra_ids for head in heads):
-        own = np.zeros_like(heads[0].in_vocabulary)
-        own[tokens] = True
-        outside = np.flatnonzero(own & ~heads[0].in_vocabulary)
-        extra = mx.array(outside[None]) if len(outside) else None
+    extra = _extra_ids(heads[0], tokens) if heads and all(head.takes_extra_ids for head in heads) else None
     for head in heads:
         head.allow_extra_ids(extra)
         head._narrow = True  # pyright: ignore[reportPrivateUsage]

@@ -14,7 +14,8 @@ import pytest
 
 from service.core import Sampling
 from service.metrics import CODES
-from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer, FailingEncoder, wait_until
+from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer, FailingEncoder
+from tests.support.waiting import until
 
 
 def events(text: str) -> list[tuple[str, str]]:
@@ -318,12 +319,12 @@ def test_a_disconnected_client_frees_its_row_at_once(stream: bool, pause: float)
         connection = HTTPConnection(urlsplit(address).netloc, timeout=60)
         body = json.dumps({"prompt": "x" * 2_000, "stream": stream, "max_tokens": 1_000})
         connection.request("POST", "/generate", body, {"content-type": "application/json"})
-        wait_until(lambda: server.engine.tickets)
+        until(lambda: server.engine.tickets)
         ticket = server.engine.tickets[0]
         assert not ticket.cancelled.wait(0.2)
         connection.close()
         assert ticket.cancelled.wait(1.0)
-        wait_until(lambda: server.value('redraft:request_success_total{finished_reason="abort"}') == 1)
+        until(lambda: server.value('redraft:request_success_total{finished_reason="abort"}') == 1)
     assert server.engine.ended[ticket.id] == "cancelled"
 
 
@@ -337,7 +338,7 @@ def test_a_hundred_aborted_streams_leave_no_request_running() -> None:
                 assert response.status_code == 200
                 if number % 2:
                     next(response.iter_raw())
-        wait_until(lambda: server.engine.status().rows == 0)
+        until(lambda: server.engine.status().rows == 0)
         assert len(server.engine.tickets) == 100
         assert client.post("/generate", json={"prompt": "ab"}).json()["text"] == "ab"
 

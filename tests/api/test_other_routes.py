@@ -16,8 +16,9 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from service.api.compatible import client_tag
 from service.core import AdapterRef, AdapterRefused, PracticeState, Progress, RunState, Selection, StoreError, Verdict
-from tests.support.echo_engine import EchoEngine, EchoServer, InMemoryOperator, make_run, wait_until
+from tests.support.echo_engine import EchoEngine, EchoServer, InMemoryOperator, make_run
 from tests.support.scraped import scraped
+from tests.support.waiting import until
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def test_requests_under_way_are_shown_without_their_text_and_ended() -> None:
     with server.served() as address, httpx.Client(base_url=address, timeout=60) as http, ThreadPoolExecutor(3) as pool:
         assert http.get("/requests").json() == {"requests": []}
         answers = {path: pool.submit(http.post, path, json=body) for path, body in asked.items()}
-        wait_until(lambda: len(server.engine.requests()) == 3 and all(t.sent > 3 for t in server.engine.tickets))
+        until(lambda: len(server.engine.requests()) == 3 and all(t.sent > 3 for t in server.engine.tickets))
         shown = http.get("/requests")
         assert SECRET not in shown.text and "somebody" not in shown.text
         found = {each["route"]: each for each in shown.json()["requests"]}

@@ -20,9 +20,9 @@ from tests.support.echo_engine import (
     EchoTicket,
     FailingEncoder,
     InMemoryOperator,
-    wait_until,
 )
 from tests.support.log_lines import logged
+from tests.support.waiting import until
 
 CHAT = "/v1/chat/completions"
 CANARY = "xyzzy-canary"
@@ -86,7 +86,7 @@ def test_the_line_of_a_client_that_left_has_what_the_engine_did(stream: bool) ->
         connection = HTTPConnection(urlsplit(address).netloc, timeout=60)
         body = json.dumps({"prompt": "x" * 2_000, "stream": stream, "max_tokens": 1_000})
         connection.request("POST", "/generate", body, {"content-type": "application/json"})
-        wait_until(lambda: server.value("redraft:time_to_first_token_seconds_count") == 1)
+        until(lambda: server.value("redraft:time_to_first_token_seconds_count") == 1)
         connection.close()
         (line,) = lines.requests(1)
     assert (line["status"], line["finish_reason"]) == (200 if stream else 499, "cancelled")
@@ -192,7 +192,7 @@ def test_no_line_holds_a_text_or_a_name_that_a_client_chose(form: Literal["text"
                 http.post("/v1/messages", json=chat(CANARY, max_tokens=9, system=CANARY, model="echo"))
                 http.post("/v1/completions", content=CANARY, headers={"content-type": "application/json"})
                 http.get(f"/{CANARY}?{CANARY}={CANARY}")
-        wait_until(lambda: lines.text.count("total_seconds") == 24)
+        until(lambda: lines.text.count("total_seconds") == 24)
     assert "ValueError" in lines.text, "the encoder's error was logged"
     assert CANARY not in lines.text
     if form == "json":
@@ -211,7 +211,7 @@ def test_no_client_can_write_a_line_of_its_own(form: Literal["text", "json"]) ->
         # A number may have white space before it.
         odd = {"x-request-id": "an id"}
         assert httpx.get(f"{address}/train/%0A17", headers=odd).status_code == 500
-        wait_until(lambda: lines.text.count("/train/{id}") == 1)
+        until(lambda: lines.text.count("/train/{id}") == 1)
     assert lines.text.count("failed: ValueError") == 1
     (error,) = (line for line in lines.text.splitlines() if "GET /train/" in line)
     assert "\\n17 failed: ValueError" in error

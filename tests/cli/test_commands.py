@@ -8,9 +8,8 @@ import stat
 import subprocess
 import sys
 import threading
-import time
 import uuid
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -60,6 +59,7 @@ from tests.support.databases import PostgresDatabases
 from tests.support.oracle import naive
 from tests.support.tiny_server import generate, prompts, register_adapters, tiny_server, write_pair
 from tests.support.typed import layers_of
+from tests.support.waiting import until
 
 
 def child(*words: object, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -408,14 +408,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Generator[Served]:
     finally:
         status = server.stop()
     assert status == 0
-
-
-def until(reached: Callable[[], bool]) -> None:
-    """Wait until all answers are recorded and no run is under way."""
-    end = time.monotonic() + 60
-    while not reached():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def recorded(redraft: Redraft, served: Served) -> dict[str, int]:

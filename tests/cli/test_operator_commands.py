@@ -29,9 +29,10 @@ from service.models.pair import load_model
 from service.settings import Settings, load_settings
 from service.store.stores import Stores, open_stores
 from tests.support.command_line import TREE, Redraft, cells, commands, one_sentence
-from tests.support.echo_engine import EchoEngine, EchoServer, make_run, wait_until
+from tests.support.echo_engine import EchoEngine, EchoServer, make_run
 from tests.support.store_rows import ADAPTERS, LOST, WHO, WON, case, generation, promote
 from tests.support.tiny_server import write_pair
+from tests.support.waiting import until
 
 LEAVES = [path for path, command in commands(TREE) if not getattr(command, "commands", {})]
 HOSTILE = "\x1b[2J\u202eevil\x07\x9b31m\n"
@@ -382,10 +383,10 @@ def test_a_server_s_state_is_one_screen(redraft: Redraft) -> None:
     server.metrics.observe([Round(3, 0, 4, 3, 4), Round(3, 0, 0, 0, 1)], 0.1)
     with server.served() as url, httpx.Client(base_url=url, timeout=60) as http:
         with http.stream("POST", "/generate", json={"prompt": "x" * 500, "max_tokens": 500, "stream": True}):
-            wait_until(lambda: server.engine.requests() != [])
+            until(lambda: server.engine.requests() != [])
             found = plain(redraft, "status", "--url", url)
             done = redraft("status", "--url", url)
-        wait_until(lambda: server.engine.requests() == [])
+        until(lambda: server.engine.requests() == [])
         assert plain(redraft, "status", "--url", url)["requests"] == {"running": 0, "waiting": 0}
     assert (found["ready"], found["reason"], found["url"]) == (True, None, url)
     assert (found["model"], found["adapter"]) == ("echo", 3)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable
 from threading import Thread
 
 import pytest
 
 from service.learning.channel import Channel
+from tests.support.waiting import until
 
 PIECE = 0.1
 """Seconds of work between two calls of `hold`."""
@@ -20,13 +20,6 @@ PIECE = 0.1
 def pipe() -> tuple[int, int]:
     # The writing end stays open: at its end the process would exit.
     return os.pipe()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def test_hold_waits_while_the_parent_pauses_and_says_for_how_long(pipe: tuple[int, int]) -> None:

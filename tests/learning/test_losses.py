@@ -1,5 +1,7 @@
 """The divergence against float64 arithmetic, and the positions at which it is computed."""
 
+from dataclasses import replace
+
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -216,10 +218,15 @@ def test_many_positions_in_chunks_give_the_same_loss_and_gradients(
 
 
 def test_nothing_to_learn_is_zero_and_not_nan(model: nn.Module, batch: Batch) -> None:
-    empty = Batch(
-        batch.tokens, batch.at, batch.ids, batch.logprobs, batch.tail, mx.zeros_like(batch.weight), batch.count
+    empty = replace(batch, weight=mx.zeros_like(batch.weight))
+    none = replace(
+        batch,
+        at=batch.at[:0],
+        ids=batch.ids[:0],
+        logprobs=batch.logprobs[:0],
+        tail=batch.tail[:0],
+        weight=batch.weight[:0],
     )
-    none = Batch(batch.tokens, batch.at[:0], batch.ids[:0], batch.logprobs[:0], batch.tail[:0], batch.weight[:0], 0)
     loss = TargetDivergence(model, forward_kl)
     for nothing in (empty, none):
         value, grads = nn.value_and_grad(model, loss)(model, nothing)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from service.lifecycle import launcher
 from service.lifecycle.launcher import Process, ProcessLauncher
+from tests.support.waiting import until
 
 CHILD = """
 import json, sys
@@ -34,13 +34,6 @@ class Started:
         until(lambda: any(message["type"] in {"done", "failed"} for message in process.poll()))
         process.stop(5.0)
         return process
-
-
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from service.core import ModelError
-from service.models.heads import CutHead, cut, cut_head, full_head, narrow_heads, split, uncut
+from service.models.heads import CutHead, cut, cut_head, full_head, ids_allowed, narrow_heads, split, uncut
 
 Build = Callable[[dict[str, Any]], nn.Module]
 
@@ -136,6 +136,14 @@ def test_each_row_of_a_batch_may_have_extra_ids(build_family: Build, config: dic
         others = mx.array([i for i in range(64) if i not in {*reduced, *ids}])
         assert mx.allclose(given[row][:, here], whole[row][:, here], rtol=1e-4, atol=1e-5)
         assert mx.array_equal(given[row][:, others], alone[row][:, others])
+    assert mx.array_equal(model(tokens), alone)
+    # Ids that the head does not have are passed over.
+    with ids_allowed(model, np.array([[5, 9, 70], [20, 20, 3]], dtype=np.int32)) as in_vocabulary:
+        assert in_vocabulary is not None and in_vocabulary.sum() == len(reduced)
+        given = model(tokens)
+    here = mx.array(sorted({*reduced, 5, 9, 20}))
+    assert mx.allclose(given[..., here], whole[..., here], rtol=1e-4, atol=1e-5)
+    assert (given > alone).sum().item() == 3 * tokens.size
     assert mx.array_equal(model(tokens), alone)
     with full_head(model) as in_vocabulary:
         assert in_vocabulary is not None and in_vocabulary.sum() == len(reduced)

@@ -27,6 +27,7 @@ from service.store.log.generations import TRAIN, split_of
 from tests.support.heap import holders
 from tests.support.scraped import scraped
 from tests.support.tiny_server import InProcessServer, in_process_server, write_pair
+from tests.support.waiting import until
 
 PRIVACY = Path(__file__).resolve().parents[2] / "docs" / "privacy.md"
 ASK = """
@@ -94,13 +95,6 @@ def logged_to(path: Path) -> Generator[None]:
         root.removeHandler(handler)
         root.setLevel(before)
         handler.close()
-
-
-def until(reached: Callable[[], object], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not reached():
-        assert time.monotonic() < end, "not reached"
-        time.sleep(0.05)
 
 
 @contextmanager

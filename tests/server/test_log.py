@@ -11,9 +11,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.support.echo_engine import wait_until
 from tests.support.scraped import scraped
 from tests.support.tiny_server import generate, in_process_server, tiny_server, write_pair
+from tests.support.waiting import until
 
 CANARY = "xyzzycanary"
 
@@ -35,7 +35,7 @@ def test_every_line_is_json_and_a_request_s_has_the_figures_of_its_answer(tmp_pa
         chat = {"model": str(pair[0]), "messages": [{"role": "user", "content": CANARY}], "n": 2, "max_tokens": 9}
         answers.append(server.request("POST", "/v1/chat/completions", chat).json())
         assert server.request("POST", "/generate", {"prompt": [CANARY]}).status_code == 400
-        wait_until(lambda: len(request_lines(server.log)) == 5)
+        until(lambda: len(request_lines(server.log)) == 5)
     finally:
         assert server.stop() == 0
     text = server.log.read_text()

@@ -18,9 +18,9 @@ from service.core import Selection
 from service.engine.drafters.lookup import NGramIndex
 from service.server import Application
 from service.store.tables import generations
-from tests.support.fleet import until
 from tests.support.scraped import scraped
 from tests.support.tiny_server import InProcessServer, generate, in_process_server, write_pair
+from tests.support.waiting import until
 
 ENGINE = {"adaptive": True, "prefix_cache_mb": 0}
 SAMPLED = {"temperature": 1.0, "max_tokens": 60, "chat_template": False}

@@ -24,8 +24,9 @@ from service.store.tables import members
 from tests.store.test_migrations import configured
 from tests.support import skewed
 from tests.support.databases import POSTGRES, PostgresDatabases
-from tests.support.fleet import Fleet, Pooler, until
+from tests.support.fleet import Fleet, Pooler
 from tests.support.tiny_server import generate, register_adapters
+from tests.support.waiting import until
 
 pytestmark = POSTGRES
 

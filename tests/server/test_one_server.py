@@ -25,15 +25,9 @@ from tests.support.databases import run_sql
 from tests.support.scraped import scraped
 from tests.support.store_rows import generation
 from tests.support.tiny_server import generate, in_process_server, prompts, tiny_server, write_pair
+from tests.support.waiting import until
 
 LONG = {"epochs": 500, "tick_seconds": 600.0}
-
-
-def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 def asked(url: str, question: str) -> object:

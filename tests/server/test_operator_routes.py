@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +15,9 @@ from service.engine.decoder import Decoder
 from service.engine.rounds import RoundReport
 from service.lifecycle.launcher import Process
 from tests.support.tiny_server import generate, in_process_server, prompts, write_pair
+from tests.support.waiting import until
 
 ROUND_SECONDS = 0.1
-
-
-def until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def test_a_stream_is_ended_within_one_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

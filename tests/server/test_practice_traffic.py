@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from sqlalchemy import func, select
@@ -15,6 +14,7 @@ from service.store.database import Database
 from tests.support.scraped import scraped
 from tests.support.store_rows import url_of
 from tests.support.tiny_server import InProcessServer, generate, in_process_server, prompts, write_pair
+from tests.support.waiting import until
 
 ABOUT_RUNS = (
     "redraft:training_",
@@ -44,13 +44,6 @@ def traffic(server: InProcessServer) -> Mapping[str, float]:
     return found
 
 
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.2)
-
-
 def test_practice_is_in_no_figure_of_traffic(tmp_path: Path) -> None:
     server = in_process_server(
         tmp_path, write_pair(tmp_path / "pair"), training={"enabled": True, "min_cases": 1_000_000, "practice": True}
@@ -59,10 +52,10 @@ def test_practice_is_in_no_figure_of_traffic(tmp_path: Path) -> None:
     try:
         for line in prompts(ASKED):
             generate(server, line.prompt)
-        until(lambda: traffic(server)["generations"] == ASKED)
+        until(lambda: traffic(server)["generations"] == ASKED, seconds=120)
         before = traffic(server)
         run = server.post("/train?practice_minutes=0.02")
-        until(lambda: RunState(server.get(f"/train/{run['id']}")["state"]).over)
+        until(lambda: RunState(server.get(f"/train/{run['id']}")["state"]).over, seconds=120)
         assert server.get(f"/train/{run['id']}")["adapter"] is not None
         assert traffic(server) == before
     finally:

@@ -16,9 +16,9 @@ import pytest
 from service.engine.decoder import Decoder
 from service.engine.rounds import RoundReport
 from service.evaluation.server_process import LocalServer
-from tests.support.echo_engine import wait_until
 from tests.support.scraped import scraped
 from tests.support.tiny_server import in_process_server, write_pair
+from tests.support.waiting import until
 
 PROMPTS = ["abc", "hello there", "one two three", "the quick brown fox"]
 
@@ -86,7 +86,7 @@ def ask_together(server: LocalServer, seen: Seen, modes: list[bool]) -> list[htt
     with ThreadPoolExecutor(len(asked)) as pool:
         answers = [pool.submit(ask, server, *one) for one in asked]
         started = "redraft:requests_started_total"
-        wait_until(lambda: scraped(server.request("GET", "/metrics").text)[started] == len(asked))
+        until(lambda: scraped(server.request("GET", "/metrics").text)[started] == len(asked))
         seen.go.set()
         return [answer.result() for answer in answers]
 

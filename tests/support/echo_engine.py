@@ -58,6 +58,7 @@ from service.engine.ticket import Place
 from service.metrics import Metrics
 from service.models.answer import AnswerReader
 from tests.support.scraped import scraped
+from tests.support.waiting import until
 
 
 def character(token: int) -> str:
@@ -453,7 +454,7 @@ class EchoServer:
             server = uvicorn.Server(config)
             thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
             thread.start()
-            wait_until(lambda: server.started)
+            until(lambda: server.started)
             try:
                 yield f"http://127.0.0.1:{listener.getsockname()[1]}"
             finally:
@@ -468,12 +469,3 @@ class EchoServer:
     def values(self) -> dict[str, float]:
         """Every line of /metrics, as `value` names them."""
         return scraped(self.metrics.exposition()[0].decode())
-
-
-def wait_until(done: object, seconds: float = 60.0) -> None:
-    """Wait until another thread has made `done` true."""
-    assert callable(done)
-    end = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.005)

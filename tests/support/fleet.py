@@ -7,8 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from service.core import python_command
 from service.evaluation.server_process import LocalServer
 from tests.support.postgres import PostgresServer
 from tests.support.tiny_server import generate, prompts, settings_of, write_pair
+from tests.support.waiting import until
 
 TRAINING = {"enabled": False, "epochs": 1, "cooldown_seconds": 0.0}
 
@@ -119,15 +119,6 @@ class Fleet:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-
-
-def until(holds: Callable[[], object], said: Callable[[], object] = str, seconds: float = 60.0) -> float:
-    """Seconds until it holds."""
-    begun = time.monotonic()
-    while not holds():
-        assert time.monotonic() - begun < seconds, said()
-        time.sleep(0.02)
-    return time.monotonic() - begun
 
 
 class Pooler:

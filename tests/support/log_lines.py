@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, Literal
 
 from service.logs import formatter
-from tests.support.echo_engine import wait_until
+from tests.support.waiting import until
 
 
 class Lines:
@@ -30,7 +30,7 @@ class Lines:
 
     def requests(self, count: int) -> list[dict[str, Any]]:
         """The lines of so many requests: they are written when the responses were sent, or later."""
-        wait_until(lambda: sum(line["event"] == "request" for line in self.objects) >= count, 20.0)
+        until(lambda: sum(line["event"] == "request" for line in self.objects) >= count)
         found = [line for line in self.objects if line["event"] == "request"]
         assert len(found) == count
         return found
