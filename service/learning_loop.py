@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from service.app import Folders, lifecycle_rules
 from service.blas import set_blas_threads
-from service.core import DraftSwitch, Forget, Outdated, Provenance, RedraftError, StoreError
+from service.core import DraftSwitch, Forget, Outdated, Provenance, RedraftError, Selection, StoreError
 from service.lifecycle.clock import Clock
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.launcher import ProcessLauncher
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 TRAINING_LOG = "training.log"
 """In the home folder: what training children write to stderr."""
+ON_DISK = ("targets", "practice")
+"""Of the places that forget texts, those in the home folder. What is there can be made anew."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +89,10 @@ class LearningLoop:
         )
         forget = {**forget, "waiting_child": lambda selection: self._launcher.end_ready()}
         supervisor = Supervisor(context, practice=self.practice, busy=busy, idle_seconds=idle_seconds, forget=forget)
+        if self._members.shared:
+            # Others may have erased texts while this process was down, and which is not known.
+            for name in ON_DISK:
+                forget[name](Selection(everything=True))
         supervisor.start()
         self._clocks = [
             Clock(supervisor.tick, settings.training.tick_seconds),

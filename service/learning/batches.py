@@ -7,30 +7,12 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 import numpy as np
-from numpy.typing import NDArray
 
-from service.learning.examples import Example
+from service.learning.examples import Example, Ints
 from service.learning.masks import stack_masks
 
 LENGTHS = 32
 """Padded lengths and position counts are multiples of this: few shapes, so that freed memory can be used again."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenRows:
-    """tokens: (B, M) int32, padded at the end. lengths: of each, without padding."""
-
-    tokens: NDArray[np.int32]
-    lengths: tuple[int, ...]
-
-    @classmethod
-    def of(cls, sequences: Sequence[Sequence[int] | NDArray[np.int32]]) -> TokenRows:
-        """Pad sequences of token ids to a multiple of LENGTHS."""
-        lengths = tuple(len(sequence) for sequence in sequences)
-        tokens = np.zeros((len(sequences), padded(max(lengths))), dtype=np.int32)
-        for row, sequence in zip(tokens, sequences, strict=True):
-            row[: len(sequence)] = sequence
-        return cls(tokens, lengths)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +21,8 @@ class Batch:
 
     tokens: (B, L) int32. at: (N,) index into the B x L hidden states that predict. ids, logprobs: (N, top). tail,
     weight: (N,). count: input tokens, without padding. texts: each text from its first token to the end of its window, and
-    offsets: (B,) where the windows begin; None where all begin with the text. masks: (U, W) uint32, see AnswerMasks, and
-    mask: (N,) which of them holds at a position; None where no answer had to follow a grammar.
+    starts: where the windows begin in them. masks: (U, W) uint32, see AnswerMasks, and mask: (N,) which of them holds at a
+    position; None where no answer had to follow a grammar.
     """
 
     tokens: mx.array
@@ -50,8 +32,8 @@ class Batch:
     tail: mx.array
     weight: mx.array
     count: int
-    texts: TokenRows
-    offsets: mx.array | None = None
+    texts: tuple[Ints, ...]
+    starts: tuple[int, ...]
     masks: mx.array | None = None
     mask: mx.array | None = None
 
@@ -72,10 +54,17 @@ def padded(length: int) -> int:
     return -(-length // LENGTHS) * LENGTHS
 
 
+def padded_rows(sequences: Sequence[Ints]) -> Ints:
+    """Token ids of sequences, (B, L), padded at the end."""
+    rows = np.zeros((len(sequences), padded(max(map(len, sequences)))), dtype=np.int32)
+    for row, tokens in zip(rows, sequences, strict=True):
+        row[: len(tokens)] = tokens
+    return rows
+
+
 def collate(examples: Sequence[Example]) -> Batch:
     """Pad examples (at least one, all with equally many targets a position) into one batch."""
-    windows = TokenRows.of([example.tokens for example in examples])
-    length = windows.tokens.shape[1]
+    length = padded(max(len(example.tokens) for example in examples))
     at = np.concatenate(
         [np.arange(e.positions, dtype=np.int32) + row * length + e.start for row, e in enumerate(examples)]
     )
@@ -85,29 +74,20 @@ def collate(examples: Sequence[Example]) -> Batch:
     ids = np.broadcast_to(np.arange(top, dtype=np.int32), (spare, top))
     even = np.full((spare, top), -np.log(top), dtype=np.float32)
     none = np.full(spare, -np.inf, dtype=np.float32)
-    texts, offsets = _whole_texts(examples, windows)
     masks, mask = _masks(examples, spare)
     return Batch(
-        tokens=mx.array(windows.tokens),
+        tokens=mx.array(padded_rows([example.tokens for example in examples])),
         at=mx.array(np.pad(at, (0, spare))),
         ids=mx.array(np.concatenate([*(e.ids for e in examples), ids])),
         logprobs=mx.array(np.concatenate([*(e.logprobs for e in examples), even])),
         tail=mx.array(np.concatenate([*(e.tail for e in examples), none])),
         weight=mx.array(np.concatenate([*(e.weight for e in examples), np.zeros(spare, dtype=np.float32)])),
         count=sum(len(example.tokens) for example in examples),
-        texts=texts,
-        offsets=offsets,
+        texts=tuple(np.concatenate([example.before, example.tokens]) for example in examples),
+        starts=tuple(len(example.before) for example in examples),
         masks=masks,
         mask=mask,
     )
-
-
-def _whole_texts(examples: Sequence[Example], windows: TokenRows) -> tuple[TokenRows, mx.array | None]:
-    """Batch.texts and Batch.offsets."""
-    if not any(len(example.before) for example in examples):
-        return windows, None
-    texts = TokenRows.of([np.concatenate([example.before, example.tokens]) for example in examples])
-    return texts, mx.array([len(example.before) for example in examples])
 
 
 def _masks(examples: Sequence[Example], spare: int) -> tuple[mx.array | None, mx.array | None]:

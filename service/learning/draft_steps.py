@@ -47,12 +47,7 @@ def window_states(model: nn.Module, parts: Parts, batch: Batch, steps: int) -> l
     """`states_by_step` over a batch's windows. The target's hidden states are those of the whole texts, as when serving."""
     features = None
     if isinstance(model, eagle.Model):
-        features = model.features_of(batch.texts.tokens, batch.texts.lengths)
-        if batch.offsets is not None:
-            rows, length = batch.tokens.shape
-            # A window's padding may reach past its text's end; what is read there is not learnt from.
-            at = mx.minimum(batch.offsets[:, None] + mx.arange(length)[None], features.shape[1] - 1)
-            features = features[mx.arange(rows)[:, None], at]
+        features = model.features_of(batch.texts, batch.starts, batch.tokens.shape[1])
     return states_by_step(model, parts, batch.tokens, steps, features)
 
 

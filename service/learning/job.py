@@ -52,18 +52,19 @@ def main() -> None:
 def perform(channel: Channel, line: str) -> None:
     """Do one job and end with a `done` message, or `failed` for a RedraftError."""
     try:
-        run(channel, line)
+        waits = run(channel, line)
     except RedraftError as error:
         channel.send("failed", {"reason": str(error)})
         return
     # What it held is free before the next job.
     gc.collect()
     mx.clear_cache()
-    channel.send("done", {"waits": True})
+    channel.send("done", {"waits": waits})
 
 
-def run(channel: Channel, line: str) -> None:
-    """Do the job that this line of JSON describes. Raises RedraftError with the reason when it cannot be done."""
+def run(channel: Channel, line: str) -> bool:
+    """Do the job that this line of JSON describes. Returns whether this process may do another: niceness cannot be lowered
+    again after practice. Raises RedraftError with the reason when it cannot be done."""
     job = parse(line)
     practises = isinstance(job, TrainJob) and job.practice is not None
     # A request that comes shares the cores with the call under way.
@@ -82,6 +83,7 @@ def run(channel: Channel, line: str) -> None:
             score_adapters(job, channel, database)
     finally:
         database.close()
+    return not practises
 
 
 def score_adapters(job: ScoreJob, channel: Channel, database: Database) -> None:

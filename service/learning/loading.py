@@ -24,7 +24,7 @@ from service.models.weights import bytes_in_memory
 
 MOST_FEATURES = 2 * 2**30
 """Bytes of an EAGLE head's features that a job may hold: 260,000 tokens of a target of 4,096 values in half precision. No more
-than a quarter of what is free."""
+than a quarter of what the job leaves free."""
 _BASE = 512 * 2**20
 """Bytes of the interpreter, MLX and its buffers."""
 _PER_HIDDEN, _PER_INNER, _PER_SCORE, _PER_LOGIT = 16, 6, 3, 5
@@ -39,15 +39,17 @@ def serving_vocabulary(job: JobSpec, adapter: Path | None) -> list[int] | None:
     return own if own is not None else vocabulary.read(job.draft)
 
 
-def load_draft(job: JobSpec, target: nn.Module | None = None) -> Loaded:
-    """The draft; an EAGLE head is bound to `target`, which is loaded too where it is None. Raises TrainingFailed when files of
-    a model changed since it was put to service, or when there is no memory for the target."""
+def load_draft(job: JobSpec, target: nn.Module | None = None, *, needed: int = 0) -> Loaded:
+    """The draft; an EAGLE head is bound to `target`, which is loaded too where it is None. needed: bytes that the job takes,
+    which features of texts leave free. Raises TrainingFailed when files of a model changed since it was put to service, or when
+    there is no memory for the target."""
     draft = load_model(job.draft)
     if draft.fingerprint != job.provenance.draft:
         raise TrainingFailed(f"the draft in {job.draft.name} is not the one that serves: its files changed")
     if eagle.is_eagle_config(draft.config):
         target = target or load_target(job).model
-        eagle.bind(draft.model, target, FeatureCache(min(MOST_FEATURES, device_free_bytes() // 4)))
+        spare = max(device_free_bytes() - needed, 0) // 4
+        eagle.bind(draft.model, target, FeatureCache(min(MOST_FEATURES, spare)))
     return draft
 
 

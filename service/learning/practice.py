@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -31,6 +31,7 @@ from service.learning.spec import Practice, TrainJob
 from service.learning.texts import as_text
 from service.learning.train import Optimiser, TrainReport, train
 from service.learning.training_job import Learnt, TrainingJob
+from service.models import vocabulary
 from service.models.arrays import named_arrays
 from service.models.heads import cut, full_head
 from service.models.memory import device_free_bytes
@@ -38,6 +39,7 @@ from service.models.pair import Loaded
 from service.models.shipped import OPENINGS
 from service.store.database import Database
 from service.store.log.generations import Generations
+from service.store.log.sampler import Text
 from service.store.log.training_texts import TrainingTexts
 
 log = logging.getLogger(__name__)
@@ -82,7 +84,12 @@ class PracticeJob(TrainingJob):
         super().__init__(job, channel, database)
         assert job.practice is not None
         self.practice: Practice = job.practice
-        self.seeds = TrainingTexts(database).seeds_of(job.run)
+        self._log = TrainingTexts(database)
+        self.seeds = self._log.seeds_of(job.run)
+        self._earlier_seeds: dict[tuple[str, ...], list[Text]] = {}
+        """By the seeds of a piece of an earlier run: those that are still in the log."""
+        self._learnt_seeds: list[Text] = []
+        """Of the pieces of earlier runs that are learnt from."""
         self.stored = PracticeText(job.practice.folder, job.provenance.target)
         self._started = time.perf_counter()
         self._paused = 0.0
@@ -106,16 +113,32 @@ class PracticeJob(TrainingJob):
         shape = self._wrap(draft.model, job.training.practice_rank)
         loss = Distillation(target.model, dtype, blend=True)
         logged = packed(self.seeds)
-        # Another release may have written texts of another length.
-        earlier = (piece for piece in self.stored.pieces(job.run) if piece.text.tokens.shape[1] == LENGTH)
+        earlier = self._earlier()
         newest = list(islice(earlier, 1))
         written, calls = self._write(target, draft.model, loss, len(logged.tokens), earlier=bool(newest))
         # Read only now, and no more than is learnt from: a disk may hold far more.
         learnt = [*written, *islice(chain(newest, earlier), len(written))]
-        self._send_seeds({piece.run for piece in learnt} - {job.run})
+        # An erasure of one of their seeds has to find this adapter too.
+        self._learnt_seeds = self._seeds_of(learnt)
+        of_earlier = {seed.id for seed in self._learnt_seeds} - {seed.id for seed in self.seeds}
+        self.channel.send("texts", {"window": [], "replay": sorted(of_earlier)})
         text = TargetText.joined([mixed(learnt), *[logged] * LOGGED_PASSES])
         report = self._train(draft.model, text, loss, calls)
         return Learnt(draft, shape, reduced, report)
+
+    def _earlier(self) -> Iterator[Piece]:
+        """What earlier runs wrote, newest first. Not what began like a text that was erased since, and not of another length,
+        as another release may have written it."""
+        for piece in self.stored.pieces(self.job.run):
+            if piece.seeds not in self._earlier_seeds:
+                self._earlier_seeds[piece.seeds] = self._log.named(piece.seeds)
+            whole = len(self._earlier_seeds[piece.seeds]) == len(piece.seeds)
+            if whole and piece.text.tokens.shape[1] == LENGTH:
+                yield piece
+
+    def _seeds_of(self, learnt: Sequence[Piece]) -> list[Text]:
+        """What the pieces of earlier runs among these began like."""
+        return [seed for seeds in {piece.seeds for piece in learnt} for seed in self._earlier_seeds.get(seeds, [])]
 
     def _held_out(self) -> list[Generation]:
         job = self.job
@@ -124,7 +147,7 @@ class PracticeJob(TrainingJob):
             job.provenance,
             limit=job.gate.max_prompts,
             run=job.run,
-            seeds=[as_text(seed) for seed in self.seeds],
+            seeds=[*map(as_text, self.seeds), *self._learnt_seeds],
         )
 
     # ------------------------------------------------------------------------------------------------------- writing
@@ -141,6 +164,7 @@ class PracticeJob(TrainingJob):
             Kind.LOG: cuts([seed.prompt.first_user for seed in self.seeds], job.run),
             Kind.GENERAL: general_openings(job),
         }
+        own = tuple(seed.id for seed in self.seeds)
         pieces: list[Piece] = []
         calls: Calls | None = None
         number = 0
@@ -153,7 +177,7 @@ class PracticeJob(TrainingJob):
                         target, rows=rows, length=LENGTH, seed=seed, openings=words, turn=TURN, between=self._hold
                     )
                 mx.clear_cache()
-                piece = Piece(job.run, kind, text)
+                piece = Piece(job.run, kind, text, own if kind is Kind.LOG else ())
                 self.stored.save(piece, job.fencing, number)
                 pieces.append(piece)
             took = self._elapsed() - started
@@ -175,11 +199,6 @@ class PracticeJob(TrainingJob):
             if not further:
                 return pieces, calls
             number += 1
-
-    def _send_seeds(self, runs: set[int]) -> None:
-        """Report the seeds of earlier runs whose text is learnt from: an erasure of one has to find this adapter too."""
-        names = TrainingTexts(self.database).seed_names(runs) - {seed.id for seed in self.seeds}
-        self.channel.send("texts", {"window": [], "replay": sorted(names)})
 
     # ------------------------------------------------------------------------------------------------------ training
 
@@ -274,9 +293,10 @@ def packed(generations: Sequence[Generation]) -> TargetText:
 
 def practice_bytes(target: nn.Module, folders: tuple[Path, Path], width: int) -> int:
     """Bytes that practice needs to go at a fair speed, a second copy of the target among them. folders: of target and draft.
-    width: of the logits."""
-    writing = ROWS_ASIDE * _writing_bytes(target, width)
-    return weight_bytes(target) + max(writing, BATCH_ASIDE * text_bytes(*folders, width))
+    width: of the target's logits."""
+    reduced = vocabulary.read(folders[1])
+    learning = text_bytes(*folders, width if reduced is None else len(reduced))
+    return weight_bytes(target) + max(ROWS_ASIDE * _writing_bytes(target, width), BATCH_ASIDE * learning)
 
 
 def writing_rows(target: nn.Module, width: int, free: int, minutes: float) -> int:

@@ -1,16 +1,19 @@
 """Practice text on disk: what the target wrote while nothing was asked, a file for each piece.
 
-`<target>/<run>-<fencing>-<number>-<kind>.npz` below the practice folder. What a run's text began like is in run_texts (SEED).
+`<target>/<run>-<fencing>-<number>-<kind>.npz` below the practice folder.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from zipfile import BadZipFile
+
+import numpy as np
 
 from service.learning.make.target_text import TargetText
 from service.store.permissions import private_folder
@@ -25,11 +28,12 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of one kind that a run wrote."""
+    """Text of one kind that a run wrote. seeds: ids of the logged generations that it may begin like."""
 
     run: int
     kind: Kind
     text: TargetText
+    seeds: tuple[str, ...] = ()
 
 
 class PracticeText:
@@ -45,8 +49,12 @@ class PracticeText:
         private_folder(self._folder)
         final = self._folder / f"{piece.run:08d}-{fencing}-{number:04d}-{piece.kind}.npz"
         scratch = final.with_name(f".{final.name}.part.npz")
-        piece.text.save(scratch)
-        os.replace(scratch, final)
+        text, seeds = piece.text, np.array(piece.seeds, dtype=np.str_)
+        # With the seeds, what TargetText.load reads.
+        np.savez(scratch, tokens=text.tokens, role=text.role, temperature=text.temperature, seeds=seeds)
+        # An erasure removes all files here, this one too.
+        with suppress(FileNotFoundError):
+            os.replace(scratch, final)
 
     def pieces(self, before: int | None = None) -> Iterator[Piece]:
         """The pieces of earlier runs than `before` (None: of all), newest first. Files that cannot be read are passed over."""
@@ -55,10 +63,15 @@ class PracticeText:
             if before is not None and int(run) >= before:
                 continue
             try:
-                yield Piece(int(run), Kind(kind), TargetText.load(path))
+                yield Piece(int(run), Kind(kind), TargetText.load(path), _seeds(path))
             except (OSError, ValueError, KeyError, BadZipFile):
                 # Removed meanwhile, or damaged.
                 continue
+
+
+def _seeds(path: Path) -> tuple[str, ...]:
+    with np.load(path, allow_pickle=False) as stored:
+        return tuple(stored["seeds"].tolist())
 
 
 def mixed(pieces: Sequence[Piece]) -> TargetText:

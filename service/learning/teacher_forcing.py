@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from service.engine.masks import allowed
 from service.engine.sampling import fit
-from service.learning.batches import TokenRows, padded
+from service.learning.batches import padded, padded_rows
 from service.learning.draft_steps import states_by_step
+from service.learning.examples import Ints
 from service.learning.masks import AnswerMasks, stack_masks
 from service.models import eagle
 from service.models.heads import ids_allowed, split, token_limit
@@ -63,10 +64,13 @@ def response_logits(
     for indices in _groups(texts):
         between()
         read = _inputs([texts[i] for i in indices], limit)
-        with ids_allowed(model, read.tokens) as in_vocabulary:
+        tokens = padded_rows(read)
+        with ids_allowed(model, tokens) as in_vocabulary:
             group = _Group(texts, indices, in_vocabulary, [masks[i] for i in indices])
-            features = model.features_of(read.tokens, read.lengths) if isinstance(model, eagle.Model) else None
-            states = states_by_step(model, parts, mx.array(read.tokens), steps, features)
+            features = None
+            if isinstance(model, eagle.Model):
+                features = model.features_of(read, [0] * len(read), tokens.shape[1])
+            states = states_by_step(model, parts, mx.array(tokens), steps, features)
             states = [each[group.at] for each in states]
             mx.eval(states)
             for start in range(0, len(group.positions), POSITIONS):
@@ -78,10 +82,10 @@ def response_logits(
                     yield Span(text, position, _restrict(logits, proposable, legal, vocabulary), step)
 
 
-def _inputs(texts: Sequence[Text], limit: int | None) -> TokenRows:
-    """What the model reads of texts. limit: ids from here on have no embedding and become the last one that has."""
-    read = TokenRows.of([[*prompt, *output[:-1]] for prompt, output in texts])
-    return read if limit is None else TokenRows(np.minimum(read.tokens, limit - 1), read.lengths)
+def _inputs(texts: Sequence[Text], limit: int | None) -> list[Ints]:
+    """What the model reads of each text. limit: ids from here on have no embedding and become the last one that has."""
+    read = [np.array([*prompt, *output[:-1]], dtype=np.int32) for prompt, output in texts]
+    return read if limit is None else [np.minimum(tokens, limit - 1) for tokens in read]
 
 
 def _restrict(logits: mx.array, proposable: mx.array | None, legal: mx.array | None, vocabulary: int) -> mx.array:

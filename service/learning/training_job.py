@@ -37,7 +37,7 @@ from service.learning.spec import TrainJob
 from service.learning.targets import TargetCache, with_targets
 from service.learning.texts import training_texts
 from service.learning.train import Optimiser, TrainReport, number, train, update_count
-from service.models import vocabulary
+from service.models import eagle, vocabulary
 from service.models.pair import Loaded
 from service.settings import TrainingSettings
 from service.store.artifacts import publish
@@ -88,8 +88,7 @@ class TrainingJob:
 
     def _learn(self) -> Learnt:
         data, tokens = self._data()
-        self._check_memory(data)
-        draft = load_draft(self.job)
+        draft = load_draft(self.job, needed=self._check_memory(data))
         shape = self._wrap(draft.model, self.job.training.rank)
         reduced = self._reduced_vocabulary(draft, tokens)
         report = fit_adapter(
@@ -100,6 +99,9 @@ class TrainingJob:
             on_progress=self._send_progress,
             hold=self.channel.hold,
         )
+        if isinstance(draft.model, eagle.Model):
+            # Room for those of the texts that are scored.
+            draft.model.clear_features()
         return Learnt(draft, shape, reduced, report, skipped=sum(data.skipped.values()))
 
     def _check_current(self) -> None:
@@ -195,12 +197,14 @@ class TrainingJob:
             raise TrainingFailed(f"no example to learn from: {data.skipped or 'the run claimed nothing'}")
         return data
 
-    def _check_memory(self, data: Dataset) -> None:
+    def _check_memory(self, data: Dataset) -> int:
+        """Bytes that training takes. Raises TrainingFailed where there are fewer."""
         job = self.job
         length = padded(max(len(example.tokens) for example in data.examples))
         rows = min(job.training.batch_size, len(data.examples))
         needed = training_bytes(job.target, job.draft, rows=rows, length=length)
         check_memory(needed, least_gb=job.training.memory_gb)
+        return needed
 
     def _wrap(self, model: nn.Module, rank: int) -> lora.Shape:
         """Add LoRA of this rank, or of the parent's where that is higher."""

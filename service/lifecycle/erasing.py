@@ -33,6 +33,11 @@ class Eraser:
         """Whether a run of this process, without a child by now, still waits for an erasure to end."""
         return bool(self._ended_jobs)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether texts are being erased, by whatever process: they are in the log still, and nothing may read them anew."""
+        return bool(self._context.stores.erasures.asked())
+
     def erase(self, selection: Selection, *, retire_adapters: bool) -> Erased:
         """Have every process of the database forget the texts, then delete their rows. Raises Unavailable when a process does
         not answer, StoreError; asking again does what is left."""

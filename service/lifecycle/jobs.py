@@ -32,6 +32,11 @@ class Job(Protocol):
         """The child process of this job."""
         ...
 
+    @property
+    def limit_seconds(self) -> float:
+        """How long its child may run, pauses not counted."""
+        ...
+
     def yields(self, demand: Demand) -> bool:
         """Whether its child pauses for what serving needs: the slot sees to that. Called from any thread."""
         ...
@@ -85,7 +90,7 @@ class JobSlot:
         job = self.job
         if job is None:
             return
-        job.child.poll(self._context.now(), self._context.rules.training.timeout_seconds)
+        job.child.poll(self._context.now(), job.limit_seconds)
         try:
             self.pause_for_requests()
             job.pause(self._demand(), self._strain())

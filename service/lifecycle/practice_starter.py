@@ -79,7 +79,7 @@ class PracticeStarter:
         if isinstance(minutes, str):
             self._waits = minutes
             return None
-        run = training.claim_practice(context, minutes, None)
+        run = training.claim_practice(context, minutes, None, asked=False)
         if run is None:
             self._waits = "nothing has been recorded yet that it could begin like"
         else:

@@ -154,7 +154,7 @@ class Supervisor:
             if self._context.who.draft:
                 if self._context.switching.behind():
                     self._serve_active()
-                elif self._context.trains and not self.working:
+                elif self._context.trains and not self.working and not self._eraser.under_way:
                     self._start_comparison()
         except StoreError:
             # Ticks report it, which are fewer.
@@ -187,7 +187,8 @@ class Supervisor:
         if not self.working:
             self._end_childless_run()
         # On top of what serves: where that cannot be loaded nothing is trained.
-        if context.trains and context.members.leads() and not context.switching.behind() and not self.working:
+        leads = context.trains and context.members.leads() and not self.working
+        if leads and not context.switching.behind() and not self._eraser.under_way:
             self._start_work()
         # A child that was just started, when serving was busy already.
         self.pause_child()
@@ -286,6 +287,8 @@ class Supervisor:
                 raise Conflict("shutting down" if self._stopped else "this server runs without a draft model")
             if self.working or runs.current(context.who) is not None:
                 raise Conflict("a training run or a comparison is under way")
+            if self._eraser.under_way:
+                raise Conflict("texts are being erased")
             here = context.trains and context.members.leads()
             if not here and not context.members.has_trainer():
                 raise Conflict("no process trains for this server: start `redraft trainer`")
@@ -297,7 +300,7 @@ class Supervisor:
                     raise BadRequest(
                         f"a run may take {most:g} minutes (training.timeout_seconds)", field="practice_minutes"
                     )
-                run = training.claim_practice(context, practice_minutes, idempotency_key, here=here)
+                run = training.claim_practice(context, practice_minutes, idempotency_key, asked=True, here=here)
             if run is None:
                 raise BadRequest("nothing has been recorded yet that a run could learn from")
             if here:

@@ -35,8 +35,8 @@ ASKED = "requests are answered"
 CANDIDATE = "candidate"
 SEEDS = 1000
 """Logged texts that the practice of one run begins like."""
-MINUTES = "practice_minutes"
-"""In a practice run's configuration, with its settings."""
+MINUTES, ASKED_FOR = "practice_minutes", "asked_for"
+"""In a practice run's configuration, with its settings: how long, and whether an operator asked for it."""
 GIVE_UP_SECONDS = 600.0
 """A practice run that had to pause for requests for so long gives the memory back; what was written stays on disk."""
 ENDED = "ended by an operator"
@@ -59,10 +59,10 @@ def claim(context: LifecycleContext, trigger: Trigger, key: str | None, *, here:
 
 
 def claim_practice(
-    context: LifecycleContext, minutes: float, key: str | None, *, here: bool = True
+    context: LifecycleContext, minutes: float, key: str | None, *, asked: bool, here: bool = True
 ) -> TrainingRun | None:
     """Open a practice run on top of what serves, for so many minutes; None when a run is under way or nothing was logged that
-    it could begin like. here: as in `claim`."""
+    it could begin like. asked: by an operator. here: as in `claim`."""
     seeds = context.stores.training_texts.seeds(context.who, SEEDS)
     return context.stores.runs.claim(
         trigger=Trigger.PRACTICE,
@@ -71,7 +71,7 @@ def claim_practice(
         limit=SEEDS,
         owner=context.members.token if here else None,
         idempotency_key=key,
-        config={**context.rules.training.model_dump(), MINUTES: minutes},
+        config={**context.rules.training.model_dump(), MINUTES: minutes, ASKED_FOR: asked},
         seeds=seeds,
     )
 
@@ -80,8 +80,8 @@ def start(context: LifecycleContext, run: TrainingRun) -> RunJob | None:
     """Start the child of a claimed run; None when it could not be started (the run is CRASHED then)."""
     parent = context.adapter_folder(run.parent)
     more: dict[str, object] = {}
+    _, config = context.stores.runs.recipe(run.id)
     if run.trigger is Trigger.PRACTICE:
-        _, config = context.stores.runs.recipe(run.id)
         more["practice"] = {"folder": str(context.rules.practice), "minutes": config[MINUTES]}
     # The row first: only one process can move it, so only one child is ever started for it.
     moved = context.stores.runs.move(run.id, run.fencing, RunState.TRAINING)
@@ -93,16 +93,26 @@ def start(context: LifecycleContext, run: TrainingRun) -> RunJob | None:
         context.crash(moved, f"the child could not be started: {error}")
         return None
     context.events.training(moved)
-    return RunJob(context, moved, child)
+    return RunJob(
+        context,
+        moved,
+        child,
+        asked=run.trigger is Trigger.MANUAL or bool(config.get(ASKED_FOR)),
+        minutes=config.get(MINUTES, 0.0),
+    )
 
 
 class RunJob:
-    """A child that trains."""
+    """A child that trains. asked: an operator asked for the run. minutes: of practice."""
 
-    def __init__(self, context: LifecycleContext, run: TrainingRun, child: Child) -> None:
+    def __init__(
+        self, context: LifecycleContext, run: TrainingRun, child: Child, *, asked: bool, minutes: float = 0.0
+    ) -> None:
         self._context = context
         self._run = run
         self._child = child
+        self._asked = asked
+        self._minutes = minutes
         self._candidate: AdapterRef | None = None
         self._scores: Scores | None = None
         self._paused: str | None = None
@@ -118,6 +128,11 @@ class RunJob:
         """The child process."""
         return self._child
 
+    @property
+    def limit_seconds(self) -> float:
+        """`training.timeout_seconds`; practice has its minutes besides, after which it still scores."""
+        return self._context.rules.training.timeout_seconds + 60 * self._minutes
+
     def yields(self, demand: Demand) -> bool:
         """Training has time while requests wait, and practice while any is answered."""
         return demand.asked if self._practises else demand.waiting
@@ -126,7 +141,7 @@ class RunJob:
         """Pause for `strain`, unless an operator asked for the run, and record the reason whenever it changes. A practice run
         that has been paused for requests for too long is given up."""
         # Whoever asks for a run wants it now, on battery or not.
-        strained = strain if self._run.trigger is not Trigger.MANUAL else None
+        strained = None if self._asked else strain
         busy, now = self.yields(demand), self._context.now()
         reason = strained or ((ASKED if self._practises else BUSY) if busy else None)
         self._child.pause(Pause.STRAIN, strained is not None, now)
@@ -174,6 +189,10 @@ class RunJob:
             case Done():
                 self._decide()
             case Failed(reason):
+                self._fail(reason)
+            case Crashed(reason) if self._practises:
+                # It claimed no text that another run could have. What crashes always counts as refused, and so is not
+                # tried for ever.
                 self._fail(reason)
             case Crashed(reason):
                 self._context.crash(runs.get(run.id), reason)

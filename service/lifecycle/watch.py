@@ -117,6 +117,11 @@ class WatchJob:
         """The child process."""
         return self._child
 
+    @property
+    def limit_seconds(self) -> float:
+        """As a run's."""
+        return self._context.rules.training.timeout_seconds
+
     def yields(self, demand: Demand) -> bool:
         """No: a comparison is short, and under a load that never ends a bad adapter would serve for ever."""
         return False

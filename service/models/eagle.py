@@ -116,7 +116,7 @@ class Model(nn.Module):
         if not args.tie_word_embeddings:
             self.lm_head = nn.Linear(args.hidden_size, args.vocab_size, bias=False)
         self._capture: HiddenStateCapture | None = None
-        self._cache: FeatureCache | None = None
+        self._cache = FeatureCache(0)
 
     def __call__(self, tokens: mx.array, cache: Any = None, features: mx.array | None = None) -> mx.array:
         """Logits (B, N, V) after each of tokens (B, N). features: see Backbone."""
@@ -137,7 +137,7 @@ class Model(nn.Module):
         """Capture this target's feature layers from now on. cache: for features of texts. Raises PairError where the target
         lacks these layers or their width differs."""
         self._capture = HiddenStateCapture(target, self.args.taps, self.args.hidden_size)
-        self._cache = cache
+        self._cache = cache or FeatureCache(0)
 
     def target_features(self) -> mx.array:
         """Features (B, N, hidden) of the tokens (B, N) of the target's last call, from its captured hidden states."""
@@ -156,9 +156,14 @@ class Model(nn.Module):
         self._capture.model(tokens)
         return shift_right(self.target_features())
 
-    def features_of(self, texts: Tokens, lengths: Sequence[int]) -> mx.array:
-        """`features` of texts (B, N), padded behind `lengths`; from the cache, where there is one."""
-        return self.features(mx.array(texts)) if self._cache is None else self._cache.of(texts, lengths, self.features)
+    def features_of(self, texts: Sequence[Tokens], starts: Sequence[int], length: int) -> mx.array:
+        """`features` of B texts at `length` positions from `starts` on, (B, length, hidden), zeros behind a text's end; from
+        the cache where they are there."""
+        return self._cache.of(texts, starts, length, self.features)
+
+    def clear_features(self) -> None:
+        """Forget the features of texts that will not be read again."""
+        self._cache.clear()
 
 
 def rms_normalise(x: mx.array, eps: float) -> mx.array:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+TOKENS = 2048
+"""Tokens of one call of the target, padding included; a longer text is a call of its own."""
+_LENGTHS = 32
+"""Padded lengths are multiples of this: few shapes, so that freed memory can be used again."""
+
 Tokens = NDArray[np.int32]
 
 
 class FeatureCache:
-    """The target's features of whole texts, `limit` bytes of them at most. What comes first stays: each epoch reads all texts
-    in another order.
+    """The target's features of texts, `limit` bytes of them at most. What comes first stays: each epoch reads all texts in
+    another order.
 
     A deep copy is the same cache: copies of a head that differ in their adapter read the same features.
     """
@@ -21,31 +26,68 @@ class FeatureCache:
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.size = 0
-        self._rows: dict[bytes, mx.array] = {}
+        self._features: dict[tuple[int, bytes], mx.array] = {}
 
-    def of(self, texts: Tokens, lengths: Sequence[int], compute: Callable[[mx.array], mx.array]) -> mx.array:
-        """The features (B, N, hidden) of texts (B, N), padded behind `lengths`. compute: those (B', N, hidden) of the texts
-        (B', N) that are not here; each depends on no token behind it."""
-        keys = [text[:length].tobytes() for text, length in zip(texts, lengths, strict=True)]
-        missing = [row for row, key in enumerate(keys) if key not in self._rows]
-        new: dict[int, mx.array] = {}
-        if missing:
-            features = compute(mx.array(texts[missing]))
-            new = dict(zip(missing, features, strict=True))
-            if self.size + features.nbytes <= self.limit:
-                mx.eval(features)
-                self.size += features.nbytes
-                self._rows |= {keys[row]: found for row, found in new.items()}
-            if len(missing) == len(keys):
-                return features
-        return mx.stack(
-            [_fit(new[row] if row in new else self._rows[key], texts.shape[1]) for row, key in enumerate(keys)]
-        )
+    def of(
+        self, texts: Sequence[Tokens], starts: Sequence[int], length: int, compute: Callable[[mx.array], mx.array]
+    ) -> mx.array:
+        """The features (B, length, hidden) of B texts at `length` positions from `starts` on, zeros behind a text's end.
+
+        compute: features (B', N, hidden) of whole texts (B', N), none of which depends on a token behind it; called for texts
+        that are not here, as many of similar length at a time as TOKENS allows.
+        """
+        keys = [(start, text.tobytes()) for start, text in zip(starts, texts, strict=True)]
+        found = [self._features.get(key) for key in keys]
+        for group in _groups(texts, [row for row, features in enumerate(found) if features is None]):
+            computed = compute(mx.array(_padded([texts[row] for row in group])))
+            # Copied: a part shares the memory of the whole.
+            parts = [
+                mx.contiguous(each[starts[row] : len(texts[row])]) for row, each in zip(group, computed, strict=True)
+            ]
+            mx.eval(parts)
+            for row, part in zip(group, parts, strict=True):
+                found[row] = part
+                self._add(keys[row], part)
+        return mx.stack([_fit(features, length) for features in found if features is not None])
+
+    def clear(self) -> None:
+        """Forget all features."""
+        self.size = 0
+        self._features.clear()
+
+    def _add(self, key: tuple[int, bytes], features: mx.array) -> None:
+        if key not in self._features and self.size + features.nbytes <= self.limit:
+            self.size += features.nbytes
+            self._features[key] = features
 
     def __deepcopy__(self, memo: dict[int, object]) -> FeatureCache:
         return self
 
 
-def _fit(row: mx.array, length: int) -> mx.array:
+def _groups(texts: Sequence[Tokens], rows: Sequence[int]) -> Iterator[list[int]]:
+    """Rows of similar length, ascending, as many as fit into one call."""
+    group: list[int] = []
+    for row in sorted(rows, key=lambda row: len(texts[row])):
+        if group and (len(group) + 1) * _padded_length(texts[row]) > TOKENS:
+            yield group
+            group = []
+        group.append(row)
+    if group:
+        yield group
+
+
+def _padded(texts: Sequence[Tokens]) -> Tokens:
+    """(B, N)."""
+    rows = np.zeros((len(texts), max(map(_padded_length, texts))), dtype=np.int32)
+    for row, text in zip(rows, texts, strict=True):
+        row[: len(text)] = text
+    return rows
+
+
+def _padded_length(text: Tokens) -> int:
+    return -(-len(text) // _LENGTHS) * _LENGTHS
+
+
+def _fit(features: mx.array, length: int) -> mx.array:
     """(length, hidden): cut, or with zeros behind it."""
-    return mx.pad(row[:length], [(0, max(length - row.shape[0], 0)), (0, 0)])
+    return mx.pad(features[:length], [(0, max(length - features.shape[0], 0)), (0, 0)])

@@ -257,7 +257,9 @@ def narrow_heads(models: Sequence[nn.Module], tokens: NDArray[np.int32]) -> Gene
     ascending id, and behind them those of the other ids that are in `tokens` (...,), ascending too, where every head takes
     such. Whole heads stay whole."""
     heads = [head for model in models if (head := cut_head(model)) is not None]
-    extra = _extra_ids(heads[0], tokens) if heads and all(head.takes_extra_ids for head in heads) else None
+    extra = None
+    if heads and all(head.takes_extra_ids for head in heads):
+        extra = _extra_ids(min(heads, key=lambda head: len(head.in_vocabulary)), tokens)
     for head in heads:
         head.allow_extra_ids(extra)
         head._narrow = True  # pyright: ignore[reportPrivateUsage]

@@ -11,7 +11,7 @@ from mlx_lm.models.llama import Model
 from service.core import Generation, Sampling
 from service.engine.folding import as_served
 from service.learning import lora
-from service.learning.batches import TokenRows, batches
+from service.learning.batches import batches
 from service.learning.draft_steps import LEARNT_STEPS, window_states
 from service.learning.examples import build
 from service.learning.losses import TargetDivergence
@@ -56,31 +56,71 @@ def answers(target: Target) -> list[Generation]:
     return served(target, tiny_llama(5), [Sampling(max_tokens=n) for n in (3, 9, 24, 24, 17, 30)], k=0)
 
 
-def rows_of(head: Head, texts: Sequence[Sequence[int]]) -> list[mx.array]:
-    read = TokenRows.of(texts)
-    found = head.features_of(read.tokens, read.lengths)
-    return [row[:length] for row, length in zip(found, read.lengths, strict=True)]
+def of(head: Head, texts: Sequence[Sequence[int]], starts: Sequence[int], length: int) -> mx.array:
+    return head.features_of([np.array(text, dtype=np.int32) for text in texts], starts, length)
 
 
-def test_a_text_has_the_same_features_in_every_batch(target: Target) -> None:
+TEXTS = [list(range(4, 4 + n)) for n in (3, 31, 40, 70)] + [[5, 0, 0], [5], [5, 0]]
+
+
+@pytest.mark.parametrize("tokens", [2048, 64])
+def test_a_text_has_the_same_features_in_every_batch(
+    target: Target, tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("service.models.feature_cache.TOKENS", tokens)
     head, alone = bound(target, PLENTY), bound(target, None)
-    texts = [list(range(4, 4 + n)) for n in (3, 31, 40, 70)] + [[5, 0, 0], [5], [5, 0]]
+    wanted = [alone.features(mx.array([text]))[0] for text in TEXTS]
+    target.rows = 0
     for chosen in ([0, 1], [1, 2, 0], [3, 0], [2, 4, 5, 6], range(7)):
-        some = [texts[i] for i in chosen]
-        for found, text in zip(rows_of(head, some), some, strict=True):
-            assert found.shape[0] == len(text)
-            assert mx.allclose(found, alone.features(mx.array([text]))[0], atol=1e-5).item()
-    assert target.rows == len(texts) + sum(map(len, ([0, 1], [1, 2, 0], [3, 0], [2, 4, 5, 6], range(7))))
+        found = of(head, [TEXTS[i] for i in chosen], [0] * len(chosen), 64)
+        assert found.shape[:2] == (len(chosen), 64)
+        for row, i in zip(found, chosen, strict=True):
+            here = min(len(TEXTS[i]), 64)
+            assert mx.allclose(row[:here], wanted[i][:here], atol=1e-5).item()
+            assert (row[here:] == 0).all().item()
+    assert target.rows == len(TEXTS)
+
+
+def test_a_window_reads_from_its_place_on(target: Target) -> None:
+    head, alone = bound(target, PLENTY), bound(target, None)
+    (wanted,) = alone.features(mx.array([TEXTS[3]]))
+    target.rows = 0
+    for start in (0, 50, 50, 20):
+        (found,) = of(head, [TEXTS[3]], [start], 32)
+        there = wanted[start : start + 32]
+        assert mx.allclose(found[: len(there)], there, atol=1e-5).item()
+    assert target.rows == 3
 
 
 def test_no_more_bytes_than_allowed(target: Target) -> None:
-    size = target.args.hidden_size
-    head = bound(target, 4 * 32 * size * 2)
+    cache = FeatureCache(9 * target.args.hidden_size * 4)
+    head = bound(target, None)
+    head.bind(target, cache)
+    target.rows = 0
     for _ in range(3):
-        rows_of(head, [[5, 6, 7], [8, 9]])
-        rows_of(head, [[10, 11]])
-    # Two rows of 32 tokens are what it holds.
-    assert target.rows == 2 + 3
+        of(head, [[5, 6, 7], [8, 9, 10, 11]], [0, 0], 32)
+        of(head, [[12, 13, 14]], [0], 32)
+    # Seven tokens are what it holds, where nine would fit: nothing of a text's padding, and no part of a text.
+    assert (target.rows, cache.size) == (2 + 3, 7 * target.args.hidden_size * 4)
+    head.clear_features()
+    assert cache.size == 0
+    of(head, [[12, 13, 14]], [0], 32)
+    assert cache.size == 3 * target.args.hidden_size * 4
+
+
+def test_a_long_text_is_computed_by_itself(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("service.models.feature_cache.TOKENS", 128)
+    calls = list[tuple[int, ...]]()
+    head = bound(target, PLENTY)
+    features = head.features
+
+    def watched(tokens: mx.array) -> mx.array:
+        calls.append(tokens.shape)
+        return features(tokens)
+
+    object.__setattr__(head, "features", watched)
+    of(head, [list(range(90)), [5], [6, 7], list(range(40)), [8]], [0] * 5, 32)
+    assert calls == [(3, 32), (1, 64), (1, 96)]
 
 
 def test_epochs_and_scores_read_the_target_once(target: Target) -> None:

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from sqlalchemy import delete
 
 from service.core import AnswerGrammar, RunState, Trigger
 from service.learning import practice, practice_text
@@ -19,6 +21,7 @@ from service.learning.practice_text import Kind, Piece, PracticeText
 from service.learning.spec import TrainJob, parse
 from service.learning.texts import as_text
 from service.learning.train import Optimiser
+from service.store import tables
 from service.store.log.generations import TRAIN, Generations, split_of
 from service.store.log.run_texts import Role
 from service.store.log.training_texts import TrainingTexts
@@ -52,6 +55,7 @@ def test_a_practice_run_from_claim_to_scores(home: Home, logged_pair: LoggedPair
     messages = perform(spec)
     kinds = [message["type"] for message in messages]
     assert list(dict.fromkeys(kinds)) == ["progress", "texts", "candidate", "scores", "done"]
+    assert messages[-1]["waits"] is False, "what practised has the least priority for good"
     progress = of_type(messages, "progress")
     writing = [one["writing"] for one in progress]
     assert writing == sorted(writing, reverse=True) and writing[0] and not writing[-1], (
@@ -92,17 +96,43 @@ def test_a_run_learns_from_the_text_of_earlier_ones_and_says_what_that_began_lik
     home: Home, logged_pair: LoggedPair, tmp_path: Path
 ) -> None:
     folder = tmp_path / "practice"
+    spec, earlier, some = second_run(home, logged_pair, folder)
+    messages = perform(spec)
+    (texts,), (scores,) = of_type(messages, "texts"), of_type(messages, "scores")
+    assert set(texts["replay"]) == earlier - some
+    # What is like a text that they began like is not what the gate compares on either.
+    stored = Generations(home.database)
+    groups = [as_text(one).groups for one in stored.by_ids(sorted(earlier))]
+    judged = stored.by_ids([one["generation"] for one in scores["scores"]["0"]])
+    assert judged and not any(as_text(one).groups & each for one in judged for each in groups)
+
+
+def second_run(home: Home, logged_pair: LoggedPair, folder: Path) -> tuple[dict[str, Any], set[str], set[str]]:
+    """The job of a run after one that was ended from outside when it had written; what that one, and what this one begins
+    like."""
     first = home.practice_spec(folder, 0.01)
     perform(first)
-    home.runs.move(first["run"], first["fencing"], RunState.FAILED, error="the test ends it")
+    home.runs.move(first["run"], first["fencing"], RunState.CRASHED, error="the server was stopped", give_back=True)
     some = [g.id for g in logged_pair.logged if split_of(g.prompt.first_user) == TRAIN][:3]
     run = home.runs.claim(trigger=Trigger.PRACTICE, who=logged_pair.who, parent=0, limit=100, seeds=some)
     assert run is not None
     home.runs.move(run.id, run.fencing, RunState.TRAINING)
     spec = home.spec_of(run) | {"practice": {"folder": str(folder), "minutes": 0.01}}
-    (texts,) = of_type(perform(spec), "texts")
     earlier = {one.id for one in TrainingTexts(home.database).seeds_of(first["run"])}
-    assert set(texts["replay"]) == earlier - set(some)
+    assert len(earlier) > len(some)
+    return spec, earlier, set(some)
+
+
+def test_what_began_like_a_text_that_was_erased_is_not_learnt_from(
+    home: Home, logged_pair: LoggedPair, tmp_path: Path
+) -> None:
+    spec, earlier, some = second_run(home, logged_pair, tmp_path / "practice")
+    gone = min(earlier - some)
+    home.database.write(
+        lambda connection: connection.execute(delete(tables.generations).where(tables.generations.c.id == gone))
+    ).result()
+    (texts,) = of_type(perform(spec), "texts")
+    assert texts["replay"] == []
 
 
 def test_without_a_seed_that_is_left_the_run_fails(home: Home, tmp_path: Path) -> None:
@@ -128,11 +158,11 @@ def text(rows: int, value: int) -> TargetText:
 def test_pieces_come_back_newest_first_and_damaged_ones_are_passed_over(tmp_path: Path) -> None:
     stored = PracticeText(tmp_path, "t")
     for run, kind in ((3, Kind.LOG), (4, Kind.GENERAL), (5, Kind.LOG)):
-        stored.save(Piece(run, kind, text(2, run)), fencing=1, number=0)
+        stored.save(Piece(run, kind, text(2, run), (f"seed-{run}", "another")), fencing=1, number=0)
     (tmp_path / "t" / "00000004-1-0001-log.npz").write_bytes(b"damaged")
-    assert [(one.run, one.kind, one.text.tokens.shape) for one in stored.pieces(before=5)] == [
-        (4, Kind.GENERAL, (2, 3)),
-        (3, Kind.LOG, (2, 3)),
+    assert [(one.run, one.kind, one.text.tokens.shape, one.seeds) for one in stored.pieces(before=5)] == [
+        (4, Kind.GENERAL, (2, 3), ("seed-4", "another")),
+        (3, Kind.LOG, (2, 3), ("seed-3", "another")),
     ]
     assert all(path.stat().st_mode & 0o077 == 0 for path in (tmp_path, tmp_path / "t"))
     (tmp_path / "t" / ".00000006-1-0000-log.npz.part.npz").write_bytes(b"half-written")
@@ -239,4 +269,11 @@ def test_rows_follow_the_memory_that_is_free(logged_pair: LoggedPair) -> None:
     few = practice.writing_rows(target, 100, 200_000, 60.0)
     assert 1 < few < practice.MOST_ROWS_CPU
     narrow, wide = (practice.text_bytes(logged_pair.target, logged_pair.draft, width) for width in (100, 200))
+    # Training is over the draft's reduced vocabulary.
+    folders = (logged_pair.target, logged_pair.draft)
+    least = practice.weight_bytes(target)
+    by_width = [practice.practice_bytes(target, folders, width) - least for width in (97, 10_000_000)]
+    learning = practice.BATCH_ASIDE * practice.text_bytes(*folders, len(REDUCED))
+    writing = practice.ROWS_ASIDE * practice._writing_bytes(target, 10_000_000)  # pyright: ignore[reportPrivateUsage]
+    assert by_width == [learning, writing]
     assert wide - narrow == narrow - practice.text_bytes(logged_pair.target, logged_pair.draft, 0) > 0

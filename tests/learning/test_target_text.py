@@ -89,3 +89,23 @@ def test_heads_cut_to_the_same_ids_are_compared_over_these_and_the_batch_s_own()
     loss = Distillation(leader, mx.float32)(draft, batch)
     assert loss.item() == pytest.approx(float(np.sum(p * np.log(p / q), axis=-1).mean()), rel=1e-4)
     assert draft(mx.array(tokens)).shape[-1] == draft.args.vocab_size, "elsewhere logits are as wide as before"
+
+
+@pytest.mark.parametrize("ids", [None, [80, 3, 17, 40, 41]])
+@pytest.mark.parametrize("widths", [(97, 85), (85, 97)])
+def test_of_models_of_unlike_width_the_ids_count_that_both_have(widths: tuple[int, int], ids: list[int] | None) -> None:
+    leader, draft = (tiny_llama(seed, vocabulary=width) for seed, width in enumerate(widths))
+    tokens = np.random.default_rng(0).integers(3, widths[0], (2, 12)).astype(np.int32)
+    assert tokens.max() >= min(widths) or widths[0] < widths[1]
+    own = np.unique(tokens[tokens < min(widths)]).tolist()
+    either = list(range(min(widths))) if ids is None else sorted({*ids, *own})
+    p, q = (
+        probabilities(model(mx.array(np.minimum(tokens[:, :-1], width - 1)))[..., mx.array(either)])
+        for model, width in zip((leader, draft), widths, strict=True)
+    )
+    if ids is not None:
+        for model in (leader, draft):
+            heads.cut(model, ids)
+    batch = TextBatch(tokens, mx.array(np.ones((2, 11), dtype=np.float32)))
+    loss = Distillation(leader, mx.float32)(draft, batch)
+    assert loss.item() == pytest.approx(float(np.sum(p * np.log(p / q), axis=-1).mean()), rel=1e-3)

@@ -80,6 +80,22 @@ def test_a_run_that_learns_from_an_erased_text_is_ended_and_its_other_texts_are_
         check_consistent(server)
 
 
+def test_nothing_starts_while_texts_are_being_erased(installation: Installation) -> None:
+    """The rows are there still, when this process has forgotten them already."""
+    installation.plan_children(train="hang")
+    with installation.server() as server:
+        add(server, [f"new{i}" for i in range(ENOUGH)])
+        number = server.stores.erasures.ask(of("new0"))
+        server.supervisor.tick()
+        server.supervisor.follow()
+        with pytest.raises(Conflict, match="texts are being erased"):
+            server.supervisor.request_training(None)
+        assert server.runs.latest(9) == []
+        server.stores.erasures.end(number)
+        server.supervisor.tick()
+        assert server.supervisor.working
+
+
 def test_a_child_that_has_not_said_yet_what_it_reads_is_ended_by_any_erasure(installation: Installation) -> None:
     installation.plan_children(train="hang")
     with installation.server() as server:

@@ -133,6 +133,46 @@ def test_what_it_makes_goes_through_the_gate_and_is_counted(installation: Instal
         assert practised(server.db, WHO, datetime.now(UTC)).new == 4
 
 
+def test_it_has_its_minutes_and_then_time_to_score(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server(timeout_seconds=600.0) as server:
+        server.traffic(FEW)
+        run = server.supervisor.request_training(None, 10.0)
+        installation.clock_offset = timedelta(minutes=19, seconds=50)
+        server.supervisor.tick()
+        assert server.runs.get(run.id).state is RunState.TRAINING and server.supervisor.working
+        installation.clock_offset = timedelta(minutes=20, seconds=10)
+        server.tick_until(server.ended(RunState.FAILED))
+        assert server.runs.get(run.id).error == "the child did not end within 1200 s"
+
+
+def test_what_crashes_is_not_tried_for_ever(installation: Installation) -> None:
+    installation.plan_children(train="kill")
+    with installation.server(practice=True) as server:
+        server.traffic(FEW)
+        server.tick_until(server.ended(RunState.FAILED, 2))
+        server.supervisor.tick()
+        assert server.supervisor.practice().waits == "2 practice runs in a row were refused: 0 of 100 new generations"
+        assert [run.state for run in server.runs.latest(9)] == [RunState.FAILED] * 2
+        # They claimed nothing, and say nothing about the texts.
+        assert server.training_texts.untrained(WHO).generations == FEW
+
+
+def test_what_was_asked_for_goes_on_where_the_machine_is_strained(installation: Installation) -> None:
+    installation.plan_children(train="hang")
+    with installation.server(practice=True) as server:
+        server.traffic(FEW)
+        server.supervisor.tick()
+        server.strain = "the machine runs on its battery"
+        server.supervisor.tick()
+        (run,) = server.runs.latest(9)
+        assert run.progress.paused == "the machine runs on its battery", "nobody asked for it"
+        server.supervisor.end_run(run.id)
+        run = server.supervisor.request_training(None, 3.0)
+        server.supervisor.tick()
+        assert server.runs.get(run.id).progress.paused is None and server.supervisor.working
+
+
 def test_a_mac_says_whether_somebody_uses_it() -> None:
     text = '  | |   "HIDIdleTime" = 12000000000\n'
     assert untouched_seconds(text) == 12.0

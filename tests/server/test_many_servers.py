@@ -61,7 +61,12 @@ def test_a_trainer_does_the_runs_of_servers_that_train_nothing(tmp_path: Path, d
     with Fleet(tmp_path, databases.empty(tmp_path), 2, idle=True) as fleet:
         first, second = fleet.servers
         ids = [ref.id for ref in register_adapters(first, fleet.pair, 2)]
+        made_of_texts = [tmp_path / "home" / name / "model" / "1-1-1-log.npz" for name in ("targets", "practice")]
+        for file in made_of_texts:
+            file.parent.mkdir(parents=True)
+            file.touch()
         fleet.start()
+        assert not any(file.exists() for file in made_of_texts), "its texts may have been erased by others meanwhile"
         fleet.traffic()
         refused = first.request("POST", "/train")
         assert refused.status_code == 409 and "redraft trainer" in refused.text

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from service.learning.draft_steps import UNROLLED
 from service.learning.make.target_text import ANSWER, FORCED, TargetText
 from service.models import eagle
-from service.models.heads import narrow_heads
+from service.models.heads import narrow_heads, token_limit
 
 _SHARED = ("embed_tokens", "wte", "lm_head")
 """Modules that are the target's and are not trained: the draft ships without them."""
@@ -89,8 +89,9 @@ class TargetDistribution:
 
 class Distillation:
     """The loss for `train`. The draft's weights are float32 and both models run in `dtype`. blend: of KL and total variation;
-    otherwise KL alone. Where both models' heads are cut to the same ids, both distributions are over these and the ids of the
-    batch: about what the draft may propose, for a row's own ids are served too."""
+    otherwise KL alone. Where the logits of one model are wider, the ids count that both have. Where both models' heads are cut
+    to the same ids, both distributions are over these and the ids of the batch: about what the draft may propose, for a row's
+    own ids are served too."""
 
     def __init__(self, target: nn.Module, dtype: mx.Dtype, *, blend: bool = False) -> None:
         self.target = target
@@ -108,9 +109,12 @@ class Distillation:
 
     def _loss(self, draft: nn.Module, batch: TextBatch) -> mx.array:
         inputs = mx.array(batch.tokens[:, :-1])
-        distribution = TargetDistribution.of(self.target(inputs))
+        wanted = self.target(inputs)
         if not isinstance(draft, eagle.Model):
-            return self._divergence(self._in_dtype(draft, draft, inputs), distribution, batch.written)
+            logits = self._in_dtype(draft, draft, _embeddable(draft, inputs))
+            width = min(wanted.shape[-1], logits.shape[-1])
+            return self._divergence(logits[..., :width], TargetDistribution.of(wanted[..., :width]), batch.written)
+        distribution = TargetDistribution.of(wanted)
         # The call above has captured the target's features already.
         loss, weight, weights = mx.array(0.0), 1.0, 0.0
         for step, logits in enumerate(self._in_dtype(draft, _step_logits, draft, inputs)):
@@ -139,7 +143,7 @@ class Distillation:
     def _argmax_by_step(self, draft: nn.Module, tokens: mx.array) -> Iterator[mx.array]:
         """The draft's argmax (B, L) after each token of texts (B, L), by draft step."""
         if not isinstance(draft, eagle.Model):
-            yield mx.argmax(self._in_dtype(draft, draft, tokens), axis=-1)
+            yield mx.argmax(self._in_dtype(draft, draft, _embeddable(draft, tokens)), axis=-1)
             return
         self.target(tokens)
         for logits in self._in_dtype(draft, _step_logits, draft, tokens):
@@ -168,6 +172,12 @@ class Distillation:
 
     def _cast(self, array: Any) -> Any:
         return array.astype(self.dtype) if mx.issubdtype(array.dtype, mx.floating) else array
+
+
+def _embeddable(draft: nn.Module, tokens: mx.array) -> mx.array:
+    """Token ids with those that the draft has no embedding for as the last one that has: a wider target's."""
+    limit = token_limit(draft)
+    return tokens if limit is None else mx.minimum(tokens, limit - 1)
 
 
 def reached(step: int, tokens: mx.array) -> mx.array:

@@ -96,8 +96,8 @@ def insert_run_texts(connection: Connection, run_id: int, role: Role, seqs: Sequ
 
 
 def delete_run_texts(connection: Connection, run_id: int) -> None:
-    """Delete the run's texts: it is as if it had never had them."""
-    connection.execute(delete(run_texts).where(run_texts.c.run == run_id))
+    """Delete the run's texts: it is as if it had never had them. Seeds stay: nothing is claimed by them."""
+    connection.execute(delete(run_texts).where(run_texts.c.run == run_id, run_texts.c.role != Role.SEED))
 
 
 def quarantine(connection: Connection, run_id: int, *where: ColumnElement[bool]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,8 @@ from service.core import Generation, Provenance
 from service.store.database import Database
 from service.store.log.generations import TRAIN
 from service.store.log.queries import TEXT, load, newest, of_target, same_target, text_of
-from service.store.log.run_texts import Role, claimed_by_run, texts_of
-from service.store.log.sampler import capped
+from service.store.log.run_texts import PAGE, Role, claimed_by_run, texts_of
+from service.store.log.sampler import Text, capped
 from service.store.tables import generations, run_texts
 
 READ_PER_TEXT = 4
@@ -110,12 +110,15 @@ class TrainingTexts:
         """The texts of the log that a run's practice began like, and that are still there, newest first."""
         return load(self._db, texts_of(run_id, Role.SEED))
 
-    def seed_names(self, runs: Collection[int]) -> set[str]:
-        """Ids of the texts of the log that the practice of these runs began like."""
-        query = select(generations.c.id).join_from(run_texts, generations, generations.c.seq == run_texts.c.seq)
+    def named(self, names: Sequence[str]) -> list[Text]:
+        """Those of these generations that are in the log, in no order."""
+        pages = [names[start : start + PAGE] for start in range(0, len(names), PAGE)]
         with self._db.read() as connection:
-            query = query.where(run_texts.c.role == Role.SEED, run_texts.c.run.in_(runs))
-            return set(connection.execute(query).scalars())
+            return [
+                text_of(row)
+                for page in pages
+                for row in connection.execute(select(*TEXT).where(generations.c.id.in_(page)))
+            ]
 
     def window(self, who: Provenance, run_id: int, limit: int) -> list[Generation]:
         """The newest `limit` texts of this target and tokenizer that are not the run's own, none of them held out or

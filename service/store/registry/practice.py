@@ -40,7 +40,7 @@ def practised(database: Database, who: Provenance, now: datetime) -> Practised:
         today = [row for row in rows if utc(row.created_at) > now - DAY]
         ends = [utc(row.finished_at) if row.finished_at is not None else now for row in today]
         seconds = sum((end - utc(row.created_at)).total_seconds() for row, end in zip(today, ends, strict=True))
-        # One that crashed, or was given up for requests, says nothing about practice.
+        # One that was ended from outside, or given up for requests, says nothing about practice.
         decided = [row for row in rows if row.state != RunState.CRASHED.value and RunState(row.state).over]
         refused = next((i for i, row in enumerate(decided) if row.state == RunState.PROMOTED.value), len(decided))
         if not refused:
