@@ -23,6 +23,8 @@ def begin_at_once(engine: Engine) -> None:
     @event.listens_for(engine, "connect")
     def leave_transactions_to_us(connection: sqlite3.Connection, record: object) -> None:
         connection.isolation_level = None
+        # What a table that is copied leaves behind holds texts.
+        connection.execute("PRAGMA secure_delete=ON")
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:

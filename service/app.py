@@ -1,4 +1,4 @@
-"""Builds every part once, starts and stops them in order."""
+"""What servers, trainers and commands need of a database and its models before any is loaded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from service.store.stores import Stores
 log = logging.getLogger(__name__)
 
 TARGETS, PRACTICE = "targets", "practice"
-"""In the home folder: the target's distributions for texts that were logged without them (learning.targets)."""
+"""In the home folder: the target's distributions for texts that were logged without them (learning.targets), and what it wrote
+for practice (learning.practice_text)."""
 LOGGED_ANSWERS = 2_000
 """The log's newest, of any target, among which a server that starts looks for outputs of its own."""
 

@@ -47,6 +47,7 @@ class LearningLoop:
     def __init__(self, settings: Settings, role: Role, on_fatal: Callable[[str], None]) -> None:
         self._settings = settings
         self.stores = open_stores(settings, create=True)
+        self._role = role
         self._members = Members(self.stores.database, role)
         try:
             self._members.join()
@@ -123,6 +124,9 @@ class LearningLoop:
             if self._members.renew():
                 return
         except Outdated as error:
+            if self._role is Role.TRAINER:
+                self._on_fatal(str(error))
+                return
             log.critical("%s. Nothing is recorded or trained any more; requests are served on", error)
             self._heartbeat.stop(wait=False)
             self.stop()

@@ -17,7 +17,16 @@ from urllib.parse import quote
 
 from limits import parse as parse_rate
 from platformdirs import user_data_path
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import (
     BaseSettings,
     EnvSettingsSource,
@@ -29,6 +38,8 @@ from pydantic_settings import (
 
 from service.core import BadRequest
 
+PathSetting = Annotated[Path, AfterValidator(Path.expanduser)]
+"""A path, in which ~ stands for the user's folder."""
 Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
@@ -97,7 +108,7 @@ class EngineSettings(Section):
     """Memory (MiB), at most, for what the models made of earlier requests, so that beginnings in common are read once; 0: none.
     None: on CUDA all of `kv_budget_mb` that running requests leave, which it gives back to them; elsewhere an eighth of what is
     free once the models are loaded."""
-    prefix_cache_dir: Path | None = None
+    prefix_cache_dir: PathSetting | None = None
     """Folder where the target's part of it is kept for the next start, with the tokens of prompts and answers; None: none."""
     prefix_cache_disk_mb: int = Field(default=8192, ge=0)
     """Size (MiB) of that folder's files, at most."""
@@ -118,7 +129,7 @@ class StoreSettings(Section):
 
     url: str | None = None
     """SQLAlchemy URL; None: SQLite in the home folder."""
-    adapters: Path | None = None
+    adapters: PathSetting | None = None
     """Where adapter folders live; None: in the home folder."""
     record: bool = True
     """Record prompts and answers, which is what the draft learns from; false also needs training.enabled = false."""
@@ -252,9 +263,9 @@ class ServerSettings(Section):
     tokens, and times, then say something about what others asked."""
     cors_origins: list[str] = []
     """Origins of other sites' pages that may call this server, such as "https://chat.example"."""
-    ssl_certfile: Path | None = None
+    ssl_certfile: PathSetting | None = None
     """Certificate (chain) for HTTPS, PEM; goes with ssl_keyfile."""
-    ssl_keyfile: Path | None = None
+    ssl_keyfile: PathSetting | None = None
     """Its key, PEM."""
     log_format: Literal["text", "json"] = "text"
     """Of the lines on stderr."""
@@ -310,7 +321,7 @@ class Settings(BaseSettings):
         frozen=True, extra="forbid", env_prefix="REDRAFT_", env_nested_delimiter="__", env_ignore_empty=True
     )
 
-    home: Path = Field(default_factory=default_home)
+    home: PathSetting = Field(default_factory=default_home)
     """Where models, adapters and the database live where nothing else is said (`REDRAFT_HOME`)."""
     models: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()

@@ -28,6 +28,19 @@ def test_a_new_install_keeps_its_state_in_the_data_folder(user: Path, monkeypatc
     assert Settings().home == user / "elsewhere"
 
 
+def test_a_tilde_is_the_user_s_folder_in_every_path(
+    user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("REDRAFT_HOME", raising=False)
+    file = tmp_path / "settings.toml"
+    file.write_text('home = "~/all"\n[store]\nadapters = "~/adapters"\n[engine]\nprefix_cache_dir = "~/prefixes"\n')
+    settings = load_settings(file)
+    assert (settings.home, settings.adapters_dir) == (user / "all", user / "adapters")
+    assert settings.engine.prefix_cache_dir == user / "prefixes"
+    monkeypatch.setenv("REDRAFT_HOME", "~/mine")
+    assert Settings().home == user / "mine"
+
+
 def test_an_earlier_home_stays_where_it_is_and_is_named(user: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     earlier = user / ".cache" / "redraft"
     assert earlier_home() == earlier

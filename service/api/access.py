@@ -18,7 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from service.api.errors import GENERATING, Forbidden, Unauthorized, answer
 from service.api.hosts import Hosts
-from service.core import Access, Caller, Doorkeeper, RedraftError
+from service.core import Access, Caller, Doorkeeper, NotFound, RedraftError
 from service.metrics import Metrics
 
 ROUTES: Mapping[tuple[str, str], Access] = {
@@ -61,6 +61,7 @@ ROUTES: Mapping[tuple[str, str], Access] = {
 that nobody without one learns which there are."""
 
 COOKIE = "redraft_session"
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 BEARER = re.compile(r"bearer +(\S+)", re.IGNORECASE)
 
 
@@ -127,6 +128,10 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
         if scope["type"] == "http":
+            if CONTROL.search(scope["path"]):
+                # The router's patterns match before a line's end: such a path would be a route there and none here.
+                await answer(NotFound("no such path"))(scope, receive, send)
+                return
             state = scope.setdefault("state", {})
             state["still_allowed"] = lambda: self._allows(scope)
             try:

@@ -320,14 +320,17 @@ def list_models(config: Config = None, json: Json = None) -> None:
 @models.command("get")
 def get_model(name: str, config: Config = None) -> None:
     """Fetch or convert a model now instead of at the first start; prints its folder."""
-    from service.models.catalog import resolve
+    from service.models.catalog import cached, hub_name, resolve
     from service.models.draft_choice import choices
 
     settings = settings_from(config)
-    folder = resolve(name, settings.home, on_step=lambda step: err.print(step, highlight=False))
+    revision = settings.models.revision if name == settings.models.target else None
+    folder = resolve(name, settings.home, revision=revision, on_step=lambda step: err.print(step, highlight=False))
     out.print(str(folder), highlight=False, soft_wrap=True)
     for choice in choices(name, folder, settings.home)[:1]:
         err.print(f"its draft: {choice.name}, {choice.why}", highlight=False, soft_wrap=True)
+        if hub_name(choice.name) and cached(choice.name) is None:
+            err.print(f"fetch it too: redraft models get {choice.name}", highlight=False, soft_wrap=True)
 
 
 @models.command("remove")

@@ -20,7 +20,7 @@ from service.evaluation.bench.arms import EngineArm, take_turns
 from service.evaluation.clients import Answer, Clients, longest_gap_ms
 from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
-from service.evaluation.server_process import LocalServer
+from service.evaluation.server_process import LocalServer, require_unused
 from service.evaluation.sql_prompts import held_out_prompts, traffic_prompts
 from service.evaluation.target_outputs import greedy_generations
 from service.evaluation.ties import exact
@@ -133,6 +133,8 @@ def run_demo(
     """
     started = time.monotonic()
     lines, held_out = _prompts(prompts, scale)
+    if keep is not None:
+        require_unused(keep)
     folder = keep or Path(tempfile.mkdtemp(prefix="redraft-demo-"))
     try:
         traffic = _serve(settings, folder, lines, scale, on_progress)

@@ -21,7 +21,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from service.core import BARE_DRAFT, BadRequest, Generation, RedraftError, Score, Targets, TrainingRun, Verdict
+from service.core import (
+    BARE_DRAFT,
+    BadRequest,
+    Generation,
+    RedraftError,
+    RunState,
+    Score,
+    Targets,
+    TrainingRun,
+    Verdict,
+)
 from service.engine.costs import Costs
 from service.engine.folding import as_served
 from service.evaluation.local_loop import LocalLoop, measured_costs, round_seconds
@@ -223,7 +233,9 @@ class _GateTrial:
         failed."""
         loop = self._loop(candidate)
         try:
-            run = next(iter(loop.stores.runs.latest(1)), None) or self._train(loop, candidate)
+            # One that was interrupted has crashed.
+            judged = (run for run in loop.stores.runs.latest(100) if run.state is not RunState.CRASHED)
+            run = next(judged, None) or self._train(loop, candidate)
             if run.verdict is None or run.adapter is None:
                 raise RedraftError(f"{candidate.name}: the run {run.state}: {run.error}")
             length = self._acceptance_length(candidate.name, loop, run.adapter)

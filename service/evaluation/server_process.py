@@ -14,9 +14,10 @@ from typing import Any
 
 import httpx
 
-from service.core import Unavailable, python_command
+from service.core import BadRequest, Unavailable, python_command
 from service.settings import sqlite_url
 
+DATABASE = "redraft.db"
 START_SECONDS = 600.0
 """How long a server may take to become ready. A process that ends earlier is noticed at once."""
 
@@ -110,7 +111,7 @@ class LocalServer(ServerProcess):
         )
         tree: dict[str, dict[str, object]] = {section: dict(values) for section, values in settings.items()}
         tree.setdefault("server", {}).update(host="127.0.0.1", port=self.port)
-        url = url or sqlite_url(folder / "redraft.db")
+        url = url or sqlite_url(folder / DATABASE)
         tree.setdefault("store", {}).update(url=url, adapters=str(folder / "adapters"))
         # The URL may hold a password.
         self.config.touch(mode=0o600)
@@ -130,11 +131,17 @@ class LocalServer(ServerProcess):
         return _content(self.request("POST", path, body, timeout=600.0))
 
 
+def require_unused(folder: Path) -> None:
+    """Raises BadRequest where a server has left its database already: runs and adapters of before would pass for new ones."""
+    if (folder / DATABASE).exists():
+        raise BadRequest(f"{folder} has a database already: name a new folder", field="keep")
+
+
 def _toml(home: Path, tree: Mapping[str, Mapping[str, object]]) -> str:
     lines = [f"home = {json.dumps(str(home))}"]
     for section, values in tree.items():
-        # TOML cannot write None; a setting that is left out is None.
-        given = {name: value for name, value in values.items() if value is not None}
+        # TOML cannot write None; a setting that is left out is None. The user's own prefix cache is neither read nor filled.
+        given = {name: value for name, value in values.items() if value is not None and name != "prefix_cache_dir"}
         lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in given.items())]
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,7 @@ from service.core import AdapterRef, RedraftError, RunState
 from service.evaluation.clients import Clients
 from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
-from service.evaluation.server_process import LocalServer
+from service.evaluation.server_process import LocalServer, require_unused
 from service.settings import Settings, sqlite_url
 from service.store.database import Database
 from service.store.registry.adapters import Adapters
@@ -62,9 +62,10 @@ def serve_and_train(
     """Serve the prompts, request one training run and wait for its end.
 
     folder: keeps database, adapters and log. replay: another replay share than the settings'. practice_minutes: the run is one
-    of practice. beside: one client goes on asking during the run. Raises RedraftError when the server does not start, or when
-    a request or the run fails.
+    of practice. beside: one client goes on asking during the run. Raises BadRequest for a folder that has a database,
+    RedraftError when the server does not start, or when a request or the run fails.
     """
+    require_unused(folder)
     server = _server(settings, folder, replay)
     speed: ClientSpeed | None = None
     server.start()

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from service.core import AdapterRef, AdapterRefused, BadRequest
+from service.core import AdapterRef, AdapterRefused, AdapterState, BadRequest
 from service.models.fingerprint import is_unaltered
 from service.models.pair import load_model
 
@@ -59,6 +59,8 @@ def save_model_folder(weights: Mapping[str, mx.array], config: Mapping[str, Any]
 
 
 def _require_unaltered(ref: AdapterRef) -> None:
+    if ref.state is AdapterState.REVOKED:
+        raise AdapterRefused(f"adapter {ref.id} is revoked: a text that it had learnt was erased")
     if not is_unaltered(ref.folder, ref.sha256):
         raise AdapterRefused(f"adapter {ref.id}: its files are gone or not the ones that were registered")
 

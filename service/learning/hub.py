@@ -62,7 +62,12 @@ def push(folder: Path, repo: str, *, private: bool, message: str) -> str:
     api = HfApi()
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
+        if private and not api.repo_info(repo).private:
+            # One that was there already stays as it is.
+            raise BadRequest(f"{repo} is there already and public: name another, or let everybody see it with --public")
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    except BadRequest:
+        raise
     except HFValidationError as error:
         raise BadRequest(f"{repo} is no name of a repository: {error}", field="repo") from error
     except Exception as error:  # its client raises what its HTTP library raises, which changes

@@ -95,6 +95,8 @@ def estimate_training_bytes(
     """Bytes that a run takes at its peak, estimated. config: the draft's config.json. weights: bytes of all weights in memory.
     rows, length: of the largest batch, padding included. steps: draft steps that the draft's blocks compute for it."""
 
+    config = {**config, **cast("Mapping[str, object]", config.get("text_config") or {})}
+
     def size(name: str, default: int) -> int:
         value = config.get(name)
         return value if isinstance(value, int) else default

@@ -41,12 +41,16 @@ class TargetCache:
         """Write to a temporary file, then rename it: a reader sees the whole file or none."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with NamedTemporaryFile(dir=self.folder, suffix=".part", delete=False) as file:
-            np.savez(
-                file,
-                ids=np.frombuffer(targets.ids, dtype="<u4").reshape(-1, targets.top),
-                logprobs=np.frombuffer(targets.logprobs, dtype="<f2").reshape(-1, targets.top),
-                tail=np.frombuffer(targets.tail, dtype="<f2"),
-            )
+            try:
+                np.savez(
+                    file,
+                    ids=np.frombuffer(targets.ids, dtype="<u4").reshape(-1, targets.top),
+                    logprobs=np.frombuffer(targets.logprobs, dtype="<f2").reshape(-1, targets.top),
+                    tail=np.frombuffer(targets.tail, dtype="<f2"),
+                )
+            except OSError:
+                Path(file.name).unlink(missing_ok=True)
+                raise
         # An erasure removes all files here, this one too.
         with suppress(FileNotFoundError):
             os.replace(file.name, self._file(generation))

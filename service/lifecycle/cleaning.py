@@ -6,6 +6,7 @@ import logging
 from concurrent.futures import Future
 from contextlib import suppress
 from datetime import datetime, timedelta
+from itertools import chain
 from pathlib import Path
 
 from service.lifecycle.context import LifecycleContext
@@ -40,7 +41,8 @@ def clean(context: LifecycleContext, *, child_under_way: bool) -> None:
 
 
 def _remove_older(root: Path, before: datetime) -> None:
-    for path in root.glob("*/*.npz"):
+    # Half-written ones too, which a child that was killed leaves.
+    for path in chain(root.glob("*/*.npz"), root.glob("*/*.part")):
         # Another process of this folder may be removing the same.
         with suppress(FileNotFoundError):
             if path.stat().st_mtime < before.timestamp():

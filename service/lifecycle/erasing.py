@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 from service.core import Erased, Forget, Selection, Unavailable
 from service.lifecycle.context import LifecycleContext
 from service.lifecycle.jobs import Job, JobSlot
 from service.lifecycle.training import RunJob
 
+log = logging.getLogger(__name__)
+
 POLL_SECONDS = 0.1
+ABANDONED_SECONDS = 900.0
+"""An erasure that is not over after so long has lost whoever asked for it. It is to be asked for again."""
 WAIT_SECONDS = 60.0
 """Longest wait for other processes to forget what is erased, and of an ended child's run for the erasure to end."""
 
@@ -25,6 +30,8 @@ class Eraser:
         self._forget = forget
         self._newest = 0
         """The newest erasure that has been carried out here."""
+        self._seen: dict[int, float] = {}
+        """When an erasure that is not over was first seen here, by its number."""
         self._ended_jobs: dict[int, tuple[Job, float]] = {}
         """Jobs that were ended for an erasure, by its number, and until when their runs wait for its end."""
 
@@ -65,6 +72,16 @@ class Eraser:
                 self._forget_here(selection)
                 self._context.members.acknowledge_erasure(number)
                 self._newest = number
+        self._end_abandoned(open_numbers)
+
+    def _end_abandoned(self, open_numbers: Set[int]) -> None:
+        """Nothing starts while texts are being erased: that must not be for ever."""
+        now = time.monotonic()
+        self._seen = {number: self._seen.get(number, now) for number in open_numbers}
+        for number, since in self._seen.items():
+            if now - since > ABANDONED_SECONDS:
+                log.warning("an erasure was not finished: it has to be asked for again")
+                self._context.stores.erasures.end(number)
 
     def forget_everything(self) -> None:
         """For a process that was given up: what was erased meanwhile is not known."""

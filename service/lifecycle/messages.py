@@ -87,6 +87,7 @@ def parse(message: Mapping[str, object]) -> Message:
                 grad_norm=_optional(message, "grad_norm"),
                 tokens_per_second=_optional(message, "tokens_per_second"),
                 seconds_left=_optional(message, "seconds_left"),
+                writing=message.get("writing") is True,
             )
         case "texts":
             return Texts(_names(message, "window"), _names(message, "replay"))

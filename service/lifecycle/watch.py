@@ -33,6 +33,8 @@ class Watch:
     def __init__(self, context: LifecycleContext) -> None:
         self._context = context
         self._failures: dict[int, int] = {}
+        self._least: dict[tuple[int, int], int] = {}
+        """How many answers since the promotion the next check of an adapter wants, where they were read in vain."""
         self._over: int | None = None
         """The adapter whose watch was found over last; none begins anew."""
 
@@ -58,7 +60,8 @@ class Watch:
         wanted = due[min(done, len(due) - 1)]
         logged, who = self._context.stores.generations, self._context.who
         most = min(READ_FOR_EACH * due[-1], self._context.rules.max_generations)
-        if len(logged.names_after(who, promoted, wanted)) < wanted:
+        least = self._least.get((ref.id, done), wanted)
+        if len(logged.names_after(who, promoted, least)) < least:
             return None
         texts = logged.texts_after(who, promoted, most)
         # As at the gate: a health check every few seconds is one text, not evidence.
@@ -67,6 +70,9 @@ class Watch:
         last = len(fresh) >= due[-1] or len(texts) >= most
         early = done < len(due) - 1 and len(texts) >= PATIENCE * wanted
         if len(fresh) < wanted and not early and not last:
+            # One text adds one at most: not before there are so many is it worth to read them all again.
+            enough = min(len(texts) + wanted - len(fresh), most)
+            self._least = {(ref.id, done): min(enough, PATIENCE * wanted) if done < len(due) - 1 else enough}
             return None
         try:
             child = self._context.launch(

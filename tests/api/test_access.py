@@ -117,6 +117,16 @@ def test_codes_of_every_route_for_every_key_and_page(http: httpx.Client, place: 
     assert found not in {401, 403} if has and through else found == 403
 
 
+@pytest.mark.parametrize("end", ["%0A", "%0D", "%00", "%7F"])
+def test_no_path_has_a_control_character(http: httpx.Client, place: Place, end: str) -> None:
+    """The router would take the path without it, which another key opens."""
+    for name in TABLE:
+        method, path = name.split()
+        for key in ("client", "operator"):
+            asked = http.request(method, path.split("{")[0] + end, headers=bearer(place.secrets[key]))
+            assert asked.status_code == 404, name
+
+
 def test_the_two_headers_for_keys(http: httpx.Client, place: Place) -> None:
     client = place.secrets["client"]
     for headers in (bearer(client), {"authorization": f"bearer  {client}"}, {"x-api-key": client}):

@@ -19,7 +19,7 @@ from mlx_lm import load as load_with_mlx_lm
 from mlx_lm.generate import speculative_generate_step
 
 from service.cli import main
-from service.core import BARE_DRAFT, AdapterRef, Prompt, Sampling, Trigger, Verdict
+from service.core import BARE_DRAFT, AdapterRef, Prompt, Sampling, Selection, Trigger, Verdict
 from service.engine.adapters import load
 from service.learning import lora
 from service.models.fingerprint import folder_sha256
@@ -379,6 +379,27 @@ def test_an_adapter_is_pushed_with_a_card_and_loads_from_there(
     for name, content in hub.files.items():
         (tmp_path / name).write_bytes(content)
     assert distance(loaded(plain_installation.draft, str(tmp_path)), plain_installation.version()) < 1e-5
+
+
+def test_nothing_becomes_public_unasked_and_nothing_revoked_is_pushed(
+    plain_installation: Installation, push: Push
+) -> None:
+    asked = ("me/it", "--adapter", "1", "--base-model", "org/draft")
+    hub = Hub(public=True)
+    with hub.served() as address:
+        ((status, _, err),) = push(address, asked)
+        assert status != 0 and "is there already and public" in " ".join(err.split())
+        assert hub.files == {}
+        ((status, _, err),) = push(address, (*asked, "--public"))
+        assert status == 0, err
+        stores = open_stores(load_settings(plain_installation.config))
+        stores.adapters.activate(1, plain_installation.ref.draft)
+        stores.lineage.erase(Selection(everything=True), retire_adapters=True)
+        stores.close()
+        hub.files.clear()
+        ((status, _, err),) = push(address, (*asked, "--public"))
+    assert status != 0 and "adapter 1 is revoked" in " ".join(err.split())
+    assert hub.files == {}
 
 
 def test_a_push_that_is_refused_says_why(push: Push) -> None:

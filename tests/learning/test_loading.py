@@ -25,6 +25,8 @@ def test_the_estimate_grows_with_everything_that_takes_memory() -> None:
     for name, value in LLAMA.items():
         assert needed(LLAMA | {name: 2 * value}) > least
     assert needed({}) > least
+    nested: dict[str, object] = {"model_type": "qwen3_5", "text_config": LLAMA}
+    assert loading.estimate_training_bytes(nested, weights=10**8, rows=8, length=160) == least
 
 
 def test_a_run_that_does_not_fit_is_refused() -> None:

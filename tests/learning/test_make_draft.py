@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -20,6 +21,7 @@ from service.models import eagle, vocabulary
 from service.models.pair import load_model, load_pair
 from tests.support.model_folders import save_model
 from tests.support.oracle import tiny_llama
+from tests.support.typed import layers_of
 
 LONG = Recipe(
     layers=None, kind="eagle", tokens=3000, length=48, rows=16, epochs=8, batch=8, held_out=8, vocabulary=32, turn=12
@@ -79,6 +81,21 @@ def test_a_head_is_made_loads_and_can_be_gone_on_from(target: Path, tmp_path: Pa
         make_draft(target, tmp_path / "other", replace(RECIPE, layers=(1, -3)), start=first)
     with pytest.raises(ModelError, match="other shapes"):
         make_draft(target, tmp_path / "other", replace(RECIPE, kind="layers"), start=first)
+
+
+@pytest.mark.parametrize("kind", ["layers", "eagle"])
+def test_a_quantised_target_gets_a_draft_whose_own_layers_are_not(tmp_path: Path, kind: str) -> None:
+    made = tiny_llama(1, hidden=64, layers=6)
+    nn.quantize(made, group_size=32, bits=4)
+    target = save_model(made, tmp_path / "target", quantization={"group_size": 32, "bits": 4})
+    recipe = replace(RECIPE, kind=kind, layers=(0, -1) if kind == "layers" else None, tokens=600, epochs=1)
+    report = make_draft(target, tmp_path / "draft", recipe, text_file=tmp_path / "folder" / "text")
+    assert report is not None and report.agreement > 0
+    pair = load_pair(target, tmp_path / "draft")
+    assert pair.draft is not None
+    kinds = {type(module) for block in layers_of(pair.draft.model) for _, module in block.named_modules()}
+    assert nn.Linear in kinds and nn.QuantizedLinear not in kinds
+    assert (tmp_path / "folder" / "text.npz").is_file()
 
 
 @pytest.mark.nightly

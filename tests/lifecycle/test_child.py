@@ -1,8 +1,9 @@
 """Messages that a child may send, and how its exit is detected."""
 
+import json
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -139,3 +140,8 @@ def test_a_child_that_does_not_listen_is_ended_by_force(tmp_path: Path) -> None:
     process.stop(0.2)
     assert process.exit_code() == -9
     assert time.monotonic() - began < 10
+
+
+def test_progress_arrives_as_it_was_sent() -> None:
+    sent = Progress(3, 9, loss=0.5, grad_norm=0.1, tokens_per_second=7.0, seconds_left=2.0, writing=True)
+    assert parse(json.loads(json.dumps({"type": "progress", **asdict(sent)}))) == sent

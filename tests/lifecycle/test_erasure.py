@@ -18,7 +18,7 @@ from service.core import (
     TrainingRun,
     Unavailable,
 )
-from service.lifecycle import cleaning
+from service.lifecycle import cleaning, erasing
 from tests.support.lifecycle_server import ENOUGH, WHO, Installation, Server, check_consistent, generation
 from tests.support.store_rows import HELD_OUT_TEXT
 
@@ -94,6 +94,22 @@ def test_nothing_starts_while_texts_are_being_erased(installation: Installation)
         server.stores.erasures.end(number)
         server.supervisor.tick()
         assert server.supervisor.working
+
+
+def test_an_erasure_whose_asker_is_gone_does_not_stop_runs_for_good(
+    installation: Installation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installation.plan_children(train="hang")
+    with installation.server() as server:
+        add(server, [f"new{i}" for i in range(ENOUGH)])
+        server.stores.erasures.ask(of("new0"))
+        server.supervisor.tick()
+        server.supervisor.tick()
+        assert server.stores.erasures.asked() and not server.supervisor.working
+        monkeypatch.setattr(erasing, "ABANDONED_SECONDS", 0.0)
+        server.supervisor.tick()
+        server.supervisor.tick()
+        assert not server.stores.erasures.asked() and server.supervisor.working
 
 
 def test_a_child_that_has_not_said_yet_what_it_reads_is_ended_by_any_erasure(installation: Installation) -> None:

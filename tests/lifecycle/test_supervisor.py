@@ -112,12 +112,15 @@ def test_old_generations_are_purged(installation: Installation) -> None:
 
 
 def test_what_is_too_old_is_purged_with_its_targets(installation: Installation) -> None:
-    files = [installation.home / "targets" / "of a target" / f"{name}.npz" for name in ("old", "new")]
+    files = [
+        installation.home / "targets" / "of a target" / name for name in ("old.npz", "new.npz", "half-written.part")
+    ]
     files[0].parent.mkdir(parents=True)
     for path in files:
         path.touch()
     long_ago = (datetime.now(UTC) - timedelta(days=3)).timestamp()
-    os.utime(files[0], (long_ago, long_ago))
+    for path in (files[0], files[2]):
+        os.utime(path, (long_ago, long_ago))
     installation.max_days = 2.0
     with installation.server(enabled=False) as server:
         server.traffic(20)
@@ -126,7 +129,7 @@ def test_what_is_too_old_is_purged_with_its_targets(installation: Installation) 
             server.supervisor.tick()
         server.db.write(lambda connection: None, urgent=False).result(60)
         assert server.generations.stats().generations == 20
-        assert [path.exists() for path in files] == [False, True]
+        assert [path.exists() for path in files] == [False, True, False]
         installation.clock_offset = timedelta(days=400)
         for _ in range(41):
             server.supervisor.tick()

@@ -456,6 +456,11 @@ def test_a_watch_on_traffic_that_is_one_text_comes_to_an_end(installation: Insta
         for _ in range(3):
             server.supervisor.tick()
         assert len(server.launcher.started) == 3, "the last check waits"
+        reads, read = list[int](), server.generations.texts_after
+        server.stores.generations.texts_after = lambda *given: (reads.append(1), read(*given))[1]  # pyright: ignore
+        for _ in range(5):
+            server.supervisor.follow()
+        assert len(reads) <= 1, "it reads no text again before there can be enough"
         server.generations.add(made[199:]).result(60)
         server.tick_until(server.watched(ref.id))
         ((_, verdict),) = server.adapters.evaluations(ref.id, EvaluationKind.WATCH)

@@ -109,6 +109,18 @@ def test_a_revision_of_a_bundled_model_is_refused(tmp_path: Path) -> None:
         catalog.resolve("smollm2-135m", tmp_path, revision="main")
 
 
+def test_a_download_that_breaks_off_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost(Exception):
+        """As an HTTP library's own."""
+
+    def broken(*positional: object, **named: object) -> str:
+        raise Lost("the connection was lost\nat some place")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", broken)
+    with pytest.raises(ModelError, match=r"cannot be had from the hub \(the connection was lost\)"):
+        catalog.resolve("someone/model", tmp_path)
+
+
 def test_a_hub_name_is_read_from_the_hubs_cache_or_refused(tmp_path: Path) -> None:
     """In a child process, since the hub's client reads its environment at import."""
     commit = "0123456789abcdef0123456789abcdef01234567"

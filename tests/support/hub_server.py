@@ -12,10 +12,10 @@ from typing import Any
 
 
 class Hub:
-    """repositories: what was made, as it was asked. files: name to content, of the last commit."""
+    """public: what is there is. repositories: what was made, as it was asked. files: name to content, of the last commit."""
 
-    def __init__(self, refusal: int | None = None) -> None:
-        self.refusal = refusal
+    def __init__(self, refusal: int | None = None, *, public: bool = False) -> None:
+        self.refusal, self.public = refusal, public
         self.repositories: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
 
@@ -26,7 +26,7 @@ class Hub:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.answer({"siblings": [], "sha": "0" * 40, "id": "me/it"})
+                self.answer({"siblings": [], "sha": "0" * 40, "id": "me/it", "private": not hub.public})
 
             def do_POST(self) -> None:
                 body = self.read_body()

@@ -13,8 +13,8 @@ from tokenizers.models import WordLevel
 from service.models import eagle
 
 
-def save_model(model: Model | eagle.Model, folder: Path) -> Path:
-    """Weights, config and a tokenizer with one word for every id."""
+def save_model(model: Model | eagle.Model, folder: Path, **more: object) -> Path:
+    """Weights, config and a tokenizer with one word for every id. more: further entries of config.json."""
     folder.mkdir(parents=True)
     args: dict[str, Any] = {
         "model_type": "llama",
@@ -30,7 +30,7 @@ def save_model(model: Model | eagle.Model, folder: Path) -> Path:
     }
     if isinstance(model, eagle.Model):
         args |= {"architectures": [eagle.ARCHITECTURE], "taps": list(model.args.taps)}
-    (folder / "config.json").write_text(json.dumps(args))
+    (folder / "config.json").write_text(json.dumps(args | more))
     words = {f"w{i}": i for i in range(model.args.vocab_size)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w1", "bos_token": "w2"}

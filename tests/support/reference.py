@@ -129,6 +129,8 @@ def _type(field: FieldInfo) -> str:
             return " or ".join(json.dumps(value) for value in typing.get_args(kind))
         if typing.get_origin(kind) is list:
             return f"list of {name(typing.get_args(kind)[0])}s"
+        if typing.get_origin(kind) is typing.Annotated:
+            return name(typing.get_args(kind)[0])
         if inner := typing.get_args(kind):
             return " or ".join(filter(None, map(name, inner)))
         return names.get(kind.__name__, str(kind.__name__))

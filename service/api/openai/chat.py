@@ -227,7 +227,7 @@ def arguments_of(text: str) -> object:
     """A call's arguments as templates take them: the JSON object, an empty one for "", or the text where it is none."""
     try:
         value = json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
     return value if isinstance(value, dict) else text
 

@@ -163,6 +163,10 @@ def training_text(target: Loaded, recipe: Recipe, file: Path | None, ranks: Rank
     none."""
     if file is not None and file.is_dir():
         return _practice_text(file)
+    if file is not None:
+        # What NumPy would make of the name. Made now: writing takes hours.
+        file = file if file.suffix == ".npz" else file.with_name(f"{file.name}.npz")
+        file.parent.mkdir(parents=True, exist_ok=True)
     if file is not None and ranks.count > 1:
         file = file.with_stem(f"{file.stem}-{ranks.index}")
     if file is not None and file.is_file():
@@ -220,8 +224,13 @@ def _load_initial(scratch: Path, start: Path | None) -> nn.Module:
 
 def _prepare_training(draft: nn.Module) -> dict[str, mx.Dtype]:
     """Make what is the draft's own trainable, in float32: small updates would vanish in bfloat16. Returns the dtypes that the
-    weights had, in which they are saved."""
+    weights had, in which they are saved. Raises ModelError where some are quantised."""
     freeze_shared(draft)
+    for name, array in named_arrays(draft.trainable_parameters()):
+        if not mx.issubdtype(array.dtype, mx.floating):
+            raise ModelError(
+                f"{name} is quantised in a way that cannot be undone here (experts are): name a target that is not"
+            )
     dtypes = {name: array.dtype for name, array in named_arrays(draft.parameters())}
     draft.update(tree_map(lambda array: array.astype(mx.float32), draft.trainable_parameters()))
     return dtypes

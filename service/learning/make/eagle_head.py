@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from service.core import ModelError
 from service.learning.export import save_model_folder
-from service.learning.make.prune import resolve_layers
+from service.learning.make.prune import dequantised, resolve_layers
 from service.models.arrays import named_arrays
 from service.models.eagle import ARCHITECTURE, Model, ModelArgs
 from service.models.hidden_states import HiddenStateCapture
@@ -97,7 +97,7 @@ def _initial_fusion(width: int, layers: int) -> dict[str, mx.array]:
 
 def _copy_block(weights: dict[str, mx.array], prefix: str, block: nn.Module) -> None:
     """Put a target block's weights in place of those with this prefix, but for the fusion's. Raises ModelError."""
-    found = dict(_dequantised(block))
+    found = dict(dequantised(block))
     for name in [name for name in weights if name.startswith(prefix) and ".fuse." not in name]:
         own = found.get(name.removeprefix(prefix))
         if own is None or own.shape != weights[name].shape:
@@ -115,21 +115,6 @@ def _shared_weights(owner: Any, *, tied: bool) -> dict[str, mx.array]:
     return {
         f"{name}{leaf}": array for name, module in modules.items() for leaf, array in named_arrays(module.parameters())
     }
-
-
-def _dequantised(block: nn.Module) -> list[tuple[str, mx.array]]:
-    """A block's weights, quantised ones dequantised."""
-    found: list[tuple[str, mx.array]] = []
-    for name, module in block.named_modules():
-        if isinstance(module, nn.QuantizedLinear):
-            linear = cast("Any", module)
-            weight = mx.dequantize(
-                linear.weight, linear.scales, linear.get("biases"), linear.group_size, linear.bits, mode=linear.mode
-            )
-            found.append((f"{name}.weight", weight))
-        elif not module.children():
-            found += [(f"{name}.{leaf}", array) for leaf, array in named_arrays(module.parameters())]
-    return found
 
 
 def _named(module: nn.Module) -> list[tuple[str, mx.array]]:

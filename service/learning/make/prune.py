@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from service.core import ModelError
 from service.learning.export import save_model_folder
@@ -15,11 +16,12 @@ from service.models.arrays import named_arrays
 from service.models.pair import Loaded
 
 DEFAULT_LAYERS = (0, 1, -2, -1)
-_LAYER = re.compile(r"^(?P<head>.*\blayers\.)(?P<index>\d+)(?P<tail>\..*)$")
+_LAYER = re.compile(r"^(?P<head>.*\blayers\.)\d+\.")
 
 
 def prune(target: Loaded, layers: Sequence[int], folder: Path) -> list[int]:
-    """Write a model folder with `layers` of the target (indices, negative ones from the end) and everything else unchanged.
+    """Write a model folder with `layers` of the target (indices, negative ones from the end), dequantised, and everything else
+    unchanged.
 
     Returns the layers counted from the first. Raises ModelError when an index is out of range or the family does not have its
     layers in one list.
@@ -30,12 +32,18 @@ def prune(target: Loaded, layers: Sequence[int], folder: Path) -> list[int]:
     selected = resolve_layers(layers, depth)
     folder.mkdir(parents=True, exist_ok=True)
     weights: dict[str, mx.array] = {}
+    heads = set[str]()
     for name, array in named_arrays(target.model.parameters()):
         match = _LAYER.match(name)
         if match is None:
             weights[name] = array
-        elif int(match["index"]) in selected:
-            weights[f"{match['head']}{selected.index(int(match['index']))}{match['tail']}"] = array
+        else:
+            heads.add(match["head"])
+    blocks = cast("list[nn.Module]", target.model.layers)
+    for head in heads:
+        for i, index in enumerate(selected):
+            # Quantised weights cannot be trained.
+            weights |= {f"{head}{i}.{name}": array for name, array in dequantised(blocks[index])}
     save_model_folder(weights, _pruned_config(target.config, selected, depth), target.folder, folder)
     return selected
 
@@ -46,6 +54,23 @@ def resolve_layers(layers: Sequence[int], depth: int) -> list[int]:
     found = [index + depth if index < 0 else index for index in layers]
     if not found or sorted(set(found)) != found or found[0] < 0 or found[-1] >= depth:
         raise ModelError(f"--layers must name layers 0..{depth - 1} in ascending order, each once: got {list(layers)}")
+    return found
+
+
+def dequantised(block: nn.Module) -> list[tuple[str, mx.array]]:
+    """A block's weights by name, those of quantised linear layers dequantised."""
+    found: list[tuple[str, mx.array]] = []
+    for name, module in block.named_modules():
+        if isinstance(module, nn.QuantizedLinear):
+            linear = cast("Any", module)
+            weight = mx.dequantize(
+                linear.weight, linear.scales, linear.get("biases"), linear.group_size, linear.bits, mode=linear.mode
+            )
+            found.append((f"{name}.weight", weight))
+            if "bias" in linear:
+                found.append((f"{name}.bias", linear.bias))
+        elif not module.children():
+            found += [(f"{name}.{leaf}", array) for leaf, array in named_arrays(module.parameters())]
     return found
 
 

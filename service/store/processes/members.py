@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -54,6 +55,9 @@ class HostProcess:
         with suppress(OSError):
             parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
             parts.append(str(Path("/proc/self/ns/pid").readlink()))
+        if len(parts) == 1:
+            # macOS: the number of a network card.
+            parts.append(f"{uuid.getnode():x}")
         return cls(host, " ".join(parts), os.getpid())
 
     def sees_the_end_of(self, other: HostProcess) -> bool:
