@@ -57,6 +57,7 @@ class LearningLoop:
         self._on_fatal = on_fatal
         self.practice = PracticeChoice(settings.training, settings.home)
         self._supervisor: Supervisor | None = None
+        self._forget: Mapping[str, Forget] = {}
         self._clocks: list[Clock] = []
         self._launcher = ProcessLauncher(
             settings.home / TRAINING_LOG, settings.training.threads, share=set_blas_threads
@@ -88,7 +89,7 @@ class LearningLoop:
             who=place.who,
             machine=place.machine,
         )
-        forget = {**forget, "waiting_child": lambda selection: self._launcher.end_ready()}
+        self._forget = forget = {**forget, "waiting_child": lambda selection: self._launcher.end_ready()}
         supervisor = Supervisor(context, practice=self.practice, busy=busy, idle_seconds=idle_seconds, forget=forget)
         if self._members.shared:
             # Others may have erased texts while this process was down, and which is not known.
@@ -130,6 +131,9 @@ class LearningLoop:
             log.critical("%s. Nothing is recorded or trained any more; requests are served on", error)
             self._heartbeat.stop(wait=False)
             self.stop()
+            # It is a member no more, and hears of no erasure.
+            for forget in self._forget.values():
+                forget(Selection(everything=True))
             return
         if not self._members.shared:
             self._on_fatal("another server has taken over the database")

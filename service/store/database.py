@@ -186,6 +186,18 @@ class Database:
             self._jobs.put(_Job(0 if urgent else 1, next(self._order), work, future, scrub, shared, by_member))
         return future
 
+    def write_beside(self, work: Callable[[Connection], T]) -> T:
+        """Run `work`, which changes nothing but this process's own row, without waiting for other writes, of this process or
+        another. By who is no member too. Raises what `write` does; on SQLite it is a write like others."""
+        if self.kind == "SQLite" or self._closed:
+            return self.write(work, shared=True, by_member=False).result()
+        try:
+            with self.backend.writers.connect() as connection, connection.begin():
+                self._check(connection, by_member=False)
+                return work(connection)
+        except SQLAlchemyError as error:
+            raise StoreError(f"writing to the database failed: {plain(error)}") from error
+
     def close(self) -> None:
         """Write what is queued, then refuse. Idempotent."""
         with self._gate:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from dataclasses import replace
 from datetime import datetime, timedelta
 
@@ -179,3 +181,27 @@ def test_after_an_upgrade_by_a_newer_version_nothing_is_written(database: Databa
     assert Generations(database).stats().generations == 0, "what is there can still be read"
     run_sql(database.url, f"UPDATE alembic_version SET version_num = '{REVISION}'")
     assert mine.renew()
+
+
+@POSTGRES
+def test_a_lease_is_renewed_while_a_write_takes_long(database: Database) -> None:
+    """Its own or another's, as an erasure of a large log is."""
+    mine, other = Members(database), Database(database.url)
+    mine.join()
+    under_way, may_end = threading.Event(), threading.Event()
+
+    def takes_long(connection: object) -> None:
+        under_way.set()
+        assert may_end.wait(60)
+
+    for writer in (database, other):
+        under_way.clear()
+        may_end.clear()
+        written = writer.write(takes_long)
+        assert under_way.wait(60)
+        begun = time.monotonic()
+        assert mine.renew()
+        assert time.monotonic() - begun < 5 and not written.done()
+        may_end.set()
+        written.result(60)
+    other.close()

@@ -140,13 +140,13 @@ class Members:
 
     def renew(self) -> bool:
         """Renew the lease. False when this process was given up meanwhile: its run is lost, and texts that it holds may have
-        been erased. Raises Outdated, StoreError."""
+        been erased. It waits for no other write: a large erasure takes longer than a lease. Raises Outdated, StoreError."""
 
         def work(connection: Connection) -> bool:
             mine = update(members).where(members.c.token == self._token)
             return connection.execute(mine.values(renewed_at=self._time(connection))).rowcount == 1
 
-        return self._db.write(work, shared=True, by_member=False).result()
+        return self._db.write_beside(work)
 
     def leave(self) -> None:
         """No member any more."""
