@@ -20,7 +20,7 @@ from service.evaluation.bench.arms import EngineArm, take_turns
 from service.evaluation.clients import Answer, Clients, longest_gap_ms
 from service.evaluation.progress import OnProgress, silent
 from service.evaluation.prompts import PromptLine
-from service.evaluation.server_process import LocalServer, require_unused
+from service.evaluation.server_process import LocalServer, engine_settings, require_unused
 from service.evaluation.sql_prompts import held_out_prompts, traffic_prompts
 from service.evaluation.target_outputs import greedy_generations
 from service.evaluation.ties import exact
@@ -271,7 +271,7 @@ def _server_settings(settings: Settings, scale: Scale) -> dict[str, Mapping[str,
     return {
         "models": settings.models.model_dump(exclude_none=True),
         # Calls are timed for every batch size up to max_rows: more rows than clients would be timed for nothing.
-        "engine": settings.engine.model_dump() | {"max_rows": min(settings.engine.max_rows, scale.clients)},
+        "engine": engine_settings(settings.engine) | {"max_rows": min(settings.engine.max_rows, scale.clients)},
         "training": settings.training.model_dump() | training,
         "gate": settings.gate.model_dump() | gate,
     }

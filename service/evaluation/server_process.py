@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from service.core import BadRequest, Unavailable, python_command
-from service.settings import sqlite_url
+from service.settings import EngineSettings, sqlite_url
 
 DATABASE = "redraft.db"
 START_SECONDS = 600.0
@@ -131,6 +131,11 @@ class LocalServer(ServerProcess):
         return _content(self.request("POST", path, body, timeout=600.0))
 
 
+def engine_settings(engine: EngineSettings) -> dict[str, object]:
+    """The engine's settings for a measurement: the user's own prefix cache is neither read nor filled."""
+    return engine.model_dump(exclude={"prefix_cache_dir"})
+
+
 def require_unused(folder: Path) -> None:
     """Raises BadRequest where a server has left its database already: runs and adapters of before would pass for new ones."""
     if (folder / DATABASE).exists():
@@ -140,8 +145,8 @@ def require_unused(folder: Path) -> None:
 def _toml(home: Path, tree: Mapping[str, Mapping[str, object]]) -> str:
     lines = [f"home = {json.dumps(str(home))}"]
     for section, values in tree.items():
-        # TOML cannot write None; a setting that is left out is None. The user's own prefix cache is neither read nor filled.
-        given = {name: value for name, value in values.items() if value is not None and name != "prefix_cache_dir"}
+        # TOML cannot write None; a setting that is left out is None.
+        given = {name: value for name, value in values.items() if value is not None}
         lines += [f"[{section}]", *(f"{name} = {json.dumps(value)}" for name, value in given.items())]
     return "\n".join(lines) + "\n"
 

@@ -117,13 +117,13 @@ def test_codes_of_every_route_for_every_key_and_page(http: httpx.Client, place: 
     assert found not in {401, 403} if has and through else found == 403
 
 
-@pytest.mark.parametrize("end", ["%0A", "%0D", "%00", "%7F"])
-def test_no_path_has_a_control_character(http: httpx.Client, place: Place, end: str) -> None:
+def test_no_path_ends_with_a_line(http: httpx.Client, place: Place) -> None:
     """The router would take the path without it, which another key opens."""
     for name in TABLE:
         method, path = name.split()
+        path = path.replace("{id}", "1").replace("{id:path}", "echo").replace("{name}", "index.html")
         for key in ("client", "operator"):
-            asked = http.request(method, path.split("{")[0] + end, headers=bearer(place.secrets[key]))
+            asked = http.request(method, f"{path}%0A", headers=bearer(place.secrets[key]))
             assert asked.status_code == 404, name
 
 

@@ -93,8 +93,12 @@ def test_an_upgrade_by_a_newer_version_ends_recording_and_not_serving(
         assert generate(server, "recorded")["tokens"]
         url = f"sqlite:///{server.folder / 'redraft.db'}"
         until(lambda: asked(url, "SELECT count(*) FROM generations") == 1)
+        of_texts = tmp_path / "home" / "targets" / "model" / "text.npz"
+        of_texts.parent.mkdir(parents=True, exist_ok=True)
+        of_texts.touch()
         run_sql(url, "UPDATE alembic_version SET version_num = '9999'")
         until(lambda: "Nothing is recorded or trained any more" in caplog.text)
+        until(lambda: not of_texts.exists())
         assert generate(server, "served all the same")["tokens"]
         dropped = "redraft:recorder_dropped_total"
         until(lambda: scraped(server.request("GET", "/metrics").text)[dropped] == 1)

@@ -12,7 +12,7 @@ from service.engine.footprint import plan_memory, weight_bytes
 from service.engine.strategy import current
 from service.evaluation.bench.adapter import BenchAdapter
 from service.evaluation.clients import Ask, ask_chat, ask_generate
-from service.evaluation.server_process import LocalServer, ServerProcess
+from service.evaluation.server_process import LocalServer, ServerProcess, engine_settings
 from service.learning.export import export_fused
 from service.models import vocabulary
 from service.models.memory import device_free_bytes
@@ -57,7 +57,7 @@ class ServerPlan:
     def redraft(self, name: str, draft: Path | None) -> BenchServer:
         """`redraft serve` with these settings, recording included, but without training. draft: None for the target alone,
         without prompt look-up."""
-        engine: dict[str, object] = self.settings.engine.model_dump()
+        engine = engine_settings(self.settings.engine)
         engine["max_rows"] = max(self.settings.engine.max_rows, self.rows)
         if draft is None:
             engine["num_lookup_tokens"] = 0

@@ -18,7 +18,7 @@ from service.evaluation.bench.report import Report, Spread, spread
 from service.evaluation.bench.synthetic_log import CASES, DOMAINS, fill_log, synthetic_generations
 from service.evaluation.clients import Clients
 from service.evaluation.progress import OnProgress, silent
-from service.evaluation.server_process import LocalServer
+from service.evaluation.server_process import LocalServer, engine_settings
 from service.evaluation.sql_prompts import traffic_prompts
 from service.learning.texts import replay_count
 from service.lifecycle.recorder import BATCH
@@ -256,7 +256,7 @@ def _scrape(
     """Seconds of each read of /metrics, idle and under load, from a server on that database."""
     training = settings.training.model_dump() | {"enabled": False, "tick_seconds": TICK_SECONDS}
     store = {"max_generations": max(settings.store.max_generations, 2 * made)}
-    sections = {"models": settings.models.model_dump(exclude_none=True), "engine": settings.engine.model_dump()}
+    sections = {"models": settings.models.model_dump(exclude_none=True), "engine": engine_settings(settings.engine)}
     sections |= {"training": training, "store": store}
     server = LocalServer(folder, sections, settings.home, settings.database_url)
     found: dict[str, list[float]] = {}

@@ -19,7 +19,7 @@ from service.evaluation.bench.report import Report, ratios
 from service.evaluation.bench.synthetic_log import fill_log
 from service.evaluation.clients import Answer, Clients, gaps_ms
 from service.evaluation.progress import OnProgress, silent
-from service.evaluation.server_process import LocalServer
+from service.evaluation.server_process import LocalServer, engine_settings
 from service.evaluation.sql_prompts import traffic_prompts
 from service.learning import lora
 from service.models import vocabulary
@@ -257,7 +257,7 @@ def _serve(
     on_progress: OnProgress,
 ) -> _Swaps:
     """Swap between the adapters of a real server while clients stream."""
-    sections = {"models": settings.models.model_dump(exclude_none=True), "engine": settings.engine.model_dump()}
+    sections = {"models": settings.models.model_dump(exclude_none=True), "engine": engine_settings(settings.engine)}
     training = settings.training.model_dump() | {"enabled": False}
     server = LocalServer(folder, sections | {"training": training}, settings.home)
     spans: dict[str, list[Span]] = {SWAP: [], QUIET: []}
