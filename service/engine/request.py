@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Protocol
@@ -62,7 +63,9 @@ class TextStream:
 
     def add(self, token: int) -> bool:
         """Append a token. Returns True when a stop string is complete; it and what follows are not part of the text."""
-        self.detokenizer.add_token(token)
+        # An id of the padding behind the vocabulary, or of a hole in it, has no text.
+        with suppress(IndexError, TypeError):
+            self.detokenizer.add_token(token)
         if self.stop:
             text = self.detokenizer.text
             # A new match ends in unsent text, so it starts at most its own length before the end of the sent text.
@@ -73,7 +76,9 @@ class TextStream:
     def delta(self, final: bool = False) -> str:
         """New text since the last call that can be sent. final: the request has ended, nothing is held back."""
         if final and self.end is None:
-            self.detokenizer.finalize()
+            # Incomplete bytes among which a token without bytes came.
+            with suppress(KeyError):
+                self.detokenizer.finalize()
         text = self.detokenizer.text[: self.end]
         safe = len(text)
         if not final and self.end is None:

@@ -1,6 +1,7 @@
 """Where a request ends, and which text may be streamed before."""
 
 import pytest
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, SPMStreamingDetokenizer
 
 from service.core import FinishReason, Prompt, Sampling, Source
 from service.engine.request import Request, TextStream
@@ -28,6 +29,41 @@ def streamed(text: str, *stop: str) -> tuple[list[str], bool]:
         if stopped:
             return pieces, True
     return [*pieces, stream.delta(final=True)], False
+
+
+class Words:
+    """A vocabulary of a few words; None: no token has that id."""
+
+    def __init__(self, words: list[str | None]) -> None:
+        self.words = words
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def convert_ids_to_tokens(self, ids: list[int]) -> list[str | None]:
+        return [self.words[i] for i in ids]
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(SPMStreamingDetokenizer, ["\u2581one", "\u2581two"]), (BPEStreamingDetokenizer, ["one", "\u0120two", None])],
+)
+def test_an_id_without_a_token_has_no_text_and_ends_nothing(
+    kind: type[SPMStreamingDetokenizer | BPEStreamingDetokenizer], words: list[str | None]
+) -> None:
+    """Logits may be wider than the vocabulary: any of them may be drawn."""
+    stream = TextStream(kind(Words(words)), ())
+    for token in (0, 2, 1):
+        assert not stream.add(token)
+    assert stream.delta(final=True) == "one two"
+
+
+def test_bytes_that_stay_incomplete_end_nothing() -> None:
+    """With a token among them that stands for no bytes."""
+    stream = TextStream(BPEStreamingDetokenizer(Words(["one", "\uff5cend\uff5c\u00e3"])), ())
+    for token in (0, 1):
+        stream.add(token)
+    assert stream.delta(final=True).startswith("one")
 
 
 def test_a_stop_string_across_tokens_never_shows() -> None:
