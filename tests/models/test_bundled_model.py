@@ -107,6 +107,7 @@ def test_nothing_is_lost_in_conversion(conversion: Conversion, step: int) -> Non
         np.testing.assert_array_equal(np.array(converted[f"{ours}.weight"][::step]), exact.reshape(-1, shape[1]))
 
 
+@pytest.mark.nightly
 def test_it_answers_in_english(bundled: Loaded) -> None:
     prompt = TextEncoder(bundled.tokenizer).encode_chat([{"role": "user", "content": "What is the capital of France?"}])
     answer = generate(bundled.model, bundled.tokenizer, list(prompt), max_tokens=8)

@@ -119,6 +119,7 @@ def check_restart(server: LocalServer, settled: set[str]) -> None:
         database.close()
 
 
+@pytest.mark.nightly
 def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> None:
     """Each is killed once, at a random moment of a run."""
     pair = write_pair(tmp_path)
