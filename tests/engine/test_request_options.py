@@ -85,7 +85,7 @@ def test_log_probabilities_are_the_target_s_at_temperature_one(
     ("adaptive", "strategy"),
     [
         pytest.param(False, CPU, id="fixed-CPU", marks=pytest.mark.nightly),
-        pytest.param(False, METAL, id="fixed-Metal"),
+        pytest.param(False, METAL, id="fixed-Metal", marks=pytest.mark.nightly),
         pytest.param(False, CUDA, id="fixed-CUDA", marks=pytest.mark.nightly),
         pytest.param(True, CPU, id="adaptive-CPU", marks=pytest.mark.nightly),
         pytest.param(True, METAL, id="adaptive-Metal", marks=pytest.mark.nightly),

@@ -42,6 +42,7 @@ def test_a_service_s_database_and_adapters_are_left_alone(
     ).close()  # it has left: nobody waits for its lease
 
 
+@pytest.mark.nightly
 def test_the_loop_learns_from_what_it_is_given(
     settings: Settings, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -133,6 +133,7 @@ def test_its_facts_come_from_the_file(bundled: Loaded) -> None:
     assert bundled.config["rope_theta"] == 100000.0
 
 
+@pytest.mark.nightly
 def test_the_shipped_draft_is_assembled_once_and_again_when_it_changes(conversion: Conversion, tmp_path: Path) -> None:
     source = tmp_path / "smollm2-135m-draft"
     source.mkdir()

@@ -79,6 +79,7 @@ def column(server: InProcessServer, query: str) -> list[object]:
     return found
 
 
+@pytest.mark.nightly
 def test_keys_that_are_made_and_revoked_while_a_server_runs(tmp_path: Path) -> None:
     server = in_process_server(tmp_path, write_pair(tmp_path), engine={"num_lookup_tokens": 0, "prefix_cache_mb": 16})
     with running(server), httpx.Client(base_url=server.url, timeout=60) as http:
