@@ -186,7 +186,7 @@ class Database:
             self._jobs.put(_Job(0 if urgent else 1, next(self._order), work, future, scrub, shared, by_member))
         return future
 
-    def write_beside(self, work: Callable[[Connection], T]) -> T:
+    def write_own_row(self, work: Callable[[Connection], T]) -> T:
         """Run `work`, which changes nothing but this process's own row, without waiting for other writes, of this process or
         another. By who is no member too. Raises what `write` does; on SQLite it is a write like others."""
         if self.kind == "SQLite" or self._closed:

@@ -389,6 +389,10 @@ def test_nothing_becomes_public_unasked_and_nothing_revoked_is_pushed(
     with hub.served() as address:
         ((status, _, err),) = push(address, asked)
         assert status != 0 and "is there already and public" in " ".join(err.split())
+        assert hub.files == {}
+        ((status, _, err),) = push(address, (*asked, "--public"))
+        assert status == 0, err
+        hub.files.clear()
         stores = open_stores(load_settings(plain_installation.config))
         stores.adapters.activate(1, plain_installation.ref.draft)
         stores.lineage.erase(Selection(everything=True), retire_adapters=True)

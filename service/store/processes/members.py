@@ -146,7 +146,7 @@ class Members:
             mine = update(members).where(members.c.token == self._token)
             return connection.execute(mine.values(renewed_at=self._time(connection))).rowcount == 1
 
-        return self._db.write_beside(work)
+        return self._db.write_own_row(work)
 
     def leave(self) -> None:
         """No member any more."""
