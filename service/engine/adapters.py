@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -29,6 +30,9 @@ from service.models.pair import Loaded
 
 MAX_HEADER = 16 * 2**20
 MAX_RANK = 1024
+HASH_SECONDS = 1e-3
+"""How long a step of loading waits for the hash of the files, which another thread computes: of large ones it takes longer than
+many rounds."""
 _DTYPES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -63,7 +67,11 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
     """
     config = read_config(ref, fingerprint)
     header = read_header(ref.folder / "adapters.safetensors")
-    if folder_sha256(ref.folder) != ref.sha256:
+    with ThreadPoolExecutor(1, "redraft-hash") as threads:
+        hashed = threads.submit(folder_sha256, ref.folder)
+        while wait([hashed], HASH_SECONDS).not_done:
+            yield None
+    if hashed.result() != ref.sha256:
         raise AdapterRefused(f"adapter {ref.id}: its files are not the ones that were registered (hash differs)")
     yield None
 
@@ -88,7 +96,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
     for name, array in weights.items():
         if not device.read(mx.isfinite(array.astype(mx.float32)).all())[0]:
             raise AdapterRefused(f"adapter {ref.id}: {name} holds values that are not finite")
-    yield None
+        yield None
     model.load_weights(list(weights.items()), strict=False)
     yield from fold(model)
     try:

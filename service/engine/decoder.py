@@ -164,6 +164,9 @@ class Decoder:
         most = 2 * (1 + max(self.draft_length, self.lookup.max_tokens if self.lookup is not None else 0))
         if not self.rows or self.memory.fits([len(row.tokens) + most for row in self.rows], prefilling):
             return []
+        if len(self.rows) == 1 and not self.memory.fits([len(self.rows[0].tokens) + most], prefilling, have=0):
+            # Nobody can go, and spare memory would not do either.
+            return []
         self._complete_pending()
         staying, gone = sorted(self.rows, key=lambda row: row.arrived_at), list[Request]()
         while len(staying) > 1 and not self.memory.fits(
@@ -417,6 +420,9 @@ class Decoder:
         if not step.drafted:
             # Plain rounds between drafted ones are so many that one can be timed, which the first and the last of a pipeline
             # cannot: one that follows a drafted one, or another, has one more behind it.
+            if any(len(row.rounds) + 1 == row.draft_again for row in self.rows):
+                # The draft is tried again for a row that went on without it.
+                return None
             more = self.planner is None or self.planner.stay_parked() or not step.follows or step.second
             return plan.choice if more else None
         drafter = self.batch.drafter

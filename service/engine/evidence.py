@@ -132,14 +132,14 @@ def split_rows(
     measured: what the host has of `RoundEvidence.arrays`. emitted: each row's emitted tokens. drafted: each row's tokens that
     the draft proposed and the target verified.
     """
-    ids, top, logprobs, sampled, tails, *pq = measured
-    length = len(ids) // len(emitted)
+    pq = measured[5:]
+    length = len(measured[0]) // len(emitted)
     evidence: list[Evidence] = []
     for row, (new, tried) in enumerate(zip(emitted, drafted, strict=True)):
         mine = slice(row * length, row * length + len(new))
         at = len(new) - 1
         p, q = (float(each[row, at]) for each in pq) if pq and len(new) <= len(tried) else (0.0, 0.0)
-        evidence.append(Evidence(logprobs[mine], sampled[mine], ids[mine], top[mine], tails[mine], p, q))
+        evidence.append(_copied(measured, mine, p, q))
     return evidence
 
 
@@ -176,12 +176,16 @@ def gather_evidence(
         # The first rejected token is at the position of the row's last emitted one.
         lse = positions.lse[mx.array(ends[list(rejected)] - 1)]
         pq = [probabilities(target_logits, wrong, lse), probabilities(theirs, wrong, logsumexp(theirs))]
-    ids, top, logprobs, sampled, tails, *pq_values = device.read(*positions.arrays(), *pq)
+    measured = device.read(*positions.arrays(), *pq)
+    pq_values = measured[5:]
     pq_by_row: dict[int, tuple[float, float]] = {}
     if pq_values:
         pq_by_row = {row: (float(p), float(q)) for row, p, q in zip(rejected, *pq_values, strict=True)}
     slices = [slice(end - count, end) for end, count in zip(ends.tolist(), counts.tolist(), strict=True)]
-    return [
-        Evidence(logprobs[at], sampled[at], ids[at], top[at], tails[at], *pq_by_row.get(row, (0.0, 0.0)))
-        for row, at in enumerate(slices)
-    ]
+    return [_copied(measured, at, *pq_by_row.get(row, (0.0, 0.0))) for row, at in enumerate(slices)]
+
+
+def _copied(measured: Sequence[NDArray[Any]], at: slice, p: float, q: float) -> Evidence:
+    """The evidence of these positions. Copies: a row that outlasts the others would keep what was read of all of them."""
+    ids, top, logprobs, sampled, tails = (each[at].copy() for each in measured[:5])
+    return Evidence(logprobs, sampled, ids, top, tails, p, q)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import mlx.nn as nn
 from mlx_lm.tuner.lora import LoRALinear
@@ -33,12 +33,26 @@ def fold(model: nn.Module) -> Iterator[None]:
             yield None
 
 
+def folded_bytes(model: nn.Module) -> int:
+    """Bytes of the matrices that are folded of an adapter for all linear layers in the model's blocks, from shapes alone."""
+    modules = [module for block in cast("list[nn.Module]", model.layers) for _, module in block.named_modules()]
+    linear = [module for module in modules if isinstance(module, nn.Linear | nn.QuantizedLinear)]
+    return sum(_unquantised_bytes(module) for module in linear if not _stays_unfused(module))
+
+
 def _stays_unfused(linear: nn.Module) -> bool:
     most = current().most_folded
     # The scales of other modes have 8 bits.
     if most is None or not isinstance(linear, nn.QuantizedLinear) or linear.mode != "affine":
         return False
-    return linear["weight"].size * 32 // linear.bits * linear["scales"].itemsize > most
+    return _unquantised_bytes(linear) > most
+
+
+def _unquantised_bytes(linear: nn.Module) -> int:
+    if not isinstance(linear, nn.QuantizedLinear):
+        return linear["weight"].nbytes
+    # In their scales' dtype; those of some modes have 8 bits.
+    return linear["weight"].size * 32 // linear.bits * max(linear["scales"].itemsize, 2)
 
 
 def as_served(model: nn.Module, ids: Sequence[int] | None) -> nn.Module:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from service.engine.activations import Activations
+from service.engine.folding import folded_bytes
 from service.engine.kv.budget import Budget, PoolRow, RowBytes, prefix_bytes
 from service.engine.kv.cache import RowCache
 from service.engine.kv.groups import most_held
@@ -19,10 +20,12 @@ from service.models.arrays import named_arrays
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the device's memory is divided that weights and MLX's cache leave. activations: bytes of a prefill's. left: bytes
-    without those. prefix: bytes of the prefix cache, at most. budget: of keys and values."""
+    """How the device's memory is divided that weights and MLX's cache leave. activations: bytes of a prefill's. adapters: bytes
+    of the folded matrices of the adapter that drafts and of the next one. left: bytes without those. prefix: bytes of the
+    prefix cache, at most. budget: of keys and values."""
 
     activations: int
+    adapters: int
     left: int
     prefix: int
     budget: Budget
@@ -57,10 +60,11 @@ def plan_memory(
     `engine.prefill_chunk`. training: bytes of a run. Raises PairError."""
     tokens = BURST * (chunk or current().prefill_chunk)
     activations = max(Activations.of(model).peak_bytes(tokens) for model in (target, draft) if model is not None)
-    left = max(left - activations, 0)
+    adapters = 0 if draft is None else 2 * folded_bytes(draft)
+    left = max(left - activations - adapters, 0)
     prefix, row = prefix_bytes(prefix_mb, left), row_bytes(target, draft)
     budget = Budget.of(kv_mb, left, prefix=prefix, training=training, row=row, chunk=chunk)
-    return MemoryPlan(activations, left, prefix, budget)
+    return MemoryPlan(activations, adapters, left, prefix, budget)
 
 
 def weight_bytes(*models: nn.Module | None) -> int:

@@ -116,7 +116,7 @@ def batch_prompts(
     if first.pieces or not first.unstarted or first.target_cache.states:
         return first
     owners = [Owner.TARGET, Owner.DRAFT] if with_draft else [Owner.TARGET]
-    chosen = [first]
+    chosen, blocks = [first], {_uncached_block(first, prefix)}
     longest = total = _uncached_tokens(first, owners, prefix)
     if 0 < longest <= size:
         alike = [
@@ -129,9 +129,12 @@ def batch_prompts(
             count, most = len(chosen) + 1, max(longest, length)
             rows, dense = batch_size(count), count * most <= (1 + current().prefill_padding) * (total + length)
             call = rows * (most if rows == count else max(most, PADDING_LENGTH))
-            fits = 0 < length <= size and call <= room and dense
-            if fits and not any(_share_an_uncached_block(one, other, prefix) for one in chosen):
+            if not (0 < length <= size and call <= room and dense):
+                continue
+            block = _uncached_block(other, prefix)
+            if block is None or block not in blocks:
                 chosen.append(other)
+                blocks.add(block)
                 longest, total = max(longest, length), total + length
     if len(chosen) > 1:
         rows = [each.rows[0] for each in chosen]
@@ -150,14 +153,15 @@ def _uncached_tokens(prefill: Prefill, owners: Sequence[Owner], prefix: PrefixCa
     )
 
 
-def _share_an_uncached_block(one: Prefill, other: Prefill, prefix: PrefixCache | None) -> bool:
-    """Whether the prefix cache could reuse a block of one prompt for the other that it does not have yet."""
-    salt = one.rows[0].prompt.cache_salt
-    if prefix is None or salt != other.rows[0].prompt.cache_salt:
-        return False
-    mine, theirs = (prefill.rows[0].tokens[:-1] for prefill in (one, other))
-    upto = prefix.cached_length(Owner.TARGET, mine, salt) + BLOCK
-    return len(mine) >= upto and mine[:upto] == theirs[:upto]
+def _uncached_block(prefill: Prefill, prefix: PrefixCache | None) -> tuple[str, tuple[int, ...]] | None:
+    """The salt of an unstarted prompt, and its text up to the end of the first block that the prefix cache does not have: what
+    it could reuse for another prompt. None where there is no such block."""
+    if prefix is None:
+        return None
+    row = prefill.rows[0]
+    prompt, salt = row.tokens[:-1], row.prompt.cache_salt
+    end = prefix.cached_length(Owner.TARGET, prompt, salt) + BLOCK
+    return (salt, tuple(prompt[:end])) if len(prompt) >= end else None
 
 
 def prefill_target(

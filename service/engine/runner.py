@@ -149,6 +149,8 @@ class Runner:
     def _prefill_again(self, rows: Sequence[Request]) -> None:
         """Compute the target's keys and values of all rows anew, after an evaluation that failed with them in it."""
         batch, caches = self._batch, list[RowCache]()
+        # First, since memory need not do for both.
+        batch.cache.compact([], batch.cache.copy_moved([]))
         for row in rows:
             cache, text = batch.target.cache(1), row.tokens[:-1]
             for start in range(0, len(text), self._prefill_chunk):
@@ -157,7 +159,6 @@ class Runner:
                 batch.target.activations.evaluate(cache.arrays(), tokens.size)
                 cache.truncate([min(start + self._prefill_chunk, len(text))])
             caches.append(cache)
-        batch.cache.compact([], batch.cache.copy_moved([]))
         batch.cache.join(caches, [1] * len(rows), range(len(rows)), len(rows))
         batch.cache.storage.pad([i for i, row in enumerate(rows) if row.padding])
 

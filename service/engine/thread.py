@@ -377,6 +377,7 @@ class EngineThread:
         with self._condition:
             ticket = scheduler.next(
                 engine.decoder.prefixes.cached_tokens,
+                time.perf_counter(),
                 lambda ticket: engine.decoder.memory.has_room([*prefilling, len(ticket.tokens)]),
             )
             lacks_memory = ticket is None and scheduler.free_rows > 0 and len(scheduler.waiting) > 0

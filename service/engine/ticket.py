@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Self
 
 from service.core import Delta, Event, Prompt, RequestState, RequestStatus, Sink
@@ -47,6 +48,8 @@ class Ticket:
         self.sink = sink
         self.cancelled = threading.Event()
         self.row: Request | None = None
+        self.cached, self.counted_at = 0, -inf
+        """Tokens that were in the prefix cache at that time (perf_counter)."""
         self._sending = threading.RLock()
         self._ended = False
 

@@ -4,15 +4,18 @@ import threading
 from collections.abc import Sequence
 from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 
 from service.core import Delta, FinishReason, Prompt, Sampling
 from service.engine import decoder, memory, strategy
+from service.engine.decoder import Decoder
 from service.engine.engine import Engine
 from service.engine.footprint import row_bytes
 from service.engine.kv.budget import GROWING, LONGEST, Budget, RowBytes, prefix_bytes, usable
 from service.engine.kv.cache import RowCache
 from service.engine.kv.pool import FIRST_PAGES, Page
+from service.engine.request import Request
 from service.engine.scheduler import Scheduler
 from service.engine.strategy import CPU, CUDA, METAL, PAGE, STEP, Strategy, current, using
 from service.engine.ticket import Ticket
@@ -190,6 +193,19 @@ def test_nobody_is_admitted_only_to_go_back(way: Strategy) -> None:
     assert harness.preemptions == 0
 
 
+def test_a_round_under_way_goes_on_where_nobody_can_go_back() -> None:
+    """One that runs, and a prompt that does not fit with it: no look at memory costs a wait for the device."""
+    with using(METAL):
+        decoder = Decoder(tiny_llama(0), None, vocabulary=97, k=0, key=mx.random.key(1))
+        row = row_bytes(tiny_llama(0), None)
+        decoder.memory.limit(Budget(GROWING * STEP * row.first, row))
+        (asked,) = long_prompts(1, 64)
+        decoder.admit(Request("0", asked, frozenset(), None))
+        decoder.round()
+        under_way = decoder._step
+        assert under_way is not None and decoder.preempt([4 * STEP]) == [] and decoder._step is under_way
+
+
 def test_several_that_go_back_keep_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
     with EngineHarness(rows=4) as harness:
         thread, engine = harness.thread, harness.engine
@@ -353,9 +369,9 @@ def test_the_scheduler_keeps_what_went_back_in_front() -> None:
     assert (scheduler.running, list(scheduler.waiting)) == ([tickets[0]], [tickets[1], tickets[2]])
     room: dict[int, bool] = {id(tickets[1]): False, id(tickets[2]): True}
     tickets[2].arrived_at = tickets[1].arrived_at + 1.0
-    assert scheduler.next(_none, lambda ticket: room[id(ticket)]) is None
+    assert scheduler.next(_none, 0.0, lambda ticket: room[id(ticket)]) is None
     room[id(tickets[1])] = True
-    assert scheduler.next(_none, lambda ticket: room[id(ticket)]) is tickets[1]
+    assert scheduler.next(_none, 0.0, lambda ticket: room[id(ticket)]) is tickets[1]
 
 
 def _none(tokens: Sequence[int], salt: str) -> int:

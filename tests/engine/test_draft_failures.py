@@ -19,7 +19,7 @@ from service.engine.adapters import Draft, bare
 from service.engine.batch import RETRY
 from service.engine.decoder import Decoder
 from service.engine.request import Request
-from service.engine.strategy import CPU, CUDA, METAL, Strategy, using
+from service.engine.strategy import CPU, CUDA, METAL, PAGE, Strategy, using
 from tests.support.automaton import Automaton, masked_alone
 from tests.support.oracle import forced, noisy_copy, tiny_llama
 from tests.support.typed import layers_of, load_arrays
@@ -158,6 +158,26 @@ def test_an_error_raised_during_verification(
 
 
 @pytest.mark.own_process
+def test_memory_does_for_one_cache_where_all_are_prefilled_again(tmp_path: Path) -> None:
+    calls = 0
+
+    def spoil(tokens: mx.array, logits: mx.array) -> mx.array:
+        nonlocal calls
+        calls += tokens.shape[1] <= 2
+        return logits + truncated(tmp_path, "npy") if calls == 6 and tokens.shape[1] <= 2 else logits
+
+    rows = rows_of(6)
+    with using(CUDA):
+        decoder = Decoder(target(), bare(HookedDraft(spoil)), vocabulary=VOCABULARY, k=K)
+        pool = decoder.batch.target.pool
+        pool.sized, pages = True, pool.pages
+        elsewhere = pool.take(len(pool.free) - 16)
+        decode(decoder, rows)
+    assert decoder.draft_failures == 1 and sum(-(-len(row.tokens) // PAGE) for row in rows) == 13
+    assert pool.pages == pages == 1 + 16 + len(elsewhere), "none more"
+
+
+@pytest.mark.own_process
 def test_an_error_of_the_target_is_the_caller_s(tmp_path: Path) -> None:
     failing = HookedDraft(lambda tokens, logits: logits + truncated(tmp_path, "npy"))
     decoder = Decoder(failing, bare(good()), vocabulary=VOCABULARY, k=K)
@@ -169,7 +189,7 @@ def test_an_error_of_the_target_is_the_caller_s(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        "(greedy and npy and CPU) or (grammar and safetensors and Metal) or caller",
+        "(greedy and npy and CPU) or (grammar and safetensors and Metal) or caller or memory",
         pytest.param("test", marks=pytest.mark.nightly),
     ],
     ids=["some", "all"],
@@ -201,17 +221,20 @@ def test_every_exception_is_logged_once_with_its_traceback(caplog: pytest.LogCap
 
 
 @pytest.mark.usefixtures("either")
+@pytest.mark.parametrize("count", [4, 1])
 @pytest.mark.promise(5)
-def test_a_row_with_non_finite_draft_logits_continues_without_drafts(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_row_with_non_finite_draft_logits_continues_without_drafts(
+    count: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """The other rows are drafted for as before, and the row itself is drafted for again after a while."""
-    rows, alone = rows_of(4, tokens=3 * RETRY), rows_of(4, tokens=3 * RETRY)
+    rows, alone = rows_of(count, tokens=3 * RETRY), rows_of(count, tokens=3 * RETRY)
     decode(Decoder(target(), bare(good()), vocabulary=VOCABULARY, k=K), alone)
     steps = 0
 
     def spoil(tokens: mx.array, logits: mx.array) -> mx.array:
         """NaN for the first row in the second step of the third round."""
         nonlocal steps
-        steps += tokens.shape == (4, 1) or tokens.shape == (4, 2)
+        steps += tokens.shape == (count, 1) or tokens.shape == (count, 2)
         first = (mx.arange(tokens.shape[0]) == 0)[:, None, None]
         return mx.where(first, float("nan"), logits) if steps == 2 * K + 2 else logits
 

@@ -1,6 +1,7 @@
 """The scheduler alone: who is admitted, prefilled, and dropped. Its caller computes nothing here."""
 
 import time
+from collections.abc import Sequence
 
 import mlx.core as mx
 import pytest
@@ -28,7 +29,7 @@ class Requests:
     def admit(self, scheduler: Scheduler) -> list[Ticket]:
         """Admit as many as the scheduler names."""
         admitted: list[Ticket] = []
-        while (ticket := scheduler.next(self.decoder.prefixes.cached_tokens)) is not None:
+        while (ticket := scheduler.next(self.decoder.prefixes.cached_tokens, time.perf_counter())) is not None:
             ticket.row = Request(ticket.id, ticket.prompt, frozenset(), None, arrived_at=ticket.arrived_at)
             scheduler.admit(ticket, self.decoder.start_prefill(ticket.row))
             admitted.append(ticket)
@@ -49,7 +50,10 @@ def test_requests_are_admitted_in_order_as_rows_become_free(requests: Requests) 
     scheduler = Scheduler(max_rows=2, max_waiting=8)
     tickets = [requests.ticket() for _ in range(5)]
     assert [scheduler.add(ticket) for ticket in tickets] == [False, False, True, True, True]
-    assert requests.admit(scheduler) == tickets[:2] and scheduler.next(requests.decoder.prefixes.cached_tokens) is None
+    assert (
+        requests.admit(scheduler) == tickets[:2]
+        and scheduler.next(requests.decoder.prefixes.cached_tokens, time.perf_counter()) is None
+    )
     assert (scheduler.rows, scheduler.free_rows, len(scheduler.waiting)) == (2, 0, 3)
     # A request that prefills takes a row, like one that runs.
     scheduler.prefilled(scheduler.prefilling[tickets[1]])
@@ -60,6 +64,11 @@ def test_requests_are_admitted_in_order_as_rows_become_free(requests: Requests) 
     assert requests.admit(scheduler) == tickets[3:]
     scheduler.remove(tickets)
     assert not scheduler.unfinished
+
+
+def _whole(tokens: Sequence[int], salt: str) -> int:
+    """All of a text is in the prefix cache."""
+    return len(tokens)
 
 
 def test_short_prompts_go_before_long_ones_and_none_waits_for_ever(requests: Requests) -> None:
@@ -73,8 +82,9 @@ def test_short_prompts_go_before_long_ones_and_none_waits_for_ever(requests: Req
     narrow = Scheduler(max_rows=1, max_waiting=8)
     narrow.waiting = scheduler.waiting.copy()
     cached = requests.decoder.prefixes.cached_tokens
-    assert narrow.next(cached) is short and scheduler.next(cached) is long
-    assert narrow.next(lambda tokens, salt: len(tokens)) is long, "what is in the prefix cache costs nothing"
+    assert narrow.next(cached, 10.0) is short and scheduler.next(cached, 10.0) is long
+    assert narrow.next(_whole, 10.9) is short, "what is cached is remembered for a second"
+    assert narrow.next(_whole, 11.0) is long, "what is in the prefix cache costs nothing"
     requests.admit(scheduler)
     order = [scheduler.prefilling[ticket] for ticket in (short, long, late)]
     assert scheduler.prefill_order() == order
@@ -182,10 +192,13 @@ def test_cancelled_requests_leave_the_queue_at_once_and_rows_when_they_are_remov
     assert (
         scheduler.cancelled() == tickets[:2]
         and scheduler.rows == 2
-        and scheduler.next(requests.decoder.prefixes.cached_tokens) is None
+        and scheduler.next(requests.decoder.prefixes.cached_tokens, time.perf_counter()) is None
     )
     scheduler.remove(scheduler.cancelled())
-    assert (scheduler.rows, scheduler.next(requests.decoder.prefixes.cached_tokens)) == (0, tickets[3])
+    assert (scheduler.rows, scheduler.next(requests.decoder.prefixes.cached_tokens, time.perf_counter())) == (
+        0,
+        tickets[3],
+    )
 
 
 def test_clear_returns_every_request_and_keeps_reserved_places(requests: Requests) -> None:

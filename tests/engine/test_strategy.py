@@ -393,6 +393,7 @@ def test_the_evidence_is_the_same_as_on_a_cpu(
             assert count == same
             for name in ("logprobs", "sampled", "top_ids", "top_logprobs", "tails"):
                 assert np.allclose(getattr(one, name), getattr(other, name), atol=1e-4), name
+                assert getattr(one, name).base is None, "nothing of other rows stays with it"
 
 
 @contextmanager

@@ -122,7 +122,7 @@ class Lookup:
             ngram = tuple(tokens[-length:])
             if (end := ngrams.next_position.get(ngram)) is not None:
                 # Where fewer tokens follow the match, they are repeated: the text is taken to be periodic.
-                period = tokens[end:]
+                period = tokens[end : end + self.max_tokens]
                 return LookupProposal(length, [period[i % len(period)] for i in range(self.max_tokens)])
             shared = salt, ngram
             if length >= MIN_SHARED_MATCH and (match := self._newer.get(shared) or self._older.get(shared)) is not None:
