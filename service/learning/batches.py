@@ -10,9 +10,7 @@ import numpy as np
 
 from service.learning.examples import Example, Ints
 from service.learning.masks import stack_masks
-
-LENGTHS = 32
-"""Padded lengths and position counts are multiples of this: few shapes, so that freed memory can be used again."""
+from service.models.padding import padded, padded_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,19 +45,6 @@ def batches(examples: Sequence[Example], size: int, seed: int) -> Iterator[Batch
     order: list[int] = rng.permutation(len(groups)).tolist()
     for index in order:
         yield collate([examples[i] for i in groups[index]])
-
-
-def padded(length: int) -> int:
-    """`length` rounded up to a multiple of LENGTHS."""
-    return -(-length // LENGTHS) * LENGTHS
-
-
-def padded_rows(sequences: Sequence[Ints]) -> Ints:
-    """Token ids of sequences, (B, L), padded at the end."""
-    rows = np.zeros((len(sequences), padded(max(map(len, sequences)))), dtype=np.int32)
-    for row, tokens in zip(rows, sequences, strict=True):
-        row[: len(tokens)] = tokens
-    return rows
 
 
 def collate(examples: Sequence[Example]) -> Batch:

@@ -13,15 +13,13 @@ from numpy.typing import NDArray
 
 from service.engine.masks import allowed
 from service.engine.sampling import fit
-from service.learning.batches import padded, padded_rows
 from service.learning.draft_steps import states_by_step
 from service.learning.examples import Ints
 from service.learning.masks import AnswerMasks, stack_masks
 from service.models import eagle
 from service.models.heads import ids_allowed, split, token_limit
+from service.models.padding import grouped, padded, padded_rows
 
-TOKENS = 2048
-"""Tokens of one call, padding included; a longer text is a call of its own."""
 POSITIONS = 256
 """Positions whose logits exist at once."""
 NEVER = 2**31 - 1
@@ -61,7 +59,7 @@ def response_logits(
     """
     masks = [None] * len(texts) if masks is None else masks
     parts, limit = split(model), token_limit(model)
-    for indices in _groups(texts):
+    for indices in grouped({i: _input_length(text) for i, text in enumerate(texts) if text[1]}):
         between()
         read = _inputs([texts[i] for i in indices], limit)
         tokens = padded_rows(read)
@@ -152,15 +150,3 @@ def _first_seen(texts: Sequence[Text], width: int) -> NDArray[np.int32]:
 
 def _input_length(text: Text) -> int:
     return len(text[0]) + len(text[1]) - 1
-
-
-def _groups(texts: Sequence[Text]) -> Iterator[list[int]]:
-    """Indices of texts with an output, of similar length, ascending, as many as fit into one call."""
-    group: list[int] = []
-    for index in sorted((i for i, (_, output) in enumerate(texts) if output), key=lambda i: _input_length(texts[i])):
-        if group and (len(group) + 1) * padded(_input_length(texts[index])) > TOKENS:
-            yield group
-            group = []
-        group.append(index)
-    if group:
-        yield group

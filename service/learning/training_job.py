@@ -15,7 +15,7 @@ from service.core import Generation, Progress, Score, TrainingFailed
 from service.engine.folding import as_served
 from service.engine.profile import step_ratios
 from service.learning import lora
-from service.learning.batches import batches, padded
+from service.learning.batches import batches
 from service.learning.channel import Channel
 from service.learning.examples import Dataset, Example, build
 from service.learning.general_set import GeneralSet
@@ -38,6 +38,7 @@ from service.learning.targets import TargetCache, with_targets
 from service.learning.texts import training_texts
 from service.learning.train import Optimiser, TrainReport, number, train, update_count
 from service.models import eagle, vocabulary
+from service.models.padding import padded
 from service.models.pair import Loaded
 from service.settings import TrainingSettings
 from service.store.artifacts import publish

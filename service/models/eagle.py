@@ -19,8 +19,9 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.llama import MLP, Attention
 from mlx_lm.models.llama import ModelArgs as LlamaArgs
 
-from service.models.feature_cache import FeatureCache, Tokens
+from service.models.feature_cache import FeatureCache
 from service.models.hidden_states import HiddenStateCapture
+from service.models.padding import Tokens
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 """`architectures` in config.json, which also has `taps` and the fields of a Llama."""

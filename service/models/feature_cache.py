@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
-import numpy as np
-from numpy.typing import NDArray
 
-TOKENS = 2048
-"""Tokens of one call of the target, padding included; a longer text is a call of its own."""
-_LENGTHS = 32
-"""Padded lengths are multiples of this: few shapes, so that freed memory can be used again."""
-
-Tokens = NDArray[np.int32]
+from service.models.padding import Tokens, grouped, padded_rows
 
 
 class FeatureCache:
@@ -34,12 +27,12 @@ class FeatureCache:
         """The features (B, length, hidden) of B texts at `length` positions from `starts` on, zeros behind a text's end.
 
         compute: features (B', N, hidden) of whole texts (B', N), none of which depends on a token behind it; called for texts
-        that are not here, as many of similar length at a time as TOKENS allows.
+        that are not here, as many of similar length at a time as `padding.TOKENS` allows.
         """
         keys = [(start, text.tobytes()) for start, text in zip(starts, texts, strict=True)]
         found = [self._features.get(key) for key in keys]
-        for group in _groups(texts, [row for row, features in enumerate(found) if features is None]):
-            computed = compute(mx.array(_padded([texts[row] for row in group])))
+        for group in grouped({row: len(texts[row]) for row, features in enumerate(found) if features is None}):
+            computed = compute(mx.array(padded_rows([texts[row] for row in group])))
             # Copied: a part shares the memory of the whole.
             parts = [
                 mx.contiguous(each[starts[row] : len(texts[row])]) for row, each in zip(group, computed, strict=True)
@@ -62,30 +55,6 @@ class FeatureCache:
 
     def __deepcopy__(self, memo: dict[int, object]) -> FeatureCache:
         return self
-
-
-def _groups(texts: Sequence[Tokens], rows: Sequence[int]) -> Iterator[list[int]]:
-    """Rows of similar length, ascending, as many as fit into one call."""
-    group: list[int] = []
-    for row in sorted(rows, key=lambda row: len(texts[row])):
-        if group and (len(group) + 1) * _padded_length(texts[row]) > TOKENS:
-            yield group
-            group = []
-        group.append(row)
-    if group:
-        yield group
-
-
-def _padded(texts: Sequence[Tokens]) -> Tokens:
-    """(B, N)."""
-    rows = np.zeros((len(texts), max(map(_padded_length, texts))), dtype=np.int32)
-    for row, text in zip(rows, texts, strict=True):
-        row[: len(text)] = text
-    return rows
-
-
-def _padded_length(text: Tokens) -> int:
-    return -(-len(text) // _LENGTHS) * _LENGTHS
 
 
 def _fit(features: mx.array, length: int) -> mx.array:

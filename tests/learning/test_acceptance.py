@@ -186,7 +186,7 @@ def test_many_texts_and_long_ones_are_walked_in_pieces(monkeypatch: pytest.Monke
     model = tiny_llama(2)
     texts = random_texts(20, seed=4)
     whole = acceptance(model, texts, vocabulary=VOCABULARY)
-    monkeypatch.setattr("service.learning.teacher_forcing.TOKENS", 100)
+    monkeypatch.setattr("service.models.padding.TOKENS", 100)
     monkeypatch.setattr("service.learning.teacher_forcing.POSITIONS", 7)
     calls: list[None] = []
     pieces = acceptance(model, texts, vocabulary=VOCABULARY, between=lambda: calls.append(None))

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.core import Generation, Targets
-from service.learning.batches import LENGTHS, batches, collate
+from service.learning.batches import batches, collate
 from service.learning.examples import Dataset, build, unpack, windows
+from service.models.padding import LENGTHS
 from tests.support.logged_texts import VOCABULARY, case, generation, random_texts, with_targets
 from tests.support.oracle import tiny_llama
 

@@ -67,7 +67,7 @@ TEXTS = [list(range(4, 4 + n)) for n in (3, 31, 40, 70)] + [[5, 0, 0], [5], [5, 
 def test_a_text_has_the_same_features_in_every_batch(
     target: Target, tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("service.models.feature_cache.TOKENS", tokens)
+    monkeypatch.setattr("service.models.padding.TOKENS", tokens)
     head, alone = bound(target, PLENTY), bound(target, None)
     wanted = [alone.features(mx.array([text]))[0] for text in TEXTS]
     target.rows = 0
@@ -109,7 +109,7 @@ def test_no_more_bytes_than_allowed(target: Target) -> None:
 
 
 def test_a_long_text_is_computed_by_itself(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("service.models.feature_cache.TOKENS", 128)
+    monkeypatch.setattr("service.models.padding.TOKENS", 128)
     calls = list[tuple[int, ...]]()
     head = bound(target, PLENTY)
     features = head.features
