@@ -10,7 +10,6 @@ from service.core import (
     BARE_DRAFT,
     AdapterRef,
     AdapterRefused,
-    AdapterState,
     DraftSwitch,
     RunState,
     Staged,
@@ -90,7 +89,7 @@ class Switching:
         return self._engine.active != (ref.id if ref else BARE_DRAFT)
 
     def serve_active(self) -> AdapterRef | None:
-        """Make the engine serve the active adapter; one that cannot be loaded is marked broken and its nearest
+        """Make the engine serve the active adapter; one that cannot be loaded is marked broken, and its nearest
         usable ancestor takes its place, in the end the bare draft. Returns what serves."""
         while True:
             ref = self._adapters.active(self._draft)
@@ -102,18 +101,9 @@ class Switching:
                     raise
                 log.error("adapter %d will not load: %s", ref.id, error)
                 self._adapters.mark_broken(ref.id, str(error))
-                self._reinstate(ref.parent)
                 continue
             if self._engine.active != (ref.id if ref else BARE_DRAFT):
                 self.switch(staged, ref, started)
             else:
                 self._events.serving(ref)
             return ref
-
-    def _reinstate(self, ancestor: int) -> None:
-        while ancestor != BARE_DRAFT:
-            ref = self._adapters.get(ancestor)
-            if ref.state is AdapterState.RETIRED:
-                self._adapters.activate(ancestor, self._draft)
-                return
-            ancestor = ref.parent

@@ -399,6 +399,20 @@ def test_a_rollback_reaches_the_nearest_servable_ancestor(database: Database) ->
         adapters.roll_back(first.id, first.parent, LOST)
 
 
+def test_an_ancestor_takes_the_place_of_a_broken_adapter_that_served(database: Database) -> None:
+    """In one write: a process that dies after it leaves no draft without its adapter."""
+    adapters = Adapters(database, ADAPTERS)
+    first = promoted(database)
+    second = promoted(database, parent=first.id)
+    third = promoted(database, parent=second.id)
+    adapters.mark_broken(second.id, "damaged")
+    assert adapters.active(WHO.draft) == third
+    adapters.mark_broken(third.id, "damaged")
+    assert adapters.active(WHO.draft) == adapters.get(first.id)
+    adapters.mark_broken(first.id, "damaged")
+    assert adapters.active(WHO.draft) is None
+
+
 def test_a_rolled_back_ancestor_returns_only_by_an_operators_choice(database: Database) -> None:
     adapters = Adapters(database, ADAPTERS)
     first = promoted(database)

@@ -179,11 +179,15 @@ class Adapters:
         return self._db.write(work).result()
 
     def mark_broken(self, adapter_id: int, reason: str) -> None:
-        """Record that an adapter cannot be loaded, and why."""
+        """Record that an adapter cannot be loaded, and why; its nearest ancestor that may serve takes the place of an active
+        one."""
 
         def work(connection: Connection) -> None:
+            row = _row(connection, adapter_id)
             move_adapter(connection, adapter_id, AdapterState.BROKEN)
             connection.execute(update(adapters).where(adapters.c.id == adapter_id).values(note=reason))
+            if AdapterState(row.state) is AdapterState.ACTIVE:
+                reinstate(connection, row.parent)
 
         self._db.write(work).result()
 
