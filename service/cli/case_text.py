@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from service.cli.models import target_at_hand
 from service.core import FailureCase, RedraftError
 from service.settings import Settings
 
@@ -35,11 +36,10 @@ class TextReader:
         from mlx_lm.utils import load_tokenizer
 
         from service.models.fingerprint import tokenizer_fingerprint
-        from service.models.machine import folder_at_hand
         from service.models.text import TextEncoder
 
         name = settings.models.target
-        folder = folder_at_hand(name, settings.home)
+        folder = target_at_hand(settings)
         if folder is None:
             raise RedraftError(f"the tokenizer of {name} is not on this disk: `redraft models get {name}` fetches it")
         self._fingerprint = tokenizer_fingerprint(folder)

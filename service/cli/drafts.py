@@ -86,7 +86,8 @@ def make_draft(
     except ValueError:
         raise typer.BadParameter("indices separated by commas, such as 0,1,-2,-1", param_hint="--layers") from None
     settings = settings_from(config)
-    folder = resolve(target, settings.home, revision=settings.models.revision)
+    revision = settings.models.revision if target == settings.models.target else None
+    folder = resolve(target, settings.home, revision=revision)
     if out_folder is None:
         private_folder(settings.home / DRAFTS)
         out_folder = settings.home / DRAFTS / f"{own_name(target)}-{'eagle' if kind == 'eagle' else 'draft'}"

@@ -55,6 +55,13 @@ def model_rows(home: Path) -> list[ModelRow]:
     return rows
 
 
+def target_at_hand(settings: Settings) -> Path | None:
+    """The target's folder, at the revision of the settings; None where it is not on this disk."""
+    from service.models.machine import folder_at_hand
+
+    return folder_at_hand(settings.models.target, settings.home, settings.models.revision)
+
+
 def draft_of(settings: Settings) -> tuple[str | None, str]:
     """The draft that these settings serve with, None for none or for one that has to be fetched first; and how it is chosen, in
     words. Fetches nothing."""
@@ -65,7 +72,7 @@ def draft_of(settings: Settings) -> tuple[str | None, str]:
     if named is not None:
         return (None, "none, as set") if named == "none" else (named, named)
     try:
-        found = choices(settings.models.target, folder_at_hand(settings.models.target, home), home)
+        found = choices(settings.models.target, target_at_hand(settings), home)
     except ModelError as error:
         return None, f"not known: {error}"
     if not found:
@@ -79,13 +86,12 @@ def draft_of(settings: Settings) -> tuple[str | None, str]:
 def may_have_draft(settings: Settings) -> bool:
     """Whether a draft is named or there is one to look for. Fetches nothing."""
     from service.models.draft_choice import choices
-    from service.models.machine import folder_at_hand
 
     named, target, home = settings.models.draft, settings.models.target, settings.home
     if named is not None:
         return named != "none"
     try:
-        return bool(choices(target, folder_at_hand(target, home), home))
+        return bool(choices(target, target_at_hand(settings), home))
     except ModelError:
         return False
 

@@ -168,7 +168,7 @@ def doctor(
     settings = settings_from(config, models__target=target, models__draft=draft)
     drafting, how = draft_of(settings)
     names = [settings.models.target, *([drafting] if drafting else [])]
-    found = examine(settings.home, names)
+    found = examine(settings.home, names, revision=settings.models.revision)
     try:
         database = describe(settings.database_url)
     except StoreError as error:
@@ -215,10 +215,10 @@ def _memory(settings: Settings, names: Sequence[str], free: int) -> dict[str, in
     from service.engine.footprint import plan_memory, weight_bytes
     from service.engine.strategy import current
     from service.learning.loading import training_bytes
-    from service.models.machine import folder_at_hand
+    from service.models.machine import folders_at_hand
     from service.models.pair import unread_pair
 
-    folders = [folder for name in names if (folder := folder_at_hand(name, settings.home)) is not None]
+    folders = folders_at_hand(names, settings.home, settings.models.revision)
     if len(folders) < len(names):
         return None
     target, draft = folders[0], folders[1] if len(folders) > 1 else None

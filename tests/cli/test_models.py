@@ -11,12 +11,13 @@ from typer.testing import CliRunner, Result
 
 from service.app import resolve_models
 from service.cli import console
+from service.cli.case_text import TextReader
 from service.cli.root import app
-from service.core import Conflict, NotFound, StoreError
+from service.core import Conflict, NotFound, RedraftError, StoreError
 from service.models import machine
 from service.models.catalog import CONVERTED, DRAFTS, entries
 from service.models.draft_choice import made_for, write_made_for
-from service.models.fingerprint import model_fingerprint
+from service.models.fingerprint import model_fingerprint, tokenizer_fingerprint
 from service.models.weights import bytes_in_memory
 from service.settings import load_settings
 from service.store.stores import open_stores
@@ -181,6 +182,47 @@ def test_doctor_says_which_draft_it_would_be(tmp_path: Path, hub: Path, redraft:
     assert shown() == (f"{DRAFT}, {why}", 2 * alone)
     assert shown("--draft", "none") == ("none, as set", alone)
     assert shown("--draft", str(draft)) == (str(draft), 2 * alone)
+
+
+def test_doctor_looks_at_the_revision_that_is_served(
+    tmp_path: Path, hub: Path, redraft: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the target is pinned. What `main` is of it, another model here, says nothing."""
+    target, draft = write_pair(tmp_path / "pair")
+    cache_model(hub, TARGET, save_model(tiny_llama(0, vocabulary=40_000, layers=2), tmp_path / "newer"))
+    cache_model(hub, DRAFT, draft)
+    monkeypatch.setenv("REDRAFT_MODELS__REVISION", "older")
+    out = tmp_path / "doctor.json"
+
+    def needed(*words: str) -> int | None:
+        rows(redraft("doctor", "--target", TARGET, *words, "--json", out))
+        return json.loads(out.read_text())["needed"]
+
+    assert needed("--draft", "none") is None
+    pinned = cache_model(hub, TARGET, target, revision="older")
+    alone = bytes_in_memory(target, widen=mx.default_device().type == mx.cpu)
+    assert needed("--draft", "none") == alone
+    assert needed("--draft", DRAFT) == 2 * alone
+    made = save_model(tiny_llama(0), tmp_path / "home" / DRAFTS / "mine")
+    write_made_for(made, model_fingerprint(pinned))
+    assert rows(redraft("doctor", "--target", TARGET))["draft"] == [f"{made}, made from this target"]
+    refused = redraft("doctor", "--target", "smollm2-135m", "--draft", "none")
+    assert "a revision can be pinned for hub names only" in refused.output
+    assert refused.exit_code == 1
+
+
+def test_recorded_tokens_are_read_by_the_tokenizer_of_the_revision_that_is_served(tmp_path: Path, hub: Path) -> None:
+    target, _ = write_pair(tmp_path / "pair")
+    pinned = cache_model(hub, TARGET, target, revision="older")
+    settings = load_settings(None, {"models.target": TARGET, "models.revision": "older"})
+    recorded = tokenizer_fingerprint(pinned)
+    assert TextReader(settings).text((65, 66), recorded) is not None
+    (target / "chat_template.jinja").write_text("{{ messages }}")
+    cache_model(hub, TARGET, target)
+    assert TextReader(settings).text((65, 66), recorded) is not None
+    assert TextReader(load_settings(None, {"models.target": TARGET})).text((65, 66), recorded) is None
+    with pytest.raises(RedraftError, match=f"the tokenizer of {TARGET} is not on this disk"):
+        TextReader(load_settings(None, {"models.target": TARGET, "models.revision": "another"}))
 
 
 @pytest.mark.parametrize(("kind", "name"), [("layers", "some-target-draft"), ("eagle", "some-target-eagle")])
