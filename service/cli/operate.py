@@ -14,7 +14,16 @@ import typer
 from service.cli.console import out, progress, table, write_json
 from service.cli.models import model_folders
 from service.cli.options import LOCAL, VERSION, Config, Json, Url, adapter_name, adapter_version, settings_from
-from service.core import BARE_DRAFT, BadRequest, RedraftError, RunState, Unavailable
+from service.core import (
+    BARE_DRAFT,
+    AdapterRef,
+    AdapterRefused,
+    BadRequest,
+    RedraftError,
+    RunState,
+    Unavailable,
+)
+from service.settings import Settings
 
 adapters = typer.Typer(help="Adapter versions of the draft.", no_args_is_help=True)
 
@@ -192,7 +201,8 @@ def push(
     ],
     adapter: Annotated[int | None, typer.Option(min=1, help="Version; by default the active one.")] = None,
     base_model: Annotated[
-        str | None, typer.Option(help="The draft's name on the hub; by default models.draft, where that is one.")
+        str | None,
+        typer.Option(help="The name on the hub of the adapter's draft; by default models.draft, where it is that."),
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="Let everybody see it.")] = False,
     config: Config = None,
@@ -222,6 +232,8 @@ def push(
             ref = stores.adapters.active(model_fingerprint(draft)) if draft is not None else None
         if ref is None:
             raise RedraftError("no adapter is active")
+        if base_model is None:
+            _require_own_draft(ref, settings)
         texts = stores.runs.texts(ref.run) if ref.run is not None else 0
         judged = stores.adapters.evaluations(ref.id, EvaluationKind.GATE)
     finally:
@@ -233,3 +245,22 @@ def push(
         hub.write_folder(ref, folder, base_model=base, target=target, texts=texts, verdict=verdict)
         url = hub.push(folder, repo, private=not public, message=f"Adapter {ref.id}")
     out.print(f"adapter {ref.id} is at {url}", highlight=False, soft_wrap=True)
+
+
+def _require_own_draft(ref: AdapterRef, settings: Settings) -> None:
+    """Raises AdapterRefused unless the settings name the draft that an adapter was trained for, BadRequest where that cannot be
+    told because it is not on this disk."""
+    from service.models.fingerprint import model_fingerprint
+    from service.models.machine import folder_at_hand
+
+    name = settings.models.draft or ""
+    folder = folder_at_hand(name, settings.home)
+    if folder is None:
+        raise BadRequest(
+            f"{name} is not on this disk, so it cannot be compared with the draft of adapter {ref.id}: give --base-model",
+            field="base_model",
+        )
+    if model_fingerprint(folder) != ref.draft:
+        raise AdapterRefused(
+            f"adapter {ref.id} was trained for another draft than {name}: give that one's name with --base-model"
+        )

@@ -30,6 +30,7 @@ from service.store.registry.adapters import EvaluationKind
 from service.store.stores import open_stores
 from tests.support.batches import decode
 from tests.support.eagle_models import tiny_head
+from tests.support.hub_cache import cache_model
 from tests.support.hub_server import Hub
 from tests.support.logged_texts import VOCABULARY, served
 from tests.support.model_folders import save_model
@@ -400,6 +401,26 @@ def test_nothing_becomes_public_unasked_and_nothing_revoked_is_pushed(
         ((status, _, err),) = push(address, (*asked, "--public"))
     assert status != 0 and "adapter 1 is revoked" in " ".join(err.split())
     assert hub.files == {}
+
+
+def test_the_card_names_no_draft_but_the_adapters_own(
+    plain_installation: Installation, push: Push, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("REDRAFT_MODELS__DRAFT", "org/draft")
+    cache, hub = tmp_path / "hf" / "hub", Hub()
+    asked = ("me/it", "--adapter", "1")
+    with hub.served() as address:
+        ((status, _, err),) = push(address, asked)
+        assert status != 0 and "org/draft is not on this disk" in " ".join(err.split())
+        cache_model(cache, "org/draft", write_draft(tmp_path / "other", seed=3, bits=None))
+        ((status, _, err),) = push(address, asked)
+        assert status != 0 and "adapter 1 was trained for another draft than org/draft" in " ".join(err.split())
+        assert hub.repositories == [] and hub.files == {}
+        monkeypatch.setenv("REDRAFT_MODELS__DRAFT", "org/own")
+        cache_model(cache, "org/own", plain_installation.draft)
+        ((status, _, err),) = push(address, asked)
+    assert status == 0, err
+    assert yaml.safe_load(hub.files["README.md"].decode().split("---\n")[1])["base_model"] == "org/own"
 
 
 def test_a_push_that_is_refused_says_why(push: Push) -> None:
