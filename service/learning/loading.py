@@ -18,7 +18,7 @@ from service.learning.spec import JobSpec
 from service.models import eagle, vocabulary
 from service.models.feature_cache import FeatureCache
 from service.models.grammar import Grammars
-from service.models.memory import device_free_bytes, free_bytes
+from service.models.memory import device_free_bytes
 from service.models.pair import Loaded, load_model
 from service.models.weights import bytes_in_memory
 
@@ -110,9 +110,9 @@ def estimate_training_bytes(
 
 
 def check_memory(needed: int, *, least_gb: float) -> None:
-    """Raises TrainingFailed when less than `least_gb` GiB of memory (0: less than `needed` bytes) is free."""
+    """Raises TrainingFailed when less than `least_gb` GiB of the device's memory (0: less than `needed` bytes) is free."""
     wanted = int(least_gb * 2**30) if least_gb > 0 else needed
-    free = free_bytes()
+    free = device_free_bytes()
     if free < wanted:
         raise TrainingFailed(f"training takes {wanted / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free")
 

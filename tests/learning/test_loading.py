@@ -1,9 +1,11 @@
 """The memory estimate that decides whether a run may start."""
 
+import mlx.core as mx
 import pytest
 
 from service.core import TrainingFailed
 from service.learning import loading
+from service.models.memory import free_bytes
 
 LLAMA = {
     "hidden_size": 576,
@@ -36,3 +38,18 @@ def test_a_run_that_does_not_fit_is_refused() -> None:
     with pytest.raises(TrainingFailed, match=r"takes 1000000\.0 GiB"):
         loading.check_memory(1, least_gb=1e6)
     loading.check_memory(2**60, least_gb=1e-6)
+
+
+@pytest.mark.parametrize(("free", "needed", "fits"), [(2**40, 2**39, True), (2**20, 2**21, False)])
+def test_a_gpu_s_own_memory_counts_and_not_the_host_s(
+    free: int, needed: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is more than any host of the tests has, the second less."""
+    assert (free_bytes() < needed) is fits
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setattr(mx, "device_info", lambda: {"free_memory": free})
+    if fits:
+        loading.check_memory(needed, least_gb=0.0)
+    else:
+        with pytest.raises(TrainingFailed, match="GiB are free"):
+            loading.check_memory(needed, least_gb=0.0)
