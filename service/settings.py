@@ -257,7 +257,8 @@ class ServerSettings(Section):
     operator_key: SecretStr | None = None
     """The same for an operator, who may also read metrics, train, switch adapters, and read or erase what is recorded."""
     rate_limit: str | None = None
-    """Requests to routes that generate, of one key (or address), such as "60/minute"; None: no limit."""
+    """Requests to routes that generate, of one key (or address), such as "60/minute", and as many that count tokens; None: no
+    limit."""
     share_across_keys: bool = False
     """Requests with different keys use each other's cached prefixes and look-ups: faster, but counts of cached and drafted
     tokens, and times, then say something about what others asked."""

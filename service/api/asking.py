@@ -109,17 +109,21 @@ class Frontend:
         exchange = Exchange(self.metrics, self.mailbox, seconds, live=live, per_prompt=each)
         with ExitStack() as held:
             places = [held.enter_context(self.service.reserve()) for _ in range(len(asked) * each)]
-            prompts = await to_thread.run_sync(lambda: [to_prompt(one, self.encoder, self.limits) for one in asked])
+            prompts, made = await to_thread.run_sync(self._encoded, asked, each)
             salt = "" if self.share or caller.key is None else caller.key
             prompts = [replace(prompt, api_key=caller.key, cache_salt=salt) for prompt in prompts]
             several = [_answer_number(prompt, i) for prompt in prompts for i in range(each)]
-            made = [self._answer(one) for one in asked for _ in range(each)]
             try:
                 exchange.submit(self.service, several, places, route=route)
             except BaseException:
                 exchange.close()
                 raise
         return exchange, made
+
+    def _encoded(self, asked: Sequence[Asked], each: int) -> tuple[list[Prompt], list[Answer]]:
+        """The prompts, and their answers before anything of them is there. Waits for the tokenizer."""
+        prompts = [to_prompt(one, self.encoder, self.limits) for one in asked]
+        return prompts, [self._answer(one) for one in asked for _ in range(each)]
 
     def _answer(self, asked: Asked) -> Answer:
         chat = asked.prompt

@@ -131,7 +131,7 @@ class Writer(Protocol):
         """Its answers, as far as they are there."""
         ...
 
-    def whole(self) -> Mapping[str, Any]:
+    async def whole(self) -> Mapping[str, Any]:
         """The JSON answer, once all answers are there."""
         ...
 
@@ -155,7 +155,7 @@ async def respond(
         return with_ignored(EventStream(writer.exchange, frames), ignored)
     if (instead := await collect(writer.exchange, writer.answers, request, one_call=one_call)) is not None:
         return instead
-    return with_ignored(JSONResponse(writer.whole()), ignored)
+    return with_ignored(JSONResponse(await writer.whole()), ignored)
 
 
 def wrapped(seed: int | None) -> int | None:

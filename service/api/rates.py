@@ -14,10 +14,13 @@ from service.api.errors import GENERATING, RateLimited, answer
 from service.core import Caller
 from service.metrics import Metrics
 
+COUNTING = "/v1/messages/count_tokens"
+
 
 class RateLimit:
     """ASGI middleware behind the guard: 429 with Retry-After for requests to routes that generate beyond `rate` of one key, or
-    of one address where no key is asked for. rate: in the notation of the library limits, such as "60/minute"."""
+    of one address where no key is asked for. Counting tokens is counted by itself: clients do it before they ask. rate: in the
+    notation of the library limits, such as "60/minute"."""
 
     def __init__(self, app: ASGIApp, rate: str, metrics: Metrics) -> None:
         self._app = app
@@ -27,9 +30,11 @@ class RateLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI."""
-        if scope["type"] == "http" and scope["path"] in GENERATING and scope["method"] == "POST":
+        path = scope["path"] if scope["type"] == "http" and scope["method"] == "POST" else None
+        if path in GENERATING or path == COUNTING:
             caller: Caller = scope["state"]["caller"]
             name = ("key", caller.key) if caller.key is not None else ("address", (scope["client"] or ("",))[0])
+            name = (*name, "count") if path == COUNTING else name
             if not await self._limiter.hit(self._rate, *name):
                 window = await self._limiter.get_window_stats(self._rate, *name)
                 wait = max(math.ceil(window.reset_time - time.time()), 1)

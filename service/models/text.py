@@ -107,7 +107,7 @@ class _WithoutTools:
 
 
 class TextEncoder:
-    """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer is used under a lock.
+    """core.Encoder over an mlx-lm tokenizer. Makes no MLX calls. Thread-safe: the tokenizer encodes under a lock.
 
     vocabulary: width of the target's logits, if it is known. eos: tokens that end an answer; None: the tokenizer's own.
     """
@@ -177,8 +177,8 @@ class TextEncoder:
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for: not always whole characters."""
-        with self._lock:
-            piece = cast("str | None", self._tokenizer.convert_ids_to_tokens(token))
+        # Without the lock, which a long prompt holds: the API's event loop asks. Nothing of the tokenizer changes by it.
+        piece = cast("str | None", self._tokenizer.convert_ids_to_tokens(token))
         if piece is None:
             # Logits may be wider than the vocabulary.
             return b""

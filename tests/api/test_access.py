@@ -305,6 +305,13 @@ def test_a_key_that_sends_too_much_waits_and_others_do_not(tmp_path: Path) -> No
         assert http.get("/v1/models", headers=bearer(place.secrets["client"])).status_code == 200
         time.sleep(int(refused.headers["retry-after"]))
         assert ask("client").status_code == 200
+
+        def count() -> httpx.Response:
+            body = {"model": "echo", "messages": [{"role": "user", "content": "a"}]}
+            return http.post("/v1/messages/count_tokens", json=body, headers=bearer(place.secrets["client"]))
+
+        counts = [count().status_code for _ in range(5)]
+        assert counts[:3] == [200] * 3 and counts[-1] == 429, "by themselves: clients count before they ask"
     assert place.server.value('redraft:requests_refused_total{code="rate_limit_exceeded"}') >= 1
     place.database.close()
 

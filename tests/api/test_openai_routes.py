@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +13,7 @@ import fastjsonschema
 import httpx
 import pytest
 
-from service.core import Sampling
+from service.core import AnswerReader, Sampling
 from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
@@ -565,6 +568,48 @@ def test_what_a_completion_cannot_have_is_refused_by_name(
 
 
 # ----------------------------------------------------------------------------------------------------------- responses
+
+
+class WatchedEncoder(Codepoints):
+    """An encoder that knows which of its methods were called on an event loop, which a long prompt would stop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_loop: list[str] = []
+        self.called: set[str] = set()
+
+    def _note(self, name: str) -> None:
+        self.called.add(name)
+        with suppress(RuntimeError):
+            asyncio.get_running_loop()
+            self.on_loop.append(name)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, object]],
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Mapping[str, object] | None = None,
+    ) -> tuple[int, ...]:
+        self._note("encode_chat")
+        return super().encode_chat(messages, tools, options)
+
+    def encode_text(self, text: str) -> tuple[int, ...]:
+        self._note("encode_text")
+        return super().encode_text(text)
+
+    def answer_reader(self, tools: Sequence[Mapping[str, object]], options: Mapping[str, object]) -> AnswerReader:
+        self._note("answer_reader")
+        return super().answer_reader(tools, options)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokenizer_is_waited_for_on_the_event_loop(stream: bool) -> None:
+    encoder = WatchedEncoder()
+    with EchoServer(encoder=encoder).served() as address, httpx.Client(base_url=address, timeout=60) as http:
+        answer = http.post(RESPONSES, json={"input": "<think>why</think>so", "stream": stream})
+        assert answer.status_code == 200 and '"reasoning_tokens":3' in answer.text.replace(": ", ":")
+    assert encoder.called == {"encode_chat", "encode_text", "answer_reader"}
+    assert encoder.on_loop == []
 
 
 def test_a_response(server: EchoServer, http: httpx.Client) -> None:

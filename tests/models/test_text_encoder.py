@@ -48,6 +48,21 @@ def test_many_threads_get_the_same_as_one(make_model: MakeModel) -> None:
     assert together == alone
 
 
+def test_the_bytes_of_tokens_wait_for_no_prompt(make_model: MakeModel) -> None:
+    """An event loop asks for them while other threads encode."""
+    encoder = TextEncoder(load_tokenizer(make_model("m")))
+    alone = [encoder.token_bytes(token) for token in range(encoder.vocabulary)]
+    with encoder._lock, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(lambda: [encoder.token_bytes(token) for token in range(encoder.vocabulary)])
+        assert asked.result(timeout=30) == alone
+    chat = [{"role": "user", "content": "a long question " * 2000}]
+    with ThreadPoolExecutor(4) as pool:
+        encoding = [pool.submit(encoder.encode_chat, chat) for _ in range(8)]
+        while not all(each.done() for each in encoding):
+            assert [encoder.token_bytes(token) for token in range(encoder.vocabulary)] == alone
+    assert len({each.result() for each in encoding}) == 1
+
+
 # ------------------------------------------------------------------------------------------------------- bytes per token
 
 

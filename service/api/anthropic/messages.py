@@ -209,7 +209,7 @@ class _Writer:
         self._open: PieceKind | None = None
         """What the last of them holds, unless it has ended."""
 
-    def whole(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
         """See Writer."""
         return self._whole().model_dump(mode="json")
 

@@ -272,7 +272,7 @@ class _Writer:
         self._id = f"chatcmpl-{exchange.id}"
         self._created = int(time.time())
 
-    def whole(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
         """See Writer."""
         spent = combined_timings(self.answers, len(self.answers))
         whole = ChatAnswer(

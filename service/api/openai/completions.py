@@ -74,7 +74,7 @@ class _Writer:
         self._id = f"cmpl-{exchange.id}"
         self._created = int(time.time())
 
-    def whole(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
         """See Writer."""
         choices: list[CompletionChoice] = []
         for index, answer in enumerate(self.answers):

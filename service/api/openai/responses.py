@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from anyio import to_thread
 from fastapi import APIRouter, Request, Response
 
 from service.api.access import caller_of
@@ -214,11 +215,11 @@ class _Writer:
         self._open: list[Piece] = []
         """Its pieces."""
 
-    def whole(self) -> dict[str, Any]:
+    async def whole(self) -> dict[str, Any]:
         """See Writer."""
-        return self._whole().model_dump(mode="json")
+        return (await self._whole()).model_dump(mode="json")
 
-    def _whole(self) -> ResponsesAnswer:
+    async def _whole(self) -> ResponsesAnswer:
         cut = self._answer.reason is EndReason.LENGTH
         items = self._answer.items
         output = [
@@ -232,18 +233,22 @@ class _Writer:
         if cut:
             answer.incomplete_details = IncompleteDetails()
         spent = self._answer.timings
-        answer.usage = self._usage(spent)
+        # The tokenizer may be busy with a long prompt.
+        thought = await to_thread.run_sync(self._reasoning_tokens) if self._answer.reasoning else 0
+        answer.usage = self._usage(spent, min(thought, spent.predicted_n))
         answer.timings, answer.metrics = TimingsAnswer.of(spent), MetricsAnswer.of(spent)
         return answer
 
-    def _usage(self, spent: Timings) -> ResponsesUsage:
-        reasoning = self._answer.reasoning
-        thought = len(self._encoder.encode_text(reasoning)) - len(self._encoder.encode_text("")) if reasoning else 0
+    def _reasoning_tokens(self) -> int:
+        encode = self._encoder.encode_text
+        return len(encode(self._answer.reasoning)) - len(encode(""))
+
+    def _usage(self, spent: Timings, reasoning_tokens: int) -> ResponsesUsage:
         return ResponsesUsage(
             input_tokens=spent.prompt_n,
             input_tokens_details=InputDetails(cached_tokens=spent.cache_n),
             output_tokens=spent.predicted_n,
-            output_tokens_details=OutputDetails(reasoning_tokens=min(thought, spent.predicted_n)),
+            output_tokens_details=OutputDetails(reasoning_tokens=reasoning_tokens),
             total_tokens=spent.prompt_n + spent.predicted_n,
         )
 
@@ -304,7 +309,7 @@ class _Writer:
                 for piece in part.pieces:
                     for frame in self._piece(piece):
                         yield frame
-            whole = self._whole()
+            whole = await self._whole()
             if whole.output:
                 for frame in self._close(whole.output[-1].status):
                     yield frame
