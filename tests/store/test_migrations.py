@@ -206,6 +206,28 @@ def dump(url: str) -> dict[str, list[dict[str, Any]]]:
         }
 
 
+def test_an_upgrade_leaves_no_texts_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where SQLite is compiled without overwriting what it deletes."""
+
+    def connected(*positional: Any, **named: Any) -> sqlite3.Connection:
+        connection = sqlite3.connect(*positional, **named)
+        connection.execute("PRAGMA secure_delete=OFF")
+        return connection
+
+    file = tmp_path / "log.db"
+    url = url_of(file)
+    command.upgrade(configured(url), "0003")
+    secret = b"what nobody else may read"
+    put(url, "generations", {"seq": 1, "id": "g1", "prompt": b"\1\0\0\0", "output": secret})
+    assert file.read_bytes().count(secret) == 1
+    monkeypatch.setattr("sqlite3.dbapi2.connect", connected)
+    upgrade(url)
+    assert file.read_bytes().count(secret) == 1, (
+        "in the table alone, and not in pages of the one that it was copied from"
+    )
+    assert list(tmp_path.iterdir()) == [file]
+
+
 def test_a_full_database_of_the_former_schema_is_migrated_completely(bare: str) -> None:
     command.upgrade(configured(bare), "0003")
     kind = "cluster:00000000000000aa"
@@ -266,7 +288,8 @@ def test_a_full_database_of_the_former_schema_is_migrated_completely(bare: str) 
 
     # Migrated rows have the key that new rows get, so that a copy of an old text is counted in its row.
     database = Database(bare)
-    copy = replace(generation(tokens=[1], output=[7], who=Provenance("t", "k", "d")), rounds=(Round(3, 0, 4, 2, 3),))
+    one = generation(id="copy", tokens=[1], output=[7], who=Provenance("t", "k", "d"))
+    copy = replace(one, rounds=(Round(3, 0, 4, 2, 3),))
     assert Generations(database).add([copy]).result() == 0
     stats = Generations(database).stats()
     assert (stats.generations, stats.requests) == (5, 6)
