@@ -1,7 +1,10 @@
 """Real server processes: one per database, and training that pauses for requests between two ticks."""
 
+import logging
 import os
+import re
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +24,7 @@ from service.models.pair import load_pair
 from service.settings import load_settings
 from service.store.processes.members import HostProcess, Members
 from service.store.stores import open_stores
+from service.trainer import run_trainer
 from tests.support.databases import run_sql
 from tests.support.scraped import scraped
 from tests.support.store_rows import generation
@@ -107,6 +111,28 @@ def test_an_upgrade_by_a_newer_version_ends_recording_and_not_serving(
         assert server.stop() == 0
     assert asked(url, "SELECT count(*) FROM generations") == 1
     assert caplog.text.count("Nothing is recorded") == 1
+
+
+def test_a_trainer_that_a_newer_version_has_overtaken_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """So that who supervises it starts it again, with the newer version."""
+    monkeypatch.setattr(learning_loop, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(os, "umask", lambda mask: mask)
+    server = in_process_server(tmp_path, write_pair(tmp_path))
+    settings, url = load_settings(server.config), f"sqlite:///{server.folder / 'redraft.db'}"
+    # Only if it does not end by itself.
+    give_up = threading.Timer(10, os.kill, (os.getpid(), signal.SIGTERM))
+    give_up.start()
+    try:
+        status = run_trainer(settings, lambda: run_sql(url, "UPDATE alembic_version SET version_num = '9999'"))
+    finally:
+        give_up.cancel()
+    assert status == 1
+    (said,) = [record.getMessage() for record in caplog.records if record.levelno == logging.CRITICAL]
+    assert re.fullmatch(
+        r"the database was upgraded to revision 9999, this version knows \d+: restart with that: ending", said
+    )
 
 
 @pytest.mark.nightly
