@@ -60,6 +60,22 @@ def test_the_gate_needs_texts_enough(quick: Settings, models: tuple[Path, Path],
         next(run_gate(quick, models, None, list(prompts(10, 1)), list(prompts(5, 2)), tmp_path, cases=30, max_tokens=8))
 
 
+def test_a_candidate_whose_run_was_interrupted_is_trained_again(
+    quick: Settings, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*given: object) -> None:
+        raise KeyboardInterrupt
+
+    learn, other = list(prompts(40, 1)), list(prompts(4, 2))
+    sizes: dict[str, Any] = {"count": 1, "noisy": 0, "cases": 20, "max_tokens": 8}
+    brief = quick.model_copy(update={"training": quick.training.model_copy(update={"epochs": 1})})
+    with monkeypatch.context() as patch:
+        patch.setattr("service.learning.job.perform", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(run_gate(brief, models, None, learn, other, tmp_path, **sizes))
+    assert next(run_gate(brief, models, None, learn, other, tmp_path, **sizes)).worth is not None
+
+
 @pytest.mark.nightly
 @pytest.mark.promise(10)
 def test_the_gate_decides_correctly_every_time(quick: Settings, models: tuple[Path, Path], tmp_path: Path) -> None:
