@@ -292,6 +292,23 @@ def test_a_tools_round_trip(server: EchoServer, http: httpx.Client) -> None:
     assert server.encoder.chats[-1][1] == []
 
 
+@pytest.mark.parametrize("path", [CHAT, RESPONSES])
+def test_arguments_that_nest_too_deeply_are_text(server: EchoServer, http: httpx.Client, path: str) -> None:
+    """JSON's reader gives up on them otherwise than on what is no JSON."""
+    deep = "[" * 19_000
+    call = {"name": "now", "arguments": deep}
+    turns: list[dict[str, Any]] = [
+        *user("when?"),
+        {"role": "assistant", "tool_calls": [{"id": "c1", "type": "function", "function": call}]},
+        {"role": "tool", "tool_call_id": "c1", "content": "12:00"},
+    ]
+    items = [*user("when?"), {"type": "function_call", "call_id": "c1", **call}]
+    asked = {"messages": turns} if path == CHAT else {"input": items}
+    assert http.post(path, json=asked).status_code == 200
+    past = server.encoder.chats[-1][0][1]["tool_calls"]
+    assert past == [{"id": "c1", "type": "function", "function": call}]
+
+
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 GRAMMARS: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"response_format": {"type": "json_object"}}, 'json_schema: {"type": "object"}'),
