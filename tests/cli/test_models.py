@@ -249,3 +249,7 @@ def test_getting_a_target_names_its_draft(tmp_path: Path, hub: Path, redraft: Ru
     assert done.exit_code == 0
     assert done.stdout == f"{snapshot}\n"
     assert f"its draft: {DRAFT}, the small model of its family" in done.stderr
+    fetch = f"fetch it too: redraft models get {DRAFT}"
+    assert done.stderr.splitlines()[-1] == fetch
+    cache_model(hub, DRAFT, tmp_path / "pair" / "draft")
+    assert fetch not in redraft("models", "get", TARGET).stderr
