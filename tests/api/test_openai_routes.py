@@ -13,7 +13,8 @@ import fastjsonschema
 import httpx
 import pytest
 
-from service.core import AnswerReader, Sampling
+from service.core import Sampling
+from service.models.answer import AnswerReader
 from tests.support.echo_engine import LIMITS, Codepoints, EchoEngine, EchoServer
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"

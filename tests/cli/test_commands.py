@@ -44,6 +44,7 @@ from service.core import (
 from service.engine import device
 from service.evaluation.server_process import LocalServer
 from service.models import machine
+from service.models.arrays import named_arrays
 from service.models.pair import load_model
 from service.models.text import TextEncoder
 from service.models.weights import bytes_in_memory
@@ -148,7 +149,10 @@ def test_doctor_says_what_models_at_hand_take(drafting: bool, tmp_path: Path, re
     assert memory["prefix"] == 3 * 2**20 and 0 < memory["total_free"] < psutil.virtual_memory().total
     assert (memory["training"] > 2**28) == drafting
     assert memory["cache_limit"] == device.cache_limit() and memory["activations"] > 0
-    taken = ("weights", "activations", "cache_limit", "prefix", "training")
+    # Every matrix of the draft's blocks, for the adapter that drafts and for the next one.
+    arrays = [each for block in layers_of(models[1].model) for _, each in named_arrays(block)] if drafting else []
+    assert memory["adapters"] == 2 * sum(each.size * 4 for each in arrays if each.ndim == 2)
+    taken = ("weights", "activations", "adapters", "cache_limit", "prefix", "training")
     left = memory["total_free"] - sum(memory[name] for name in taken)
     # While buffers grow, the old ones are there too.
     fit = int(shown["tokens that fit for each of 1 requests"].replace(",", ""))

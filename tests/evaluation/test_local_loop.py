@@ -42,6 +42,17 @@ def test_a_service_s_database_and_adapters_are_left_alone(
     ).close()  # it has left: nobody waits for its lease
 
 
+def test_a_loop_that_nobody_asks_anything_does_not_practise(
+    settings: Settings, models: tuple[Path, Path], tmp_path: Path
+) -> None:
+    practising = settings.model_copy(update={"training": TrainingSettings(practice=True)})
+    loop = LocalLoop(practising, load_pair(*models), models, None, tmp_path / "loop")
+    try:
+        assert not loop.supervisor.practice().on
+    finally:
+        loop.close()
+
+
 @pytest.mark.nightly
 def test_the_loop_learns_from_what_it_is_given(
     settings: Settings, models: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
