@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from service.core import ModelError
+from service.core import ModelError, TrainingFailed
 from service.learning.make.distil import Distillation, TextBatch, freeze_shared
 from service.learning.make.draft import Recipe, make_draft
 from service.learning.make.eagle_head import default_feature_layers, init_eagle_head
@@ -96,6 +96,45 @@ def test_a_quantised_target_gets_a_draft_whose_own_layers_are_not(tmp_path: Path
     kinds = {type(module) for block in layers_of(pair.draft.model) for _, module in block.named_modules()}
     assert nn.Linear in kinds and nn.QuantizedLinear not in kinds
     assert (tmp_path / "folder" / "text.npz").is_file()
+
+
+@pytest.mark.parametrize("kind", ["layers", "eagle"])
+def test_a_batch_is_computed_in_parts_where_memory_is_short(
+    kind: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The draft learns as much: parts of a batch make one update."""
+    recipe = replace(RECIPE, kind=kind, layers=(0, -1) if kind == "layers" else None)
+    sizes: list[int] = []
+    loss_of = Distillation.__call__
+
+    def noting(loss: Distillation, draft: nn.Module, batch: TextBatch) -> mx.array:
+        sizes.append(len(batch.tokens))
+        return loss_of(loss, draft, batch)
+
+    monkeypatch.setattr(Distillation, "__call__", noting)
+    whole = make_draft(target, tmp_path / "whole", recipe, text_file=tmp_path / "text")
+    assert whole is not None and set(sizes) == {recipe.batch}
+    updates = len(sizes)
+    sizes.clear()
+    # So many that they are nearly all of it.
+    monkeypatch.setattr("service.learning.make.draft.LOGIT_COPIES", 10**5)
+    free = 2**29 + 2**27 + recipe.batch // 2 * 10**5 * recipe.length * 97 * 4
+    monkeypatch.setattr("service.learning.make.draft.device_free_bytes", lambda: free)
+    done: list[int] = []
+    parts = make_draft(
+        target,
+        tmp_path / "parts",
+        recipe,
+        text_file=tmp_path / "text",
+        report=lambda stage, step, *_: done.append(step) if stage == "distilling" else None,
+    )
+    assert parts is not None and set(sizes) == {recipe.batch // 2} and len(sizes) == 2 * updates == 2 * done[-1]
+    assert parts.agreement == pytest.approx(whole.agreement, abs=0.03) and parts.agreement > parts.agreement_before
+    monkeypatch.setattr("service.learning.make.draft.device_free_bytes", lambda: 2**29)
+    stages: list[str] = []
+    with pytest.raises(TrainingFailed, match=r"distilling takes .* and 0\.5 GiB are free: a smaller --length"):
+        make_draft(target, tmp_path / "none", recipe, report=lambda stage, *_: stages.append(stage))
+    assert stages == [] and not (tmp_path / "none").exists()
 
 
 @pytest.mark.nightly
