@@ -190,7 +190,7 @@ class TrainingSettings(Section):
     threads: int = Field(default=0, ge=0)
     """BLAS threads of the child; 0: half of the cores. Serving keeps the others while it runs."""
     memory_gb: float = Field(default=0.0, ge=0)
-    """Refuse to train when less than this is free; 0: estimated from the models."""
+    """Refuse to train when less than this of the device's memory is free; 0: estimated from the models."""
     timeout_seconds: float = Field(default=3600.0, gt=0)
     """A run may take so long, pauses not counted."""
     pause_on_battery: bool = True

@@ -39,7 +39,8 @@ class RateLimit:
                 window = await self._limiter.get_window_stats(self._rate, *name)
                 wait = max(math.ceil(window.reset_time - time.time()), 1)
                 error = RateLimited(f"more requests than {self._rate} with this key", retry_after=wait)
-                self._metrics.request_refused(error.code)
+                if path in GENERATING:
+                    self._metrics.request_refused(error.code)
                 await answer(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)

@@ -10,9 +10,10 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any, cast
 
 import mlx.core as mx
@@ -67,10 +68,11 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
     """
     config = read_config(ref, fingerprint)
     header = read_header(ref.folder / "adapters.safetensors")
-    with ThreadPoolExecutor(1, "redraft-hash") as threads:
-        hashed = threads.submit(folder_sha256, ref.folder)
-        while wait([hashed], HASH_SECONDS).not_done:
-            yield None
+    hashed: Future[str] = Future()
+    # Nobody waits for it where loading is abandoned.
+    Thread(target=_hash, args=(ref.folder, hashed), name="redraft-hash", daemon=True).start()
+    while wait([hashed], HASH_SECONDS).not_done:
+        yield None
     if hashed.result() != ref.sha256:
         raise AdapterRefused(f"adapter {ref.id}: its files are not the ones that were registered (hash differs)")
     yield None
@@ -108,6 +110,13 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
     device.wait(model.parameters())
     model.eval()
     yield Draft(ref.id, model)
+
+
+def _hash(folder: Path, future: Future[str]) -> None:
+    try:
+        future.set_result(folder_sha256(folder))
+    except OSError as error:
+        future.set_exception(error)
 
 
 def load(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Draft:

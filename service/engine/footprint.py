@@ -21,8 +21,8 @@ from service.models.arrays import named_arrays
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """How the device's memory is divided that weights and MLX's cache leave. activations: bytes of a prefill's. adapters: bytes
-    of the folded matrices of the adapter that drafts and of the next one. left: bytes without those. prefix: bytes of the
-    prefix cache, at most. budget: of keys and values."""
+    of the folded matrices of the adapter that drafts and of the next one, half of the rest at most; 0 where none is trained.
+    left: bytes without those. prefix: bytes of the prefix cache, at most. budget: of keys and values."""
 
     activations: int
     adapters: int
@@ -34,10 +34,8 @@ class MemoryPlan:
     def problem(self) -> str | None:
         """Why nothing can be served so; None where it can."""
         size = self.budget.size
-        if current().paged and size > self.left:
-            return (
-                f"engine.kv_budget_mb asks for {size >> 20} MiB of the device's memory, and {self.left >> 20} are free"
-            )
+        if current().paged and size > (free := self.left + self.adapters):
+            return f"engine.kv_budget_mb asks for {size >> 20} MiB of the device's memory, and {free >> 20} are free"
         if self.budget.longest() == 0:
             return (
                 f"{size >> 20} MiB are left for keys and values, too little for a request: see engine.kv_budget_mb and "
@@ -57,11 +55,12 @@ def plan_memory(
     training: int,
 ) -> MemoryPlan:
     """Divide `left` bytes as the settings ask. kv_mb, prefix_mb, chunk: `engine.kv_budget_mb`, `engine.prefix_cache_mb` and
-    `engine.prefill_chunk`. training: bytes of a run. Raises PairError."""
+    `engine.prefill_chunk`. training: bytes of a run; 0: there are none. Raises PairError."""
     tokens = BURST * (chunk or current().prefill_chunk)
     activations = max(Activations.of(model).peak_bytes(tokens) for model in (target, draft) if model is not None)
-    adapters = 0 if draft is None else 2 * folded_bytes(draft)
-    left = max(left - activations - adapters, 0)
+    left = max(left - activations, 0)
+    adapters = min(2 * folded_bytes(draft), left // 2) if draft is not None and training else 0
+    left -= adapters
     prefix, row = prefix_bytes(prefix_mb, left), row_bytes(target, draft)
     budget = Budget.of(kv_mb, left, prefix=prefix, training=training, row=row, chunk=chunk)
     return MemoryPlan(activations, adapters, left, prefix, budget)

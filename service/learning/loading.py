@@ -12,13 +12,14 @@ import mlx.nn as nn
 from mlx_lm.utils import load_config, load_tokenizer
 
 from service.core import TrainingFailed
+from service.engine import device
 from service.learning.draft_steps import LEARNT_STEPS
 from service.learning.losses import CHUNK
 from service.learning.spec import JobSpec
 from service.models import eagle, vocabulary
 from service.models.feature_cache import FeatureCache
 from service.models.grammar import Grammars
-from service.models.memory import device_free_bytes
+from service.models.memory import device_free_bytes, free_bytes
 from service.models.pair import Loaded, load_model
 from service.models.weights import bytes_in_memory
 
@@ -70,12 +71,12 @@ def load_grammars(job: JobSpec) -> Grammars:
 
 def target_width(job: JobSpec) -> int:
     """Width of the target's logits, at which seeded noise is drawn. Raises TrainingFailed when its config.json has none."""
-    return _width(job.target)
+    return logits_width(job.target)
 
 
 def shared_width(job: JobSpec) -> int:
     """Number of token ids that both models know: those below it. Raises TrainingFailed when a config.json has no width."""
-    return min(_width(job.target), _width(job.draft))
+    return min(logits_width(job.target), logits_width(job.draft))
 
 
 def training_bytes(target: Path, draft: Path, *, rows: int, length: int, steps: int = LEARNT_STEPS) -> int:
@@ -110,14 +111,18 @@ def estimate_training_bytes(
 
 
 def check_memory(needed: int, *, least_gb: float) -> None:
-    """Raises TrainingFailed when less than `least_gb` GiB of the device's memory (0: less than `needed` bytes) is free."""
+    """Raises TrainingFailed when less than `least_gb` GiB of the device's memory (0: less than `needed` bytes) is free, or when
+    the host has too little for a process."""
     wanted = int(least_gb * 2**30) if least_gb > 0 else needed
-    free = device_free_bytes()
+    free = device.free_bytes()
     if free < wanted:
         raise TrainingFailed(f"training takes {wanted / 2**30:.1f} GiB of memory and {free / 2**30:.1f} GiB are free")
+    if (free := free_bytes()) < min(wanted, _BASE):
+        raise TrainingFailed(f"{free / 2**30:.1f} GiB of the host's memory are free, too little to train")
 
 
-def _width(folder: Path) -> int:
+def logits_width(folder: Path) -> int:
+    """Width of a model's logits. Raises TrainingFailed where its config.json has none."""
     config = _config(folder)
     for part in (config, cast("dict[str, Any]", config.get("text_config") or {})):
         if isinstance(width := part.get("vocab_size"), int):

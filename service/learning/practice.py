@@ -23,7 +23,7 @@ from service.engine.footprint import row_bytes, weight_bytes
 from service.learning.channel import Channel
 from service.learning.draft_steps import UNROLLED
 from service.learning.loading import load_draft, load_target, target_width, training_bytes
-from service.learning.make.distil import Distillation, batches
+from service.learning.make.distil import LOGITS_COPIES, Distillation, batches
 from service.learning.make.target_text import ANSWER, FORCED, TargetText, write_text
 from service.learning.practice_text import Kind, Piece, PracticeText, mixed
 from service.learning.scoring.score import held_out
@@ -65,8 +65,6 @@ FREE_SHARE = 0.5
 """Of the memory that is free, for rows that are written, and for a training step."""
 OWN_IDS = 2_048
 """Ids of a training step's texts that are not in the reduced vocabulary, about so many at most."""
-_LOGITS_COPIES = 16
-"""Float32 arrays as wide as the logits that a training step holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +307,7 @@ def writing_rows(target: nn.Module, width: int, free: int, minutes: float) -> in
 def text_bytes(target: Path, draft: Path, width: int) -> int:
     """Of a text in a training step: what the draft's blocks compute, and its logits. width: of these, without OWN_IDS."""
     one, two = (training_bytes(target, draft, rows=rows, length=LENGTH, steps=UNROLLED) for rows in (1, 2))
-    return two - one + 4 * _LOGITS_COPIES * LENGTH * (width + OWN_IDS)
+    return two - one + 4 * LOGITS_COPIES * LENGTH * (width + OWN_IDS)
 
 
 def _writing_bytes(target: nn.Module, width: int) -> int:

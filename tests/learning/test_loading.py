@@ -40,7 +40,7 @@ def test_a_run_that_does_not_fit_is_refused() -> None:
     loading.check_memory(2**60, least_gb=1e-6)
 
 
-@pytest.mark.parametrize(("free", "needed", "fits"), [(2**40, 2**39, True), (2**20, 2**21, False)])
+@pytest.mark.parametrize(("free", "needed", "fits"), [(2**60, 2**59, True), (2**20, 2**21, False)])
 def test_a_gpu_s_own_memory_counts_and_not_the_host_s(
     free: int, needed: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

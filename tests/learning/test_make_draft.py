@@ -117,9 +117,9 @@ def test_a_batch_is_computed_in_parts_where_memory_is_short(
     updates = len(sizes)
     sizes.clear()
     # So many that they are nearly all of it.
-    monkeypatch.setattr("service.learning.make.draft.LOGIT_COPIES", 10**5)
+    monkeypatch.setattr("service.learning.make.draft.LOGITS_COPIES", 10**5)
     free = 2**29 + 2**27 + recipe.batch // 2 * 10**5 * recipe.length * 97 * 4
-    monkeypatch.setattr("service.learning.make.draft.device_free_bytes", lambda: free)
+    monkeypatch.setattr("service.engine.device.device_free_bytes", lambda: free)
     done: list[int] = []
     parts = make_draft(
         target,
@@ -130,7 +130,7 @@ def test_a_batch_is_computed_in_parts_where_memory_is_short(
     )
     assert parts is not None and set(sizes) == {recipe.batch // 2} and len(sizes) == 2 * updates == 2 * done[-1]
     assert parts.agreement == pytest.approx(whole.agreement, abs=0.03) and parts.agreement > parts.agreement_before
-    monkeypatch.setattr("service.learning.make.draft.device_free_bytes", lambda: 2**29)
+    monkeypatch.setattr("service.engine.device.device_free_bytes", lambda: 2**29)
     stages: list[str] = []
     with pytest.raises(TrainingFailed, match=r"distilling takes .* and 0\.5 GiB are free: a smaller --length"):
         make_draft(target, tmp_path / "none", recipe, report=lambda stage, *_: stages.append(stage))

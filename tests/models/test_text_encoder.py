@@ -52,7 +52,7 @@ def test_the_bytes_of_tokens_wait_for_no_prompt(make_model: MakeModel) -> None:
     """An event loop asks for them while other threads encode."""
     encoder = TextEncoder(load_tokenizer(make_model("m")))
     alone = [encoder.token_bytes(token) for token in range(encoder.vocabulary)]
-    with encoder._lock, ThreadPoolExecutor(1) as pool:
+    with ThreadPoolExecutor(1) as pool, encoder._lock:
         asked = pool.submit(lambda: [encoder.token_bytes(token) for token in range(encoder.vocabulary)])
         assert asked.result(timeout=30) == alone
     chat = [{"role": "user", "content": "a long question " * 2000}]

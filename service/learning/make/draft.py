@@ -15,11 +15,12 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from service.core import ModelError, TrainingFailed
+from service.engine import device
 from service.learning.draft_steps import UNROLLED
 from service.learning.export import save_model_folder
 from service.learning.general_set import GeneralSet
-from service.learning.loading import estimate_training_bytes
-from service.learning.make.distil import Distillation, batch_count, batches, freeze_shared
+from service.learning.loading import estimate_training_bytes, logits_width
+from service.learning.make.distil import LOGITS_COPIES, Distillation, batch_count, batches, freeze_shared
 from service.learning.make.eagle_head import init_eagle_head
 from service.learning.make.prune import DEFAULT_LAYERS, prune
 from service.learning.make.target_text import ANSWER, TargetText, first_exchanges, write_text
@@ -30,16 +31,12 @@ from service.models import eagle, vocabulary
 from service.models.arrays import named_arrays
 from service.models.draft_choice import write_made_for
 from service.models.heads import cut
-from service.models.memory import device_free_bytes
 from service.models.pair import Loaded, load_model
 from service.models.shipped import GENERAL, OPENINGS, extract
 
 Report = Callable[[str, int, int, str], None]
 """(stage, done, of, note)"""
 KINDS = ("layers", "eagle")
-LOGIT_COPIES = 12
-"""Float32 arrays as wide as a batch's logits that there are at once, measured: 5 without and 9 with the blend, 8 and 12 where a
-head is unrolled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,23 +118,27 @@ def make_draft(
     draft = _load_initial(scratch, start)
     stored_dtypes = _prepare_training(draft)
     target.model.set_dtype(dtype)
-    parts = max(ranks.gather(_parts(draft, scratch, recipe)))
+    # Both casts are done: what is free then is free for training.
+    mx.eval(target.model.parameters(), draft.parameters())
+    _parts(draft, scratch, recipe, recipe.length)
     eagle.bind(draft, target.model)
 
     started = time.perf_counter()
     text = training_text(target, recipe, text_file, ranks, report)
     written_at = time.perf_counter()
     loss = Distillation(target.model, dtype, blend=recipe.blend)
-    steps = min(ranks.gather(batch_count(text, recipe.batch, recipe.epochs)))
+    parts = max(ranks.gather(_parts(draft, scratch, recipe, text.tokens.shape[1])))
+    rows = max(recipe.batch // parts, 1)
+    steps = min(ranks.gather(batch_count(text, rows, recipe.epochs) // parts))
     tokens = sum(ranks.gather(text.tokens.size))
     if not ranks.first:
         shutil.rmtree(scratch)
-        _distil(draft, text, recipe, steps, parts, loss, ranks, report)
+        _distil(draft, text, recipe, rows, steps, parts, loss, ranks, report)
         return None
     answers = _write(target, recipe, rows=recipe.held_out + recipe.general, seed=recipe.seed, greedy=1.0)
     held_out = answers.first(recipe.held_out)
     before, _ = loss.agreement(draft, held_out)
-    trained = _distil(draft, text, recipe, steps, parts, loss, ranks, report)
+    trained = _distil(draft, text, recipe, rows, steps, parts, loss, ranks, report)
     after, compared = loss.agreement(draft, held_out)
 
     weights = {name: array.astype(stored_dtypes[name]) for name, array in named_arrays(draft.parameters())}
@@ -243,25 +244,25 @@ def _prepare_training(draft: nn.Module) -> dict[str, mx.Dtype]:
     return dtypes
 
 
-def _parts(draft: nn.Module, folder: Path, recipe: Recipe) -> int:
-    """Parts in which a batch is computed, one after another: as few as memory does for beside the models. folder: of the
-    draft's config.json. Raises TrainingFailed where it does not do for one text, before text is written for hours."""
+def _parts(draft: nn.Module, folder: Path, recipe: Recipe, length: int) -> int:
+    """Parts in which a batch of texts of this length is computed, one after another: as few as memory does for beside the
+    models. folder: of the draft's config.json. Raises TrainingFailed where it does not do for one text."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    width = {**config, **(config.get("text_config") or {})}["vocab_size"]
-    steps = UNROLLED if isinstance(draft, eagle.Model) else 1
-    # Gradients, their sum, both moments of AdamW, and the weights in the working precision.
-    own = 5 * sum(array.nbytes for _, array in named_arrays(draft.trainable_parameters()))
+    width, steps = logits_width(folder), UNROLLED if isinstance(draft, eagle.Model) else 1
+    # Gradients, their sum and both moments of AdamW; and all weights as the loss casts them.
+    own = 4 * sum(array.nbytes for _, array in named_arrays(draft.trainable_parameters()))
+    own += sum(array.size * mx.float32.size for _, array in named_arrays(draft.parameters()))
 
     def needed(rows: int) -> int:
-        logits = LOGIT_COPIES * rows * recipe.length * width * mx.float32.size
-        return logits + estimate_training_bytes(config, weights=own, rows=rows, length=recipe.length, steps=steps)
+        logits = LOGITS_COPIES * rows * length * width * mx.float32.size
+        return logits + estimate_training_bytes(config, weights=own, rows=rows, length=length, steps=steps)
 
-    free = device_free_bytes()
+    free = device.free_bytes()
     fitting = (n for n in range(1, recipe.batch + 1) if recipe.batch % n == 0 and needed(recipe.batch // n) <= free)
     if (parts := next(fitting, None)) is None:
         raise TrainingFailed(
-            f"distilling takes {needed(1) / 2**30:.1f} GiB of memory beside the models for one text of {recipe.length} "
-            f"tokens, and {free / 2**30:.1f} GiB are free: a smaller --length takes less"
+            f"distilling takes {needed(1) / 2**30:.1f} GiB of memory beside the models for one text of {length} tokens, "
+            f"and {free / 2**30:.1f} GiB are free: a smaller --length takes less"
         )
     return parts
 
@@ -282,16 +283,17 @@ def _distil(
     draft: nn.Module,
     text: TargetText,
     recipe: Recipe,
+    rows: int,
     steps: int,
     parts: int,
     loss: Distillation,
     ranks: Ranks,
     report: Report,
 ) -> TrainReport:
-    """Train with `steps` batches, which every process has, in so many parts each."""
+    """Train with `steps` batches, which every process has, in so many parts of `rows` texts each."""
     return train(
         draft,
-        islice(batches(text, max(recipe.batch // parts, 1), recipe.epochs, recipe.seed), steps * parts),
+        islice(batches(text, rows, recipe.epochs, recipe.seed), steps * parts),
         loss_fn=loss,
         optimiser=Optimiser(
             learning_rate=recipe.learning_rate, steps=steps, warmup=0.02, weight_decay=0.01, accumulate=parts
