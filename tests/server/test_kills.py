@@ -140,7 +140,8 @@ def test_the_training_child_is_killed_and_then_the_server(tmp_path: Path) -> Non
         texts = iter(dict.fromkeys(f"later {line.prompt}" for line in prompts(10_000, 2)))
         end = time.monotonic() + SETTLED_SECONDS + rng.uniform(0.2, 1.0)
         while time.monotonic() < end or not children(process_id(server)) - before:
-            answered.append((time.monotonic(), generate(server, next(texts))["id"]))
+            name = generate(server, next(texts))["id"]
+            answered.append((time.monotonic(), name))
             assert time.monotonic() < end + 60, "no child was started"
         orphans, committed, killed = children(process_id(server)), generation_ids(server), time.monotonic()
         os.kill(process_id(server), signal.SIGKILL)
@@ -171,7 +172,8 @@ def test_the_server_is_killed_at_random_moments(tmp_path: Path, figure: Callable
                 if line.prompt in asked:
                     continue  # equal texts are one row, which keeps the first one's id
                 asked.add(line.prompt)
-                answered.append((time.monotonic(), generate(server, line.prompt)["id"]))
+                name = generate(server, line.prompt)["id"]
+                answered.append((time.monotonic(), name))
                 # The first kill comes during a run, so that a child is orphaned.
                 if time.monotonic() > end and (turn or children(process_id(server))):
                     break
