@@ -248,8 +248,8 @@ def push(
 
 
 def _require_own_draft(ref: AdapterRef, settings: Settings) -> None:
-    """Raises AdapterRefused unless the settings name the draft that an adapter was trained for, BadRequest where that cannot be
-    told because it is not on this disk."""
+    """Raises AdapterRefused unless the settings name the draft that an adapter was trained for, BadRequest where that one is
+    not on this disk to be compared."""
     from service.models.fingerprint import model_fingerprint
     from service.models.machine import folder_at_hand
 

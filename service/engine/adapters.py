@@ -115,7 +115,7 @@ def load_steps(base: nn.Module, ref: AdapterRef, fingerprint: str) -> Iterator[D
 def _hash(folder: Path, future: Future[str]) -> None:
     try:
         future.set_result(folder_sha256(folder))
-    except OSError as error:
+    except Exception as error:  # noqa: BLE001  (loading waits for the future, and raises it)
         future.set_exception(error)
 
 

@@ -116,9 +116,10 @@ def batch_prompts(
     if first.pieces or not first.unstarted or first.target_cache.states:
         return first
     owners = [Owner.TARGET, Owner.DRAFT] if with_draft else [Owner.TARGET]
-    chosen, blocks = [first], {_uncached_block(first, prefix)}
+    chosen = [first]
     longest = total = _uncached_tokens(first, owners, prefix)
     if 0 < longest <= size:
+        blocks = {_uncached_block(first, prefix)}
         alike = [
             each
             for each, kind in zip(waiting, prefills_draft, strict=True)

@@ -245,8 +245,8 @@ def _prepare_training(draft: nn.Module) -> dict[str, mx.Dtype]:
 
 
 def _parts(draft: nn.Module, folder: Path, recipe: Recipe, length: int) -> int:
-    """Parts in which a batch of texts of this length is computed, one after another: as few as memory does for beside the
-    models. folder: of the draft's config.json. Raises TrainingFailed where it does not do for one text."""
+    """Parts in which a batch of texts of this length is computed, one after another: as few as the memory that the models
+    leave does for. folder: of the draft's config.json. Raises TrainingFailed where it does not do for one text."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     width, steps = logits_width(folder), UNROLLED if isinstance(draft, eagle.Model) else 1
     # Gradients, their sum and both moments of AdamW; and all weights as the loss casts them.
@@ -261,7 +261,7 @@ def _parts(draft: nn.Module, folder: Path, recipe: Recipe, length: int) -> int:
     fitting = (n for n in range(1, recipe.batch + 1) if recipe.batch % n == 0 and needed(recipe.batch // n) <= free)
     if (parts := next(fitting, None)) is None:
         raise TrainingFailed(
-            f"distilling takes {needed(1) / 2**30:.1f} GiB of memory beside the models for one text of {length} tokens, "
+            f"distilling takes {needed(1) / 2**30:.1f} GiB of memory besides the models for one text of {length} tokens, "
             f"and {free / 2**30:.1f} GiB are free: a smaller --length takes less"
         )
     return parts
