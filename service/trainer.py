@@ -84,10 +84,12 @@ def run_trainer(settings: Settings, on_ready: Callable[[], None]) -> int:
                 "targets": lambda selection: remove_files(settings.home / TARGETS),
                 "practice": lambda selection: practice_text.remove(settings.home / PRACTICE),
             }
-            loop.start(place, Unserved(), events, forget=forget)
-            on_ready()
-            ended.wait()
-            loop.stop()
+            try:
+                loop.start(place, Unserved(), events, forget=forget)
+                on_ready()
+                ended.wait()
+            finally:
+                loop.stop()
         finally:
             loop.close()
     return 1 if fatal else 0

@@ -166,7 +166,7 @@ class TextEncoder:
         try:
             with self._lock:
                 tokens = self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, **extra)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
             raise BadRequest(f"the model's chat template refuses these messages: {error}", field="messages") from error
         return tuple(cast("list[int]", tokens))
 

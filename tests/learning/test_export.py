@@ -348,7 +348,7 @@ def push(plain_installation: Installation, tmp_path: Path) -> Push:
     def run(address: str, *commands: tuple[str, ...]) -> list[tuple[int, str, str]]:
         found = {"HF_ENDPOINT": address, "HF_TOKEN": "hf_x", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path / "hf")}
         config = ("--config", str(plain_installation.config))
-        asked = json.dumps([("adapters", "push", *words, *config) for words in commands])
+        asked = json.dumps([("adapters", "push", *config, *words) for words in commands])
         command = [sys.executable, "-c", IN_TURN, asked]
         done = subprocess.run(command, env=os.environ | found, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
@@ -388,38 +388,39 @@ def test_nothing_becomes_public_unasked_and_nothing_revoked_is_pushed(
     asked = ("me/it", "--adapter", "1", "--base-model", "org/draft")
     hub = Hub(public=True)
     with hub.served() as address:
-        ((status, _, err),) = push(address, asked)
-        assert status != 0 and "is there already and public" in " ".join(err.split())
-        assert hub.files == {}
-        ((status, _, err),) = push(address, (*asked, "--public"))
+        (unasked, _, reason), (status, _, err) = push(address, asked, (*asked, "--public"))
+        assert unasked != 0 and "is there already and public" in " ".join(reason.split())
         assert status == 0, err
-        hub.files.clear()
+        assert hub.commits == 1
         stores = open_stores(load_settings(plain_installation.config))
         stores.adapters.activate(1, plain_installation.ref.draft)
         stores.lineage.erase(Selection(everything=True), retire_adapters=True)
         stores.close()
         ((status, _, err),) = push(address, (*asked, "--public"))
     assert status != 0 and "adapter 1 is revoked" in " ".join(err.split())
-    assert hub.files == {}
+    assert hub.commits == 1
 
 
 def test_the_card_names_no_draft_but_the_adapters_own(
-    plain_installation: Installation, push: Push, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plain_installation: Installation, push: Push, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv("REDRAFT_MODELS__DRAFT", "org/draft")
     cache, hub = tmp_path / "hf" / "hub", Hub()
-    asked = ("me/it", "--adapter", "1")
+    cache_model(cache, "org/other", write_draft(tmp_path / "other", seed=3, bits=None))
+    cache_model(cache, "org/own", plain_installation.draft)
+    settings = plain_installation.config.read_text()
+
+    def asked(draft: str) -> tuple[str, ...]:
+        config = tmp_path / f"{Path(draft).name}.toml"
+        config.write_text(settings.replace(json.dumps(str(plain_installation.draft)), json.dumps(draft)))
+        return "me/it", "--adapter", "1", "--config", str(config)
+
     with hub.served() as address:
-        ((status, _, err),) = push(address, asked)
-        assert status != 0 and "org/draft is not on this disk" in " ".join(err.split())
-        cache_model(cache, "org/draft", write_draft(tmp_path / "other", seed=3, bits=None))
-        ((status, _, err),) = push(address, asked)
-        assert status != 0 and "adapter 1 was trained for another draft than org/draft" in " ".join(err.split())
-        assert hub.repositories == [] and hub.files == {}
-        monkeypatch.setenv("REDRAFT_MODELS__DRAFT", "org/own")
-        cache_model(cache, "org/own", plain_installation.draft)
-        ((status, _, err),) = push(address, asked)
-    assert status == 0, err
+        found = push(address, asked("org/absent"), asked("org/other"), asked("org/own"))
+    absent, other, own = ((status, " ".join(err.split())) for status, _, err in found)
+    assert absent[0] != 0 and "org/absent is not on this disk" in absent[1]
+    assert other[0] != 0 and "adapter 1 was trained for another draft than org/other" in other[1]
+    assert own[0] == 0, own
+    assert len(hub.repositories) == 1, "nothing is made for those that are refused"
     assert yaml.safe_load(hub.files["README.md"].decode().split("---\n")[1])["base_model"] == "org/own"
 
 

@@ -36,7 +36,7 @@ MORE = 8
 """Tokens of the answer when the text comes again."""
 CONTROLLED = ("llama", "gemma3_text", "lfm2")
 """One family for each kind of cache (whole, sliding window, recurrent): for these the comparison is shown to detect faults."""
-DECODED = (*CONTROLLED, *(name for name in (*tuple(IDENTICAL)[::4], *tuple(RECURRENT)[::2]) if name not in CONTROLLED))
+DECODED = (*CONTROLLED, *(name for name in (*tuple(IDENTICAL)[::8], *tuple(RECURRENT)[::4]) if name not in CONTROLLED))
 """Families that decode every day; of the others the check at a start compares rows of unlike length with mlx-lm's."""
 PROMPTS = (tuple(range(5, 90, 4)), tuple(range(11, 38, 3)), (60,))
 """Longer than the window, growing past it, and a single token."""

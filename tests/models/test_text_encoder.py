@@ -196,6 +196,17 @@ def test_tools_and_options_reach_the_template(make_model: MakeModel) -> None:
         assert caught.value.field == "chat_template_kwargs"
 
 
+def test_tools_too_deep_for_the_template_are_a_bad_request(make_model: MakeModel) -> None:
+    encoder = TextEncoder(load_tokenizer(make_model("m", template=f"{{{{ tools | tojson }}}}{HERMES}")))
+    deep: dict[str, object] = {}
+    for _ in range(50_000):
+        deep = {"items": deep}
+    tools = [{"type": "function", "function": {"name": "now", "parameters": deep}}]
+    with pytest.raises(BadRequest, match="template refuses") as caught:
+        encoder.encode_chat([{"role": "user", "content": "hi"}], tools)
+    assert caught.value.field == "messages"
+
+
 THINKING = (
     "{% for message in messages %}<s>{{ message.role }}:{{ message.content }}</s>{% endfor %}"
     "{% if add_generation_prompt %}<s>assistant:{{ ending }}{% endif %}"

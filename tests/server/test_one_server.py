@@ -135,6 +135,21 @@ def test_a_trainer_that_a_newer_version_has_overtaken_ends(
     )
 
 
+def test_a_trainer_that_fails_once_it_is_ready_leaves_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "umask", lambda mask: mask)
+    settings = load_settings(in_process_server(tmp_path, write_pair(tmp_path)).config)
+
+    def on_ready() -> None:
+        raise OSError("nobody reads what it says")
+
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="nobody reads"):
+        run_trainer(settings, on_ready)
+    until(lambda: set(threading.enumerate()) <= before)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("make", [in_process_server, tiny_server])
 def test_a_second_server_on_the_same_database_is_refused(

@@ -12,12 +12,14 @@ from typing import Any
 
 
 class Hub:
-    """public: what is there is. repositories: what was made, as it was asked. files: name to content, of the last commit."""
+    """public: what is there is. repositories: what was made, as it was asked. files: name to content, of the last
+    commit. commits: how many there were."""
 
     def __init__(self, refusal: int | None = None, *, public: bool = False) -> None:
         self.refusal, self.public = refusal, public
         self.repositories: list[dict[str, Any]] = []
         self.files: dict[str, bytes] = {}
+        self.commits = 0
 
     @contextmanager
     def served(self) -> Generator[str]:
@@ -43,6 +45,7 @@ class Hub:
                     return self.answer({"files": files})
                 if self.path == "/api/validate-yaml":
                     return self.answer({"errors": [], "warnings": []})
+                hub.commits += 1
                 for line in body.decode().splitlines():
                     item = json.loads(line)
                     if item["key"] == "file":
