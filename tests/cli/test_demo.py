@@ -1,6 +1,6 @@
 """`redraft demo` on a tiny random pair: its output, and that every failure gives a reason and a non-zero status.
 
-The training child of the first test is a real process, and by night the server too.
+Server and training child of the first test are real processes.
 """
 
 import itertools
@@ -23,7 +23,6 @@ from service.evaluation.clients import Answer, Clients
 from service.evaluation.oracle import naive_greedy
 from service.evaluation.progress import OnProgress
 from service.evaluation.prompts import PromptLine
-from service.evaluation.server_process import LocalServer
 from service.models.pair import Pair, load_pair
 from service.models.text import TextEncoder
 from service.settings import Settings
@@ -94,11 +93,10 @@ def in_turn(texts: list[str]) -> list[str]:
     return [text for i, one in enumerate(held) for text in (*learnt[2 * i : 2 * i + 2], one)]
 
 
-@pytest.mark.parametrize("kind", [InProcessServer, pytest.param(LocalServer, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
 def test_it_trains_and_swaps_and_reports_each_step(
-    kind: type[LocalServer], shown: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shown: Demo, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo, "LocalServer", kind)
     shown.write(in_turn([line.prompt for line in prompts(300)]))
     # A tiny adapter trains within a second.
     monkeypatch.setattr("service.cli.console.HEARTBEAT_SECONDS", 0.02)

@@ -104,6 +104,7 @@ def test_every_matrix_of_the_adapter_learns_from_the_first_step_on(
     assert all(mx.array_equal(a, b).item() for a, (_, b) in zip(before, leaves(target.parameters()), strict=True))
 
 
+@pytest.mark.nightly
 def test_a_trained_adapter_is_served_scored_and_continued(target: Model, head: Head, tmp_path: Path) -> None:
     texts = served(target, tiny_llama(5), [Sampling(max_tokens=24)] * 12, k=0)
     data = build(texts, max_length=128, reject_weight=1.0, vocabulary=VOCABULARY)

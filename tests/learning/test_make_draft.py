@@ -98,7 +98,7 @@ def test_a_quantised_target_gets_a_draft_whose_own_layers_are_not(tmp_path: Path
     assert (tmp_path / "folder" / "text.npz").is_file()
 
 
-@pytest.mark.parametrize("kind", ["layers", "eagle"])
+@pytest.mark.parametrize("kind", ["layers", pytest.param("eagle", marks=pytest.mark.nightly)])
 def test_a_batch_is_computed_in_parts_where_memory_is_short(
     kind: str, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

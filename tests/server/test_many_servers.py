@@ -57,6 +57,7 @@ def over(fleet: Fleet, run: int) -> bool:
     return RunState(fleet.servers[0].get(f"/train/{run}")["state"]).over
 
 
+@pytest.mark.nightly
 def test_a_trainer_does_the_runs_of_servers_that_train_nothing(tmp_path: Path, databases: PostgresDatabases) -> None:
     with Fleet(tmp_path, databases.empty(tmp_path), 2, idle=True) as fleet:
         first, second = fleet.servers
